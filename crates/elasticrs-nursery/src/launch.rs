@@ -61,8 +61,8 @@ pub struct Warm {
 /// Options for the imports of a warm nursery.
 #[derive(Debug, Default)]
 pub struct Import {
-    /// Report offset for a nursery that replaces a nursery that died during its imports: the offset at which the
-    /// imports of the first nursery started. `None` for any other nursery. See [`Warming::since`].
+    /// Set if this nursery replaces a nursery that died during its imports: the offset in the report at which the
+    /// earlier imports started. `None` otherwise. See [`Warming::since`].
     pub since: Option<u64>,
     /// True to import at the lowest priority. The nursery's nice value must be restored before the nursery forks
     /// workers.

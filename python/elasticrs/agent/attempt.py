@@ -1,4 +1,4 @@
-"""Classes for the record of one attempt and for the result of the whole job."""
+"""The record of one attempt, and the result of the whole job."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Attempt(Record):
             are not included.
         met: last rendezvous of each worker that has exited, by local rank. Contains only workers that took
             part in a rendezvous and recorded it; see :mod:`elasticrs.workers.node_page`.
-        replaced_workers: workers that were replaced, each as an attempt that contains only that worker.
+        replaced_workers: one record for each worker that was replaced. The record is an attempt with only
+            this worker.
         first_failure: local rank of the worker that failed first.
         raised: uncaught exception that each worker reported, by local rank.
         expired: time limits that made the agent stop workers, by local rank: timers, heartbeat deadlines, or
@@ -63,8 +64,8 @@ class Attempt(Record):
         oom_kills: counters of the kernel's OOM killer at the start of the attempt.
         oom_kills_after: the same counters after the attempt failed.
         signalled: number of other workers that were signalled because of the first failure.
-        cause: one line that says why the attempt ended; ``None`` until the cause is known, and for the job's
-            last attempt.
+        cause: reason for the end of the attempt, as one line. ``None`` until the reason is known, and for the
+            job's last attempt.
         silent: workers that exited with 0 before their function returned, if no other worker failed.
         warm: true if the workers were forked from a process that had already imported the modules; ``None``
             without ``--warm``.
@@ -72,7 +73,7 @@ class Attempt(Record):
         phases: milliseconds of each phase of the restart that led to this attempt, in order; see
             :func:`phases`.
         stamps: monotonic nanoseconds of ``planned``, ``imported``, ``started``, ``failure_seen``,
-            ``siblings_signalled``, ``stopped`` and ``ended``. ``imported`` is only set if the start had to
+            ``siblings_signalled``, ``stopped`` and ``ended``. ``imported`` is set only if the start had to
             wait for the imports, and ``stopped`` only if this agent was asked to stop the workers.
     """
 
@@ -175,8 +176,8 @@ class Attempt(Record):
         return hung(event.hung, self.global_ranks(), was_found_here=self.first_failure is not None)
 
     def is_slow_to_exit(self, local_rank: int) -> bool:
-        """Return true if a worker raised an exception, and its exit was still making progress when
-        ``--exit-timeout`` expired.
+        """Return true if ``--exit-timeout`` expired although the worker was still making progress with its
+        exit after an uncaught exception.
         """
         event = self.expired.get(local_rank)
         return event is not None and event.raised is not None and event.raised.exit == "slow"
@@ -193,27 +194,25 @@ class Attempt(Record):
         return phrases.SILENT if worker.local_rank in self.silent else phrases.how_it_ended(worker.exitcode)
 
     def last_met(self, local_rank: int) -> Met | None:
-        """Return the last rendezvous of a worker; ``None`` if the worker has not been in one or did not
-        record it.
-        """
+        """Return the last rendezvous of a worker; ``None`` if the worker has not recorded a rendezvous."""
         page = self.plan.page
         if local_rank in self.met or local_rank in self.exits or page is None:
             return self.met.get(local_rank)
         return page.last_met(local_rank)
 
     def global_ranks(self) -> dict[int, int]:
-        """Return the unique global rank of each worker, by local rank.
+        """Return a unique global rank for each worker, by local rank.
 
-        A worker that takes part in a rendezvous has the rank of its last round. A worker that has not been in
-        a round yet has its initial rank. A worker whose rank was taken over by another worker gets a negative
-        placeholder; see :meth:`shown_ranks`.
+        A worker that takes part in a rendezvous keeps the rank of its last round. Before its first round, a
+        worker has the rank from the plan. A worker whose rank was taken over by another worker gets a
+        negative placeholder; see :meth:`shown_ranks`.
         """
         began = {ranks.local_rank: ranks.global_rank for ranks in self.plan.ranks}
         if self.plan.members is None:
             return began
         met = {local_rank: self.last_met(local_rank) for local_rank in began}
         taken: dict[int, int] = {}
-        # If two workers held the same rank, it belongs to the worker with the later round.
+        # If two workers have held the same rank, give the rank to the worker with the later round.
         for local_rank, last in sorted(met.items(), key=lambda each: -each[1].round if each[1] else 0):
             rank = last.rank if last else began[local_rank]
             taken[-1 - local_rank if rank in taken else rank] = local_rank
@@ -261,8 +260,8 @@ class Attempt(Record):
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     """Return the milliseconds of each phase of a restart, in order. The phases add up to the whole restart.
 
-    The first phase starts when the failure was seen, or when the workers were stopped if the failure was on
-    another node. ``signalling`` lasts until the other workers have been signalled, ``stopping`` until all
+    The first phase starts when the failure was seen, or, after a failure on another node, when the workers
+    were stopped. ``signalling`` lasts until the other workers have been signalled, ``stopping`` until all
     processes have exited, ``rendezvous`` until ranks and addresses are known, ``importing`` until the warm
     nursery is ready (if the start had to wait for it), and ``starting`` until all workers run. If the end of
     a phase is unknown, its time counts as part of the next phase.
@@ -296,9 +295,10 @@ class JobResult(Record):
         exit_code: exit code of the launcher.
         signum: signal that stopped the job, if any.
         message: reason for a failure that was not caused by a worker.
-        verdict: what follows from the failure, if the job has failed.
-        ending: summary line of a failed job, as two texts: one before and one after the root cause. The
-            launcher prints the line below the report.
+        verdict: advice to the scheduler if the job has failed: whether another attempt may succeed, and on
+            which nodes.
+        ending: summary line of a failed job, in two parts, between which the launcher inserts the root cause.
+            The launcher prints the line below the report.
         start_errno: ``errno`` of the error that prevented the start of the last attempt.
         first_cause: first failure of a job on several nodes; see :mod:`elasticrs.job.failure_cause`.
         clock: clock of the store in which the nodes met.

@@ -1,5 +1,5 @@
-"""Conversion of a failure that another node has reported, for this node's workers and report. Imported only
-after a failure.
+"""Convert a failure that another node has reported, for use in the failure report and the hang detection of
+this node. Imported only after a failure.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
-    """Return the facts about a worker that hung on another node. They help to find a worker on this node that
-    the hung worker was waiting for.
+    """Return the facts about a worker that hung on another node. With these facts, this node can find the
+    worker that the hung worker was waiting for.
     """
     step, frame = step_of(cause), cause.get("frame")
     return HungElsewhere(

@@ -1,7 +1,7 @@
 """Checkpoint requests: the agent passes them on to its workers and reports the result to the user.
 
-A worker sees a request at the end of a training step, in the memory page that the workers share with the
-agent (:mod:`elasticrs.workers.node_page`). If one worker sees the request, all workers of the job save.
+At the end of each training step, a worker checks for requests in the memory page that it shares with the
+agent (:mod:`elasticrs.workers.node_page`). As soon as one worker sees a request, all workers of the job save.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Reset ``fd``, so that it is no longer readable. The request itself is already recorded in the
-        shared page.
+        """Reset ``fd``, so that it is no longer readable. The request is not lost, because the shared page
+        contains it.
         """
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
@@ -82,8 +82,9 @@ class CheckpointRequests:
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Report results of checkpoint requests to the user. Requests that were fulfilled by the same save
-        share one line. Return the number of seconds until this method should be called again.
+        """Report results of checkpoint requests to the user. Print one line for all requests that the same
+        save has fulfilled. Return the number of seconds until this method should be called again; infinity if
+        no request is pending.
         """
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)

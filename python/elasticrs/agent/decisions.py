@@ -1,5 +1,5 @@
-"""Interface through which the agent's loop gets its decisions. There are implementations for jobs on a single
-node and for jobs on several nodes.
+"""Interface through which the agent's loop gets its decisions. One implementation is for jobs on a single
+node, another for jobs on several nodes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 
 class Decisions(ABC):
-    """Base class of objects that decide for the agent. The agent's loop passes every event to such an object
-    and executes the returned actions in order.
+    """Base class of the objects that make the agent's decisions. The agent's loop passes every event to such
+    an object and executes the returned actions in order.
 
     Attributes:
         plan: plan of the attempt that :class:`~elasticrs.agent.state_machine.Start` requests.
@@ -49,7 +49,7 @@ class Decisions(ABC):
     @property
     @abstractmethod
     def phase(self) -> machine.Phase:
-        """Current phase of the agent, which decides how it reacts to events."""
+        """Current phase of the agent. The reaction to an event depends on the phase."""
 
     @property
     @abstractmethod
@@ -68,7 +68,7 @@ class Decisions(ABC):
         return SAFETY_TICK
 
     def look_around(self) -> list[machine.Action]:
-        """Return the actions that have become due since the last call, without an event."""
+        """Return the actions that are due because time has passed since the last call."""
         return []
 
     def fd_ready(self, fd: int) -> list[machine.Action] | None:  # noqa: ARG002 -- subclasses use it
@@ -88,8 +88,8 @@ class Decisions(ABC):
 
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:  # noqa: ARG002 -- subclasses use it
         """Execute the action :class:`~elasticrs.agent.state_machine.Rendezvous`: agree on ranks and
-        addresses. Return the event that reports the result. If this agent hosts the workers' store, the
-        supervisor serves it.
+        addresses. Return the event that reports the result. If this agent hosts the workers' store, the store
+        runs in the supervisor.
 
         Raises:
             Exception: raised by a user's rendezvous handler.
@@ -136,7 +136,9 @@ class OneNode(Decisions):
         return actions
 
     def _with_evidence(self, event: machine.Event) -> machine.Event:
-        """Return the event with the evidence of a failure, if the restart policy may need it."""
+        """Return a copy of the event with evidence about the failure. Return the event itself if the restart
+        policy does not need evidence for it.
+        """
         if self._attempt is None:
             return event
         match event:
@@ -148,8 +150,8 @@ class OneNode(Decisions):
                 try:
                     from elasticrs.agent.own_cause import evidence
                 except OSError:
-                    # The import fails if this process has no free file descriptor. Then only the restart
-                    # budget decides.
+                    # The import fails if this process has no free file descriptor. Without evidence, only the
+                    # restart budget decides about a restart.
                     return event
                 return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event

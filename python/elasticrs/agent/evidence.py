@@ -1,13 +1,13 @@
 """Evidence that the kernel's OOM killer killed a worker.
 
-In the wait status, a kill by the OOM killer looks like any other SIGKILL. But the kernel counts its OOM
-kills, for each memory cgroup (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine
+In the wait status, a kill by the OOM killer looks like any other SIGKILL. But the kernel counts OOM kills,
+for each memory cgroup (v2: ``memory.events``, v1: ``memory.oom_control``) and for the machine
 (``/proc/vmstat``). The agent reads these counters with :func:`oom_kills` when an attempt starts and again
 after a failure. If a counter has risen and the agent did not send the SIGKILL, the OOM killer almost
 certainly did.
 
-All functions are pure, except that they read files. A counter that cannot be read is ignored and is never an
-error, because access depends on how the container was set up.
+All functions are pure, except that they read files. A counter that cannot be read is ignored, because access
+depends on the setup of the container.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _ADVICE = (
     "raise the memory limit of its control group, or use smaller batches or fewer data loader workers",
     "the machine was out of memory: use smaller batches or fewer data loader workers",
 )
-"""Advice for the user: first for an exceeded cgroup limit, then for a machine that has run out of memory."""
+"""Advice for the user. The first text is for an exceeded cgroup limit, the second for a machine that has run
+out of memory.
+"""
 
 
 # --- memory cgroups ---
@@ -113,8 +115,8 @@ def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def read_counters(paths: Iterable[str]) -> dict[str, int]:
-    """Read the OOM kill counters in these files. To read the files of an earlier result again, without
-    searching for them, pass that result as ``paths``.
+    """Read the OOM kill counters in these files. ``paths`` may be an earlier result, to read the same files
+    again without another search.
     """
     counts = {}
     for path in paths:
@@ -145,7 +147,7 @@ def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, 
 def probably_oom(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> bool:
-    """Return true if the kernel's OOM killer probably killed a worker.
+    """Return true if the kernel's OOM killer has probably killed a worker.
 
     Args:
         exitcode: exit code of the worker. 137 counts as well, because a shell exits with 137 if its command

@@ -31,9 +31,7 @@ _MAX_EARLIER = 8
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """Return the failure of each worker that did not succeed, by global rank, with the first failure
-    first.
-    """
+    """Return the failure of each unsuccessful worker, by global rank. The first failure comes first."""
     ranks = attempt.global_ranks()
     return {ranks[worker.local_rank]: _failure(attempt, worker) for worker in attempt.failed_exits()}
 
@@ -112,7 +110,7 @@ def _named(names: Sequence[str]) -> str:
 def all_failures(result: JobResult) -> dict[int, ProcessFailure]:
     """Return this node's failures in the last attempt, by rank.
 
-    If the first failure of the job was on another node, it is included. Causes of earlier attempts are added
+    If the job's first failure was on another node, include that failure. Causes of earlier attempts are added
     to the notes of the root cause.
     """
     failed = _last_failures(result)
@@ -125,8 +123,8 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
     if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
-        # Leave out the failures on this node, because the job recovered from them, and ended in a later round
-        # without this node.
+        # Leave out the failures on this node. The job recovered from them and ended in a later round, in
+        # which this node did not take part.
         failed = {}
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
         # No worker caused the failure: the job failed for the reason in `result.message`, and the agent then
@@ -229,16 +227,16 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     failure = failure_of(
         worker,
         *files,
-        # The worker failed when it raised an exception or was found to hang. The signal that killed it later
-        # is a consequence.
+        # The failure is the exception or the hang. The signal that killed the worker later is only a
+        # consequence.
         seen_ns=attempt.failed_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=_cause(attempt, worker),
         note=note if worker.sent_signal is None else None,
     )
     if timer is not None and failure.error_file != NOT_AVAILABLE:
-        # The error file contains the message that the worker wrote when it received the signal. Add the
-        # expired time limit, because it is the reason for the signal.
+        # The message in the error file mentions only the signal that the worker received. Add the expired
+        # time limit, because it is the reason for the signal.
         failure.note = attempt.why_expired(rank)
     _add_hang(attempt, worker, failure)
     return failure

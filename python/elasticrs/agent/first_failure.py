@@ -1,8 +1,8 @@
-"""Determine the first failure of an attempt as soon as possible, from the supervisor's events alone.
+"""Determine the first failure of an attempt at once, from the supervisor's events alone.
 
-No file is read, because stopping the other workers and notifying the other nodes cannot wait for a file
-system. The final report applies the same rule (:mod:`elasticrs.multiprocessing.errors.root_cause`), but also
-reads the error files.
+No file is read, because a slow file system would delay the stop of the other workers and the report to the
+other nodes. The final report applies the same rule (:mod:`elasticrs.multiprocessing.errors.root_cause`), but
+also reads the error files.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class _Seen(Value):
 def first_seen(attempt: Attempt) -> int:
     """Return the local rank of the worker that failed first.
 
-    This is not always the worker that exited first. A worker that raised an exception may still be exiting
-    when its peers have already exited because their connections to it were closed.
+    This is not always the worker that exited first. A worker that has raised an exception closes its
+    connections, which may cause its peers to fail and exit before it has exited itself.
 
     Args:
         attempt: attempt in which a failure has been seen.

@@ -1,7 +1,7 @@
 """Workers that run a function, or a script through a function, with any start method.
 
-The agent's loop never blocks on a :mod:`keeper <elasticrs.multiprocessing.keeper>`. It learns from events
-that the keeper has started the workers or has exited.
+The agent's loop never blocks on a :mod:`keeper <elasticrs.multiprocessing.keeper>`: an event reports that the
+keeper has started the workers or has exited.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def function_workers(
     Args:
         setup: data that all kinds of workers need.
         function: function to call. It must be importable by name, except with ``fork``.
-        arguments: arguments, the same for all workers, except that ``${local_rank}`` is replaced in strings,
-            as in torch.
+        arguments: arguments of the function. All workers get the same arguments, except that
+            ``${local_rank}`` is replaced in strings, as in torch.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
         is_script: see :func:`script_workers`.
     """
@@ -99,7 +99,7 @@ class FunctionWorkers(Workers):
         environments: Mapping[int, dict[str, str]],
         keeps: Mapping[int, Sequence[int]],
     ) -> list[ProcessSpec]:
-        # Clear the return values of the previous attempt, which may be from other ranks.
+        # Clear the return values of the previous attempt, because ranks may have changed.
         self._values = {}
         self._start = self._start_of(paths, environments, keeps)
         return self._start.prepare()
@@ -203,19 +203,19 @@ class _Phase(IntEnum):
     RUNNING = auto()
     """The process group has adopted the workers."""
     SUCCEEDED = auto()
-    """The workers have succeeded. Their leftover processes are exiting, or may continue for a while."""
+    """The workers have succeeded. Their leftover processes are still exiting, or are allowed to continue for
+    a while.
+    """
     ENDING = auto()
     """The process group has stopped without success, and the keeper is killing the leftover processes."""
     ABANDONED = auto()
-    """The process group was stopped before it had members. The keeper may continue to import modules for a
-    long time.
+    """The process group was stopped before the workers were started. The keeper may still import modules for
+    a long time.
     """
 
 
 class KeptWorkers(FunctionWorkers):
-    """Workers whose parent is a keeper process. The core's process group adopts the workers before they start
-    to run.
-    """
+    """Workers that a keeper process has forked. Before they run, the core's process group adopts them."""
 
     _phase = _Phase.PREPARED
     _was_stopped = False
@@ -265,8 +265,8 @@ class KeptWorkers(FunctionWorkers):
         """Let the core's process group adopt the workers, and then let the workers run."""
         attempt = self._attempt
         if attempt is None or self._was_stopped:
-            # A stop was requested, so do not adopt the workers. A later event will report the end of the
-            # process group.
+            # A stop was requested, so do not let the group adopt the workers. A later event will report the
+            # end of the group.
             supervisor.unwatch_fd(kept.control)
             return
         try:
@@ -275,7 +275,7 @@ class KeptWorkers(FunctionWorkers):
                 return
             supervisor.unwatch_fd(kept.control)
             if not adopt(supervisor, pids, kept.statuses, self._pages):
-                return  # The group has already ended, as a later event will report.
+                return  # The group has already ended. A later event will report that.
         except (OSError, RuntimeError) as error:
             supervisor.unwatch_fd(kept.control)
             self._why_not_started = f"the workers could not be started: {error}"
@@ -286,10 +286,10 @@ class KeptWorkers(FunctionWorkers):
         self._phase, self.are_started = _Phase.RUNNING, True
 
     def stop(self) -> None:
-        """Abandon workers that have not been started yet, and kill lingering processes at once; see the base
+        """Give up workers that have not been started yet, and kill lingering processes at once; see the base
         class.
 
-        A second call does not wait for a keeper that has no workers, because its imports may hang in the
+        On a second call, do not wait for a keeper without workers, because its imports may hang in the
         kernel.
         """
         kept, was_stopped, self._was_stopped = self._kept, self._was_stopped, True
@@ -309,8 +309,7 @@ class KeptWorkers(FunctionWorkers):
         if kept is None:
             self.leftovers = Leftovers()
         elif self._phase is _Phase.PREPARED:
-            # Finish the keeper now, because the core never received these workers and will report no event
-            # for them.
+            # Finish the keeper now. The core never received these workers, so it will not report their end.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:
@@ -320,7 +319,7 @@ class KeptWorkers(FunctionWorkers):
                 self._phase = _Phase.ABANDONED
             elif has_succeeded:
                 self._phase = _Phase.SUCCEEDED
-                # The core may report success although a stop was already requested.
+                # The core may report success even if a stop was requested before.
                 linger = keeper.AT_ONCE if self._was_stopped else self.setup.job.linger
             else:
                 self._phase = _Phase.ENDING
@@ -352,9 +351,9 @@ def stop_tracker() -> None:
     """Stop multiprocessing's resource tracker, if there is one. Use this only in a process that belongs to
     the launcher alone.
 
-    The tracker exits when every copy of its pipe is closed. If a worker's descendant was allowed to continue,
-    it may hold a copy of the pipe. The tracker then runs until that descendant exits, and this function does
-    not wait for it.
+    The tracker exits when every copy of its pipe is closed. A worker's descendant that was allowed to
+    continue may hold a copy of the pipe. In this case, the tracker runs until that descendant exits, and this
+    function does not wait for the tracker.
     """
     tracker: Any = resource_tracker._resource_tracker
     pid, fd = tracker._pid, tracker._fd

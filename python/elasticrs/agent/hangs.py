@@ -1,5 +1,5 @@
-"""Text about workers that missed their heartbeat deadline. The functions are pure, except that they read
-evidence files.
+"""Describe workers that missed their heartbeat deadline, for messages to the user. The functions are pure,
+except that they read evidence files.
 
 Imported only after a worker hung, or at the end of a job whose workers sent heartbeats.
 """
@@ -24,7 +24,8 @@ _MAX_READ = 1 << 20
 comes after the kernel stacks of all threads.
 """
 _EARLIER = 0.01
-"""Minimum number of seconds by which a worker stopped before the others, for the report to mention it."""
+"""If a worker stopped at least this number of seconds before the others, the report mentions the difference.
+"""
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
 
 
@@ -35,7 +36,7 @@ def hung(event: WorkerHung, ranks: Mapping[int, int], *, was_found_here: bool = 
         event: event that reports the hang.
         ranks: global rank by local rank.
         was_found_here: true if a worker on this node exceeded a time limit; false if only a worker on another
-            node did.
+            node exceeded one.
     """
     own = next((seen for seen in event.ranks if seen.local_rank == event.local_rank), None)
     others = [seen for seen in event.ranks if seen.local_rank != event.local_rank]
@@ -58,8 +59,8 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     if not was_found_here:
         others = ", but a rank on another node is waiting"
     elif silent < event.limit:
-        # The worker has not exceeded its own limit, but it is to blame, because other ranks are waiting for
-        # it.
+        # The worker has not exceeded its own limit, but it caused the hang, because other ranks are waiting
+        # for it.
         others = ", but the limit of another rank has passed"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
@@ -140,7 +141,7 @@ def stack(path: str, *, others: int = 0) -> str | None:
     or of the main thread in a ``py-spy`` dump.
 
     Return ``None`` if the file ``path`` contains no frames. Also include the innermost frames of up to
-    ``others`` further threads, because such a thread may delay the exit of the worker.
+    ``others`` further threads, because these threads may be what delays the worker's exit.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

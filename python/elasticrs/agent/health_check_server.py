@@ -1,8 +1,9 @@
-"""The health check server, under torch's names. In torch itself, this server never opens a port.
+"""The health check server, with the names that torch uses. Torch's own server never opens a port.
 
 ``GET /healthz`` reports whether the agent's loop is alive, and ``/readyz`` whether the workers run.
 ``/metrics`` is for Prometheus, and ``/status`` is for people; see ``docs/metrics.md``. A thread of the core
-handles the connections. It notifies the agent's loop through a file descriptor and does not delay the loop.
+handles the connections. The thread notifies the agent's loop through a file descriptor, so requests do not
+delay the loop.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class HealthCheckServer:
 
     Args:
         alive_callback: returns the time of the last progress, in seconds since 1970. The process counts as
-            dead if the last progress is more than ``timeout`` seconds ago, or if the callback does not return
-            for that long.
+            dead if the last progress was more than ``timeout`` seconds ago, or if the callback takes longer
+            than ``timeout`` seconds to return.
         port: port to listen on; 0 for any free port.
         timeout: seconds without progress after which the process counts as dead.
         host: address to listen on; ``ELASTICRS_HEALTH_CHECK_HOST`` or the loopback address if ``None``. Not
@@ -42,8 +43,8 @@ class HealthCheckServer:
 
     Attributes:
         find_overdue: callback that is called in addition to ``alive_callback``, until :meth:`stop`. It
-            returns the number of seconds by which a progress report is overdue, and the activity that should
-            have sent the report. Not in torch.
+            returns the number of seconds by which a progress report is overdue, and the name of the current
+            activity. Not in torch.
         supervisor: supervisor of the workers. Until :meth:`stop`, the process counts as alive only if the
             supervisor's thread is alive as well. Not in torch.
     """
@@ -68,7 +69,7 @@ class HealthCheckServer:
 
     @property
     def port(self) -> int:
-        """Port on which the server listens if it is open, or else the configured port."""
+        """Port on which the server listens, or the configured port if the server is not open."""
         return self._port if self._server is None else self._server.port
 
     @property
@@ -107,7 +108,8 @@ class HealthCheckServer:
         thread, self._thread = self._thread, None
         if thread is not None:
             os.eventfd_write(self._stop_fd, 1)
-            # Wait for at most one second. A thread that hangs in the callback runs until the process exits.
+            # Wait for at most one second, because the thread may hang in the callback. It then runs until the
+            # process exits.
             thread.join(1.0)
             if not thread.is_alive():
                 os.close(self._stop_fd)
@@ -149,8 +151,8 @@ class HealthCheckServer:
 
 
 class _AliveCallbackProxy:
-    """Placeholder callback for a server that is created before the agent. It reports progress until the agent
-    is set.
+    """Callback for a server that is created before the agent. Until the agent sets the real callback, this
+    object reports progress.
 
     The name is torch's. :func:`elasticrs.launcher.launch_agent` connects this object to the agent.
     """
@@ -162,7 +164,7 @@ class _AliveCallbackProxy:
         return time.time() if self._delegate is None else self._delegate()
 
     def set_delegate(self, delegate: Callable[[], float]) -> None:
-        """Set the callback that this object calls from now on."""
+        """Set the callback to call from now on."""
         self._delegate = delegate
 
 

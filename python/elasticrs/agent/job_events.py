@@ -54,8 +54,9 @@ class EventRecorder(Observer):
         self._handler = get_logging_handler(settings.event_log_handler)
         if isinstance(self._handler, LineFileHandler):
             self._handler.write_behind()
-        # After a failure, the failed attempt and later events are kept here until the next workers have
-        # started, because reading the failure's cause takes time.
+        # After a failure, the failed attempt and all later events are kept here and recorded after the next
+        # workers have started. Reading the cause of the failure takes time and would otherwise delay the
+        # restart.
         self._failed: tuple[Attempt, int] | None = None
         self._later: list[Event] = []
         self._hung: _core.WorkerHung | None = None
@@ -75,7 +76,7 @@ class EventRecorder(Observer):
             self._plan, self._restarts = plan, action.restarts
             span = (time.monotonic() - self._meeting_since) * 1000
             self._record("RENDEZVOUS", EventSource.AGENT, duration_ms=span)
-            # Record a duration of 0, because the plan already contains the ranks.
+            # Record a duration of 0 for the assignment of ranks, because the plan already contains the ranks.
             self._record("ASSIGN_WORKER_RANKS", EventSource.AGENT, duration_ms=0.0)
             self._record_watching(True)
 
@@ -104,13 +105,17 @@ class EventRecorder(Observer):
         self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Keep a failed attempt, to record it when that no longer delays the restart."""
+        """Keep a failed attempt, and record it after the restart, because recording it now would delay the
+        restart.
+        """
         self._meeting_since = time.monotonic()
         if outcome in ("failed", "lost"):
             self._failed = attempt, self._restarts
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """Record that a timer has expired and, if its worker was killed for that, also record the kill."""
+        """Record that a timer has expired. If the worker was killed because of the timer, also record the
+        kill.
+        """
         claim: dict[str, object] = {
             "worker_pid": str(timer.pid),
             "scope_id": timer.scope,
@@ -128,7 +133,7 @@ class EventRecorder(Observer):
         self._hung = event
 
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
-        """Record each worker that receives SIGKILL because its grace period is over."""
+        """Record each worker that is sent SIGKILL because its grace period is over."""
         for local_rank, pid in zip(event.local_ranks, event.pids, strict=True):
             message = phrases.killed(attempt.who(local_rank), event)
             self._record_watchdog("kill worker process", {"worker_pid": str(pid), "message": message})
@@ -143,8 +148,8 @@ class EventRecorder(Observer):
         self._record_hung(worker.local_rank, attempt)
 
     def started(self) -> None:
-        """Record how the workers of a failed attempt ended. This is done after the restart, because
-        reading the causes of the failures takes time.
+        """Record how the workers of a failed attempt ended. Called after the restart, because reading the
+        causes of the failures takes time.
         """
         if self._failed is None:
             return
@@ -169,8 +174,8 @@ class EventRecorder(Observer):
             self._later.append(event)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Record the end of all workers, then the end of the agent. The agent counts as successful if it ran
-        to completion, even if workers failed.
+        """Record the end of all workers, and then the end of the agent. The agent counts as successful if it
+        ran to completion, even if workers failed.
         """
         self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
@@ -180,7 +185,7 @@ class EventRecorder(Observer):
         reason = _reason(result, error)
         if reason is None and result.attempts:
             self._record_ends(result.attempts[-1], has_succeeded=result.phase is Phase.SUCCEEDED)
-            # Include the reason only for a failure for which torch's agent would have raised an exception.
+            # Include the reason only if torch's agent would have raised an exception for this failure.
             is_workers = result.exit_code == 0 or result.attempts[-1].pids
             reason = None if is_workers else result.message
         self._record_watching(False)
@@ -315,8 +320,8 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
 
 
 def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
-    """Yield how each worker ended. As in torch, workers that died from the agent's signal count as failed,
-    and the other stopped workers as terminated.
+    """Yield how each worker ended. As in torch, a stopped worker counts as failed if the agent's signal
+    killed it, and as terminated otherwise.
     """
     if succeeded:
         yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)

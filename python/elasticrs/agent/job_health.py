@@ -38,7 +38,8 @@ MAX_EARLIER_FAILURES = 16
 
 class HealthObserver(Observer):
     """Observer that publishes the state of the job to an open health check server, and closes the server at
-    the end. With ``is_asked``, the agent's loop answers the requests. Otherwise a thread of the server does.
+    the end. With ``is_asked``, the agent's loop answers the requests. Otherwise, a thread of the server
+    answers them.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class HealthObserver(Observer):
             self._ranks,
             self._restarts,
         ):
-            # Publish the ranks and the restart count again if they have changed, because each round may
-            # assign different ranks, and restarts on other nodes count as well.
+            # Publish the ranks and the restart count again if they have changed. Each round may assign
+            # different ranks, and the count includes restarts on other nodes.
             self._publish(self._workers_now(attempt))
         self._server.answer(self._supervisor)
         if self._is_stale:
@@ -108,17 +109,19 @@ class HealthObserver(Observer):
             self._is_uncharged = not action.charged
 
     def prepared(self, attempt: Attempt) -> None:
-        """Let the server track the size of the log files that the agent does not read."""
+        """Let the server watch the size of the log files that the agent does not read."""
         if attempt.paths is not None:
             self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
     def not_started(self) -> None:
-        """After a failed start, publish that the workers are stopped."""
+        """Publish that the workers are stopped, because their start has failed."""
         self._native.files_ended()
         self._enter_state("STOPPED")
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """If a worker was killed because of an expired timer, count it as hung since the timer expired."""
+        """If the expired timer caused the agent to kill the worker, count the worker as hung since the timer
+        expired.
+        """
         if timer.signal is not None:
             self._was_hung((time.monotonic_ns() - timer.seen_ns) / 1e9)
 
@@ -159,7 +162,7 @@ class HealthObserver(Observer):
             self._failed_ns = None
         self._native.enter("productive")
         if not self._job.replaces_workers:
-            # Skip this with `--on-failure replace`, because workers then get their ranks from their own
+            # Skip this with `--on-failure replace`, because the ranks then come from the workers' own
             # rendezvous and not from the plan.
             first = self._attempt.plan.ranks[0]
             placed = first.group_rank, first.world_size

@@ -1,7 +1,8 @@
 """Metrics of a job, with torch's names; see ``docs/metrics.md``.
 
-Torch measures its own methods and polls the workers. This agent has no such methods and does not poll. It
-uses the same names for the same parts of the work, and publishes states when they change.
+Torch measures the duration of its own methods, and polls the workers for their state. This agent has no such
+methods and does not poll. It measures the corresponding parts of its work under the same names, and publishes
+a state when the state changes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class MetricRecorder(Observer):
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Measure how long the rendezvous took, when the workers are about to be started."""
+        """Before the workers are started, publish the duration of the rendezvous."""
         if isinstance(action, Rendezvous):
             self._meeting_since = time.monotonic()
         elif isinstance(action, Start):
@@ -46,7 +47,7 @@ class MetricRecorder(Observer):
             _measured("SimpleElasticAgent._assign_worker_ranks", 0.0)
 
     def running(self, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
-        """Measure how long the start took, and how long the restart took if there was one."""
+        """Publish the duration of the start and, after a failure, of the restart."""
         now = time.monotonic()
         _measured("LocalElasticAgent._start_workers", now - self._starting_since)
         _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since)
@@ -61,7 +62,7 @@ class MetricRecorder(Observer):
         self._state("healthy")
 
     def not_started(self) -> None:
-        """Measure how long the failed start of the workers took."""
+        """Publish the duration of the failed start."""
         took = time.monotonic() - self._starting_since
         _measured("LocalElasticAgent._start_workers", took, succeeded=False)
 
@@ -71,7 +72,7 @@ class MetricRecorder(Observer):
         self._state("failed")
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Measure how long it took to stop a failed attempt, or publish the final state of the workers."""
+        """Publish the final state of the workers or, after a failure, how long it took to stop them."""
         self._meeting_since = now = time.monotonic()
         if attempt.silent:
             self.failed(attempt)
@@ -81,15 +82,15 @@ class MetricRecorder(Observer):
             _measured("LocalElasticAgent._stop_workers", now - self._failed_at)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Publish the metrics of the whole run. If a signal or an exception ended the run, publish only how
-        long it took.
+        """Publish the metrics of the whole run. If a signal or an exception ended the run, publish only its
+        duration.
         """
         has_run = error is None and result.signum is None
         _measured("SimpleElasticAgent.run", time.monotonic() - self._began, succeeded=has_run)
         if not has_run:
             return
         if result.attempts:
-            # Take the count of the last attempt, because it also includes replacements of workers, and
+            # Use the restart count of the last attempt, because this count also includes replaced workers and
             # restarts that other nodes have caused.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0

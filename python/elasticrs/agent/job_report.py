@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     Failures = Mapping[int, ProcessFailure]
 
 SCHEMA = 1
-"""Version of the JSON report. It changes when a field is removed or gets another meaning."""
+"""Version of the JSON report. It changes when a field is removed or the meaning of a field changes."""
 
 MAX_TERMINATION_MESSAGE = 4096
-"""Maximum size of a pod's termination message in bytes; Kubernetes cuts the rest."""
+"""Maximum size of a pod's termination message in bytes. Kubernetes truncates longer messages."""
 
 _MAX_TEXT = 16384
 """Maximum number of characters of a failure's message in the JSON report."""
@@ -122,7 +122,7 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 
 
 def encode(document: Mapping[str, Any]) -> str:
-    """Return the JSON report as text. It is pure ASCII, because names of files may not be valid UTF-8."""
+    """Return the JSON report as text. The text is pure ASCII, because file names may not be valid UTF-8."""
     return json.dumps(document, indent=1, default=str) + "\n"
 
 

@@ -140,14 +140,13 @@ class Agent:
             raise self._error
         attempts = self._result.attempts
         if self._result.exit_code == 0 and self._decisions.has_taken_part and attempts:
-            # Do this last, because unpickling the return values of the user's functions may raise an
-            # exception.
+            # Unpickle the functions' return values last, because this may raise an exception.
             self._result.return_values = self._workers.return_values(attempts[-1])
         return self._result
 
     def _events_end_it(self) -> bool:
-        """Return true if a signal stopped the agent before anything was started. In this case not even a
-        supervisor is needed.
+        """Return true if a signal has already stopped the agent. In this case, not even a supervisor is
+        started.
         """
         first = self._events[0]
         if not isinstance(first, machine.SignalReceived):
@@ -264,7 +263,7 @@ class Agent:
     def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
         """Request a checkpoint through the memory page that the workers share with this agent.
 
-        The request does not use a signal, because a signal would kill workers that have not started training
+        No signal is used for the request, because a signal would kill workers that have not started training
         or have finished it.
         """
         if not checkpoints.are_open:

@@ -1,9 +1,10 @@
 """Decisions of an agent in a job on several nodes whose workers keep running when others fail (``--on-failure
 replace``).
 
-The workers and the agents are members of two different rendezvous in the same store. The agents' rendezvous
-counts restarts on all nodes and determines how the job ends. :mod:`elasticrs.agent.shared_budget` decides how
-its rounds affect the workers of this node. :mod:`elasticrs.agent.several_nodes` contains the rest.
+There are two separate rendezvous in the same store, one for the workers and one for the agents. The agents'
+rendezvous counts restarts on all nodes and determines how the job ends. :mod:`elasticrs.agent.shared_budget`
+decides how the rounds of the agents' rendezvous affect the workers of this node.
+:mod:`elasticrs.agent.several_nodes` contains the rest.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class MemberNodes(SeveralNodes):
         home: Home | None = None,
     ) -> None:
         super().__init__(job, rendezvous, console, planned, home)
-        # Do not delay the agents' rounds to wait for a late node, because running workers are not affected
-        # when a node joins.
+        # Do not let the agents' rounds wait for late nodes, because a node can join later without affecting
+        # running workers.
         waits = {"last_call_timeout": 0.0, "restart_call_timeout": 0.0}
         settings = Settings({**self._rendezvous.settings.fields(), **waits})
         # Allow two store clients per worker: one for its session and one for its round.
@@ -135,11 +136,11 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """Record that results may be incomplete if a node was lost after the training, and its workers took
-        part in the last rendezvous of all workers.
+        """Record that the job's results may be incomplete if a node was lost after the training and its
+        workers took part in the last rendezvous of all workers.
 
-        After the training, no other workers take over the ranks of the lost workers. So nothing repeats the
-        work that the lost workers still had to do, such as saving.
+        After the training, no other workers take over the ranks of the lost workers. Their remaining work,
+        such as saving, is therefore not repeated.
         """
         before, world_size = self._begun, self._known_final_world_size()
         if not begun.after_loss or before is None or world_size is None:
@@ -176,8 +177,8 @@ class MemberNodes(SeveralNodes):
     # --- decisions ---
 
     def _carry(self, *events: machine.Event) -> list[machine.Action]:
-        """Process events, and then the events with which the rendezvous responds. Return the actions for the
-        loop.
+        """Process events, including the events that the rendezvous returns in response. Return the actions
+        for the loop.
         """
         pending, found = deque(events), list[machine.Action]()
         while pending:
@@ -220,7 +221,8 @@ class MemberNodes(SeveralNodes):
         attempt = self._attempt
         assert attempt is not None
         first = first_word(attempt, local_rank, self._place(), self._clock())
-        # There is no later report, because the other workers of this node keep running.
+        # Include all known facts now. No later report about this failure follows, because the other workers
+        # of this node keep running.
         known = facts(attempt, local_rank, self._job.fatal_codes)
         self._first_word = first.replaced(round=None, **known)
         return self._first_word

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 _FOR_WORKERS = frozenset(
     {
-        # Settings of the connection to the store: timeouts, and how long the store may be down.
+        # Settings of the connection to the store: timeouts, and the time for which the store may be
+        # unavailable.
         *("connect_timeout", "store_lost_timeout", "store_grace"),
         *("keep_alive_interval", "keep_alive_max_attempt"),
         # Settings of a worker's connection to etcd. Workers get the path of the password file, never the
@@ -79,7 +80,7 @@ class MemberWorkers(OneNode):
 
     def step(self, event: machine.Event) -> list[machine.Action]:
         if isinstance(event, machine.Begin) and self._meeting_point is None:
-            # Continue when the names have been resolved.
+            # Continue once the host names have been resolved.
             self._begin = event
             return []
         return super().step(event)
@@ -131,7 +132,7 @@ def among_workers(nodes: Rendezvous, job: JobConfig) -> Rendezvous:
 
 
 def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, number: int) -> dict[str, str]:
-    """Return the environment variables by which workers find each other.
+    """Return the environment variables that the workers need to find each other.
 
     Args:
         rendezvous: rendezvous of the workers.
@@ -144,7 +145,7 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, nu
         scheme, endpoint = "elasticrs", shown_endpoint(*meeting_point.address)
     else:
         scheme, endpoint = "etcd", rendezvous.endpoint
-        # Set the protocol explicitly, because the user may have given it only as part of the endpoint.
+        # Set the protocol explicitly, because the user may have specified it only in the endpoint.
         settings["protocol"] = "https" if etcd.is_tls else "http"
         if "timeout" in rendezvous.config:
             settings.setdefault("join_timeout", str(rendezvous.config["timeout"]))

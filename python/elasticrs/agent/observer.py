@@ -1,5 +1,5 @@
-"""Observers of the agent's loop: events, metrics and the health check server. They are notified of each event
-and decide nothing.
+"""Observers of the agent's loop, which publish events, metrics and health. They are notified of each event
+but make no decisions.
 
 If an observer fails, for example because of a user's handler or a full disk, the job continues. The user is
 notified once.
@@ -37,8 +37,8 @@ class Observer:
         """Handle an attempt whose log files are ready and whose workers will be started next."""
 
     def started(self) -> None:
-        """Do slow work that would have delayed the start. Called when the workers are already being
-        started, or when their start has failed.
+        """Do slow work that would have delayed the start. Called when the workers are already starting, or
+        when their start has failed.
         """
 
     def running(self, result: JobResult) -> None:
@@ -65,7 +65,7 @@ class Observer:
         """Handle a worker that missed its heartbeat deadline."""
 
     def killed(self, attempt: Attempt, event: _core.WorkersKilled) -> None:
-        """Handle workers of an attempt that are being sent SIGKILL because they did not exit in time."""
+        """Handle workers that are being sent SIGKILL because they did not exit in time."""
 
     def paused(self, local_rank: int, is_paused: bool) -> None:
         """Handle a worker that was paused by a signal such as SIGSTOP, or that was continued."""

@@ -47,8 +47,7 @@ def make_observers(
         from elasticrs.agent.job_metrics import MetricRecorder
 
         observers.append(MetricRecorder(job))
-    # The health observer comes after the metrics observer, so that it shows all metrics, including the last
-    # ones.
+    # Add the health observer after the metrics observer, so that its server also shows the last metrics.
     return [*observers, *_health(job, server, say, is_asked=True)]
 
 
@@ -58,8 +57,8 @@ def make_observers_of_hooks(
     """Return the observers of an agent whose own hooks make the decisions and record torch's events and
     metrics.
 
-    ``server`` has already been started. A thread of the server answers for the agent, because hooks may block
-    for a long time.
+    ``server`` has already been started. A thread of the server answers the health requests, because hooks may
+    block for a long time.
     """
     observers: list[Observer] = []
     if settings.event_log_handler != "null":

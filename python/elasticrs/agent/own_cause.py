@@ -49,7 +49,7 @@ class Place(Value):
 
 
 def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) -> Cause:
-    """Describe the first failure with the facts that are known immediately, without reading any file.
+    """Describe the first failure from the facts that are known at once. No file is read.
 
     Args:
         attempt: attempt that failed.
@@ -94,10 +94,10 @@ def own_cause(
         attempt: attempt that has ended.
         place: name and rank of this node.
         clock: clock of the store.
-        told: description of the same failure that was already sent, from :func:`first_word`. The result's
-            time is never later than the time in ``told``, although the clock's estimate may have changed
-            since then.
-        fatal_exit_codes: exit codes of workers for which another attempt is not worth it.
+        told: description of the same failure that was already sent, from :func:`first_word`. The new
+            description never contains a later time than ``told``, although the estimate of the store's clock
+            may have changed.
+        fatal_exit_codes: exit codes of workers after which the job is not restarted.
     """
     failed = failures(attempt)
     is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
@@ -110,7 +110,7 @@ def own_cause(
     first = failed[rank]
     stopped = victims(failed)
     permanent = _permanence(attempt, failed, stopped, fatal_exit_codes)
-    # If the nursery was lost, the workers that were killed with it have failed. They do not count as stopped,
+    # If the nursery was lost, the workers that were killed with it count as failed and not as stopped,
     # although this agent sent the signal.
     if rank in stopped and not is_nursery_lost and not permanent:
         return None
@@ -125,8 +125,8 @@ def own_cause(
         rank=rank,
         local_rank=first.local_rank,
         pid=first.pid,
-        # If the agent killed the worker while it was exiting, omit the exit code, because it only shows that
-        # kill.
+        # Omit the exit code if the agent killed the worker during its exit, because the code would only show
+        # the agent's signal.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=_end(_message(attempt, first), MAX_MESSAGE),
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
@@ -187,7 +187,7 @@ def _permanence(
     stopped: Collection[int],
     fatal_exit_codes: Collection[int],
 ) -> dict[str, Any]:
-    """Return the facts that show that another attempt would fail in the same way; see
+    """Return the evidence that another attempt would fail in the same way; see
     :class:`~elasticrs.job.failure_cause.Permanence`.
     """
     own = {rank: failure for rank, failure in failed.items() if rank not in stopped}
@@ -211,8 +211,8 @@ def _permanence(
 def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
     """Return true if a worker failed while its program started.
 
-    A program that rejects its arguments exits with 2. That counts only if its standard output is a file and
-    empty, because a program that has printed something has started.
+    A program that rejects its arguments exits with 2. Exit code 2 counts only if standard output is an empty
+    file, because a program that has printed something has started.
     """
     if failure.is_start_error:
         return True
@@ -224,8 +224,8 @@ def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
-    """Return the facts about a hang that help the other nodes to find the culprit when several nodes wait for
-    each other.
+    """Return the facts about a hang. When several nodes wait for each other, the other nodes use these facts
+    to find the worker that caused the hang.
     """
     overdue = attempt.expired.get(local_rank)
     event = overdue.hung if overdue is not None else None

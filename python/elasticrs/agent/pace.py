@@ -1,11 +1,11 @@
 """Find the slowest worker of ``elasticrs.train`` on a node. The functions are pure; :class:`Pace` is not.
 
 All workers of a data-parallel job make the same number of steps per second, because they wait for the slowest
-worker. So the number of steps does not identify the slowest worker. The rates of ``WorkerStats`` do, if they
-count only a worker's own work.
+worker. So the number of steps does not identify the slowest worker. The rates in ``WorkerStats`` identify it
+if each rate counts only the worker's own work.
 
-- **PACE-1** A worker is reported only after it was slow at every check for :data:`SPAN` seconds. After
-  that, it is reported again only if it was as fast as the others in the meantime.
+- **PACE-1** A worker is reported once it has been slow at every check for :data:`SPAN` seconds. It is
+  reported again only if it has been as fast as the others in the meantime.
 - **PACE-2** If fewer than two workers report a rate, there is no slowest worker.
 """
 
@@ -39,7 +39,7 @@ INTERVAL = 5.0
 
 
 class Watch(Value):
-    """State that is kept between two checks: the workers that were slow at the last check.
+    """State between two checks: the workers that were slow at the last check.
 
     Args:
         since: time in seconds at which each worker was first seen slow, by pid.

@@ -1,15 +1,15 @@
 """Signals that the agent passes on to its workers.
 
 The default action of SIGUSR1 and SIGUSR2 kills a process. The agent therefore sends such a signal only to
-workers that handle, ignore or block it. If a worker does none of these, because it is still importing modules
-or already exiting, the agent holds the signal until the worker can receive it.
+workers that handle, ignore or block it. Other workers are still importing modules or are already exiting. For
+them, the agent holds the signal until they can receive it.
 
 - **PASS-1** A worker that does not handle, ignore or block a signal is never sent that signal.
-- **PASS-2** If a signal arrives several times while it is held for a process, it is delivered to the process
+- **PASS-2** If the same signal arrives several times while it is held for a process, the agent delivers it
   once, as the kernel does with pending signals.
 - **PASS-3** Each held signal is either delivered or reported to the user as dropped.
-- **PASS-4** Without a ``/proc`` of its own pid namespace, the agent cannot see what a worker handles. It then
-  passes no signal on, and reports that to the user.
+- **PASS-4** Without a ``/proc`` of its own pid namespace, the agent cannot see which signals a worker
+  handles. In this case, it passes no signals on and tells the user.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def can_take(pid: int, signum: int) -> bool | None:
     except (OSError, LookupError, ValueError):
         return None
     if _has(blocked, signal.SIGSEGV):
-        # The C library briefly blocks all signals, even SIGSEGV, while it starts a process. Ignore such a
-        # mask.
+        # The C library briefly blocks all signals, even SIGSEGV, while it starts a process. Do not treat such
+        # a mask as the worker's own.
         blocked = 0
     return _has(blocked | ignored | caught, signum) or _waits_for(pid, signum)
 
@@ -76,7 +76,7 @@ def _has(mask: int, signum: int) -> bool:
 
 
 class PassedSignals:
-    """Delivers signals to the workers of one agent. A signal is held for as long as it would kill the worker.
+    """Delivers signals to the workers of one agent. Holds a signal while it would kill the worker.
 
     Args:
         send: sends a signal to the workers with the given local ranks.

@@ -1,4 +1,4 @@
-"""Find out if an attempt failed because another process was using its port."""
+"""Detect that an attempt failed because another process was using its port."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def is_port_conflict(attempt: Attempt) -> bool:
     """Return true if the attempt failed because the workers' store could not bind the port that was reserved
     for it.
 
-    The evidence is in the error files or stderr logs of the failed workers: the port number, and the kernel's
-    message for a port that is in use. Ports that the user has chosen are not considered.
+    Search the error files and stderr logs of the failed workers for the port number and the kernel's message
+    about a port in use. Ignore ports that the user has chosen.
     """
     held = attempt.plan.port
     if held is None or held.store is not None or attempt.paths is None:

@@ -56,7 +56,7 @@ class SeveralNodes(Decisions):
         console: prints lines for the user.
         planned: function that may change the plan of each round before the workers start. Its arguments are
             the plan, and a function that opens the store that the nodes of the round share.
-        home: state that is kept if the agent runs several times.
+        home: state that survives from one run of the agent to the next.
 
     Attributes:
         outcome: how the job ended for this node; ``None`` while the job runs.
@@ -144,16 +144,16 @@ class SeveralNodes(Decisions):
     def fenced(self) -> list[machine.Action]:
         if self._driver is None:
             return []
-        # Poll the client first, because it may have seen the lost connection too and may know the reason.
+        # Poll the store client first, because it may know why the connection was lost.
         found = self._translate(self._driver.poll())
         if not self._group_exists:
-            # There are no workers to stop. The expired lease belonged to a connection that was already lost.
+            # There are no workers to stop. The lease belonged to a connection that was lost earlier.
             return found
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 
     def release_plan(self) -> None:
-        """Forget the plan, but keep its port open. The driver owns the listening socket and closes it at the
-        end of the round.
+        """Drop the plan without closing its port, because the driver owns the listening socket and closes it
+        at the end of the round.
         """
         self.plan = None
 
@@ -172,7 +172,7 @@ class SeveralNodes(Decisions):
             return self._on_signal(event.signum)
         if isinstance(event, machine.Begin):
             self.phase = machine.Phase.RENDEZVOUS
-            # Continue when the names have been resolved.
+            # Continue once the host names have been resolved.
             return []
         if isinstance(event, machine.Started):
             self.phase = machine.Phase.RUNNING
@@ -237,7 +237,7 @@ class SeveralNodes(Decisions):
         from elasticrs.agent.own_cause import own_cause
 
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
-        # If the workers were stopped because one of them hung in the kernel, they have not failed.
+        # Report no failure if the workers were stopped because one of them hung in the kernel.
         is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
         if is_failure or self._first_failure is not None or attempt.expired:
             codes = self._job.fatal_codes

@@ -1,16 +1,17 @@
-"""State machine, as a pure function, of an agent whose workers keep running when workers on other nodes fail.
+"""State machine of an agent whose workers keep running when workers on other nodes fail, as a pure function.
 
 The agents are members of their own rendezvous (:mod:`elasticrs.rendezvous.elastic.machine`), which is
-separate from the workers' rendezvous. The rounds of the agents' rendezvous keep account of the restart
-budget: a failure ends a round, and the leader charges the budget and starts the next round. No worker is
-stopped for this. Invariants, each tested by a property test:
+separate from the workers' rendezvous. Restarts are charged with the rounds of the agents' rendezvous: a
+failure ends a round, and the leader charges the restart budget and starts the next round. No worker is
+stopped for a new round. Invariants, each tested by a property test:
 
 - **SHARE-1** A replacement is started only after all processes of the failed worker have exited and the
-  restart has been charged, either by a round that started after the failure, or together with an earlier
-  failure.
-- **SHARE-2** A failure ends the round in which it is seen. Failures before the start of the next round share
-  its charge, and so do failures of workers that have not met again in a rendezvous since then. Each local
-  rank counts once.
+  restart has been charged. The charge comes from a round that started after the failure, or from an earlier
+  failure that also covers this one.
+- **SHARE-2** A failure ends the round in which it is seen. A single restart is charged for all failures
+  before the start of the next round. It also covers later failures of workers that have not taken part in a
+  new rendezvous since then. A local rank that has already failed does not count again until its worker is
+  replaced.
 - **SHARE-3** A group of workers is started only after all processes of an earlier group have exited, and
   never after a group has succeeded.
 - **SHARE-4** The agent exits once, and only after all processes of its workers have exited.
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class NodeState(Value):
-    """State of this node's workers and of its part in the agents' rendezvous.
+    """State of this node's workers, and of this node in the agents' rendezvous.
 
     Args:
         grace: seconds between the first signal and SIGKILL.
@@ -59,7 +60,7 @@ class NodeState(Value):
         restarts: number of restarts charged so far on all nodes.
         failed: local ranks of failed workers that have no running replacement yet.
         swept: local ranks in ``failed`` for which all processes of the worker have exited.
-        paid: local ranks in ``failed`` whose restart was charged, so that the workers may be replaced.
+        paid: local ranks in ``failed`` whose restart was charged. Their workers may be replaced.
         met: last rendezvous of each worker at the time when a failure ended the last round, except for
             workers that have been replaced since then.
         unfit: reason why this node cannot take part in another round; ``None`` if it can.
@@ -109,8 +110,8 @@ class RoundEnded(Event):
 
 
 class MustStop(Event):
-    """The workers must be stopped with the signal ``signum``, or be killed at once if the lease of this node
-    has expired (``is_fence``).
+    """The workers must be stopped with the signal ``signum``. If the lease of this node has expired
+    (``is_fence``), they must be killed at once.
     """
 
     signum: int
@@ -133,7 +134,7 @@ class Report(Value):
 
 
 class SayIdle(Value):
-    """Report to the agents' rendezvous that its next round does not have to wait for this node."""
+    """Report to the agents' rendezvous that this node is ready for the next round."""
 
 
 class SayDone(Value):
@@ -202,8 +203,8 @@ def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]
         return state, []
     if state.met:
         return _pay(state, state.failed)
-    # The last round ended for another reason, so no restart was charged for these failures. Report one of the
-    # failures now.
+    # The last round did not end because of these failures, so no restart was charged for them. Report one of
+    # them now.
     return state, [Report(min(state.failed))]
 
 
@@ -218,7 +219,7 @@ def _fail(state: NodeState, event: WorkerFailed) -> tuple[NodeState, list[Effect
         return state, []
     state = state.replaced(failed=state.failed | {place})
     if not state.in_round:
-        # Wait for the next round, in which this failure is charged.
+        # Do nothing yet, because the next round charges this failure.
         return state, []
     if has_not_met_since(state.met, event.met, place):
         return _pay(state, frozenset({place}))

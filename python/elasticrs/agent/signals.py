@@ -2,17 +2,17 @@
 
 The Python signal handlers do nothing. The interpreter writes the number of each signal to a socket
 (:func:`signal.set_wakeup_fd`), and the loop watches the other end of the socket like any other file
-descriptor. So a signal never interrupts a decision, and no signal is lost. :meth:`SignalPipe.close` restores
-the previous handlers.
+descriptor. Therefore, a signal never interrupts a decision, and no signal is lost. :meth:`SignalPipe.close`
+restores the previous handlers.
 
 - **SIG-1** A signal that was ignored when the agent was started (``nohup``) stays ignored, in the agent and
   in the workers.
-- **SIG-2** Handlers are installed only in the main thread, because Python does not allow it anywhere else.
+- **SIG-2** Handlers are installed only in the main thread, because Python allows this only there.
 - **SIG-3** If the host application has set a wake-up file descriptor, it still receives the signal numbers.
-- **SIG-4** SIGTSTP has the same effect as in a program that does not catch it: a SIGCONT cancels it, however
-  soon it arrives, and several SIGTSTPs count as one.
-- **SIG-5** A child that the host application forks has the previous handlers, so signals to the child never
-  arrive in the agent (:mod:`elasticrs.host.fork_handlers`).
+- **SIG-4** SIGTSTP has the same effect as in a program that does not catch it: a later SIGCONT always cancels
+  a SIGTSTP, and several SIGTSTPs count as one.
+- **SIG-5** A child that the host application forks gets the previous handlers, so that signals to the child
+  do not reach the agent (:mod:`elasticrs.host.fork_handlers`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
 """Signals that the Python interpreter itself ignores. It is unknown whether they were ignored before, so
-workers use the default actions.
+workers get the default actions.
 """
 
 
 def ignored_signals() -> tuple[int, ...]:
-    """Return the signals that were already ignored when this process was started, as far as Python can
-    tell.
+    """Return the signals that were already ignored when this process was started. Leave out signals that
+    Python itself ignores.
     """
     return tuple(
         int(signum)
@@ -197,8 +197,8 @@ class SignalPipe:
     def close(self, *, ignore: bool = False) -> None:
         """Restore the previous signal handlers and the wake-up descriptor. Idempotent.
 
-        With ``ignore``, ignore the caught signals from now on instead of restoring their handlers. This is
-        for a process that is about to exit.
+        With ``ignore``, ignore the caught signals from now on instead of restoring their handlers. Use
+        ``ignore`` only in a process that is about to exit.
         """
         if self._reader.fileno() == -1:
             return

@@ -1,9 +1,9 @@
 """Detect workers in uninterruptible sleep. A process in this state (``D`` in ``/proc``) cannot be killed.
 
-A worker stays in this state while it waits for a device or a file system that does not respond. It holds
-resources that any replacement on this node would need, so the job fails and is not restarted. Torch treats
-this case as a success. Short waits are normal, so only an uninterrupted wait counts, as far as periodic
-checks can tell.
+A worker stays in this state while it waits for a device or a file system that does not respond. The worker
+holds resources that a replacement on this node would need, so the job fails and is not restarted. Torch
+treats this case as a success. Short waits are normal, so only a worker that was in this state at every check
+for a certain time counts.
 
 The functions :func:`since` and :func:`overdue` decide. The class :class:`Sleepers` reads the clock and
 ``/proc``.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LOOKS = 4
-"""Minimum number of checks within the time for which a worker may sleep."""
+"""Minimum number of checks within the time limit for a sleeping worker."""
 
 _LONGEST = 1.0
 """Maximum number of seconds between two checks for sleeping workers."""

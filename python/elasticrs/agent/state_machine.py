@@ -16,12 +16,13 @@ Invariants, each tested by a property test:
   action.
 - **AGENT-4** The exit code is 0 only if every worker of the last group exited with 0 and no stop was
   requested.
-- **AGENT-5** After the first signal no process is started, and the agent exits when the group has ended.
-- **AGENT-6** A node is not used again if some workers survived SIGKILL or hung in the kernel.
+- **AGENT-5** After the first stop signal, no process is started, and the agent exits when the group has
+  ended.
+- **AGENT-6** A node is not used again if a worker survived SIGKILL or hung in the kernel.
 - **AGENT-7** With ``replaces``, a failed worker is replaced after all its processes have exited, and the
-  other workers keep running, as long as the restart budget lasts. Workers that fail before the replacement of
-  an earlier worker has started share its charge, and so do workers that have not met the others in a
-  rendezvous since then.
+  other workers keep running, as long as the restart budget lasts. A single restart is charged for all workers
+  that fail until the replacements are running. It also covers later failures of workers that have not met the
+  others in a rendezvous since then.
 """
 
 from __future__ import annotations
@@ -85,15 +86,15 @@ class AgentState(Value):
         phase: phase of the agent.
         round: number of the attempt, from 1. Every attempt counts.
         history: failures so far.
-        stopped_by: decision of the restart policy that stops the job while workers are running; ``None`` if
-            there is none.
+        stopped_by: decision of the restart policy to stop the job while workers are still running; ``None``
+            if there is none.
         is_delayed: true while the next attempt waits for the delay of the restart policy.
         port_retries: number of attempts that were repeated because another process took the port of the
             workers' store.
         signum: the first signal that asked the agent to stop; ``None`` if there was none.
         worker_failed: true if a worker of the current group has failed.
-        group_exists: true if processes of a group may exist, which is the time from :class:`Start` until the
-            start fails or until :class:`GroupEnded`.
+        group_exists: true if processes of a group may exist: after :class:`Start`, until the start fails or
+            :class:`GroupEnded`.
         replaces: true if a failed worker is replaced while the others continue.
         replacing: local ranks of failed workers that have no running replacement yet.
         met: last rendezvous of each worker at the time when a failure was charged, except for workers that
@@ -121,7 +122,7 @@ class AgentState(Value):
         return self.history.charged
 
     def restarts_left(self, now: float) -> int:
-        """Return the number of restarts that may still be charged at a time, in seconds."""
+        """Return the number of restarts that the budget still allows at the time ``now``, in seconds."""
         used = self.restarts
         if self.policy.window is not None:
             used = len(recent(self.policy, self.history, now))
@@ -291,7 +292,7 @@ class Stop(Action):
         grace: seconds from the first signal until SIGKILL.
         is_announced: true if the user has already been told the reason.
         hung: hung worker on another node that is the reason for the stop; ``None`` otherwise. Before the
-            stop, this node collects evidence of the ranks that the hung worker may be waiting for.
+            stop, this node collects evidence about the ranks for which the hung worker may be waiting.
     """
 
     signum: int
@@ -348,7 +349,7 @@ class Exit(Action):
 def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
     """Return the new state of the agent after an event, and the actions to execute, in order.
 
-    An event that has no meaning in the current phase changes nothing, for example a late response.
+    An event that has no meaning in the current phase, such as a late response, changes nothing.
     """
     if state.phase.is_terminal:
         return state, []
@@ -469,8 +470,8 @@ def _on_replacement(
 
 
 def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
-    """Stop all workers, because a worker failed and cannot be replaced. From here on, the agent acts as
-    without ``replaces``.
+    """Stop all workers, because a worker failed and cannot be replaced. After that, the agent acts as it
+    would without ``replaces``.
     """
     return state._next(Phase.STOPPING, worker_failed=True), [Stop(SIGTERM, state.shutdown_timeout, True)]
 
@@ -478,8 +479,8 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 def _restart(
     state: AgentState, evidence: Evidence, message: str | None = None, *, collects: bool = False
 ) -> tuple[AgentState, list[Action]]:
-    """Restart all workers if the restart policy allows it. Otherwise fail the job, with ``message`` as the
-    reason if the budget is used up.
+    """Restart all workers if the restart policy allows it. Otherwise, fail the job. The reason comes from the
+    policy if another attempt would fail in the same way, and is ``message`` otherwise.
     """
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:

@@ -1,7 +1,7 @@
-"""Print the progress of a job, one line for each event: the location of the logs, failures, restarts, the
-end.
+"""Print the progress of a job, one line for each event: the location of the logs, failures, restarts, and the
+end of the job.
 
-This observer decides nothing. Slow work, such as reading a traceback, is done after the next workers have
+This observer makes no decisions. Slow work, such as reading a traceback, is done after the next workers have
 been started.
 """
 
@@ -61,8 +61,8 @@ class Story(Observer):
         self._is_restart = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Keep an announced restart, to print it after its workers have been started, or now if the restart
-        is delayed.
+        """Keep an announced restart, and print it after the workers have been started. If the restart is
+        delayed, print it now.
         """
         if isinstance(action, AnnounceRestart):
             self._failed = self._result.attempts[-1], action
@@ -76,8 +76,8 @@ class Story(Observer):
             self._say(f"logs in {folder}")
 
     def started(self) -> None:
-        """Print the line about a restart. Called when the workers are already being started, so that it
-        does not delay them.
+        """Print the line about a restart. Called when the workers are already starting, so that the line does
+        not delay them.
         """
         if self._failed is None:
             return
@@ -162,8 +162,8 @@ class Story(Observer):
             self._say("".join(ending))
 
     def _node_changes(self) -> str:
-        """Return text with the number of rounds that were started because nodes joined or left, without a
-        charged restart.
+        """Return text with the number of rounds that were started without a charged restart, because nodes
+        joined or left.
         """
         if not self._job.is_multi_node or self._job.replaces_workers:
             return ""
@@ -205,8 +205,7 @@ class Story(Observer):
 def productive_ns(attempts: Iterable[Attempt]) -> int:
     """Return the productive time in nanoseconds: the time during which no worker had failed or hung.
 
-    The imports before a warm start count as productive time, because cold workers also import after they
-    start.
+    Imports before a warm start count as productive time, because the imports of cold workers count as well.
     """
     total = 0
     for attempt in attempts:

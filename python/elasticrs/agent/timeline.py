@@ -7,9 +7,9 @@ is the value that its workers see as ``TORCHELASTIC_RESTART_COUNT``. The events 
 - ``planned``: the rendezvous is over, and the workers will be started next.
 - ``imported``: the start has waited for a warm nursery, which is now ready or has failed.
 - ``started``: all workers of the attempt are running. ``pids`` lists the pids by local rank. ``warm`` is true
-  if the workers were forked from a warm nursery and ``null`` without ``--warm``. ``why_cold`` is the reason
-  if they were not. ``phases_ms`` contains the phases of the restart that led to this attempt, see
-  :func:`elasticrs.agent.attempt.phases`.
+  if the workers were forked from a warm nursery, false if not, and ``null`` without ``--warm``. ``why_cold``
+  is the reason for a cold start. ``phases_ms`` contains the phases of the restart that led to this attempt,
+  see :func:`elasticrs.agent.attempt.phases`.
 - ``failure_seen``: the first failure of a worker, with its ``local_rank``, ``pid`` and ``exitcode`` (``None``
   if unknown).
 - ``siblings_signalled``: all other workers have been signalled. ``siblings`` is their number.

@@ -1,7 +1,7 @@
 """Starts the workers of a job, one attempt at a time, and records the events that the core reports.
 
-The tracker makes no decisions. Its owner does: either the loop in :mod:`elasticrs.agent.loop`, or an agent
-whose hooks decide.
+The tracker makes no decisions. Its owner makes them: the loop in :mod:`elasticrs.agent.loop`, or an agent
+that calls torch's hooks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ if TYPE_CHECKING:
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 
 DRAIN_TIMEOUT = 10.0
-"""Seconds for which the job waits at its end for a slow console. The log files are complete in any case."""
+"""Seconds for which the job waits for a slow console at its end. The log files are complete even if the
+console is not.
+"""
 
 
 class AttemptTracker:
@@ -222,8 +224,8 @@ class AttemptTracker:
         self._follow_workers()
 
     def forward(self, signum: int, *, are_running: bool) -> None:
-        """Pass a signal on to the running workers. If there are none, drop the signal, because there is
-        nothing to save yet.
+        """Pass a signal on to the running workers. If no workers are running, drop the signal, because there
+        is nothing to save yet.
         """
         if not are_running or self.attempt is None:
             name = phrases.signal_name(signum)
@@ -249,8 +251,7 @@ class AttemptTracker:
             self._console.say(
                 f"the console did not accept all output within {DRAIN_TIMEOUT:g} s; see {files}"
             )
-        # Check for events again, because problems with log files often appear only when the files are read
-        # for the last time.
+        # Check for events again, because many problems with log files appear only at the last read.
         self._hear_out()
 
     def _hear_out(self) -> None:
@@ -258,8 +259,8 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # Stop watching this descriptor, because nothing reads from it any more and it would stay
-                # readable.
+                # Stop watching this descriptor. It is readable, but nothing reads from it, so the loop would
+                # never sleep.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
@@ -307,8 +308,8 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Report that all workers are running, or that all their processes have exited. If a keeper is the
-        parent of the workers, this report comes later than the core's own event.
+        """Report that all workers are running, or that all their processes have exited. If a keeper starts
+        the workers, this report comes later than the core's own event.
         """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
@@ -319,24 +320,24 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # A group that was started without workers has only just adopted them, so use the current time.
+        # The group was started without workers and has just adopted them, so use the current time.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         if "imported" in attempt.stamps:
-            # The nursery's report may arrive after the core has started the workers, so do not let the
-            # imports end later than the start.
+            # Limit the end of the imports to the start of the workers, because the nursery's report may
+            # arrive after that start.
             attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()
         earlier = [each for each in self.result.attempts[:-1] if "ended" in each.stamps]
         if earlier:
-            # The restart includes all failed starts since the last attempt whose workers ran.
+            # The time of the restart includes all failed starts since the last attempt whose workers ran.
             failed = next((each for each in reversed(earlier) if "started" in each.stamps), earlier[0])
             attempt.phases = phases(failed, attempt)
         self.events.append(machine.Started())
         self.observers.running(self.result)
 
     def _warmth(self) -> tuple[bool | None, str | None]:
-        """Return whether workers that start now are warm, and the reason if they are cold."""
+        """Return true if workers that start now are warm. If they are cold, also return the reason."""
         if self._warming is not None:
             return self._warming.is_warm, self._warming.why_cold
         preload = self._job.preload
@@ -390,7 +391,7 @@ class AttemptTracker:
         page, is_stopped = attempt.plan.page, "stopped" in attempt.stamps
         is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
         if self._replaces and (event.exitcode != 0 or is_early) and not is_stopped:
-            # Record the first failure here, because no other worker is stopped for it and so no other event
+            # Record the first failure here. No other worker is stopped because of it, so no other event
             # reports it.
             attempt.first_failure = (
                 event.local_rank if attempt.first_failure is None else attempt.first_failure
@@ -400,8 +401,8 @@ class AttemptTracker:
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
         if is_early and not is_stopped:
-            # Stop all workers, because the other workers would wait for this worker. It cannot be replaced,
-            # because the core counts it as succeeded.
+            # Stop all workers. This worker cannot be replaced, because the core counts it as succeeded, and
+            # the other workers would wait for it.
             attempt.silent |= {event.local_rank}
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all workers")
@@ -469,7 +470,7 @@ class AttemptTracker:
             self.events.append(machine.GroupEnded(outcome, stuck, conflict, self.why_unfit))
 
     def _has_silent(self, attempt: Attempt, event: _core.GroupEnded, leftovers: Leftovers) -> bool:
-        """Mark workers as failed that exited with 0 before their work was done. Return true if there are
+        """Mark workers as failed if they exited with 0 before their work was done. Return true if there are
         any.
         """
         attempt.silent = frozenset(leftovers.silent)

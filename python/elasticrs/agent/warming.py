@@ -6,7 +6,7 @@ restart.
 
 - **AGAIN-1** Workers are never forked from a nursery that imported a file before its last change, as far as
   :mod:`elasticrs.workers.warm.sources` can detect the change. They start cold instead.
-- **AGAIN-2** No start of workers waits for imports that are repeated because of a change.
+- **AGAIN-2** Workers never wait for imports that are repeated because a file has changed.
 - **AGAIN-3** A failed import is not repeated. Workers start cold for the rest of the job.
 """
 
@@ -39,15 +39,14 @@ CHECK_INTERVAL = 5.0
 """Seconds between two checks of the imported files while an attempt runs."""
 
 _SHARE = 50
-"""Minimum pause after a check of the imported files, as a multiple of the duration of that check."""
+"""Minimum pause after a check of the imported files, as a multiple of the duration of the check."""
 
 _SLOWER = 10
-"""Factor by which the time limit for imports is extended in the background, where they get little CPU
-time.
+"""Factor by which the time limit is extended for imports in the background, because they get little CPU time.
 """
 
 _MOST_TOUCHED = 3
-"""Number of consecutive imports during which a file may change. After that, workers start cold."""
+"""Maximum number of consecutive imports during which a file has changed. After that, workers start cold."""
 
 
 class Warming:
@@ -129,8 +128,8 @@ class Warming:
         self._say(f"warm: workers start cold from now on: {why}")
 
     def may_fork(self, supervisor: Supervisor) -> bool:
-        """Return true if the workers of a new attempt may be forked. If only the second nursery has imported
-        the current files, let it replace the first nursery.
+        """Return true if the workers of a new attempt may be forked. If the files have changed and the second
+        nursery has imported the new files, let it replace the first nursery.
 
         Args:
             supervisor: supervisor of the nurseries. It must not have a group of workers.
@@ -138,7 +137,7 @@ class Warming:
         if self._is_over:
             return False
         if self._sources is None:
-            return True  # The first imports are unfinished or failed, or the files cannot be compared.
+            return True  # The first imports have not finished, or the files cannot be compared.
         changed = self._look(self._sources.changes)
         beside = self._beside
         if changed and beside is not None and self._look(beside.changes) == {} and supervisor.take_over():
@@ -248,8 +247,8 @@ def _why_cold(found: Report, event: Warmed, limit: float) -> str:
 
 
 def _check(known: Sources) -> tuple[Sources, Mapping[str, Stamp], float]:
-    """Check the imported files in ``known``. Return ``known`` itself, the changed files, and the duration of
-    the check in seconds.
+    """Check the imported files in ``known``. Return ``known``, the changed files, and the duration of the
+    check in seconds.
     """
     begun = time.monotonic()
     return known, known.changes(), time.monotonic() - begun

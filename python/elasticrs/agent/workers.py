@@ -49,7 +49,7 @@ def _bad_timer_file(path: str, error: OSError) -> str:
 
 
 def _enough(limit: float | None) -> float | None:
-    """Raise a shorter limit to one millisecond, because the agent does not check limits more often."""
+    """Use a limit of at least one millisecond, because the agent does not check limits more often."""
     return None if limit is None else max(0.001, limit)
 
 
@@ -91,8 +91,7 @@ class Leftovers(Value):
         ended: pid and name of the first few leftover processes that had to be killed and that the core had
             not started.
         more_ended: number of further such processes.
-        was_stopped: true if leftover processes were allowed to continue for a while, but the workers were
-            stopped during that time.
+        was_stopped: true if a stop was requested while leftover processes were still allowed to continue.
         silent: local ranks of workers that should have returned a value but did not.
         why_not_started: reason why the workers could not be started, if a keeper starts them; ``None`` if
             they were started.
@@ -117,10 +116,10 @@ class Workers(ABC):
             start.
         leftovers: further facts about the end of an attempt; ``None`` until all processes of the attempt have
             exited.
-        warm_command: common part of the workers' command lines; ``None`` if no worker is forked from a warm
-            nursery.
-        may_fork: false if the workers of the next attempt may not be forked from the warm nursery, because
-            files have changed since the nursery imported them.
+        warm_command: part of the command line that all workers have in common; ``None`` if no worker is
+            forked from a warm nursery.
+        may_fork: false if files have changed since the warm nursery imported them. The workers of the next
+            attempt then start cold.
     """
 
     are_started: bool = True
@@ -166,7 +165,7 @@ class Workers(ABC):
         """Handle a readable file descriptor that belongs to this object."""
 
     def stop(self) -> None:  # noqa: B027 -- optional to override
-        """Handle a request to stop the workers, which the core has already received."""
+        """Handle a request to stop the workers. The core has already received the request."""
 
     def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- optional to override
         """Handle the end of the attempt, after all processes that the core started have exited or their start
@@ -180,9 +179,9 @@ class Workers(ABC):
 
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None:
-    """Watch the expiration timers of all attempts if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and
-    heartbeats if ``--hang-timeout`` is given. Return the path of the timers' FIFO, or ``None`` without
-    timers.
+    """Watch the workers' expiration timers if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and their
+    heartbeats if ``--hang-timeout`` is given. This applies to all attempts. Return the path of the timers'
+    FIFO, or ``None`` without timers.
 
     Raises:
         UsageError: a file already exists at ``TORCHELASTIC_TIMER_FILE``, or no FIFO can be created there.

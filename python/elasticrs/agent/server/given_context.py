@@ -1,6 +1,4 @@
-"""Context of workers that were started by a user's replacement for ``start_processes``. The agent's hooks use
-this context.
-"""
+"""Context of workers that a user's own ``start_processes`` function has started, for the agent's hooks."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ if TYPE_CHECKING:
 def start_by(
     start_processes: Callable[..., PContext], spec: WorkerSpec, local: LocalJob, plan: Plan, restarts: int
 ) -> GivenContext:
-    """Start the workers of an attempt with the user's function, and pass the function the same arguments as
-    torch's agent does.
+    """Start the workers of an attempt by calling the user's function, with the same arguments that torch's
+    agent passes.
     """
     template = local.prefix_template
     try:
@@ -52,8 +50,9 @@ def start_by(
 
 
 class GivenContext:
-    """Wraps a context that the user's ``start_processes`` returned, and keeps the plan's port reserved.
-    All other attributes come from the wrapped context. Failures are unknown until all workers have exited.
+    """Wraps a context that the user's ``start_processes`` returned, and keeps the plan's port reserved. All
+    other attributes come from the wrapped context. It does not report a failure until all workers have
+    exited.
     """
 
     has_failed = False

@@ -2,8 +2,8 @@
 arguments and hooks.
 
 If the user has not replaced any hook or the rendezvous handler, the agent waits for events, as the command
-line does (:class:`~elasticrs.agent.server.event_runner.EventRunner`). Otherwise, its hooks decide. The
-workers are started in the same way in both cases.
+line does (:class:`~elasticrs.agent.server.event_runner.EventRunner`). Otherwise, the agent calls torch's
+hooks, which poll the workers. The workers are started in the same way in both cases.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT = defaults.UNINTERRUPTIBLE_STATE_VARI
 _log = logging.getLogger("elasticrs.agent")
 
 _OWN_START = start_processes
-"""The original function, for detecting whether a program has replaced it. If so, torch's polling loop is
-used.
-"""
+"""The original function. If a program has replaced it, torch's polling loop is used."""
 
 
 class LocalElasticAgent(SimpleElasticAgent):
@@ -181,8 +179,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         from any thread. Not in torch.
 
         All workers of the job, on all nodes, save at the end of the same step, usually the second step from
-        now. The agent prints a line when the checkpoint is saved, or why it was not saved. A request survives
-        the failure of a worker. Overlapping requests share a checkpoint.
+        now. The agent prints a line when the checkpoint was saved or could not be saved. A request stays
+        pending if a worker fails. A single checkpoint fulfils all requests that are pending at the same time.
 
         Raises:
             RuntimeError: no running worker can receive the request. ``on_failure="replace"`` is needed.
@@ -226,7 +224,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         """Start the caller's health check server, or the server that ``TORCHELASTIC_HEALTH_CHECK_PORT``
         configures.
 
-        This is called once, before the first rendezvous. In torch, it is called before each start of workers.
+        Called once, before the first rendezvous. Torch calls this method before each start of workers.
         """
         if self._health_check_server is None:
             try:
@@ -266,7 +264,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if result.is_failed() and not result.failures and attempt is not None:
             from elasticrs.agent.failed_attempt import failures
 
-            # No worker caused the failure; the nursery may have died, for example. Report the known facts
+            # No worker caused the failure: for example, the nursery may have died. Report the known facts
             # about the failed workers.
             result.failures = failures(attempt)
         return result
@@ -352,7 +350,7 @@ _HOOKS = (
     *("_restart_workers", "_shutdown", "_start_workers", "_stop_workers", "record_duration"),
 )
 _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
-"""The original hooks, for detecting whether any of them was replaced in a subclass, in the class or in an
+"""The original hooks, for comparison: a hook may have been replaced in a subclass, in the class or in an
 object.
 """
 
@@ -361,7 +359,7 @@ def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
     """Return why the agent must use its polling hooks, or ``None`` if it can use the event-driven loop.
 
     A hook may be replaced in a subclass, in the class or in an object. The event-driven loop also requires a
-    rendezvous handler from this package. A handler that uses the user's back end must be polled.
+    rendezvous handler from this package. A handler with a back end that the user has written must be polled.
     """
     if agent._local.made is not None:
         return "the command line has chosen a handler that is polled"

@@ -55,8 +55,8 @@ class LocalJob:
             self.signals = defaults.parse_signals(self._signal_names)
         except ValueError as error:
             raise ValueError(f"signals_to_handle: expected {error}") from None
-        # A real `WorkerSpec` has checked its fields. Programs may also pass a `Mock(spec=WorkerSpec)`, whose
-        # fields are mocks.
+        # A real `WorkerSpec` validates its fields when it is created. Programs may also pass a
+        # `Mock(spec=WorkerSpec)`, whose fields are mocks.
         forwarded = spec.signals_to_forward if isinstance(spec.signals_to_forward, str) else None
         self._forwarded = defaults.forwarded_by_name(forwarded, self.signals)
         if uninterruptible_state_timeout is None:
@@ -77,8 +77,8 @@ class LocalJob:
 
     @property
     def forwarded(self) -> tuple[int, ...]:
-        """Signals to pass on to the workers. By default, signals are left out if the program has its own
-        handler for them.
+        """Signals to pass on to the workers. By default, signals for which the program has its own handler
+        are not passed on.
         """
         if self._forwarded is not None:
             return self._forwarded

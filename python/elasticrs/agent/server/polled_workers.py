@@ -1,7 +1,7 @@
 """Workers of an agent whose hooks decide when the workers are started and stopped.
 
 A hook starts the workers, polls them, waits for events, or stops them. The tracker records and reports
-everything else, as in :mod:`elasticrs.agent.loop`. Frameworks that access an agent's internals find this
+everything else, as in :mod:`elasticrs.agent.loop`. Frameworks that access the internals of an agent know this
 object as ``_pcontext``.
 """
 
@@ -102,8 +102,8 @@ class PolledWorkers:
         return self.pids()
 
     def announce(self, restarts_left: int) -> bool:
-        """Announce a restart, to be printed after the workers have been started. Return false if the reason
-        is not the failure of a worker.
+        """Print a line about the restart after the workers have been started. Return false, and print
+        nothing, if no worker failure caused the restart.
         """
         if self.has_failed:
             self._tracker.observers.acting(machine.AnnounceRestart(restarts_left), None)

@@ -1,7 +1,8 @@
-"""Tracks the current activity of an agent whose hooks decide, and the deadline for its next progress report.
+"""Tracks the current activity of an agent that calls torch's hooks, and the deadline for its next progress
+report.
 
-The agent's thread writes this state, and its health check server reads it. A running hook cannot be queried
-for its progress. Only the start of the call and the maximum time for which the hook may block are known.
+The agent's thread writes this state, and its health check server reads it. A running hook cannot be asked for
+its progress. The agent knows only the time of the call and the maximum time for which the hook may block.
 Activities that may wait without limit, such as a rendezvous, have no deadline.
 """
 
@@ -21,7 +22,7 @@ __all__ = ["START_ALLOWANCE", "UNLIMITED", "Place", "Progress"]
 UNLIMITED = inf
 
 START_ALLOWANCE = 600.0
-"""Seconds allowed for starting workers, which may include waiting for machines or downloading images."""
+"""Seconds that the start of workers may take. This may include waiting for machines or downloading images."""
 
 
 class Progress:
@@ -49,7 +50,7 @@ class Progress:
             place.silent_until = self._clock() + seconds
 
     def renew(self) -> None:
-        """Restart the time limit of the current activity, because the process was paused for a while."""
+        """Restart the time limit of the current activity, because the process was paused."""
         place = self._place
         if place is not None:
             self.tell(place.allowance)

@@ -1,8 +1,9 @@
-"""Exchange of ranks between the agents of a round over the rendezvous store, with torch's keys and JSON.
+"""Exchange ranks between the agents of a round over the rendezvous store, with torch's keys and JSON format.
 
-Agents of this package and of torch can take part in the same round. ``torchelastic/role_info/<group_rank>``
-holds the data that a node contributes, ``torchelastic/assigned_ranks/<group_rank>`` holds the assignment that
-the first node computes, and ``torchelastic/agent/terminal_state/`` is the barrier at the end.
+Agents of this package and agents of torch can therefore take part in the same round.
+``torchelastic/role_info/<group_rank>`` holds the data that a node contributes,
+``torchelastic/assigned_ranks/<group_rank>`` holds the assignment that the first node computes, and
+``torchelastic/agent/terminal_state/`` is the barrier at the end.
 """
 
 from __future__ import annotations

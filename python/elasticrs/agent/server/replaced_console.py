@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 class ReplacedConsole(Observer):
-    """Observer that copies the workers' tee'd lines to the replaced streams while the workers of an
-    attempt run.
-    """
+    """Observer that copies the workers' tee'd lines to the replaced streams while the workers run."""
 
     def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
         self._streams = streams

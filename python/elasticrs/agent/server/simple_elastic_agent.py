@@ -77,10 +77,10 @@ class SimpleElasticAgent(ElasticAgent):
     """Agent whose subclass defines how workers are started, monitored and stopped.
 
     The hooks and their order are the same as in torch. Hooks that were written for an older release of torch
-    work as well: ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept.
+    work as well, because ``_stop_workers`` and ``_shutdown`` get only the arguments that they accept.
 
-    ``_get_alive_time`` shows whether a hook hangs, and a health check server can call it
-    (``docs/metrics.md``). A hook that takes long can report progress with ``_tell_progress``.
+    A health check server can call ``_get_alive_time`` to detect a hook that hangs (``docs/metrics.md``). A
+    hook that takes long can report progress with ``_tell_progress``.
 
     Args:
         spec: specification of the workers.
@@ -113,7 +113,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @property
     def _store(self) -> Any:
-        """Store of the current round, unless a subclass has set another store."""
+        """Store of the current round, or the store that a subclass has set instead."""
         return self._worker_group.store if self._given_store is None else self._given_store
 
     @_store.setter
@@ -140,8 +140,8 @@ class SimpleElasticAgent(ElasticAgent):
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         """Release all resources, and send the signal to workers that are still running. The hook gets only
-        the arguments that it accepts, because older releases of torch have no ``timeout``, and 2.5 and 2.6
-        have ``is_restart``.
+        the arguments that it accepts: older releases of torch have no ``timeout``, and 2.5 and 2.6 have
+        ``is_restart``.
         """
 
     @prof
@@ -282,8 +282,7 @@ class SimpleElasticAgent(ElasticAgent):
             put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
             put_metric(f"workers.{group.spec.role}.{result.state.name.lower()}", 1)
             if result.state == WorkerState.SUCCEEDED:
-                # Treat `None` as success, because torch's hook returns `None`, and a user's hook may do the
-                # same.
+                # Treat `None` as success, because torch's hook and hooks of users may return `None`.
                 with self._progress.within("_exit_barrier", self._exit_barrier_timeout):
                     is_over = self._exit_barrier() is not False
                 if is_over:
@@ -301,7 +300,8 @@ class SimpleElasticAgent(ElasticAgent):
                 self._tell_restart(result.state)
                 self._restart_workers(group)
             elif result.state == WorkerState.HEALTHY:
-                # Restart the workers to admit a waiting node. This is not charged to the restart budget.
+                # Restart the workers so that a waiting node can join. This restart is not charged to the
+                # restart budget.
                 with self._progress.within("num_nodes_waiting", 0):
                     are_waiting = group.spec.rdzv_handler.num_nodes_waiting() > 0
                 if are_waiting:
@@ -310,8 +310,8 @@ class SimpleElasticAgent(ElasticAgent):
                 raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
 
     def _tell_restart(self, state: WorkerState) -> None:
-        """Log that all workers are restarted because of their state, and how many restarts are left. Not in
-        torch.
+        """Log that all workers are restarted because of their state, and the number of remaining restarts.
+        Not in torch.
         """
         left, most = self._remaining_restarts, self._worker_group.spec.max_restarts
         _log.warning("the workers are %s; restarting, %d of %d left", state.name, left, most)
@@ -350,12 +350,12 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # Watch only handlers with `set_succeeded`. The `num_nodes_waiting` of other handlers, such as
-            # torch's, also counts new nodes, which are no reason to restart.
+            # Watch only handlers with `set_succeeded`. In other handlers, such as torch's,
+            # `num_nodes_waiting` also counts new nodes, which are no reason to restart.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
-            # As in torch, ignore the error, because the work is done and the node that hosted the store may
-            # have exited already.
+            # As in torch, ignore the error. The work is done, and the node that hosted the store may already
+            # have exited.
             _log.warning("the store was lost in the exit barrier: %s", error)
             return True
         finally:
@@ -414,8 +414,8 @@ class SimpleElasticAgent(ElasticAgent):
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
             # The worker was stopped because other workers failed.
             return "TERMINATED"
-        # If there are no return values at all, the worker may still be known, because programs return no
-        # values and a subclass may leave them out.
+        # The worker may be known even if there are no return values, because programs return none and a
+        # subclass may omit them.
         if has_failed or worker.global_rank in result.return_values or not result.return_values:
             return result.state.value
         raise ValueError(f"Unknown worker: {worker.global_rank}")
@@ -442,7 +442,7 @@ class SimpleElasticAgent(ElasticAgent):
         metadata = status_metadata(
             state,
             inner,
-            # If no handler records the event, use the plain host name, because a look-up of the full name may
+            # Use the short host name if no handler records the event, because a lookup of the full name may
             # be slow.
             hostname=os.uname().nodename if spec.event_log_handler == "null" else None,
             run_id=spec.rdzv_handler.get_run_id(),

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 def with_settings(made: type[T]) -> type[T]:
-    """Prepare a class for ``@dataclass``: make the fields that its base classes declare its last fields, and
-    keyword-only, so that torch's fields keep their positions. Type checkers need no decorator for that.
+    """Prepare a class for ``@dataclass``: move the fields of its base classes to the end and make them
+    keyword-only, so that torch's fields keep their positions.
     """
     made.__annotations__["_"] = KW_ONLY
     for base in made.__bases__:
@@ -178,8 +178,8 @@ class WorkerGroup:
         self._store, self._open_store = store, None
 
     def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
-        """Copy the plan of the next attempt into this group, so that other code can read it. If the
-        specification sets the address or port of the workers' store, these override the plan. Not in torch.
+        """Copy the plan of the next attempt into this group, so that other code can read the plan. The
+        address and port of the workers' store in the specification, if set, override the plan. Not in torch.
 
         Args:
             plan: plan of the next attempt.
@@ -188,7 +188,7 @@ class WorkerGroup:
         """
         plan.master_addr = self.spec.master_addr or plan.master_addr
         if self.spec.master_port:
-            # The user has chosen the port, so rank 0 of the workers hosts the store on it.
+            # The user has chosen the port, so the worker with rank 0 hosts the store on this port.
             plan.master_port, plan.use_agent_store = self.spec.master_port, False
         self._store, self._open_store = None, open_store
         self.group_rank, self.group_world_size = plan.ranks[0].group_rank, plan.ranks[0].group_world_size
@@ -220,7 +220,7 @@ class WorkerGroup:
                 raise RendezvousError("the rendezvous gave no port for the workers' store")
             port = StorePort(is_served=False)
             self.master_port = port.number
-        # If the user has chosen the port, rank 0 of the workers hosts the store on it.
+        # If the user has chosen the port, the worker with rank 0 hosts the store on this port.
         use_agent_store = spec.rdzv_handler.use_agent_store and spec.master_port is None
         address = self.master_addr or "localhost"
         return Plan(ranks, address, self.master_port, port, use_agent_store=use_agent_store)
