@@ -63,7 +63,7 @@ impl Activity {
         Ok(Self { page: Page::of_our_own(c"nursery-activity")?, timer, step: DONE })
     }
 
-    /// Returns duplicates of the descriptors of the page and the timer, to be sent to another process.
+    /// Duplicates the descriptors of the page and of the timer, to send them to another process.
     ///
     /// # Errors
     /// No file descriptor is available.

@@ -48,7 +48,7 @@ pub fn patience_with(target: &Target) -> Option<Duration> {
 }
 
 /// True if the process looks like a resource tracker: it has few open descriptors, and either reads from a pipe or runs
-/// Python. A tracker that is about to unlink memory has already closed the pipe.
+/// Python. The second case covers a tracker that is about to unlink memory, because it has already closed the pipe.
 fn is_tracker(pid: i32) -> bool {
     let Some(Ok(entries)) = procfs::folder(pid).map(|folder| fs::read_dir(folder.join("fd"))) else { return false };
     let paths = entries.flatten().map(|entry| entry.path()).filter(|path| !is_standard(path));

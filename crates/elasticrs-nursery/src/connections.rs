@@ -159,7 +159,7 @@ mod tests {
         let mut peers: Vec<_> = (0..count).map(|number| add(&mut connections, Some(number)).unwrap()).collect();
         assert_eq!(add(&mut connections, Some(200)).unwrap_err(), TooManyLinks);
 
-        // Close the peer's end of the first link, and shut down sending at the peer's end of the second.
+        // The first peer closes its socket. The second peer only stops sending.
         drop(peers.remove(0));
         peers[0].shutdown(std::net::Shutdown::Write).unwrap();
         peers.extend([201, 202].map(|number| add(&mut connections, Some(number)).unwrap()));

@@ -83,7 +83,7 @@ impl Fence {
         })
     }
 
-    /// Returns duplicates of the descriptors of the page and the timer, to be sent to another process.
+    /// Duplicates the descriptors of the page and of the timer, to send them to another process.
     ///
     /// # Errors
     /// No file descriptor is available.

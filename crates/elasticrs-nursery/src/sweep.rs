@@ -41,7 +41,7 @@ pub struct Outcome {
 #[derive(Debug, Default)]
 struct Look {
     alive: BTreeSet<i32>,
-    /// True if the check spared a [cleaner](super::cleaner).
+    /// True if the check found a [cleaner](super::cleaner) and did not kill it.
     cleaners: bool,
     /// Exited children that cannot be reaped, because a tracer holds them.
     held: Vec<i32>,

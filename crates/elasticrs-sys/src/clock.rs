@@ -27,7 +27,7 @@ pub fn wall_now() -> u64 {
     read(ClockId::CLOCK_REALTIME)
 }
 
-/// Converts a duration to nanoseconds. A duration that is too long, more than five centuries, is capped at `u64::MAX`.
+/// Converts a duration to nanoseconds. Durations of more than five centuries are capped at `u64::MAX`.
 pub fn nanoseconds(span: Duration) -> u64 {
     u64::try_from(span.as_nanos()).unwrap_or(u64::MAX)
 }

@@ -36,7 +36,7 @@ pub fn take_inherited<const N: usize>(numbers: [RawFd; N]) -> nix::Result<[Owned
 /// Closes all file descriptors from `first` upwards. Uses `close_range` (Linux 5.9). If that fails, reads the open
 /// descriptors from `/proc/self/fd` and closes them one at a time.
 ///
-/// Only for a process that has just started and does not own any of these descriptors.
+/// Call this only in a process that has just started and owns none of these descriptors.
 pub fn close_from(first: RawFd) -> io::Result<()> {
     if close_range(first.cast_unsigned(), 0).is_ok() {
         return Ok(());

@@ -16,7 +16,7 @@ pub struct Features {
     /// True if `close_range` is available (Linux 5.9). Otherwise, `/proc/self/fd` is read.
     pub close_range: bool,
     /// True if `PIDFD_SIGNAL_PROCESS_GROUP` is available (Linux 6.9). Otherwise, the nursery signals process groups by
-    /// number, which is safe while it has not reaped their leaders.
+    /// number, which is safe as long as it has not reaped the leaders of the groups.
     pub pidfd_group_signal: bool,
     /// True if memory files may be executed (`vm.memfd_noexec` below 2). Otherwise, the nursery is run from a file.
     pub memfd_exec: bool,

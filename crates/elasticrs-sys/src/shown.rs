@@ -24,8 +24,8 @@ struct Map {
     executable: i32,
 }
 
-/// Sets the environment that `/proc` shows, and the arguments if they differ from the current ones. Arguments that are
-/// unchanged keep their memory, so that programs that change their title can still overwrite them.
+/// Sets the environment that `/proc` shows. Also sets the arguments if they differ from the current ones. Unchanged
+/// arguments stay where they are in memory, so that a program can still change its title by overwriting them.
 ///
 /// # Errors
 /// The kernel was built without support for checkpoint and restore, or `/proc` is not mounted.

@@ -3,7 +3,7 @@
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
-/// Stage of the start of a worker. Every stage can fail. The numbers of the stages are written to the stage pipe.
+/// Stage of a worker's start. Each stage can fail. On the stage pipe, a stage is represented by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Stage {

@@ -46,7 +46,7 @@ pub struct Swept {
 }
 
 impl Swept {
-    /// Returns the pids of the named descendants that were signalled.
+    /// Returns the pids of the listed descendants that were signalled.
     pub fn pids(&self) -> Vec<i32> {
         self.ended.iter().map(|descendant| descendant.pid).collect()
     }

@@ -176,8 +176,8 @@ class Attempt(Record):
         return hung(event.hung, self.global_ranks(), was_found_here=self.first_failure is not None)
 
     def is_slow_to_exit(self, local_rank: int) -> bool:
-        """Return true if ``--exit-timeout`` expired although the worker was still making progress with its
-        exit after an uncaught exception.
+        """Return true if a worker exceeded ``--exit-timeout`` after an uncaught exception although its exit
+        was still making progress.
         """
         event = self.expired.get(local_rank)
         return event is not None and event.raised is not None and event.raised.exit == "slow"

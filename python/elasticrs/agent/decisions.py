@@ -151,7 +151,7 @@ class OneNode(Decisions):
                     from elasticrs.agent.own_cause import evidence
                 except OSError:
                     # The import fails if this process has no free file descriptor. Without evidence, only the
-                    # restart budget decides about a restart.
+                    # restart budget limits the restarts.
                     return event
                 return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event

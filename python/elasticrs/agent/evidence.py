@@ -34,8 +34,8 @@ out of memory.
 
 
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
-    """Return the paths of the files that may count OOM kills in a process's memory cgroup. The files may not
-    exist.
+    """Return the paths of the files that may count OOM kills in a process's memory cgroup. Some of the files
+    may not exist.
 
     cgroups: contents of the process's ``/proc/PID/cgroup``.
     mountinfo: contents of ``/proc/self/mountinfo`` of the process that will read the files.
@@ -115,8 +115,8 @@ def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def read_counters(paths: Iterable[str]) -> dict[str, int]:
-    """Read the OOM kill counters in these files. ``paths`` may be an earlier result, to read the same files
-    again without another search.
+    """Read the OOM kill counters in these files. If ``paths`` is an earlier result, the same files are read
+    again, without another search.
     """
     counts = {}
     for path in paths:

@@ -1,4 +1,4 @@
-"""Conversion of a failed attempt into torch's ``ProcessFailure`` objects and the failure report.
+"""Convert a failed attempt into torch's ``ProcessFailure`` objects and into the failure report.
 
 Imported only after a failure.
 """

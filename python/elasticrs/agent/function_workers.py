@@ -1,7 +1,7 @@
 """Workers that run a function, or a script through a function, with any start method.
 
-The agent's loop never blocks on a :mod:`keeper <elasticrs.multiprocessing.keeper>`: an event reports that the
-keeper has started the workers or has exited.
+The agent's loop never blocks to wait for a :mod:`keeper <elasticrs.multiprocessing.keeper>`. Events report
+that the keeper has started the workers or has exited.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class _Phase(IntEnum):
 
 
 class KeptWorkers(FunctionWorkers):
-    """Workers that a keeper process has forked. Before they run, the core's process group adopts them."""
+    """Workers that are forked by a keeper process. The core's process group adopts them before they run."""
 
     _phase = _Phase.PREPARED
     _was_stopped = False

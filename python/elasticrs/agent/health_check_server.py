@@ -30,7 +30,7 @@ class HealthCheckServer:
     """HTTP server that reports whether this process makes progress.
 
     The agent of this package calls ``alive_callback`` in its loop for each request, so a hanging loop does
-    not answer. In a program without such an agent, :meth:`start` creates a thread that calls it.
+    not answer. In a program without such an agent, :meth:`start` creates a thread that calls the callback.
 
     Args:
         alive_callback: returns the time of the last progress, in seconds since 1970. The process counts as
@@ -154,7 +154,8 @@ class _AliveCallbackProxy:
     """Callback for a server that is created before the agent. Until the agent sets the real callback, this
     object reports progress.
 
-    The name is torch's. :func:`elasticrs.launcher.launch_agent` connects this object to the agent.
+    The class has the same name in torch. :func:`elasticrs.launcher.launch_agent` connects this object to the
+    agent.
     """
 
     def __init__(self) -> None:

@@ -309,7 +309,7 @@ def _group(attempt: Attempt) -> dict[str, Any]:
 
 
 def _cause(attempt: Attempt) -> _core.RestartCause:
-    """Return the cause of the restart after this attempt, by its name in the metrics."""
+    """Return the name that the metrics use for the cause of the restart after this attempt."""
     if "started" not in attempt.stamps:
         return "start_failed"
     if attempt.expired and attempt.first_failure is not None:

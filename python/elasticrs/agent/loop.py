@@ -140,14 +140,12 @@ class Agent:
             raise self._error
         attempts = self._result.attempts
         if self._result.exit_code == 0 and self._decisions.has_taken_part and attempts:
-            # Unpickle the functions' return values last, because this may raise an exception.
+            # Unpickle the functions' return values last, because unpickling may raise an exception.
             self._result.return_values = self._workers.return_values(attempts[-1])
         return self._result
 
     def _events_end_it(self) -> bool:
-        """Return true if a signal has already stopped the agent. In this case, not even a supervisor is
-        started.
-        """
+        """Return true if a signal has already stopped the agent. In this case, no supervisor is needed."""
         first = self._events[0]
         if not isinstance(first, machine.SignalReceived):
             return False

@@ -1,8 +1,8 @@
 """Signals that the agent passes on to its workers.
 
 The default action of SIGUSR1 and SIGUSR2 kills a process. The agent therefore sends such a signal only to
-workers that handle, ignore or block it. Other workers are still importing modules or are already exiting. For
-them, the agent holds the signal until they can receive it.
+workers that handle, ignore or block it. A worker that does none of these may still be importing modules or
+may already be exiting. For such a worker, the agent holds the signal until the worker can receive it.
 
 - **PASS-1** A worker that does not handle, ignore or block a signal is never sent that signal.
 - **PASS-2** If the same signal arrives several times while it is held for a process, the agent delivers it
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 TICK = 0.05
-"""Seconds between two checks of whether a worker can receive a held signal."""
+"""Seconds between two attempts to deliver a held signal."""
 
 PATIENCE = 60.0
 """Seconds after which a held signal is dropped."""
@@ -76,7 +76,8 @@ def _has(mask: int, signum: int) -> bool:
 
 
 class PassedSignals:
-    """Delivers signals to the workers of one agent. Holds a signal while it would kill the worker.
+    """Delivers signals to the workers of one agent. Holds a signal as long as the signal would kill the
+    worker.
 
     Args:
         send: sends a signal to the workers with the given local ranks.

@@ -1,8 +1,8 @@
 """State machine of an agent whose workers keep running when workers on other nodes fail, as a pure function.
 
 The agents are members of their own rendezvous (:mod:`elasticrs.rendezvous.elastic.machine`), which is
-separate from the workers' rendezvous. Restarts are charged with the rounds of the agents' rendezvous: a
-failure ends a round, and the leader charges the restart budget and starts the next round. No worker is
+separate from the workers' rendezvous. The agents charge restarts through the rounds of their rendezvous: a
+failure ends a round, and the leader then charges the restart budget and starts the next round. No worker is
 stopped for a new round. Invariants, each tested by a property test:
 
 - **SHARE-1** A replacement is started only after all processes of the failed worker have exited and the

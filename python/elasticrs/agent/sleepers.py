@@ -2,8 +2,8 @@
 
 A worker stays in this state while it waits for a device or a file system that does not respond. The worker
 holds resources that a replacement on this node would need, so the job fails and is not restarted. Torch
-treats this case as a success. Short waits are normal, so only a worker that was in this state at every check
-for a certain time counts.
+treats this case as a success. Short waits are normal, so a worker counts only if it was in this state at
+every check for a certain time.
 
 The functions :func:`since` and :func:`overdue` decide. The class :class:`Sleepers` reads the clock and
 ``/proc``.

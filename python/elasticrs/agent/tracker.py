@@ -194,7 +194,9 @@ class AttemptTracker:
             self.observers.started()
 
     def not_started(self, why: str, is_transient: bool = False) -> None:
-        """Record the reason why the workers could not be started, and whether it may be only temporary."""
+        """Record the reason why the workers could not be started. ``is_transient`` is true if another attempt
+        may succeed soon.
+        """
         self.result.message = f"{phrases.NOT_STARTED}: {why}"
         self.events.append(machine.StartFailed(self.result.message, is_transient))
 
@@ -337,7 +339,7 @@ class AttemptTracker:
         self.observers.running(self.result)
 
     def _warmth(self) -> tuple[bool | None, str | None]:
-        """Return true if workers that start now are warm. If they are cold, also return the reason."""
+        """Return two values: true if workers that start now are warm, and the reason if they are cold."""
         if self._warming is not None:
             return self._warming.is_warm, self._warming.why_cold
         preload = self._job.preload

@@ -1,8 +1,8 @@
 """Tracks the nurseries that import modules before they fork workers.
 
 The workers of an attempt are forked only if no file of an imported module has changed. When files change
-during an attempt, a second nursery imports them in the background, and replaces the first nursery at the next
-restart.
+during an attempt, a second nursery imports the modules again in the background, and replaces the first
+nursery at the next restart.
 
 - **AGAIN-1** Workers are never forked from a nursery that imported a file before its last change, as far as
   :mod:`elasticrs.workers.warm.sources` can detect the change. They start cold instead.
@@ -60,7 +60,7 @@ class Warming:
         report: descriptor of the file into which all nurseries write their reports, in order.
         is_warm: true if workers that start now are forked from a nursery.
         why_cold: reason why workers start cold; ``None`` if they start warm.
-        found: report of the nursery that reported last.
+        found: latest report of a nursery.
     """
 
     def __init__(self, say: Callable[[str], None], limit: float) -> None:
@@ -153,8 +153,8 @@ class Warming:
         return self.is_warm
 
     def look_again(self, supervisor: Supervisor) -> float | None:
-        """Check periodically whether imported files have changed. When they have stopped changing, import
-        them again in the background.
+        """Check the imported files for changes if a check is due. Once the files have stopped changing,
+        import them again in the background.
 
         Args:
             supervisor: supervisor of the nurseries.

@@ -67,8 +67,9 @@ pub fn begin_warm(start: &str) {
     let _ = Start::parse(start).map(|start| start.token.apply());
 }
 
-/// Does the same as [`run`], in a process that has imported the modules that its workers need. The workers are forks of
-/// this process. In each forked worker, returns a [`Worker`]. In the nursery, returns its exit code as an error.
+/// Runs a warm nursery. Does the same as [`run`], but forks the workers from this process, which has already imported
+/// the modules that they need. In each forked worker, returns a [`Worker`]. In the nursery, returns its exit code as an
+/// error.
 pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u8> {
     let code = |error: io::Error| error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255);
     let start = start.and_then(Start::parse);

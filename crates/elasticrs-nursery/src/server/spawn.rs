@@ -219,7 +219,7 @@ fn standard(descriptor: usize, spec: &Stdio) -> Result<Standard, Errno> {
     Ok(Standard::Open { path: c_string(path.as_os_str().as_bytes())?, flags })
 }
 
-/// Returns the paths at which to look for the program, in order, by the rules of `execvpe` and Python's `subprocess`.
+/// Returns the paths to try for the program, in order. Follows the rules of `execvpe` and Python's `subprocess`.
 fn candidates(process: &ProcessSpec) -> Result<Vec<CString>, Errno> {
     let program = process.argv.first().ok_or(Errno::EINVAL)?.as_bytes();
     if program.is_empty() {

@@ -81,7 +81,7 @@ pub(super) struct Sweep {
 struct Look {
     others: Vec<Listed>,
     exempt: Vec<i32>,
-    /// True if the check spared a [cleaner](crate::cleaner).
+    /// True if the check found a [cleaner](crate::cleaner) and did not kill it.
     cleaners: bool,
     /// Exited children that `wait4` does not return, because a tracer holds them.
     held: Vec<i32>,

@@ -1,4 +1,4 @@
-"""Agents under the names that they have in torch, for programs that launch jobs or subclass agents."""
+"""Agent classes with the same names as in torch, for programs that launch jobs or subclass agents."""
 
 from elasticrs.agent.server import health_check_server  # noqa: F401 -- torch's package imports it as well
 from elasticrs.agent.server.api import (

@@ -1,4 +1,4 @@
-"""The module :mod:`elasticrs.agent.server.simple_elastic_agent` under the name that it has in torch."""
+"""Alias of the module :mod:`elasticrs.agent.server.simple_elastic_agent`, with the same name as in torch."""
 
 import sys
 

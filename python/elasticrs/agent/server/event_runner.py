@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class EventRunner(Record):
-    """Runs a job once, and keeps the state of the user's worker group up to date.
+    """Runs a job once.
 
     Args:
-        group: worker group in the form that users of torch's classes know.
+        group: the user's worker group, which the runner keeps up to date.
         local: settings and workers of this node.
         rendezvous: rendezvous of several nodes; ``None`` for a single node.
         server: open health check server, for which the agent's loop answers requests; ``None`` without one.

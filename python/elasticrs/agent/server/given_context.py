@@ -1,4 +1,6 @@
-"""Context of workers that a user's own ``start_processes`` function has started, for the agent's hooks."""
+"""Context of workers that were started by a user's own ``start_processes`` function. The agent's hooks use
+this context.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,7 @@ def start_by(
 
 class GivenContext:
     """Wraps a context that the user's ``start_processes`` returned, and keeps the plan's port reserved. All
-    other attributes come from the wrapped context. It does not report a failure until all workers have
-    exited.
+    other attributes come from the wrapped context. Failures are reported only after all workers have exited.
     """
 
     has_failed = False

@@ -1,4 +1,4 @@
-"""The module :mod:`elasticrs.agent.health_check_server` under the name that it has in torch."""
+"""Alias of the module :mod:`elasticrs.agent.health_check_server`, with the same name as in torch."""
 
 import sys
 

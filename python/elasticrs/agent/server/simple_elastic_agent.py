@@ -254,7 +254,7 @@ class SimpleElasticAgent(ElasticAgent):
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, found: RunResult | Exception) -> None:
-        """Pass the reason of the failure to the rendezvous handler, which reports it to the other nodes when
+        """Pass the reason for the failure to the rendezvous handler, which reports it to the other nodes when
         the launcher shuts the handler down. Torch's handlers do not have this method.
         """
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
@@ -387,7 +387,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @contextmanager
     def record_duration(self, state: str) -> Iterator[None]:
-        """Record an event with this name that contains the duration of the block."""
+        """Record an event with this name and the duration of the block."""
         started = time.perf_counter()
         try:
             yield
@@ -414,8 +414,7 @@ class SimpleElasticAgent(ElasticAgent):
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
             # The worker was stopped because other workers failed.
             return "TERMINATED"
-        # The worker may be known even if there are no return values, because programs return none and a
-        # subclass may omit them.
+        # Do not require return values, because programs do not return any and a subclass may omit them.
         if has_failed or worker.global_rank in result.return_values or not result.return_values:
             return result.state.value
         raise ValueError(f"Unknown worker: {worker.global_rank}")
