@@ -2,9 +2,9 @@
 //! processes.
 //!
 //! Python programs have two kinds of cleaners: the resource tracker of multiprocessing (and joblib), which reads from a
-//! pipe, and torch's `torch_shm_manager`. If a cleaner is killed together with the others, the shared memory stays
-//! allocated until the machine restarts. Therefore, a sweep kills all other processes first and gives the cleaners a
-//! short time to finish.
+//! pipe, and torch's `torch_shm_manager`. If a cleaner is killed together with the other processes, the shared memory
+//! stays allocated until the machine restarts. Therefore, a sweep kills all other processes first and gives the
+//! cleaners a short time to finish.
 //!
 //! Cleaners are recognised by data from the kernel, never by their command line, because reading the command line may
 //! block. If another process is mistaken for a cleaner, the only cost is this short delay.

@@ -254,7 +254,7 @@ mod tests {
         Set(Option<i64>),
         /// Advance the clock by this number of nanoseconds.
         Wait(u64),
-        /// Let another nursery take over while the earlier ones continue to run.
+        /// Let another nursery take over while the earlier nurseries continue to run.
         HandOver,
     }
 

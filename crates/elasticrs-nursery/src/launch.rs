@@ -71,8 +71,8 @@ pub struct Import {
 
 /// Name of the environment variable that gives a warm nursery its settings. See [`super::start::Start`].
 const START_VARIABLE: &str = "ELASTICRS_NURSERY_START";
-/// Name of the environment variable that contains the report offset. Set only if the warm nursery replaces one that
-/// died while it imported modules.
+/// Name of the environment variable that contains the report offset. Set only if the warm nursery replaces a nursery
+/// that died during its imports.
 const SINCE_VARIABLE: &str = "ELASTICRS_WARM_SINCE";
 
 /// Descriptor number of the import report in a warm nursery: the first number after those of [`FIXED_FDS`].
@@ -125,7 +125,7 @@ pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
 pub enum LaunchError {
     #[error(transparent)]
     Unsupported(#[from] UnsupportedKernel),
-    /// None of the images could be executed. Contains the error for the last one.
+    /// None of the images could be executed. Contains the error for the last image.
     #[error("could not start the nursery: could not {stage}: {}", .stage.reason(*.errno))]
     Start { stage: Stage, errno: Errno },
     #[error("could not prepare the nursery: {0}")]

@@ -22,7 +22,7 @@
 //! 6. The nursery reaps and kills processes even if the agent has stopped reading from its socket.
 //! 7. After the agent has died, the nursery closes the connections that it holds for the agent only when all workers
 //!    and their descendants, except cleaners, have exited.
-//! 8. No worker runs past the fence deadline, whether or not the agent is running.
+//! 8. No worker runs past the fence deadline, even if the agent is stopped or dead.
 //!
 //! | module | users and purpose |
 //! | --- | --- |

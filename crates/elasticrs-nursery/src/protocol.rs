@@ -146,7 +146,7 @@ pub enum Reply {
         /// Pid of the worker, which is also the id of its session and process group.
         pid: i32,
     },
-    /// A worker could not be started. Its process, if there was one, has been reaped.
+    /// A worker could not be started. If a process was created for it, that process has been reaped.
     SpawnFailed {
         local_rank: u32,
         stage: Stage,

@@ -52,7 +52,7 @@ impl Token {
         soft_limit(pid).and_then(Self::from_limit)
     }
 
-    /// True if the process carries no token. False if the process carries one, is gone, or may not be inspected.
+    /// True if the process carries no token. False if the process carries a token, is gone, or may not be inspected.
     pub fn is_reset(pid: i32) -> bool {
         soft_limit(pid).is_some_and(|limit| Self::from_limit(limit).is_none())
     }

@@ -97,7 +97,7 @@ pub fn children() -> Vec<i32> {
         .collect()
 }
 
-/// Returns the open descriptors of this process in ascending order, except the one that is opened to list them.
+/// Returns the open descriptors of this process in ascending order, except the descriptor that is opened to list them.
 pub fn open_fds() -> Vec<RawFd> {
     let folder = nix::dir::Dir::open("/proc/self/fd", nix::fcntl::OFlag::O_RDONLY, nix::sys::stat::Mode::empty());
     let mut folder = folder.expect("/proc is mounted");

@@ -226,7 +226,9 @@ class Attempt(Record):
         return {place: rank if rank >= 0 else None for place, rank in self.global_ranks().items()}
 
     def who(self, local_rank: int, pid: int | None = None) -> str:
-        """Return text that identifies a worker to the user, by its rank if it has one."""
+        """Return text that identifies a worker to the user: its global rank if it is known, its local rank
+        otherwise.
+        """
         pids = "" if pid is None else f"pid {pid}"
         if self.plan.members is None:
             rank = f"rank {self.plan.ranks[local_rank].global_rank}"
@@ -301,7 +303,7 @@ class JobResult(Record):
             The launcher prints the line below the report.
         start_errno: ``errno`` of the error that prevented the start of the last attempt.
         first_cause: first failure of a job on several nodes; see :mod:`elasticrs.job.failure_cause`.
-        clock: clock of the store in which the nodes met.
+        clock: wall clock of the nodes' store, as estimated on this node.
         attempts: all attempts, in order.
         return_values: return values of the workers, by global rank.
     """

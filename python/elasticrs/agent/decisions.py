@@ -35,7 +35,7 @@ class Decisions(ABC):
     Attributes:
         plan: plan of the attempt that :class:`~elasticrs.agent.state_machine.Start` requests.
         first_cause: first failure of a job on several nodes; see :mod:`elasticrs.job.failure_cause`.
-        clock: clock of the store in which the nodes met.
+        clock: wall clock of the nodes' store, as estimated on this node.
         has_taken_part: true if workers of this node ran in the last round.
         has_peers: true if other nodes depend on the outcome of this node.
     """

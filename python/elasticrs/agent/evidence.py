@@ -60,7 +60,7 @@ def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
 
 def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None:
     """Return the path under which the cgroup directory ``path`` is mounted. If several mounts contain it, use
-    the innermost one. Return ``None`` if no mount contains it.
+    the innermost mount. Return ``None`` if no mount contains it.
     """
     best = None
     best_root = ""

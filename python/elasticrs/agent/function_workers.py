@@ -348,7 +348,7 @@ class KeptWorkers(FunctionWorkers):
 
 
 def stop_tracker() -> None:
-    """Stop multiprocessing's resource tracker, if there is one. Use this only in a process that belongs to
+    """Stop multiprocessing's resource tracker if it is running. Use this only in a process that belongs to
     the launcher alone.
 
     The tracker exits when every copy of its pipe is closed. A worker's descendant that was allowed to

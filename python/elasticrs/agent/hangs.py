@@ -36,7 +36,7 @@ def hung(event: WorkerHung, ranks: Mapping[int, int], *, was_found_here: bool = 
         event: event that reports the hang.
         ranks: global rank by local rank.
         was_found_here: true if a worker on this node exceeded a time limit; false if only a worker on another
-            node exceeded one.
+            node exceeded a limit.
     """
     own = next((seen for seen in event.ranks if seen.local_rank == event.local_rank), None)
     others = [seen for seen in event.ranks if seen.local_rank != event.local_rank]
@@ -141,7 +141,7 @@ def stack(path: str, *, others: int = 0) -> str | None:
     or of the main thread in a ``py-spy`` dump.
 
     Return ``None`` if the file ``path`` contains no frames. Also include the innermost frames of up to
-    ``others`` further threads, because these threads may be what delays the worker's exit.
+    ``others`` further threads, because one of these threads may be delaying the worker's exit.
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -150,7 +150,7 @@ class HealthObserver(Observer):
             self._native.was_hung(max(0.0, seconds))
 
     def running(self, result: JobResult) -> None:
-        """Publish the new workers, and the reason and duration of the restart if there was one."""
+        """Publish the new workers. After a restart, also publish its reason and duration."""
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False

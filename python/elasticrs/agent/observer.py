@@ -29,8 +29,8 @@ class Observer:
         return False
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Handle an action that is about to be executed. ``plan`` is the plan of the attempt that the action
-        belongs to, if there is one.
+        """Handle an action that is about to be executed. ``plan`` is the plan of the attempt to which the
+        action belongs; ``None`` if it belongs to no attempt.
         """
 
     def prepared(self, attempt: Attempt) -> None:

@@ -5,7 +5,7 @@ worker. So the number of steps does not identify the slowest worker. The rates i
 if each rate counts only the worker's own work.
 
 - **PACE-1** A worker is reported once it has been slow at every check for :data:`SPAN` seconds. It is
-  reported again only if it has been as fast as the others in the meantime.
+  reported again only if it has been as fast as the other workers in the meantime.
 - **PACE-2** If fewer than two workers report a rate, there is no slowest worker.
 """
 

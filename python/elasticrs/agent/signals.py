@@ -65,9 +65,7 @@ def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
 
 
 def without_what_was_taken_back(received: bytes) -> bytes:
-    """Return the received signals with at most one SIGTSTP: the last one, if no SIGCONT follows it
-    (SIG-4).
-    """
+    """Return the received signals. Keep only the last SIGTSTP, and only if no SIGCONT follows it (SIG-4)."""
     last = received.rfind(signal.SIGTSTP)
     is_wanted = last > received.rfind(signal.SIGCONT)
     return bytes(

@@ -9,9 +9,9 @@ execute, in order. The order of phases::
 Invariants, each tested by a property test:
 
 - **AGENT-1** :class:`Start` is requested only after all processes of an earlier group have exited.
-- **AGENT-2** The restart policy decides whether a failure is followed by a restart, so at most
-  ``max_restarts`` restarts are charged. Only a port conflict is retried without a charge, at most
-  :data:`MAX_PORT_RETRIES` times.
+- **AGENT-2** A failure is followed by a restart only if the restart policy allows it, so the charged restarts
+  stay within the budget. Only a port conflict is retried without a charge, at most :data:`MAX_PORT_RETRIES`
+  times.
 - **AGENT-3** The terminal phases are final. Each is entered with exactly one :class:`Exit`, which is the last
   action.
 - **AGENT-4** The exit code is 0 only if every worker of the last group exited with 0 and no stop was

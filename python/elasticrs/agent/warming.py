@@ -132,7 +132,7 @@ class Warming:
         nursery has imported the new files, let it replace the first nursery.
 
         Args:
-            supervisor: supervisor of the nurseries. It must not have a group of workers.
+            supervisor: supervisor of the nurseries. It may not have a group of workers.
         """
         if self._is_over:
             return False

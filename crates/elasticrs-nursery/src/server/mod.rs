@@ -393,8 +393,8 @@ impl Nursery {
                     self.end_session();
                     return Served::Leave;
                 }
-                // Remove the workers that tracers hold, because the reply below reports them to the agent. The exit
-                // must not be reported again if a tracer releases its worker later.
+                // Remove the workers that tracers hold, because the reply below reports them to the agent. Their exits
+                // are then not reported again when the tracers release them.
                 self.workers.retain(|pid| !held.contains(pid));
                 self.held_by_tracers.extend(&held);
                 let left_by = sweep.left_by();

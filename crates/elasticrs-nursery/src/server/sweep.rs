@@ -112,7 +112,7 @@ impl Sweep {
 
     /// Handles another sweep request during this sweep. Does nothing if `left_by` is set. If this sweep kills only the
     /// leftover processes of one worker, extends it to all descendants with the deadlines `by`. Otherwise, adopts each
-    /// deadline in `by` that is earlier than the current one.
+    /// deadline in `by` that is earlier than the current deadline.
     pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if left_by.is_some() {
             return;

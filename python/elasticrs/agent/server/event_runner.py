@@ -39,7 +39,8 @@ class EventRunner(Record):
         group: the user's worker group, which the runner keeps up to date.
         local: settings and workers of this node.
         rendezvous: rendezvous of several nodes; ``None`` for a single node.
-        server: open health check server, for which the agent's loop answers requests; ``None`` without one.
+        server: open health check server, for which the agent's loop answers requests; ``None`` if there is no
+            server.
         restarts: number of charged restarts.
         agent: the agent that runs the job; ``None`` before the run.
     """

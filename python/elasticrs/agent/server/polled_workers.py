@@ -202,7 +202,7 @@ class PolledWorkers:
         self._has_started, self._ended, self._found = False, None, None
 
     def _pump(self, seconds: float | None) -> bool:
-        """Wait for one event and handle it. Return true if there was one."""
+        """Wait for one event and handle it. Return true if an event was handled."""
         self._console.flush()
         with waiting(lambda: os.eventfd_write(self._bell, 1)):
             was_something = self._tracker.wait(seconds)

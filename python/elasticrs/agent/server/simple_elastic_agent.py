@@ -70,7 +70,7 @@ class ElasticAgent(ABC):
 
     @abstractmethod
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
-        """Return the worker group. The caller must not change it."""
+        """Return the worker group. The caller may not change it."""
 
 
 class SimpleElasticAgent(ElasticAgent):
