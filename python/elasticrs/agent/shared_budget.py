@@ -1,4 +1,4 @@
-"""State machine of an agent whose workers keep running when workers on other nodes fail, as a pure function.
+"""State machine (a pure function) of an agent whose workers keep running when workers on other nodes fail.
 
 The agents are members of their own rendezvous (:mod:`elasticrs.rendezvous.elastic.machine`), which is
 separate from the workers' rendezvous. The agents charge restarts through the rounds of their rendezvous: a
