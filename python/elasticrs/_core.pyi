@@ -27,7 +27,7 @@ class ProcessSpec:
         pass_fds: file descriptors that the worker gets under the same numbers. All others are closed.
             Default: none.
         cpus: CPUs that the worker may run on; the agent's CPUs if ``None``.
-        warm: true if the worker is forked from the nursery, if the nursery is a :class:`WarmNursery`.
+        warm: true to fork the worker from the supervisor's :class:`WarmNursery`, if it has one.
 
     Raises:
         ValueError: ``argv`` or ``cpus`` is empty, a string contains a NUL byte, or the name of a variable
@@ -54,7 +54,7 @@ class ProcessSpec:
 @final
 class StopPolicy:
     """Specifies how to stop workers: send ``signal`` first, and SIGKILL after ``grace`` seconds. All workers
-    share this deadline.
+    have the same deadline.
 
     Raises:
         ValueError: ``signal`` is not a signal number, or ``grace`` is negative or not finite.
@@ -81,14 +81,14 @@ class GroupSpec:
             group fails or is stopped, its descendants are killed at once. Default: 5.
         start_deadline: seconds within which all workers must have been started.
         keep_ignored: signals that stay ignored in the workers (``nohup``). Default: none.
-        replaces: true if a failing worker does not stop the others. After its leftover processes have been
-            killed, :class:`WorkerSwept` is reported, and :meth:`Supervisor.replace` can start a replacement.
-            The group ends when the last process of each local rank has exited with 0, when it is stopped
-            (then the outcome is ``"stopped"``, even if workers have failed), or when its nursery is lost.
-            ``on_failure`` then applies only to a failed worker that does not exit, because its timer has
-            expired. If a worker does not exit within 30 s after SIGKILL, the group fails, as without
-            ``replaces``. Each worker is a child subreaper, so that its orphaned descendants become its
-            children.
+        replaces: true if a failing worker does not stop the others. The supervisor kills the failed worker's
+            leftover processes and reports :class:`WorkerSwept`. After that, :meth:`Supervisor.replace` can
+            start a replacement. The group ends when the last process of each local rank has exited with 0,
+            when it is stopped (then the outcome is ``"stopped"``, even if workers have failed), or when its
+            nursery is lost. ``on_failure`` then applies only to a worker that is still running although it
+            has failed, for example because its timer has expired. If a worker does not exit within 30 s after
+            SIGKILL, the whole group fails. Each worker is a child subreaper, so that its orphaned descendants
+            become its children.
     """
 
     def __new__(
@@ -107,7 +107,9 @@ class GroupSpec:
 
 @final
 class Warmed:
-    """A warm nursery has finished its imports, or has exited. After a failure, workers start cold."""
+    """A warm nursery has finished its imports, or has exited without finishing them. If it has exited,
+    workers start cold.
+    """
 
     @property
     def is_ready(self) -> bool: ...
@@ -206,8 +208,8 @@ class WorkerSwept:
     def local_rank(self) -> int: ...
     @property
     def ended(self) -> list[Descendant]:
-        """First few of the descendants that had to be killed. If several workers fail together, descendants
-        that had left the workers' sessions are listed only in the first event.
+        """The first few descendants that had to be killed. A descendant may have left its worker's session.
+        If several workers fail together, such descendants are listed only in the first event.
         """
     @property
     def more_ended(self) -> int:
@@ -244,7 +246,7 @@ class ReplaceFailed:
     def local_rank(self) -> int: ...
     @property
     def stage(self) -> str | None:
-        """Step that failed; see :class:`StartFailed`, also for ``errno`` and ``subject``."""
+        """Step that failed. :class:`StartFailed` describes this attribute, ``errno`` and ``subject``."""
     @property
     def errno(self) -> int | None: ...
     @property
@@ -252,9 +254,9 @@ class ReplaceFailed:
 
 @final
 class TimerExpired:
-    """A worker or one of its descendants did not release an expiration timer in time. If the timer specifies
-    a signal, the signal has been sent, the worker counts as failed, and :class:`FailureSeen` follows.
-    Otherwise the event is only a notice.
+    """An expiration timer of a worker or of one of its descendants has expired. If the timer specifies a
+    signal, the signal has been sent, the worker counts as failed, and :class:`FailureSeen` follows. Otherwise
+    the event is only a notice.
     """
 
     @property
@@ -318,10 +320,10 @@ class RankSeen:
 class WorkerHung:
     """A worker missed its heartbeat deadline. It counts as failed, and :class:`FailureSeen` follows.
 
-    If several workers missed their deadline, the event names the worker that most likely keeps the others
-    waiting. The event is also reported for a worker that may keep a worker of another node waiting (see
-    ``hung_for`` of :meth:`Supervisor.stop`). In that case the group is stopped, and no :class:`FailureSeen`
-    follows.
+    If several workers missed their deadline, the event names the worker that most likely blocks the others.
+    The event is also reported when a worker on another node hangs and a worker on this node may be blocking
+    it (see ``hung_for`` of :meth:`Supervisor.stop`). In that case the group is stopped, and no
+    :class:`FailureSeen` follows.
     """
 
     @property
@@ -330,13 +332,13 @@ class WorkerHung:
     def pid(self) -> int: ...
     @property
     def missed(self) -> Literal["startup", "step", "section", "exit", "line"]:
-        """What the worker missed: its first heartbeat, the next heartbeat, the end of a section, the exit of
-        its process after its program had returned, or any line of output.
+        """Event that did not happen in time: the first heartbeat, the next heartbeat, the end of a section,
+        the exit of the process after the program had returned, or a line of output.
         """
     @property
     def since_ns(self) -> int:
-        """Time of the worker's last heartbeat or line of output, in nanoseconds of the monotonic clock. The
-        start of the group if there was none.
+        """Time of the worker's last heartbeat or line of output, in nanoseconds of the monotonic clock. If
+        the worker sent neither, the start time of the group.
         """
     @property
     def limit(self) -> float:
@@ -346,12 +348,11 @@ class WorkerHung:
         """Time when the hang was detected."""
     @property
     def ground(self) -> Literal["stopped", "behind", "elsewhere", "apart", "oldest"]:
-        """Reason why this worker is blamed, of all workers that missed their deadline.
-
-        ``"stopped"``: a signal has stopped it. ``"behind"``: it is the only worker that is behind the others
-        by a step. ``"elsewhere"``: it is the only worker at another place of the program. ``"apart"``: its
-        last heartbeat is the oldest, and no other worker is at the same place. ``"oldest"``: its last
-        heartbeat is the oldest.
+        """Reason for blaming this worker instead of the other workers that missed their deadline.
+        ``"stopped"``: a signal has stopped it. ``"behind"``: it is the only worker that is a step behind the
+        others. ``"elsewhere"``: it is the only worker at a different place in the program. ``"apart"``: its
+        last heartbeat is the oldest, and no other worker is at the same place in the program. ``"oldest"``:
+        its last heartbeat is the oldest.
         """
     @property
     def ranks(self) -> list[RankSeen]:
@@ -359,8 +360,8 @@ class WorkerHung:
 
 @final
 class WorkerRaised:
-    """A worker has recorded an uncaught exception and is about to exit. The event is sent again if the worker
-    has not exited within its time limit. The worker then counts as failed, and :class:`FailureSeen` follows.
+    """A worker has recorded an uncaught exception and is about to exit. If the worker does not exit within
+    its time limit, a second event is sent, the worker counts as failed, and :class:`FailureSeen` follows.
     """
 
     @property
@@ -374,7 +375,7 @@ class WorkerRaised:
     @property
     def seen_ns(self) -> int:
         """Time when the exception was recorded, in nanoseconds of the monotonic clock. If the process did not
-        send that time, the time when its notice was received.
+        send this time, the time when the supervisor received the notice.
         """
     @property
     def limit(self) -> float | None:
@@ -382,7 +383,7 @@ class WorkerRaised:
     @property
     def exit(self) -> Literal["begun", "slow", "stalled"]:
         """``"begun"``: the exception has just been recorded. ``"slow"``: the time limit has passed, but the
-        exit makes progress. The worker may finish its exit within the grace period of the stop that follows.
+        exit makes progress. The group is stopped, and the worker may finish its exit within the grace period.
         ``"stalled"``: the time limit has passed and the exit makes no progress. The worker gets SIGKILL.
         """
 
@@ -396,18 +397,18 @@ class WorkersKilled:
     def pids(self) -> list[int]: ...
     @property
     def reason(self) -> Literal["signal", "slow exit", "stalled exit"]:
-        """``"signal"``: the workers did not exit within the grace period after a signal. ``"slow exit"``:
-        after an uncaught exception, the workers were still exiting, with progress, at the end of the grace
-        period; they had been sent no signal before. ``"stalled exit"``: after an uncaught exception, the exit
-        of the workers made no progress.
+        """``"signal"``: the workers did not exit within the grace period after a signal. ``"slow exit"``: the
+        workers had raised an uncaught exception, got no signal, and were still exiting at the end of the
+        grace period, although the exit made progress. ``"stalled exit"``: the workers had raised an uncaught
+        exception, and their exit made no progress.
         """
     @property
     def signal(self) -> int | None:
-        """Signal after which the workers did not exit; ``None`` for the other reasons."""
+        """Signal that the workers did not obey; ``None`` if the reason is not ``"signal"``."""
     @property
     def limit(self) -> float:
-        """Seconds that the workers had to exit: the grace period, or for a stalled exit the maximum time
-        without progress.
+        """Time that the workers had for their exit, in seconds: the grace period or, for a stalled exit, the
+        maximum time without progress.
         """
 
 @final
@@ -508,9 +509,7 @@ class LogTrouble:
 
 @final
 class Degraded:
-    """A part of the supervisor works only to a limited extent, for example because the console is lost. The
-    job continues.
-    """
+    """A feature of the supervisor is impaired, for example the output to the console. The job continues."""
 
     @property
     def message(self) -> str: ...
@@ -559,10 +558,11 @@ class LogStream:
     Args:
         local_rank: local rank of the worker that writes to the file.
         path: path of the file, which may not exist yet.
-        to: 1 or 2 to copy the lines to this descriptor of the agent; a path to append some of the lines to
-            that file; ``None`` to copy nothing.
+        to: 1 or 2 to copy the lines to this descriptor of the agent; the path of a file to append the lines
+            that ``contains`` selects; ``None`` to copy nothing.
         prefix: text before every line, including colour codes.
-        contains: texts. If ``to`` is a path, only lines that contain one of these texts are copied.
+        contains: texts to search for. If ``to`` is a path, only lines that contain at least one of them are
+            copied.
     """
 
     def __new__(
@@ -607,8 +607,8 @@ class Supervisor:
 
     Args:
         owns_process: true if the process belongs to the launcher alone (the command line). The process then
-            becomes a child subreaper, so that no processes remain even if the nursery is lost. In a host
-            application, other children are never touched.
+            becomes a child subreaper, so that no processes remain even if the nursery is lost. False in a
+            host application, whose own children the supervisor never touches.
         nursery: source of the nursery's program. ``"embedded"``: the program that is contained in the
             extension, run from memory. ``"interpreter"``: this Python interpreter, which loads the extension.
             ``"auto"``: the first of these that can be executed.
@@ -712,8 +712,8 @@ class Supervisor:
     def import_beside(self, limit: float) -> None:
         """Import the modules again in a second warm nursery, because files of imported modules have changed.
 
-        It has the lowest priority, and replaces an earlier second nursery. The first nursery and its workers
-        continue. :class:`Warmed` reports the result.
+        The second nursery runs with the lowest CPU priority, and replaces an earlier second nursery. The
+        first nursery and its workers continue. :class:`Warmed` reports the result.
 
         Args:
             limit: time limit for the imports, in seconds.
@@ -750,7 +750,7 @@ class Supervisor:
         signalled.
 
         Args:
-            path: path of the FIFO; in a new directory that only this user can enter if ``None``. An existing
+            path: path of the FIFO; ``None`` for a new directory that only this user can enter. An existing
                 FIFO of this user is used if no process reads from it.
 
         Returns:
@@ -888,8 +888,8 @@ class HealthServer:
 
         Args:
             age: seconds since the agent's last progress.
-            supervisor: if given, the answer takes effect only after the supervisor's thread has passed it on,
-                which proves that this thread is alive as well.
+            supervisor: if given, the supervisor's thread passes the answer on, which proves that the
+                supervisor's thread is alive as well.
             doing: current activity of the agent, which is reported if the last progress is too long ago.
         """
     def show(self, supervisor: Supervisor, *, is_asked: bool = False) -> None:
@@ -897,17 +897,17 @@ class HealthServer:
 
         Args:
             supervisor: supervisor of the agent.
-            is_asked: true if the loop that receives the supervisor's events answers for the agent. If the
-                loop does not call :meth:`Supervisor.next_event` for longer than the limit, the next request
-                reports it as dead.
+            is_asked: true if the loop that receives the supervisor's events also answers the health requests.
+                If this loop does not call :meth:`Supervisor.next_event` for longer than the limit, the next
+                health request gets the answer that the agent is dead.
         """
     def watch_files(self, files: Sequence[tuple[int, int, str]], are_new: bool) -> None:
-        """Count the bytes in log files that the supervisor does not read, for the metrics. To be called at
-        the start of an attempt.
+        """Count the bytes in log files for the metrics, if the supervisor does not read the files. Call this
+        at the start of an attempt.
 
         Args:
             files: local rank, descriptor (1 or 2) and path of each file. No file may be listed twice.
-            are_new: true if none of the files existed before. Otherwise, bytes that are in a file at the
+            are_new: true if none of the files existed before. If false, bytes that a file contains at the
                 first check are not counted.
 
         Raises:
@@ -931,7 +931,7 @@ class HealthServer:
         """Publish the state of the job.
 
         Args:
-            state: state of the workers. They count as ready if it is ``HEALTHY``.
+            state: state of the workers. The workers count as ready only in the state ``HEALTHY``.
             status: JSON object for ``/status``.
             workers: rank, local rank and pid of each running worker; unchanged if ``None``.
 
@@ -939,7 +939,8 @@ class HealthServer:
             ValueError: the state is unknown, or ``status`` is not a JSON object.
         """
     def enter(self, activity: Activity) -> None:
-        """Record the current activity of the job. The time from now on counts as time for this activity.
+        """Record the current activity of the job. The time until the next call counts as time for this
+        activity.
 
         Raises:
             ValueError: the activity is unknown.
@@ -957,7 +958,7 @@ class HealthServer:
     def put(self, group: str, name: str, value: float) -> None:
         """Record a metric that was passed to ``put_metric``."""
     def take_notices(self) -> list[str]:
-        """Return the lines for the user since the last call."""
+        """Return the lines for the user that were added since the last call."""
     def close(self) -> None:
         """Close the port and stop the thread. Return when this is done. Idempotent."""
 
@@ -1015,8 +1016,8 @@ class WorkerStore:
     def serve(self, supervisor: Supervisor | None = None) -> None:
         """Start to answer clients, on the thread that all stores of a process share. Returns at once.
 
-        If the store belongs to a supervisor, it starts to use that thread when its first client connects, and
-        lines for the user are reported as :class:`Degraded`. Otherwise :meth:`take_notices` returns the
+        With a supervisor, the store moves to the shared thread when its first client connects, and lines for
+        the user are reported as :class:`Degraded`. Without a supervisor, :meth:`take_notices` returns the
         lines.
 
         Raises:
@@ -1024,16 +1025,18 @@ class WorkerStore:
             OSError: there are no more threads or file descriptors.
         """
     def waiting(self) -> dict[str, list[str]]:
-        """Return the keys that clients are waiting for, by the client's address with its pid (torch 2.5 and
-        later).
+        """Return the keys for which each client is waiting, by the client's address, which includes its pid
+        with torch 2.5 and later.
 
         At most 256 clients are listed (those that have waited longest), with at most 16 keys each. If there
         are more clients, an entry without keys contains their number.
         """
     def take_notices(self) -> list[str]:
-        """Return the lines for the user since the last call, if there is no supervisor. There are at most 10
-        lines in 10 seconds, and 256 lines are kept. The number of dropped lines is reported in a line of its
-        own. Never blocks.
+        """Return the lines for the user that were added since the last call, if there is no supervisor. Never
+        blocks.
+
+        At most 10 lines are added in 10 seconds, and at most 256 lines are kept. A separate line contains the
+        number of dropped lines.
         """
     def close(self) -> None:
         """Close the listener and every connection. Return when they are closed. Idempotent.
@@ -1081,7 +1084,7 @@ class Connected:
         """Revision of the store when the session was opened."""
     @property
     def session(self) -> int:
-        """Number of the session, which is never used again."""
+        """Number of the session. The store never gives this number to another session."""
     @property
     def ttl(self) -> float:
         """Time to live of the session: seconds from the last keep-alive until the store ends the session."""
@@ -1092,7 +1095,9 @@ class Connected:
         """
     @property
     def local_address(self) -> str:
-        """Local address of the connection, at which other hosts in that network can reach this host."""
+        """Local address of the connection. Other hosts in the store's network can reach this host at this
+        address.
+        """
     @property
     def peer_address(self) -> str: ...
 
@@ -1108,8 +1113,8 @@ class Reply:
     def tag(self) -> int: ...
     @property
     def ok(self) -> bool:
-        """True if all compares of the transaction held, so that ``then`` was applied, or if the watch has
-        started. False if ``otherwise`` was applied, or if the watch was refused.
+        """For a transaction: true if all compares held and ``then`` was applied, false if ``otherwise`` was
+        applied. For a watch: true if it has started, false if it was refused.
         """
     @property
     def revision(self) -> int:
@@ -1133,7 +1138,7 @@ class Changes:
 
 @final
 class StoreNotice:
-    """The store does not respond, or responds again. Reported only for sessions that can be resumed."""
+    """The store has stopped responding, or responds again. Reported only for sessions that can be resumed."""
 
     @property
     def message(self) -> str:
@@ -1181,12 +1186,12 @@ class CoordinationServer:
         token: token that clients must know in addition; ``None`` for none.
         max_connections: maximum number of connections. Further clients are refused.
         max_bytes: maximum size of all data that the store keeps for clients: keys, values, history, watches,
-            incomplete requests and unread replies. If it is exceeded, the client that uses most of it is
+            incomplete requests and unread replies. If the size is exceeded, the client with the most data is
             disconnected.
         request_timeout: seconds that a request may take from its first byte to its last.
-        state: file in which the store saves its data. Data is on disk before any client is notified of it. A
-            store that is started with an existing file continues with its data, and sessions get their whole
-            time to live to reconnect.
+        state: file in which the store saves its data. The store writes a change to disk before it notifies
+            any client of the change. A store that is started with an existing file continues with the saved
+            data, and its sessions get their full time to live to reconnect.
         grace: with ``state``, the minimum time to live of a session, in seconds.
         supervisor: report lines for the user as :class:`Degraded` events of this supervisor; if ``None``,
             :meth:`take_notices` returns them. All stores of a process share a thread, which is never the
@@ -1262,11 +1267,11 @@ class CoordinationClient:
         supervisor: run the client on this supervisor's thread. If ``None``, it runs on a thread that all
             clients without a supervisor share.
         resume: true if the session outlives its connection. The client then resumes the session on a new
-            connection until the session's lease expires. Unanswered requests are sent again, so they may be
-            carried out twice. Changes that watches have missed are reported as one revision.
+            connection until the session's lease expires. The client sends unanswered requests again, so the
+            store may execute them twice. Changes that watches have missed are reported as one revision.
             :class:`StoreNotice` reports a store that is unreachable for more than a second.
-        met: value of :attr:`met` from an earlier client. A different store is refused (``other``), unless it
-            continues with the state of the earlier store.
+        met: value of :attr:`met` from an earlier client. The connection fails with the kind ``other`` if the
+            store is a different one that does not continue with the state of the earlier store.
 
     Raises:
         ValueError: a store would not accept the interval or the number of attempts, or the token is empty.
@@ -1309,8 +1314,8 @@ class CoordinationClient:
         supervisor: Supervisor | None,
         links: tuple[str, str | None] | None = None,
     ) -> CoordinationClient:
-        """Create a client for a session with etcd v3 instead of elasticrs's own store. The session continues
-        over new connections while its lease lasts, and each request is carried out once.
+        """Create a client for a session with etcd v3 instead of elasticrs's own store. The session reconnects
+        while its lease lasts, and etcd executes each request once.
 
         Args:
             endpoints: hosts and ports of the cluster's members.
@@ -1325,8 +1330,8 @@ class CoordinationClient:
             password: password of the user.
             ttl: seconds without a keep-alive after which etcd ends the lease. The client gives up when four
                 fifths of that time have passed. At least 2; etcd may use a longer time.
-            job_lease: id and seconds of the lease for keys that are put without a session's lease. It is
-                created if it does not exist, and every session keeps it alive. If ``None``, such keys stay
+            job_lease: id and seconds of the lease for keys that are put without a session's lease. The lease
+                is created if it does not exist, and every session keeps it alive. ``None`` to keep such keys
                 forever.
             connect_timeout: seconds for resolving names, connecting and opening the session, on all endpoints
                 together.
@@ -1334,9 +1339,9 @@ class CoordinationClient:
             stall_timeout: see the class.
             supervisor: see the class.
             links: name of the group of sessions that watch each other, and another host name or address of
-                this machine. When a program with a supervisor is killed and none of its workers is running
-                any more, another session of the group revokes its lease at once. Without a supervisor, or
-                with ``None``, the session has no links, so after a kill its lease expires.
+                this machine. If a program with a supervisor is killed, another session of the group revokes
+                the program's lease as soon as none of its workers is running. Without a supervisor, or with
+                ``None``, nothing revokes the lease of a killed program before it expires.
 
         Raises:
             ValueError: there is no endpoint, a time is invalid or too short, or only one of two related
@@ -1373,9 +1378,9 @@ class CoordinationClient:
                 ``("mod", key, revision)`` (revision 0: the key is missing), ``("value", key, value)``.
             then: operations if all conditions hold: ``("put", key, value, leased)``, ``("delete", key)``,
                 ``("delete_prefix", prefix)``, ``("get", key)``, ``("range", prefix, limit)`` (limit 0: all
-                keys), ``("predecessor", prefix, key)``. The last one returns the key under ``prefix`` with
-                the highest create revision below that of ``key``. A leased key is deleted when the session
-                that leased it last ends.
+                keys), ``("predecessor", prefix, key)``. ``"predecessor"`` returns the newest key under
+                ``prefix`` that was created before ``key``. A leased key is deleted when the session that
+                leased it last ends.
             otherwise: operations if a condition does not hold. Default: none.
 
         Raises:
@@ -1460,7 +1465,7 @@ def raise_descriptor_limit() -> int:
 
 def children() -> list[int]:
     """Return the pids of this process's children, including zombies. The result is correct even if ``/proc``
-    belongs to another pid namespace, in which these pids are other processes.
+    belongs to another pid namespace, in which the same pids belong to other processes.
     """
 
 def name_of(pid: int) -> str:
@@ -1470,9 +1475,10 @@ def name_of(pid: int) -> str:
     """
 
 def patience_with(pid: int) -> float | None:
-    """Return the seconds for which a process that cleans up after others (multiprocessing's resource tracker,
-    torch's shared memory manager) may continue after the others have exited. Return ``None`` for any other
-    process, and for a process that does not exist. Never blocks.
+    """Return the grace period of a clean-up process in seconds, from the exit of the processes that it
+    serves. Clean-up processes are multiprocessing's resource tracker and torch's shared memory manager.
+
+    Return ``None`` for any other process, and for a process that does not exist. Never blocks.
     """
 
 def scoped_token(token: bytes, scope: str) -> str:
@@ -1498,17 +1504,15 @@ def stop_unless_continued() -> None:
     """
 
 def nursery_main(start: str) -> int:
-    """Run a nursery in this process. For an interpreter that was started only for this purpose, on systems
-    where the embedded program cannot be executed.
+    """Run a nursery in this process, which is a Python interpreter that was started only for this purpose.
+    Used on systems that cannot execute the embedded program.
 
     Returns:
         The exit code: 0, or an error number.
     """
 
 def warm_nursery_begin(start: str) -> None:
-    """Mark this process and its future children as belonging to a nursery. To be called before the
-    imports.
-    """
+    """Mark this process and its future children as parts of a nursery. Call this before the imports."""
 
 def warm_nursery_main(start: str) -> tuple[list[bytes], list[bytes]]:
     """Run a nursery in this process. Its workers are forks of this process, which must have only one thread.

@@ -11,13 +11,13 @@ import time
 import traceback
 
 _NOTICE_PART = 2000
-"""Maximum size in bytes of each of the two parts of a notice. The agent reads at most 4096 bytes."""
+"""Maximum size of each of the two parts of a notice, in bytes. The agent reads at most 4096 bytes."""
 
 _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
-"""Parts of paths of code that does not belong to the user's program."""
+"""Path fragments that identify code outside the user's program."""
 
 FROM_HOOK = '"written_by": "hook"'
 """Text that marks an error file as written by the worker's hook."""
@@ -111,7 +111,7 @@ def write_whole(path: str, text: str) -> None:
         _write(partial, text)
         os.replace(partial, path)
     except OSError:
-        # Delete the partial file first, because the disk may be full.
+        # Delete the partial file first to free space, because the disk may be full.
         if os.path.exists(partial):
             os.unlink(partial)
         _write(path, text)
@@ -153,7 +153,7 @@ def give_notice(name: str, error: BaseException) -> None:
     # agent reads a limited number of bytes for each notice.
     *frames, message = traceback.format_exception(type(error), error, error.__traceback__)
     parts = ("".join(frames).encode(*_CODEC)[-_NOTICE_PART:], message.encode(*_CODEC)[:_NOTICE_PART])
-    # Drop characters that were split when the parts were cut.
+    # Drop incomplete characters at the points where the parts were truncated.
     text = "".join([part.decode("utf-8", "ignore") for part in parts])
     notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
@@ -169,7 +169,7 @@ def give_notice(name: str, error: BaseException) -> None:
 
 def _is_from_elsewhere(path: str) -> bool:
     if not os.path.isfile(path):
-        # Do not read a terminal or a pipe, because reading would block.
+        # Do not read a file that is not a regular file, because reading a terminal or a pipe would block.
         return False
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

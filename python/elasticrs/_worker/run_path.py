@@ -7,7 +7,7 @@ import sys
 def run_script_path(training_script: str, *training_script_args: str) -> None:
     """Run a script in this interpreter as the main program. Torch has a function with the same name.
 
-    ``sys.exit()`` or ``sys.exit(0)`` in the script ends it normally, whereas torch treats this as an error.
+    Unlike in torch, a script that calls ``sys.exit()`` or ``sys.exit(0)`` counts as successful.
 
     Args:
         training_script: path of the script.

@@ -1,4 +1,5 @@
-"""Lets the agent request the stacks of a worker in which the hook did not run.
+"""Installs a signal handler through which the agent requests the stacks of a worker that runs without the
+hook.
 
 The agent sends a real-time signal before it kills a hung worker. ``faulthandler`` then writes the stacks of
 all threads to a file beside the error file. ``hook/sitecustomize.py`` does the same.
@@ -41,5 +42,6 @@ def _is_caught(signum: int) -> bool:
         with open("/proc/self/status", "rb") as file:
             masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
-        return True  # Assume that there is a handler. The agent cannot read the masks either.
+        # Install no handler, because the agent could not read the masks and would not send the signal.
+        return True
     return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

@@ -40,17 +40,18 @@ def _step_aside() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
     elif len(entries) == 1:
         os.environ.pop("PYTHONPATH", None)
-    else:  # Two entries with this folder mean that the variable was set but empty before.
+    else:  # The agent lists this folder twice if the user's variable is set but empty.
         os.environ["PYTHONPATH"] = ""
 
 
 def undisturbed(write: "Callable[[], None]") -> None:
     """Call ``write`` and delay Python signal handlers until ``write`` has returned.
 
-    Handlers run in the main thread between any two instructions and may raise, as torch's SIGCHLD handler
-    does when a data loader has died. A signal mask does not prevent that, because the kernel delivers the
-    signal to another thread and the interpreter still runs the handler in the main thread. Each handler is
-    therefore replaced by one that only records the signal.
+    Python runs signal handlers in the main thread between any two instructions, and they may raise
+    exceptions. Torch's SIGCHLD handler does so when a data loader has died. Blocking the signals is not
+    enough, because the kernel then delivers a signal to another thread, and the interpreter still runs the
+    handler in the main thread. Therefore, this function replaces each handler with one that only records the
+    signal.
 
     Args:
         write: function to call. Outside the main thread, it is called without delaying any handler.
@@ -101,8 +102,8 @@ def undisturbed(write: "Callable[[], None]") -> None:
 
 
 def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
-    """Run ``action``, and run it again whenever a signal handler raises inside it. Return the handler's last
-    exception.
+    """Run ``action``, and repeat it each time a signal handler raises an exception inside it. Return the
+    handler's last exception.
     """
     raised = None
     for _ in range(100):
@@ -116,8 +117,8 @@ def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
 
 
 def _is_end(frame: "types.FrameType") -> bool:
-    """Return true if the exception ends the program. Return false if the program continues, because it called
-    ``sys.excepthook`` itself or because a callback raised.
+    """Return true if the exception ends the program. Return false if the program continues, because the
+    program itself called ``sys.excepthook`` or because a callback raised the exception.
     """
     while frame.f_back is not None:
         frame = frame.f_back
@@ -185,11 +186,10 @@ def _install(path: str) -> None:
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
         return  # Create no file next to a device such as /dev/null.
     try:
-        # Use a descriptor instead of a file object, because the interpreter would close a file object at
-        # exit.
+        # Use a file descriptor, because the interpreter closes file objects at exit.
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:
-        # Ignore the error, because without this file the report only lacks the stacks of a crash or a hang.
+        # Ignore the error, because this file only adds the stacks of a crash or a hang to the report.
         return
     if not faulthandler.is_enabled():
         faulthandler.enable(descriptor)

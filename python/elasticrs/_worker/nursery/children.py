@@ -16,7 +16,7 @@ def end() -> None:
 
     Resource trackers are never killed, because the files that a tracker has not removed yet would be left in
     ``/dev/shm``. A tracker exits once no process holds its pipe, so it exits at the latest after all other
-    children. There is no timeout here, because the agent limits the time for all imports.
+    children. This function has no timeout, because the agent limits the total time of the imports.
     """
     import select
     import signal

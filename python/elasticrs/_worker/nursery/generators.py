@@ -1,9 +1,10 @@
 """Find the random number generators that imports create, so that workers can reseed them. Loaded by
 ``nursery.py``.
 
-A generator that is created without a seed takes one from the operating system, so it normally differs between
-processes. If it is created before the fork, it is the same in all workers. :class:`Watch` finds such
-generators of ``random`` and of numpy. It does not report generators that were created with an explicit seed.
+A generator that is created without a seed takes one from the operating system, so its numbers normally differ
+between processes. If such a generator is created before the fork, all workers get the same numbers.
+:class:`Watch` finds such generators of ``random`` and of numpy. It does not report generators that were
+created with an explicit seed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _SEED_BYTES = 16
 class _Entropy:
     """Wrapper of ``os.urandom`` that records all values that may be used as a seed.
 
-    It is an object instead of a function, because a function that is stored in a class becomes a method.
+    It is a callable object, because a function would become a method if a class stored it.
     """
 
     def __init__(self, real: Callable[[int], bytes]) -> None:
@@ -67,7 +68,9 @@ class Watch:
         return seed
 
     def end(self) -> list[Callable[[], None]]:
-        """Stop watching. Return functions that each worker has to call to reseed the generators found."""
+        """Stop recording. Return functions that reseed the generators. Each worker must call these
+        functions.
+        """
         self._entropy.is_watched = False
         if vars(os)["urandom"] is self._entropy:
             vars(os)["urandom"] = self._urandom

@@ -2,13 +2,13 @@
 ``exec``.
 
 The nursery runs the workers' command line with this directory first in ``PYTHONPATH``. Before the interpreter
-opens the script, ``site`` imports ``sitecustomize.py`` from this directory, which executes this file. A
-worker is a fork in which this code returns, so the interpreter then runs the script with no frame of the
-nursery on the stack. This file does not need elasticrs to be importable. It guarantees:
+opens the script, ``site`` imports ``sitecustomize.py`` from this directory, which executes this file. This
+code returns in each forked worker. The interpreter then runs the script, and the stack contains no frame of
+the nursery. This file does not need elasticrs to be importable. It guarantees:
 
 - **WARM-1** the nursery forks only while it is clean: it has one thread, no GPU driver, no child process, and
-  no open descriptor that forks would share. If a module violates this, the nursery reports the module and
-  executes itself again without it.
+  no open descriptor that forks would share. If a module makes the nursery unclean, the nursery reports the
+  module and executes itself again without that module.
 - **WARM-2** each worker gets its own environment, standard streams, random seeds and keys.
 - **WARM-3** the output of the imports is recorded. Each worker prints it, as if the worker had run the
   imports.
@@ -126,7 +126,8 @@ def _open_files() -> dict[int, str]:
 
     links = {}
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # `listdir` has closed its own descriptor.
+        # Skip the descriptor that `listdir` itself used, because it is closed now.
+        with suppress(FileNotFoundError):
             links[int(name)] = os.readlink(f"/proc/self/fd/{name}")
     return links
 
@@ -143,8 +144,8 @@ def _has_threads() -> bool:
 
 
 def _temporary_folders() -> list[Any]:
-    """Return the finalizers of temporary folders. In forked workers, the first worker to exit would remove
-    the folders.
+    """Return the finalizers of temporary folders. If they were kept, the first forked worker to exit would
+    remove the folders of all workers.
     """
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
     # Compare only function names, because the `repr` of a finalizer's arguments may be slow.
@@ -200,7 +201,7 @@ class _Surroundings:
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def note_blas(self) -> None:
-        """Record which variables the script had set when each OpenBLAS library was loaded.
+        """Record the variables that the script had set when each OpenBLAS library was loaded.
 
         Call this method before each further assignment and after the last import, because a library reads the
         variables when it is loaded.
@@ -219,7 +220,7 @@ class _Surroundings:
             changed = "the umask"
         if signal.pthread_sigmask(signal.SIG_SETMASK, self._mask) != self._mask:
             changed = "the signal mask"
-        # Stop interval timers, because they survive `exec`, although a forked process does not inherit them.
+        # Stop interval timers, because `exec` keeps them. A forked process does not inherit them.
         timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
         if [timer for timer in timers if signal.setitimer(timer, 0) != (0.0, 0.0)]:
             changed = "the interval timers"
@@ -228,8 +229,9 @@ class _Surroundings:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
             except PermissionError:
-                # Accept the new nice value, because it cannot be undone. Workers inherit it, so do not leave
-                # the module out: a worker that imports the module itself would raise the value once more.
+                # Accept the new nice value, because only root can lower it again. Preload the module anyway,
+                # because the workers inherit the nice value and would raise it again if they imported the
+                # module themselves.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -271,8 +273,8 @@ class _Surroundings:
 
 
 def _kept(fd: int) -> str | None:
-    """Return the kind of an open descriptor if forked workers would share its state, unlike processes that
-    open it separately. ``None`` if sharing is harmless.
+    """Return the kind of an open descriptor, if it is harmful that forked workers would share its state.
+    ``None`` if sharing is harmless.
     """
     import fcntl
     import stat
@@ -289,9 +291,8 @@ def _kept(fd: int) -> str | None:
 
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
-    """Return the reason why a module cannot be preloaded, although its import succeeded: the import had an
-    effect that does not survive a fork, or that forked workers may not share. ``None`` if there is no such
-    effect.
+    """Return the reason why an imported module cannot be preloaded: its import had an effect that does not
+    survive a fork, or that forked workers may not share. ``None`` if there is no such effect.
     """
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
@@ -367,8 +368,8 @@ def _end_if_cut_off(before: dict[int, str]) -> None:
     if any(now.get(fd) != before[fd] for fd in _AGENT):
         import signal
 
-        # Put a pipe in place of the last descriptor, so that the agent can distinguish this case from an
-        # `exec`, after which there is no pipe.
+        # Replace the last descriptor with a pipe. From the pipe, the agent knows that this process still runs
+        # the nursery and was not replaced by `exec`.
         os.dup2(os.pipe()[1], _AGENT[-1])
         os.close(_AGENT[0])
         while True:
@@ -389,8 +390,8 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
 
 
 def _left_out_before(environ: dict[str, str]) -> set[str]:
-    """Return the modules that earlier nursery processes left out, and the modules whose import ended such a
-    process.
+    """Return the modules that earlier nursery processes left out, and the modules during whose import such a
+    process exited.
     """
     import json
     from itertools import pairwise
@@ -418,8 +419,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
     variables = _beside("variables").Variables(shielded, _RANK_ZERO)
     surroundings = _Surroundings(settings["folders"], variables, _beside("children"))
     generators = _beside("generators")
-    # Watch the seeds only if no file beside the script has the name of a module that `Watch` imports, because
-    # the script has to import that file instead.
+    # Do not watch the seeds if a file beside the script has the name of a module that `Watch` imports.
+    # Otherwise, the script could no longer import that file.
     watch = generators.Watch() if surroundings.beside_script(generators.NEEDED) is None else None
     descriptors = _beside("descriptors")
     reserved, captured = descriptors.reserve(_RESERVED), descriptors.Captured(_RESERVED)
@@ -440,8 +441,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # Leave out all later steps as well. In the script, this module changes the environment before
-                # the later imports, but the nursery cannot import this module.
+                # Leave out all later steps as well, because the later imports of the script see the
+                # environment that this module has changed.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]

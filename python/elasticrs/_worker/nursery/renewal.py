@@ -18,7 +18,7 @@ _SET_BLAS_THREADS = [
 
 def last_collection(open_files: Callable[[], dict[int, str]]) -> None:
     """Unfreeze the garbage collector at exit if the script has left a file open, because the interpreter's
-    last collection flushes the file only if it visits all objects.
+    last collection must visit the file object to flush the file.
     """
     import atexit
 
@@ -30,7 +30,7 @@ def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int
     import gc
     import stat
 
-    if "triton._C.libtriton" in sys.modules:  # Otherwise triton would warn about uncollected objects.
+    if "triton._C.libtriton" in sys.modules:  # Without this, triton warns about uncollected objects.
         return gc.unfreeze()
     for fd, link in open_files().items():
         # Files named `.fault` belong to the hook, and no Python file object writes to them.
@@ -52,8 +52,8 @@ def main_module() -> None:
 
 
 def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | None]]) -> None:
-    """Set the worker's environment to ``entries``, then apply the changes of the imports. ``done`` contains
-    each changed variable with its values before and after the imports.
+    """Set the worker's environment to ``entries``, and then repeat the changes that the imports made.
+    ``done`` contains each changed variable with its values before and after the imports.
     """
     os.environ.clear()
     for entry in entries:
@@ -62,8 +62,8 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
     for variable, (before, after) in done.items():
         if after is None:
             os.environ.pop(variable, None)
-        # Keep the worker's value of a variable that the import did not find, because the import may have set
-        # only a default.
+        # If the variable was not set before the import, the import may have set only a default. Keep the
+        # worker's own value in this case.
         elif before is not None or variable not in os.environ:
             os.environ[variable] = after
 
@@ -71,7 +71,8 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
 def arguments(argv: list[bytes], before: list[str]) -> None:
     told = [os.fsdecode(argument) for argument in argv]
     sys.orig_argv[:] = told
-    # Keep `sys.argv` if an import has changed it, because the import would have done the same in the worker.
+    # Leave `sys.argv` as it is if an import has changed it, because the import would have changed it in the
+    # worker as well.
     if sys.argv == before and len(before) > 1:
         sys.argv[1:] = told[1 - len(before) :]
 
@@ -130,9 +131,10 @@ def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None
 
 
 def blas(assigned: dict[str, dict[str, str]]) -> None:
-    """Set the number of threads in each OpenBLAS library, because the nursery loaded it with a single thread.
+    """Set the number of threads in each OpenBLAS library, because the nursery has limited the library to a
+    single thread.
 
-    Use the number that the library would have read from the environment.
+    The number is the one that the library would have read from the worker's environment.
 
     Args:
         assigned: variables that the script sets before it loads the library, by path of the library.
@@ -142,7 +144,8 @@ def blas(assigned: dict[str, dict[str, str]]) -> None:
         variables = {**os.environ, **overriding}
         given = [variables.get(name, "") for name in _BLAS_THREADS]
         counts = [int(text) for text in given if text.isdecimal() and text != "0"]
-        # OpenBLAS uses the first variable with a positive number, but at most one thread for each processor.
+        # OpenBLAS uses the first of these variables that contains a positive number. It starts at most one
+        # thread for each processor.
         count = min([processors, *counts[:1]])
         if count == 1:
             continue

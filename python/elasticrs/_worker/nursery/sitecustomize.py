@@ -15,7 +15,8 @@ if "ELASTICRS_NURSERY_START" not in os.environ:
 
         while True:
             signal.pause()
-    # An import has started this process, so remove all traces of the nursery and continue normally.
+    # This process is a child that an import has started. Remove all settings of the nursery, and continue as
+    # a normal interpreter.
     sys.path[:] = [entry for entry in sys.path if entry != _here]
     sys.path_importer_cache.pop(_here, None)
     _entries = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry != _here]
@@ -26,8 +27,8 @@ if "ELASTICRS_NURSERY_START" not in os.environ:
     del sys.modules["sitecustomize"]
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 elif sys.version_info < (3, 10):  # noqa: UP036
-    # Exit, because some old versions cannot compile `nursery.py`, and the script would then run in a process
-    # that is not a worker.
+    # This Python may be too old to compile `nursery.py`. Exit, because the script would otherwise run in a
+    # process that is not a worker.
     os.write(6, b'{"failed": "the workers\' Python is older than 3.10"}\n')
     os._exit(1)
 else:

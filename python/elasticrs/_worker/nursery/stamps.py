@@ -8,9 +8,9 @@ import os
 def stamp(file: str, since: int | None = None) -> list[int]:
     """Return the modification time and the size of a file; an empty list if it is missing.
 
-    If the file has changed since the imports started, return an impossible time, so that the agent treats the
-    file as changed: it may have been imported before the change. Ignore a change time in the future, because
-    the clock of the file system may be wrong.
+    If the file has changed since the imports started, the nursery may have imported the old contents. In this
+    case, return an impossible time, so that the agent treats the file as changed. Ignore a change time in the
+    future, because the clock of the file system may be wrong.
 
     Args:
         file: path of the file.

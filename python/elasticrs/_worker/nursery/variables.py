@@ -20,8 +20,8 @@ _OF_ATTEMPTS = frozenset(
     b"RANK LOCAL_RANK GROUP_RANK ROLE_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_WORLD_SIZE "
     b"MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT".split()
 )
-"""Variables that an import may not read, because the nursery does not have them and their values differ
-between attempts or workers.
+"""Variables whose values differ between attempts or workers. The nursery does not have them, so an import
+that reads one cannot be preloaded.
 """
 
 
@@ -62,24 +62,25 @@ class Variables(dict):  # type: ignore[type-arg]
 
     def hide(self) -> None:
         """Set the hidden values in the C environment. Call this after each assignment to ``os.environ``,
-        because an assignment changes the C environment as well.
+        because the assignment may have overwritten a hidden value.
         """
         for name, value in self._hidden.items():
             os.putenv(name, value)
 
     def assign(self, name: str, value: str) -> None:
         """Set a variable to the value that the script assigns to it."""
-        # Read from this object instead of `os.environ`, because reads of `os.environ` may be recorded.
+        # Read the old value from this object, because a read from `os.environ` could be recorded as a read by
+        # the module.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
-        # Show the script's value of Arrow's variable to C code from now on. The variable of OpenBLAS stays
-        # hidden, because workers set the thread count of OpenBLAS after the fork.
+        # From now on, C code sees the value that the script has assigned to Arrow's variable. The variable of
+        # OpenBLAS stays hidden, because workers set the thread count of OpenBLAS after the fork.
         if name == _ARROW:
             self._hidden.pop(name, None)
         self.hide()
 
     def changed(self) -> str | None:
-        """Return a variable that the script had set and an import has changed since; ``None`` if there is
+        """Return a variable that the script had set and that an import has then changed; ``None`` if there is
         none.
 
         Such an import cannot be preloaded, because the script in the worker would overwrite the changed
