@@ -27,8 +27,8 @@ _SUBMODULES = (
 def lazy(
     module: str, name: str, homes: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> Any:
-    """Return a package attribute. Import the module that defines it, because this is its first use. The
-    ``__getattr__`` functions of packages call this function.
+    """Return an attribute of a package on its first use, after importing the module that defines it. Called
+    by the ``__getattr__`` functions of packages.
 
     Torch's packages import their submodules immediately, so that a program can use
     ``elastic.multiprocessing.errors`` after importing only the package. The packages of elasticrs import a

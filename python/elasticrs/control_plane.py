@@ -29,8 +29,9 @@ def worker_main() -> _WorkerMain:
     """Wrap the main function of a worker: run the debug server while the function runs, and record its
     failure.
 
-    Use ``@worker_main()`` before a function, or ``with worker_main():``. Unlike in torch, exceptions in the
-    function are recorded. Torch records only an exception that is raised when the context manager is created.
+    Decorate a function with ``@worker_main()``, or put its code in a ``with worker_main():`` block.
+    Exceptions in this code are recorded. Torch only records an exception that is raised when the context
+    manager is created.
 
     Returns:
         A decorator that is also a context manager.
@@ -65,8 +66,8 @@ class _WorkerMain:
         traceback: TracebackType | None,
     ) -> None:
         _shutdown(self._server)
-        # Do not record a `ChildFailedError`, because the job that this worker launched has written its own
-        # error file.
+        # Do not record a `ChildFailedError`. It means that this worker has launched a job itself, and that
+        # the job has written its own error file.
         if isinstance(error, Exception) and not isinstance(error, ChildFailedError):
             self._handler.record_exception(error)
 

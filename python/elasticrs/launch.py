@@ -14,7 +14,7 @@ _program = "/" + (sys.argv or [""])[0]
 _is_command = __name__ == "__main__" or _program.endswith(("/elasticrun", "/elasticrs/__main__.py"))
 _ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 if _ends_by_sigint:
-    # Until signal handlers are installed, let Ctrl-C kill this process without a traceback, as other signals
+    # Let Ctrl-C kill this process without a traceback until signal handlers are installed, as other signals
     # do.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 if _is_command:
@@ -41,9 +41,10 @@ def main(args: Sequence[str] | None = None) -> None:
     """Launch a job and wait until it has ended.
 
     Args:
-        args: command line without the program name. The job then runs as in :func:`launch`, and every failure
-            is raised as an exception. If ``None``, the calling process is the launcher: this function reads
-            ``sys.argv``, prints errors, and exits with the launcher's exit code if that is not 0.
+        args: command line without the program name. With a command line, the job runs as in :func:`launch`,
+            and every failure raises an exception. If ``None``, the calling process is the launcher: this
+            function reads ``sys.argv``, prints errors, and exits with the launcher's exit code if that is not
+            0.
 
     Raises:
         ChildFailedError: workers failed.

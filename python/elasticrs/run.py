@@ -6,8 +6,8 @@ This module is for programs that extend torchrun. They use its parser, fill in a
 :mod:`elasticrs.launch`, which does not need argparse.
 
 A namespace has the same contents as in torchrun: options that torchrun stores as text (``nnodes``, ``tee``,
-…) are checked when the namespace is used. A namespace that a program has created itself may omit options, and
-may contain numbers.
+…) are checked when the namespace is used. If a program has created the namespace itself, options may be
+missing, and values may be numbers instead of text.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ _HOMES = {
     "elasticrs.utils.api": ("macros",),
     "elasticrs.multiprocessing.errors": ("record",),
 }
-"""Names that programs import from torchrun's module although other modules define them."""
+"""Names from other modules that programs import from torchrun's module."""
 
 _ANY_PORT = "localhost:0"
 
 
 def __getattr__(name: str) -> object:
     if name == "metadata":
-        # Provide `metadata`, because some programs patch `metadata.entry_points`, which finds the classes for
-        # `--logs-specs`.
+        # Provide `metadata`, because some programs patch `metadata.entry_points` in torchrun's module to add
+        # classes for `--logs-specs`.
         return importlib.import_module("importlib.metadata")
     return lazy(__name__, name, _HOMES)
 
@@ -128,8 +128,8 @@ def get_rdzv_endpoint(args: Any) -> str:
 
 
 def get_use_env(args: Any) -> bool:
-    """Return true if workers find their local rank only in the environment. This is the default unless
-    ``args.use_env`` is set.
+    """Return true if workers read their local rank from the environment and not from a ``--local-rank``
+    argument. True if ``args`` has no ``use_env``.
     """
     return bool(getattr(args, OLD_LAUNCHERS, True))
 
@@ -272,7 +272,7 @@ def _rdzv_configs(values: Namespace) -> dict[str, Any]:
     if values.rdzv_backend == "static":
         configs["rank"] = values.node_rank
     elif values.node_rank != 0:
-        # Use the node rank to order the nodes. Torch ignores it for this back end.
+        # Order the nodes by their node ranks. Torch ignores the node rank for this back end.
         configs.setdefault("order_hint", values.node_rank)
     if values.drain is not None:
         configs["drain"] = values.drain

@@ -1,14 +1,14 @@
 """Redirects imports of ``torch.distributed.elastic`` to elasticrs, for code that cannot be edited.
 
 The redirection needs ``ELASTICRS_ALIAS=1`` and the hook that ``python -m elasticrs.alias install`` installs.
-Then ``torch.distributed.elastic`` and ``.launcher`` with all their submodules, ``torch.distributed.run`` and
-``.launch`` are the modules of elasticrs. They are the same objects, so classes compare equal, and a patch
-under one name is visible under the other. This applies to every interpreter in which the variable is set,
-including spawned workers.
+In every interpreter with this variable, including spawned workers, these names then refer to the modules of
+elasticrs: ``torch.distributed.elastic`` and ``torch.distributed.launcher`` with all their submodules,
+``torch.distributed.run`` and ``torch.distributed.launch``. Each module is a single object with two names, so
+classes compare equal, and a patch under one name is visible under the other name.
 
 The package ``torchelastic`` from 2019 and 2020 is redirected to :mod:`elasticrs.train` in the same way. Its
-launcher, agent, event, multiprocessing, timer and utility modules are redirected to the elasticrs modules
-that replace their successors in torch.
+modules for launching, agents, events, multiprocessing, timers and utilities later became part of torch. They
+are redirected to the elasticrs modules that replace these parts of torch.
 
 This module runs at the start of each interpreter, so it imports no module that is not already loaded.
 """
@@ -100,7 +100,7 @@ class _Finder:
             return None
         parent = name.rpartition(".")[0]
         if parent and parent not in sys.modules:
-            # The parent package was not redirected, so torch's own search path finds this module.
+            # The parent package is still torch's own package, so Python finds the module in that package.
             return None
         from importlib.machinery import ModuleSpec
         from importlib.util import find_spec
@@ -159,8 +159,8 @@ class _Loader:
             # Import the submodules now, because programs use them as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
-            # Torch is not imported, so this is a module of torchelastic, which does not need the modules
-            # below.
+            # The imports below are only for modules of torch. Torch is not imported, so this is a module of
+            # torchelastic.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
             # Import these modules now, as torch's own modules do, because programs use them as attributes of
@@ -173,8 +173,8 @@ class _Loader:
         from importlib.abc import InspectLoader
         from importlib.util import find_spec
 
-        # Torch's launcher adds the local rank to the script's arguments, but the launcher of torchelastic 0.2
-        # does not.
+        # Only torch's launcher adds the local rank to the script's arguments. The launcher of torchelastic
+        # 0.2 does not.
         name = "elasticrs.alias.launch" if fullname == f"{_TORCH}.launch" else self._name
         spec = find_spec(name)
         loader = spec.loader if spec else None

@@ -21,7 +21,7 @@ def with_local_rank(argv: list[str]) -> list[str]:
     try:
         args = parse(argv, os.environ)
     except (UsageError, HelpRequested):
-        # Return the arguments unchanged, because the launcher will report the mistake or print the help.
+        # The launcher parses the arguments again, and then reports the mistake or prints the help.
         return argv
     if args.use_env:
         return argv

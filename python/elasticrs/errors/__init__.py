@@ -1,4 +1,4 @@
-"""Exceptions with which a worker tells the launcher how to react to its failure."""
+"""Exceptions that a worker raises to control how the launcher reacts to the worker's failure."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ __all__ = ["NonRetryable"]
 class NonRetryable(Exception):  # noqa: N818 -- the name says what the launcher does
     """Raised by a worker for an error that another attempt would repeat, such as an invalid configuration.
 
-    If a worker ends with this exception, with a subclass of it, or with an exception whose ``__cause__`` is
-    one, the launcher stops the job on all nodes and restarts nothing, whatever ``--max-restarts`` is.
+    If this exception ends a worker, the launcher stops the job on all nodes and restarts no worker, even if
+    ``--max-restarts`` allows further restarts. The same applies to a subclass, and to an exception that has
+    ``NonRetryable`` as its ``__cause__``.
     """

@@ -88,8 +88,8 @@ def record(event: Event, destination: str = "null") -> None:
     """
     if event.timestamp == 0:
         event = replace(event, timestamp=time.time_ns() // 1_000_000)
-    # In events of a watchdog, the state is that of the agent, so failures are recognized by the name of the
-    # event.
+    # Events of a watchdog contain the state of the agent, not of the worker. Recognize failures in these
+    # events by the name of the event.
     is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
 
@@ -101,8 +101,8 @@ def status_metadata(
     hostname: EventMetadataValue = None,
     **known: EventMetadataValue,
 ) -> dict[str, EventMetadataValue]:
-    """Return the metadata of a job event, in torch's order. Unknown values are ``None``, except that an
-    unknown host name is looked up with the resolver.
+    """Return the metadata of a job event, in torch's order. Unknown values are ``None``. If ``hostname`` is
+    ``None``, the resolver looks the host name up.
     """
     known |= {"state": state, "hostname": hostname or fq_hostname(), "metadata": json.dumps(inner)}
     return {**{name: known.get(name) for name in _ORDER}, **known}

@@ -31,8 +31,8 @@ _FILE = "file:"
 _SLOW = "slow"
 
 _PATIENCE = 2.0
-"""Maximum number of seconds to wait for queued lines when flushing or exiting, because a console may not be
-read and a file system may hang.
+"""Maximum number of seconds to wait for queued lines when flushing or exiting. The wait is limited because
+the reader of the console may be stopped, and a file system may hang.
 """
 
 _WAITING = 10_000
@@ -49,7 +49,7 @@ class UnknownDestinationError(KeyError):
 
 
 class ConsoleHandler(_StreamHandler):
-    """Writes lines without a prefix to standard error. Never blocks if the console does not accept output."""
+    """Writes lines without a prefix to standard error. Does not block if the console accepts no output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,8 @@ class ConsoleHandler(_StreamHandler):
         try:
             descriptor = self.stream.fileno()
         except (OSError, ValueError):
-            # Standard error was replaced by an object without a descriptor. Write the text to that object.
+            # The program has replaced `sys.stderr` with an object that has no descriptor. Write the text to
+            # that object.
             super().emit(record)
             return
         if self._console is None or self._owner != os.getpid():
@@ -102,8 +103,8 @@ class LineFileHandler(logging.Handler):
         self._agents = 0
 
     def write_behind(self) -> None:
-        """Write in a background thread from now on. The thread stops once :meth:`write_through` has been
-        called as often as this method.
+        """Write in a background thread from now on. The thread runs until :meth:`write_through` has been
+        called as many times as this method.
         """
         self._agents += 1
         if self._behind is None or not self._behind.is_ours:
@@ -112,8 +113,8 @@ class LineFileHandler(logging.Handler):
             self._behind = Behind(self._write)
 
     def write_through(self) -> None:
-        """Wait until all lines are written, or until a time limit expires. The last agent that calls this
-        method also stops the thread, unless the thread hangs.
+        """Wait until all lines are written, or until a time limit expires. The last call also stops the
+        thread, unless the thread hangs; see :meth:`write_behind`.
         """
         self._agents -= 1
         behind = self._behind

@@ -1,7 +1,7 @@
 """Resolves the fully qualified name of this machine, once per process and with a short time limit.
 
-Torch calls the resolver for every event. If the name server is down, each call blocks the loop that monitors
-the workers for seconds.
+Torch calls the resolver for every event. While the name server is down, each call in torch blocks the loop
+that monitors the workers for several seconds.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _known: dict[int, str] = {}
 
 
 def fq_hostname() -> str:
-    """Return the name that the resolver gives this machine, or the kernel's name if the resolver is too slow.
-    The result stays the same within a process.
+    """Return the name of this machine from the resolver, or the host name from the kernel if the resolver is
+    too slow. Within a process, the result never changes.
     """
     with _lock:
         # Resolve the name again in a forked child, because it may be in another network namespace.

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Asked:
     """Calls a function that may block for a long time, on a separate thread.
 
-    The main thread cannot make such a call itself, because it handles no signals while it waits in the C
-    library, for example in the resolver.
+    The main thread cannot make such a call itself, because Python runs no signal handlers while the main
+    thread is blocked in the C library, for example in the resolver.
 
     Args:
         ask: function to call once.

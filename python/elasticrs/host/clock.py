@@ -1,4 +1,4 @@
-"""Convert times to the wall clock of the store, so that the times of several nodes can be compared."""
+"""Convert times to the wall clock of the store, so that times from different nodes can be compared."""
 
 from __future__ import annotations
 

@@ -108,9 +108,9 @@ def worker_count(word: str, environ: Mapping[str, str]) -> Count:
 def has_slices(environ: Mapping[str, str], capabilities: str = CAPABILITIES) -> bool:
     """Return true if a GPU is divided into MIG slices, according to the NVIDIA driver's files.
 
-    The number of slices is not the number of devices that CUDA shows, because CUDA shows a process only one
-    slice, no matter how many are listed in ``CUDA_VISIBLE_DEVICES``. If the first entry of that variable is a
-    whole device, slices of other devices do not matter.
+    Slices must not be counted as devices, because CUDA shows a process only one slice, even if
+    ``CUDA_VISIBLE_DEVICES`` lists several. If the first entry of that variable is a whole device, the result
+    is false.
     """
     first = environ.get(_CUDA, "").split(",")[0].strip()
     if first:
@@ -179,8 +179,8 @@ def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
         return matches[0] if len(matches) == 1 else None
     if name.startswith("GPU-") and any(uuids):
         return None
-    # The entry names a MIG slice, or the driver reports no UUIDs. Assume that it means the first device that
-    # no earlier entry has selected.
+    # The entry names a MIG slice, or the driver reports no UUIDs. Assume that the entry selects the first
+    # device that no earlier entry has selected.
     return next((index for index in range(len(uuids)) if index not in taken), None)
 
 

@@ -1,15 +1,16 @@
 """Undo the installation of signal handlers in children made by ``fork``.
 
 A forked child has the same signal handlers and the same wake-up file descriptor as this process. A signal to
-the child would stop its parent's job, or would be held for a wait that exists only in the parent. So code
-that installs handlers registers a function here that removes them, and each child calls this function before
-anything else.
+the child would therefore be handled as a request to stop the parent's job, or would be deferred until the end
+of a wait that exists only in the parent. To prevent this, code that installs handlers registers a function
+here that removes the handlers, and each child calls this function first.
 
 - **FORK-1** The last installation is undone first.
-- **FORK-2** The signals are blocked from before the fork until the handlers are removed. A signal that is
-  sent as soon as the child's pid is known therefore triggers the child's own action.
-- **FORK-3** The parent loses no signal. In its main thread, a handler would run inside the hook of
-  :func:`os.fork`, which drops exceptions. So the parent takes such a signal and sends it to itself again.
+- **FORK-2** The signals are blocked before the fork, and unblocked after the child has removed the handlers.
+  A signal that is sent to the child immediately after the fork therefore triggers the child's own action.
+- **FORK-3** The parent loses no signal. In its main thread, a handler could run inside the hook of
+  :func:`os.fork`, which drops the handler's exceptions. So the parent takes the pending signals from the
+  kernel, and sends them to itself again after the hook.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def is_undone(undo: Callable[[], None]) -> None:
 def _before() -> None:
     signums = {signum for _, each in _installed for signum in tuple(each)}
     if signums:
-        # Save the mask with a separate call, because the call that changes the mask may raise an exception:
-        # pending Python signal handlers run at its end.
+        # Save the mask before changing it, because pending Python signal handlers run at the end of each call
+        # of `pthread_sigmask` and may raise an exception.
         _masks[_thread.get_ident()] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, signums)
 
@@ -58,7 +59,7 @@ def _after_in_parent() -> None:
         return
     taken: list[int] = []
     try:
-        # Take pending signals only in the main thread, because only this thread runs Python's signal
+        # In other threads, leave the signals pending, because only the main thread runs Python's signal
         # handlers.
         if _thread.get_native_id() == os.getpid():
             ours = set(signal.pthread_sigmask(signal.SIG_BLOCK, ())) - mask

@@ -1,4 +1,5 @@
-"""Choose CPUs near the GPU of each worker (``--numa-binding``), with the names of ``torch.numa.binding``.
+"""Choose CPUs near the GPU of each worker (``--numa-binding``), with the same class names as
+``torch.numa.binding``.
 
 All data comes from sysfs, without torch and without the ``numactl`` program. The affinity itself is set in
 the worker, before its program or function runs.
@@ -35,11 +36,12 @@ class AffinityMode(str, Enum):
     SOCKET = "socket"
     """All CPUs of all NUMA nodes in the socket of the GPU's NUMA node."""
     EXCLUSIVE = "exclusive"
-    """An equal share of the physical cores of the GPU's NUMA node. No other GPU gets any core of this share.
+    """A share of the physical cores of the GPU's NUMA node. Each GPU of the node gets an equal share, and no
+    core belongs to two shares.
     """
     CORE_COMPLEX = "core-complex"
-    """Cores of the GPU's NUMA node that share their last-level cache. Each GPU gets a different group of such
-    cores, if there are enough groups.
+    """A group of cores of the GPU's NUMA node with a common last-level cache. If there are enough groups,
+    each GPU gets a different group.
     """
 
 
@@ -53,8 +55,8 @@ class NumaOptions:
 
     Args:
         affinity_mode: set of CPUs to bind to.
-        should_fall_back_if_binding_fails: true to continue with a warning and without binding, if the CPUs
-            cannot be determined.
+        should_fall_back_if_binding_fails: true to start the workers without binding, after a warning, if the
+            CPUs cannot be determined.
     """
 
     affinity_mode: AffinityMode
@@ -184,7 +186,7 @@ def _exclusive(machine: _Machine, gpu: int) -> set[int]:
 
 def _core_complex(machine: _Machine, gpu: int) -> set[int]:
     complexes = _grouped(_node(machine, gpu), machine.complex_of)
-    # Put the largest group first, because some CPUs of the other groups may not be usable.
+    # Put the largest group first. A group is smaller if the agent may not use some of its CPUs.
     order = sorted(complexes.items(), key=lambda item: (-len(item[1]), item[0]))
     return order[machine.peers(gpu).index(gpu) % len(order)][1] if order else set()
 

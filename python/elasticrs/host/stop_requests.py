@@ -5,13 +5,13 @@ from __future__ import annotations
 import signal
 
 ECHO = 0.1
-"""Seconds after the first stop signal during which further stop signals belong to the same request. Wrappers
-pass on signals that the whole process group has already received. Systemd, schedulers and closing terminals
-send several kinds of signals at once.
+"""Seconds after the first stop signal within which further stop signals belong to the same request. A single
+request may cause several signals: wrapper programs pass on a signal that the whole process group has already
+received, and systemd, schedulers and closing terminals send several kinds of signals at once.
 """
 
 KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
-"""Stop signals that a person can send from the keyboard of a terminal."""
+"""Stop signals that a user can send from the keyboard."""
 
 
 class StopRequests:
@@ -28,8 +28,8 @@ class StopRequests:
         in seconds.
 
         The first signal is a new request. A later signal is a new request only if it arrives at least
-        :data:`ECHO` seconds after the first and shows that a person repeats the request. This is the case if
-        the signal is one of :data:`KEYBOARD`, or is a SIGTERM after an earlier SIGTERM.
+        :data:`ECHO` seconds after the first signal, and is one of :data:`KEYBOARD` or a repeated SIGTERM.
+        Such a signal shows that the user has repeated the request.
         """
         first, came = self._first, signum in self._came
         self._came.add(signum)

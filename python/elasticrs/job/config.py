@@ -2,8 +2,8 @@
 
 A setting is declared once, as a field. :class:`WorkerSettings` and :class:`UnresolvedSettings` declare the
 settings that programs can pass as well: the public dataclasses in :mod:`elasticrs.launcher.api` and
-:mod:`elasticrs.agent.server` inherit them. The other classes declare the settings of the command line alone.
-An option has the default of the field with its name; see :mod:`elasticrs.job.options`.
+:mod:`elasticrs.agent.server` inherit them. The other classes declare settings that only the command line has.
+An option gets its default from the field with the same name; see :mod:`elasticrs.job.options`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from elasticrs.job.restart_policy import RestartSettings
 
     OnFailure: TypeAlias = Literal["restart", "replace"]
-    """Reaction to a failed worker. It is no enumeration, because importing :mod:`enum` takes 3 ms, and type
-    checkers also find a misspelt value of this type.
+    """Reaction to a failed worker. The type is not an enumeration, because importing :mod:`enum` takes 3 ms.
+    Type checkers find misspelt values anyway.
     """
 
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
@@ -47,8 +47,8 @@ PREFIX_NAMES = ("role_name", "local_rank", "rank", "hostname")
 """Names of the placeholders in a prefix template."""
 START_DEADLINE = 30.0
 LONGEST = 1e9
-"""Maximum number of seconds for a time limit. It is far longer than any useful limit, and prevents overflows
-because the core counts nanoseconds.
+"""Maximum number of seconds for a time limit. It prevents overflows, because the core counts nanoseconds. No
+useful time limit is this long.
 """
 SAFETY_TICK = 5.0
 """Seconds after which the agent checks its state even if no event has arrived."""
@@ -74,17 +74,17 @@ class WorkerSettings:
             limit.
         hang_exit_timeout: seconds from the return of a worker's program or function to the exit of its
             process, if heartbeats are checked; 0 for no limit.
-        exit_timeout: seconds within which a worker must exit after an uncaught exception. If it takes longer,
-            it is considered failed. 0 for no limit.
-        warm_timeout: time limit for importing the modules of ``warm``, in seconds. Workers start cold if it
-            is exceeded.
+        exit_timeout: seconds within which a worker must exit after an uncaught exception. A worker that takes
+            longer is considered failed. 0 for no limit.
+        warm_timeout: time limit for importing the modules of ``warm``, in seconds. After that time, workers
+            start cold.
         on_failure: reaction to a failed worker: ``"restart"`` restarts all workers, ``"replace"`` replaces
             only the failed worker. Replacement is for functions and scripts that use :mod:`elasticrs.train`;
             it is not possible with ``fork`` and ``forkserver``.
         restart_delay: time to wait before the workers are restarted: a duration such as ``"30s"``, or
-            ``"FIRST..LONGEST"``, such as ``"1s..5m"``. The delay doubles with every failure without progress,
-            and each delay is shortened by a random part of at most a half. ``"0"`` for no delay.
-        max_same_failures: number of equal failures without progress after which the job stops, although
+            ``"FIRST..LONGEST"``, such as ``"1s..5m"``. The delay doubles with every failure without progress.
+            Each delay is then shortened by a random amount, at most by half. ``"0"`` for no delay.
+        max_same_failures: number of equal failures without progress after which the job stops, even if
             restarts are left; 0 for no limit. Failures are equal if the same exception is raised at the same
             place, on the same rank or in the same training step.
         fatal_exit_codes: exit codes of workers for which the job stops without a restart, such as
@@ -111,8 +111,8 @@ class WorkerSettings:
 @shared_fields
 class UnresolvedSettings:
     """Further settings of the workers that torch does not have. :class:`~elasticrs.launcher.LaunchConfig` and
-    :class:`~elasticrs.agent.server.WorkerSpec` inherit them. :class:`JobConfig` has other fields for them,
-    because their meaning depends on the program or on other settings.
+    :class:`~elasticrs.agent.server.WorkerSpec` inherit them. :class:`JobConfig` contains their final values
+    in other fields, because the final values depend on the program or on other settings.
 
     Args:
         signals_to_forward: names of signals, separated by commas. The agent passes these signals on to the
@@ -356,7 +356,7 @@ def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tu
 
     Args:
         given: requested signals. If ``None``, SIGUSR1 and SIGUSR2 are passed on, except if they stop the job.
-        handled: signals that stop the job.
+        handled: signals on which the agent stops the job.
 
     Raises:
         ValueError: a signal is in both arguments.

@@ -24,15 +24,15 @@ class Permanence(str, Enum):
     EXIT_CODE = "exit_code"
     """A worker exited with one of ``--fatal-exit-codes``."""
     START_ERROR = "start_error"
-    """Every worker that failed by itself on this node did so while its program started: the program does not
-    exist, cannot be parsed, lacks a module, or rejected its arguments.
+    """Every worker of this node that failed by itself could not start its program, because the program does
+    not exist, cannot be parsed, lacks a module, or rejected its arguments.
     """
 
     __str__ = str.__str__
 
 
 class Verdict(str, Enum):
-    """What follows from the failure of a job, for the scheduler that has started it."""
+    """Verdict on a failed job, for the scheduler that has started the job."""
 
     FAILED = "failed"
     """The job failed; another attempt may succeed."""
@@ -59,8 +59,8 @@ class Cause(Value):
             stopped while it was exiting.
         message: shortened traceback or other description of the failure.
         lines: last lines of the worker's stderr, shortened.
-        ground: for a hung worker, why it was blamed among all workers that missed their deadline (see
-            ``WorkerHung``).
+        ground: for a hung worker, the reason for blaming it instead of another worker that missed its
+            deadline (see ``WorkerHung``).
         silence: seconds since the worker's last heartbeat.
         step: training step in which the worker hung, if its heartbeats contained steps; -1 if it never sent a
             step.
@@ -70,9 +70,12 @@ class Cause(Value):
         exception: qualified name of the type of the worker's uncaught exception.
         place: file name and line of the program in which the exception was raised, such as ``train.py:88``.
         permanence: why another attempt would fail in the same way, as a value of :class:`Permanence`.
-        permanent_rank: global rank of the worker that shows it. It may differ from ``rank``.
-        permanent_sign: what that worker did, such as ``ValueError at train.py:88`` or ``exit code 3``.
-        is_consequence: true if the exception only reports a lost or silent peer; otherwise ``None``.
+        permanent_rank: global rank of the worker whose failure determined ``permanence``. It may differ from
+            ``rank``.
+        permanent_sign: failure of that worker as text, such as ``ValueError at train.py:88`` or ``exit code
+            3``.
+        is_consequence: true if the exception only reports that a peer is lost or does not answer; otherwise
+            ``None``.
         reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
     """
 

@@ -155,8 +155,8 @@ def _pairs(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     text = text.strip()
     if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1] and text[0] not in text[1:-1]:
-        # Remove quotes that no shell has removed, because the arguments were given as a list, for example in
-        # YAML.
+        # Remove quotes that are still present if no shell has processed the arguments, for example in a YAML
+        # list.
         text = text[1:-1]
     for entry in filter(None, text.split(",")):
         key, _, value = entry.partition("=")
@@ -254,8 +254,8 @@ _DEFAULTS = {
 
 
 def _setting(name: str, text: str, kind: Kind | None = None, **more: Any) -> Option:
-    """Return an option for the setting with the same name, which declares the default. ``{default}`` in the
-    help stands for it.
+    """Return an option for the setting with the same name. The option gets the setting's default, which also
+    replaces ``{default}`` in the help.
     """
     default = _DEFAULTS[name.replace("-", "_")]
     if "{default}" in text:
@@ -412,7 +412,7 @@ def check(settings: WorkerSettings) -> None:
             continue
         expected = kind.needs
         try:
-            # Reject numbers that are passed as text, because they are allowed only on the command line.
+            # Reject a number that is passed as text, because only the command line accepts text for numbers.
             is_right = isinstance(kind.convert(str(value)), int | float) != isinstance(value, str)
         except ValueError as error:
             expected, is_right = expected or str(error), False

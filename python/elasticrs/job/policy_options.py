@@ -5,7 +5,9 @@ from __future__ import annotations
 from elasticrs.job.value import Value
 
 MAX_IN_WINDOW = 100
-"""Maximum number of restarts in a window, because the time of each is kept in a record of limited size."""
+"""Maximum number of restarts in a window. It is limited because the time of each restart is kept in a record
+of limited size.
+"""
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LONGEST = 30 * 86400.0
@@ -13,9 +15,8 @@ _LONGEST = 30 * 86400.0
 
 
 class MaxRestarts(int):
-    """Maximum number of restarts, which may apply within a window.
-
-    It is a subclass of ``int``, because torchrun's number is an ``int``, and programs use it as such.
+    """Maximum number of restarts, for the whole job or within a window of time. It is a subclass of ``int``,
+    because programs expect an ``int`` as in torchrun.
 
     Attributes:
         window: seconds within which the number applies; ``None`` for the whole job.
@@ -100,8 +101,8 @@ class ExitCodes(Value):
     """Exit codes of the launcher for a failed job.
 
     Args:
-        kind: ``"torchrun"``: 1 for every failure. ``"verdict"``: the code says what follows from the failure.
-            ``"worker"``: the exit code of the worker that failed first.
+        kind: ``"torchrun"``: 1 for every failure. ``"verdict"``: the code tells the scheduler how to react to
+            the failure. ``"worker"``: the exit code of the worker that failed first.
         permanent: with ``"verdict"``, code of a failure that another attempt would repeat.
         unfit: with ``"verdict"``, code of a failure for which the job should move to another node.
     """

@@ -13,7 +13,8 @@ def why_not(start_method: str = "spawn", back_end: str | None = None) -> str | N
 
     Args:
         start_method: start method of function workers.
-        back_end: name of the rendezvous back end if workers cannot use it themselves; otherwise ``None``.
+        back_end: name of the rendezvous back end, if workers themselves cannot be members of its rendezvous;
+            otherwise ``None``.
     """
     if start_method != "spawn":
         return f"with start method {start_method}, {_NOT}; use spawn"

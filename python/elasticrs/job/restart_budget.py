@@ -1,4 +1,6 @@
-"""Rules that decide whether a failure shares the charge of an earlier failure."""
+"""Rules that decide if a failure is charged to the restart budget, or belongs to an earlier failure that was
+already charged.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
-    """Return true if a worker has not been in another rendezvous since the last failure was charged. A
-    failure before its next rendezvous belongs to the charged failure and is not charged again.
+    """Return true if a worker has not taken part in another rendezvous since the last failure was charged. In
+    this case, a failure of the worker belongs to the failure that was already charged, and is not charged
+    again.
     """
     at = then[place] if place < len(then) else None
     return at is not None and now[place : place + 1] == (at,)

@@ -4,11 +4,11 @@ The agent of one node and the leader of a job on several nodes both call :func:`
 judged by one set of rules:
 
 - **POLICY-1** A failure that another attempt would repeat stops the job at once; see :class:`Permanence`. A
-  start error counts only if two nodes report one, or the round has a single node. If one of several nodes
-  reports it, that node may be broken, so the workers are restarted.
-- **POLICY-2** A failure that repeats without progress stops the job: the same exception, raised at the same
-  place, on the same rank or in the same training step (or before the first step), as often as
-  ``max_same_failures`` says. Errors of connections do not count, because they are often transient.
+  start error counts only if at least two nodes report one, or if the round has a single node. If only one of
+  several nodes reports a start error, that node may be broken, so the workers are restarted.
+- **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Two
+  failures are equal if the same exception was raised at the same place, on the same rank or in the same
+  training step (or before the first step). Connection errors do not count, because they are often transient.
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
 """
@@ -84,7 +84,7 @@ NO_EVIDENCE = Evidence()
 
 
 class FailureHistory(Value):
-    """The failures of a job so far, as far as later decisions depend on them.
+    """Summary of the failures of a job so far, as input for later decisions.
 
     Args:
         charged: number of charged restarts.
@@ -190,13 +190,13 @@ def _are_same(
 ) -> bool:
     if one is None or one[:2] != other[:2]:
         return False
-    # Without heartbeats, both steps are unknown: both attempts failed before the first step.
+    # Without heartbeats, the steps are unknown. Two unknown steps count as equal.
     return one[2] == other[2] or one[3] == other[3]
 
 
 def why_permanent(evidence: Evidence) -> str | None:
-    """Return the reason why another attempt would fail in the same way (POLICY-1). Return ``None`` if nothing
-    shows that.
+    """Return the reason why another attempt would fail in the same way (POLICY-1). Return ``None`` if the
+    evidence shows no such reason.
     """
     # Sort by rank, because the decision may not depend on the order of the reports.
     known = sorted((cause for cause in evidence.causes if cause.permanence in _KINDS), key=_order)

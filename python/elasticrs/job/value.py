@@ -39,8 +39,9 @@ def fresh(*, factory: Callable[[], Any]) -> Any:
 
 @dataclass_transform(kw_only_default=True)
 def shared_fields(made: type[T]) -> type[T]:
-    """Mark a plain class with empty ``__slots__`` that declares fields with defaults, for records and for
-    dataclasses. In a record for which it is a further base class, its fields are keyword-only.
+    """Mark a plain class with empty ``__slots__`` that declares fields with defaults. Records and dataclasses
+    inherit the fields. In a record that has such a class as an additional base class, these fields are
+    keyword-only.
     """
     return made
 

@@ -1,7 +1,7 @@
 """Launch jobs from Python, with torch's names and signatures (``torch.distributed.launcher``).
 
-This module can be used inside a host application: outside of the main thread no signal handlers are
-installed, and the application's own children are never touched.
+This module can be used inside a host application, because it installs no signal handlers outside of the main
+thread, and never touches the application's own children.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class LaunchConfig(WorkerSettings, UnresolvedSettings):
 
 
 _OF_WORKERS = {each.name for each in fields(LaunchConfig)} & {each.name for each in fields(WorkerSpec)}
-"""Fields about the workers, which :class:`LaunchConfig` and :class:`WorkerSpec` have in common."""
+"""Names of the worker settings that :class:`LaunchConfig` and :class:`WorkerSpec` have in common."""
 
 
 class elastic_launch:  # noqa: N801 -- torch's name

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help all lists the options"
 _MANY = 32
-"""Number of workers per CPU above which the launcher warns, because a larger number is most likely a
-mistake.
+"""Number of workers per CPU above which the launcher prints a warning, because so many workers are most
+likely a mistake.
 """
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
@@ -60,7 +60,7 @@ class Launch(Value):
         command: program and arguments of each worker.
         notices: lines for the user, for example about a default that was chosen.
         variables: variables that are added to the environment of each worker.
-        observe: settings for events, metrics and health checks.
+        observe: settings of events, metrics and health checks.
         runs_path: true if ``command`` is a script with its arguments, to be run by :func:`run_script_path`.
         start_method: start method of function workers: ``spawn``, ``fork`` or ``forkserver``.
         rendezvous: rendezvous in which the agent meets the agents of other nodes; ``None`` without other
@@ -197,7 +197,7 @@ def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]
     try:
         return config.health_port(text)
     except ValueError as error:
-        # As in torch, an invalid port does not prevent the job.
+        # As in torch, the job runs without a health check server if the port is invalid.
         notices.append(
             f"no health check server: TORCHELASTIC_HEALTH_CHECK_PORT: got {text!r}, expected {error}"
         )
@@ -242,7 +242,7 @@ def _help(word: str, *, is_exact: bool) -> HelpRequested:
 
     Args:
         word: text after ``--help=``, or the argument after ``--help``, which may be the script instead.
-        is_exact: true if the word is the value of ``--help=``, so that it must be a topic.
+        is_exact: true if the word was given as ``--help=WORD``. In this case, the word must be a topic.
 
     Raises:
         UsageError: the topic does not exist.
@@ -261,8 +261,8 @@ def _find(typed: str) -> Option:
     if name in ("help", "version"):
         raise HelpRequested(name)
     candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
-    # An abbreviation that is unambiguous in torchrun must stay unambiguous, although elasticrs has more
-    # options.
+    # If an abbreviation matches several options, prefer those of torchrun, because an abbreviation that is
+    # unambiguous in torchrun must also work here.
     torchs = [option for option in candidates if option.group != OURS]
     if not torchs and name and "help".startswith(name):
         raise HelpRequested("help")

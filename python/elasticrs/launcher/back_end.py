@@ -44,7 +44,9 @@ class Meeting(Value):
 
     @property
     def lets_workers_meet(self) -> bool:
-        """True if the workers can have their own rendezvous, in the same store as the nodes' rendezvous."""
+        """True if the workers can have their own rendezvous in the store that contains the nodes'
+        rendezvous.
+        """
         return self.handler is None and (self.rendezvous is None or not self.rendezvous.is_static)
 
 
@@ -84,8 +86,8 @@ def is_alone(args: Any) -> bool:
 
 def _alone(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
     if args.rdzv_conf or args.node_rank != 0:
-        # Check the settings although there is no rendezvous. Do not check the back end and the endpoint,
-        # because torch would replace them.
+        # Check the settings, although there is no rendezvous. Ignore the given back end and endpoint, because
+        # torch replaces them for such a job.
         _describe("static", args, environ, grace, notices)
     return Meeting(config.random_run_id(), args.local_addr or "localhost")
 

@@ -78,7 +78,7 @@ def run_by_handler(
     logger.addHandler(lines)
 
     def stop_for_a_while(_signum: int, _frame: FrameType | None) -> None:
-        # Other signals raise exceptions in their own handlers.
+        # Handle only SIGTSTP here, because the other signals have handlers that raise exceptions.
         if signals is not None and signal.SIGTSTP in signals.take():
             if agent is None:
                 suspend(None, signals)
@@ -144,7 +144,7 @@ def _make_agent(
     )
     agent = LocalElasticAgent(
         spec,
-        # The agent does not use this object, because the workers that are set below have their own log files.
+        # The agent does not use this object, because the workers set below choose their own log files.
         DefaultLogsSpecs(os.devnull),
         exit_barrier_timeout=settings.exit_barrier_timeout,
         shutdown_timeout=job.shutdown_timeout,
@@ -181,8 +181,8 @@ def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
 
 
 def _is_no_place_for_a_file(error: BaseException | None, settings: HandlerSettings) -> TypeGuard[OSError]:
-    """Return true if the error shows that the path that the user has given can never work. Return false if
-    the file system failed.
+    """Return true if the error means that the user's path is unusable, such as the path of a directory.
+    Return false if it means that the file system has failed.
     """
     is_in_a_file = settings.rdzv_backend == C10D and is_in_file(settings.rdzv_conf)
     is_given = is_in_a_file and settings.rdzv_endpoint.strip()

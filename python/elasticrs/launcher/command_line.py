@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     AttemptLogs = Callable[[str, dict[int, dict[str, str]]], LogPaths]
 
 PATIENCE = 10.0
-"""Seconds for which the launcher waits if nobody reads its stderr."""
+"""Maximum number of seconds that the launcher waits for a reader of its stderr."""
 
 _FIRST_SIGNALS = (
     *(signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT),
@@ -47,7 +47,8 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
             :mod:`elasticrs.launch`.
     """
     _open_standard_descriptors()
-    # Catch signals before the slow imports, so that no signal can kill the process in the middle of its work.
+    # Install the signal handlers before the slow imports, so that no signal kills the process without a
+    # clean-up.
     signals = _catch_first_signals(ends_by_sigint)
     try:
         return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
@@ -61,8 +62,8 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
 def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
     if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
-    # Install Python's default handler first, because it is restored in forked functions. Block the signal
-    # while doing so, because otherwise Ctrl-C would raise an exception here.
+    # Install Python's default handler first, because forked functions restore the handler that was installed
+    # before. Block the signal meanwhile, because Ctrl-C would otherwise raise an exception here.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -202,7 +203,7 @@ def _tell_failure(
         console.say(how + (f": {headline}" if headline else "") + more)
         if is_read:
             # Wait until the summary line has been written, because `say` only queues it. Do not wait if the
-            # reader has not read the report either.
+            # report could not be written, because there is no reader.
             write("")
     return headline
 
@@ -297,8 +298,8 @@ def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequ
     """Write a text and wait until it has been written. Return false if the reader took too long or a signal
     arrived.
 
-    Any signal except SIGTSTP and the signals in ``others`` interrupts the wait, so that a reader that does
-    not read cannot block the launcher.
+    Any signal except SIGTSTP and the signals in ``others`` interrupts the wait, so that the user can stop a
+    launcher whose reader has stopped reading.
     """
     if signals is None:
         return console.write(text, PATIENCE)
@@ -314,8 +315,8 @@ def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequ
 
 
 def _open_standard_descriptors() -> None:
-    """Open the standard file descriptors (0 to 2) that are closed. Otherwise the next opened file would get
-    one of these numbers, and workers would inherit the file.
+    """Open the standard file descriptors (0 to 2) that are closed. Without this, the next opened file would
+    get one of these numbers, and workers would inherit the file.
     """
     # The kernel assigns the lowest free number to a new file descriptor.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:

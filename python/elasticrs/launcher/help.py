@@ -37,7 +37,7 @@ COMMON = frozenset(
         *("shutdown-timeout", "hang-timeout"),
     )
 )
-"""Options that plain ``--help`` explains. It lists only the names of the other options."""
+"""Options that plain ``--help`` explains. The help only lists the names of the other options."""
 
 TOPICS = ("all", "rdzv")
 """Topics that the user may give after ``--help``."""
@@ -109,7 +109,7 @@ def _settings() -> Iterator[str]:
 
 def _rows(keys: Iterable[Key]) -> Iterator[str]:
     for key in keys:
-        # Skip torch's own settings that have defaults, because the text after the table describes them.
+        # Skip those settings of torch that have defaults, because the text after the table describes them.
         if key.is_stored or key.default is None:
             yield from _row(f"  {key.name}", key.help + _default(key.default))
 

@@ -21,8 +21,8 @@ def why_no_module(name: str) -> str | None:
         return _why_not(name)
     except Exception:
         # The check itself failed, for example because an import hook of another package raised an exception,
-        # or because a file in a zip archive cannot be read. The module may still be importable. If it is not,
-        # Python will report that in the worker.
+        # or because a file in a zip archive cannot be read. The module may still be importable. If not,
+        # Python reports the error in the worker.
         return None
 
 
@@ -59,7 +59,8 @@ def _changes_its_path(package: ModuleSpec) -> bool:
 
 def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
     for finder in sys.meta_path:
-        # For a top-level module, pass `path` only to `PathFinder`, because other finders expect `None`.
+        # For a top-level module, pass `path` only to `PathFinder`, because the other finders expect `None`
+        # instead.
         is_of_files = getattr(finder, "__name__", "") == "PathFinder"
         path = places if is_of_files or "." in name else None
         spec = finder.find_spec(name, path)

@@ -1,4 +1,6 @@
-"""Hand on the outcome of a job: the exit code, the JSON report, and the termination message of a pod."""
+"""Report the outcome of a job: return the exit code, and write the JSON report and the termination message of
+a pod.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ TERMINATION_LOG = "/dev/termination-log"
 """File from which Kubernetes reads the termination message of a container."""
 
 TERMINATION_LOG_VARIABLE = "ELASTICRS_TERMINATION_LOG"
-"""Environment variable with another path, for containers that set ``terminationMessagePath``. Empty: write no
-message.
+"""Environment variable with a different path, for containers that set ``terminationMessagePath``. If it is
+empty, no message is written.
 """
 
 

@@ -1,7 +1,7 @@
 """The metrics API of torch: named numbers in groups, with a handler for each group.
 
-In addition to the group's handler, every number is passed to the sinks of this process. An example of a sink
-is the registry behind ``/metrics`` of a health check server.
+Every number is passed to the group's handler and to all sinks of this process. An example of a sink is the
+registry behind ``/metrics`` of a health check server.
 """
 
 from __future__ import annotations

@@ -57,8 +57,9 @@ def start_processes(
     """Start one copy of a program or function for each local rank. If a copy cannot be started, stop the
     others.
 
-    May be called from any thread, but signals are handled only in the main thread. :meth:`PContext.close`
-    kills all remaining processes. :meth:`PContext.wait` calls it when all workers have exited.
+    This function may be called from any thread, but it handles signals only in the main thread.
+    :meth:`PContext.close` kills all remaining processes. :meth:`PContext.wait` calls it when all workers have
+    exited.
 
     Args:
         name: name in the prefix of the processes' lines on the console.
@@ -101,7 +102,7 @@ def start_processes(
                     name, entrypoint, args, envs, start_method, *logs, numa_options, *filters
                 )
             context.start()
-        # Return inside the `try`, so that the context is also closed if a signal arrives before the return.
+        # Return inside the `try`, so that a signal that arrives before the return also closes the context.
         return context
     except BaseException:
         if context is not None:

@@ -1,6 +1,6 @@
 """Start worker processes and direct their output, with torch's public names.
 
-Differences from torch: The directory of an attempt is never deleted, while torch deletes the directory of an
+Differences from torch: The directory of an attempt is never deleted. Torch deletes the directory of an
 earlier round that had the same restart count. Local ranks may have several digits. Signal handlers are
 restored at the end. After a failure, the core stops the other processes at once, in parallel and with a
 single deadline, and kills their descendants as well.
@@ -56,9 +56,9 @@ _NO_HANDLERS = (
     "Failed to register signal handlers since torchelastic is running on a child thread. "
     "This could lead to orphaned worker processes if the torchrun is terminated."
 )
-"""Torch's warning about missing signal handlers. The text is unchanged, because programs and tests compare
-it. It applies to subclasses that start processes in their own way. The workers of this package's own
-classes are stopped by the core even if this process is killed.
+"""Torch's warning about missing signal handlers. The text is the same as in torch, because programs and tests
+compare it. The warning is for subclasses that start processes themselves. The core stops the workers of this
+package's own classes, even if this process is killed.
 """
 
 _HOMES = {
@@ -241,8 +241,8 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
             self._run_log_dir = logs.make_private_directory(self.root_log_dir, logs.run_prefix(run_id))
-        # Create the folder again, because an earlier job that used this object has removed it if it was
-        # empty.
+        # Create the folder again, because an earlier job that used this object may have removed the empty
+        # folder.
         logs.make_again(self._run_log_dir, is_temporary=self._is_temporary)
         attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         if os.path.exists(attempt) and env.get("ELASTICRS_ROUND"):
@@ -285,8 +285,8 @@ class RunProcsResult:
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- signal handler's signature
-    """Raise :class:`SignalException`, but not at a moment when that would cause an event to be lost. If the
-    program is already cleaning up after such an exception, speed up the clean-up instead.
+    """Raise :class:`SignalException` as soon as no event can be lost because of it. If the program is already
+    cleaning up after an earlier :class:`SignalException`, speed up the clean-up instead.
     """
     if _clean_ups:
         hurry, requests = _clean_ups[-1]
@@ -325,7 +325,7 @@ caught_signals = interrupts.CaughtSignals()
 
 
 _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
-"""Functions that speed up the running clean-ups; the innermost clean-up comes last."""
+"""Functions that speed up the current clean-ups. The last function belongs to the innermost clean-up."""
 
 
 @contextmanager
@@ -389,7 +389,7 @@ class PContext(ABC):
         RuntimeError: ``logs_specs`` returned no file for a local rank.
     """
 
-    # Declare this attribute on the class as well, for mocks that are created from the class.
+    # Declare this attribute in the class, so that mocks of the class have it.
     _caught: list[int] = []  # noqa: RUF012 -- `__init__` sets it for each object
 
     def __init__(
@@ -428,7 +428,7 @@ class PContext(ABC):
         self.filtered_stderr = self._copy(stderrs, filtered[1], duplicate_stderr_filters)
 
     def _copy(self, files: dict[int, str], path: str, needles: list[str] | None) -> TextIO | None:
-        # Skip the copy if its path is below the null device. Torch fails in this case.
+        # Do not copy lines if the path of the copy is below the null device. Torch fails in this case.
         if not needles or not path or path.startswith(os.devnull + os.sep):
             return None
         copy = open(path, "a", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115 -- see `close`
@@ -492,7 +492,7 @@ class PContext(ABC):
             self._pause(left)
 
     def _pause(self, seconds: float) -> None:
-        """Wait before the next poll. A subclass that receives events may return earlier."""
+        """Wait before the next poll. A subclass that receives events may shorten the wait."""
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:

@@ -50,8 +50,8 @@ class _SupervisedContext(PContext):
         self._result: RunProcsResult | None = None
 
     def _show_by_core(self) -> None:
-        """Let the core copy the processes' lines to the console, for each stream that the program has not
-        replaced.
+        """Let the core copy the processes' lines to the console, except to ``sys.stdout`` or ``sys.stderr``
+        if the program has replaced it.
         """
         self._streams: list[LogStream] = []
         replaced = replaced_streams()
@@ -77,8 +77,8 @@ class _SupervisedContext(PContext):
         for line in processes.take_trouble():
             logger.warning("%s", line)
         if self._result is None and processes.end is not None:
-            # Close everything first, because unpickling the return values runs the user's code, which may
-            # raise an exception.
+            # Close everything before unpickling the return values, because unpickling may run code of the
+            # user that raises an exception.
             self.close()
             self._result = self._make_result(processes)
         return self._result
@@ -126,8 +126,8 @@ class _SupervisedContext(PContext):
         return dict(self._processes().pids)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes; see the base class. While a :class:`SignalException` is handled, a second stop
-        signal raises no exception but ends the wait before ``timeout`` seconds have passed.
+        """Stop all processes; see the base class. If a stop signal arrives while a :class:`SignalException`
+        is being handled, it raises no exception and ends the wait before ``timeout`` seconds have passed.
         """
         with clean_up(self._hurry):
             super().close(death_sig, timeout)

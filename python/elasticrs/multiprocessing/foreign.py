@@ -1,4 +1,4 @@
-"""Programs that are started by a user's replacement for ``api.get_subprocess_handler``. Torch supports such
+"""Runs programs with a user's replacement for ``api.get_subprocess_handler``. Torch supports such
 replacements as well.
 
 The replacement returns handlers. A handler has an attribute ``proc`` like :class:`subprocess.Popen`, and a
@@ -32,7 +32,7 @@ def replaced_factory() -> Callable[..., Any] | None:
 
 
 class ForeignPrograms(Record):
-    """The programs of one context. They are run by a user's handlers.
+    """The programs of one context, which are run by a user's handlers.
 
     Attributes:
         handlers: handlers by local rank.

@@ -1,8 +1,8 @@
 """Prepare a function that runs in its own process, and create the pipe for its return value.
 
 Multiprocessing can pickle queues and locks, and pass on their file descriptors, only while it launches a
-process. So this module subclasses its ``Popen``: the launch stops when everything that the child needs is
-ready, and another component starts the process.
+process. So this module contains a subclass of multiprocessing's ``Popen`` that prepares everything that the
+child needs, but does not start the process. Another component starts it.
 
 A child gets a pipe with multiprocessing's preparation data, a memory file with the pickled function and its
 arguments, and a pipe for the return value. This process keeps its end of the first pipe open, because the
@@ -37,7 +37,7 @@ class ReturnPipe:
     Attributes:
         reader: read end of the pipe, which this process uses; -1 if it is closed.
         writer: this process's copy of the write end; -1 if it is closed.
-        data: data read so far. It stays empty if the function returns nothing.
+        data: data read so far. It stays empty if the function does not return, because it fails.
     """
 
     def __init__(self) -> None:
@@ -123,8 +123,8 @@ _BEGIN = (
 
 
 def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
-    """Return the command line of an interpreter that runs a function. It is multiprocessing's command line,
-    except that the arguments that differ between workers come last.
+    """Return the command line of an interpreter that runs a function. The command line is multiprocessing's,
+    but the arguments that differ between workers come last.
 
     Args:
         tracker_fd: see :class:`PreparedFunction`.

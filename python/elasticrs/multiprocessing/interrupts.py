@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | signal.Handlers | None
 
 _waits: list[Callable[[], None]] = []
-"""Functions that interrupt the current wait of the main thread. There are several if a signal handler
-interrupts one wait and then waits itself.
+"""Functions that interrupt the waits of the main thread, innermost wait last. Waits are nested if a signal
+handler that interrupts a wait waits as well.
 """
 
 _holds: list[bool] = []
@@ -35,8 +35,8 @@ _kept: list[Callable[[], object]] = []
 
 
 def _begin_anew() -> None:
-    # Create new lists instead of clearing the old lists, because the child may still leave `with` blocks that
-    # have appended to the old lists.
+    # Create new lists. Do not clear the old lists, because the child may still be inside `with` blocks that
+    # will remove their own entries from the old lists.
     global _waits, _holds, _kept
     _waits, _holds, _kept = [], [], []
 
@@ -45,8 +45,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call a function that may raise an exception. The call is deferred while such an exception could cause
-    an event to be lost. For use in signal handlers.
+    """Call a function that may raise an exception, from a signal handler. Defer the call while an exception
+    could cause an event to be lost.
     """
     _kept.append(call)
     if _waits:
@@ -56,9 +56,7 @@ def when_safe(call: Callable[[], object]) -> None:
 
 
 def raise_when_safe(error: BaseException) -> None:
-    """Raise an exception. This is deferred while the exception could cause an event to be lost. For use in
-    signal handlers.
-    """
+    """Raise an exception from a signal handler, but not while that could cause an event to be lost."""
 
     def raise_it() -> None:
         raise error
@@ -139,13 +137,12 @@ class CaughtSignals:
         self._ours[signum] = handler
 
     def release(self, signums: Iterable[int]) -> None:
-        """Undo :meth:`catch` for these signals. If other code has installed a handler since then, keep that
-        handler.
+        """Undo :meth:`catch` for these signals. Keep a handler that other code has installed after
+        :meth:`catch`.
         """
         for signum in signums:
             if signum not in self._users:
-                # The signal was caught before this process was forked, and the fork has restored the previous
-                # handler.
+                # This process is a forked child that has already restored the previous handler of the signal.
                 continue
             self._users[signum] -= 1
             if self._users[signum] == 0:

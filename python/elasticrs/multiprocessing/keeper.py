@@ -10,11 +10,11 @@ processes. For ``fork``, the keeper is itself forked from the program. For ``for
 interpreter that has imported the modules that multiprocessing would preload.
 
 - **KEEP-1** The keeper has a single thread, so its forks copy no lock that another thread holds.
-- **KEEP-2** The keeper imports nothing between its own fork and the forks of the workers. It uses the core
-  only to classify processes that it may have to kill, and only after those forks.
+- **KEEP-2** The keeper imports nothing between its own fork and the forks of the workers. After those forks,
+  it uses the core, but only to classify processes that it may have to kill.
 - **KEEP-3** Workers are killed when the keeper dies, through PDEATHSIG. The kernel sends this signal when the
-  thread that forked the workers exits. The keeper has only that thread, so this happens only when the keeper
-  dies. The keeper kills all workers when the program dies or requests it.
+  thread that forked the workers exits. The keeper has no other thread, so that thread exits only when the
+  keeper dies. If the program dies or sends a request, the keeper kills all workers.
 - **KEEP-4** A worker starts to run only after the core has started to monitor it.
 """
 
@@ -63,8 +63,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 IMPORT_NO_MORE = int(signal.SIGRTMIN) + 13
-"""Signal that kills a keeper during its imports, and the processes that these imports have started. After its
-imports, a keeper ignores the signal and waits for messages from the program.
+"""Signal that kills a keeper during its imports, together with the processes that the imports have started.
+After the imports, the keeper ignores this signal and waits for messages from the program.
 """
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, IMPORT_NO_MORE)
@@ -134,7 +134,7 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
         try:
             os.write(control, struct.pack(f"{len(pids)}i", *(pids if are_ready else [0] * len(pids))))
         except BrokenPipeError:
-            return  # The program has abandoned the workers.
+            return  # The program has closed the socket or died. The workers are killed below.
         linger = _serve(
             dict(zip(pids, (worker.status for worker in workers), strict=True)), control, parent_pidfd
         )
@@ -208,7 +208,7 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
                 os.write(statuses[pid], struct.pack("i", status))
         if control in ready:
             said = os.read(control, WORD.size)
-            # A short read means that the program has closed the socket or died, so there will be no message.
+            # The read returned less than a message, because the program has closed the socket or died.
             return float(WORD.unpack(said)[0]) if len(said) == WORD.size else AT_ONCE
         if parent_pidfd in ready:
             return AT_ONCE
@@ -234,8 +234,8 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
         left = deadline - time.monotonic()
         if left <= 0:
             return True
-        # It is enough to wait for one child at a time, because all of them have to exit. When a child exits,
-        # its own children become children of this process. The list may be incomplete while processes exit.
+        # Wait for one child at a time, because all children have to exit. Read the list of children again
+        # after each wait, because the children of an exited child become children of this process.
         pidfds = [os.pidfd_open(pid) for pid in _core.children()[:1]]
         try:
             poll = select.poll()
@@ -251,8 +251,8 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
 
 
 def _tell_names(pids: Sequence[int], control: int) -> None:
-    """Send the program the pid and name of each process that is killed, one per line, followed by the number
-    of processes without a line.
+    """Send the names of the killed processes to the program: one line with pid and name for each of the first
+    few processes, and then a line with the number of further processes.
     """
     lines = [f"{pid} {_name_of(pid)}\n" for pid in pids[:_NAMED]]
     lines.append(f"{len(pids) - len(lines)}\n")
@@ -268,8 +268,8 @@ def _name_of(pid: int) -> str:
 
 
 def _end_all() -> None:
-    """Kill all descendants of the keeper. Kill processes that clean up after others last. Orphans become
-    children of this process, so repeat until there are no children.
+    """Kill all descendants of the keeper. Kill clean-up processes such as the resource tracker last. Repeat
+    until this process has no children, because orphaned descendants become its children.
     """
     give_up = time.monotonic() + _GIVE_UP
     alone_since = None
@@ -306,7 +306,8 @@ def _kill(pid: int, signum: signal.Signals) -> None:
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
-        # This cannot happen, because only this process reaps its children, and signals to a zombie succeed.
+        # Never reached, because the child exists until this process reaps it, and signals to a zombie
+        # succeed.
         return
 
 
@@ -360,8 +361,8 @@ def main(plan_fd: int) -> None:
         plan_fd: descriptor of a file with pickled data: the modules to import, the path of the main module,
             the program's arguments, and the arguments of :func:`keep`.
     """
-    # Create the session before any code of the user runs, because the program kills the whole session if it
-    # stops waiting for the imports.
+    # Create the session before any code of the user runs. If the program stops waiting for the imports, it
+    # kills the process group of this session.
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)

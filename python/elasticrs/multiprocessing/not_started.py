@@ -21,9 +21,9 @@ _KINDS: dict[int | None, type[RuntimeError]] = {
 
 
 def not_started(text: str, number: int | None) -> RuntimeError:
-    """Return a ``RuntimeError`` for the caller to raise. If ``number`` is the errno for a program that is
-    missing or not executable, the exception is also a ``FileNotFoundError`` or ``PermissionError``, as in
-    torch.
+    """Return a ``RuntimeError`` for the caller to raise. As in torch, the exception is also a
+    ``FileNotFoundError`` or ``PermissionError`` if the error number ``number`` means that the program is
+    missing or not executable.
     """
     error = _KINDS.get(number, RuntimeError)(text)
     if isinstance(error, OSError):

@@ -69,7 +69,8 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
 
 
 def _regular(error_file: str) -> str:
-    # Ignore the path of a device, because an error file can be neither read from it nor created beside it.
+    # Ignore the path of a device, because the agent can neither read an error file from a device nor create
+    # files beside it.
     return error_file if error_file and may_be_replaced(error_file) else ""
 
 
@@ -87,7 +88,8 @@ def specs_class(name: str) -> Any:
     for group in GROUPS:
         entries = known.select(group=group)
         names |= entries.names
-        # Do not load `default` from an entry point, because torch registers its own class under that name.
+        # Do not load `default` from an entry point, because it would be torch's class, which torch registers
+        # under this name.
         if name in entries.names and name != "default":
             try:
                 return entries[name].load()

@@ -61,8 +61,8 @@ redirect_stderr = partial(redirect, "stderr")
 
 
 def descriptors(std: str) -> set[int]:
-    """Return the file descriptor of a stream. If Python's stream has a different descriptor than C code and
-    child processes use, return both.
+    """Return the file descriptor of a stream. If Python's stream does not use the descriptor that C code and
+    child processes use, return both descriptors.
     """
     usual = _DESCRIPTORS[std]
     try:

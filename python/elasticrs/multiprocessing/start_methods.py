@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _LOOK_FOR_SIGNALS = 0.1
 
 PATIENCE = 30.0
-"""Seconds within which a keeper must exit. This is longer than the time that the keeper allows its own
-processes.
+"""Maximum number of seconds to wait for the exit of a keeper. The keeper itself waits for a shorter time for
+its processes.
 """
 
 
@@ -107,7 +107,7 @@ class FunctionStart(ABC):
 
     @property
     def values(self) -> dict[int, bytearray]:
-        """Pickled return values by local rank. The value of a function that has returned nothing is empty."""
+        """Pickled return values by local rank. The bytes are empty if the function has not returned."""
         return {rank: pipe.data for rank, pipe in self._pipes.items()}
 
     def start(self, streams: Sequence[LogStream]) -> SupervisedGroup:
@@ -138,7 +138,7 @@ class FunctionStart(ABC):
         return {}
 
     def watch(self, watcher: Watcher) -> None:
-        """Close this process's copies of the children's pipe ends, and watch for return values. To be called
+        """Close this process's copies of the children's pipe ends, and watch for return values. Call this
         when all functions have started. ``watcher`` must call :meth:`fd_ready` when return values arrive.
         """
         for prepared in self._prepared:
@@ -304,7 +304,7 @@ class Kept(FunctionStart):
 
     def _wait_for_pids(self) -> dict[int, int]:
         while True:
-            # Wait without a time limit, because the keeper may first import modules for a long time.
+            # Wait without a time limit, because the keeper's imports may take a long time.
             while not select.select([self.control], [], [], _LOOK_FOR_SIGNALS)[0]:
                 call_kept()
             try:
@@ -320,7 +320,7 @@ class Kept(FunctionStart):
         return self._control
 
     def close(self) -> None:
-        """Close all resources, after the keeper has killed all processes; see the base class."""
+        """Let the keeper kill all processes, and then close all resources; see the base class."""
         ended = None if self._group is None else self._group.end
         has_succeeded = ended is not None and ended.outcome == "succeeded"
         self.begin_end(keeper.LINGER if has_succeeded else keeper.AT_ONCE)
@@ -334,19 +334,19 @@ class Kept(FunctionStart):
             linger: seconds for which processes may continue; see :data:`keeper.WORD`.
         """
         if self._control is not None:
-            # Sending fails if the keeper was killed. In this case, its workers were killed with it.
+            # Ignore the error that the keeper was killed, because its workers were killed with it.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
-            # The keeper may be importing modules for a long time. Do not send SIGKILL, because the keeper
-            # must reap the workers that it may already have.
+            # Interrupt the keeper's imports, because they may take a long time. Do not send SIGKILL, because
+            # the keeper may already have workers, which it must kill and reap first.
             with suppress(ProcessLookupError):
                 if self.keeper_pidfd != -1:
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
-                # Also kill processes that the imports have started. The process group does not exist until
-                # the keeper has created its session.
+                # Also kill the processes that the imports have started. This fails if the keeper has not
+                # created its session yet.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
         if self.keeper_pidfd != -1:
             # Continue the keeper, because a stopped process neither reads messages nor exits.
@@ -357,7 +357,7 @@ class Kept(FunctionStart):
         """Wait until the keeper has exited, and close all resources. Idempotent.
 
         Processes that have not exited within ``patience`` seconds get SIGKILL. This method does not wait for
-        them then, because they may be in state D.
+        the exit of killed processes, because they may be in state D.
         """
         if self._keeper is not None:
             if self.keeper_pidfd == -1 or _has_ended(self.keeper_pidfd, patience):
@@ -410,8 +410,8 @@ class Fork(Kept):
     """
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        # The pipe is closed when the program exits. `multiprocessing.parent_process()` in the workers relies
-        # on that.
+        # Keep the pipe open until the program exits, because `multiprocessing.parent_process()` in the
+        # workers notices the exit by the closed pipe.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 DRAIN_TIMEOUT = 10.0
-"""Seconds for which the group waits at its end for a slow console. The log files are complete in any case."""
+"""Maximum number of seconds that a finished group waits for a slow console. The log files are complete even
+if the group does not wait long enough.
+"""
 
 LATE = 1.0
-"""Seconds after the end of a wait during which pending events are still handled. The time is limited because
-a file descriptor that is always readable produces events forever.
+"""Maximum number of seconds for handling pending events after a wait. The time is limited because a file
+descriptor that is always readable produces events forever.
 """
 
 _END_SLACK = 45.0
@@ -101,8 +103,8 @@ class SupervisedGroup:
             raise not_started(text, self._failure.errno)
 
     def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
-        """Adopt processes that another process has started. They must not have been allowed to run yet. To be
-        called after :meth:`start`.
+        """Adopt processes that another process has started. They may start to run only after this call. Call
+        this method after :meth:`start`.
 
         Args:
             pids: pids by local rank.
@@ -124,7 +126,7 @@ class SupervisedGroup:
         self._running().watch_fd(fd)
 
     def unwatch_fd(self, fd: int) -> None:
-        """Stop watching a descriptor of :meth:`watch_fd`."""
+        """Stop watching a descriptor that was passed to :meth:`watch_fd`."""
         if self._supervisor is not None:
             self._supervisor.unwatch_fd(fd)
 
@@ -156,8 +158,8 @@ class SupervisedGroup:
         with self._turn:
             if self._waiter not in {None, me}:
                 return self._turn.wait(timeout)
-            # Save the previous waiter, because a signal handler that interrupts this thread may call this
-            # method again.
+            # Save the previous waiter. It is not `None` if a signal handler calls this method while this
+            # thread is already in it.
             outer, self._waiter = self._waiter, me
         try:
             supervisor = self._supervisor
@@ -249,8 +251,8 @@ class SupervisedProcess:
         group: group of the process.
         local_rank: index of the process in the group.
         args: command line of the process.
-        is_alone: true if the process is the only process of its group. This object then closes the group when
-            all processes of the group have exited.
+        is_alone: true if the group contains only this process. This object then closes the group when the
+            process and its leftover processes have exited.
     """
 
     def __init__(
@@ -306,6 +308,6 @@ class SupervisedProcess:
         self.send_signal(9)
 
     def _let_go(self) -> None:
-        # Close the group only if its leftover processes have exited. This method does not wait for them.
+        # Close the group if its leftover processes have already exited. This method does not wait for them.
         if self._is_alone and self._group.end is not None:
             self._group.close()

@@ -1,10 +1,10 @@
 """Copy growing files line by line, with a prefix, to any object that has a ``write`` method. The names are
 the same as in torch.
 
-The core prints the output of an agent's workers. This module is for programs that use :class:`TailLog`
-themselves, and for a ``sys.stdout`` without a file descriptor (in a notebook). Differences from torch: one
-thread copies all files, only whole lines are copied, the last line always ends with a newline, and stopping
-does not wait for another interval once the producer has finished.
+The output of an agent's workers is printed by the core, not by this module. This module is for programs that
+use :class:`TailLog` themselves, and for a ``sys.stdout`` without a file descriptor (in a notebook).
+Differences from torch: one thread copies all files, only whole lines are copied, the last line always ends
+with a newline, and stopping does not wait for another interval once the producer has finished.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def tail_logfile(
     try:
         is_finished = False
         while not is_finished:
-            # Check the flag before reading, so that the last read includes everything that was written before
-            # the flag was set.
+            # Check `finished` before reading, so that the last read includes everything that was written
+            # before it was set.
             is_finished = finished.is_set()
             while followed.advance():
                 continue
@@ -119,7 +119,8 @@ def tail_logfile(
 
 
 class TailLog:
-    """Copies growing files to an object, from :meth:`start` to :meth:`stop`.
+    """Copies the lines of growing files to an object such as ``sys.stdout``. The copying starts with
+    :meth:`start` and ends with :meth:`stop`.
 
     Args:
         name: name that is part of the default prefix of a line: ``[name0]:`` for the file with index 0.
@@ -200,7 +201,7 @@ class TailLog:
         self._each(files, _File.finish)
 
     def _each(self, files: dict[int, _File], act: Callable[[_File], bool | None]) -> bool:
-        # Use a list, because `any` on a generator would stop at the first file with new data.
+        # Pass a list to `any`, because it would stop reading a generator at the first file with new data.
         news = [self._try(files, index, act) for index in list(files)]
         return any(news)
 
@@ -215,8 +216,8 @@ class TailLog:
 
 
 def replaced_streams() -> dict[int, TextIO]:
-    """Return ``sys.stdout`` with the key 1, and ``sys.stderr`` with the key 2. Leave out a stream that writes
-    to the file descriptor with the same number as its key.
+    """Return ``sys.stdout`` with the key 1, and ``sys.stderr`` with the key 2, without the streams that still
+    write to file descriptors 1 and 2.
     """
     found = {1: sys.stdout, 2: sys.stderr}
     return {fd: stream for fd, stream in found.items() if stream is not None and _descriptor_of(stream) != fd}

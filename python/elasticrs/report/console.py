@@ -1,8 +1,8 @@
 """Console of the agent, which writes lines to stderr and never blocks.
 
-A console that nobody reads (a stopped terminal, a full pipe) must not delay a restart. The file descriptor
-cannot be made non-blocking, because the workers share it. So each line is queued until the descriptor accepts
-it without blocking.
+A console whose reader has stopped (a stopped terminal, a full pipe) must not delay a restart. The file
+descriptor cannot be made non-blocking, because the workers share it. Instead, each line is queued until the
+descriptor accepts it without blocking.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# POLLOUT guarantees room for this many bytes in a pipe, and the kernel writes them as one piece.
+# Number of bytes for which POLLOUT guarantees room in a pipe. The kernel writes up to this many bytes
+# atomically.
 _PIPE_BUF = 4096
 _KEPT = 1000
 
@@ -62,8 +63,8 @@ class Console:
     Args:
         fd: file descriptor to write to.
         log_prefix: see :func:`has_time`.
-        is_one_of_several: true if the agents of several nodes may share a console. The prefix then contains
-            the name of the node and the pid of the agent.
+        is_one_of_several: true if the agents of several nodes may share a console. In this case, the prefix
+            contains the name of the node and the pid of the agent.
 
     Attributes:
         group_rank: group rank of the node, which is part of the prefix; ``None`` while the node has none.
@@ -148,8 +149,8 @@ class Console:
         try:
             os.write(self._fd, line)
         except OSError:
-            # Stop writing, because stderr is closed or broken, and there is no other place to report the
-            # error.
+            # Drop all lines, because stderr is closed or broken, and the error cannot be reported anywhere
+            # else.
             self._is_gone = True
 
 

@@ -44,7 +44,7 @@ def signal_name(signum: int) -> str:
 
 
 SILENT = "exited with code 0 before the function returned"
-"""Text about a process that exited with 0 although its function has not returned."""
+"""Text about a process that exited with 0 before its function returned."""
 
 
 def how_it_ended(exitcode: int | None) -> str:
@@ -114,9 +114,7 @@ def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left:
 
 
 def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:
-    """Return the line that reports a worker whose rate is lower than the rates of the other workers on its
-    node.
-    """
+    """Return the line that reports a worker that is slower than the other workers on its node."""
     who = f"rank {rank} (pid {pid})"
     return f"{who} has been slow for {seconds:g} s: its rate is {rate:.4g}, the median here {median:.4g}"
 
@@ -136,7 +134,7 @@ def checkpoint_line(result: str, ns: int) -> str:
 
 
 def checkpoint_requested(signum: int) -> str:
-    """Return the line that confirms that a received signal was understood as a request for a checkpoint."""
+    """Return the line that confirms a signal that requests a checkpoint."""
     return f"{signal_name(signum)} received: requesting a checkpoint at the end of a step"
 
 
@@ -163,8 +161,8 @@ def passed_on(signum: int, held: Sequence[int]) -> str:
 
     Args:
         signum: number of the signal.
-        held: local ranks of the workers for which the signal is held, because they have no handler for it
-            yet.
+        held: local ranks of the workers to which the signal is passed on later, because they have no handler
+            for it yet.
     """
     line = f"{signal_name(signum)} received: passing it on to the workers"
     if held:
@@ -176,7 +174,9 @@ def passed_on(signum: int, held: Sequence[int]) -> str:
 
 
 def signal_not_passed_on(signum: int) -> str:
-    """Say that a signal is not passed on, because it is unknown which workers it would kill."""
+    """Return the line that says that a signal is not passed on, because the agent cannot determine which
+    workers have no handler and would be killed by it.
+    """
     return (
         f"{signal_name(signum)} received, but not passed on: /proc does not show this pid namespace, so it "
         "is unknown whether the workers handle it, and it kills those that do not; mount /proc there"
@@ -184,8 +184,8 @@ def signal_not_passed_on(signum: int) -> str:
 
 
 def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
-    """Return the line that reports that a held signal was never delivered, because there was no handler for
-    it.
+    """Return the line that reports that a held signal was never delivered, because the workers installed no
+    handler for it.
     """
     ranks = ", ".join(map(str, local_ranks))
     return f"{signal_name(signum)} was dropped for local rank {ranks}: no handler was installed {when}"
@@ -205,8 +205,8 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
 
 
 def killed(who: str, event: WorkersKilled) -> str:
-    """Return the line about workers that did not exit in time and were killed. If a save may be incomplete,
-    the line says so. ``who`` names the workers.
+    """Return the line about workers that did not exit in time and were killed. ``who`` names the workers. The
+    line also says if a save may be incomplete.
     """
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
     if event.reason == "stalled exit":
@@ -219,12 +219,15 @@ def killed(who: str, event: WorkersKilled) -> str:
 
 
 def stuck(local_ranks: Iterable[int]) -> str:
-    """Say that a node cannot be used again because these workers did not exit after SIGKILL."""
+    """Return the line that says that this node cannot be used again, because these workers did not exit after
+    SIGKILL.
+    """
     return f"SIGKILL did not stop local rank(s) {', '.join(map(str, local_ranks))}"
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:
-    """Say that a node cannot be used again because its workers are in uninterruptible sleep.
+    """Return the line that says that this node cannot be used again, because its workers are in
+    uninterruptible sleep.
 
     Args:
         seconds: time in uninterruptible sleep in seconds, by local rank.
@@ -245,8 +248,8 @@ def milliseconds(span_ns: int) -> str:
 
 
 def phases(phases_ms: Mapping[str, float]) -> str:
-    """Return text with the durations of a restart's phases, to append to the total duration. The text is
-    empty if no phase took at least 0.05 ms.
+    """Return text with the durations of the phases of a restart, which follows the total duration. The text
+    is empty if no phase took at least 0.05 ms.
     """
     shown = [f"{name} {span:.1f}" for name, span in phases_ms.items() if span >= 0.05]
     return f" ({', '.join(shown)})" if shown else ""
@@ -261,9 +264,8 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Return text with the percentage of productive time, to append to the summary line.
-
-    The text is empty for a job shorter than a minute, because starting it took most of that time.
+    """Return text with the percentage of productive time, which follows the summary line. The text is empty
+    for a job that was shorter than a minute, because most of its time was the start.
     """
     if total_ns < 60_000_000_000:
         return ""

@@ -7,7 +7,7 @@ import os
 from elasticrs.report.phrases import printable
 
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
-"""Parts of paths that show that a file does not contain the user's own code."""
+"""Path fragments that identify files outside the user's own code."""
 
 _LIMIT = 300
 """Maximum number of characters of the exception's text."""
@@ -28,8 +28,7 @@ def headline(text: str) -> str | None:
     block = lines[last + 1 :]
     frames = [frame for frame in map(_frame, block) if frame is not None]
     is_traceback = last >= 0 or bool(frames)
-    # Show the first line of an exception, but the last line of any other message, because these are the most
-    # informative lines.
+    # The first line of an exception's text and the last line of any other message are the most informative.
     said = next((line for line in block if not line.startswith((" ", "…"))), None) if is_traceback else None
     said = printable((said or lines[-1]).strip(), _LIMIT)
     if not frames:

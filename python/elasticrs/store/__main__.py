@@ -1,8 +1,9 @@
 """Runs the rendezvous store as a separate process, outside the training nodes: ``python -m elasticrs.store``.
 
-Prints a line with its address once it accepts connections. SIGTERM, SIGINT and SIGHUP shut it down cleanly,
-with one line of output and exit code 0. An internal error, or state that cannot be read or written, ends it
-with exit code 1. Invalid arguments are reported in one line on stderr, with exit code 2.
+Prints a line with its address once it accepts connections. SIGTERM, SIGINT and SIGHUP shut the store down
+cleanly, with one line of output and exit code 0. After an internal error, or if its state cannot be read or
+written, the store exits with exit code 1. Invalid arguments are reported in one line on stderr, with exit
+code 2.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
         return os.environ.get("ELASTICRS_TOKEN", "").encode(errors="surrogateescape") or None
     try:
         with open(path, "rb") as file:
-            # Strip only line ends, so that the token has the same bytes as the one that agents read from this
-            # file.
+            # Strip only line ends, as agents do, because the token must have the same bytes here and in the
+            # agents.
             token = file.read().rstrip(b"\r\n")
     except OSError as error:
         parser.error(f"cannot read the token: {error.strerror}: {path}")
@@ -82,11 +83,11 @@ def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
 
 def _say(line: str) -> None:
     try:
-        # Write without a buffer, because the interpreter would flush a buffer again at exit and fail again.
+        # Write without a buffer, because after an error the interpreter would flush the buffer at exit and
+        # fail again.
         os.write(2, f"elasticrs store: {line}\n".encode(errors="backslashreplace"))
     except OSError:
-        # Ignore the error, because the terminal may be closed (SIGHUP) while clients still have to be served
-        # and notified.
+        # Ignore the error. If the terminal was closed (SIGHUP), the store must still notify its clients.
         return
 
 
@@ -118,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.set_wakeup_fd(wake.fileno())
         for signum in _signals():
             signal.signal(signum, lambda *_: None)
-        # Raise the limit, because each client needs a descriptor.
+        # Raise the limit of file descriptors, because each client needs one.
         raise_descriptor_limit()
         has_state = bool(args.state) and os.path.exists(args.state) and os.path.getsize(args.state) > 0
         try:

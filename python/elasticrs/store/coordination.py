@@ -2,23 +2,23 @@
 exchanged.
 
 A :class:`Session` holds a single lease. While the lease lasts, the session may lose its connection and
-reconnect, or wait for a store that is down. That only delays requests. A session for another store must
+reconnect, or wait for a store that is down. Requests are then only delayed. A session for another store must
 provide:
 
 - transactions of at most :data:`MAX_OPERATIONS` compares and as many operations. Each transaction is one
   revision, and puts or deletes a key at most once;
-- leased keys, which are deleted when the session ends, or some seconds later. A key is put either always with
-  a lease or always without one;
-- watches of keys and prefixes, starting from a snapshot or a revision. The revisions arrive in order, each
-  with all changes that the watch covers. The order between several watches, or between watches and replies,
-  is not specified. A session never has two watches that cover the same key, but a watch may be requested
-  again. If the store no longer has the history of a watch, or if the watch was resumed on another connection,
-  the missed changes arrive as a single revision;
+- leased keys, which are deleted when the session ends, or some seconds later. All puts of a key have a lease,
+  or none of them has;
+- watches of keys and prefixes, starting from a snapshot or a revision. The revisions arrive in order, and
+  each of them contains all changes to the watched keys. The order between several watches, or between watches
+  and replies, is not specified. A session never watches a key through two different watches, but the same
+  watch may be requested again. If the store no longer has the history of a watch, or if the watch was resumed
+  on another connection, the missed changes arrive as a single revision;
 - requests that are executed in order, and replies in that order; an :class:`Unwatch` takes effect for all
   later changes. Requests whose replies were lost with a connection may be executed again, in order. The
   caller must tolerate that, and must tolerate a request that is rejected because it was already executed;
-- leases that outlast the session: the store ends the lease of a lost session slightly after the session has
-  reported the loss, never before;
+- leases that outlast the session: the store ends the lease of a lost session only after the session has
+  reported the loss;
 - :class:`ConnectionLost` as the last event of a session, whatever ended it.
 """
 
@@ -72,8 +72,9 @@ if TYPE_CHECKING:
             """Send a request. The store executes requests in order."""
 
         def clock(self) -> tuple[int, int] | None:
-            """Return how far the store's wall clock is ahead of the local one, and the uncertainty of that
-            difference, both in nanoseconds. ``None`` if they are not known yet.
+            """Return the difference between the store's wall clock and the local wall clock, and the maximum
+            error of the difference, both in nanoseconds. The difference is positive if the store's clock is
+            ahead. ``None`` if the difference is not known yet.
             """
 
         def close(self) -> None:
@@ -81,8 +82,8 @@ if TYPE_CHECKING:
 
 
 MAX_OPERATIONS = 125
-"""Maximum number of compares, and of operations, in a transaction of the rendezvous. The default limit of
-etcd is 128, of which the etcd client of elasticrs needs three.
+"""Maximum number of compares, and maximum number of operations, in a transaction of the rendezvous. Etcd
+allows 128 by default, and the etcd client of elasticrs adds three of its own.
 """
 
 
@@ -192,8 +193,8 @@ class Watch(Value):
         tag: number that identifies the request.
         prefix: prefix of the keys.
         exact: true if ``prefix`` is a complete key.
-        snapshot: true if the reply contains the existing entries at its revision. The watch then continues
-            after that revision.
+        snapshot: true if the reply should contain the existing entries. The watch then starts after the
+            revision of the reply.
     """
 
     tag: int
@@ -254,8 +255,8 @@ class Reply(Value):
 
 
 class Changes(Value):
-    """Changes of one revision, in the order of the transaction. Depending on the store, the event contains
-    the changes for a single watch, or for all watches of the session.
+    """Changes of one revision, in the order of the transaction. Some stores send a separate event for each
+    watch. Others send a single event for all watches of the session.
     """
 
     revision: int
@@ -263,9 +264,7 @@ class Changes(Value):
 
 
 class Notice(Value):
-    """Message that tells the user that the store has stopped responding, or that it responds again. The
-    session itself is unaffected.
-    """
+    """Message for the user: the store has stopped responding, or responds again. The session continues."""
 
     message: str
 

@@ -1,8 +1,8 @@
 """Key-value store in a file, for nodes that are on one machine or share a file system.
 
 Every operation holds a lock (``flock`` of ``<path>.lock``). An operation that changes data replaces the whole
-file, so a process that is killed during an operation has changed nothing, and the kernel releases its lock.
-The file is JSON with a version number. It cannot be shared with torch's ``FileStore``, which has a different
+file. If a process is killed during an operation, the file is unchanged, and the kernel releases the lock. The
+file is JSON with a version number. It cannot be shared with torch's ``FileStore``, which has a different
 format.
 """
 
@@ -198,6 +198,6 @@ class TemporaryFileStore(FileStore):
 
 
 def _remove_in(pid: int, folder: str) -> None:
-    # Do nothing in a forked child, which also runs this finalizer, because its parent still uses the folder.
+    # A forked child also runs this finalizer. Do nothing there, because the parent still uses the folder.
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)

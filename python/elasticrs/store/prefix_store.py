@@ -16,14 +16,14 @@ def with_prefix(store: Any, prefix: str) -> Any:
     """Return a store that puts a prefix and a slash before every key, like torch's ``PrefixStore``."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(store, distributed.Store):
-        # Use torch's class for a torch store, because torch's functions accept nothing else.
+        # Use torch's class for a torch store, because torch's functions accept no other classes.
         return distributed.PrefixStore(prefix, store)
     return PrefixStore(prefix, store)
 
 
 class PrefixStore:
-    """Store that puts a prefix and a slash before every key. Attributes that take no key, such as
-    ``timeout``, are those of the underlying store.
+    """Store that puts a prefix and a slash before every key. Attributes that do not involve a key, such as
+    ``timeout``, come from the underlying store.
     """
 
     def __init__(self, prefix: str, store: Any) -> None:

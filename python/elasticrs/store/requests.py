@@ -26,11 +26,11 @@ class Requests:
     the events for all callers, so no extra thread is needed.
 
     1. Each reply is passed to the call that sent the request.
-    2. A caller that waits for a key misses no put, because puts of the key are counted from before the caller
-       reads it.
+    2. A caller that waits for a key misses no put, because counting of puts starts before the caller reads
+       the key.
 
     Args:
-        make: creates the session when it is first needed. Its exceptions are raised by the call that needed
+        make: creates the session when it is first needed. An exception in it reaches the caller that needed
             the session.
     """
 
@@ -140,8 +140,8 @@ class Requests:
                 raise LostError(self._lost)
             self._tag += 1
             tag = self._tag
-            # Send under the lock, because a `Watch` from one thread and an `Unwatch` from another could
-            # otherwise be sent in the wrong order.
+            # Hold the lock while sending. Otherwise, a `Watch` of one thread and an `Unwatch` of another
+            # thread could be sent in the wrong order.
             session.send(make(tag))
             self._replies[tag] = None
         try:

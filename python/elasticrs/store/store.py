@@ -42,9 +42,9 @@ def connect(
     Args:
         host: host of the store.
         port: port of the store.
-        run_id: id of this run. A store that serves a single run refuses all others.
+        run_id: id of this run. A store that serves a single run refuses clients of other runs.
         prefix: prefix of every key.
-        token: token of the store, or the token that was derived from it for ``scope``.
+        token: token of the store. With ``scope``, the token that was derived for this scope.
         scope: prefix to which the token restricts the keys; ``None`` for all keys.
         timeout: time limit of :meth:`Store.get` and :meth:`Store.wait`.
         connect_timeout: time limit for connecting, in seconds.
@@ -65,7 +65,7 @@ def connect(
 
 
 def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> Store:
-    """Return a store that owns this client. Close the client if connecting fails.
+    """Connect the client, and return a store that owns it. Close the client if connecting fails.
 
     Raises:
         DistNetworkError: see :func:`connect`.
@@ -193,8 +193,8 @@ class Store(TimedStore):
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Add a value to the end of a queue.
 
-        A queue is stored as the value of its key, which exists while the queue is not empty. A key can
-        therefore hold either a queue or a plain value, and the whole queue must fit into one value.
+        A queue is stored as the value of its key. The key exists only while the queue is not empty. A key
+        holds either a queue or a plain value, and the size limit of a value applies to the whole queue.
         """
         item = bytes_of(value)
         self._change(key, lambda queue: queue + len(item).to_bytes(_LENGTH, "big") + item)

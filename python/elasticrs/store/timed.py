@@ -61,7 +61,7 @@ class TimedStore(ABC):
 
     @abstractmethod
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until all these keys exist. Return their values as of a single moment.
+        """Wait until all these keys exist. Return their values, which are read at the same time.
 
         Raises:
             DistStoreError: not all keys were set within :attr:`timeout`.

@@ -131,7 +131,8 @@ class TimerServer(ABC):
         """Kill a worker.
 
         Returns:
-            True if the worker was killed. If false, the server retries. An exception counts as success.
+            True if the worker was killed. If false, the server retries. If this method raises an exception,
+            the server does not retry.
         """
 
     def start(self) -> None:
@@ -212,8 +213,8 @@ _live: dict[tuple[int, str], list[float]] = {}
 """Deadlines of the running blocks of all threads, by client and scope."""
 
 places: dict[tuple[int, str], str] = {}
-"""File and line of the most recently entered block, by client and scope. Omitted if the scope itself is the
-file and line.
+"""File and line of the block that was entered last, by client and scope. There is no entry if the scope
+itself is the file and line.
 """
 
 
@@ -223,8 +224,8 @@ def _forget(key: tuple[int, str]) -> None:
 
 
 def _forget_live() -> None:
-    # Reset the state in a forked child, because the running blocks belong to the parent and a thread of the
-    # parent may hold the lock.
+    # Reset the state in a forked child. The running blocks belong to the parent, and the lock may be held by
+    # a thread that exists only in the parent.
     global _lock  # noqa: PLW0603 -- a held lock has to be replaced
     _lock = RLock()
     _live.clear()
@@ -242,8 +243,8 @@ class expires:  # noqa: N801 -- torch's name
     by recursive functions or several threads. They do not suppress exceptions. If several running blocks have
     the same scope, the earliest deadline applies.
 
-    Unlike in torch, the default scope is the caller's line. In torch it is a line of ``contextlib``, which is
-    always the same, so that an inner block stops the timer of the outer block.
+    Unlike in torch, the default scope is the caller's line. In torch, all blocks have the same default scope,
+    a line of ``contextlib``, so an inner block stops the timer of the outer block.
 
     Args:
         after: time limit in seconds, from the start of the block.
@@ -318,8 +319,8 @@ class expires:  # noqa: N801 -- torch's name
 
 
 class SteadyClock:
-    """Clock that is not affected by steps of the wall clock. It adds the elapsed monotonic time to the
-    wall-clock time at its creation.
+    """Clock that ignores steps of the wall clock. Its time is the wall-clock time at its creation plus the
+    monotonic time since then.
     """
 
     __slots__ = ("_monotonic", "_wall")
@@ -337,8 +338,8 @@ class SteadyClock:
         return self._wall + time.monotonic() - self._monotonic
 
     def steady(self, expiration_time: float) -> float:
-        """Convert an expiration time to this clock. The time is in seconds since 1970 and has just been
-        computed with the wall clock.
+        """Convert an expiration time to this clock. The expiration time is in seconds since 1970, and was
+        just computed from the wall clock.
         """
         step = time.time() - self.now()
         return expiration_time if abs(step) < self.TOLERANCE else expiration_time - step

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Descendants:
-    """Holds a pidfd for each descendant, so that another process that later gets the same pid is not mistaken
-    for the descendant.
+    """Holds a pidfd for each descendant. After a descendant has exited, another process may get the same pid,
+    but the pidfd never refers to that process.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Descendants:
     def bind(self, pid: int, started: int = 0) -> bool:
         """Hold a pidfd of a process. Return false if the process has ended or is not a descendant of the
         current process. ``started`` is the start time of the process (:func:`started_at`), or 0 if it is
-        unknown. ``pid`` may be any value, because it comes from a request that was not checked.
+        unknown. ``pid`` may be any value, because it comes from an unchecked request.
         """
         if pid not in self._pidfds:
             try:
@@ -43,14 +43,12 @@ class Descendants:
         return True
 
     def holds(self, pid: int) -> bool:
-        """Return true if :meth:`bind` has accepted the process and :meth:`forget_the_dead` has not released
-        it.
-        """
+        """Return true if this object holds a pidfd of the process."""
         return pid in self._pidfds
 
     def send(self, pid: int, signum: int) -> bool:
-        """Send a signal to a held process. Return false if that fails, except if the process has already
-        ended.
+        """Send a signal to a held process. Return true if the signal was sent or the process has already
+        exited.
         """
         import signal
 

@@ -2,10 +2,10 @@
 :class:`FileTimerServer`, and with torch's server.
 
 **Writing.** Under an elasticrs agent, which sets ``ELASTICRS_TIMER_FILE``, the FIFO stays open, and each
-record is written with a single ``write``. Otherwise the FIFO is opened for each record, because torch's
-server expires no timer while a writer has the FIFO open. Writing never blocks. If the pipe is full, a request
-is dropped and counted. A *release* is not dropped but kept and retried, because a healthy worker would be
-killed if it were lost.
+record is written with a single ``write``. Without such an agent, the FIFO is opened for each record, because
+torch's server expires no timers while a writer has the FIFO open. Writing never blocks. If the pipe is full,
+a request is dropped and counted. A *release* is kept and sent again, because the server would kill a healthy
+worker if the release were lost.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class FileTimerRequest(TimerRequest):
 class FileTimerClient(TimerClient):
     """Timer client that sends requests through a FIFO. Several threads and forked children may use it.
 
-    As in torch, the first request fails if no server reads the FIFO after a second of retries. If the server
-    disappears later, requests are only counted as dropped. Under an elasticrs agent, the first request does
-    not fail either.
+    As in torch, the first request raises an exception if no server reads the FIFO after a second of retries.
+    If the server disappears later, requests are only counted as dropped. Under an elasticrs agent, a missing
+    server never raises an exception.
 
     Args:
         file_path: path of the FIFO; in a worker, ``os.environ["TORCHELASTIC_TIMER_FILE"]``.
@@ -151,8 +151,7 @@ class FileTimerClient(TimerClient):
             self._fd = -1
 
     def __del__(self) -> None:
-        # Do not take the lock, because after a fork it may be held by a thread that does not exist in this
-        # process.
+        # Do not take the lock. After a fork, its holder may be a thread that does not exist in this process.
         if getattr(self, "_fd", -1) >= 0 and self._fd_is_ours():
             os.close(self._fd)
 
@@ -168,8 +167,8 @@ class FileTimerClient(TimerClient):
             self._forked()
 
     def _forked(self) -> None:
-        """Reset the state for this process. The parent's lock, thread and pending releases stay with the
-        parent.
+        """Reset the state for this process. A forked child does not use the parent's lock, thread and pending
+        releases.
         """
         self._pid = os.getpid()
         self._lock = RLock()
@@ -193,8 +192,8 @@ class FileTimerClient(TimerClient):
         if len(line) > _PIPE_BUF:
             raise RuntimeError(f"a timer request has at most {_PIPE_BUF} bytes, this one has {len(line)}")
         with self._lock:
-            # Keep the order of requests, because a delayed release could stop a later timer with the same
-            # name.
+            # Send pending releases first, because a release that is sent too late could stop a newer timer
+            # with the same name.
             if self._flush() and self._put(line):
                 return
             if is_release:
@@ -204,8 +203,8 @@ class FileTimerClient(TimerClient):
                 self._drop("the pipe is full")
 
     def _put(self, line: bytes) -> bool:
-        """Return true if the line needs no retry, because it was written or there is no reader. Return false
-        if the pipe is full.
+        """Write a line, or drop it if the FIFO has no reader. Return false if the pipe is full and the line
+        must be retried.
         """
         fd = self._open()
         if fd < 0:

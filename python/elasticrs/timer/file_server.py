@@ -37,7 +37,7 @@ class FileTimerServer(DescendantTimers):
         max_interval: maximum number of seconds between iterations of the thread.
         daemon: true if the process may exit while the thread runs.
         log_event: called with ``"watchdog started"``, ``"watchdog stopped"``, ``"timer expired"`` or ``"kill
-            worker process"``. The last two come with the request.
+            worker process"``. For the last two, the request is passed as well.
 
     Raises:
         FileExistsError: another file exists at ``file_path``.
@@ -139,7 +139,8 @@ class FileTimerServer(DescendantTimers):
         self._forget(self._descendants.forget_the_dead())
 
     def _run_watchdog(self) -> None:
-        # First read all pending requests, because they may release or restart timers that are due.
+        # Before expiring timers, read all pending requests, because they may release or restart timers that
+        # are due.
         self.register_timers(self._get_requests())
         all_expired = self.get_expired_timers(self._clock.now())
         file_based_local_timer.log_debug_info_for_expired_timers(
@@ -169,8 +170,8 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
-        # Count all records, even those of processes that have exited, so that the count does not depend on
-        # timing.
+        # Count all records, including those of processes that have exited. Otherwise, the count would depend
+        # on timing.
         self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
@@ -183,7 +184,7 @@ class FileTimerServer(DescendantTimers):
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):
             return True
-        # Warn if the process exists, because it is then not a descendant and may not be signalled.
+        # A process that still exists is not a descendant and may not be signalled, so warn about it.
         if not self._has_refused and self.is_process_running(pid):
             self._has_refused = True
             _logger().warning(

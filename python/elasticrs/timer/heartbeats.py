@@ -1,8 +1,8 @@
 """Sends the heartbeats of a worker, for ``--hang-timeout``.
 
-The agent passes a page of shared memory to each worker, in ``ELASTICRS_HEARTBEAT``. A heartbeat consists of
-two or three stores into the page: it makes no system call, wakes no process and cannot block. The agent reads
-the page when a time limit has expired. The layout of the page is in
+The agent passes a page of shared memory to each worker, in ``ELASTICRS_HEARTBEAT``. A heartbeat writes two or
+three numbers into the page. It makes no system call, wakes no process and cannot block. The agent reads the
+page only when a time limit has expired. The layout of the page is in
 ``crates/elasticrs-core/src/timer/pages.rs``. Without a page, and in children of the worker, heartbeats have
 no effect.
 """
@@ -38,8 +38,8 @@ def _heartbeat(step: int | None = None) -> None:
     """Report progress of this worker to the agent. Call this once in each training step, for example.
 
     After its first heartbeat, a worker is considered failed if it sends no further heartbeat within
-    ``--hang-timeout``. The group is then restarted if its restart budget allows. A call takes well below a
-    microsecond. For parts of the program that take longer, see :class:`Section` (``heartbeat.section``).
+    ``--hang-timeout``. The group is then restarted if its restart budget allows. A call takes much less than
+    a microsecond. For parts of the program that take longer, see :class:`Section` (``heartbeat.section``).
 
     Args:
         step: number of the step that starts, 0 or more, shown in reports. -1 means that no step has started
@@ -86,8 +86,8 @@ class Section:
         global _mark  # noqa: PLW0603 -- as in `_heartbeat`
         words = _words or _attach()
         self._outer.append((words[_LIMIT], bytes(words.cast("B")[_NAME]), _mark))
-        # Send a heartbeat first, because the code before this block belongs to a step or to the outer
-        # section.
+        # Send a heartbeat first, to mark the end of the code before this section. That code belongs to a step
+        # or to the outer section.
         _heartbeat()
         _mark = 0
         words.cast("B")[_NAME] = self._name
@@ -126,7 +126,7 @@ def automatic_heartbeat(step: int | None) -> None:
     words = _automatic
     if words is None:
         words = _automatic = _take_page()
-    # Repeat the stores of `_heartbeat` here, to avoid a function call.
+    # Write the same numbers as `_heartbeat` here, to avoid a function call.
     words[_TIMES + (_count & _LAST)] = monotonic_ns() | 1
     _count += 1
     words[_COUNT] = _count
@@ -144,8 +144,8 @@ def heartbeat_unless_given(before: int) -> int:
 def _attach() -> memoryview:
     global _words  # noqa: PLW0603 -- the page of this process
     _words = words = _take_page()
-    # Until now automatic heartbeats have used the step as their counter. Reset it before the program counts
-    # its own steps.
+    # Until now, automatic heartbeats have counted in the field for the step. Reset the field, because the
+    # program now sends its own steps.
     words[_STEP] = 0
     return words
 
@@ -182,14 +182,13 @@ def _notice_exit() -> None:
 def _begin_exit() -> None:
     """Store the time at which the main program returned.
 
-    From then on the time limit for a step does not apply. It applies again if another heartbeat follows,
-    because then a background thread is still training.
+    After that, the time limit for a step does not apply. Another heartbeat makes it apply again, because the
+    heartbeat shows that a background thread is still training.
     """
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:
-        # Clear the lowest bit of the time, because this bit marks the end of a training step, and no step
-        # ends here.
+        # Clear the lowest bit of the time, which would mark the end of a training step.
         at = monotonic_ns() & -2
         words[_TIMES + (_count & _LAST)] = at
         _count += 1
@@ -198,7 +197,7 @@ def _begin_exit() -> None:
 
 
 def _detach() -> None:
-    """Detach a forked child from the page, because its activity is not a heartbeat of its parent."""
+    """Detach a forked child from the page, because the page must show only the heartbeats of the parent."""
     global _words  # noqa: PLW0603 -- as above
     _words = memoryview(bytearray(_SIZE)).cast("Q")
 

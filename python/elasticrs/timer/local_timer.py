@@ -21,8 +21,8 @@ _SLICE = 1.0
 
 
 class LocalTimerRequest(TimerRequest):
-    """Request with the start time of its process, because the pid may already belong to another process when
-    the server reads the request.
+    """Request that contains the start time of its process. From the start time, the server notices if the pid
+    belongs to another process by the time the request is read.
     """
 
     __slots__ = ("start_time",)
@@ -109,7 +109,8 @@ class LocalTimerServer(DescendantTimers, TimerServer):
             if request.expiration_time < 0:
                 self._timers.pop(key, None)
             else:
-                # The timer is kept even if no pidfd can be opened. When it expires, no process is signalled.
+                # Keep the timer even if no pidfd can be opened. In this case, no process is signalled when
+                # the timer expires.
                 self._descendants.bind(request.worker_id, getattr(request, "start_time", 0))
                 request.expiration_time = self._clock.steady(request.expiration_time)
                 self._timers[key] = request
@@ -129,8 +130,7 @@ class LocalTimerServer(DescendantTimers, TimerServer):
         return max(self._max_interval, 2 * _SLICE)
 
     def _seconds_to_wait(self) -> float:
-        # Limit the wait, because only a request interrupts it, and stopping the server must not take a
-        # minute.
+        # Limit the wait to let the server stop soon, because only a request interrupts the wait.
         return min(self._max_interval, self._seconds_until_due(), _SLICE)
 
     def _now(self) -> float:

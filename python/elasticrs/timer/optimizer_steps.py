@@ -28,8 +28,8 @@ def beat_with_steps(optimizers: object) -> None:
     import torch
 
     step = -1
-    # Weak reference to the optimizer whose steps are counted. It is the first optimizer that makes a step or,
-    # after that optimizer is destroyed, the next one that makes a step.
+    # Weak reference to the optimizer whose steps are counted: the first optimizer that makes a step. After it
+    # is destroyed, the next optimizer that makes a step takes its place.
     counted: Callable[[], object] | None = None
 
     def on_step(optimizer: object, _args: object, _kwargs: object) -> None:

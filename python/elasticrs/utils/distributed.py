@@ -35,11 +35,12 @@ def create_c10d_store(
     Args:
         is_server: true if this process hosts the store.
         server_addr: host name of the server.
-        server_port: port of the server; -1 for any free port, with a retry if another process takes it first.
+        server_port: port of the server; -1 for any free port. If another process takes the port first,
+            another free port is tried.
         world_size: number of workers that connect.
         timeout: time limit in seconds for connecting, and for each operation.
         wait_for_workers: true to return only when all workers have connected.
-        retries: number of free ports to try.
+        retries: maximum number of free ports to try.
         use_libuv: ignored and deprecated, as in torch. The environment variable ``USE_LIBUV`` is used
             instead.
 

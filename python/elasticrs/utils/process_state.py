@@ -15,7 +15,9 @@ def read_proc_state(pid: int) -> str | None:
 
 
 def is_uninterruptible_state(state: str | None) -> bool:
-    """Return true if a process in this state cannot be killed until the kernel lets it continue."""
+    """Return true if this state is uninterruptible sleep. A process in uninterruptible sleep cannot be killed
+    until the kernel wakes it.
+    """
     return state is not None and state.startswith("D")
 
 

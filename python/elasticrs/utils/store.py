@@ -107,12 +107,13 @@ def barrier(
         barrier_timeout: time limit in seconds.
         rank: rank of the caller. If given, rank 0 finds the missing ranks and names them in its error.
         rank_tracing_decoder: function that returns the name of a rank for that error.
-        trace_timeout: seconds that rank 0 waits for each rank until it has found a missing one.
+        trace_timeout: time limit in seconds for each rank when rank 0 searches for missing ranks. After the
+            first missing rank, rank 0 uses a shorter limit.
 
     Raises:
         AssertionError: a decoder was given without a rank.
-        DistStoreError: not all ranks arrived in time. If the store raises another class, such as torch's,
-            that class is used.
+        DistStoreError: not all ranks arrived in time. With a store of another package, such as torch, the
+            exception has that package's class.
     """
     if rank is None and rank_tracing_decoder is not None:
         raise AssertionError("Tracing requires rank information")
@@ -155,7 +156,7 @@ def _missing_ranks(
         try:
             store.wait([f"{key_prefix}{_TRACING_GATE}"])
         except _store_errors():
-            # Rank 0 has not arrived either, so it cannot name the missing ranks.
+            # Rank 0 has not arrived either, so it cannot find the missing ranks.
             return None
         return [f"[<check rank 0 ({decoder(0)}) for missing rank info>]"]
     missing: list[str] = []

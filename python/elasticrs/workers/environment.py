@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from elasticrs.job.ranks import WorkerRanks
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
-"""Variable with the secret that the agents of a job share. A setting of the rendezvous takes precedence."""
+"""Variable with the secret that the agents of a job share. If the rendezvous settings contain a secret, this
+variable is ignored.
+"""
 
 _HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_worker")
 _HOOK = os.path.join(_HERE, "hook")
@@ -48,9 +50,10 @@ def worker_env(
         max_restarts: maximum number of charged restarts.
         inherited: environment of the agent.
         use_agent_store: true if an agent hosts the store; otherwise rank 0 does.
-        timer_file: path of the FIFO of the agent's timers. It is also set in a variable of elasticrs, which
-            shows elasticrs's timer client that an elasticrs agent reads the FIFO. The client then keeps the
-            FIFO open. With torch's timer server this would prevent timers from expiring.
+        timer_file: path of the FIFO of the agent's timers. A second variable with the same path, which torch
+            does not have, tells elasticrs's timer client that the reader of the FIFO is an elasticrs agent.
+            Only then may the client keep the FIFO open, because torch's timer server expires no timers while
+            the FIFO is open.
     """
     timers = {"TORCHELASTIC_TIMER_FILE": timer_file, "ELASTICRS_TIMER_FILE": timer_file} if timer_file else {}
     return {
@@ -78,8 +81,8 @@ def worker_env(
 def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a worker that sees only one GPU and has local rank 0.
 
-    As in torch, if ``HIP_VISIBLE_DEVICES`` is not empty, the GPU is taken from it, and the variable is set as
-    well.
+    As in torch, if ``HIP_VISIBLE_DEVICES`` is not empty, the GPU is taken from this variable, and the result
+    sets this variable as well.
 
     Raises:
         ValueError: the agent sees too few GPUs for this local rank.
@@ -123,8 +126,9 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
         return worker_env
     entries = [_HOOK]
     if "PYTHONPATH" in env:
-        # Python treats an empty variable as if it were not set, but an empty entry as the working directory.
-        # So the directory of the hook also represents the empty value, and the hook recognizes that.
+        # If PYTHONPATH is set but empty, add the directory of the hook twice, which the hook recognizes. Do
+        # not add an empty entry, because Python ignores an empty PYTHONPATH, but uses the working directory
+        # for an empty entry.
         entries.append(env["PYTHONPATH"] or _HOOK)
     worker_env["PYTHONPATH"] = os.pathsep.join(entries)
     return worker_env

@@ -56,8 +56,8 @@ class LogPaths(Value):
         """Return the files that contain a single stream and that the agent does not read, as tuples of local
         rank, file descriptor and path.
         """
-        # Leave out files into which several streams are written, because their bytes cannot be attributed to
-        # one stream.
+        # Leave out files that contain several streams, because their bytes cannot be attributed to one
+        # stream.
         owners: dict[str, list[tuple[int, int, str]]] = {}
         for stream, files in ((STDOUT, self.stdouts), (STDERR, self.stderrs)):
             for local_rank, path in files.items():
@@ -142,8 +142,8 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
 
 
 def hang_file(error_file: str) -> str:
-    """Return the path of the file into which the agent writes the stacks of a hung worker. The name is
-    derived from the name of the error file, because several workers may have their error files in one folder.
+    """Return the path of the file into which the agent writes the stacks of a hung worker. The name contains
+    the name of the error file, because error files of several workers may be in the same folder.
     """
     folder, name = os.path.split(error_file)
     return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
@@ -185,8 +185,8 @@ def discard_empty_fault_file(error_file: str) -> None:
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """Return the number of log files that the agent keeps open while workers run. The run time of this
-    function does not depend on ``nproc``, which may be absurdly large.
+    """Return the number of log files that the agent keeps open while workers run. This function takes
+    constant time, because ``nproc`` may be absurdly large by mistake.
     """
     if settings.log_dir == os.devnull:
         return 0
@@ -261,8 +261,8 @@ def attempt_name(restarts: int, round_number: int) -> str:
 
     Args:
         restarts: number of restarts charged before the attempt.
-        round_number: number of the rendezvous round, from 1. It exceeds ``restarts + 1`` after rounds that
-            were not charged as restarts.
+        round_number: number of the rendezvous round, from 1. The number is greater than ``restarts + 1`` if
+            some rounds were not charged as restarts.
     """
     return str(restarts) if round_number == restarts + 1 else f"{restarts}_r{round_number}"
 
@@ -287,8 +287,8 @@ def make_again(run_directory: str, *, is_temporary: bool) -> None:
 
     Args:
         run_directory: directory that :func:`make_private_directory` created.
-        is_temporary: true if this process also created the parent. The folder that contains the parent is
-            then one in which other users can create files.
+        is_temporary: true if this process also created the parent, in a folder in which other users can
+            create files. In this case, directories of other users are rejected.
 
     Raises:
         PermissionError: another user owns an existing directory.

@@ -2,8 +2,8 @@
 
 Accessing the page needs no message and no system call, so a worker can check it after each step. To request a
 checkpoint, the agent increments the counter of requests. After a save, the workers set the counter of served
-requests to the number of requests that the save includes. A request therefore survives the failure of workers
-that have seen it, and overlapping requests share a checkpoint.
+requests to the number of requests at the start of the save. A request is therefore not lost if the workers
+fail before they save, and a single checkpoint can serve several requests.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class AgentPage:
         self._map = mmap(self._fd, size)
         self._bytes = memoryview(self._map)
         self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
-        # Write a random number, so that a worker can check that the path leads to this file. In another pid
-        # namespace, the path may lead to a different file.
+        # Write a random number into the page. A worker checks it, because in another pid namespace the path
+        # may lead to a different file.
         self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
         self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
 
@@ -158,9 +158,8 @@ class AgentPage:
         return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
 
     def final_world_size(self) -> int | None:
-        """Return the number of workers in the last rendezvous of the job, if the training has ended.
-
-        Return ``None`` if the training has not ended, or if no worker of this node has been in a rendezvous.
+        """Return the number of workers in the job's last rendezvous, if the training has ended. Otherwise,
+        and if no worker of this node has been in a rendezvous, return ``None``.
         """
         if self._fd < 0:
             return None
@@ -222,7 +221,7 @@ class WorkerPage:
         return self._all[_ASKED]
 
     def serve(self, asked: int, result: Result) -> None:
-        """Report the result of a save to the agent, for all requests up to number ``asked``."""
+        """Report to the agent the result of a save that serves all requests up to number ``asked``."""
         words = self._all
         if asked > words[_SERVED]:
             words[_RESULT] = _RESULTS.index(result)
@@ -230,8 +229,8 @@ class WorkerPage:
             words[_SERVED] = asked
 
     def place(self, rank: int, world_size: int, number: int) -> None:
-        """Publish the rank of this worker, the number of workers, and the number of the round that starts
-        now.
+        """Publish the data of the round that starts now: the rank of this worker, the number of workers, and
+        the number of the round.
         """
         own = self._own
         own[_RANK], own[_WORLD], own[_ROUND] = rank + 1, world_size, number
@@ -270,7 +269,7 @@ def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
             os.close(fd)
         is_ours = words[_MARK] == int(mark) and len(words) >= _FIRST + _SPAN * (local_rank + 1)
     except (KeyError, OSError, TypeError, ValueError, IndexError):
-        # Continue without a page, because only checkpoint requests and rates need it. The agent reports that
-        # no worker uses it.
+        # Continue without the page, because it is needed only for checkpoint requests and rates. The agent
+        # reports that no worker uses the page.
         return None
     return WorkerPage(words, local_rank) if is_ours else None

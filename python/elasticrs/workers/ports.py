@@ -1,10 +1,10 @@
 """Host and port of the workers' store, if rank 0 of an attempt hosts it.
 
-If a free port were chosen and released again, another process could take it before it is used. So the port
-stays *bound* for the whole attempt, with SO_REUSEADDR but without listening. The kernel then does not assign
-the port to another process as an ephemeral port, and does not let any other process bind it without
-SO_REUSEADDR. Torch's TCPStore sets SO_REUSEADDR (both with libuv and in the older server), so it can bind the
-port and listen on it.
+If this process chose a free port and released it again, another process could take the port before rank 0
+binds it. So the port stays *bound* for the whole attempt, with SO_REUSEADDR but without listening. The kernel
+then does not assign the port to another process as an ephemeral port, and does not let any other process bind
+it without SO_REUSEADDR. Torch's TCPStore sets SO_REUSEADDR (both with libuv and in the older server), so it
+can bind the port and listen on it.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _bind(port: int) -> _socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        # Use IPv4 if this kernel has no IPv6 or sysctl has disabled it. If the process has run out of file
-        # descriptors, this call raises the error again.
+        # Use IPv4, because the kernel has no IPv6, or IPv6 is disabled by sysctl. If the cause was that no
+        # file descriptors are left, this call raises the same error.
         return _bind_family(_socket.AF_INET, port)
 
 

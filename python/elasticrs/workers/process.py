@@ -24,7 +24,7 @@ def check_limits(
     Raises:
         ValueError: a limit does not allow this number of processes or file descriptors.
     """
-    # Each worker needs a heartbeat page, and a second descriptor for it while workers are being started.
+    # Each worker needs a descriptor for its heartbeat page, and a second one while workers are being started.
     pages = 2 * nproc if hang_timeout is not None else 0
     # The FIFO needs two descriptors (for reading and writing). Each process with a timer needs a pidfd;
     # assume one such process per worker.

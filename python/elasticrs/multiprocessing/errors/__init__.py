@@ -1,4 +1,5 @@
-"""Failures of workers. They are passed from a worker to the agent, and from the agent to its parent process.
+"""Failures of workers. A worker passes its failure to the agent, and the agent passes it to the agent's
+parent process.
 
 A worker writes its exception to an error file, either through the hook in :mod:`elasticrs._worker` or because
 its function is decorated with :func:`record`. The agent turns the file into a :class:`ProcessFailure`, adds
@@ -66,7 +67,7 @@ class ChildFailedError(Exception):
         return rank, self.failures[rank]
 
     def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
-        """Return the failure report. The arguments are the characters of its separator lines."""
+        """Return the failure report. The arguments are the characters that form its separator lines."""
         from elasticrs.multiprocessing.errors.report import format_report
 
         return format_report(self.name, self.failures, boarder_delim, section_delim)
@@ -75,10 +76,10 @@ class ChildFailedError(Exception):
 def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
     """Decorate the main function of a worker, so that its exceptions are written to the error file.
 
-    elasticrs needs this only where its hook does not apply: for a worker that is a function, or for a custom
-    error handler. As in torch, ``SystemExit(0)`` is replaced with a return of ``None``, and other exceptions
-    that are not a subclass of ``Exception`` are not recorded. For a :class:`ChildFailedError`, the error file
-    of the root cause is copied.
+    Needed only if the hook of elasticrs does not run, because the worker is a function, or if the program
+    uses its own error handler. As in torch, ``SystemExit(0)`` is replaced with a return of ``None``, and
+    other exceptions that are not a subclass of ``Exception`` are not recorded. For a
+    :class:`ChildFailedError`, the error file of the root cause is copied.
 
     Args:
         fn: function to decorate.
@@ -105,7 +106,7 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         except Exception as error:
             handler.record_exception(error)
             raise
-        # Call this outside of the `try`, because an error in this callback is not a failure of the function.
+        # Call `on_success` outside of the `try`, because an error in it is not a failure of the function.
         handler.record_success()
         return result
 

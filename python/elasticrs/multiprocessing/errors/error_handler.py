@@ -37,8 +37,8 @@ def _logger() -> logging.Logger:
 
 
 def _debug(text: str, *args: object) -> None:
-    # Do not import `logging` for a debug message. If nothing else has imported it, the level DEBUG is not
-    # enabled.
+    # Do not import `logging` for a debug message. If no other module has imported it, the level DEBUG cannot
+    # be enabled.
     if "logging" in sys.modules:
         _logger().debug(text, *args)
 
@@ -64,7 +64,7 @@ class ErrorHandler:
 
         try:
             faulthandler.enable(all_threads=True)
-        except Exception as error:  # For example, stderr is missing or has no descriptor.
+        except Exception as error:  # For example if stderr has no descriptor.
             _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
         # Import the hook now, because `record_exception` needs it and a later import could be interrupted.
         from elasticrs._worker.hook import sitecustomize  # noqa: F401
@@ -152,11 +152,8 @@ class ErrorHandler:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
     def _rm(self, my_error_file: str) -> None:
-        """If a file exists at the path of a new error file, log its contents and remove it. Do not remove a
-        file that is not a regular file.
-
-        Such a file exists if a child of the worker has failed first, because children inherit
-        ``TORCHELASTIC_ERROR_FILE``.
+        """If an error file already exists at this path, log its contents and remove it. A child of the worker
+        may have written it, because children inherit ``TORCHELASTIC_ERROR_FILE``. Remove only a regular file.
         """
         from elasticrs._worker.error_file import may_be_replaced
 
@@ -170,7 +167,7 @@ class ErrorHandler:
         _logger().warning("%s exists and is replaced; it contained:\n%s", my_error_file, contents)
         try:
             os.remove(my_error_file)
-        # The file cannot be removed, for example because it is bind-mounted. It is overwritten instead.
+        # The file cannot be removed, for example because it is bind-mounted. The caller overwrites it.
         except OSError as error:
             _logger().info("%s could not be removed: %s", my_error_file, error)
 

@@ -22,8 +22,8 @@ _FAULTS = frozenset({4, 6, 7, 8, 11})
 """Signals for which :mod:`faulthandler` writes the stack: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
 _STACK_LIMIT = 16384
 _ERROR_FILE_LIMIT = 1 << 26
-"""Maximum size of an error file in bytes. It protects the agent from running out of memory if a program has
-replaced the error file with a huge file.
+"""Maximum size of an error file in bytes. The limit protects the agent's memory if a program has written a
+huge error file.
 """
 
 
@@ -160,7 +160,7 @@ class ProcessFailure:
         if not known:
             traits = {"category": "system_terminated_error", "retryability": "False"}
             self.error_file_data["errorTraits"] = traits
-            # Torch's hint explains how to get an error file, so omit it if there is an error file.
+            # Torch's hint explains how to get an error file. Omit the hint, because there is an error file.
             known = describe_exit(self.exitcode) if trouble else _TORCH_HINT
         return f"{known}; {trouble}" if trouble else known
 
@@ -255,8 +255,8 @@ def load_object(path: str) -> dict[str, Any]:
 def _read_stack(error_file: str) -> str | None:
     # The file is missing or empty if the program is not Python or runs without the hook.
     text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
-    # Use the last entry in the file, because forked children of the worker write to the same file, but the
-    # worker's own entry comes last.
+    # Use the last entry, which is the worker's own. Earlier entries may come from forked children, which
+    # write to the same file.
     last = text[max(0, text.rfind("Fatal Python error")) :]
     # Remove the list of extension modules, because it contains hundreds of names and does not explain the
     # crash.

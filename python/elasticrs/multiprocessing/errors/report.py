@@ -1,8 +1,8 @@
 """Format the failure report.
 
 The report keeps torch's layout line by line, because people and tools know it: title, ``Failures:``, ``Root
-Cause``, and six lines for each failure. Facts that torch does not report follow these six lines. The root
-cause and its details come last, at the end of the output, where the user looks first. Ranks that failed in
+Cause``, and six lines for each failure. Facts that torch does not report follow after these six lines. The
+root cause and its details come last, because users look at the end of the output first. Ranks that failed in
 the same way share an entry. Workers that the agent stopped have not failed, and share one line.
 """
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _WIDTH = 60
 _SIGKILL = 9
 _LONG_TRACEBACK = 3
-"""If a traceback has at least this many line breaks and appears again, the report refers to its first
-appearance.
+"""Minimum number of line breaks in a repeated traceback for which the report refers to the first copy instead
+of printing the traceback again.
 """
 _MANY_ALIKE = 3
-"""If at least this many failures, not counting the root cause, are similar, they share an entry."""
+"""Minimum number of similar failures, not counting the root cause, that share an entry."""
 
 
 def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str, section: str) -> str:
@@ -119,7 +119,7 @@ def _entry(
 def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
     if failure.seen_ns is None:
         return failure.timestamp_isoformat()
-    # Show the time that also determines the order of the failures.
+    # Show the time by which the failures are ordered.
     failed, first = failed_ns(failure) or failure.seen_ns, failed_ns(root)
     seconds, rest = divmod(failure.wall_ns - failure.seen_ns + failed, 1_000_000_000)
     text = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(seconds)) + f".{rest // 1_000_000:03}"

@@ -9,11 +9,11 @@
 - **ROOT-3** A worker that recorded an uncaught error *before* the first exit was noticed is not a victim. It
   failed at the time of the record. With torch, a process often takes longer to exit than its peers take to
   notice its closed connections. This rule applies only if the worker exited within a minute after the record,
-  because an error that a program survived for longer did not cause its exit.
-- **ROOT-4** If a worker exited by itself without an exception (``os._exit``, a crash), and another worker
-  recorded an exception that only reports a lost peer within the five seconds before that exit was noticed,
-  the exception is a consequence of the exit. A process closes its connections before the kernel reports its
-  exit, so its peers may fail first.
+  because otherwise the program survived the error.
+- **ROOT-4** A worker may exit by itself without an exception (``os._exit``, a crash). If another worker
+  recorded an exception in the five seconds before that exit was noticed, and the exception only reports a
+  lost peer, then the exception is a consequence of the exit. A process closes its connections before the
+  kernel reports its exit, so its peers may fail first.
 - **ROOT-5** If these times are missing (for failures that were created by code written for torch), torch's
   rule applies: the smallest timestamp in seconds counts, and among equal timestamps the first in the mapping.
 - **ROOT-6** An exception that only reports a lost or silent peer is a consequence. It is the root cause only

@@ -16,7 +16,7 @@ class CyclingIterator(Iterator[_T]):
     Unlike in torch, empty epochs are skipped without recursion.
 
     Args:
-        n: the iterator stops before this epoch.
+        n: number of the epoch before which the iterator stops.
         generator_fn: returns the iterator for an epoch.
         start_epoch: first epoch.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _LONG_WITH_VALUE = "--check-hash-based-pycs"
 _KEPT = "functions that are started by fork or forkserver already have the modules of their program"
 _ISOLATED = "IES"
-"""Options with which a Python interpreter ignores ``PYTHONPATH`` or does not import ``site``."""
+"""Options that make a Python interpreter ignore ``PYTHONPATH`` or not import ``site``."""
 
 
 class Entry(Value):
@@ -67,8 +67,8 @@ def entry_of_command(command: Sequence[str]) -> Entry:
 
 
 def _is_script(program: str) -> bool:
-    """Return true for a program that is not a binary. A script may drop ``PYTHONPATH`` before it starts
-    Python, and then the nursery would run the user's script.
+    """Return true if a program is a script and not a binary. A script may remove ``PYTHONPATH`` before it
+    starts Python. Without ``PYTHONPATH``, the nursery would run the user's program instead of its own code.
     """
     import shutil
 
@@ -76,15 +76,15 @@ def _is_script(program: str) -> bool:
         with open(shutil.which(program) or program, "rb") as file:
             return file.read(4) != b"\x7fELF"
     except OSError:
-        return False  # The result does not matter, because such a program cannot be started either.
+        return False  # The result does not matter, because a program that cannot be read cannot be started.
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:
     """Find the code that workers run first, if they run a function.
 
     Args:
-        function: function that the workers call. For :func:`elasticrs.run.run_script_path`, the script that
-            it runs counts.
+        function: function that the workers call. For :func:`elasticrs.run.run_script_path`, the result
+            describes the script that it runs.
         arguments: arguments of the function.
         start_method: ``spawn``, ``fork`` or ``forkserver``.
     """
@@ -153,7 +153,8 @@ def _what_runs(arguments: Sequence[str]) -> tuple[str, str]:
 def _entry_of_module(name: str, interpreter: str | None) -> Entry:
     """Find the code that workers run first, if they run ``python -m``.
 
-    Parent packages are not imported, so a package that changes where its modules are found is not supported.
+    This function does not import parent packages, so it does not support packages that change the location of
+    their modules when they are imported.
     """
     here = os.getcwd()
     package, _, _ = name.rpartition(".")
@@ -232,9 +233,9 @@ def found_spec(top: str) -> ModuleSpec | None:
 def is_beside(top: str, folders: Sequence[str]) -> bool:
     """Return true if a name without dots is the user's own module in one of these folders.
 
-    A folder without ``__init__.py`` counts only if no other module has the name, because Python prefers a
-    real module anywhere on its path, and folders such as ``datasets`` or ``wandb`` beside a script often
-    contain no code.
+    A folder without ``__init__.py`` counts only if no other module has this name. Python prefers a regular
+    module anywhere on its path, and folders such as ``datasets`` or ``wandb`` beside a script often contain
+    no code.
 
     Args:
         top: name of the module.

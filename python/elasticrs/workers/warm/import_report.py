@@ -12,9 +12,9 @@
 
 The agent's core writes the last kind of line. Its value is an exit code, the negative number of a signal,
 ``null``, ``"executes"`` (the process executed another program), or ``"closes"`` (the process closed file
-descriptors that it needs). The module that was being imported is then left out. The process may start over
-after each module that is left out, so a module may appear twice. Lines of an unknown form are ignored, and so
-is an incomplete line, whose writer was killed.
+descriptors that it needs). In this case, the module that was being imported is left out. The process may
+start over after each module that is left out, so a module may appear twice. Lines of an unknown form are
+ignored. An incomplete line is ignored as well, because it means that its writer was killed.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class Ready(Value):
 
     Args:
         seconds: duration of the imports.
-        prefixes: folders of the interpreter's library and of installed packages. The folder in which the
-            interpreter is installed is not one of them, because an application may be below it, as in
-            ``/usr/src``.
+        prefixes: folders of the interpreter's library and of installed packages. The list does not contain
+            the folder in which the interpreter is installed, because an application may be below that folder,
+            as in ``/usr/src``.
         threads: number of threads of the process.
         stamps: times and sizes of the files of all modules and of the prefixes, read after the imports. See
             :mod:`elasticrs.workers.warm.sources`.

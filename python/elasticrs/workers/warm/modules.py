@@ -3,8 +3,8 @@ modules that the workers' code imports.
 
 Source files are parsed, never run. All imports at the top level count, including those inside ``if``,
 ``try``, ``with`` and loops, but not imports in functions and classes, or for type checkers only. The user's
-own modules are not preloaded, but they are parsed as well, because each worker will import the modules that
-they import. Modules that torch imports only in the first training step are added; see :data:`LAZY`.
+own modules are not preloaded. They are parsed as well, because the modules that they import can be preloaded.
+Modules that torch imports only in the first training step are added; see :data:`LAZY`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
 """Modules that torch imports only when they are used. Each entry contains words that may occur in a source
 file, and the module to import if one of them does.
 
-Process groups, collectives, data loaders and schedulers import no further modules. If none of these words
-occurs in a script, the modules are not imported, because they take 80 MB and some of them, such as triton,
-print to stderr at exit.
+Process groups, collectives, data loaders and schedulers import no further modules. A module is not imported
+without such a word, because all of these modules take 80 MB, and some of them, such as triton, print to
+stderr at exit.
 """
 
 _READ_LAZILY = (
@@ -63,8 +63,8 @@ _CANNOT_PARSE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _NEVER = ("__future__", "__main__")
 _WIDTH, _SHOWN = 60, 4
 _ENOUGH = 1 << 19
-"""Maximum number of bytes of source files to parse. About 5000 bytes are parsed in a millisecond, and the
-launch waits for it.
+"""Maximum number of bytes of source files to parse. The limit exists because the launch waits for the parser,
+which parses about 5000 bytes in a millisecond.
 """
 
 
@@ -97,8 +97,8 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
         else:
             chosen.append(name)
     plan = _Plan(entry)
-    # Continue if the script cannot be read or parsed. In this case, it is unknown what the script does before
-    # its imports.
+    # Continue even if the script cannot be read or parsed. The statements before its imports are then
+    # unknown.
     with suppress(OSError, *_CANNOT_PARSE):
         plan.read_entry()
     tops = {_top(name) for name in chosen}
@@ -124,7 +124,7 @@ def _of_source(entry: Entry) -> Preload:
         return _cold(f"{entry.path} cannot be parsed: {_reason(error)}")
     remarks = []
     tops = dict.fromkeys(map(_top, plan.left_out))
-    # Do not mention modules that are not installed, because the script may import them only optionally.
+    # Do not mention modules that are not installed, because the script may contain optional imports.
     late = [top for top in tops if entry.interpreter is not None or found_spec(top) is not None]
     if plan.unknown is not None and late:
         late.sort(key=sys.stdlib_module_names.__contains__)  # List the standard library's modules last.
@@ -299,8 +299,8 @@ def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | N
     """Return the reason why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be
     preloaded.
 
-    A worker that starts cold imports these modules when the training starts. Before that, functions of the
-    program may have set environment variables that the modules read during their import.
+    In a worker that starts cold, the training imports these modules. By that time, functions of the program
+    may have set environment variables that these modules read during their import.
 
     Args:
         sources: source files to search for the names of such variables.

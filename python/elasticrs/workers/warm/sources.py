@@ -3,8 +3,8 @@
 The user's own code (an editable install, a folder in ``PYTHONPATH``) is compared file by file before each
 attempt. The interpreter's library and the installed packages consist of thousands of files, so they are
 compared only after a package was installed or removed. An installer replaces the folder
-``NAME-VERSION.dist-info``, which changes the modification time of its parent folder. Because that time may
-have been restored (for example by ``rsync -a``), the ``RECORD`` file of each preloaded distribution is
+``NAME-VERSION.dist-info``, which changes the modification time of its parent folder. A copying program (such
+as ``rsync -a``) may restore that modification time, so the ``RECORD`` file of each preloaded distribution is
 compared as well. Edits inside an installed package are not detected.
 """
 
@@ -46,19 +46,19 @@ class Sources:
         if signs != self.signs:
             installed = _changes(self.installed, look)
             if not installed:
-                # Only an unrelated package was installed or removed. Store the new stamps, because otherwise
-                # all later calls would check every file again.
+                # Only an unrelated package was installed or removed. Store the new stamps, so that later
+                # calls do not check every file again.
                 self.signs = signs
             changes |= installed
         return changes
 
 
 class Settling:
-    """Decides whether changed files have settled, so that it makes sense to import them again.
+    """Detects when changed files have settled, so that the modules can be imported again.
 
-    When the first change is seen, an installer or an editor may still be writing files. Files have settled
-    when two consecutive checks find the same changes. A missing file is probably part of an unfinished
-    installation, which may take long to write its other files, so more checks are needed in this case.
+    After the first detected change, an installer or an editor may still be writing files. Files have settled
+    when two consecutive checks find the same changes. If a file is missing, more checks are needed, because
+    an installation is probably still in progress and may take long.
     """
 
     def __init__(self) -> None:
@@ -99,8 +99,8 @@ def remember(
     folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
     inside = tuple(folder + os.sep for folder in folders)
     files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
-    # A file that changed during the imports is always compared, because the stamps in `signs` may have been
-    # read later.
+    # Always compare a file that changed during the imports. The stamps in `signs` may be newer than that
+    # change, so they would not show it.
     always = touched(files)
     installed = {
         path: found for path, found in files.items() if path.startswith(inside) and path not in always

@@ -9,10 +9,9 @@ into
 - :class:`Variable`: an assignment of a constant to an item of ``os.environ``, which the nursery can repeat;
 - :class:`Folder`: a folder that is added to ``sys.path``. Its modules are not preloaded;
 - :class:`Unknown`: a statement that may affect later imports in an unknown way. Every statement with a call
-  is unknown, unless the function is listed in :data:`_HARMLESS`.
-
-Other statements cannot affect an import and are skipped. Function bodies are skipped as well, because a
-statement that calls such a function is :class:`Unknown`.
+  is :class:`Unknown`, unless the function is listed in :data:`_HARMLESS`. All other statements cannot affect
+  an import and are skipped. Function bodies are skipped as well, because a statement that calls the function
+  is :class:`Unknown`.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = T
         SyntaxError: the source cannot be parsed. ValueError, RecursionError and MemoryError mean the same.
     """
     with warnings.catch_warnings():
-        # Suppress the parser's warnings, because the worker prints them when it compiles the script.
+        # Suppress the parser's warnings, because the worker itself prints them when it compiles the script.
         warnings.simplefilter("ignore")
         tree = compile(source, "<script>", "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
     return _Reader(source, package, file, is_main).read(tree)
@@ -148,7 +147,7 @@ class _Reader:
         self._texts = {"__file__": os.path.abspath(file)}
         """Values of the names that refer to a known string or path."""
         self._has_lost = False
-        """True after the first unknown statement. From then on, only imports are reported."""
+        """True after the first unknown statement. After that statement, only imports are reported."""
 
     def read(self, tree: ast.AST) -> Iterator[Step]:
         # Use a stack instead of recursion, because the code may be nested too deeply for recursion.
@@ -327,7 +326,7 @@ class _Reader:
         if not self._are_harmless([node.value]):
             return False
         if isinstance(node, _ast.AugAssign):
-            # Check which object the name refers to, because `paths = sys.path; paths += ["…"]` changes
+            # Check the object that the name refers to, because `paths = sys.path; paths += ["…"]` changes
             # `sys.path`.
             known = self._path(node.target) if isinstance(node.target, _ast.Name) else ""
             return known in (None, _CONTAINER, _TEXT)
