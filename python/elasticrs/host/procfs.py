@@ -8,9 +8,10 @@ from functools import cache
 
 @cache
 def has_own_proc() -> bool:
-    """Return true if ``/proc`` shows the pid namespace of this process. Return false if ``/proc`` is not
-    mounted or shows an outer namespace (``unshare --pid`` without ``--mount-proc``), in which the same pid
-    belongs to a different process. The core applies the same rule.
+    """Return true if ``/proc`` shows the pid namespace of this process.
+
+    Return false if ``/proc`` is not mounted or shows an outer namespace (``unshare --pid`` without
+    ``--mount-proc``), in which the same pid belongs to a different process. The core applies the same rule.
     """
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:

@@ -15,8 +15,9 @@ _LONGEST = 30 * 86400.0
 
 
 class MaxRestarts(int):
-    """Maximum number of restarts, for the whole job or within a window of time. It is a subclass of ``int``,
-    because programs expect an ``int`` as in torchrun.
+    """Maximum number of restarts, for the whole job or within a window of time.
+
+    It is a subclass of ``int``, because programs expect an ``int`` as in torchrun.
 
     Attributes:
         window: seconds within which the number applies; ``None`` for the whole job.

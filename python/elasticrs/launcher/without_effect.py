@@ -20,8 +20,9 @@ _HARDLY_OF_A_SCRIPT = frozenset((
     *("nproc-per-node", "nnodes", "standalone", "max-restarts", "on-failure", "hang-timeout", "no-python"),
     *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "local-ranks-filter", "shutdown-timeout"),
 ))  # fmt: skip
-"""Launcher options that a script is unlikely to define itself. Options such as ``--log-dir`` are not
-included, because a script may define them as well.
+"""Launcher options that a script is unlikely to define itself.
+
+Options such as ``--log-dir`` are not included, because a script may define them as well.
 """
 
 

@@ -264,8 +264,10 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Return text with the percentage of productive time, which follows the summary line. The text is empty
-    for a job that was shorter than a minute, because most of its time was the start.
+    """Return text with the percentage of productive time, which follows the summary line.
+
+    The text is empty for a job that was shorter than a minute, because such a job spent most of its time on
+    starting.
     """
     if total_ns < 60_000_000_000:
         return ""

@@ -158,8 +158,9 @@ class AgentPage:
         return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
 
     def final_world_size(self) -> int | None:
-        """Return the number of workers in the job's last rendezvous, if the training has ended. Otherwise,
-        and if no worker of this node has been in a rendezvous, return ``None``.
+        """Return the number of workers in the job's last rendezvous, if the training has ended.
+
+        Return ``None`` if workers are still training, or if no worker of this node has been in a rendezvous.
         """
         if self._fd < 0:
             return None

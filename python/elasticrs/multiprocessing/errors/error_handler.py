@@ -152,8 +152,10 @@ class ErrorHandler:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
     def _rm(self, my_error_file: str) -> None:
-        """If an error file already exists at this path, log its contents and remove it. A child of the worker
-        may have written it, because children inherit ``TORCHELASTIC_ERROR_FILE``. Remove only a regular file.
+        """If an error file already exists at this path, log its contents and remove it. Remove only a regular
+        file.
+
+        A child of the worker may have written the file, because children inherit ``TORCHELASTIC_ERROR_FILE``.
         """
         from elasticrs._worker.error_file import may_be_replaced
 

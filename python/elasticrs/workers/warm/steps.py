@@ -9,9 +9,10 @@ into
 - :class:`Variable`: an assignment of a constant to an item of ``os.environ``, which the nursery can repeat;
 - :class:`Folder`: a folder that is added to ``sys.path``. Its modules are not preloaded;
 - :class:`Unknown`: a statement that may affect later imports in an unknown way. Every statement with a call
-  is :class:`Unknown`, unless the function is listed in :data:`_HARMLESS`. All other statements cannot affect
-  an import and are skipped. Function bodies are skipped as well, because a statement that calls the function
-  is :class:`Unknown`.
+  is :class:`Unknown`, unless the function is listed in :data:`_HARMLESS`.
+
+All other statements cannot affect an import and are skipped. Function bodies are skipped as well, because a
+statement that calls the function is :class:`Unknown`.
 """
 
 from __future__ import annotations
