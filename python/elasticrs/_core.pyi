@@ -349,6 +349,7 @@ class WorkerHung:
     @property
     def ground(self) -> Literal["stopped", "behind", "elsewhere", "apart", "oldest"]:
         """Reason for blaming this worker instead of the other workers that missed their deadline.
+
         ``"stopped"``: a signal has stopped it. ``"behind"``: it is the only worker that is a step behind the
         others. ``"elsewhere"``: it is the only worker at a different place in the program. ``"apart"``: its
         last heartbeat is the oldest, and no other worker is at the same place in the program. ``"oldest"``:
@@ -447,9 +448,9 @@ class Descendant:
 class Fenced:
     """The deadline that :meth:`Supervisor.fence_at` set has passed, and the nursery is killing all workers.
 
-    Reported at once, even if there is no group. A running group ends with the outcome ``"stopped"``, and its
-    workers with ``sent_signal`` SIGKILL. No worker can be started until a new deadline is set or the deadline
-    is cancelled.
+    Reported at once, even if there is no group. If a group is running, it ends with the outcome
+    ``"stopped"``, and the ``sent_signal`` of its workers is SIGKILL. No worker can be started until a new
+    deadline is set or the deadline is cancelled.
     """
 
     @property

@@ -14,8 +14,8 @@ _program = "/" + (sys.argv or [""])[0]
 _is_command = __name__ == "__main__" or _program.endswith(("/elasticrun", "/elasticrs/__main__.py"))
 _ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 if _ends_by_sigint:
-    # Let Ctrl-C kill this process without a traceback until signal handlers are installed, as other signals
-    # do.
+    # Until signal handlers are installed, let Ctrl-C kill this process without a traceback, like other
+    # signals.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 if _is_command:
     # Collect garbage less often. The agent creates few objects and hardly any reference cycles, and the

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 
 ECHO = 0.1
-"""Seconds after the first stop signal within which further stop signals belong to the same request. A single
-request may cause several signals: wrapper programs pass on a signal that the whole process group has already
-received, and systemd, schedulers and closing terminals send several kinds of signals at once.
+"""Time window after the first stop signal, in seconds. Further stop signals in this window belong to the same
+request. A single request may cause several signals: wrapper programs pass on a signal that the whole process
+group has already received, and systemd, schedulers and closing terminals send several kinds of signals at
+once.
 """
 
 KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))

@@ -62,8 +62,9 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
 def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
     if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
-    # Install Python's default handler first, because forked functions restore the handler that was installed
-    # before. Block the signal meanwhile, because Ctrl-C would otherwise raise an exception here.
+    # Install Python's default handler first, because forked functions restore the handler that preceded the
+    # launcher's own handler. Block the signal meanwhile, because Ctrl-C would otherwise raise an exception
+    # here.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)

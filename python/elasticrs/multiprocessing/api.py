@@ -285,8 +285,8 @@ class RunProcsResult:
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- signal handler's signature
-    """Raise :class:`SignalException` as soon as no event can be lost because of it. If the program is already
-    cleaning up after an earlier :class:`SignalException`, speed up the clean-up instead.
+    """Raise :class:`SignalException`, but not while that could cause an event to be lost. If the program is
+    already cleaning up after an earlier :class:`SignalException`, speed up the clean-up instead.
     """
     if _clean_ups:
         hurry, requests = _clean_ups[-1]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _waits: list[Callable[[], None]] = []
 """Functions that interrupt the waits of the main thread, innermost wait last. Waits are nested if a signal
-handler that interrupts a wait waits as well.
+handler interrupts a wait and then waits itself.
 """
 
 _holds: list[bool] = []

@@ -334,7 +334,8 @@ class Kept(FunctionStart):
             linger: seconds for which processes may continue; see :data:`keeper.WORD`.
         """
         if self._control is not None:
-            # Ignore the error that the keeper was killed, because its workers were killed with it.
+            # Ignore a broken connection, because it means that the keeper was killed together with its
+            # workers.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
@@ -345,8 +346,8 @@ class Kept(FunctionStart):
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
-                # Also kill the processes that the imports have started. This fails if the keeper has not
-                # created its session yet.
+                # Also kill the processes that the imports have started. Their process group may not exist
+                # yet, because the keeper creates it.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
         if self.keeper_pidfd != -1:
             # Continue the keeper, because a stopped process neither reads messages nor exits.
@@ -411,7 +412,7 @@ class Fork(Kept):
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
         # Keep the pipe open until the program exits, because `multiprocessing.parent_process()` in the
-        # workers notices the exit by the closed pipe.
+        # workers detects the exit from the closed pipe.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:

@@ -103,8 +103,8 @@ class SupervisedGroup:
             raise not_started(text, self._failure.errno)
 
     def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
-        """Adopt processes that another process has started. They may start to run only after this call. Call
-        this method after :meth:`start`.
+        """Adopt processes that another process has started. The processes may start to run only after this
+        call. Call this method after :meth:`start`.
 
         Args:
             pids: pids by local rank.
@@ -158,8 +158,8 @@ class SupervisedGroup:
         with self._turn:
             if self._waiter not in {None, me}:
                 return self._turn.wait(timeout)
-            # Save the previous waiter. It is not `None` if a signal handler calls this method while this
-            # thread is already in it.
+            # Save the previous waiter, because a signal handler may call this method while this thread is
+            # already in this method.
             outer, self._waiter = self._waiter, me
         try:
             supervisor = self._supervisor

@@ -107,7 +107,7 @@ def tail_logfile(
         is_finished = False
         while not is_finished:
             # Check `finished` before reading, so that the last read includes everything that was written
-            # before it was set.
+            # before `finished` was set.
             is_finished = finished.is_set()
             while followed.advance():
                 continue
@@ -201,7 +201,7 @@ class TailLog:
         self._each(files, _File.finish)
 
     def _each(self, files: dict[int, _File], act: Callable[[_File], bool | None]) -> bool:
-        # Pass a list to `any`, because it would stop reading a generator at the first file with new data.
+        # Build a list first, because `any` would stop a generator at the first file with new data.
         news = [self._try(files, index, act) for index in list(files)]
         return any(news)
 

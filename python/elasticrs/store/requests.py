@@ -26,8 +26,8 @@ class Requests:
     the events for all callers, so no extra thread is needed.
 
     1. Each reply is passed to the call that sent the request.
-    2. A caller that waits for a key misses no put, because counting of puts starts before the caller reads
-       the key.
+    2. A caller that waits for a key misses no put, because this object starts to count puts of the key before
+       the caller reads the key.
 
     Args:
         make: creates the session when it is first needed. An exception in it reaches the caller that needed

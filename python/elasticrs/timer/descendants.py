@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class Descendants:
-    """Holds a pidfd for each descendant. After a descendant has exited, another process may get the same pid,
-    but the pidfd never refers to that process.
+    """Holds a pidfd for each descendant. If another process later gets the same pid, the pidfd does not refer
+    to that process.
     """
 
     def __init__(self) -> None:

@@ -144,8 +144,8 @@ def heartbeat_unless_given(before: int) -> int:
 def _attach() -> memoryview:
     global _words  # noqa: PLW0603 -- the page of this process
     _words = words = _take_page()
-    # Until now, automatic heartbeats have counted in the field for the step. Reset the field, because the
-    # program now sends its own steps.
+    # Automatic heartbeats have stored their own count in the field for the step. Reset the field, because the
+    # program now sends its steps.
     words[_STEP] = 0
     return words
 

@@ -21,8 +21,8 @@ _SLICE = 1.0
 
 
 class LocalTimerRequest(TimerRequest):
-    """Request that contains the start time of its process. From the start time, the server notices if the pid
-    belongs to another process by the time the request is read.
+    """Request that contains the start time of its process. The server uses the start time to detect that the
+    pid was reused before the request was read.
     """
 
     __slots__ = ("start_time",)

@@ -144,8 +144,8 @@ def _has_threads() -> bool:
 
 
 def _temporary_folders() -> list[Any]:
-    """Return the finalizers of temporary folders. If they were kept, the first forked worker to exit would
-    remove the folders of all workers.
+    """Return the finalizers of temporary folders. With these finalizers, the first forked worker to exit
+    would remove the folders for all workers.
     """
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
     # Compare only function names, because the `repr` of a finalizer's arguments may be slow.
@@ -273,8 +273,8 @@ class _Surroundings:
 
 
 def _kept(fd: int) -> str | None:
-    """Return the kind of an open descriptor, if it is harmful that forked workers would share its state.
-    ``None`` if sharing is harmless.
+    """Return the kind of an open descriptor that forked workers may not share, because they would share its
+    state. ``None`` if sharing is harmless.
     """
     import fcntl
     import stat
@@ -368,8 +368,8 @@ def _end_if_cut_off(before: dict[int, str]) -> None:
     if any(now.get(fd) != before[fd] for fd in _AGENT):
         import signal
 
-        # Replace the last descriptor with a pipe. From the pipe, the agent knows that this process still runs
-        # the nursery and was not replaced by `exec`.
+        # Replace the last descriptor with a pipe. The pipe shows the agent that this process still runs the
+        # nursery and has not called `exec`.
         os.dup2(os.pipe()[1], _AGENT[-1])
         os.close(_AGENT[0])
         while True:
@@ -390,8 +390,8 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
 
 
 def _left_out_before(environ: dict[str, str]) -> set[str]:
-    """Return the modules that earlier nursery processes left out, and the modules during whose import such a
-    process exited.
+    """Return the modules that earlier nursery processes left out, and the modules whose import made such a
+    process exit.
     """
     import json
     from itertools import pairwise

@@ -106,7 +106,8 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         except Exception as error:
             handler.record_exception(error)
             raise
-        # Call `on_success` outside of the `try`, because an error in it is not a failure of the function.
+        # Call this method outside of the `try`, because an error in this method is not a failure of the
+        # function.
         handler.record_success()
         return result
 

@@ -9,7 +9,7 @@
 - **ROOT-3** A worker that recorded an uncaught error *before* the first exit was noticed is not a victim. It
   failed at the time of the record. With torch, a process often takes longer to exit than its peers take to
   notice its closed connections. This rule applies only if the worker exited within a minute after the record,
-  because otherwise the program survived the error.
+  because a program that runs for longer has survived the error.
 - **ROOT-4** A worker may exit by itself without an exception (``os._exit``, a crash). If another worker
   recorded an exception in the five seconds before that exit was noticed, and the exception only reports a
   lost peer, then the exception is a consequence of the exit. A process closes its connections before the

@@ -16,7 +16,7 @@ class CyclingIterator(Iterator[_T]):
     Unlike in torch, empty epochs are skipped without recursion.
 
     Args:
-        n: number of the epoch before which the iterator stops.
+        n: number of the first epoch that is not included.
         generator_fn: returns the iterator for an epoch.
         start_epoch: first epoch.
     """

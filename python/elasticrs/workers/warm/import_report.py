@@ -12,8 +12,8 @@
 
 The agent's core writes the last kind of line. Its value is an exit code, the negative number of a signal,
 ``null``, ``"executes"`` (the process executed another program), or ``"closes"`` (the process closed file
-descriptors that it needs). In this case, the module that was being imported is left out. The process may
-start over after each module that is left out, so a module may appear twice. Lines of an unknown form are
+descriptors that it needs). If a process has exited, the module that it was importing is left out. The process
+may start over after each module that is left out, so a module may appear twice. Lines of an unknown form are
 ignored. An incomplete line is ignored as well, because it means that its writer was killed.
 """
 

@@ -3,8 +3,8 @@
 The user's own code (an editable install, a folder in ``PYTHONPATH``) is compared file by file before each
 attempt. The interpreter's library and the installed packages consist of thousands of files, so they are
 compared only after a package was installed or removed. An installer replaces the folder
-``NAME-VERSION.dist-info``, which changes the modification time of its parent folder. A copying program (such
-as ``rsync -a``) may restore that modification time, so the ``RECORD`` file of each preloaded distribution is
+``NAME-VERSION.dist-info``, which changes the modification time of its parent folder. Copy programs such as
+``rsync -a`` may restore that modification time, so the ``RECORD`` file of each preloaded distribution is
 compared as well. Edits inside an installed package are not detected.
 """
 
