@@ -24,8 +24,8 @@ class ProcessSpec:
         cwd: working directory; the agent's working directory if ``None``.
         stdin, stdout, stderr: path of a file, or ``None`` for the agent's own descriptor. The child opens the
             file for appending and creates it with mode 0644.
-        pass_fds: file descriptors that the worker gets under the same numbers. All others are closed.
-            Default: none.
+        pass_fds: file descriptors that the worker inherits under the same numbers. The worker inherits no
+            other descriptors. Default: none.
         cpus: CPUs that the worker may run on; the agent's CPUs if ``None``.
         warm: true to fork the worker from the supervisor's :class:`WarmNursery`, if it has one.
 
@@ -77,8 +77,8 @@ class GroupSpec:
             rest of its process group once the worker has exited. ``"group"``: the worker's whole process
             group. Default: ``"group"``.
         linger: seconds for which descendants may continue after all workers have exited with 0. After that
-            they get SIGTERM, and SIGKILL one second later. ``None`` lets them continue without limit. If the
-            group fails or is stopped, its descendants are killed at once. Default: 5.
+            they get SIGTERM, and SIGKILL one second later. ``None`` lets the descendants continue without
+            limit. If the group fails or is stopped, its descendants are killed at once. Default: 5.
         start_deadline: seconds within which all workers must have been started.
         keep_ignored: signals that stay ignored in the workers (``nohup``). Default: none.
         replaces: true if a failing worker does not stop the others. The supervisor kills the failed worker's
@@ -118,11 +118,11 @@ class Warmed:
         """Exit status of the nursery, as in :attr:`WorkerExited.exitcode`."""
     @property
     def hung(self) -> bool:
-        """True if the nursery was killed because it exceeded its time limit."""
+        """True if the supervisor killed the nursery because its time limit expired."""
     @property
     def is_beside(self) -> bool:
-        """True if the nursery was started by :meth:`Supervisor.import_beside` and has not replaced the first
-        nursery yet.
+        """True for the second nursery, which :meth:`Supervisor.import_beside` started, while the first
+        nursery is still in use.
         """
 
 @final
@@ -146,7 +146,7 @@ class StartFailed:
     def local_rank(self) -> int | None: ...
     @property
     def stage(self) -> str | None:
-        """Step that failed, as text that fits after "could not": ``"execute"``, ``"open the log file"``, …"""
+        """Step that failed, as a verb phrase: ``"execute"``, ``"open the log file"``, …"""
     @property
     def errno(self) -> int | None:
         """Error number of the failed step; ``None`` if the start hung until its deadline."""
@@ -174,7 +174,7 @@ class WorkerExited:
         """Last signal that the supervisor sent to the worker; ``None`` if it sent none."""
     @property
     def seen_ns(self) -> int:
-        """Time when the exit was noticed. Exits that are noticed together have the same time."""
+        """Time when the supervisor noticed the exit. Exits that are noticed together have the same time."""
     @property
     def max_rss_kib(self) -> int | None:
         """Maximum resident set size of the worker in KiB; ``None`` for adopted processes."""
@@ -236,7 +236,7 @@ class ReplaceFailed:
     """The replacement for a worker could not be started, and all its processes have exited. Another
     replacement may be started.
 
-    If the start hung until its deadline (``errno`` is ``None``), the nursery is lost and the group ends.
+    If the start hung until its deadline, ``errno`` is ``None``, the nursery is lost, and the group ends.
     """
 
     @property
@@ -414,7 +414,7 @@ class WorkersKilled:
 
 @final
 class WorkerPaused:
-    """A worker has been stopped for one second by a signal (SIGSTOP, SIGTSTP, …) that this process did not
+    """A worker has been paused for one second by a signal (SIGSTOP, SIGTSTP, …) that this process did not
     send.
     """
 
@@ -470,14 +470,16 @@ class GroupEnded:
     def outcome(self) -> Literal["succeeded", "failed", "stopped", "lost"]: ...
     @property
     def nursery_exitcode(self) -> int | None:
-        """Exit status of a lost nursery, as in :attr:`WorkerExited.exitcode`; ``None`` if it was not lost."""
+        """Exit status of a lost nursery, as in :attr:`WorkerExited.exitcode`; ``None`` if the nursery was not
+        lost.
+        """
     @property
     def nursery_hung(self) -> bool:
         """True if the nursery was lost because it did not respond and the supervisor killed it."""
     @property
     def stuck_ranks(self) -> list[int]:
-        """Local ranks of workers that did not exit after SIGKILL (state D). The node is unfit for another
-        attempt.
+        """Local ranks of workers that did not exit after SIGKILL (state D). If there are any, the node is
+        unfit for another attempt.
         """
     @property
     def wait_channels(self) -> list[str]:
@@ -587,8 +589,8 @@ class WarmNursery:
 
     Args:
         process: the workers' arguments, and the common part of their environment. The nursery gets a start
-            value in ``ELASTICRS_NURSERY_START``. It passes that value to :func:`warm_nursery_main` after its
-            imports.
+            value in ``ELASTICRS_NURSERY_START``. The nursery passes that value to :func:`warm_nursery_main`
+            after its imports.
         report_fd: file descriptor that the nursery gets as descriptor 6, for its report.
         limit: time limit for the imports, in seconds.
         ignored: signals that are ignored in the workers.
@@ -684,7 +686,7 @@ class Supervisor:
         hung_frame: str | None = None,
     ) -> None:
         """Stop the group. Returns at once; :class:`GroupEnded` reports that the group has been stopped. A
-        later call with a harder policy overrides an earlier one.
+        later call sends its own signal, and can shorten the grace period but not extend it.
 
         Args:
             policy: signal and grace period.
@@ -708,7 +710,7 @@ class Supervisor:
         """
 
     def suspend(self) -> None:
-        """Suspend all groups with SIGSTOP and pause their deadlines until :meth:`resume`."""
+        """Suspend all groups with SIGSTOP, and pause their deadlines, until :meth:`resume` is called."""
     def resume(self) -> None: ...
     def import_beside(self, limit: float) -> None:
         """Import the modules again in a second warm nursery, because files of imported modules have changed.
@@ -731,10 +733,11 @@ class Supervisor:
             SupervisorError: see the class.
         """
     def guard_connection(self, fd: int) -> None:
-        """Let the nursery hold a duplicate of this socket. A later call replaces the socket.
+        """Let the nursery hold a duplicate of this socket.
 
-        If this process dies, the connection is closed only after the nursery has killed all workers and their
-        descendants. If the nursery is lost, the nursery that replaces it holds the socket as well.
+        If this process dies, the nursery keeps the connection open until it has killed all workers and their
+        descendants. A later call replaces the socket. If the nursery is lost, its replacement holds the
+        socket as well.
 
         Raises:
             OSError: ``fd`` is not open, or the process has run out of file descriptors.
@@ -770,9 +773,8 @@ class Supervisor:
         exit_limit: float | None = None,
         least: float | None = None,
     ) -> None:
-        """Give each worker of groups that are started later a memory page for heartbeats
-        (``ELASTICRS_HEARTBEAT``), and watch these workers for hangs. :class:`WorkerHung` reports a hung
-        worker.
+        """Give a memory page for heartbeats (``ELASTICRS_HEARTBEAT``) to each worker of groups that are
+        started later, and watch these workers for hangs. :class:`WorkerHung` reports a hung worker.
 
         Args:
             limit: maximum number of seconds between two heartbeats or lines of output of a worker. ``None``
@@ -798,8 +800,8 @@ class Supervisor:
                 installed.
         """
     def watch_exits(self, limit: float | None = None) -> str:
-        """Watch for workers of the next group that record an uncaught exception and do not exit afterwards.
-        :class:`WorkerRaised` reports the exception, and a missed time limit.
+        """Detect workers of the next group that record an uncaught exception but do not exit.
+        :class:`WorkerRaised` reports the exception, and an expired time limit.
 
         Args:
             limit: seconds within which a worker must exit after the exception; ``None`` for no limit.
@@ -847,8 +849,8 @@ class Supervisor:
     def follow(self, streams: Sequence[LogStream]) -> None:
         """Copy the contents of these files to the console, as whole lines, until their group has ended."""
     def drain(self, timeout: float) -> list[LogStream]:
-        """Wait until the files of ended groups have been copied to the console, for at most ``timeout``
-        seconds. Return the files that have not been copied completely.
+        """Wait for at most ``timeout`` seconds until the files of ended groups have been copied to the
+        console. Return the files that have not been copied completely.
         """
     def close(self, keep_descendants: bool = False) -> None:
         """Kill the remaining processes (unless ``keep_descendants``), and stop the nursery and the runtime
@@ -925,7 +927,7 @@ class HealthServer:
                 round.
         """
     def files_ended(self) -> None:
-        """Check the watched log files for the last time, because their workers have exited."""
+        """Count the bytes in the watched log files for the last time, because their workers have exited."""
     def publish(
         self, state: WorkersState, status: str, workers: Sequence[tuple[int, int, int]] | None = None
     ) -> None:
@@ -947,7 +949,7 @@ class HealthServer:
             ValueError: the activity is unknown.
         """
     def was_hung(self, seconds: float) -> None:
-        """Reclassify this many seconds of productive time as hung time."""
+        """Count this many seconds of productive time as hung time instead."""
     def restarted(self, cause: RestartCause) -> None:
         """Count a restart of the workers.
 
@@ -965,7 +967,7 @@ class HealthServer:
 
 @final
 class TimerFifo:
-    """FIFO for timer records that only this process reads. It is removed when this object is closed.
+    """FIFO from which this process alone reads timer records. Closing this object removes the FIFO.
 
     Args:
         path: path of the FIFO. An existing FIFO is used if it belongs to this user, no other user may open
@@ -1143,7 +1145,7 @@ class StoreNotice:
 
     @property
     def message(self) -> str:
-        """One line for the user, which says whether the store responds."""
+        """One line for the user: the store has stopped responding, or responds again."""
 
 @final
 class ConnectionLost:
@@ -1412,15 +1414,15 @@ class CoordinationClient:
             ValueError: ``from_revision`` was given in a session that can be resumed.
         """
     def unwatch(self, prefix: str, *, exact: bool = False) -> None:
-        """Stop a watch. Changes that are already on their way are still reported."""
+        """Stop a watch. Changes that the store has already sent are still reported."""
     def clock(self) -> tuple[int, int] | None:
         """Return the difference between the store's wall clock and this host's wall clock, and the maximum
         error of that difference, both in nanoseconds. Return ``None`` before the first keep-alive was
         answered.
         """
     def close(self) -> None:
-        """End the session at once, even if another process holds a duplicate of its socket. No event follows.
-        Idempotent.
+        """Close the session at once, even if another process holds a duplicate of its socket. No event
+        follows. Idempotent.
         """
 
 # --- helpers --------------------------------------------------------------------------------------
@@ -1457,8 +1459,8 @@ def heartbeat_page() -> tuple[int, str]:
 def raise_descriptor_limit() -> int:
     """Raise the soft limit ``RLIMIT_NOFILE`` of this process to the hard limit, as far as permitted.
 
-    Only for a process that belongs to the launcher alone. Workers of supervisors that are created later get
-    the previous limit.
+    Use this only in a process that belongs to the launcher alone. Supervisors that are created later start
+    their workers with the previous limit.
 
     Returns:
         The new soft limit.
@@ -1487,8 +1489,8 @@ def scoped_token(token: bytes, scope: str) -> str:
 
 def order_stop_signals() -> None:
     """Prevent the handlers of SIGTSTP and SIGCONT from interrupting each other, so that the signals are
-    handled in the order of their arrival. The effect lasts until another handler is installed for one of
-    them.
+    handled in the order of their arrival. The effect ends when a new handler is installed for one of these
+    signals.
 
     Raises:
         OSError: the kernel refused the change.
@@ -1497,8 +1499,8 @@ def order_stop_signals() -> None:
 def stop_unless_continued() -> None:
     """Stop this process, as with SIGSTOP, and return when it is continued.
 
-    The calling thread must block SIGTSTP and must have sent SIGTSTP to itself. If a SIGCONT has arrived since
-    then, even before this call, the process continues at once.
+    The calling thread must block SIGTSTP and must have sent SIGTSTP to itself. If a SIGCONT has arrived after
+    that SIGTSTP, even before this call, the process continues at once.
 
     Raises:
         OSError: there is not enough memory, or there are too many processes.

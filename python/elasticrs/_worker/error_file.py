@@ -1,4 +1,4 @@
-"""Writes the error file, in which a worker records the exception that ended it.
+"""Writes the error file, in which a worker records its uncaught exception.
 
 The format is torch's: ``message`` with ``extraInfo``, whose values are strings. Additional data is stored
 under the key ``elasticrs``. :class:`elasticrs.multiprocessing.errors.ErrorHandler` imports this module.
@@ -57,7 +57,7 @@ def error_document(error: BaseException, written_by: str) -> str:
 
 
 def failure_facts(error: BaseException) -> "dict[str, object]":
-    """Return what the restart policy needs to know about an uncaught exception.
+    """Return facts about an uncaught exception for the restart policy.
 
     Returns:
         ``exception``: qualified name of its type. ``place``: file name and line where it was raised, such as

@@ -84,7 +84,7 @@ def activate() -> None:
         return
     if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
         raise RuntimeError(f"{loaded[0]} has already been imported; activate elasticrs.alias before that")
-    # Insert this finder at the front, so that it is used before the finder of torch's own files.
+    # Insert this finder at the front, so that Python asks it before the finder of torch's own files.
     sys.meta_path.insert(0, _Finder())
 
 

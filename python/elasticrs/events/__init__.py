@@ -1,5 +1,5 @@
-"""Events of a job. The names, the order and the JSON format are the same as in torch, but events have real
-times and reliable destinations.
+"""Events of a job. The names, the order and the JSON format are the same as in torch. Unlike in torch, events
+have real timestamps and reliable destinations.
 
 >>> from elasticrs import events
 >>> events.record(events.Event("my.event", events.EventSource.WORKER), destination="console")

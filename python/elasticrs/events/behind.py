@@ -17,7 +17,7 @@ MOST = 10_000
 
 
 class Behind:
-    """Queue of lines and a thread that passes them to a function that may block forever.
+    """Queue of lines with a thread that writes them. Writing may block forever.
 
     Args:
         write: writes a line. The second argument is true if the line must be flushed to disk. Only the thread
@@ -34,7 +34,9 @@ class Behind:
 
     @property
     def is_ours(self) -> bool:
-        """True in the process that created this object. A forked child does not have the thread."""
+        """True in the process that created this object. False in a forked child, which does not have the
+        thread.
+        """
         return self._owner == os.getpid()
 
     def put(self, line: bytes, is_failure: bool) -> bool:

@@ -1,8 +1,8 @@
 """Count the workers that a node can run, and find its visible GPUs, without importing torch.
 
-There are three sources, in this order: the driver's files, NVML if the package ``nvidia-ml-py`` is installed,
-and torch. Torch runs in this process if it has already been imported, and otherwise in a short-lived child
-process. The result names its source.
+Three sources are tried in this order: the driver's files, NVML if the package ``nvidia-ml-py`` is installed,
+and torch. If torch has not been imported yet, it runs in a short-lived child process instead of this process.
+The result names its source.
 """
 
 from __future__ import annotations

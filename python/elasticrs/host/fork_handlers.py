@@ -40,7 +40,9 @@ def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None
 
 
 def is_undone(undo: Callable[[], None]) -> None:
-    """Cancel :func:`undo_in_children`, because the handlers have been removed. Idempotent."""
+    """Unregister a function that was passed to :func:`undo_in_children`, because its handlers have been
+    removed. Idempotent.
+    """
     _installed[:] = [each for each in _installed if each[0] != undo]
 
 

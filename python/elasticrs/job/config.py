@@ -468,7 +468,7 @@ def parse_streams(text: str) -> int | dict[int, int]:
 
 
 def check_start_method(name: str) -> None:
-    """Check that a start method exists.
+    """Check that a start method with this name exists.
 
     Raises:
         ValueError: there is no start method with this name.

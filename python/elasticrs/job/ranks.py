@@ -1,7 +1,7 @@
 """Assign ranks to workers. The functions are pure and have the same result on every node, as in torch.
 
-Global ranks are in the order of group ranks. Role ranks are in the same order, among the nodes with the same
-role.
+Global ranks are assigned in the order of group ranks. Role ranks are assigned in the same order, but only
+count workers with the same role.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ TRANSIENT = frozenset(
 )
 """Types of exceptions that report a lost connection or a timeout."""
 MAX_DOUBLINGS = 30
-"""Maximum number of times that a delay is doubled, to avoid huge numbers."""
+"""Maximum number of times that a delay is doubled, because the number would otherwise become huge."""
 
 
 class RestartSettings(Value):

@@ -242,8 +242,8 @@ def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
 
 @contextmanager
 def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
-    """Return a context manager that shuts down a rendezvous handler after its job. The handler stays open if
-    a signal stopped this node, because shutting it down would end the job on all nodes. An error in the
+    """Return a context manager that shuts down a rendezvous handler after its job. If a signal stopped this
+    node, the handler stays open, because shutting it down would end the job on all nodes. An error of the
     handler only causes a warning, because the outcome of the job is already known.
     """
     is_signalled = False

@@ -12,8 +12,8 @@ def refuse_while_main_is_imported() -> None:
     """Exit with a one-line message if this process is a worker that is still importing the main module.
 
     Function workers that are started with ``spawn`` or ``forkserver`` import the main module of their parent.
-    If that module launches workers without a guard, each worker would launch its own workers. Python's own
-    check raises an exception only after the launch has started, and each worker would print a long traceback.
+    Without a guard in that module, each worker would launch workers itself. Python's own check detects this
+    only after the launch has started, and then each worker prints a long traceback.
 
     Raises:
         SystemExit: this process is such a worker. The exception contains the message, and the exit code is 1.

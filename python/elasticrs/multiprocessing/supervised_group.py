@@ -151,7 +151,7 @@ class SupervisedGroup:
         return True
 
     def _advance(self, timeout: float | None) -> bool:
-        """Handle one event, or wait until another thread has handled one. Return false if there was no
+        """Handle one event, or wait until another thread has handled an event. Return false if there was no
         event.
         """
         me = threading.get_ident()

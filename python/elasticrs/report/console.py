@@ -96,7 +96,9 @@ class Console:
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Queue one line with the prefix. A line that is too long for one write to a pipe is truncated."""
+        """Queue one line with the prefix. A line that is too long for a single atomic write to a pipe is
+        truncated.
+        """
         line = _encode(visible(self.prefixed(" ".join(text.splitlines()))))
         if len(self._lines) < _KEPT:
             self._lines.append(line[: _PIPE_BUF - 1] + b"\n")
@@ -120,7 +122,7 @@ class Console:
         wake_fd: int | None = None,
         is_enough: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Write a text of any length after the queued lines, and wait until everything is written.
+        """Write the queued lines and then a text of any length. Wait until everything is written.
 
         Args:
             text: text to write. Control characters in it are made visible.

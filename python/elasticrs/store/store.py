@@ -121,7 +121,7 @@ class Store(TimedStore):
         return self._derived(self._prefix)
 
     def with_prefix(self, prefix: str) -> Store:
-        """Return an object that uses the same connection and adds this prefix after the prefix of the current
+        """Return an object that uses the same connection and appends this prefix to the prefix of the current
         object.
         """
         return self._derived(self._prefix + prefix)

@@ -9,9 +9,9 @@ The interface is the same as in ``torch.distributed.elastic.timer``. In a worker
         loss.backward()
 
 The agent kills this worker and restarts the group if the block takes more than a minute. With
-``--hang-timeout``, no block needs a timer: calling ``timer.heartbeat(step)`` in each step is enough.
-Importing this package is cheap, because it loads no native code and no modules that the interpreter has not
-loaded yet.
+``--hang-timeout``, timers are not needed, because calling ``timer.heartbeat(step)`` in each step is enough.
+Importing this package is cheap, because it loads no native code, and no modules that the interpreter has not
+loaded at its start.
 """
 
 from elasticrs import lazy

@@ -178,8 +178,8 @@ class FileTimerServer(DescendantTimers):
         return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
 
     def _may_ask(self, request: FileTimerRequest) -> bool:
-        """Return true for a release and for a request from a descendant. Other requests usually come from
-        processes that have already exited.
+        """Return true for a release and for a request from a descendant. Any other request usually comes from
+        a process that has already exited.
         """
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):

@@ -31,7 +31,7 @@ _automatic: memoryview | None = None
 """Page for the automatic heartbeats of optimizer steps, used until the program sends its own heartbeats."""
 _count = 0
 _mark = 1
-"""Lowest bit of a heartbeat's time: 1 if the heartbeat ends a step, 0 if it ends a part of a section."""
+"""Lowest bit of a heartbeat's timestamp: 1 if the heartbeat ends a step, 0 if it ends a part of a section."""
 
 
 def _heartbeat(step: int | None = None) -> None:
@@ -135,7 +135,7 @@ def automatic_heartbeat(step: int | None) -> None:
 
 
 def heartbeat_unless_given(before: int) -> int:
-    """Send a heartbeat if none was sent since the count was ``before``. Return the new count."""
+    """Send a heartbeat if the number of heartbeats is still ``before``. Return the new number."""
     if _count == before:
         _heartbeat()
     return _count

@@ -21,7 +21,7 @@ _HOOK = os.path.join(_HERE, "hook")
 _NURSERY = os.path.join(_HERE, "nursery")
 
 NCCL_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Variable that determines whether NCCL's watchdog kills the process when a collective fails."""
+"""Variable that lets NCCL's watchdog kill the process when a collective fails."""
 
 
 def worker_env(
@@ -103,8 +103,8 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment that workers inherit from this process, without the token, which only agents
-    need.
+    """Return the environment that workers inherit: this process's environment without the token, which only
+    agents need.
     """
     return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
 

@@ -1,7 +1,8 @@
 """Layout of the workers' log files: ``<log_dir>/<run_id>_<host>_XXXX/attempt_<name>/<local_rank>/``.
 
 This module only creates directories and chooses the names of files. The core copies output to the console.
-The directory of an attempt is never deleted or reused, because it is the evidence of what happened.
+The directory of an attempt is never deleted or reused, because users need its files to investigate the
+attempt.
 """
 
 from __future__ import annotations
@@ -190,7 +191,7 @@ def followed_files(settings: LogSettings, nproc: int) -> int:
     """
     if settings.log_dir == os.devnull:
         return 0
-    # Copying filtered lines opens two more files: one to read and one to write.
+    # Copying filtered lines opens two more files: the source and the copy.
     out, err = 3 if settings.duplicate_stdout_filters else 1, 3 if settings.duplicate_stderr_filters else 1
     files = (0, out, err, out + err)
     more = STDERR if settings.capture_stderr else 0

@@ -96,7 +96,7 @@ class Watch:
         return [numpy.seed if each is shared else _renewal(each) for each in unseeded]
 
     def _is_unseeded(self, generator: Any) -> bool:
-        # `_seed_seq` is the name before numpy 1.25, `seed_seq` the name since then.
+        # The attribute is named `_seed_seq` before numpy 1.25, and `seed_seq` in later versions.
         sequence = getattr(generator, "_seed_seq", None) or getattr(generator, "seed_seq", None)
         return getattr(sequence, "entropy", None) in self._entropy.drawn
 

@@ -43,8 +43,8 @@ def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int
 
 
 def main_module() -> None:
-    """Replace ``__main__`` with a copy, so that the script's objects are not referenced by a module that the
-    garbage collector ignores because it is frozen.
+    """Replace ``__main__`` with a copy, because the garbage collector ignores the original, which is frozen.
+    Without the copy, objects of the script could never be collected.
     """
     main = type(sys)("__main__")
     main.__dict__.update(sys.modules["__main__"].__dict__)

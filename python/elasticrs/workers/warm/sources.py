@@ -78,7 +78,7 @@ class Settling:
 
 
 CHECKS_IF_MISSING = 12
-"""Number of checks with the same result after which missing files are considered removed."""
+"""Number of consecutive checks with the same result after which missing files are considered removed."""
 
 
 def remember(
@@ -119,7 +119,7 @@ def touched(stamps: Mapping[str, Stamp]) -> list[str]:
 
 
 TOUCHED = -1
-"""Modification time that is recorded for a file that changed while the nursery imported modules."""
+"""Recorded instead of the modification time if a file changed while the nursery imported modules."""
 
 
 def stamp(path: str) -> Stamp:

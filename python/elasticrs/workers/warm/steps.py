@@ -175,10 +175,8 @@ class _Reader:
         return line, text.decode("utf-8", "replace").strip()
 
     def _blocks(self, node: ast.AST, is_certain: bool) -> list[tuple[ast.AST, bool]]:
-        """Return the statements inside the blocks of a compound statement, each with a flag that is true if
-        the statement certainly runs.
-
-        Blocks that never run are left out.
+        """Return the statements inside the blocks of a compound statement. Each of them has a flag, which is
+        true if the statement certainly runs. Blocks that never run are left out.
         """
         if isinstance(node, (*_FUNCTIONS, _ast.ClassDef)):
             return []
@@ -280,7 +278,9 @@ class _Reader:
         return function(*texts) if name == "join" or len(texts) == 1 else None
 
     def _is_harmless(self, node: ast.AST) -> bool:
-        """Return true if a statement, apart from its blocks, cannot affect an import."""
+        """Return true if a statement cannot affect an import. The statements in its blocks are not
+        considered.
+        """
         if isinstance(node, _FUNCTIONS):
             self._names[node.name] = None
             defaults = [*node.args.defaults, *filter(None, node.args.kw_defaults)]
