@@ -164,8 +164,8 @@ class WorkerExited:
     def pid(self) -> int: ...
     @property
     def exitcode(self) -> int | None:
-        """Exit code, or the negative number of the signal; ``None`` if unknown because the parent was
-        lost.
+        """Exit code, or the negative number of the signal; ``None`` if it is unknown, because the worker's
+        parent process has died.
         """
     @property
     def core_dumped(self) -> bool: ...
@@ -791,7 +791,8 @@ class Supervisor:
     def keep_evidence(
         self, files: Sequence[tuple[str, str]], *, py_spy: str | PathLike[str] | None = None
     ) -> None:
-        """Set where to record the state of the workers when a worker hangs or a timer expires.
+        """Set the files into which the state of the workers is written when a worker hangs or a timer
+        expires.
 
         Args:
             files: two paths for each worker of the group that is started next, by local rank: the file into
@@ -815,8 +816,8 @@ class Supervisor:
             OSError: the process has run out of file descriptors.
         """
     def heartbeats(self) -> list[Heartbeat]:
-        """Return the last heartbeat of each worker that sent any, in the group that is running or ran
-        last.
+        """Return the last heartbeat of each worker in the current or last group, except workers without a
+        heartbeat.
         """
     def fence_at(self, from_now: float | None) -> bool:
         """Set the time at which the nursery kills all workers, even if this process is paused at that time.
@@ -844,7 +845,7 @@ class Supervisor:
             SupervisorError: see the class.
         """
     def watch_fd(self, fd: int) -> None:
-        """From now on, return :class:`FdReady` from :meth:`next_event` while ``fd`` is readable."""
+        """Watch a file descriptor. While ``fd`` is readable, :meth:`next_event` returns :class:`FdReady`."""
     def unwatch_fd(self, fd: int) -> None: ...
     def follow(self, streams: Sequence[LogStream]) -> None:
         """Copy the contents of these files to the console, as whole lines, until their group has ended."""
@@ -1428,8 +1429,8 @@ class CoordinationClient:
 # --- helpers --------------------------------------------------------------------------------------
 
 def last_lines(path: str, count: int, max_bytes: int = 65536) -> list[bytes]:
-    """Return the last ``count`` lines of a file, without newlines, reading at most its last ``max_bytes``
-    bytes.
+    """Return the last ``count`` lines of a file, without newlines. Read at most the last ``max_bytes`` bytes
+    of the file.
     """
 
 def check_limits(processes: int, files: int = 0, others: int = 0) -> None:

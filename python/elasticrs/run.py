@@ -182,8 +182,9 @@ def run(args: Any) -> None:
     """Run a job until it has ended.
 
     Args:
-        args: namespace, as for :func:`config_from_args`. As in torch, its rendezvous options are changed with
-            ``standalone`` and with the default options, and a missing ``master_port`` is set to 29500.
+        args: namespace, as for :func:`config_from_args`. As in torch, this function changes the namespace. It
+            sets the rendezvous options for ``standalone`` and for a job with only default options, and it
+            sets a missing ``master_port`` to 29500.
 
     Raises:
         ChildFailedError: workers failed.

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 DRIVER = "/proc/driver/nvidia/gpus"
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 CHILD_TIMEOUT = 120.0
-"""Time limit in seconds for a child process to import torch and count devices. On a cold network file system
-this takes long.
+"""Time limit in seconds for a child process to import torch and count devices. The import takes long on a
+cold network file system.
 """
 SLOW = 5.0
 """Seconds after which the launcher prints what it is waiting for."""

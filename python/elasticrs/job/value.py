@@ -122,8 +122,8 @@ class _Made(metaclass=_Fields):
 
     @classmethod
     def taken_from(cls, source: object, **others: Any) -> Self:
-        """Return an object whose fields have the values of the attributes with the same names of another
-        object.
+        """Create an object from another object. Each field gets the value of the attribute with the same
+        name.
 
         Args:
             source: object to copy from. A field without such an attribute gets its default.

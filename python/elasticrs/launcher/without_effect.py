@@ -105,7 +105,7 @@ def _unknown_names(template: str) -> Iterator[str]:
 
 
 def hint_for_missing_script(script: str) -> str:
-    """Return a hint about what the user may have meant by a script that does not exist. The hint may be
+    """Return a hint for a script that does not exist, which guesses the user's mistake. The hint may be
     empty.
     """
     if script[:1] in {"\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212"}:

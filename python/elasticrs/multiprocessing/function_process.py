@@ -131,7 +131,7 @@ def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
         pipe_handle: see :class:`PreparedFunction`.
     """
     _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
-    if "-c" in options:  # A frozen program has no `-c` option, and its arguments already have this form.
+    if "-c" in options:  # Without `-c`, this is a frozen program, whose arguments already have this form.
         told = (f"tracker_fd={tracker_fd}", f"pipe_handle={pipe_handle}")
         options[options.index("-c") + 1 :] = [_BEGIN, "--multiprocessing-fork", *told]
     return [os.fsdecode(spawn.get_executable()), *options]

@@ -157,7 +157,7 @@ class TailLog:
         )
 
     def take_files(self) -> dict[int, str]:
-        """Return the files, so that another component can copy them instead. To be called before
+        """Return the files and forget them, so that another component can copy them instead. Call this before
         :meth:`start`.
         """
         taken, self._log_files = self._log_files, {}

@@ -69,7 +69,8 @@ class TimedStore(ABC):
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait until all these keys exist at the same time. If ``timeout`` is ``None``, use :attr:`timeout`.
+        """Wait until all these keys exist at the same time. ``timeout`` is the time limit; :attr:`timeout` if
+        ``None``.
 
         Raises:
             DistStoreError: the time limit expired.

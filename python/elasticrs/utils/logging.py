@@ -25,8 +25,8 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 def _derive_module_name(depth: int = 1) -> str | None:
-    """Return the name of a caller's module, or of its file if it has no module. Warn and return ``None`` if
-    the call stack is not that deep.
+    """Return the name of a caller's module, or the name of its file if the caller has no module. Return
+    ``None`` with a warning if the call stack is not that deep.
 
     Args:
         depth: 1 for the caller, 2 for the caller's caller.

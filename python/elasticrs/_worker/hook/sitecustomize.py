@@ -255,8 +255,8 @@ def _start() -> None:
     del sys.modules["sitecustomize"]
     failed = True
     try:
-        # The import raises if the user has no `sitecustomize`. `site` handles any exception as if the user's
-        # file had raised it.
+        # Let `site` handle all exceptions of this import, because it handles them like exceptions of the
+        # user's file. One of them is the `ImportError` if the user has no `sitecustomize`.
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 
         failed = False

@@ -108,7 +108,8 @@ def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None
     """
     import time
 
-    # Do not copy the dictionary: changing the reference count of every module would copy their memory pages.
+    # Do not copy the dictionary, because that would change the reference count of every module, and the
+    # kernel would copy the modules' memory pages.
     loaded: Any = sys.modules
     for seed in generators or ():
         seed()

@@ -1,5 +1,5 @@
-"""Runs ``nursery.py`` from the same folder, if this Python can compile it. ``PYTHON_EXEC`` may name any
-version.
+"""Runs ``nursery.py`` from the same folder, if this Python can compile it. ``PYTHON_EXEC`` may name a Python
+of any version.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""Computes stamps of files, from which the agent detects changes. Loaded by ``nursery.py``."""
+"""Computes stamps (modification times and sizes) of files. The agent compares stamps to detect changes.
+Loaded by ``nursery.py``.
+"""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class ProcessFailure:
             self.message = self._made_up_message(trouble)
 
     def _read_facts(self, data: Mapping[str, Any]) -> None:
-        """Read what the restart policy needs to know from the contents of an error file."""
+        """Read the facts for the restart policy from the contents of an error file."""
         match data.get("elasticrs"):
             case {"failure": {"exception": str(exception), **facts}}:
                 place = facts.get("place")

@@ -37,7 +37,7 @@ class LeftOut(Value):
 
     Args:
         name: name of the module.
-        why: reason, as a clause that starts with "it" for the module.
+        why: reason, as a clause in which "it" is the module, such as "it was not found".
         traceback: lines of the traceback of the exception that the module raised; empty if it raised none.
     """
 

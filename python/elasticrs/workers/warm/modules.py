@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from elasticrs.workers.warm.steps import Unknown
 
 LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
-    # The first optimizer, DDP model, checkpointed or sharded module in a process imports about 900 modules,
-    # because each of them disables the compiler for itself.
+    # The first optimizer, DDP model, checkpointed or sharded module in a process makes torch import about 900
+    # modules of the compiler, because these classes disable the compiler for their own code.
     (
         (
             b"optim",

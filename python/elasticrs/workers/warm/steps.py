@@ -214,7 +214,7 @@ class _Reader:
         return dict.fromkeys([module, *(f"{module}:{alias.name}" for alias in node.names)] if module else ())
 
     def _variables(self, node: ast.AST) -> list[Variable]:
-        """Return the environment variables that a statement sets; an empty list if it does anything else."""
+        """Return the environment variables that a statement sets; an empty list for any other statement."""
         match node:
             case _ast.Assign(targets, _ast.Constant(str(value))) if "\0" not in value:
                 names = [self._variable(target) for target in targets]
@@ -228,7 +228,7 @@ class _Reader:
         return ""
 
     def _folders(self, node: ast.AST) -> list[Folder]:
-        """Return the folder that a statement adds to ``sys.path``; an empty list if it does anything else."""
+        """Return the folder that a statement adds to ``sys.path``; an empty list for any other statement."""
         match node:
             case _ast.Expr(_ast.Call(function, [place], [])) if self._path(function) == "sys.path.append":
                 found = self._text(place)
