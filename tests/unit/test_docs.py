@@ -1,4 +1,6 @@
-"""Names in the pages exist: options, targets of links, imports. Python code in the pages compiles."""
+"""Names in the pages exist: options, metrics, files, targets of links, imports. Python code in the pages
+compiles. Names to which docstrings refer exist.
+"""
 
 import re
 from pathlib import Path
@@ -33,6 +35,85 @@ def test_every_option_is_named_and_no_other():
         "--help",
         "--version",
     }
+
+
+def test_defaults_of_numbers_are_those_of_the_options():
+    """The page names a default at the end of the meaning, in parentheses: ``(10)``, ``(10; 0: never)``."""
+    options = {f"--{option.name}": option for option in OPTIONS if type(option.default) in (int, float)}
+    rows = re.findall(r"^\| `(--[a-z-]+) [^|,]*`\s+\| (.*) \|$", PAGES["docs/options.md"], re.MULTILINE)
+    shown = {
+        name: float(found[1])
+        for name, meaning in rows
+        if name in options and (found := re.search(r"\((\d+)(?:; [^)]*)?\)", meaning))
+    }
+    assert len(shown) >= 5
+    assert shown == {name: options[name].default for name in shown}
+
+
+def test_every_metric_for_prometheus_is_named_and_no_other():
+    source = (ROOT / "crates/elasticrs-health/src/metrics.rs").read_text(encoding="utf-8")
+    served = set(re.findall(r'"(elasticrs_[a-z_]+)"', source.partition("#[cfg(test)]")[0]))
+    suffixes = ("_sum", "_count", "_bucket")
+    rows = re.findall(r"^\| (`elasticrs_[^|]*)\|", PAGES["docs/metrics.md"], re.MULTILINE)
+    named = set(re.findall(r"`(elasticrs_[a-z_]+)`", "\n".join(rows)))
+    assert named == {name for name in served if not name.endswith(suffixes)}
+
+
+PARTS = ("benchmarks", "contrib", "crates", "docs", "examples", "python", "tests", "tools")
+FILES = [path.relative_to(ROOT) for part in PARTS for path in (ROOT / part).rglob("*")]
+TAILS = {
+    "/".join(path.parts[start:]) for path in (*FILES, *map(Path, PARTS)) for start in range(len(path.parts))
+} | {path.name for path in ROOT.iterdir()}
+"""Every file and folder of the project, and every end of its path that starts with a whole name."""
+
+FOREIGN = {
+    # Files of the user, of torch and of Python.
+    *("hello.py", "script.py", "torch/_ops.py", "dataloader.py", "profile.py", "random.py"),
+    # Folders that are created, and keys of the rendezvous.
+    *("dist", "benchmarks/results", "fuzz/artifacts", "done", "nodes"),
+}
+"""Names in the pages that look like paths of the project."""
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_paths_exist(page):
+    """A page may shorten a path to its last names, such as ``agent/loop.py``."""
+    text = re.sub(r"\]\([^)]*\)", "]", without_code(PAGES[page]))
+    files = re.findall(r"(?<![\w./<{-])([\w.-]+(?:/[\w.-]+)*\.(?:py|pyi|rs|toml|sh))(?![\w/])", text)
+    folders = re.findall(
+        r"(?<![\w./-])((?:crates|python|tests|tools|docs|contrib|examples)/[\w./-]*\w)", text
+    )
+    folders += re.findall(r"`([\w-]+(?:/[\w-]+)*)/`", text)
+    missing = {*files, *folders} - TAILS - FOREIGN
+    assert not missing
+
+
+SOURCES = {
+    ".".join(path.with_suffix("").relative_to(ROOT / "python").parts).removesuffix(".__init__"): text
+    for pattern in ("*.py", "*.pyi")
+    for path in (ROOT / "python").rglob(pattern)
+    if (text := path.read_text(encoding="utf-8"))
+}
+REFERENCE = re.compile(r":(?:mod|class|func|meth|attr|data|exc):`~?(\.[\w.]+|elasticrs[\w.]*)`")
+
+
+def is_defined(reference):
+    """True if a module has this name, or if it contains the next name of the reference after its own. A
+    reference that starts with a dot may leave out the first names of the module.
+    """
+    names = reference.strip(".").split(".")
+    for end in range(len(names), -1, -1):
+        module = ".".join(names[:end])
+        texts = [text for name, text in SOURCES.items() if not end or f".{name}".endswith(f".{module}")]
+        if texts:
+            return end == len(names) or any(re.search(rf"\b{names[end]}\b", text) for text in texts)
+    return False
+
+
+@pytest.mark.parametrize("module", [name for name, text in SOURCES.items() if REFERENCE.search(text)])
+def test_references_of_docstrings_exist(module):
+    missing = [each for each in REFERENCE.findall(SOURCES[module]) if not is_defined(each)]
+    assert not missing
 
 
 SNIPPETS = [

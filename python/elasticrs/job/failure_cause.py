@@ -114,6 +114,6 @@ class Cause(Value):
 
         Args:
             fields: fields of the right types, some of which may be missing; see
-                :func:`.rendezvous.elastic.checked.cause`.
+                :func:`.rendezvous.elastic.validation.cause`.
         """
         return Cause(**{name: fields[name] for name in Cause._names if name in fields})
