@@ -72,8 +72,11 @@ def delays(text: str) -> tuple[float, float]:
     if text == "0":
         return 0.0, 0.0
     first, dots, longest = text.partition("..")
-    least = duration(first)
-    most = duration(longest) if dots else least
+    try:
+        least = duration(first)
+        most = duration(longest) if dots else least
+    except ValueError as error:
+        raise ValueError(f"{error}, or FIRST..LONGEST such as 1s..5m") from None
     if most < least:
         raise ValueError("FIRST..LONGEST, where LONGEST is not shorter than FIRST")
     return least, most
