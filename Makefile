@@ -158,6 +158,7 @@ lint: build ## formatters, linters, types, the stub of the extension, floors and
 lint-rust:
 	@cargo fmt --all --check
 	@cargo clippy --locked --workspace --all-targets --quiet -- -D warnings
+	@RUSTDOCFLAGS="-D warnings" cargo doc --locked --workspace --no-deps --document-private-items --quiet
 
 # Ruff's cache does not notice new modules, which decide how imports are sorted.
 lint-python:

@@ -11,6 +11,17 @@
 //! policy, and queues typed events, which Python fetches. A second thread writes to the console ([`logs`]). Decision
 //! logic, such as the state machine of [`supervisor`] and the line splitter of [`logs`], is pure and separate from side
 //! effects.
+//!
+//! | module | contents |
+//! | --- | --- |
+//! | [`spec`] | description of a group: its processes, how it is stopped, what follows from a failure |
+//! | [`limits`] | check of the machine's limits before the first worker starts |
+//! | [`supervisor`] | starts, watches and stops a group; its module `state` decides, and `task` acts |
+//! | [`timer`] | expiration timers that workers set, heartbeats, and which worker hangs |
+//! | [`logs`] | follows log files and writes to the console |
+//!
+//! [`supervisor::Supervisor`] is the handle that Python uses: it takes commands, and [`supervisor::Event`]s come back.
+//! Each module states the invariants that its tests cite: `SUP`, `TIM`, `LOGS`.
 #![deny(unsafe_code)]
 
 pub mod limits;

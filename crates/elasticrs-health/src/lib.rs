@@ -12,6 +12,15 @@
 //! protected by locks that are held briefly. A separate thread checks the sizes of log files ([`log_sizes`]), because a
 //! check on a dead network mount may hang in the kernel. Other threads wait for that thread only for a short time.
 //!
+//! | module | contents |
+//! | --- | --- |
+//! | [`server`] | [`Handle`], the thread of the server, and the response to each path |
+//! | [`http`], [`names`] | the part of HTTP that is needed, and the check of the host name in a request |
+//! | [`liveness`] | decides whether the agent is alive (pure) |
+//! | [`metrics`] | counts the metrics that the agent reports, and renders the page of all metrics |
+//! | [`source`], [`processes`], [`log_sizes`] | values read at a scrape: from the core, `/proc` and log files |
+//! | `spans` | time of the job by activity (pure) |
+//!
 //! - **HEALTH-1** A client has limited time for sending its request and for reading the response.
 //! - **HEALTH-2** There are at most [`server::MAX_CONNECTIONS`] connections. A new connection replaces the oldest one.
 //! - **HEALTH-3** Requests that arrive while the loop has not answered yet share one question to the loop.

@@ -3,6 +3,17 @@
 //! This crate only translates between Python and the other crates. Its classes are frozen, it makes no decisions, and
 //! Rust threads never call into Python. Calls that can block release the GIL. Every name is documented in
 //! `python/elasticrs/_core.pyi`.
+//!
+//! | modules | contents |
+//! | --- | --- |
+//! | `supervisor`, `spec`, `event` | the supervisor, the descriptions that it is given, and the events that it returns |
+//! | `nursery` | the nursery's embedded program, and the nurseries that are Python processes |
+//! | `coordination`, `worker_store`, `stores` | the clients and servers of both stores, and the thread of the servers |
+//! | `home`, `lease` | the thread of a client, and how the nursery guards the lease of a client |
+//! | `health`, `timer_fifo` | the health check server, and timers for programs without an agent |
+//! | `helpers`, `error` | functions without a supervisor, and the exception types of all errors |
+//!
+//! A new class or function is exported by `_core` below, and declared in `_core.pyi`; `make lint` compares the two.
 
 use pyo3::prelude::*;
 

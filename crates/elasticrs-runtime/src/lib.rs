@@ -3,6 +3,7 @@
 //! [`threads`] starts threads, [`runtime`] runs futures on a thread, [`blocking`] makes blocking calls for futures, and
 //! [`wake`] wakes waiting threads. [`listen`] and [`door`] accept clients, [`stream`] transfers their bytes, and
 //! [`notices`] delivers messages to the user. [`readiness`] registers other file descriptors with the async runtime.
+//! [`named_enum`] defines enums whose variants have names outside of Rust.
 
 #![deny(unsafe_code)]
 

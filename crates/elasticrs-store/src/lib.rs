@@ -5,6 +5,9 @@
 //! [`coordination`]. The clients in [`coordination`] and [`etcd`] share the code in [`session`] and the [`types`] of
 //! requests and answers.
 //!
+//! Decisions are pure functions, separate from I/O: `coordination::state`, `coordination::leases`, [`worker::map`] and
+//! `etcd::mapping` are the modules to read first. The page of each module lists its files and states its invariants.
+//!
 //! All servers and clients are futures that stay on one thread, which [`elasticrs_runtime::runtime::Spawn`] provides.
 //! The client that holds an agent's lease runs on the supervisor's thread. Servers run on other threads. A handle
 //! (`WorkerStore`, `Server`, `Client`) may be used from any thread. Sockets, keys and connections are used only by the

@@ -2,6 +2,15 @@
 //!
 //! The time limits in this module only keep tests from hanging. They are not part of what a test measures. A helper
 //! that fails panics, so that the test fails.
+//!
+//! | item | contents |
+//! | --- | --- |
+//! | this module | waits for processes and conditions; lists children and descriptors |
+//! | [`nursery`] | a client of the nursery without the supervisor, and agents that are killed |
+//! | [`hung_file`] | a file whose reader hangs in the kernel |
+//! | program `testkit-worker` (`main.rs`) | a worker that misbehaves as its command line requests |
+//!
+//! `cargo build --bins` builds the program; the tests of other crates do not.
 #![allow(clippy::missing_panics_doc)]
 
 use std::fs;

@@ -63,8 +63,7 @@ pub enum Input {
     TimerExpired(TimerExpired),
     /// Start watching all current members for hangs.
     Watch(Limits),
-    /// The workers' heartbeats and last output. Must come before each input for which [`Group::needs_snapshot`] returns
-    /// true.
+    /// The workers' heartbeats and last output, required before each input that [`Group::needs_snapshot`] names.
     Snapshot(Snapshot),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<WorkerEvidence>),
@@ -77,8 +76,7 @@ pub enum Input {
     Adopted { local_rank: u32, pid: i32 },
     /// Result of [`Effect::SweepWorker`].
     WorkerSwept(SweepOutcome, Stamp),
-    /// A replacement for this worker is being started. The executor has already checked that [`Group::refusal`] returns
-    /// `None`.
+    /// A replacement for this worker is being started, which [`Group::refusal`] did not refuse.
     Replace { local_rank: u32 },
     /// The replacement is running.
     Replaced { local_rank: u32, pid: i32, started: Stamp },

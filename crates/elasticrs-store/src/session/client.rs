@@ -127,7 +127,7 @@ impl Client {
     }
 
     /// Ends the session, even if another process holds a duplicate of its socket. A client of etcd first finishes the
-    /// pending requests. Blocks until the session has ended, or until [`CLOSE_LIMIT`] elapses. No event is reported
+    /// pending requests. Blocks until the session has ended, or until `CLOSE_LIMIT` elapses. No event is reported
     /// after that.
     pub fn close(&self) {
         self.commands.close();

@@ -1,5 +1,5 @@
 //! The session of a client with a store: executes requests, keeps the lease alive, and moves to a new connection when
-//! one breaks. [`Backend`] is the part that depends on the kind of store.
+//! one breaks. `Backend` is the part that depends on the kind of store.
 //!
 //! - **SESSION-1** the session checks the deadline of the lease before it handles a message, because this process or
 //!   the machine may have been stopped in the meantime. Messages that arrive after the deadline do not count;
@@ -8,7 +8,7 @@
 //! - **SESSION-3** a broken connection does not end the session. The session reconnects until its lease expires, unless
 //!   the store refuses to resume it;
 //! - **SESSION-4** the session keeps a broken connection until it has moved to another one. The backend may close the
-//!   broken connection earlier, in [`Backend::leave`].
+//!   broken connection earlier, in `Backend::leave`.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 
