@@ -1,7 +1,7 @@
 # Everything a developer runs. Each target is quick when nothing has changed.
 #
 #   make setup PYTHON=python3.12     choose the interpreter of .venv
-#   make test ALL=1                  also the tests marked slow, with thorough random examples; no skips, except for want of a GPU
+#   make test ALL=1                  every test, also slow ones, with new random examples; a skip fails, except for lack of a GPU
 #   make test PYTEST="-k logs -x"    arguments for pytest, in one process
 #   make test JOBS=8                 processes of pytest; 0: one that runs them all itself
 #   make bench BENCH="--only launch --quick"
@@ -17,8 +17,8 @@ BUILT := $(VENV)/build.stamp
 FRAMEWORKS := $(VENV)/frameworks.stamp
 EXTENSION := python/elasticrs/_core.abi3.so
 
-# Nothing of an activated environment or a conda shell may decide where things go. Without bytecode, each process of pytest rewrites
-# all assertions again.
+# Ignore an activated environment or a conda shell, because they would change where packages are installed. Allow bytecode, because
+# otherwise each process of pytest rewrites all assertions again.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX PYTHONDONTWRITEBYTECODE
 export PYTHON
 
@@ -29,10 +29,10 @@ GPU_KIT_SOURCES := $(addprefix tests/gpu_kit/,job.py checks.py __main__.py)
 
 BENCH ?=
 PYTEST ?=
-# What `make check` runs of the tests in Python.
+# Python tests that `make check` runs.
 CHECKED := tests/unit tests/errors tests/rendezvous/test_rounds.py tests/e2e/test_launcher.py
-# Most tests wait rather than compute, so two of them run for each processor, and one more, up to 8, since the longest tests end no
-# sooner with more. Who picks tests looks at them, and may want -s or --pdb.
+# Most tests wait rather than compute, so run two of them for each processor and one more. Limit that to 8, because with more, the
+# longest tests do not finish sooner. Run selected tests in one process, because a developer may want -s or --pdb.
 PROCESSES := $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n + 1 : 8)))
 JOBS ?= $(if $(strip $(PYTEST)),0,$(PROCESSES))
 ifdef ALL
@@ -46,14 +46,14 @@ else
 PYTEST_SELECT := -m "not slow"
 endif
 
-# The extension is not under version control: without it, the stamp is worth nothing.
+# Rebuild if the extension is missing, whatever the stamp says, because it is not under version control.
 ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
 .PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint lint-rust lint-python bench wheel clean force
 
-help: ## this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(SETUP) ## make .venv with the tools, torch and etcd (once; needs Python >= 3.10, Rust, a C linker)
@@ -61,7 +61,7 @@ setup: $(SETUP) ## make .venv with the tools, torch and etcd (once; needs Python
 $(SETUP): pyproject.toml tools/setup.sh tools/install.py
 	@tools/setup.sh
 
-# A newer torch in the environment is a reason to look again: hence no order-only prerequisite.
+# Check the packages again when torch in the environment is newer, so do not use an order-only prerequisite.
 $(FRAMEWORKS): $(SETUP)
 	@$(PY) tools/install.py frameworks
 
@@ -80,7 +80,7 @@ demo: build ## train a real model with 4 workers; one is killed midway, and the 
 demo-train: build ## train as steps over a state; one worker is killed, the other three keep their processes, one step is repeated
 	@$(PY) examples/train_state/demo.py
 
-demo-hang: build ## the same, but one stops in a collective: it is found, its stack kept, and the job recovers
+demo-hang: build ## train a real model; one worker hangs in a collective, is found, its stack is kept, and the job recovers
 	@$(PY) examples/hang/demo.py
 
 demo-etcd: build ## three agents meet in an etcd of three members; the one with rank 0 is killed, then a member of etcd (HOSTED=1: the agents host it)
@@ -91,8 +91,8 @@ demo-multinode: build ## three hosts train; one is cut off, comes back; their st
 
 test: test-rust test-python ## all tests except those marked slow, then a list of the slowest; ALL=1: every test
 
-# Checks of the language, the types and the pure parts, in less than two minutes once everything is built.
-check: build ## a meaningful part of lint and tests, in under two minutes: for each save of a file
+# Linters and the tests of pure modules, in less than two minutes once everything is built.
+check: build ## a meaningful part of lint and tests, to run after each change (see docs/development.md)
 	@cargo fmt --all --check
 	@$(PY) -m ruff check --no-cache --quiet $(PYTHON_TREES)
 	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
@@ -108,12 +108,12 @@ nightly: ## every test with thorough random examples, then soaks, other releases
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal tests/e2e --launcher torchrun \
 	    --junitxml=benchmarks/results/torchrun-$$($(PY) -c 'import torch; print(torch.__version__)').xml
 
-# The groups of these suites once more, as forks of a warm nursery; the slow ones, which wait for a nursery that does not wake
-# up, are left out.
+# These suites run a second time with workers that are forks of a warm nursery, without the slow tests that wait for a nursery that
+# does not wake up.
 WARM_TESTS := not test(a_nursery_that)
-# Tests run the programs of the workspace, and cargo builds only those of a package that has such tests itself. Without
-# nextest they share a process, whose descriptors and children are everybody's: one at a time.
-test-rust:
+# Build the programs first, because tests run programs of other packages, which cargo does not build for them. Without nextest, run
+# one test at a time, because tests that share a process also share its descriptors and children.
+test-rust: ## the Rust part of `make test`
 	@cargo build --locked --quiet --bins
 	@if cargo nextest --version >/dev/null 2>&1; then \
 	    cargo nextest run --locked -j $(PROCESSES) $(NEXTEST_IGNORED) && \
@@ -124,7 +124,7 @@ test-rust:
 	fi
 	@cargo test --locked --doc --quiet
 
-test-python: build $(PYTEST_NEEDS)
+test-python: build $(PYTEST_NEEDS) ## the Python part of `make test`; PYTEST="-k signals -x" selects tests
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2 $(PYTEST_SELECT) $(PYTEST)
 
 interop: build ## the workers' store with the clients of another torch: TORCH='2.6.*'
@@ -152,7 +152,7 @@ soak-train: build ## workers of elasticrs.train are killed at random moments: st
 soak-hosted: build ## nodes that host etcd are killed, stopped and cut off (root); ROUNDS=200
 	@ELASTICRS_HOSTED_ROUNDS=$(or $(ROUNDS),200) $(PY) -m pytest -q -n0 -s tests/network/hosted_etcd_monkey.py
 
-lint: build ## formatters, linters, types, the stub of the extension, floors and circles, rules of the tree
+lint: build ## formatters, linters, links of rustdoc, types, the stub of the extension, layers and import cycles, rules of the tree
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint-rust lint-python
 
 lint-rust:
