@@ -1,14 +1,15 @@
-"""Matches the flight records of all ranks: which collectives have not completed, who has not called them, and
-whose calls differ.
+"""Matches the flight records of all ranks, to find the collectives that have not completed, the ranks that
+have not called them, and the ranks whose calls differ.
 
-- **COL-1** A rank counts as absent from a collective only if its record covers the group: either the record
-  contains a call of the group, or nothing has been overwritten in it.
+- **COL-1** A rank counts as absent from a collective only if its record covers the group: the record contains
+  a call in this group, or no entry of the record was overwritten.
 - **COL-2** A record that contradicts the others is not used. If a rank has completed a collective that needs
-  data of every rank, a record in which another rank has not called it is older.
+  data from every rank, but the record of another rank does not contain that collective, this record is
+  outdated.
 - **COL-3** The result does not depend on the order of the ranks.
 
-The membership of a group comes from the record of the rank (NCCL), from the worker, or is known because the
-default group has all ranks. Otherwise, only the ranks that have called a collective of the group are known.
+The members of a group are known from the records (NCCL) or from the workers. The default group has all ranks
+as its members. For any other group, only the ranks that have called one of its collectives are known.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _NAMES = {
     "all_to_all_single": "all_to_all",
     "ALLTOALL_BASE": "all_to_all",
 }
-"""Common names of operations. Ranks may call different variants of an operation as the same collective."""
+"""Common names for the variants of an operation, because ranks may take part in the same collective through
+different variants.
+"""
 
 _SAME_ON_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"))
 """Operations whose input has the same number and type of elements on all ranks."""
@@ -54,22 +57,22 @@ class Step(NamedTuple):
     call: Call
     is_complete: bool
     is_started: bool
-    """True if the device has started it."""
+    """True if the device has started the collective."""
 
 
 class Track(NamedTuple):
     """The collectives of one rank in one group."""
 
     steps: Mapping[int, Step]
-    """By number of the collective."""
+    """Step for each number of a collective."""
     entered: int
-    """Number of the last collective that the rank has called. 0 if it has called none."""
+    """Number of the last collective that the rank has called. 0 if the rank has called none."""
     waits_in: int | None
-    """Number of the first collective that has not completed. ``None`` if all have."""
+    """Number of the first collective that has not completed. ``None`` if all have completed."""
 
 
 class Group(NamedTuple):
-    """A process group, as the ranks' records show it."""
+    """A process group, as seen in the records of the ranks."""
 
     backend: str
     name: str
@@ -77,7 +80,7 @@ class Group(NamedTuple):
     members: tuple[int, ...]
     are_members_known: bool
     tracks: Mapping[int, Track]
-    """By rank. A member without a track has no record of this group (**COL-1**)."""
+    """Track of each rank. A member without a track has no record that covers this group (**COL-1**)."""
 
 
 class RankRecord(NamedTuple):
@@ -85,7 +88,7 @@ class RankRecord(NamedTuple):
 
     records: Sequence[FlightRecord]
     groups: Mapping[str, Sequence[int]] = {}
-    """Global ranks of the rank's groups by name, as the worker knows them."""
+    """Global ranks of each process group by its name, as reported by the worker."""
     has_raised: bool = False
 
 
@@ -97,9 +100,11 @@ class Matched(NamedTuple):
     not_started: Mapping[StuckCollective, tuple[int, ...]]
     """Ranks whose devices have not started a collective that the devices of a majority run."""
     receiving: Mapping[int, tuple[int, ...]]
-    """Ranks that a rank waits for in point-to-point operations, by rank. Empty if the peer is unknown."""
+    """For each rank in a point-to-point operation, the ranks that it waits for. Empty if these ranks are
+    unknown.
+    """
     no_record: Mapping[int, NoRecord]
-    """Ranks without a usable record, with those whose records are outdated."""
+    """Ranks without a usable record, including ranks whose records are outdated."""
 
 
 def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
@@ -134,7 +139,7 @@ def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
 
 
 class _Draft(NamedTuple):
-    """The steps of one rank in a group, while its entries are being read."""
+    """Steps of one rank in a group, while the entries of the record are being read."""
 
     group_id: int
     description: str
@@ -171,7 +176,8 @@ def _drafts(record: RankRecord, reader: _CallReader) -> dict[tuple[str, str], _D
             key = entry.backend, entry.group_name
             draft = drafts.get(key)
             if draft is None or entry.group_id > draft.group_id:
-                # A program that creates its groups again uses the same names. Only the latest group counts.
+                # Use only the latest group of this name, because a program that creates its groups again uses
+                # the same names.
                 draft = drafts[key] = _Draft(entry.group_id, entry.group_description, {})
             if entry.group_id == draft.group_id:
                 draft.steps[entry.collective_seq_id] = reader.read(
@@ -179,7 +185,8 @@ def _drafts(record: RankRecord, reader: _CallReader) -> dict[tuple[str, str], _D
                 )
     if record.has_raised:
         for draft in drafts.values():
-            # torch marks a collective that has failed as retired, as it does one that has completed.
+            # Mark the last collective as incomplete, because torch marks a failed collective as retired, like
+            # a completed one.
             last = max(draft.steps)
             draft.steps[last] = draft.steps[last]._replace(is_complete=False)
     return drafts
@@ -188,8 +195,8 @@ def _drafts(record: RankRecord, reader: _CallReader) -> dict[tuple[str, str], _D
 def _memberships(
     name: str, by_rank: Mapping[int, _Draft], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], bool, list[int]]]:
-    """Return the different groups of this name: the members, true if they are all known, and the ranks with
-    entries. Several groups may have one name if they have no common rank.
+    """Return the different groups with this name. Groups without a common rank may have the same name. For
+    each group, return the members, true if all members are known, and the ranks with entries.
     """
     known: dict[tuple[int, ...], list[int]] = {}
     unknown = []
@@ -226,14 +233,14 @@ def _track(steps: Mapping[int, Step]) -> Track:
 
 
 class _CallReader:
-    """Converts entries to steps. Most entries repeat the same call, so equal calls are shared."""
+    """Converts entries to steps. Equal calls share one object, because most entries repeat the same call."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, Sizes, tuple[str, ...]], Call] = {}
 
     def read(self, entry: Entry, earlier: Step | None) -> Step:
-        """Convert an entry. ``earlier`` is the step of an entry of the same collective, because a coalesced
-        collective has several.
+        """Convert an entry. A coalesced collective has several entries; ``earlier`` is the step of the
+        entries that were already converted.
         """
         key = entry.operation, entry.input_sizes, entry.input_dtypes
         call = self._calls.get(key)
@@ -256,7 +263,9 @@ class _CallReader:
 
 
 def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
-    """Return the ranks whose records of this group are older than those of others (**COL-2**)."""
+    """Return the ranks whose records are outdated, according to the records of other ranks of this group
+    (**COL-2**).
+    """
     reached = max(
         (
             seq
@@ -281,8 +290,8 @@ class _Mismatch(NamedTuple):
 def _mismatch(group: Group) -> _Mismatch | None:
     """Return the first collective whose calls do not match.
 
-    If it has completed everywhere, it counts only if the calls of a later one do not match either. Otherwise
-    the ranks may have used variants of an operation that this module does not know.
+    Ignore such a collective if it has completed on all ranks and the calls of all later collectives match,
+    because the ranks may then have used variants of an operation that this module does not know.
     """
     calls: dict[int, dict[Call, list[int]]] = {}
     incomplete = set()
@@ -346,7 +355,9 @@ def _not_started(group: Group, collective: StuckCollective) -> tuple[int, ...]:
 
 
 def most_frequent(names: Iterable[str]) -> str:
-    """Return the most frequent name; of equally frequent ones, the first in alphabetical order."""
+    """Return the most frequent name. If several names are equally frequent, return the alphabetically first
+    one.
+    """
     counts: dict[str, int] = {}
     for name in names:
         counts[name] = counts.get(name, 0) + 1
@@ -357,7 +368,7 @@ def most_frequent(names: Iterable[str]) -> str:
 
 
 def _receiving(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
-    """Return the peers that ranks wait for in point-to-point operations that have not completed."""
+    """Return, for each rank in an incomplete point-to-point operation, the peers that it waits for."""
     receiving: dict[int, set[int]] = {}
     for rank, record in ranks.items():
         for flight_record in record.records:

@@ -1,10 +1,11 @@
 """Names the ranks that the others are waiting for, from matched flight records and stacks.
 
 Most ranks of a hung job only wait. A rank that waits in a collective waits for the ranks that have not called
-it. Each of those either waits in another collective, or is a *root*, for which others wait although it waits
-for no rank. Only roots, and ranks whose calls do not match those of a majority, are blamed.
+it. An absent rank may itself wait in another collective. If it does not wait for any rank, it is a *root*.
+Only two kinds of ranks are blamed: roots, and ranks whose calls do not match those of a majority.
 
-- **CUL-1** No rank is blamed if two sides are equally large, or if the blamed side is the larger one.
+- **CUL-1** If the ranks disagree, only a minority is blamed. If both sides are equally large, no rank is
+  blamed.
 - **CUL-2** A rank whose stack shows that it waits for other ranks is blamed only if there is no better
   explanation, because gloo does not record point-to-point operations.
 - **CUL-3** The result does not depend on the order of the ranks.
@@ -31,19 +32,20 @@ _CONFIDENCES = list(Confidence)
 def blame(
     matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]
 ) -> tuple[Culprit, ...]:
-    """Return the culprits, the most certain ones first. Each rank is named at most once.
+    """Return the culprits, sorted by confidence, highest first. Each rank is named at most once.
 
     Args:
         matched: result of matching the flight records.
-        stacks: frames of the main threads by rank, the innermost ones first. May lack ranks.
+        stacks: frames of the main thread of each rank, innermost first. Ranks may be missing.
         ranks: all ranks of the job.
     """
     return _Search(matched, stacks, ranks).culprits()
 
 
 def shows_waiting(frames: Sequence[Frame] | None) -> bool | None:
-    """Return true if the stack shows that the rank waits for other ranks, and false if it shows that it does
-    not. ``None`` if the stack is unknown or may be that of a rank in ``Work.wait``.
+    """Return true if the stack shows that the rank waits for other ranks, and false if it shows that the rank
+    does not wait. ``None`` if the stack is unknown, or if the rank may be in ``Work.wait``, which has no
+    frame of its own.
     """
     if not frames:
         return None
@@ -112,8 +114,8 @@ class _Search:
         return rank not in self._waits and rank not in self._matched.receiving
 
     def _free_absent(self, stuck: StuckCollective) -> list[int]:
-        """Return the absent ranks that wait for no rank. Leave out those whose stacks show that they wait, if
-        others remain (**CUL-2**).
+        """Return the absent ranks that wait for no rank according to the records. Leave out ranks whose
+        stacks show that they wait, unless no other rank remains (**CUL-2**).
         """
         free = [rank for rank in stuck.absent if self._is_free(rank)]
         others = [rank for rank in free if shows_waiting(self._stacks.get(rank)) is not True]
@@ -139,7 +141,9 @@ class _Search:
         return Confidence.CERTAIN if is_complete and not hides_waiting else Confidence.LIKELY
 
     def _peers(self) -> Iterator[Culprit]:
-        """Yield the ranks for which others wait in point-to-point operations only."""
+        """Yield the ranks that other ranks wait for in point-to-point operations, and that do not wait
+        themselves.
+        """
         peers = {peer for found in self._matched.receiving.values() for peer in found}
         free = [
             peer
@@ -157,7 +161,8 @@ class _Search:
     # --- what a collective waits for in the end ---
 
     def _ends_of(self, start: int) -> _Ends:
-        """Return what the ranks of a collective wait for, directly or through ranks that wait elsewhere.
+        """Follow the ranks that a collective waits for, directly or through other collectives. Return the
+        kinds of ranks at the ends of these chains.
 
         Args:
             start: index of the collective.
@@ -167,7 +172,7 @@ class _Search:
         while pending and not has_root:
             stuck = self._matched.stuck[pending.pop()]
             absent = stuck.absent
-            # If all ranks have called it, none of them is to blame.
+            # If all ranks have called the collective, none of them is to blame.
             is_full = not absent and not stuck.unknown and stuck.are_members_known
             has_root = (
                 is_full
@@ -181,10 +186,10 @@ class _Search:
         return _Ends(has_root, has_unknown)
 
     def _in_other_order(self, circles: Sequence[int]) -> Iterator[Culprit]:
-        """Yield the rank that is part of every circle, if there is only one such rank.
+        """Yield the rank that is part of every circle of waiting ranks, if there is only one such rank.
 
         Ranks that call the groups in the same order cannot wait for each other in a circle. So if a single
-        rank has done something else, every circle contains it.
+        rank has called them in another order, every circle contains this rank.
 
         Args:
             circles: indexes of the collectives whose ranks wait for each other in several groups.
@@ -230,7 +235,9 @@ class _Search:
         )
 
     def _outside(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
-        """Yield the ranks that are in no collective, if it is unknown for which ranks the others wait."""
+        """Yield the ranks that are in no collective, if the records do not show which ranks the others wait
+        for.
+        """
         if not self._matched.stuck:
             yield from self._outside_by_stacks()
         for stuck in unexplained:
@@ -256,12 +263,13 @@ class _Search:
 
 
 def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = None) -> list[int]:
-    """Return collectives of which each waits for the next one, and the last for the first one. Empty if there
-    is no such circle.
+    """Return a circle of collectives: each one waits for the next, and the last one waits for the first.
+    Empty if there is no circle.
 
     Args:
-        ahead: ranks that are absent from one collective and wait in another, by the indexes of both.
-        without: rank whose waiting is ignored. ``None`` to ignore no rank.
+        ahead: for each collective, the collectives in which its absent ranks wait, and these ranks.
+            Collectives are given by index.
+        without: rank to ignore. ``None`` to ignore no rank.
     """
     done: set[int] = set()
     for start in ahead:

@@ -23,7 +23,7 @@ def diagnose(evidence: Iterable[RankEvidence]) -> Diagnosis:
     A record that cannot be parsed counts as missing, so no input raises an exception.
 
     Args:
-        evidence: evidence about all ranks of the job, in any order, once for each rank.
+        evidence: evidence about each rank of the job, in any order.
     """
     by_rank = {found.rank: found for found in sorted(evidence, key=lambda found: found.rank)}
     matched = match({rank: _parsed(found) for rank, found in by_rank.items()})
@@ -54,5 +54,6 @@ def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
         records = [flight_record.parse(data) for data in found.records]
     except FlightRecordError:
         return NoRecord.DAMAGED
-    # Without records, it is unknown which collectives the rank has called.
+    # If there are no records, treat the recorder as off, because it is unknown which collectives the rank has
+    # called.
     return RankRecord(records, found.groups, found.has_raised) if records else NoRecord.OFF

@@ -1,8 +1,8 @@
-"""Parses the flight record of one rank: the JSON in which torch describes the latest collectives of a
-process.
+"""Parses the flight record of one rank. A flight record is JSON in which torch describes the latest
+collectives of a process.
 
-``torch._C._distributed_c10d._dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` (NCCL) write it. The
-pickled form of the same data is never read, because unpickling runs code of the worker.
+``torch._C._distributed_c10d._dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` (NCCL) write this
+JSON. The pickled form of the same data is never read, because unpickling could run code from the worker.
 
 - **REC-1** Whatever the bytes are, :func:`parse` returns a record whose fields have the declared types, or
   raises :class:`FlightRecordError`.
@@ -26,7 +26,7 @@ MAX_BYTES = 16 << 20
 """Maximum size of a record in bytes. 2,000 entries, torch's default, take 0.94 MB."""
 
 MAX_CONTAINERS = 1 << 19
-"""Maximum number of JSON arrays and objects, because an empty one takes 2 bytes of text but 56 of memory."""
+"""Maximum number of JSON arrays and objects. An empty array takes 2 bytes of text, but 56 bytes of memory."""
 
 MAX_ENTRIES = 20_000
 MAX_NAME = 1024
@@ -34,7 +34,7 @@ MAX_NAME = 1024
 
 MAX_NUMBER = 1 << 63
 MAX_DIMENSIONS = 64
-"""Maximum number of dimensions of a tensor, as in torch. It limits the size of the product of all sizes."""
+"""Maximum number of dimensions of a tensor, as in torch. This limit also bounds the product of the sizes."""
 
 _MAJOR = "2"
 """Major version of the format. torch increases it when an existing field changes."""
@@ -55,7 +55,7 @@ class FlightRecordError(ValueError):
 
     Args:
         damage: kind of the problem.
-        where: path of the wrong field, such as ``entries[3].state``, or details of the problem.
+        where: path of the invalid field, such as ``entries[3].state``, or details of the problem.
     """
 
     def __init__(self, damage: Damage, where: str) -> None:
@@ -82,7 +82,7 @@ class Entry(NamedTuple):
     group_id: int
     """Number of the process group in this process. A group that is created later has a larger number."""
     group_name: str
-    """Name of the process group, the same on all of its ranks."""
+    """Name of the process group. All ranks of the group use the same name."""
     group_description: str
     collective_seq_id: int
     """Number of the collective in its group, starting at 1."""
@@ -96,14 +96,14 @@ class Entry(NamedTuple):
     retired: bool
     """True if torch no longer tracks the operation, because it has completed or failed."""
     time_created_ns: int
-    """Wall clock of the rank's node in nanoseconds."""
+    """Time at which the operation was created, on the wall clock of the rank's node, in nanoseconds."""
 
     @property
     def is_complete(self) -> bool:
         """True if the operation has completed, as far as the record shows.
 
-        gloo has no device events: the state stays ``scheduled``, and only ``retired`` changes. For other
-        backends, a retired operation that has not completed has timed out.
+        For gloo, which has no device events, the state stays ``scheduled`` and only ``retired`` changes. For
+        other backends, an operation that is retired but not completed has timed out.
         """
         return self.state is State.COMPLETED or (self.retired and self.backend == "gloo")
 
@@ -115,8 +115,8 @@ class FlightRecord(NamedTuple):
     is_truncated: bool
     """True if older entries were overwritten, because torch's buffer was full."""
     members: Mapping[str, tuple[int, ...]]
-    """Global ranks of each process group, by its name, as far as the record contains them. A record of gloo
-    contains none: its only group has no name, and the ranks in it are relative to the group.
+    """Global ranks of each process group, by the name of the group, if the record contains them. A record of
+    gloo contains no global ranks: its only group has no name, and its ranks are relative to the group.
     """
 
 
@@ -140,7 +140,7 @@ def _record(decoded: object) -> FlightRecord:
     version = _text(record, "version", "version")
     if version.partition(".")[0] != _MAJOR:
         raise FlightRecordError(Damage.UNSUPPORTED, version)
-    raw = record.get("entries", [])  # torch omits the list if it is empty.
+    raw = record.get("entries", [])  # Torch omits an empty list.
     if type(raw) is not list:
         _fail("entries")
     if len(raw) > MAX_ENTRIES:
@@ -159,7 +159,7 @@ def _decoded(data: bytes) -> object:
         raise FlightRecordError(Damage.TOO_LARGE, f"{containers} arrays and objects")
     try:
         return json.loads(data.decode("utf-8"), parse_constant=_refuse)
-    except ValueError as error:  # Includes invalid UTF-8 and numbers with too many digits.
+    except ValueError as error:  # Also raised for invalid UTF-8 and for numbers with too many digits.
         raise FlightRecordError(Damage.NOT_JSON, str(error)) from error
 
 
@@ -192,7 +192,7 @@ def _number(record: object, field: str, where: str) -> int:
 
 
 def _members(config: object) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of the groups with a name. Their text is like ``[0, 1]``."""
+    """Return the ranks of each group that has a name. The record has the ranks as text such as ``[0, 1]``."""
     members = {}
     for name, raw in _object(config, "pg_config").items():
         group = _object(raw, "pg_config")
@@ -208,8 +208,8 @@ def _members(config: object) -> dict[str, tuple[int, ...]]:
 
 
 class _EntryReader:
-    """Converts the entries of one record. Most of them repeat the same sizes and types, so equal values are
-    checked once and shared.
+    """Converts the entries of one record. Most entries repeat the same sizes and types, so each distinct
+    value is checked only once.
     """
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ class _EntryReader:
         self._names: dict[str, tuple[str, str]] = {}
 
     def read(self, raw: object, index: int) -> Entry:
-        """Convert the entry number ``index``.
+        """Convert the entry with this index.
 
         Raises:
             FlightRecordError: a field is missing or has a wrong type.

@@ -1,4 +1,4 @@
-"""Writes a diagnosis as one paragraph for people, and the facts behind it as lines."""
+"""Formats a diagnosis for people: one paragraph, and lines with the evidence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_SPANS = 6
 
 MAX_PLACES = 2
 MAX_CULPRITS = 3
-"""Maximum number of culprits and of undecided collectives that get a clause of their own."""
+"""Maximum number of culprits, and of undecided collectives, that the paragraph describes one by one."""
 
 MAX_LINES = 20
 """Maximum number of lines of evidence."""
@@ -45,8 +45,8 @@ class Writer:
     """Formats the parts of one diagnosis.
 
     Args:
-        nodes: name of the node by rank.
-        stacks: frames of the main threads by rank, the innermost ones first. May lack ranks.
+        nodes: name of the node of each rank.
+        stacks: frames of the main thread of each rank, innermost first. Ranks may be missing.
         no_record: ranks without a usable record.
     """
 
@@ -61,7 +61,9 @@ class Writer:
     # --- the paragraph ---
 
     def summary(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> str:
-        """Return the paragraph: who waits where, who is to blame, and which ranks have no record."""
+        """Return the paragraph. It names the ranks that wait and where, the ranks to blame, and the ranks
+        without a record.
+        """
         clauses = [self._clause(culprit, stuck) for culprit in culprits[:MAX_CULPRITS]]
         if len(culprits) > MAX_CULPRITS:
             more = sum(len(culprit.ranks) for culprit in culprits[MAX_CULPRITS:])
@@ -102,7 +104,7 @@ class Writer:
         return f"{self._waits(collective, stuck)}; {blame.get(culprit.reason, not_entered)}{where}"
 
     def _undecided(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
-        """Describe collectives whose sides are equally plausible."""
+        """Describe collectives for which the records do not show which side is wrong."""
         named = {rank for culprit in culprits for rank in culprit.ranks}
         clauses = []
         for collective in stuck:
@@ -141,7 +143,7 @@ class Writer:
         return f"{self._waits(first, stuck)}; the evidence does not show which rank is missing"
 
     def _others(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
-        """Count the waiting ranks that no clause about a culprit mentions."""
+        """Count the waiting ranks that the text about the culprits does not mention."""
         told = {rank for culprit in culprits for rank in culprit.ranks}
         told |= {rank for culprit in culprits if culprit.collective for rank in culprit.collective.waiting}
         others = {rank for collective in stuck for rank in collective.waiting} - told
@@ -155,8 +157,8 @@ class Writer:
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
     def _why(self, ranks: Iterable[int]) -> str:
-        """Return the reasons why there is no record of the ranks. A rank without a reason has a record in
-        which later calls have overwritten those of the group.
+        """Return the reasons why there is no record of the ranks. If a rank has no reason, later calls have
+        overwritten the calls of the group in its record.
         """
         reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
         return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)
@@ -184,7 +186,9 @@ class Writer:
         return f'group "{printable(name)}"{which}'
 
     def _at(self, ranks: Sequence[int]) -> str:
-        """Return the line of the program at which most of these ranks are: `` (train.py:88)``."""
+        """Return the line of the program at which most of these ranks are, such as `` (train.py:88)``. Empty
+        if there is no such line.
+        """
         lines: dict[str, int] = {}
         for rank in ranks:
             frame = program_frame(self._stacks.get(rank, ()))
@@ -196,7 +200,7 @@ class Writer:
         return f" ({best})" if 2 * lines[best] > len(ranks) else ""
 
     def _places(self, ranks: Sequence[int]) -> str:
-        """Return where the ranks are. Empty if no stack is known."""
+        """Describe the positions of the ranks in the program. Empty if no stack is known."""
         by_place: dict[str, list[int]] = {}
         for rank in ranks:
             if self._stacks.get(rank):
@@ -211,7 +215,7 @@ class Writer:
         return ", ".join(shown)
 
     def ranks(self, ranks: Sequence[int]) -> str:
-        """Name ranks with their nodes: ``ranks 4-7 (node2)``."""
+        """Format ranks with the names of their nodes, such as ``ranks 4-7 (node2)``."""
         nodes = list(dict.fromkeys(self._nodes[rank] for rank in ranks if rank in self._nodes))
         if len(set(self._nodes.values())) == 1:
             return ranks_text(ranks)
@@ -221,7 +225,7 @@ class Writer:
     # --- the facts ---
 
     def evidence(self, stuck: Sequence[StuckCollective], stacks: Sequence[MergedStack]) -> tuple[str, ...]:
-        """Return one line for each collective that has not completed, and one for each different stack."""
+        """Return one line for each incomplete collective, and one line for each distinct stack."""
         lines = []
         for collective in stuck:
             operation = printable(collective.operation)
@@ -245,7 +249,7 @@ class Writer:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ascending ranks with at most :data:`MAX_SPANS` ranges: ``ranks 0-6, 8 and 12 more``."""
+    """Format ascending ranks as at most :data:`MAX_SPANS` ranges, such as ``ranks 0-6, 8 and 12 more``."""
     texts: list[str] = []
     for first, last in spans(ranks)[:MAX_SPANS]:
         texts += [f"{first}-{last}"] if last > first + 1 else map(str, range(first, last + 1))

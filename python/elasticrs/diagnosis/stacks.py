@@ -1,7 +1,7 @@
 """Parses and merges the stacks of ranks.
 
-The input is text as ``faulthandler`` or ``py-spy dump`` prints it, alone or in a hang file of the agent. Only
-the main thread counts, because the background threads of ranks differ without a reason.
+The input is the output of ``faulthandler`` or ``py-spy dump``, alone or in a hang file of the agent. Only the
+main thread is used, because background threads differ between ranks for no relevant reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 MAX_TEXT = 1 << 20
-"""Number of characters that are read. The agent keeps at most 256 KiB of stacks for each rank."""
+"""Number of characters that are parsed. The agent keeps at most 256 KiB of stacks for each rank."""
 
 MAX_FRAMES = 200
 _MAX_NUMBER = 10
@@ -28,14 +28,14 @@ _FRAME = re.compile(rf'  File "(.*)", line (\d{{1,{_MAX_NUMBER}}}) in (.+)')
 _SPIED = re.compile(rf"    (\S.*?) \((.*):(\d{{1,{_MAX_NUMBER}}})\)")
 _HEADER = re.compile(r"(Current thread|Thread) 0x.*\(most recent call first\):")
 _WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
-"""Ends of the paths of files whose functions wait for other ranks."""
+"""Path suffixes of the files whose functions wait for other ranks."""
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """Return the frames of the main thread, the innermost one first. Empty if the text has no stack.
+    """Return the frames of the main thread, innermost first. Empty if the text has no stack.
 
-    In the output of ``faulthandler``, that is the thread that handled the signal, or the last one. In the
-    output of ``py-spy``, it is the thread of that name, or the first one.
+    For ``faulthandler``, the main thread is the thread marked as current, or else the last thread. For
+    ``py-spy``, it is the thread named ``MainThread``, or else the first thread.
     """
     lines = text[:MAX_TEXT].splitlines()
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
@@ -55,7 +55,7 @@ def _frames(lines: Sequence[str], header: int, *, is_spied: bool) -> tuple[Frame
         if is_spied:
             spied = _SPIED.fullmatch(line)
             if spied is not None:
-                # Drop the name of the class, because `faulthandler` writes only the name of the function.
+                # Remove the name of the class, because `faulthandler` writes only the name of the function.
                 frames.append(Frame(spied[2], int(spied[3]), spied[1].rpartition(".")[2]))
         else:
             written = _FRAME.fullmatch(line)
@@ -65,8 +65,8 @@ def _frames(lines: Sequence[str], header: int, *, is_spied: bool) -> tuple[Frame
 
 
 def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
-    """Return each different stack once, with its ranks. The most frequent one comes first; of equally
-    frequent ones, the one with the lowest rank.
+    """Return each distinct stack once, with its ranks. Stacks are sorted by frequency, most frequent first,
+    and then by the lowest rank.
 
     Args:
         stacks: frames by rank. Empty stacks are left out.
@@ -80,12 +80,12 @@ def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
 
 
 def waits_for_ranks(frames: Sequence[Frame]) -> bool:
-    """Return true if the stack shows that the thread waits for other ranks: in a collective or another
-    exchange of ``torch.distributed``, or in a backward pass.
+    """Return true if the stack shows that the thread waits for other ranks, in a communication call of
+    ``torch.distributed`` or in a backward pass.
 
-    Only the library frames inside the innermost function of the program count. The launcher of a program and
-    the wrapper of a model are frames of ``torch.distributed`` too, but further out. A thread that waits in
-    ``Work.wait`` has no frame in torch, so false means that the stack does not show it.
+    Only the library frames that are called from the innermost function of the program count. Frames further
+    out may also be in ``torch.distributed``, for example the launcher of the program or the wrapper of a
+    model. False does not prove that the thread is not waiting, because ``Work.wait`` has no Python frame.
     """
     for number, frame in enumerate(frames):
         if not is_library(frame):
@@ -106,8 +106,8 @@ def program_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def place(frames: Sequence[Frame]) -> str:
-    """Describe where a thread is: ``load (train.py:71)`` in a function of the program, ``__next__
-    (dataloader.py:741), called at train.py:71`` in a function of a library.
+    """Describe the position of a thread, such as ``load (train.py:71)`` in a function of the program, or
+    ``__next__ (dataloader.py:741), called at train.py:71`` in a function of a library.
     """
     own = program_frame(frames)
     if own is None or own == frames[0]:
@@ -122,10 +122,10 @@ def is_library(frame: Frame) -> bool:
 
 
 def short(frame: Frame) -> str:
-    """Return a short form of a frame: ``step (train.py:88)``."""
+    """Return a short form of a frame, such as ``step (train.py:88)``."""
     return printable(f"{frame.function} ({os.path.basename(frame.file)}:{frame.line})")
 
 
 def line(frame: Frame) -> str:
-    """Return the file and line of a frame: ``train.py:71``."""
+    """Return the file name and line of a frame, such as ``train.py:71``."""
     return printable(f"{os.path.basename(frame.file)}:{frame.line}")

@@ -29,7 +29,9 @@ class NoRecord(str, Enum):
     DAMAGED = "damaged"
     """The worker's answer is not a flight record."""
     OUTDATED = "outdated"
-    """The record is older than those of other ranks, which have completed collectives that need this rank."""
+    """The record is outdated, because other ranks have completed a collective that needs this rank and is not
+    in the record.
+    """
 
 
 class RankEvidence(NamedTuple):
@@ -39,16 +41,16 @@ class RankEvidence(NamedTuple):
     node: str
     """Name of the rank's node."""
     records: tuple[bytes, ...] | NoRecord
-    """Flight records of the rank as JSON, one for each backend. Otherwise, the reason why there is none."""
+    """Flight records of the rank as JSON, one for each backend; or the reason why there is no record."""
     stacks: str | None = None
     """Stacks of the rank's threads as ``faulthandler`` or ``py-spy`` prints them. ``None`` if unknown."""
     groups: Mapping[str, Sequence[int]] = {}
-    """Global ranks of each process group that the rank has created, by the name of the group. The records of
-    gloo do not contain them.
+    """Global ranks of each process group that the rank has created, by the name of the group. They are needed
+    because the records of gloo do not contain them.
     """
     has_raised: bool = False
-    """True if an exception of the rank's program came before the record. Then torch also marks the collective
-    that failed as retired.
+    """True if the rank's program raised an exception before the record was taken. In that case, torch also
+    marks the failed collective as retired.
     """
 
 
@@ -58,38 +60,40 @@ class Reason(str, Enum):
     DID_NOT_ENTER = "did_not_enter"
     """Other ranks wait in a collective that these ranks have not called."""
     OTHER_OPERATION = "other_operation"
-    """These ranks called another operation than the majority as the same collective of a group."""
+    """These ranks called a different operation than the majority for the same collective of a group."""
     OTHER_SIZE = "other_size"
-    """These ranks passed another number of elements than the majority."""
+    """These ranks passed a different number of elements than the majority."""
     OTHER_TYPE = "other_type"
-    """These ranks passed elements of another type than the majority."""
+    """These ranks passed elements of a different type than the majority."""
     NOT_STARTED = "not_started"
     """The devices of these ranks have not started the collective that the devices of the majority run."""
     NO_RECORD = "no_record"
-    """Other ranks wait, and all ranks that might be missing have no record."""
+    """Other ranks wait in a collective, and all ranks that may not have called it have no record."""
     OTHER_ORDER = "other_order"
     """These ranks wait in one group for ranks that wait for them in another group. They have probably skipped
-    a collective, or called the groups in another order than the others.
+    a collective, or used the groups in a different order than the other ranks.
     """
     NO_PEER = "no_peer"
-    """Other ranks wait for these ranks in a point-to-point operation, and these ranks are in no operation."""
+    """Other ranks wait for these ranks in a point-to-point operation, but these ranks are not in any
+    operation.
+    """
     OUTSIDE = "outside"
-    """Other ranks wait, and these ranks are not in a collective."""
+    """Other ranks wait, but these ranks are not in a collective."""
 
 
 class Confidence(str, Enum):
     """Confidence in the choice of a culprit."""
 
     CERTAIN = "certain"
-    """The records of all ranks of the group show it."""
+    """The records of all ranks of the group confirm the choice."""
     LIKELY = "likely"
-    """Some evidence is missing, or the majority decided between two explanations."""
+    """Some evidence is missing, or there are two explanations and the one with more ranks was chosen."""
     POSSIBLE = "possible"
     """The evidence does not exclude that another rank is to blame."""
 
 
 class Call(NamedTuple):
-    """What one rank passed to a collective, as far as it has to be the same on all ranks."""
+    """The properties of one rank's call of a collective that have to be the same on all ranks."""
 
     operation: str
     elements: int | None = None
@@ -97,45 +101,45 @@ class Call(NamedTuple):
     dtypes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return a description for people: ``all_reduce of 4 Float``."""
+        """Return a description for people, such as ``all_reduce of 4 Float``."""
         if self.elements is None:
             return self.operation
         return f"{self.operation} of {self.elements:,} {'/'.join(dict.fromkeys(self.dtypes))}".rstrip()
 
 
 class Side(NamedTuple):
-    """Ranks that called the same operation as a collective of a group."""
+    """Ranks whose calls for a collective are the same."""
 
     ranks: tuple[int, ...]
     call: Call
 
 
 class StuckCollective(NamedTuple):
-    """A collective that at least one rank has called and that has not completed everywhere."""
+    """A collective that at least one rank has called, and that has not completed on all ranks."""
 
     backend: str
     group: str
     description: str
     """Description that the program gave the group, such as ``tp``. May be empty."""
     members: tuple[int, ...]
-    """Ranks of the group, as far as they are known."""
+    """Ranks of the group that are known."""
     are_members_known: bool
     seq: int
     """Number of the collective in its group, starting at 1."""
     operation: str
-    """Operation of the majority of the ranks that called it, without the backend."""
+    """Operation that most of the calling ranks called, without the name of the backend."""
     waiting: tuple[int, ...]
-    """Ranks for which this is the first incomplete collective of the group."""
+    """Ranks whose first incomplete collective in the group is this one."""
     absent: tuple[int, ...]
-    """Ranks that have not called it."""
+    """Ranks that have not called the collective."""
     unknown: tuple[int, ...]
-    """Ranks of the group whose position is unknown, because they have no record of it."""
+    """Ranks that may or may not have called the collective, because they have no record of the group."""
     sides: tuple[Side, ...] = ()
-    """The different calls of the ranks if they do not match. The largest side comes first."""
+    """The different calls and their ranks, if the calls do not match. The call of most ranks comes first."""
 
 
 class Culprit(NamedTuple):
-    """Ranks that other ranks are waiting for, or whose calls do not match those of the others."""
+    """Ranks that other ranks are waiting for, or whose calls differ from those of the other ranks."""
 
     ranks: tuple[int, ...]
     reason: Reason
@@ -161,7 +165,7 @@ class MergedStack(NamedTuple):
 
     ranks: tuple[int, ...]
     frames: tuple[Frame, ...]
-    """Frames of the stack. The innermost one comes first."""
+    """Frames of the stack, innermost first."""
 
 
 class Diagnosis(NamedTuple):
@@ -172,15 +176,15 @@ class Diagnosis(NamedTuple):
     ranks: int
     """Number of ranks."""
     culprits: tuple[Culprit, ...]
-    """Ranks to blame. The most certain ones come first. Empty if the evidence points at no rank."""
+    """Ranks to blame, sorted by confidence, highest first. Empty if the evidence points at no rank."""
     collectives: tuple[StuckCollective, ...]
-    """Collectives that have not completed. The ones that explain the hang come first."""
+    """Collectives that have not completed. Those that explain the hang come first."""
     no_record: Mapping[NoRecord, tuple[int, ...]]
     """Ranks without a usable record, by reason."""
     stacks: tuple[MergedStack, ...]
-    """Stacks of the ranks. The most frequent one comes first."""
+    """Stacks of the ranks, most frequent first."""
     evidence: tuple[str, ...]
-    """Lines for people with the facts behind the summary."""
+    """Lines for people with the evidence for the summary."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values. ``docs/design/diagnosis.md`` has the schema. Ranks are written

@@ -51,5 +51,5 @@ _SUBMODULES = (
 
 
 def __getattr__(name: str) -> object:
-    # Import lazily, because the command line imports this package without needing any of these names.
+    # Import these names on first use, because the command line imports this package and needs none of them.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -1,7 +1,7 @@
 """Torch's rendezvous interfaces: errors, handler, parameters, registry.
 
-Names, signatures and error messages are those of ``torch.distributed.elastic.rendezvous.api``, so that
-handlers written for torch work here. The messages are the same because torch's tests compare them.
+Names, signatures and error messages are those of ``torch.distributed.elastic.rendezvous.api``. Handlers that
+were written for torch therefore work here, and so do torch's tests, which compare the messages.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ class RendezvousInfo:
     """Result of a completed rendezvous for one node.
 
     Args:
-        store: store that the nodes share. On a single node, this process starts to serve the store when it is
-            first used.
+        store: store that the nodes share. On a single node, this process serves the store, and starts the
+            server on first use.
         rank: rank of this node.
         world_size: number of nodes.
         bootstrap_store_info: address of the workers' store.
@@ -140,7 +140,7 @@ class RendezvousHandler(ABC):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if an agent serves the workers' store; false if rank 0 hosts it."""
+        """True if an agent serves the workers' store; false if the worker with rank 0 serves it."""
         return False
 
     @abstractmethod

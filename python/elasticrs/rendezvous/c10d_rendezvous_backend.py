@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 _FAILED = "The connection to the C10d store has failed. See inner exception for details."
 _torch = sys.modules[__name__]
-"""This module. Torch's store classes are looked up here by name, as in torch, so that programs can replace
-them."""
+"""This module. Torch's store classes are looked up by name in it, so that programs can replace the classes,
+as they can in torch.
+"""
 
 
 def __getattr__(name: str) -> Any:
@@ -52,7 +53,8 @@ class C10dRendezvousBackend(RendezvousBackend):
         RendezvousConnectionError: the store cannot be reached.
     """
 
-    # Placeholder that is stored until there is a state. Without it, ``get`` would block until the key exists.
+    # Placeholder value that is stored before the first state, because ``get`` would otherwise block until the
+    # key exists.
     _NULL_SENTINEL = "Y2FuaW1hZGFt"
 
     def __init__(self, store: Any, run_id: str) -> None:
@@ -79,8 +81,8 @@ class C10dRendezvousBackend(RendezvousBackend):
         expected = token.decode() if token else self._NULL_SENTINEL
         desired = b64encode(state).decode()
         found = self._decoded(self._call_store("compare_set", self._key, expected, desired))
-        # The store does not report which node wrote the current value. If another node wrote the same value,
-        # report success anyway, because the resulting state is the same.
+        # Report success if the current value equals the new one, even if another node wrote it. The store
+        # does not report which node wrote a value, and the resulting state is the same.
         return None if found is None else (*found, found[0] == state)
 
     def _call_store(self, operation: str, *args: Any) -> Any:
@@ -104,11 +106,11 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
     """Create the back end with one of torch's stores. Imports torch.
 
     Args:
-        params: ``store_type`` is ``tcp`` (the default) or ``file``. For ``tcp``, ``is_host`` decides whether
-            this process serves the store (by default guessed from the endpoint), and ``read_timeout`` is the
-            time limit in seconds for reads that wait for a key (60 by default). For ``file``, the endpoint is
-            a path, or empty for a temporary file. Nodes can share the file on a network file system if file
-            locks work there.
+        params: ``store_type`` is ``tcp`` (the default) or ``file``. For ``tcp``, ``is_host`` says whether
+            this process serves the store (by default, it does if the endpoint seems to be this machine), and
+            ``read_timeout`` is the time limit in seconds for reads that wait for a key (60 by default). For
+            ``file``, the endpoint is a path, or empty for a temporary file. The file may be on a network file
+            system that the nodes share, if file locks work there.
 
     Returns:
         The back end and its store. The store stays open as long as the caller keeps a reference to it.
@@ -180,8 +182,8 @@ def _torch_tcp_store(params: RendezvousParameters) -> Any:
     timeout = timedelta(seconds=read_timeout)
     asked = params.get_as_bool("is_host")
     is_host = _matches_machine_hostname(host) if asked is None else asked
-    # If ``is_host`` is only guessed from the endpoint, another process on this machine may already serve the
-    # store. In that case, connect to it as a client.
+    # The user has not set ``is_host``, so another process on this machine may already serve the store. In
+    # that case, connect to that store as a client.
     for serves in (True, False) if is_host and asked is None else (is_host,):
         try:
             store = _torch.TCPStore(host, port, is_master=serves, multi_tenant=True, timeout=timeout)

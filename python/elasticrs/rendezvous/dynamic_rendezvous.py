@@ -1,15 +1,16 @@
-"""Rendezvous handler for a back end that the user supplies, with the interface of torch's
+"""Rendezvous handler that works with a back end from the user. It has the interface of torch's
 ``DynamicRendezvousHandler``.
 
 A back end stores a single value, and replaces it only if the caller passes the token of the current value.
-The contents of the value, and the rules for changing it, are in :mod:`elasticrs.rendezvous.dynamic`.
-Differences from torch:
+:mod:`elasticrs.rendezvous.dynamic` defines what the value contains and how it may change. Differences from
+torch:
 
-- The value is JSON and nothing is unpickled, so nodes that run torch's handler cannot take part.
+- The value is JSON, because unpickling could run code. Nodes with torch's handler can therefore not take
+  part.
 - Clocks of different hosts are never compared.
-- Every round has a new store for its workers, on the node with rank 0.
-- ``num_nodes_waiting`` is also positive when the round has lost a node or the job has failed on another node.
-  It is 0 if the rendezvous was closed for another reason.
+- Every round has a new store for its workers. The store is on the node with rank 0.
+- ``num_nodes_waiting`` also returns a positive number when the round has lost a node or the job has failed on
+  another node. It returns 0 if the rendezvous was closed for another reason.
 - Times may be fractions of seconds, and nodes poll more often than once a second while the state is changing.
 """
 
@@ -94,11 +95,11 @@ class RendezvousBackend(ABC):
 
         Args:
             state: new state.
-            token: token of the state to replace; ``None`` if the caller has found no state yet.
+            token: token of the state to replace; ``None`` if there was no state when the caller last read it.
 
         Returns:
-            The current state, its token, and true if this call set it. ``None`` if the outcome is unknown, so
-            that the caller must read the state.
+            The current state, its token, and true if this call has set that state. ``None`` if the outcome is
+            unknown. The caller must then read the state.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
@@ -191,7 +192,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._store = store
         self._shared = state_holder
         self._recorder = Recorder(settings.run_id, node)
-        # Guards the shared state, because back ends need not be thread-safe.
+        # Lock for all access to the shared state, because a back end need not be thread-safe.
         self._lock = threading.Lock()
         self._timer: _PeriodicTimer | None = None
         self._look_again = 0.0
@@ -210,7 +211,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if an agent serves the workers' store. That is the default, unless the environment variable
+        """True if an agent serves the workers' store. An agent does so unless the environment variable
         ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is 1.
         """
         return agent_hosts_store(os.environ)
@@ -219,13 +220,12 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return self._settings.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Leave the current round, and wait for the next one. Leaving ends the current round for all its
-        nodes.
+        """Leave the current round, which ends it for all its nodes, and wait for the next round.
 
         Returns:
             The rank, the number of nodes, the shared store with this round's key prefix, and the address of
-            the workers' store. Until its next round, the handler with rank 0 serves the workers' store or
-            reserves the port for it.
+            the workers' store. Until its next round, the handler with rank 0 serves the workers' store, or
+            reserves a port for this store.
 
         Raises:
             RendezvousClosedError: the job has ended. The message contains the reason.
@@ -272,10 +272,11 @@ class DynamicRendezvousHandler(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """Return a positive number if the agent should stop the workers and join the next round.
 
-        The result is the number of waiting nodes that the round has room for. It is at least 1 if the round
-        has lost a node, which torch does not report. Once the rendezvous is closed, it is 0, because no other
-        round follows. If the rendezvous was closed because the job has failed, it is 1, so that the agent
-        calls :meth:`next_rendezvous`, which raises an error with the reason.
+        The result is the number of waiting nodes that the round has room for. The result is at least 1 if the
+        round has lost a node, which torch does not report. If the rendezvous was closed because the job has
+        failed, the result is 1, so that the agent calls :meth:`next_rendezvous`, which raises an error with
+        the reason. If the rendezvous was closed for another reason, the result is 0, because no other round
+        follows.
 
         Raises:
             RendezvousConnectionError: the back end was unreachable for so long that the other nodes consider
@@ -292,16 +293,16 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return waiting
 
     def set_succeeded(self) -> None:
-        """Record that the workers of this node have finished. After that, newly arrived nodes do not cause a
-        restart, but a node that leaves the round still does. Torch does not have this method.
+        """Record that the workers of this node have finished. After that, a newly arrived node no longer
+        causes a restart, but a node that leaves the round still causes one. Torch does not have this method.
         """
         with self._lock:
             self._has_succeeded = True
 
     def set_failed(self, reason: str) -> None:
-        """Record that the job has failed on this node for this reason, so that closing the rendezvous stops
-        the workers of the other nodes. Has no effect if this node is not in a round. Torch does not have this
-        method.
+        """Record that the job has failed on this node, and why. When the rendezvous is closed later, the
+        workers of the other nodes then stop. Has no effect if this node is not in a round. Torch does not
+        have this method.
         """
         with self._lock:
             self._failure = reason if self._round is not None else None
@@ -393,7 +394,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 time.sleep(pause)
 
     def _look(self) -> None:
-        """Read the state, unless it was already read within the last second or half heartbeat interval."""
+        """Read the state, unless it was read within the last second or, if shorter, half a heartbeat
+        interval.
+        """
         now, shared = time.monotonic(), self._shared
         if shared.synced is not None and now < self._look_again:
             return
@@ -403,7 +406,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
             shared.read()
             self._recorder.lost(shared.take_lost())
         except RendezvousConnectionError as error:
-            # Tolerate an unreachable back end until the other nodes would consider this node dead.
+            # Tolerate an unreachable back end for a while, but raise the error before the other nodes
+            # consider this node dead.
             if shared.synced is None or now - shared.synced > actions.patience(self._settings) - interval:
                 raise
             _log.warning("the rendezvous of job %s cannot be reached: %s", self.get_run_id(), error)

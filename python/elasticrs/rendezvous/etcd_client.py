@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class EtcdResult(Value):
-    """Content of a key in etcd.
+    """A key in etcd and its content.
 
     Args:
         key: name of the key.
@@ -40,8 +40,8 @@ class EtcdClient:
 
     Args:
         site: addresses of etcd, and settings of the connection.
-        name: name of a group of clients. When the last client of the group has disconnected, etcd deletes
-            the group's keys after ``ttl`` seconds.
+        name: name of the group of clients to which this client belongs. Clients of a group share their keys'
+            lifetime.
         ttl: seconds for which etcd keeps the keys of the group after its last client has disconnected.
     """
 

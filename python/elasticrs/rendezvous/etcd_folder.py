@@ -8,8 +8,8 @@
 - **FOLDER-3** While a member runs, a file in the folder is locked. etcd inherits the lock, so the lock is not
   released before etcd has exited.
 - **FOLDER-4** Each member that starts on the machine removes unlocked folders of other jobs. A folder with
-  the same endpoint is removed immediately, because the new member has taken over its ports. Other folders are
-  removed a day after their last use.
+  the same endpoint is removed immediately, because the new member now uses the ports of that endpoint. Other
+  folders are removed a day after their last use.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class Folder:
         with os.scandir(os.path.dirname(self.path)) as entries:
             found = [each.path for each in entries if each.name.startswith(f"{_PREFIX}{os.geteuid()}_")]
         for path in found:
-            # Do not lock the folder to check whether it is stale, because another agent would skip the folder
-            # while it is locked.
+            # Do not lock the folder for this check, because another agent cannot use the folder while it is
+            # locked.
             if path == self.path or not self._is_stale(path):
                 continue
             try:

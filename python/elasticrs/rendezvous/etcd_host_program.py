@@ -236,13 +236,14 @@ class Member:
                     return True
             if is_known and not is_here:
                 return False
-            # Retry, because another agent of this job on this machine may hold the seat, and may exit.
+            # Retry, because another agent of this job on this machine may hold the seat now and may exit
+            # later.
             self._pause(_TICK)
 
     def _claim(self, index: int) -> bool:
         try:
-            # Without the guard, the program could exit between the creation of the folder and this
-            # assignment, and leave the folder behind.
+            # Hold the guard, because the program could otherwise exit after it has created the folder and
+            # before this assignment, and would leave the folder behind.
             with self._guard:
                 self._folder = Folder.claim(self._orders.label, self._seats, index)
         except OSError as error:
@@ -250,8 +251,8 @@ class Member:
         return self._folder is not None
 
     def _check_ports(self, seat: Seat) -> None:
-        """Wait until the member can listen on the ports of its seat. If that takes too long, report a
-        configuration error and run no member.
+        """Wait until the ports of the seat are free, so that the member can listen on them. If that takes too
+        long, report a configuration error and run no member.
         """
         deadline = time.monotonic() + _DOUBT
         for port in (seat.port, seat.peer_port):
@@ -283,8 +284,8 @@ class Member:
         """
         assert self._folder is not None
         begun, refused_since = time.monotonic(), None
-        # If the member has joined its cluster before, it has to follow the end-of-job procedure even before
-        # it has rejoined.
+        # A member that joined its cluster in an earlier run has to follow the end-of-job procedure even
+        # before it has rejoined.
         had_joined = self._belongs = self._folder.has_joined()
         while not self._is_healthy():
             view = self._view(self._look())
@@ -378,7 +379,7 @@ class Member:
         for thread in threads:
             thread.join(2 * _QUESTION)
         self._report_certificates(dict(unfit))
-        # Return a copy, because a thread that has not finished in time may still change the original list.
+        # Return a copy, because a thread that did not finish in time may still change the original list.
         return list(answers)
 
     def _report_certificates(self, unfit: dict[int, str]) -> None:
@@ -447,8 +448,8 @@ class Member:
             time.sleep(_TICK / 2)
 
     def _has_no_sessions(self) -> bool:
-        """Return true if no agent has a session with etcd. Also return true if a majority of the members are
-        down, because no session can exist without a quorum.
+        """Return true if no agent has a session with etcd, or if a majority of the members are down, because
+        no session can exist without a quorum.
         """
         names = (self._orders.prefix + end for end in ("~sessions/", "~sessions0"))
         first, last = (base64.b64encode(name.encode(errors="surrogateescape")).decode() for name in names)
@@ -458,7 +459,7 @@ class Member:
             found = self._gateway.ask(seat, "kv/range", body, _SHORT_QUESTION, address)
             return int(found.get("count", 0)) == 0
         except (OSError, GatewayError):
-            # Count this member in addition to the other members that answered.
+            # Add 1 for this member to the number of other members that answered.
             up = 1 + sum(answer is not None for answer in self._look())
             return up < membership.majority(self._seats)
 

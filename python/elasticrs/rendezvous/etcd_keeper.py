@@ -47,7 +47,7 @@ def main(parent: int, folder: str, command: list[str]) -> int:
 
 
 def watch(parent: int) -> tuple[int, int] | None:
-    """Watch the parent process, and handle signals that ask this process to stop.
+    """Watch the parent process, and catch the signals that ask this process to stop.
 
     Returns:
         Two file descriptors. The first becomes readable when the parent exits, the second when a signal

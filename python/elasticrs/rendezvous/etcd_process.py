@@ -20,8 +20,7 @@ _MOST = 65536
 _OPTIONS = (
     "--pre-vote",
     *("--auto-compaction-mode=revision", "--auto-compaction-retention=10000", "--snapshot-count=10000"),
-    # Use the fastest password hash. The passwords are derived with 256 bits, so they cannot be guessed
-    # anyway.
+    # Use the fastest password hash, because the passwords have 256 bits and cannot be guessed anyway.
     "--bcrypt-cost=4",
     *("--logger=zap", "--log-level=warn", "--log-outputs=stderr"),
 )

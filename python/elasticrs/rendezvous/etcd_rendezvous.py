@@ -1,5 +1,5 @@
-"""Torch's class names for its original etcd rendezvous. Here they stand for the elastic rendezvous with etcd
-as its store.
+"""Classes with the names of torch's original etcd rendezvous. They use the elastic rendezvous, with etcd as
+its store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["EtcdRendezvous", "EtcdRendezvousHandler", "create_rdzv_handler"]
 
 
 class EtcdRendezvous:
-    """Description of a rendezvous over etcd: its address, job and number of nodes. An argument of
+    """Description of a rendezvous over etcd: its address, job and number of nodes. Passed to
     :class:`EtcdRendezvousHandler`.
 
     Args:

@@ -1,7 +1,7 @@
 """Local etcd server for tests and for jobs on one machine. The names in this module are those of torch.
 
 etcd runs under a small supervising process, :mod:`elasticrs.rendezvous.etcd_keeper`. When this program exits
-for any reason, that process stops etcd and removes its data.
+for any reason, the supervising process stops etcd and removes its data.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ _log = logging.getLogger("elasticrs.rendezvous")
 _HOST = "127.0.0.1"
 _TICK = 0.02
 _LONGEST_STOP = 10.0
-"""Seconds to wait until the keeper process has exited. The keeper's own time limit for stopping etcd is
-shorter."""
+"""Seconds to wait until the keeper process has exited. This exceeds the keeper's own time limit for stopping
+etcd.
+"""
 
 
 def find_free_port() -> socket.socket:

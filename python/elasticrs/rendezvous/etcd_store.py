@@ -1,7 +1,7 @@
 """Key-value store in etcd, as a class with the same name as in torch. If torch is installed, the class is a
 subclass of ``torch.distributed.Store``.
 
-The methods forward to :class:`elasticrs.store.Store`. This module contains only the behavior in which torch's
+The methods call those of :class:`elasticrs.store.Store`. This module adds only the behavior in which torch's
 class differs from that store. Agents do not import this module.
 """
 

@@ -1,4 +1,4 @@
-"""Rendezvous of a job on a single node. There are no other nodes to wait for, and every attempt has a new
+"""Rendezvous of a job on a single node. A node never waits for other nodes, and every attempt has a new
 store.
 """
 

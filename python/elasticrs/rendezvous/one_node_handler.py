@@ -69,14 +69,12 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
     def open_shared_store(self) -> Store:
-        """Return the store of the current round for :class:`RendezvousInfo`. The store is served only from
-        its first use on.
-        """
+        """Return the store of the current round. Its server starts on first use."""
         return self._own_store.of_round(self._round)
 
     def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousStoreInfo:
-        """Start the next round, and return the address of its workers' store. Agents that know their rank use
-        this method instead of :meth:`next_rendezvous`.
+        """Start the next round, and return the address of its workers' store. Agents call this method instead
+        of :meth:`next_rendezvous`, because they need only the address.
 
         Args:
             supervisor: serves the store and passes on its messages to the user. If ``None``, a new thread

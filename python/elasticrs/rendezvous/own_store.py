@@ -14,7 +14,9 @@ _HOST = "127.0.0.1"
 
 
 class OwnStore:
-    """Store that this process starts to serve on first use, because most single-node jobs never use it."""
+    """Store of a single-node job. This process starts the server on first use, because most of these jobs
+    never use the store.
+    """
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -44,7 +46,7 @@ class OwnStore:
         token = os.urandom(16)
         try:
             if self._server is not None:
-                # An earlier attempt has started this server, but could not connect to it.
+                # Close the server that an earlier attempt has started but could not connect to.
                 self._server.close()
             self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
             return Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)

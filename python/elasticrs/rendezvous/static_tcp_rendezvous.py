@@ -17,7 +17,7 @@ _DEFAULT_TIMEOUT = 600
 
 
 def _asked(name: str) -> Any:
-    """Return a method that calls the method with this name on the wrapped handler."""
+    """Return a method that calls the method of this name of the wrapped handler."""
     return lambda self: getattr(self._handler, name)()
 
 
@@ -26,7 +26,7 @@ class StaticTCPRendezvous(RendezvousHandler):
 
     Args:
         master_addr: host of the node with rank 0.
-        master_port: port of the rendezvous, on which the workers' store of rank 0 also listens.
+        master_port: port of the rendezvous, and of the workers' store that rank 0 serves.
         rank: rank of this node.
         world_size: number of nodes.
         run_id: name of the job.

@@ -84,9 +84,9 @@ def _try_parse_port(port_str: str) -> int | None:
 
 
 def _matches_machine_hostname(host: str) -> bool:
-    """Return true if a host name or address belongs to this machine. The function compares it only with this
-    machine's host name and the addresses of that name, so it does not recognize aliases and other interfaces.
-    Return false for a name that cannot be resolved; torch raises an error.
+    """Return true if a host name or address belongs to this machine. The function compares the host only with
+    this machine's host name and the addresses of that name, so it does not recognize aliases or addresses of
+    other interfaces. Return false for a name that cannot be resolved; torch raises an error.
     """
     if host == "localhost":
         return True
@@ -160,11 +160,13 @@ class _PeriodicTimer:
         if self._finalizer is not None:
             raise RuntimeError("The timer has already started.")
         stop = threading.Event()
-        # Do not pass the timer itself to the thread, because the timer would then never be garbage-collected.
+        # Pass no reference to the timer to the thread, because the timer would then never be
+        # garbage-collected.
         arguments, name = (self._interval, stop, *self._call), self._name or "PeriodicTimer"
         thread = threading.Thread(target=_repeat, name=name, args=arguments, daemon=True)
         self._finalizer = weakref.finalize(self, _stop, thread, stop)
-        # Do not join the thread at interpreter exit, because joining a daemon thread then may block forever.
+        # Do not join the thread at interpreter exit, because joining a daemon thread at that time may block
+        # forever.
         self._finalizer.atexit = False
         thread.start()
 

@@ -48,5 +48,6 @@ _SUBMODULES = (
 
 
 def __getattr__(name: str) -> object:
-    # Import these modules on demand, because a program with its own coordinator does not need the rendezvous.
+    # Import these modules on first use, because a program with its own coordinator does not need the
+    # rendezvous.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -34,8 +34,8 @@ class AgentCoordinator(CoordinatorP2P):
         process_group_timeout: Timeout of a collective, in milliseconds.
         coordinator_pg_timeout: Time limit for all workers to reach :meth:`barrier`, in milliseconds.
 
-    Without ``--on-failure replace``, workers still repeat a step that fails. But if a worker exits, the agent
-    restarts all workers.
+    A worker always repeats a step that has failed. If a worker exits, it is replaced with ``--on-failure
+    replace``. Otherwise the agent restarts all workers.
 
     Raises:
         RuntimeError: This process was not started by an agent.

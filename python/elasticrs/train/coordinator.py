@@ -37,7 +37,7 @@ class Coordinator(ABC):
     and stops.
 
     Attributes:
-        rounds_before: Number of earlier rounds of the job, as far as they are known.
+        rounds_before: Number of earlier rounds of the job that this worker knows of.
         takes_requests: True if this coordinator implements :meth:`request` and the related methods.
         others_come_back: True if a worker that exits is replaced. False if its agent restarts all workers.
         keeps_final_state: True if this coordinator can pass the final state to workers that start after the
@@ -67,16 +67,16 @@ class Coordinator(ABC):
         """Create the default process group of the round."""
 
     def barrier(self) -> None:  # noqa: B027 -- optional to override
-        """Wait until all workers of the round have called this method. Uses the control plane, which has its
-        own time limit.
+        """Wait until all workers of the round have called this method. The wait has its own time limit, and
+        does not use the process group of the round.
 
         Raises:
             RuntimeError: a worker did not arrive in time. Raised on all workers.
         """
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all workers, by rank. All workers must call this together, with equally many
-        numbers.
+        """Return the numbers of all workers, by rank. All workers must call this together, and must pass the
+        same number of integers.
 
         Args:
             numbers: numbers of this worker.
@@ -87,7 +87,7 @@ class Coordinator(ABC):
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context manager for work that this worker does alone, without collectives. The work may
-        take any time.
+        take any amount of time.
         """
         return nullcontext()
 
@@ -107,8 +107,8 @@ class Coordinator(ABC):
         """
 
     def request(self, *, leave: bool) -> None:
-        """Record that a checkpoint was requested from this worker. Signal handlers call this method, so it
-        does nothing else.
+        """Record that a checkpoint was requested from this worker. The method must not do anything else,
+        because signal handlers call it.
 
         All workers then save after the same step, before the next round: :meth:`should_rendezvous` and
         :meth:`should_save_before_meeting` return true.
@@ -150,8 +150,8 @@ class Coordinator(ABC):
         The loop calls this after a step or a rendezvous raised a retryable error, before this worker leaves
         the round. The call may wait briefly for the store to report a lost member.
 
-        Such an error counts little against ``max_failures``, because the worker that caused the error counts
-        it as its own failure.
+        More such errors than ``max_failures`` are allowed, because the worker that caused the error counts it
+        as its own failure.
 
         Args:
             is_meeting: True if the error was raised before ``sync``.
@@ -166,8 +166,8 @@ class Coordinator(ABC):
         """Announce that this worker has no more data. The loop calls this before the worker's last
         :meth:`rendezvous_barrier`.
 
-        The coordinator must let the other workers finish the steps that this worker has finished, and must
-        not let them wait for this worker in a later step.
+        The coordinator must make sure that the other workers finish the steps that this worker has finished,
+        and that they do not wait for this worker in a later step.
         """
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- optional to override
@@ -183,7 +183,7 @@ class Coordinator(ABC):
     def final_state(self) -> FinalState | None:
         """Return the final state of a job that ended without this worker.
 
-        ``None`` if no final state is known, for instance because this coordinator does not keep final states.
+        ``None`` if there is no final state, for instance because this coordinator does not keep final states.
 
         Raises:
             NonRetryableException: This worker cannot get the final state.

@@ -46,8 +46,8 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
     Args:
         callback: Called on a separate thread with a :class:`~elasticrs.rendezvous.elastic.messages.Stop` as
             soon as a round ends for this worker. A framework can use it to abort communication that this
-            library does not know about. It must not raise. If ``planned`` is true, no worker has failed and
-            nothing needs to be aborted.
+            library does not know about. The callback must not raise. If the attribute ``planned`` of the
+            argument is true, no worker has failed and nothing needs to be aborted.
         init_method: Rendezvous URL, as for :class:`~elasticrs.train.p2p.CoordinatorP2P`. ``None`` to use the
             settings from the agent.
 
@@ -69,8 +69,8 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
 
 
 class Participant:
-    """Membership of a worker in a job, created by :func:`on_change`. As a context manager, it leaves the job
-    at the end of the block unless :meth:`close` was called, so that the other workers continue without this
+    """Membership of a worker in a job, created by :func:`on_change`. At the end of a ``with`` block, the
+    worker leaves the job unless :meth:`close` was called. The other workers then continue without this
     worker.
 
     Args:
@@ -86,7 +86,7 @@ class Participant:
         world size, and the address of the workers' store.
 
         Raises:
-            RendezvousError: this worker cannot join another round. It is a
+            RendezvousError: this worker cannot join another round. The error is a
                 :class:`~elasticrs.rendezvous.api.RendezvousClosedError` if the job has ended.
         """
         groups.destroy()
@@ -118,14 +118,14 @@ class Participant:
         groups.record_further_groups(current.connections)
 
     def passed(self) -> bool:
-        """Count a completed step. Return true if it is time to :meth:`meet` again. Sends no message, but may
-        block while the workers agree when to leave the round.
+        """Count a completed step. Return true if it is time to :meth:`meet` again. This sends no message, but
+        may block while the workers agree on the step after which they leave the round.
         """
         return self._member.passed()
 
     def announce_end(self) -> None:
-        """Announce that the training has finished on this worker. Before the other workers leave the round,
-        they complete the steps that this worker has completed.
+        """Announce that the training has finished on this worker. The other workers complete the steps that
+        this worker has completed, before they leave the round.
         """
         self._member.announce_end()
 

@@ -16,5 +16,5 @@ __all__ = ["CyclingIterator", "ElasticDistributedSampler", "Shares"]
 
 
 def __getattr__(name: str) -> object:
-    # Import the sampler on demand, because it imports torch.
+    # Import the sampler on first use, because its module imports torch.
     return lazy(__name__, name, {"elasticrs.utils.data": ("ElasticDistributedSampler",)})

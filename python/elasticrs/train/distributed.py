@@ -1,7 +1,7 @@
 """Collectives for :meth:`elasticrs.train.State.sync`. All workers must call a collective together.
 
-Without a process group, or in a group with a single worker, a collective returns its argument. CPU tensors
-are copied to the GPU and back if the group uses NCCL.
+Without a process group, or in a group with a single worker, a collective returns this worker's own data. CPU
+tensors are copied to the GPU and back if the group uses NCCL.
 """
 
 from __future__ import annotations

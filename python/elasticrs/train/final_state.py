@@ -1,14 +1,14 @@
 """The final state of a job, for workers that start after the training has ended.
 
 Each worker keeps a copy of the final state in memory and serves it over HTTP. For each rank, the coordination
-store holds the URL and digest of the copy, and the worker's place, which is a name for its slot under its
-agent. A replacement worker has the same place as its predecessor, so it finds the copies and its own rank in
-the store.
+store holds the URL and digest of the copy, and the *place* of the worker. The place names the worker's
+position under its agent. A replacement worker has the same place as its predecessor, so it finds its own rank
+in the store, as well as the copies.
 
 - **FINAL-1** all workers publish their copies before the job is closed, so a worker that finds the job closed
   also finds the copies.
 - **FINAL-2** a downloaded copy is used only if its digest equals the digest in the store.
-- **FINAL-3** the download succeeds if any worker that has a copy can send it, whatever the other workers do.
+- **FINAL-3** the download succeeds if at least one worker that has a copy can send it.
 - **FINAL-4** no two living processes have the same rank: a replacement gets the rank of its predecessor in
   the same place, and a process in a new place gets a rank that no process has had.
 """
@@ -69,7 +69,7 @@ class Late(Value):
 
     Args:
         rank: rank of this process.
-        world_size: number of workers in the last round. It is larger if this process has a new rank.
+        world_size: number of workers in the last round, or a larger number if this process has a new rank.
         final: final state of the job.
     """
 
@@ -165,7 +165,7 @@ class _Server(ThreadingTCPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- signature of the base class
-        """Log one line instead of writing a traceback to the worker's stderr, as the base class does."""
+        """Log one line. The base class would write a traceback to the worker's stderr."""
         error = sys.exc_info()[1]
         _log.warning(
             "the final state could not be sent to %s: %s: %s", client_address[0], type(error).__name__, error
@@ -260,15 +260,15 @@ def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] |
 
 
 def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the seats whose HTTP servers accept connections. A seat is the stored record of a worker that
-    has a copy.
+    """Return the seats whose HTTP servers accept connections. A seat is the record in the store of a worker
+    that has a copy.
     """
 
     def accepts(seat: dict[str, Any]) -> bool:
         try:
             socket.create_connection(_server_of(seat), CONNECT_TIMEOUT).close()
         except OSError:
-            # The worker has probably exited, as most workers do soon after the training.
+            # Skip this worker. It has probably exited, because most workers exit soon after the training.
             return False
         return True
 
@@ -290,8 +290,8 @@ def _download(seat: dict[str, Any]) -> bytes | None:
     try:
         connection.connect()
         connection.sock.settimeout(TRANSFER_TIMEOUT)
-        # Limit the whole transfer, because the socket's timeout never expires if the peer sends a byte now
-        # and then.
+        # Limit the time of the whole transfer, because the timeout of the socket restarts with each byte that
+        # the peer sends.
         limit = TRANSFER_TIMEOUT + seat["size"] / MIN_RATE
         timer = threading.Timer(limit, _shut, (connection.sock,))
         timer.start()

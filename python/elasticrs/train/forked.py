@@ -40,7 +40,9 @@ _state: dict[str, Any] = {"count": 0, "parent": 0, "is_watched": False, "kept": 
 
 
 def count() -> int:
-    """Return the number of forks between the process that first called :func:`watch` and this process."""
+    """Return the fork depth of this process: 0 in the process that first called :func:`watch`, 1 in its
+    forked children, and so on.
+    """
     found: int = _state["count"]
     return found
 

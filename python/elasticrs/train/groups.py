@@ -1,9 +1,9 @@
 """Process groups that a watching thread can abort.
 
 Gloo has no working abort: a thread that waits in a collective keeps waiting until the timeout. Shutting down
-the TCP connections of the group does work. :class:`Connections` records the connections by inode while a
-group is created, and :meth:`Connections.shut` shuts them down from any thread. The collective then raises at
-once, here and on the peers.
+the TCP connections of the group does end the wait. :class:`Connections` records the connections by inode
+while a group is created, and :meth:`Connections.shut` shuts them down from any thread. The collective then
+raises at once, here and on the peers.
 
 While a thread creates a group, it may wait for a peer to connect. If that peer has died, there is no
 connection to shut down, so :meth:`Connections.knock` connects in place of the peer.
@@ -12,7 +12,7 @@ connection to shut down, so :meth:`Connections.knock` connects in place of the p
 - **GROUPS-2** other threads may close and reuse a descriptor at any moment. Therefore it is duplicated, the
   inode of the duplicate is checked, and only the duplicate is shut down and closed.
 - **GROUPS-3** connections that other threads open while a group is created are left alone. They are shut down
-  only as a last resort, by :meth:`Connections.shut_others`, whose caller reports it.
+  only as a last resort, by :meth:`Connections.shut_others`, and the caller of this method logs a warning.
 - **GROUPS-4** torch's counter for group names is reset before each group. Otherwise, after a failed attempt,
   ranks would use different prefixes in the store and never find each other.
 """
@@ -40,9 +40,10 @@ if TYPE_CHECKING:
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
-"""Seconds to wait for the main thread to stop creating a process group in a broken round. After that, all
+"""Seconds to wait until the main thread no longer creates a process group in a broken round. After that, all
 other connections that were opened during the creation are shut down as well, although they may belong to
-unrelated code. The time exceeds :data:`CONNECT_TIMEOUT`, because connecting to the store cannot be aborted.
+unrelated code. The wait is longer than :data:`CONNECT_TIMEOUT`, because an attempt to connect to the store
+cannot be aborted.
 """
 
 _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
@@ -104,8 +105,8 @@ class Connections:
         return False
 
     def are_intact(self) -> bool:
-        """Return true if all recorded connections of the process groups are still open, so no peer has
-        exited.
+        """Return true if all recorded connections of the process groups are still open, which means that no
+        peer has exited.
 
         Return false if the state of the connections is unknown.
         """
@@ -117,9 +118,10 @@ class Connections:
 
     def leave_to_parent(self, ports: set[int]) -> None:
         """In a forked child, replace the inherited copies of the recorded connections, and of all connections
-        that use one of the given ports, with ``/dev/null``. Otherwise, if the parent were killed, its peers
-        would notice only when its children have exited as well. The descriptor numbers stay in use, because
-        objects copied from the parent may still close them.
+        that use one of the given ports, with ``/dev/null``. Otherwise, if the parent were killed, the
+        connections would stay open, and its peers would not notice the death until the children have exited
+        as well. The descriptor numbers stay in use, because objects copied from the parent may still close
+        them.
         """
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for inode, fd in _sockets().items():
@@ -132,8 +134,8 @@ class Connections:
         main thread does not wait for a peer that has died. Each connection sends a rank-dependent number,
         because real gloo peers send such a number first.
 
-        Each listener is visited only once. Do nothing if the connections could use up the file descriptors of
-        this process, or if gloo uses a transport other than TCP.
+        Each listener is visited only once. Do nothing if this process could run out of file descriptors, or
+        if gloo uses a transport other than TCP.
 
         Args:
             world_size: number of workers in the group.
@@ -168,7 +170,7 @@ class Connections:
         )
 
     def needs_last_resort(self, began: float, limit: float) -> bool:
-        """Return true if :meth:`shut` should have stopped the main thread by now, but has not.
+        """Return true if the main thread has not stopped after :meth:`shut`, although there was enough time.
 
         Args:
             began: time of the first call of :meth:`shut` for this round.
@@ -177,8 +179,8 @@ class Connections:
         now, since = time.monotonic(), self._recording_since
         if since is not None:
             return now - max(began, since) > LAST_RESORT
-        # Wait longer if no group is being created, because the main thread may be in a computation that takes
-        # as long as earlier steps did.
+        # Wait longer if no group is being created, because the main thread may be in a computation, which may
+        # take as long as a step.
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:
@@ -222,7 +224,7 @@ def _ports(fd: int) -> set[int]:
 
 @contextmanager
 def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None]:
-    """Yield a duplicate of a TCP socket and its TCP state; ``None`` if the descriptor no longer refers to the
+    """Yield a duplicate of a TCP socket and the TCP state; ``None`` if the descriptor no longer refers to the
     socket with this inode.
     """
     try:
@@ -285,14 +287,14 @@ def _knock(address: tuple[int, Any], count: int) -> None:
 # --- groups ---
 
 MEETING_TIMEOUT = 10.0
-"""Base time limit in seconds for creating a group, to which each worker adds 0.1 seconds. A limit is needed
-because a peer may die before it connects, and then there is no connection that could be shut down.
+"""Base time limit in seconds for creating a group. The limit is 0.1 seconds longer for each worker. A limit
+is needed because a peer may die before it connects, and then there is no connection that could be shut down.
 """
 
 CONNECT_TIMEOUT = 3.0
 """Time limit in seconds for connecting torch's client to a store that has just accepted a connection. If the
-store has exited in between, the client retries and cannot be interrupted, so it must give up before this
-worker is considered stuck.
+store has exited in the meantime, the client keeps retrying and cannot be interrupted. It must give up before
+this worker is considered stuck.
 """
 
 
@@ -325,8 +327,8 @@ def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
 
 
 _hooks: list[Any] = []
-"""The ``sys.excepthook`` that torch set when it created the process group, followed by the hook that torch
-replaced. Empty if there is no group.
+"""The ``sys.excepthook`` that torch set when it created the process group, and the previous hook. Empty if
+there is no group.
 """
 
 
@@ -358,8 +360,8 @@ def record_further_groups(connections: Connections) -> None:
 
 
 def create(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
-    """Create the default process group. A short timeout applies during the creation, and ``timeout`` applies
-    afterwards.
+    """Create the default process group. A short timeout applies while the group is created, and ``timeout``
+    applies to its collectives.
 
     Raises:
         RuntimeError: the group could not be created.

@@ -6,7 +6,7 @@ which is two boundaries ahead, and publishes it. All workers leave at the larges
 its own cap before the largest cap is known waits there.
 
 - **LEAVE-1** no worker passes its own cap before the leave step is known. So no worker is ever past the leave
-  step, whatever the timing of threads and network.
+  step, however slow threads and network are.
 - **LEAVE-2** a single worker publishes the leave step together with the decision about saving a checkpoint
   there, as one value. So either all workers save, or none.
 - **LEAVE-3** caps are published by the watching threads, not by the training loop. So all caps are published
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     Verdict: TypeAlias = Literal["go", "wait", "leave"]
 
 AHEAD = 2
-"""Number of boundaries from a worker's position to its cap. A distance of one would be equally safe. With
-two, the watching threads have the rest of the current step and the whole next step to agree, so that usually
-no worker has to wait.
+"""Number of step boundaries from a worker's current boundary to its cap. A distance of one would be equally
+safe. With two, the watching threads have the rest of the current step and the whole next step to agree, so
+that usually no worker has to wait.
 """
 
 AT_ONCE = 0
@@ -52,20 +52,20 @@ class LeaveStep(Record):
     saves: bool = False
 
     def verdict(self) -> Verdict:
-        """Return whether the worker continues, waits or leaves at its latest boundary."""
+        """Return what the worker does at its latest boundary: ``go`` to continue, ``wait`` or ``leave``."""
         if self.at is not None:
             return "leave" if self.done >= self.at else "go"
         return "wait" if self.cap is not None and self.done >= self.cap else "go"
 
     def set_cap(self) -> int:
-        """Return the cap. The first call, when this worker is notified of the change, sets the cap."""
+        """Return the cap. The first call sets it, when this worker is notified of the change."""
         if self.cap is None:
             self.cap = self.done + AHEAD
         return self.cap
 
 
 def agreed(caps: list[int]) -> int:
-    """Compute the leave step from the caps of all workers."""
+    """Return the step after which all workers leave the round, which is the largest of their caps."""
     return max(caps)
 
 

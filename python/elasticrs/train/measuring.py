@@ -32,8 +32,8 @@ class Times:
         metrics.put_metric(f"{name}.duration.ms", int((time.perf_counter() - began) * 1000), GROUP)
 
     def end_turn(self) -> None:
-        """Publish the duration of the whole iteration, and of its inner loop over the steps if that has
-        started.
+        """Publish the duration of the whole iteration. If the inner loop over the steps has started, also
+        publish the duration of that loop.
         """
         if self.inner is not None:
             self.put("inner_train_loop", self.inner)

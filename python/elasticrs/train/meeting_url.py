@@ -30,10 +30,10 @@ _EXPECTED = "elasticrs://HOST:PORT/JOB?min_workers=N&max_workers=M or etcd://HOS
 _MANY = 2**31 - 1
 
 KEEP_ALIVE = "0.4"
-"""Seconds between two keep-alives. A worker may miss five of them. If a process is killed while it has unread
-data, the kernel resets its connection. A reset does not prove that the process has died, so the store waits
-until the lease expires. The interval is shorter than an agent's, because a worker that is wrongly considered
-lost costs the other workers at most one step.
+"""Seconds between two keep-alives. A worker may miss five of them. The interval is shorter than an agent's,
+because the store cannot always detect the death of a worker before its lease expires: if the process had
+unread data, the kernel resets the connection, and a reset does not prove that the process is dead. A worker
+that is wrongly considered lost costs the other workers at most one step.
 """
 
 MEMBER_VARIABLE = "ELASTICRS_TRAIN_MEMBER"
@@ -42,8 +42,8 @@ of the worker that it replaces.
 """
 
 JOB_VARIABLE = "ELASTICRS_TRAIN_JOB"
-"""Environment variable with the job name that the workers use in the store. The job name in the URL is a
-different one, which the agents use.
+"""Environment variable with the job name that the workers use in the store. The job name in the URL is the
+one that the agents use.
 """
 
 
@@ -95,8 +95,8 @@ def parse(
     except ValueError as error:
         raise UsageError(f"{source}: got {url!r}: {error}") from None
     if "#" in url:
-        # A URL parser takes everything after '#' as the fragment of the URL. The settings after it would be
-        # ignored silently.
+        # Reject '#', because a URL parser takes everything after it as the fragment of the URL, so that
+        # settings after the '#' would be ignored silently.
         raise UsageError(f"{source}: got {url!r} with a '#', expected '%23' in its place")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None or not parts.netloc:
@@ -118,8 +118,8 @@ def parse(
         config["is_host"] = "0"
     token = environ.get(TOKEN_VARIABLE)
     if backend == "etcd" and JOB_VARIABLE in environ:
-        # Remove the token, because `describe` would use it as the job's token. In an etcd that agents host,
-        # it is the password of the workers' user.
+        # Remove the token from the environment. If agents host etcd, it contains the password of the workers'
+        # user, but `describe` would use it as the token of the job.
         environ = {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
     rendezvous, notices = describe(
         backend,

@@ -1,13 +1,13 @@
-"""Makes a worker a member of a rendezvous, in which it stays over several rounds.
+"""Membership of a worker in a job's rendezvous, which lasts for any number of rounds.
 
-The session with the coordination store holds the worker's lease. When a member dies, the store notifies the
-other members in about a millisecond. In each worker, a watching thread then aborts the collective of the main
-thread (:mod:`~elasticrs.train.groups`), and all workers start a new round. If no worker has failed, no step
-is aborted: all workers leave the round after an agreed step (:mod:`~elasticrs.train.leave_step`).
+When a member dies, its session with the coordination store ends, and the store notifies the other members
+within about a millisecond. In each worker, a watching thread then aborts the collective of the main thread
+(:mod:`~elasticrs.train.groups`), and all workers start a new round. If no worker has failed, no step is
+aborted: all workers leave the round after an agreed step (:mod:`~elasticrs.train.leave_step`).
 
 - **MEMBER-1** a step sends no message: :meth:`Membership.passed` only reads memory.
-- **MEMBER-2** the watching thread shuts down connections until the main thread is *out* of the round, which
-  is when it requests the next round. The watching thread never raises an exception in user code.
+- **MEMBER-2** the watching thread shuts down connections until the main thread is *out* of the round: it is
+  out as soon as it requests the next round. The watching thread never raises an exception in user code.
 - **MEMBER-3** if the main thread is not out of the round in time, the process exits. The other workers, or an
   agent, continue without it.
 - **MEMBER-4** a forked child does not take part in the rendezvous, and holds none of its parent's
@@ -46,7 +46,8 @@ _log = logging.getLogger("elasticrs.train")
 
 STUCK_TIMEOUT = 10.0
 """Seconds that the main thread may take to leave a broken round, in addition to twice the longest time
-between two step boundaries so far. So the process does not exit during a step of normal length.
+between two step boundaries so far. The additional time ensures that the process does not exit during a step
+of normal length.
 """
 
 _FIRST_SPAN = 25.0
@@ -64,7 +65,7 @@ the job.
 """
 
 _NEWS_TIMEOUT = 0.1
-"""Seconds to wait for the store to report a lost member after an error. The store usually needs a few
+"""Seconds after an error to wait for the store's report that a member is lost. The store usually needs a few
 milliseconds. If its report comes too late, the error is counted as this worker's own, which does little harm.
 """
 
@@ -166,7 +167,8 @@ class Membership:
         if self._pid != os.getpid():
             raise RuntimeError("this process was forked from a worker, so it cannot join the training")
         with self._changed:
-            # The worker is now out of the round, so the watching thread stops acting on it.
+            # The worker is now out of the round, so the watching thread no longer aborts communication of
+            # that round.
             self._round = None
         if self._thread is None:
             self._is_over = False
@@ -192,8 +194,8 @@ class Membership:
         if self.page is not None:
             self.page.place(current.rank, current.world_size, current.number)
         with suppress(DistError):
-            # Ignore an error. If this key is missing, the other workers leave the round without waiting for
-            # this worker.
+            # Ignore an error, because this key is not essential: without it, the other workers leave the
+            # round without waiting for this worker.
             current.board.hold(f"here/{current.rank}")
         self._since = time.monotonic()
         with self._changed:
@@ -221,12 +223,12 @@ class Membership:
             return verdict == "leave"
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
-        """Return true if an error of this worker was caused by the end of the round, because another member
-        was lost, or failed and left.
+        """Return true if an error of this worker was caused by the end of the round: another member was lost,
+        or has failed and left the round.
 
         While all connections of the process groups are open, no other member can have caused the error. If a
-        connection was closed, wait for the store's report: it notices a lost member only when its lease
-        expires.
+        connection was closed, wait for the store's report that a member is lost. The store may not notice the
+        loss until the member's lease expires.
 
         Args:
             is_meeting: true if the process groups are still being created, so their connections prove
@@ -265,7 +267,7 @@ class Membership:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Context manager for a block without collectives. Inside the block, the main thread may take any
-        time to leave a round.
+        amount of time to leave a round.
         """
         self._is_alone = True
         try:
@@ -290,8 +292,8 @@ class Membership:
             return self.has_left_as_agreed and current is not None and current.step.saves
 
     def wait_for_others(self) -> None:
-        """Wait until all living workers are out of this round, for at most 5 seconds. The round is over, but
-        until then workers may still read data from each other.
+        """Wait until all living workers are out of this round, for at most 5 seconds. Workers may still read
+        data from each other until all of them have left.
         """
         current = self._round
         if current is not None:
@@ -366,12 +368,12 @@ class Membership:
             # This worker has never joined a round, or has already left the job.
             return
         self._handler.leave()
-        # Finish in the background: the thread runs until the store has recorded that this worker left, or, if
-        # this worker hosts the store, until no other worker needs the store.
+        # Finish in the background. The thread runs until the store has recorded that this worker has left. If
+        # this worker hosts the store, the thread runs until no other worker needs the store.
         farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
         farewell.start()
         if has_left:
-            # Wait for the thread, because this process is about to exit.
+            # Wait for the thread, because this process is about to exit, which would stop the thread.
             farewell.join(_END_TIMEOUT)
 
     def _farewell(self) -> None:
@@ -384,9 +386,9 @@ class Membership:
         it has already ended or if this worker has left it. A worker that hosts the coordination store waits
         up to about ``close_timeout`` for the other workers to read how the job ended.
 
-        All workers call this after the last barrier. Each first waits up to 5 s for the other workers to pass
-        the barrier, because closing the job aborts collectives, and because rank 0 hosts the store of the
-        round.
+        All workers call this after the last barrier. This method first waits up to 5 s until the other
+        workers have passed the barrier, because closing the job aborts their collectives, and because rank 0
+        hosts the store of the round.
         """
         self._finish()
         with self._changed:
@@ -402,7 +404,7 @@ class Membership:
     def _end_thread(self) -> None:
         """Stop the watching thread, and wait for at most :data:`_END_TIMEOUT` until it has stopped.
 
-        The thread first completes the request or the handling of a round's end that it is working on.
+        The thread first completes its current work.
         """
         with self._changed:
             thread, self._thread, self._is_over = self._thread, None, True
@@ -411,7 +413,7 @@ class Membership:
             thread.join(_END_TIMEOUT)
 
     def _finish(self) -> None:
-        """Unless the job has failed, notify the agent that this worker may exit from now on."""
+        """Notify the agent that this worker may exit from now on, unless the job has failed."""
         if self.page is not None and not self._has_failed:
             self.page.finish()
 
@@ -504,7 +506,9 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If another worker has finished the training, let the main thread complete the same steps first."""
+        """If another worker has finished the training, wait until the main thread has completed the same
+        steps.
+        """
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
                 self._set_leave_step(current, int(current.board.get("done")))
@@ -553,8 +557,8 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """Return true if a member died before it was out of the round. Its ``here`` key has then disappeared, and
-    it has no ``out`` key.
+    """Return true if a member died before it was out of the round. The ``here`` key of such a member has
+    disappeared, and there is no ``out`` key for it.
     """
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 

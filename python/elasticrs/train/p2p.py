@@ -99,8 +99,8 @@ class CoordinatorP2P(Coordinator):
             max_num_trainers,
             (process_group_timeout, coordinator_pg_timeout),
         )
-        # If an agent started this process, let it see the training progress, although the program uses its
-        # own rendezvous URL.
+        # If an agent started this process, report the training progress to the agent, although the program
+        # uses its own rendezvous URL.
         self._member.page = page_of(os.environ)
 
     def _begin(
@@ -240,7 +240,8 @@ class CoordinatorP2P(Coordinator):
         store.set(keys[self.rank], own)
         store.wait(keys, datetime.timedelta(milliseconds=self.coordinator_pg_timeout))
         found: list[bytes] = store.multi_get(keys)
-        # All workers have reached this exchange, so no worker still reads the keys of the previous one.
+        # Delete the keys of the previous exchange. No worker still reads them, because all workers have
+        # reached this exchange.
         store.delete_key(f"elasticrs/{last}/{self.rank}")
         return found
 
@@ -283,9 +284,9 @@ class CoordinatorP2P(Coordinator):
                     "called",
                     self.rank,
                 )
-            # Nothing can be saved, so clear the request, unless this worker is leaving. In that case, keep
-            # the request so that this method is called after each step until the worker has left, and do not
-            # repeat the warning.
+            # Clear the request, because nothing can be saved. If this worker is leaving, keep the request, so
+            # that this method is called after each step until the worker has left, but do not repeat the
+            # warning.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
@@ -301,7 +302,8 @@ class CoordinatorP2P(Coordinator):
 
     def should_save_before_meeting(self) -> bool:
         saves = self._member.saves
-        # Remember the latest request now, because later requests may arrive too late for this checkpoint.
+        # Record the number of the latest request now, because requests that arrive later may be too late for
+        # this checkpoint.
         self._serves = 0 if self._member.page is None else self._member.page.asked
         return saves
 

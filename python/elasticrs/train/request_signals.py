@@ -2,7 +2,7 @@
 
 By default, SIGTERM ends a Python process at once, in the middle of a step. With this module, a worker first
 completes its step, saves a checkpoint together with the other workers, and leaves the job. Then it ends
-itself with SIGTERM. After SIGUSR1, a worker also saves a checkpoint, but stays in the job.
+itself with SIGTERM. After SIGUSR1, a worker saves a checkpoint in the same way, but stays in the job.
 
 - **SIGNALS-1** a handler that the program has set, in any language, is not replaced. The handlers of this
   module are removed when the training is over, and in forked children.
@@ -98,7 +98,7 @@ def is_default(signum: int) -> bool:
     """Return true if this process has no handler for a signal.
 
     The answer comes from the kernel, because Python does not know of handlers that native code has installed.
-    Without ``/proc``, only Python's handlers count.
+    Without ``/proc``, only handlers that Python knows of are considered.
     """
     if signal.getsignal(signum) != signal.SIG_DFL:
         return False

@@ -38,15 +38,15 @@ torchelastic 0.1 was 100, but a step that has failed ten times is unlikely to su
 """
 
 _SHOWN = 120
-"""Maximum number of characters shown from the error of a collective that other workers aborted, because that
-error says little about the cause.
+"""Maximum number of characters that are shown of the error of an aborted collective. The error is cut,
+because it says little about the cause.
 """
 
 _NOTHING = object()
 _END = object()
 
 _MISTAKES = (NonRetryableException, NotImplementedError, RecursionError)
-"""Exceptions that are never retried, because a retry cannot succeed. The last two are subclasses of
+"""Exceptions that are never retried, because a retry cannot succeed. The last two types are subclasses of
 ``RuntimeError``.
 """
 
@@ -247,8 +247,8 @@ class _Run:
             if self._forks == forked.count():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
-                # Raise an error instead, because the agent would assume that a worker that exits with 0 has
-                # finished, and the other workers would wait for it.
+                # Replace the exit with an error. The agent would assume that a worker that exits with 0 has
+                # finished, and the other workers would wait for this worker.
                 raise NonRetryableException("the program has ended in the middle of the training") from error
             raise
         finally:
@@ -305,8 +305,8 @@ class _Run:
             asked=self._asked,
             said_yes=self._said_yes,
             is_saving=self._is_saving,
-            # Only programs for torchelastic 0.1 may skip the last sync. Other programs need it, because
-            # some values differ between ranks even after the same step, such as the buffers of BatchNorm.
+            # Skip the last sync only in programs for torchelastic 0.1. Other programs need it, because some
+            # values, such as the buffers of BatchNorm, differ between ranks even after the same step.
             next_step=self._next_step if is_torchelastic_program() else 0,
         )
         self._votes = [vote_of(numbers) for numbers in self._coordinator.exchange(numbers_of(vote))]
@@ -327,8 +327,8 @@ class _Run:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
             # Skip `sync` if all workers ran out of data in the same step, because their states are final.
-            # `sync` may also fail then, because programs often use it to create a data loader for the
-            # remaining data, and there is none.
+            # `sync` may even fail, because programs often create a data loader for the remaining data in it,
+            # and no data remains.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
@@ -364,8 +364,8 @@ class _Run:
     def _keep_final_state(self) -> None:
         """Make the final state available to workers that start after the training has ended.
 
-        The final state is saved in a checkpoint if possible. Otherwise each worker keeps a copy in memory.
-        The loop calls this before it closes the job.
+        Save the state in a checkpoint if possible. Otherwise, each worker keeps a copy in memory. The loop
+        calls this before it closes the job.
         """
         in_checkpoint = False
         if self._checkpoints is not None:

@@ -16,13 +16,13 @@ class Shares(Iterator[list[int]]):
 
     All workers take the same number of steps. Each step takes the next ``batch_size`` samples for each
     worker, in an order that depends only on the epoch and the seed. The last step divides the remaining
-    samples: some workers then get fewer samples or none, and take part in the collectives of the step without
-    data.
+    samples, so some workers get fewer samples or none. A worker without samples still takes part in the
+    collectives of the step.
 
     The position in the epoch is a single number, which is the same for all workers and does not depend on the
-    world size. Keep it in the state, and advance it with :meth:`after` when a step is complete. A
-    ``DataLoader`` accepts this object as its ``batch_sampler`` and may read ahead. Its ``collate_fn`` has to
-    accept an empty share.
+    world size. Keep this number in the training state, and advance it with :meth:`after` when a step is
+    complete. A ``DataLoader`` accepts this object as its ``batch_sampler`` and may read ahead. Its
+    ``collate_fn`` has to accept an empty share.
 
     Args:
         size: number of samples in the dataset.

@@ -34,8 +34,8 @@ class State(ABC):
     def capture_snapshot(self) -> Any:
         """Return a copy of the state in memory, to undo a failed step. Called before every step.
 
-        Return ``None`` to disable the rollback. Without it, the changes of a step that failed halfway remain.
-        A snapshot is never written to disk, so it may omit values that a step does not change.
+        Return ``None`` to disable the rollback. The changes of a step that failed halfway then remain. A
+        snapshot is never written to disk, so it may omit values that a step does not change.
         """
         return None
 
@@ -53,8 +53,9 @@ class State(ABC):
         """Return everything that a new process needs to continue the training: the weights, the optimizer's
         state and the progress, for instance as a dictionary of ``state_dict`` results.
 
-        The result is stored in checkpoints, and in the copy for replacement workers that start after the
-        training has ended. Tensors, numbers, strings and plain containers can be loaded without running code.
+        The result is stored in checkpoints, and in the copies of the final state for workers that start after
+        the training has ended. Tensors, numbers, strings and plain containers can be loaded without running
+        code.
 
         For programs written for torchelastic 0.1, which had no such method, the default is
         :meth:`capture_snapshot`.

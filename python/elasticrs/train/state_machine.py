@@ -9,12 +9,13 @@ Invariants, each checked by a property test:
 - **TRAIN-2** after a failure or a rendezvous, no step starts before a ``sync`` of all workers. So no
   committed step of any worker is lost, because the most advanced state wins.
 - **TRAIN-3** the loop gives up after ``max_failures`` failures of this worker without a committed step in
-  between, and not earlier. An aborted collective is usually caused by a failure of another worker, which
-  counts that failure itself. So :data:`OF_OTHERS` times as many aborted collectives are allowed, so that this
-  worker is still running when the failing worker gives up.
+  between, and not earlier. An aborted collective is usually caused by another worker, which counts its
+  failure itself. So :data:`OF_OTHERS` times as many aborted collectives are allowed. This worker is then
+  still running when the failing worker gives up.
 - **TRAIN-4** once a worker knows that the data has run out, it takes no further step. It returns only after
   one more rendezvous with a ``sync``, so that all workers return the same state. Programs for torchelastic
-  0.1 skip that ``sync`` if all are at the same step (:func:`elasticrs.train.votes.have_ended_together`).
+  0.1 skip that ``sync`` if all workers are at the same step
+  (:func:`elasticrs.train.votes.have_ended_together`).
 - **TRAIN-5** a worker that was asked to leave does so only after a step that all workers have completed, so
   no step is rolled back because of it.
 """
@@ -77,8 +78,8 @@ class Loop(Value):
     at_the_end: bool = False
 
 
-# Look up these members only once, because accessing a member of an enumeration is slower than the rest of an
-# iteration without changes.
+# Look up these members only once, because the access to a member of an enumeration takes longer than the rest
+# of an iteration in which nothing happens.
 STEPPED = Event.STEPPED
 ONE_STEP = (Action.STEP,)
 _MEET = (Action.MEET,)

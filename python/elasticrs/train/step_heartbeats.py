@@ -14,12 +14,11 @@ _are_watched: bool | None = None
 
 def begin_meeting() -> None:
     """Suspend the time limit for heartbeats until the end of the next step. Workers that are stuck in a
-    rendezvous are detected by other means. After the last rendezvous, the limit stays suspended because no
-    step follows.
+    rendezvous are detected by other means. After the last rendezvous, the time limit stays suspended, because
+    no step follows.
     """
     global _is_meeting  # noqa: PLW0603 -- process-wide, like the heartbeats
-    # Before the first heartbeat there is nothing to suspend, because only the time limit for the start
-    # applies.
+    # Do nothing before the first heartbeat, because until then only the time limit for the start applies.
     if _count > 0 and not _is_meeting:
         _is_meeting = True
         _meeting.__enter__()

@@ -1,8 +1,8 @@
 """Votes that the workers exchange at the start of each round, and pure functions that evaluate them.
 
-No votes are sent during a round. If a worker wants a checkpoint after a step and another worker does not, the
-first one waits, and the next collective of the other one fails. All workers then start a new round, where
-:func:`disagreement` finds the reason.
+No votes are sent during a round. If one worker saves a checkpoint after a step and another worker does not,
+the first worker waits for the others, and the next collective of the second worker fails. All workers then
+start a new round, where :func:`disagreement` finds the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Vote(Value):
         last_round: name of the worker's last round. 0 if it has been in no round.
         asked: number of calls of ``should_save_checkpoint`` in the last round.
         said_yes: number of the last of these calls that returned true, counted from 1. 0 if none did.
-        is_saving: true if the worker has not completed the save after that call.
+        is_saving: true if that call was followed by a save that the worker has not completed.
         next_step: number of the step that comes next in the last round, counted from 1. 0 if the worker did
             not complete the sync of that round, or if the program was not written for torchelastic 0.1.
     """
@@ -95,7 +95,7 @@ def disagreement(votes: Sequence[Vote]) -> str | None:
         if not first.is_saving:
             continue
         peers = [vote for vote in votes if vote.last_round == first.last_round]
-        # Ignore workers that returned true in a later call, because they have completed this save.
+        # Ignore workers whose later call returned true, because they have completed this save.
         against = [vote for vote in peers if vote.asked >= first.said_yes > vote.said_yes]
         if against:
             return (

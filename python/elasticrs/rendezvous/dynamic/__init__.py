@@ -1,3 +1,4 @@
-"""Parts of the rendezvous that uses a back end supplied by the user: the settings, the shared state and the
-access to it, and the decisions of a node. The handler is in :mod:`elasticrs.rendezvous.dynamic_rendezvous`.
+"""Parts of the rendezvous that uses a back end supplied by the user: the settings, the shared state, the
+access to this state, and the decisions of a node. The handler is in
+:mod:`elasticrs.rendezvous.dynamic_rendezvous`.
 """

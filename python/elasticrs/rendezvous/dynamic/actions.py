@@ -1,21 +1,23 @@
-"""Pure functions for a rendezvous that uses a back end. They decide a node's next action, and apply the
+"""Pure functions for a rendezvous that uses a back end. They choose a node's next action, and apply the
 action to the shared state.
 
 - **DYN-1** Nodes do not compare clocks. A node considers another node dead if that node's heartbeat count has
   not changed for ``keep_alive_interval * keep_alive_max_attempt`` on the observer's own clock. A node never
   considers itself dead.
-- **DYN-2** A last call starts when the minimum number of nodes has joined. A node that has observed it for
-  its full duration completes the round. Because all nodes write the same state, only one of them succeeds.
+- **DYN-2** A last call starts when the minimum number of nodes has joined. A node that has observed the last
+  call for its full duration completes the round. If several nodes try this, only one write succeeds, because
+  a write fails if the state has changed.
 - **DYN-3** Ranks and size are fixed when the round is completed. If a node leaves the round or dies, the
   round is over for all its nodes. The nodes leave the round, and when the last one has left, the next round
-  starts. A node that finds its round broken while it is still joining leaves the round at once.
+  starts. If the round is over before a node has seen that the round is complete, the node leaves the round at
+  once.
 - **DYN-4** A node that arrives when the round is complete waits. If the round has room for the node, the node
-  is counted as waiting, so that a new round is formed. If not, the node is redundant: it is not counted, and
-  waits without a deadline. Torch also counts nodes that started to wait before the round was full, so the
-  group keeps restarting forever.
-- **DYN-5** A closed rendezvous stays closed, and stores the reason. If it was closed because the job has
-  failed, the round is over for all nodes. In torch, the workers of the other nodes would keep running until
-  their own timeouts. If it was closed for another reason, the workers run until they finish.
+  is counted as waiting, so that a new round is formed. If the round is full, the node is redundant: it is not
+  counted, and waits without a deadline. In torch, a node that started to wait before the round was full is
+  still counted afterwards, so the group keeps restarting forever.
+- **DYN-5** A closed rendezvous stays closed. Its state contains the reason. If it was closed because the job
+  has failed, the round is over for all nodes. In torch, the workers of the other nodes would keep running
+  until their own timeouts. If it was closed for another reason, the workers run until they finish.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.dynamic.rendezvous_settings import RendezvousSettings
 
 ROLLBACK = 5.0
-"""Additional seconds, as in torch, for a node to withdraw if it has missed the join deadline."""
+"""Additional seconds, as in torch, in which a node that has missed the join deadline can withdraw."""
 
 
 class Action(Enum):
@@ -60,7 +62,7 @@ class View:
     """Data on which a node bases its decision.
 
     Args:
-        node: the node that decides.
+        node: the node that makes the decision.
         state: shared state as last read, without dead nodes.
         now: current time in seconds, on the node's monotonic clock.
         is_beat_due: true if a heartbeat is due.
@@ -90,11 +92,12 @@ class Sightings:
         return None if self._last_call is None else self._last_call[1]
 
     def look(self, state: State, asked: float, answered: float, patience: float) -> list[Node]:
-        """Record a state that was read. Return the nodes in it that are considered dead.
+        """Record the changes in a state that was read. Return the nodes of this state that are considered
+        dead.
 
         Args:
             state: state that was read.
-            asked: time just before the read. The state is at least as recent as this.
+            asked: time just before the read. The state contains all changes that were made before this time.
             answered: time just after the read. All changes in the state were made before this time.
             patience: seconds without a heartbeat after which a node is considered dead.
         """
@@ -184,7 +187,7 @@ def patience(settings: RendezvousSettings) -> float:
 
 
 def ended(state: State, node: Node, number: int) -> bool:
-    """Return true if the round with this number, in which the node took part, is over."""
+    """Return true if the round with this number is over. The node took part in that round."""
     return state.round != number or not state.is_intact or state.place_of(node) is not Place.PARTICIPANT
 
 
@@ -220,7 +223,7 @@ def apply(action: Action, state: State, node: Node, beat: int, settings: Rendezv
 
 
 def closed(state: State, reason: str, has_failed: bool = False) -> State:
-    """Return the state after closing the rendezvous for this reason. ``has_failed`` is true if the job has
+    """Return the state with the rendezvous closed for this reason. ``has_failed`` is true if the job has
     failed.
     """
     return replace(state, closed=reason[:256], has_failed=has_failed)

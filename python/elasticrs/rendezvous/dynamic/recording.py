@@ -49,8 +49,8 @@ class Recorder(Record):
     def tell(
         self, what: str, message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None
     ) -> None:
-        """Record an event that is named after torch's class and method. If ``node_state`` is ``FAILED``, the
-        event includes the traceback of the exception that is being handled.
+        """Record an event that has the name of a class and method of torch. If ``node_state`` is ``FAILED``,
+        the event includes the traceback of the current exception.
         """
         if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
             return
@@ -82,7 +82,7 @@ class Recorder(Record):
         self.tell(f"{_EXECUTOR}.{method}", f"node {self._node} {deed} (round {state.round})", node_state)
 
     def lost(self, nodes: Iterable[Node]) -> None:
-        """Record that these nodes were found dead."""
+        """Record that this node considers these nodes dead."""
         names = ", ".join(map(str, nodes))
         if names:
             self.tell("_BackendRendezvousStateHolder.sync", f"no keep-alive from {names}: removed")

@@ -80,7 +80,7 @@ class RendezvousSettings:
 
 
 def check(settings: RendezvousSettings) -> None:
-    """Reject invalid settings, with torch's error messages where torch also rejects them.
+    """Reject invalid settings. The error messages are those of torch for settings that torch rejects as well.
 
     Raises:
         ValueError: a setting is invalid.

@@ -1,9 +1,9 @@
 """Shared state of the nodes of a rendezvous, and its encoding.
 
 The state is encoded as JSON with a version number, and its size is limited. A process that can write to the
-back end may confuse the nodes but cannot run code in them. The state contains no timestamps, because the
-clocks of hosts differ. Instead, heartbeats and last calls are numbered, and each node measures elapsed time
-on its own clock.
+back end may disturb the rendezvous but cannot run code on the nodes. The state contains no timestamps,
+because the clocks of hosts differ. Instead, heartbeats and last calls are numbered, and each node measures
+elapsed time on its own clock.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _FORMAT = "elasticrs.rendezvous"
 
 
 class Node(NamedTuple):
-    """Identity of a node. Each handler counts as a separate node; ``local_id`` numbers the handlers in a
-    process.
+    """Identity of a node. Each handler counts as a separate node. ``local_id`` is the number of the handler
+    within its process.
     """
 
     addr: str
@@ -62,18 +62,18 @@ class Standing:
 
 @dataclass(frozen=True)
 class State:
-    """Immutable state that the nodes of a rendezvous share.
+    """State that the nodes of a rendezvous share. Immutable.
 
     Args:
         round: number of the round.
         size: number of nodes in the complete round; 0 while the round is forming.
         last_call: number of the current last call. ``None`` unless the round is forming and the minimum
             number of nodes has joined.
-        last_calls: number of last calls so far.
+        last_calls: number of last calls that have started so far.
         closed: reason why the rendezvous is closed; ``None`` while it is open.
         nodes: all nodes that take part in the round or wait.
         has_failed: true if the rendezvous was closed because the job has failed. Workers that are still
-            running should then stop.
+            running then have to stop.
     """
 
     round: int = 0
@@ -119,8 +119,8 @@ _NODE = (TEXT, COUNT, COUNT, one_of(*(place.value for place in Place)), COUNT, I
 
 
 def natural_order(node: Node) -> tuple[list[tuple[int, int, str]], int, int]:
-    """Return the sort key that decides the order of ranks: first by host name, with ``node10`` after
-    ``node2``, then by process.
+    """Return the sort key for the order of ranks: first by host name, with ``node10`` after ``node2``, then
+    by process.
     """
     parts = re.findall(r"\d+|\D+", node.addr)
     keys = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -1,8 +1,8 @@
-"""A node's access to the shared state of the rendezvous, and the operations that run on it.
+"""Access of a node to the shared state of the rendezvous, and the operations on this state.
 
-An operation runs in turns. Each turn reads or writes the state once, decides the next action, and returns how
-long to wait before the next turn. The back end's tokens prevent lost updates: if another node has written
-since the state was read, the write fails and the node decides again.
+An operation runs in turns. Each turn reads or writes the state once, chooses the next action, and returns how
+long to wait before the next turn. The back end's tokens prevent lost updates: if another node has changed the
+state since this node read it, the write fails, and this node reads the state again and chooses a new action.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class SharedState:
         """Replace the state, unless another node has replaced it since this node last read it.
 
         Returns:
-            True if the state was replaced. ``None`` if the back end did not report the outcome, so that the
-            caller must read the state.
+            True if the state was replaced. ``None`` if the back end did not report the outcome. The caller
+            must then read the state.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
@@ -109,7 +109,7 @@ class SharedState:
         return bool(is_set)
 
     def view(self) -> View:
-        """Return the data on which this node bases its next decision."""
+        """Return the data for this node's next decision."""
         now, every = self.clock(), self.settings.keep_alive_interval.total_seconds()
         is_due = self._beat_at is None or now - self._beat_at >= every
         return View(self.node, self.state, now, is_due, self._sightings.last_call_since, self.settings)
@@ -145,7 +145,7 @@ class Operation:
 
     Args:
         shared: this node's access to the shared state.
-        decide: function from :mod:`.actions` that decides the next action of the operation.
+        decide: function from :mod:`.actions` that chooses the next action of the operation.
         seconds: time limit of the operation.
         reason: reason for closing the rendezvous, if the operation closes it.
         has_failed: true if the rendezvous is closed because the job has failed.
@@ -208,7 +208,8 @@ class Operation:
         else:
             self._wanted = actions.apply(action, view.state, view.node, shared.next_beat(), shared.settings)
         if action is Action.NO_LONGER_REDUNDANT:
-            # Restart the time limit, because the time spent as a redundant node does not count.
+            # Restart the time limit of the operation, because the time that a node spends as redundant does
+            # not count.
             self._deadline = view.now + self._seconds
         return 0.0
 
@@ -217,7 +218,7 @@ class Operation:
         due = [self._shared.seconds_to_beat(), self._deadline - view.now]
         if view.last_call_since is not None:
             due.append(view.last_call_since + actions.seconds_of_last_call(view.settings) - view.now)
-        # Ignore deadlines that have passed. Wait for at least a millisecond to avoid a busy loop.
+        # Skip deadlines that have passed, and wait for at least a millisecond, to avoid a busy loop.
         return min([pause, *(max(each, 0.001) for each in due if each > 0)])
 
     def _raise_for(self, action: Action) -> None:

@@ -36,8 +36,8 @@ def utc(time_ns: int) -> str:
 
 
 def end_of(head: Head, *, names_pid: bool = True) -> str:
-    """Describe how the last finished round ended. That is the round in ``head``, or the round before it if
-    the one in ``head`` is still running.
+    """Describe how the last finished round ended: the round in ``head``, or the previous round if the one in
+    ``head`` is still running.
     """
     end = head.end or {}
     kind = end.get("kind")
@@ -88,8 +88,8 @@ def how_it_failed(cause: Mapping[str, Any]) -> str:
 
 
 def round_line(head: Head, max_restarts: int, told: str | None = None) -> str:
-    """Return text that announces a new round. It includes the reason why the previous round ended, unless the
-    user has already seen that reason as ``told``.
+    """Return text that announces a new round. The text includes the reason why the previous round ended,
+    unless that reason equals ``told``, which the user has already seen.
     """
     cost = f"no restart charged, {head.used} of {max_restarts} used"
     if (head.end or {}).get("charged"):

@@ -1,9 +1,9 @@
 """Remove the registrations of dead workers, so that the other workers need not wait for a lease to expire.
 
 With ``--on-failure replace``, the workers themselves are the members of a separate rendezvous. A worker
-cannot reliably detect that another worker is dead, because a broken or refused connection does not prove it.
-But an agent knows when all processes of its worker have exited. Agents also know that the workers of a lost
-agent are dead, because the lost agent's nursery (the process that starts workers) kills them before the
+cannot reliably detect the death of another worker, because a broken or refused connection does not prove it.
+But an agent knows when all processes of its own worker have exited. Agents also know that the workers of a
+lost agent are dead, because the lost agent's nursery (the process that starts workers) kills them before the
 session of that agent ends.
 
 All functions are pure.

@@ -3,10 +3,11 @@
 
 The command line and the Python API both use this module, so that they accept the same settings. Rules:
 
-- **NODES-1** A job with a single node has no rendezvous if no other node could join it. That is the case with
-  ``static``, with ``c10d`` or ``etcd`` without an endpoint, and with ``c10d`` on any free loopback port.
-- **NODES-2** A job with a single node that has an endpoint for ``c10d`` or ``etcd`` has a rendezvous. A
-  second agent that joins becomes a spare.
+- **NODES-1** A job with a single node has no rendezvous if no other node could join the job: with ``static``,
+  with ``c10d`` or ``etcd`` if there is no endpoint, and with ``c10d`` if the endpoint is a loopback address
+  with port 0.
+- **NODES-2** Otherwise, a job with a single node that has an endpoint for ``c10d`` or ``etcd`` has a
+  rendezvous. A second agent that joins becomes a spare.
 - **NODES-3** With ``static`` the user assigns the node ranks, so the number of nodes is fixed. Torch accepts
   a range MIN:MAX, and silently uses MAX.
 - **NODES-4** With ``static``, the setting ``store_type=file`` of ``c10d`` has no effect, as in torch.
@@ -69,8 +70,8 @@ def is_in_file(config: Mapping[str, object]) -> bool:
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return the kind of back end that a name stands for. The error message also lists ``others``, which are
-    the names of back ends that are not part of elasticrs.
+    """Return the kind of the back end with this name. The error message also lists ``others``, the names of
+    back ends that are not part of elasticrs.
 
     Raises:
         UsageError: elasticrs has no back end of this name.
@@ -176,8 +177,8 @@ def describe(
 
 
 class _Own(Record):
-    """Result of reading the settings that are specific to a back end. ``given`` are the remaining settings,
-    which all back ends share; ``names`` are the keys that only this back end has.
+    """Settings that are specific to a back end. ``names`` are the keys of these settings. ``given`` are the
+    other settings, which all back ends share.
     """
 
     given: dict[str, object]
@@ -195,8 +196,8 @@ def _own_settings(
     if kind == ETCD:
         from elasticrs.rendezvous.elastic import etcd_site
 
-        # Check the settings even if the job has no endpoint and thus no rendezvous. For this check, use
-        # torch's default endpoint.
+        # Check the settings even if the job has no endpoint and therefore no rendezvous. Use torch's default
+        # endpoint for this check.
         found = etcd_site.read_site(endpoint or "localhost", config, words.settings, words.endpoint)
         own = _Own(found[1], found[2], found[0], etcd_site.NAMES, etcd_site.EXPECTED)
         if backend == _ETCD_V2:

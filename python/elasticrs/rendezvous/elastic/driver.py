@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import StoreEvent
 
 _FAREWELL = "farewell"
-"""Name of a timer that the driver sets for itself. It limits how long the agent that hosts the store waits
-for the other agents to read the outcome of the job."""
+"""Name of a timer of the driver. An agent that hosts the store waits until this timer fires, or until the
+other agents have read the outcome of the job.
+"""
 
 _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
@@ -43,8 +44,8 @@ _MARGIN = 10.0
 """Additional seconds for a hosted etcd member to exit."""
 
 _PORT = "port"
-"""Name of a timer that the driver sets for itself. It fires when the next attempt is due to take back the
-port that was lent to the workers.
+"""Name of a timer of the driver, which fires when it is time to try again to take back the port from the
+workers.
 """
 
 
@@ -159,7 +160,7 @@ class Driver:
             if kind == "refused" and not self._member.joining.was_registered:
                 left += self.tell(ConnectionLost("cannot_host", text))
             else:
-                # Only report the message and do not leave, because this node can still use the store as a
+                # Report the message and stay in the job, because this node can still use the store as a
                 # client.
                 left.append(messages.Announce(text))
         for name in self._timers.take_due():
@@ -179,7 +180,7 @@ class Driver:
             name: name that this agent gave the worker.
         """
         keys = workers_keys(self._rendezvous, self.meeting_point.job, self.job_number)
-        # Use a tag that the state machine never uses, so that it ignores the reply.
+        # Use a tag that the state machine never uses, so that the state machine ignores the reply.
         self.meeting_point.send(Txn(0, [], forget_worker(keys, name)))
 
     @property
@@ -189,8 +190,8 @@ class Driver:
         return self._member.agent.agent
 
     def seconds_left(self, limit: float) -> float:
-        """Return the seconds until the next timer is due and :meth:`poll` must be called, at most
-        ``limit``.
+        """Return the seconds until the next timer is due, at most ``limit``. :meth:`poll` must be called
+        then.
         """
         return self._timers.seconds_left(limit)
 
@@ -201,7 +202,7 @@ class Driver:
         return tuple(fd for fd in found if fd is not None)
 
     def lose(self, why: str) -> list[LoopAction]:
-        """Close the connection if it is open, and report it to the state machine as lost for this reason."""
+        """Close the connection if it is open, and report its loss to the state machine with this reason."""
         if self.meeting_point.fd is None:
             return []
         self.meeting_point.disconnect()
@@ -214,7 +215,7 @@ class Driver:
         nothing if rank 0 hosts the store itself.
 
         With ``static``, lend the port of the rendezvous to the workers instead. Return an error message if
-        that is not possible, and ``None`` otherwise.
+        the port cannot be lent, and ``None`` otherwise.
         """
         if not self._rendezvous.is_static:
             if self._store_port is not None:
@@ -227,11 +228,11 @@ class Driver:
         return f"{where} is taken by another program: {self._port.trouble}"
 
     def group_over(self, event: Event) -> list[LoopAction]:
-        """Report to the state machine that no process of the workers remains, and take back the port if it
-        was lent to them.
+        """Pass an event to the state machine, because no process of the workers remains. Take back the port
+        if it was lent to the workers.
 
-        If a socket of the workers still occupies the port, events that lead to the next round are held back
-        for a while. Returns the actions that the caller has to execute.
+        If a socket of the workers still occupies the port, hold back events that lead to the next round for a
+        while. Returns the actions that the caller has to execute.
 
         Args:
             event: ``WorkersDone``, ``GroupEnded`` or ``StartFailed``.
@@ -358,8 +359,8 @@ def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
     """If a batch of events ends with the loss of the connection, drop the events before it. They must not
     start workers, because the lease may have expired.
 
-    Keep the events that close the job, which are changes of the key ``head``, because the store may have shut
-    down after all other agents had read them.
+    Keep the events that close the job, which are changes of the key ``head``. This agent may be unable to
+    read the key again, because the host of the store may exit once the job is closed.
     """
     if not events or not isinstance(events[-1], ConnectionLost):
         return events

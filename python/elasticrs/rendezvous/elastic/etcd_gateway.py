@@ -25,8 +25,8 @@ _MOST = 1 << 20
 
 
 class EtcdError(enum.Enum):
-    """An error of etcd that a caller handles. The value is its gRPC code and text. etcd publishes these pairs
-    in ``rpctypes`` of its API and keeps them the same in all versions.
+    """Errors of etcd that callers handle. The value of a member is the gRPC code and the text of the error.
+    etcd defines these pairs in the package ``rpctypes`` of its API, and they are the same in all versions.
     """
 
     AUTH_DISABLED = (9, "etcdserver: authentication is not enabled")
@@ -34,7 +34,7 @@ class EtcdError(enum.Enum):
 
     @classmethod
     def of(cls, answer: dict[str, Any]) -> EtcdError | None:
-        """Return the error in a response of the gateway; ``None`` if it is not one of this class."""
+        """Return the error in a response of the gateway; ``None`` if it contains no error of this class."""
         try:
             return cls((answer.get("code"), answer.get("message") or answer.get("error")))
         except ValueError:
@@ -42,11 +42,11 @@ class EtcdError(enum.Enum):
 
 
 class GatewayError(Exception):
-    """Raised when etcd responds with an error, or a program responds that is not etcd.
+    """Raised when etcd responds with an error, or when the program that responds is not etcd.
 
     Args:
         message: text of the error.
-        error: the error of etcd; ``None`` if it is not in :class:`EtcdError`.
+        error: the error of etcd; ``None`` if there is no member of :class:`EtcdError` for it.
     """
 
     def __init__(self, message: str, error: EtcdError | None = None) -> None:
@@ -151,7 +151,7 @@ class Gateway:
                 self._ask(seat, seat.port, f"/v3/auth/{path}", body, seconds, address, "")
             except GatewayError:  # noqa: PERF203 -- there are few
                 # Ignore the error, because the agent of another seat may have sent the same request first. If
-                # the password is not set in the end, the login below fails.
+                # the password is still not set, the login below fails.
                 continue
         if not self._log_in(seat, seconds, address):
             raise GatewayError("no password could be set")
@@ -192,8 +192,8 @@ class Gateway:
         return found
 
     def find_foreign(self, seats: Iterable[Seat], label: str, seconds: float) -> Seat | None:
-        """Return the first seat at which an etcd responds, if that etcd belongs to another job. Return
-        ``None`` if it belongs to this job, or if no etcd responds at any seat.
+        """Find the first seat at which etcd responds. Return the seat if that etcd belongs to another job.
+        Return ``None`` if it belongs to this job, or if etcd responds at no seat.
         """
         for seat in seats:
             try:

@@ -25,15 +25,16 @@ _PROGRAM = (
     "from elasticrs.rendezvous.etcd_host_program import main; sys.exit(main())"
 )
 _OVER = frozenset({"succeeded", "failed", "closed", "aborted", "timeout", "spare"})
-"""Outcomes of an agent that mean that the job may be over for all agents."""
+"""Outcomes of an agent after which the job may be over for all agents."""
 
 _LONGEST_END = 5.0
 """Seconds that the program may take to exit after SIGTERM. It is longer than the program's own time limit for
 stopping etcd."""
 
 _SHORT = 10.0
-"""Run time in seconds below which a failure of the program counts as a short run. After ``_MOST_SHORT`` short
-runs in a row, the program is not restarted."""
+"""If the program fails within this number of seconds after its start, this counts as a short run. After
+``_MOST_SHORT`` short runs in a row, the program is not restarted.
+"""
 
 _MOST_SHORT = 3
 
@@ -97,9 +98,7 @@ class EtcdHost:
         self._say(json.dumps(self._orders))
 
     def start_again(self) -> bool:
-        """Restart the program with the existing data if it has failed. Return false if it was not
-        restarted.
-        """
+        """If the program has failed, restart it with the existing data. Return true if it was restarted."""
         if not self._has_failed or self._is_leaving or self._shorts >= _MOST_SHORT:
             return False
         self.close()

@@ -3,14 +3,14 @@
 Every endpoint of the job is a *seat*: an agent on that machine runs one etcd member there. Membership is
 fixed: a cluster has exactly one member for each seat, and members are never added or removed.
 
-Each time a cluster is created, it gets a random *incarnation*. The incarnation is part of the cluster's
-token, so that members of two incarnations never exchange Raft messages, and part of the members' names, so
-that other seats can see it. A seat holds the data of at most one incarnation. A member has *joined* once it
-has published its client address, which requires a quorum.
+Each new cluster gets a random name, its *incarnation*. The incarnation is part of the cluster's token, so
+that members of two incarnations never exchange Raft messages. It is also part of the members' names, so that
+other seats can see it. A seat holds the data of at most one incarnation. A member has *joined* once it has
+published its client address, which requires a quorum.
 
 - **SEAT-1** A member that still has its data continues as the same member, however long it was down.
-- **SEAT-2** If the data of a seat are lost, its former member is never started again, because Raft relies on
-  the votes and acknowledgements that a member has stored.
+- **SEAT-2** If the data of a seat are lost, the member with these data is never started again, because Raft
+  relies on the votes and acknowledgements that a member has stored.
 - **SEAT-3** If a majority of the seats hold another incarnation, the incarnation at this seat can never have
   a quorum again. Its data are discarded.
 - **SEAT-4** Seats that have not joined a cluster agree on one incarnation: the one that a majority of the
@@ -231,8 +231,8 @@ def next_step(view: View) -> Step:
     if best is not None:
         return Stay() if best == view.held else Adopt(best)
     if any(members and view.mine not in members for members in joined.values()):
-        # Wait, because a cluster exists that this seat never joined. Join it only once a majority of the
-        # seats turn out to hold its data (SEAT-4).
+        # Wait, because there is a cluster that this seat has never joined. This seat may join only if a
+        # majority of the seats hold data of the cluster (SEAT-4).
         return Wait()
     return Create() if view.waited >= _HEAD_START * view.mine else Wait()
 
@@ -263,13 +263,15 @@ def foreign(where: str) -> str:
 
 
 def _incarnation(label: str, answer: tuple[Entry, ...]) -> str:
-    """Return the incarnation from the members' names; empty if the members belong to another job."""
+    """Return the incarnation of the cluster, which is part of the members' names. Return an empty string if
+    the members belong to another job.
+    """
     name = answer[0].name
     return name.removeprefix(f"{label}-").rpartition("-")[0] if name.startswith(f"{label}-") else ""
 
 
 def _joined(view: View, answer: tuple[Entry, ...]) -> set[int]:
-    """Return the indices of the seats whose members have joined the cluster, according to a list of
+    """Return the indices of the seats whose members have joined the cluster. ``answer`` is the list of
     members.
     """
     by_url = {seat.peer_url: index for index, seat in enumerate(view.seats)}

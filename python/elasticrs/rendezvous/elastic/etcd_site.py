@@ -96,8 +96,8 @@ _ALIASES = {"cacert": "ca_cert", "cert": "ssl_cert", "key": "ssl_cert_key", "sto
 _FIELDS = {"etcd_prefix": "prefix", "lease_ttl": "ttl", "read_timeout": "read_timeout"}
 NAMES = (*(key.name for key in KEYS), *_ALIASES)
 _HOSTING = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_attempt")
-"""Settings of elasticrs's own store that have no effect with etcd. ``bind_addr`` does apply to hosted
-members.
+"""Settings of elasticrs's own store that have no effect with etcd. But ``bind_addr`` has an effect for etcd
+members that agents host.
 """
 
 ROOT = "root"
@@ -108,7 +108,7 @@ _LAST_PORT = 65535
 
 
 class EtcdSite(Value):
-    """Addresses of etcd, and settings with which an agent connects to it.
+    """Addresses of etcd, and settings for connecting to etcd.
 
     Args:
         endpoints: hosts (without brackets) and ports of the members.
@@ -152,8 +152,8 @@ class EtcdSite(Value):
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """Keep-alive settings of elasticrs's own store that correspond to the lease time. Five keep-alive
-        intervals make up one lease time.
+        """Keep-alive settings that correspond to the lease time, in the form of elasticrs's own store. A
+        lease lasts five keep-alive intervals.
         """
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
 

@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Operation
 
 MEMBERS_PER_TXN = 99
-"""Number of members whose slots (ranks in the round) are written in one transaction. Together with their part
-of the table of members, a transaction has 100 operations. The default limit of etcd is 128."""
+"""Number of members whose slots (ranks in the round) are written in one transaction. A transaction also
+writes a part of the table of members, so it has 100 operations. The default limit of etcd is 128.
+"""
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
-"""Seconds before the first message that nodes are missing, and between further messages. The first interval
-avoids a message if all nodes start at about the same time.
+"""Seconds until the first message that nodes are missing, and seconds between further messages. The wait
+before the first message avoids it if all nodes start at about the same time.
 """
 
 
@@ -155,8 +156,9 @@ def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive:
     """Propose the next round: write the members' slots and the table of members, then the head. All
     transactions are sent at once.
 
-    All transactions have guards that stay false once they are false. So if one of the first transactions is
-    rejected, the write of the head is rejected as well. Slots of a proposal that no head names are ignored.
+    All transactions have the same conditions, and a condition that has become false stays false. So if one of
+    the first transactions is rejected, the write of the head is rejected as well. The slots of a proposal are
+    ignored unless the head names the proposal.
     """
     members = _members(view, member.rendezvous.max_nodes)
     registration = member.registered

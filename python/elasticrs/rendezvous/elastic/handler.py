@@ -58,7 +58,7 @@ _ERRORS: dict[str, type[RendezvousError]] = {
 }
 
 _MANY = 2**31 - 1
-"""Limit for restarts that is never reached, because an agent that polls counts restarts itself."""
+"""Maximum number of restarts. It is never reached, because an agent that polls counts restarts itself."""
 
 _TICK = 60.0
 _LAST_WORD = 1.0
@@ -197,8 +197,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._tell(self._driver, messages.Leave(f"node {node_name()} leaves"))
 
     def ask_for_round(self, reason: str) -> None:
-        """End the current round for all nodes as a planned change, without a failure and without a node that
-        leaves. Has no effect if no round is running. Torch does not have this method.
+        """End the current round for all nodes as a planned change: no worker has failed, and no node leaves.
+        Has no effect if no round is running. Torch does not have this method.
 
         Args:
             reason: short reason that is shown to the users of all nodes.
@@ -382,9 +382,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _work(self) -> None:
         with self._news:
-            # The thread registers itself, and callers start a thread whenever none is registered, because an
-            # exception from a signal handler may have interrupted the code that starts the thread. A second
-            # thread exits here.
+            # Exit if another thread is already registered. A caller starts a thread whenever no thread is
+            # registered, so two threads may start: an exception from a signal handler may have interrupted an
+            # earlier caller after it had started a thread.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()

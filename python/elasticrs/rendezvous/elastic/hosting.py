@@ -10,21 +10,21 @@ machine.
 - **HOST-2** A store at a loopback name listens on loopback only. Otherwise it listens on all interfaces
   unless ``bind_addr`` is set, because a host's own name may resolve to 127.0.1.1 on that host and to another
   address elsewhere.
-- **HOST-3** A name that cannot be resolved is not an error at first, because in a cluster names may appear
-  later than the containers, and may refer to a former container for a while. An agent that cannot resolve the
-  name acts as a client and retries. Whenever no store answers at an address of the name, the agent decides
-  again whether to host. :attr:`Hosting.trouble` contains the reason that is reported if the agent finally
-  gives up.
+- **HOST-3** A name that cannot be resolved is not an error at first. In a container cluster, a name may
+  appear only some time after its container has started, and may refer to an earlier container until then. An
+  agent that cannot resolve the name acts as a client and retries. Whenever no store answers at an address of
+  the name, the agent decides again whether to host. :attr:`Hosting.trouble` contains the reason that is
+  reported if the agent finally gives up.
 - **ADDR-1** A node publishes the address that the user has given (with ``static`` and rank 0, the endpoint's
   host, as in torch), or else the local address of its connection to the store. That address needs no name
   service, and belongs to the interface that leads to the other nodes. Torch publishes the full host name,
   which other nodes may be unable to resolve.
-- **ADDR-2** On the machine of the store, the local address of that connection may be a loopback address.
-  Agents on other machines have connected through the endpoint, so the endpoint's host is an address of this
-  machine that works for them.
-- **ADDR-3** Two agents share their loopback interface if they are in the same network namespace of the same
-  boot of a machine. Host names cannot show that, because containers and cloned machines may all have the same
-  name.
+- **ADDR-2** On the machine that hosts the store, the local address of the connection to the store may be a
+  loopback address. In that case the node publishes the endpoint's host, because agents on other machines
+  reach this machine under that name or address.
+- **ADDR-3** Two agents share a loopback interface if their kernel's boot id and their network namespace are
+  the same. A comparison of host names would not be enough, because containers and cloned machines may all
+  have the same name.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Hosting(Value):
         listen: numeric addresses and ports on which the store listens; empty for a client. The address
             ``"::"`` means all interfaces, including IPv4.
         reason: reason for the decision, for the log.
-        is_explicit: true if the user has decided. If the port is taken, the agent then reports an error and
-            does not become a client.
+        is_explicit: true if the user has decided which agent hosts the store. In that case, an agent that
+            finds the port taken reports an error instead of becoming a client.
         trouble: reason why the endpoint's name could not be resolved; ``None`` if it could.
         doubt: warning to the user about hosting the store here; ``None`` if there is none.
     """
@@ -113,8 +113,8 @@ def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
         UsageError: see :func:`decide`.
     """
     if rendezvous.etcd is not None:
-        # Find an address for other machines. If an etcd member is on this machine, this node's connection to
-        # etcd may have a loopback address, which other machines cannot use.
+        # Look up an address of this machine for other machines. They cannot use the local address of the
+        # connection to etcd if it is a loopback address, which may be the case if etcd runs on this machine.
         here = Hosting((), "the nodes meet in etcd", is_explicit=True)
         return Found(here, _address_of_own_name(resolver))
     hosting = decide(rendezvous, resolver)
@@ -126,8 +126,8 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
     set.
 
     Raises:
-        UsageError: no other node could use the endpoint, because it has port 0 on another host, or an
-            unspecified host.
+        UsageError: no other node could use the endpoint: its port is 0 and its host is not this machine, or
+            its host is an unspecified address.
     """
     settings = rendezvous.settings
     wanted = settings.is_host
@@ -304,9 +304,7 @@ def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
 def host_identity(
     boot_id: str = "/proc/sys/kernel/random/boot_id", network: str = "/proc/self/ns/net"
 ) -> str:
-    """Return an identifier of this host. It is the same for two agents that share their loopback
-    interface.
-    """
+    """Return an identifier of this host. Agents that share a loopback interface get the same identifier."""
     try:
         with open(boot_id, encoding="ascii") as file:
             boot = file.read().strip()
@@ -345,8 +343,9 @@ class SystemResolver:
         """Return true if a numeric address belongs to this machine; see :class:`Resolver`.
 
         A successful bind is not enough, because some machines allow binding to foreign addresses
-        (``ip_nonlocal_bind``). So also check the source address that the kernel selects for a connection to
-        the address: for an address of this machine, it is that address itself.
+        (``ip_nonlocal_bind``). Therefore also check the source address that the kernel would use for a
+        connection to the address. If the address belongs to this machine, the kernel uses the same address as
+        the source.
         """
         family = _socket.AF_INET6 if ":" in address else _socket.AF_INET
         try:
@@ -379,16 +378,16 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
 
 
 def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
-    """Return true if the kernel would use an address itself as the source of a connection to that address.
-    Nothing is sent.
+    """Return true if the kernel would use this address as the source address of a connection to the same
+    address. Nothing is sent.
     """
     sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
     try:
         sock.connect(sockaddr)
         return packed(sock.getsockname()[0]) == packed(address)
     except OSError as error:
-        # Without a route, the address is not usable. Other errors may come from a sandbox. In that case, rely
-        # on the successful bind.
+        # The address cannot be used if there is no route to it. Another error may be caused by a sandbox, so
+        # trust the successful bind in that case.
         return error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH)
     finally:
         sock.close()

@@ -3,7 +3,7 @@
 - **JOIN-1** An agent registers only when it has no workers. Each registration has a new incarnation number.
 - **JOIN-2** The transaction that registers an agent also deletes its earlier registrations by name.
   Therefore, a delayed request from an earlier connection can never delete a later registration.
-- **JOIN-3** Settings on which a leader bases its decisions are the same on all nodes of a job.
+- **JOIN-3** Settings that affect the decisions of a leader are the same on all nodes of a job.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Compare, Entry, Operation, Reply
 
 FORGET_EARLIER = 60
-"""Number of earlier registrations that an agent deletes when it registers. Older registrations need not be
-deleted: only a delayed request could create one again, and such a request arrives within seconds."""
+"""Number of earlier registrations that an agent deletes when it registers. Even older registrations have been
+deleted before. Only a delayed request could create one of them again, and such a request would have arrived
+by now.
+"""
 
 OTHER_JOB = "another job was started with this id"
 
@@ -207,8 +209,8 @@ def register(member: Member, link: Link) -> None:
     if node_rank is not None:
         is_mine, claim = static_ranks.claim(member, registration, node_rank)
         compares.append(is_mine)
-        # Insert the claim at the front, because the last two results have to be the registration and its
-        # predecessor.
+        # Insert the claim of the node rank before the other operations, because the handler of the reply
+        # expects the registration and its predecessor as the last two results.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     member.txn(Purpose.REGISTER, compares, ops, otherwise)
@@ -218,8 +220,8 @@ def register(member: Member, link: Link) -> None:
 
 
 def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
-    """Return operations that delete registrations of earlier connections, and those of a process that this
-    one replaces. Otherwise, these registrations would exist until their leases expire.
+    """Return operations that delete the registrations of this agent's earlier connections, and those of the
+    process that this process replaces. Otherwise, these registrations would exist until their leases expire.
     """
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.agent.agent}/{each}" for each in earlier]
@@ -247,8 +249,8 @@ def refused(member: Member, link: Link, registration: Registration, reply: Reply
     """Handle a rejected registration (transaction T1). Either the job has been replaced by another one, or
     the node rank is taken.
 
-    Return true if this very registration has the node rank, because T1 was executed earlier and the reply was
-    lost with a connection.
+    Return true if this same registration already has the node rank. That happens if T1 was executed earlier,
+    but the connection broke before the reply arrived.
     """
     job = reply.entry(0) if reply.results else None
     if job is None or job.create_revision != link.job_revision:

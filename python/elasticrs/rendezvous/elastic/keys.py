@@ -1,7 +1,7 @@
 """Names of a job's keys in the store.
 
-A **member** is ``<agent>/<incarnation>``, which stands for one registration of one agent process. Neither
-part is ever reused.
+A **member** is one registration of one agent process, and its name is ``<agent>/<incarnation>``. Names of
+agents and members are never reused.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Keys:
         self.ranks = self.prefix + "rank/"
 
     def node(self, member: str) -> str:
-        """Return the key of a member's registration, which is on the member's lease."""
+        """Return the key of a member's registration. The key is attached to the member's lease."""
         return self.nodes + member
 
     def slot(self, member: str) -> str:
@@ -81,7 +81,7 @@ class Keys:
 
     def rank(self, node_rank: int) -> str:
         """Return the key of a node rank that the user has assigned. The value of the key names the agent that
-        has the rank. The key is on the lease of that agent.
+        has the rank. The key is attached to the lease of that agent.
         """
         return f"{self.ranks}{node_rank}"
 
@@ -94,8 +94,8 @@ class Keys:
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
         """Return the key prefix of the store for user data that the nodes of one round share.
 
-        These keys are not below :attr:`prefix`, because leaders watch all keys below that prefix. They cannot
-        be mistaken for keys of another job, because a ``%`` in a run id is escaped.
+        These keys are not below :attr:`prefix`, because leaders watch all keys below that prefix. A key of
+        another job never has this prefix, because a ``%`` in a run id is escaped.
         """
         return f"{self.prefix[:-1]}%stores/{round}/"
 

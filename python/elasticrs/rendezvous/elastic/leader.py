@@ -1,7 +1,7 @@
 """Basic operations of a leader: set timers, and write under guard conditions.
 
-- **LEADER-1** A leader makes one decision at a time. It makes none while one of its writes is unanswered, or
-  is not in its own view of the store yet.
+- **LEADER-1** A leader makes one decision at a time. It makes no decision while one of its writes is
+  unanswered, or while the write has not reached its own view of the store.
 - **LEADER-2** Every write of a leader is conditional: the leader must still be registered, and the head (the
   state of the job) must be unchanged since the leader has seen it.
 """
@@ -74,7 +74,7 @@ def guards(member: Member, view: View) -> list[Compare]:
 def write(
     member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
 ) -> None:
-    """Send a write. The leader makes its next decision only after the reply. ``compares`` are conditions in
+    """Send a write. The leader makes no decision before the reply has arrived. ``compares`` are conditions in
     addition to the guards.
     """
     leader.sent_at = view.revision

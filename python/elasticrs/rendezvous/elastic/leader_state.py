@@ -21,18 +21,20 @@ class Leader(Record):
     Args:
         view: the leader's view of the store; ``None`` until the snapshot of the store has arrived.
         early: changes that arrived before the snapshot.
-        pending: tag of the write whose reply the next decision waits for; ``None`` if there is none.
-        sent_at: revision of the view when that write was sent.
+        pending: tag of the write that is not answered yet and delays the next decision; ``None`` if there is
+            none.
+        sent_at: revision of the view when the last write was sent.
         wait_for: revision that the view must reach before the next decision.
         stalled: true if the last write was rejected, and the view has not changed since it was sent.
-        timers: timers that were set in the current state of the job, by name; true if the timer has fired.
+        timers: for the name of each timer that was set in the current state of the job, true if it has fired.
         of_head: revision of the state of the job to which the timers belong.
         count: number of rounds that this leader has proposed.
         judged: inputs of the last verdict on an ended round, and that verdict.
         told: number of waiting nodes that was last reported to the user.
-        told_more: number of the last round after which the user was told that the leader waits for more
-            nodes.
-        told_delay: number of the last round after which the user was told that the next one is delayed.
+        told_more: number of the last round at the time when the user was last told that the leader waits for
+            more nodes.
+        told_delay: number of the last round at the time when the user was last told that the next round is
+            delayed.
         told_damaged: number of damaged records that were reported to the user.
     """
 
@@ -57,7 +59,7 @@ class Leader(Record):
         return is_settled and self.pending is None and not self.stalled
 
     def answered(self, reply: Reply) -> bool:
-        """Handle the reply to a write. Return true if it is the reply that the next decision waits for."""
+        """Handle the reply to a write. Return true if the next decision was waiting for this reply."""
         if self.pending != reply.tag:
             return False
         self.pending = None
@@ -65,7 +67,7 @@ class Leader(Record):
             self.wait_for = reply.revision
         else:
             # The write was rejected because of a change that the view does not contain yet. Wait for any
-            # change of the watched prefix. Do not wait for the revision of the reply, because it may belong
-            # to a key of another job, which this leader does not watch.
+            # change of the watched prefix. Do not wait until the view reaches the revision of the reply,
+            # because that revision may be a change of another job, which this leader does not watch.
             self.stalled = self.view is None or self.view.revision <= self.sent_at
         return True

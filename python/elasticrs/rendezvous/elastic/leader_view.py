@@ -104,10 +104,10 @@ class View:
 
     def holds(self, member: str) -> bool:
         """Return true if a member may still have workers: its last slot was for a round that has started, and
-        it has not reported since then that it is idle.
+        the member has not reported since then that it is idle.
 
-        The member's own slot decides and not the last table of members, because a member that was too slow to
-        be included in a round may still have workers of the round before.
+        Use the member's own slot and not the last table of members, because a round may have been formed
+        without a slow member that still has workers of an earlier round.
         """
         given = self.slots.get(member, 0)
         if given is None:

@@ -1,5 +1,5 @@
-"""Leave the job. An agent leaves if a signal drains its node, if its workers are stuck, if it ends the job,
-or if the job was closed.
+"""Leave the job. An agent leaves if a signal asks it to drain its node, if its workers are stuck, if it ends
+the job, or if the job was closed.
 
 - **LEAVE-1** The other nodes are notified immediately, before the workers of this node have stopped.
 - **LEAVE-2** A member that has written its farewell cannot take part in further rounds, and does not count as
@@ -85,7 +85,9 @@ def farewell_known(member: Member) -> None:
 
 
 def go_on(member: Member) -> None:
-    """Exit if no workers remain, and the farewell is in the store or the store has not answered in time."""
+    """Exit if no workers remain and the farewell is in the store. Do not wait for the farewell if the store
+    has not answered in time.
+    """
     leaving = member.leaving
     if member.workers is not None or leaving is None or member.phase is Phase.EXIT:
         return

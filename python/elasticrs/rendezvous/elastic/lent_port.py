@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.meeting_point import MeetingPoint
 
 PATIENCE = 10.0
-"""Seconds for which sockets of exited workers may keep the port in use."""
+"""Seconds after the exit of the workers for which their sockets may still occupy the port."""
 
 _TICK, _SLOW_TICK = 0.05, 1.0
 
 
 class LentPort:
-    """Port of a rendezvous store that this process hosts. It can be lent to the workers' store. Meanwhile,
-    existing connections to the rendezvous store stay open. If the store is not hosted here, nothing is lent.
+    """Port of a rendezvous store that this process hosts. It can be lent to the workers' store. While it is
+    lent, existing connections to the rendezvous store stay open. If another process hosts the store, lending
+    does nothing.
     """
 
     __slots__ = ("_deadline", "_is_lent", "_meeting_point", "trouble")

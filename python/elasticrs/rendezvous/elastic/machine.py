@@ -11,7 +11,8 @@ Requirements on the caller:
 - Replies arrive in the order of their requests. The changes of a watch arrive in the order of revisions, and
   all changes of a revision arrive together. The order between different watches, and between watches and
   replies, is not specified.
-- Timers may fire late or early. That costs time or an unnecessary round, but never safety.
+- Timers may fire late or early. A wrong time may cause a delay or an unnecessary round, but never violates a
+  rule of the rendezvous.
 
 This module dispatches events and replies to the functions that handle them. These are in ``connecting`` (the
 connection to the store), ``joining`` (the job's record and the registration), ``rounds`` (a member's part in
@@ -50,10 +51,11 @@ def step(member: Member, event: Event, now: int = 0) -> tuple[Member, list[Actio
     """Handle one event. Return the new state of this agent, and the actions to execute in order.
 
     Args:
-        member: state of this agent. It is modified and returned, so the caller must not use it otherwise.
+        member: state of this agent. It is modified in place, so the caller must use only the returned state
+            from then on.
         event: event to handle.
-        now: the store's wall clock, in nanoseconds. It is only written into records for the user, and never
-            compared.
+        now: the store's wall clock, in nanoseconds. The clock is used only in records for the user, and its
+            times are never compared.
     """
     member.now = now
     if not member.has_exited:
@@ -143,7 +145,8 @@ def _take_in(member: Member, link: Link, registration: Registration, entries: It
     for change in entries:
         key = change.key
         if member.registration is not registration:
-            # Stop, because the handling of an earlier change has dropped this registration.
+            # Ignore the remaining changes, because this registration was dropped while an earlier change was
+            # handled.
             return
         if key == keys.head:
             rounds.take_head(member, link, change)

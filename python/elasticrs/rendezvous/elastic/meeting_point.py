@@ -117,7 +117,7 @@ class Home(Record):
 
 
 class MeetingPoint:
-    """Access of an agent to the rendezvous store, with at most one session at a time.
+    """Connection of an agent to the rendezvous store. It has at most one session at a time.
 
     Args:
         rendezvous: description of the rendezvous, including the address of the store.
@@ -279,8 +279,8 @@ class MeetingPoint:
         """Start to connect. The result, :class:`Connected` or :class:`ConnectionLost`, is later returned by
         :meth:`take`.
 
-        Until the first successful connection, every attempt except the first one decides again which agent
-        hosts the store. Returns a :class:`ConnectionLost` if the attempt fails immediately.
+        Until the first successful connection, every attempt except the first one checks again whether this
+        agent hosts the store. Returns a :class:`ConnectionLost` if the attempt fails immediately.
 
         Args:
             same: true if the store must be the one that this agent used before, or must continue with the
@@ -323,7 +323,7 @@ class MeetingPoint:
         it may start.
 
         A session must not start if an endpoint is used by another job's etcd. It must also not start before
-        the members require the job's password, because the session would end as soon as they do.
+        the members require the job's password, because the session would be closed at that moment.
         """
         etcd = self._rendezvous.etcd
         if etcd is None or not etcd.seats or self._has_met:
@@ -417,13 +417,13 @@ class MeetingPoint:
         events: list[StoreEvent] = []
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
-                # Decide again about hosting only if the client could resolve the name, which it does on its
-                # own thread. Otherwise, a name lookup here might block for a long time.
+                # Decide again about hosting only if the client's own thread could resolve the name.
+                # Otherwise, a name lookup in this thread might block for a long time.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
-                # The shared store could not be opened before, but the port is available now. Start over,
-                # because both connections are needed.
+                # Connect again from the start, because the shared store could not be opened earlier, but the
+                # port accepts connections now. Both connections are needed.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:
@@ -458,7 +458,8 @@ class MeetingPoint:
         """
         if self._hosting is self._found.hosting:
             return self._found.fallback
-        # This does not block, because names are only looked up if the user has decided about hosting.
+        # This call does not block. It looks up names only if the user has decided which agent hosts the
+        # store, and such a decision is never changed.
         return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
     def _explained(self, lost: ConnectionLost) -> str:

@@ -47,7 +47,7 @@ class Phase(Enum):
 
 
 class Purpose(Enum):
-    """Purpose of a request to the store. The purpose determines which function handles the reply; see
+    """Purpose of a request to the store. It determines the function that handles the reply; see
     :mod:`~.machine`.
     """
 
@@ -102,7 +102,7 @@ class Link(Record):
     """Connection to the store, and the data that have been received over it.
 
     Args:
-        purposes: purposes of the requests that are not answered yet, by tag.
+        purposes: purpose of each request that is not answered yet, by tag.
         job_revision: create revision of the job's record; 0 until the record was checked.
         head, head_revision: state of the job, and the revision at which it was written.
         registration: registration that was requested over this connection; ``None`` before the request.
@@ -165,8 +165,8 @@ class Listener(Record):
     Args:
         port: port of the listener; ``None`` until it is bound.
         has_served: true if the listener has served a round.
-        idle_after: round after which this node is idle, if that was not reported yet; otherwise ``None``. The
-            report is sent as soon as there is a new listener.
+        idle_after: round after which this node is idle, if this agent has not reported that yet; otherwise
+            ``None``. The agent sends the report as soon as there is a new listener.
     """
 
     port: int | None
@@ -196,11 +196,11 @@ class Done(Record):
 
 
 class RoundAge(Record):
-    """Data for deciding whether the last round was short.
+    """Data from which this agent determines if the last round was short.
 
     Args:
         seen: last round whose start this agent has seen.
-        aged: last of these rounds that has run for at least ``short_round`` seconds.
+        aged: last round that has run for at least ``short_round`` seconds, as seen by this agent.
         was_short: true if the last round ended before it had run for ``short_round`` seconds; ``None`` if
             this agent did not see the start of that round.
     """

@@ -35,7 +35,7 @@ class StartFailed(Value):
 
     Args:
         message: reason for the failure.
-        transient: true if the same start may succeed a moment later.
+        transient: true if another attempt may succeed a moment later.
     """
 
     message: str
@@ -43,8 +43,8 @@ class StartFailed(Value):
 
 
 class WorkerFailed(Value):
-    """Event: a worker of this node has failed. Other workers may still be running. In the cause, ``time_ns``
-    is on the store's wall clock.
+    """Event: a worker of this node has failed. Other workers may still be running. ``time_ns`` in the cause
+    is a time on the store's wall clock.
     """
 
     cause: Cause
@@ -133,12 +133,12 @@ class Start(Value):
         round: number of the round, counted from 1 (``ELASTICRS_ROUND``).
         restarts: number of restarts that the job has used (``TORCHELASTIC_RESTART_COUNT``).
         group_rank: group rank of this node.
-        ranks: first ranks of this node's workers.
+        ranks: ranks of this node's first worker, and the world sizes of the round.
         master_addr: address of the node with group rank 0.
         master_port: port of the round's workers' store.
-        serves_store: true if this node serves the workers' store. The listener is that of the latest
-            :class:`StorePort`. With a fixed port, a worker of this node binds the port instead; if the port
-            cannot be lent, :class:`StartFailed` follows.
+        serves_store: true if this node serves the workers' store. The store then uses the listener of the
+            latest :class:`StorePort`. With a fixed port, a worker of this node serves the store instead, and
+            :class:`StartFailed` follows if the port cannot be lent to the worker.
         earlier: reason for the end of the previous round. Empty for the first round.
         after_loss: true if the previous round ended because a node was lost.
     """
@@ -156,7 +156,7 @@ class Start(Value):
 
 class Stop(Value):
     """Action: stop the workers. The event :class:`GroupEnded` follows, or :class:`WorkersDone` if the workers
-    finished first.
+    have finished before they are stopped.
 
     Args:
         round: number of the workers' round.

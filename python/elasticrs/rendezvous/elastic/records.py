@@ -1,7 +1,7 @@
 """Records that are stored as values of the keys, in compact JSON of limited size.
 
-- **RECORD-1** A head has at most :data:`MAX_HEAD` bytes, whatever was reported, because it is sent to all
-  agents.
+- **RECORD-1** A head has at most :data:`MAX_HEAD` bytes, however long the reported causes are, because it is
+  sent to all agents.
 - **RECORD-2** Whatever bytes a key contains, reading them returns a record whose fields have the right types
   and ranges, or raises :class:`~.validation.DamagedError`.
 """
@@ -106,10 +106,12 @@ GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return a sort key for hung workers of several nodes. The worker that the others wait for sorts first.
+    """Return a sort key for hung workers of several nodes, with which the worker that the others wait for
+    sorts first.
 
-    A worker that was stopped by a signal sorts first. After that, workers are sorted by step, by the strength
-    of the evidence (:data:`GROUNDS`), and by time. Return ``None`` if the cause is not a hung worker.
+    Workers that were stopped by a signal precede all other workers. Within each group, workers are sorted by
+    step, then by the strength of the evidence (:data:`GROUNDS`), then by time. Return ``None`` if the cause
+    is not a hung worker.
     """
     ground = cause.get("ground") if cause else None
     if cause is None or ground not in GROUNDS:
@@ -124,8 +126,8 @@ def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
 
 
 def silence_of(cause: Mapping[str, Any] | None) -> float | None:
-    """Return the number of seconds for which a hung worker had sent no heartbeat; ``None`` if it is unknown,
-    or the cause is not a hung worker.
+    """Return the number of seconds since the last heartbeat of a hung worker; ``None`` if it is unknown, or
+    if the cause is not a hung worker.
     """
     silence = cause.get("silence") if cause else None
     if blame_of(cause) is None or not isinstance(silence, (int, float)):
@@ -159,7 +161,8 @@ class Node(Value):
         hint: number that determines the order of ranks, with precedence over the name.
         port: port of the node's listener for the workers' store of the next round.
         idle: last round whose workers are known to have exited on this node.
-        cause: cause of a failure on this node in round ``idle``, if it may have come before the recorded one.
+        cause: cause of a failure on this node in round ``idle``, if this failure may have come before the
+            recorded failure.
     """
 
     name: str
@@ -210,7 +213,7 @@ class Head(Value):
             (``failure``, ``lost``, ``left``, ``scale``, ``setup``, ``asked``), ``node``, ``group_rank``,
             ``message``, ``fatal``, ``charged``.
         cause: cause of the first failure in that round, over all nodes.
-        history: what the restart policy remembers of earlier failures, in addition to ``used``; see
+        history: data about earlier failures that the restart policy needs in addition to ``used``; see
             :meth:`failures`.
         permanent: true if the job was closed because another attempt would fail in the same way.
         losses: number of nodes lost so far.
@@ -283,7 +286,9 @@ class Head(Value):
         )
 
     def with_failures(self, failures: FailureHistory) -> Head:
-        """Return this head with another history of failures. Long names in the history are cut."""
+        """Return a copy of this head with another history of failures. Long names in the history are
+        shortened.
+        """
         kept = {name: each for name, each in failures.fields().items() if name != "charged" and each}
         if failures.reached is not None:
             kept["reached"] = failures.reached
@@ -296,8 +301,8 @@ class Head(Value):
 
     @staticmethod
     def read(entry: Entry) -> Head:
-        """Decode the head from its entry in the store. If the head is damaged, return the head of a job that
-        was closed as failed, with a reason that names the key.
+        """Decode the head from its entry in the store. If the head is damaged, treat the job as closed
+        because of a failure: return such a head, with a reason that names the key.
         """
         try:
             return Head.decode(entry.value or b"")

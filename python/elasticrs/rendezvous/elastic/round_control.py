@@ -112,9 +112,9 @@ def may_grow(member: Member, view: View, head: Head) -> bool:
 
 
 def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
-    """Delete the registrations of the workers of lost agents. These workers are dead: the session of a lost
-    agent ends only when its nursery reports that no process remains, or when its lease expires, and the
-    nursery kills the workers before that.
+    """Delete the registrations of the workers of lost agents. These workers are dead. The session of a lost
+    agent ends when its nursery reports that no process remains, or when its lease expires, and the nursery
+    kills the workers before the lease expires.
     """
     keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
     for seat in (view.seats[rank] for rank in gone):

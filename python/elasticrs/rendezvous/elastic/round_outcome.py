@@ -1,11 +1,12 @@
 """Evaluate the end of a round: decide whether it uses a restart, and whether it ends the job. These are pure
-functions of the leader's view. What follows from a failure is decided by :mod:`elasticrs.job.restart_policy`.
+functions of the leader's view. The decision about a failure is made by :mod:`elasticrs.job.restart_policy`.
 
 - **VERDICT-1** A restart is charged only if workers have failed and no member was lost. Workers often fail
   *because* a node died, and their report may arrive before the loss is known.
 - **VERDICT-2** The first cause is the earliest of all causes that members report for the round. An exception
   that only reports a lost or silent peer is the first cause only if there is no other one. If workers hung,
-  it is the worker that the others waited for, according to :func:`~.records.blame_of`.
+  the first cause is the hang of the worker that the others waited for, according to
+  :func:`~.records.blame_of`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Verdict(Value):
     """Result of evaluating the end of a round.
 
     Args:
-        alive: members that must still be registered when the outcome is written. Otherwise, the decision to
-            charge a restart is invalid.
+        alive: members that must still be registered when the outcome is written. If one of them is not
+            registered any more, a restart may not be charged.
         head: head of the ended round, with updated counts.
         reason: reason why the job ends; ``None`` if it continues.
         delay: seconds to wait before the next round.
@@ -102,7 +103,7 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
 def _decide(
     view: View, head: Head, policy: RestartSettings, was_short: bool | None, now_ns: int
 ) -> RestartDecision:
-    """Ask the restart policy what follows from the failure that ended the round."""
+    """Return the restart policy's decision about the failure that ended the round."""
     first = first_cause(view, head)
     others = [cause for cause in known_causes(view, head) if cause is not first]
     evidence = Evidence(
@@ -110,7 +111,7 @@ def _decide(
         nodes=head.size,
         now=now_ns / 1e9,
         ran=None if was_short is None else 0.0 if was_short else STEADY,
-        # Derive the jitter from the round, because a decision must be a function of the store's contents.
+        # Derive the jitter from the round, because a decision must depend only on the contents of the store.
         jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
     )
     return decide(policy, head.failures, evidence)

@@ -6,7 +6,7 @@ An agent that is *idle* after a round has no workers of that round or of earlier
   and the member's own slot (its ranks) name the same proposed round.
 - **ROUND-2** A failure is reported before the workers are stopped, and only for the running round.
 - **ROUND-3** An agent reports that it is idle only when no processes of that round's workers remain.
-- **ROUND-4** An agent exits only without workers, except for those that SIGKILL does not end.
+- **ROUND-4** An agent exits only when none of its workers remain, except workers that SIGKILL does not end.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _closed(member: Member, head: Head) -> None:
         member.exit(leaving.outcome_of(member, head))
         return
     if member.leaving is None or member.leaving.outcome is None:
-        # Fix the outcome now, because the connection may be lost before the workers have stopped.
+        # Set the outcome now, because the connection may be lost before the workers have stopped.
         member.leave_with(leaving.outcome_of(member, head))
     member.stop("the job ends")
 
@@ -137,15 +137,15 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
 
 
 def stop_earlier(member: Member, head: Head) -> None:
-    """Stop the workers of an earlier round if this agent missed the end of that round. That can happen
-    because a store that was unreachable for long may report only the latest value of a key.
+    """Stop the workers of an earlier round if this agent missed the end of that round. That can happen after
+    a long time without a connection, because the store may then report only the latest value of a key.
     """
     if member.workers is not None and member.workers.round < head.round:
         _stop(member, end_of(head))
 
 
 def _is_spare(member: Member, head: Head) -> bool:
-    """Return true if the running round seems to have no place for this member."""
+    """Return true if the running round does not seem to include this member."""
     is_idle = member.phase is Phase.IDLE and head.state == "RUNNING"
     return is_idle and head.size >= member.rendezvous.max_nodes and not is_mine(member.registration, head)
 
@@ -162,7 +162,7 @@ def _find_slot(member: Member, link: Link) -> None:
 
 
 def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Handle the reply with this member's own slot. If the running round has no place for this member, tell
+    """Handle the reply with this member's own slot. If the running round does not include this member, tell
     the user that this node is waiting.
     """
     registration.slot_known = reply.revision
@@ -404,8 +404,9 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return the cause of this node's failure in a round; ``None`` if this node did not fail, or if the
-    recorded failure came first and this one does not show that another attempt would fail, too.
+    """Return the cause of this node's failure in a round, if the failure has to be reported to the leader. It
+    has to be reported if it may have come before the recorded failure, or if it shows that another attempt
+    would fail too. ``None`` if this node did not fail.
     """
     own, head = member.own_failure, member.head
     if own is None or own.round != number or own.cause is None or head is None:

@@ -2,8 +2,8 @@
 
 In the first round, nodes are sorted by order hint, then by name in natural order, then by agent. In later
 rounds, a node that was in the previous round keeps its place. New nodes fill the gaps in the same sort order.
-Gaps that remain are closed, and the remaining new nodes are appended. So a replacement node does not change
-the ranks of other nodes.
+Gaps that remain are closed, and the remaining new nodes are appended. As a result, a replacement node does
+not change the ranks of other nodes.
 """
 
 from __future__ import annotations

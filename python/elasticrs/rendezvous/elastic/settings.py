@@ -72,8 +72,8 @@ def _number(value: object, expected: str) -> float:
 
 
 def seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
-    """Return a converter for durations from ``low`` to ``high`` seconds. With ``above``, ``low`` itself is
-    not allowed.
+    """Return a function that converts a setting to a duration of ``low`` to ``high`` seconds. With ``above``,
+    the duration must be longer than ``low``.
     """
     if high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
@@ -250,8 +250,8 @@ class Settings(Value):
 
     Attributes:
         settle: seconds to wait for the nodes of a lost round to stop. The default is the sum of ``grace``,
-            two lease times and 5 s. Two leases are needed because a store that was unreachable for less than
-            one lease time restarts all leases.
+            two lease times and 5 s. It contains two lease times because a store that was unreachable for less
+            than one lease time then restarts all leases.
         is_settle_given: true if the user has set ``settle``.
     """
 
@@ -318,8 +318,8 @@ class Settings(Value):
     def patience(self) -> float:
         """Seconds without a round after which an agent gives up by itself.
 
-        This is the longest time that a leader may need: it may start waiting up to ``join_timeout`` later
-        than this agent, and then waits first for enough nodes, and after that for more nodes.
+        This is the longest time that a leader may need. The leader may start to wait up to ``join_timeout``
+        later than this agent. It then waits for enough nodes, and after that for more nodes.
         """
         return 2 * self.join_timeout + max(self.last_call_timeout, self.restart_call_timeout)
 

@@ -2,11 +2,11 @@
 
 - **HAND-1** At any time, at most one registration has a given node rank. The transaction that registers an
   agent (T1) also creates the key of the rank, on the same lease, only if no other agent has the rank.
-- **HAND-2** A node that has the rank may have died just now. So the agent retries until the lease of a dead
-  node would have expired.
+- **HAND-2** If another node has the rank, that node may be dead, and its lease may not have expired yet.
+  Therefore the agent retries until the lease of a dead node would have expired.
 - **HAND-3** During a round, the port of the store is lent to the workers of rank 0. An agent that connects
-  then is refused, or reaches a program that is not the rendezvous store. That does not mean that the job is
-  misconfigured, so the agent retries.
+  then is refused, or reaches a program that is not the rendezvous store. The job may still be configured
+  correctly, so the agent retries.
 """
 
 from __future__ import annotations

@@ -34,9 +34,9 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
 
 
 def end_own_watches(member: Member, registration: Registration) -> None:
-    """Stop the watches of this member, because the leader's watch of the whole job also covers their keys. A
-    store may deliver each watch separately, so only a single watch of all keys delivers each revision
-    completely.
+    """Stop this member's own watches, because the leader's watch of the whole job also covers these keys. A
+    store may deliver the changes of each watch separately. Only a single watch of all keys delivers all
+    changes of a revision together.
     """
     keys = member.keys
     for key in (keys.slot(registration.member), keys.head, keys.job):
@@ -44,7 +44,7 @@ def end_own_watches(member: Member, registration: Registration) -> None:
 
 
 def predecessor_gone(member: Member, registration: Registration) -> None:
-    """Handle the deletion of the preceding registration: request the one that now precedes the registration
+    """Handle the deletion of the preceding registration: request the registration that now precedes the one
     of this agent.
     """
     if registration.predecessor is None:
@@ -72,8 +72,9 @@ def predecessor_found(member: Member, registration: Registration, reply: Reply, 
         member: state of this agent.
         registration: registration of this agent.
         reply: reply of the store.
-        is_before: true if the request was for the registration that precedes a key of another program. If
-            that key was deleted, the request is repeated for the registration of this agent.
+        is_before: true if the predecessor of this agent's registration is a key that another program has
+            written, so that the request was for the registration before that key. If the key was deleted in
+            the meantime, request the predecessor of this agent's registration again.
     """
     if reply.ok:
         follow(member, registration, reply.entry(0))

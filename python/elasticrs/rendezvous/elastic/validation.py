@@ -22,8 +22,7 @@ LATEST = 2**63 - 1
 """Latest time, in nanoseconds."""
 
 MAX_NAME = 1024
-"""Maximum number of characters in a name or an address. It ensures that a table of 99 nodes fits into one
-write."""
+"""Maximum number of characters in a name or an address, so that a table of 99 nodes fits into one write."""
 
 _SHOWN = 40
 """Number of characters of an invalid value that are shown in an error message."""
@@ -142,7 +141,7 @@ def fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) ->
 
 
 def row(record: Any, checks: Sequence[Check]) -> list[Any]:
-    """Check a list that must contain one value for each check, and return it.
+    """Check and return a list that must contain one value for each check, in the same order.
 
     Raises:
         DamagedError: the value is not a list of that kind.
@@ -154,7 +153,7 @@ def row(record: Any, checks: Sequence[Check]) -> list[Any]:
 
 
 def cause(record: Any) -> dict[str, Any] | None:
-    """Return the valid fields of a failure's cause; ``None`` if it is not an object.
+    """Return the valid fields of the cause of a failure; ``None`` if the cause is not an object.
 
     Invalid fields are dropped and not treated as an error, because a cause only decides which failure is
     reported first. Unknown fields are kept.
