@@ -64,7 +64,7 @@ class Track(NamedTuple):
     """The collectives of one rank in one group."""
 
     steps: Mapping[int, Step]
-    """Step for each number of a collective."""
+    """Steps, keyed by the number of the collective."""
     entered: int
     """Number of the last collective that the rank has called. 0 if the rank has called none."""
     waits_in: int | None

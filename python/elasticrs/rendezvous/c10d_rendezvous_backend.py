@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 _FAILED = "The connection to the C10d store has failed. See inner exception for details."
 _torch = sys.modules[__name__]
-"""This module. Torch's store classes are looked up by name in it, so that programs can replace the classes,
-as they can in torch.
+"""Reference to this module. Torch's store classes are looked up as its attributes, so that programs can
+replace these classes, as they can in torch.
 """
 
 

@@ -301,8 +301,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     def set_failed(self, reason: str) -> None:
         """Record that the job has failed on this node, and why. When the rendezvous is closed later, the
-        workers of the other nodes then stop. Has no effect if this node is not in a round. Torch does not
-        have this method.
+        workers of the other nodes stop. Has no effect if this node is not in a round. Torch does not have
+        this method.
         """
         with self._lock:
             self._failure = reason if self._round is not None else None
@@ -394,9 +394,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 time.sleep(pause)
 
     def _look(self) -> None:
-        """Read the state, unless it was read within the last second or, if shorter, half a heartbeat
-        interval.
-        """
+        """Read the state, but at most once per second, or per half heartbeat interval if that is shorter."""
         now, shared = time.monotonic(), self._shared
         if shared.synced is not None and now < self._look_again:
             return

@@ -17,7 +17,7 @@ _DEFAULT_TIMEOUT = 600
 
 
 def _asked(name: str) -> Any:
-    """Return a method that calls the method of this name of the wrapped handler."""
+    """Return a method that calls the wrapped handler's method of the same name."""
     return lambda self: getattr(self._handler, name)()
 
 

@@ -34,8 +34,8 @@ class AgentCoordinator(CoordinatorP2P):
         process_group_timeout: Timeout of a collective, in milliseconds.
         coordinator_pg_timeout: Time limit for all workers to reach :meth:`barrier`, in milliseconds.
 
-    A worker always repeats a step that has failed. If a worker exits, it is replaced with ``--on-failure
-    replace``. Otherwise the agent restarts all workers.
+    A worker always repeats a step that has failed. With ``--on-failure replace``, the agent also replaces a
+    worker that exits. Otherwise, it restarts all workers in that case.
 
     Raises:
         RuntimeError: This process was not started by an agent.

@@ -165,7 +165,7 @@ class _Server(ThreadingTCPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- signature of the base class
-        """Log one line. The base class would write a traceback to the worker's stderr."""
+        """Log a single line, because the base class would write a traceback to the worker's stderr."""
         error = sys.exc_info()[1]
         _log.warning(
             "the final state could not be sent to %s: %s: %s", client_address[0], type(error).__name__, error
@@ -221,8 +221,8 @@ def serving_address(near: str, local: str) -> tuple[str, str]:
     """Return the address to listen on and the address to publish.
 
     If the name of the other worker's machine resolves to a loopback address, both workers run on the same
-    machine. Publish the name in this case, because other machines can resolve it but cannot use the loopback
-    address.
+    machine. In this case, publish the name and not the address, because other machines cannot use a loopback
+    address but can resolve the name.
 
     Args:
         near: host of another worker, as other machines know it.
@@ -260,8 +260,8 @@ def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] |
 
 
 def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the seats whose HTTP servers accept connections. A seat is the record in the store of a worker
-    that has a copy.
+    """Return the seats whose HTTP servers accept connections. A seat is the record that a worker with a copy
+    has put into the store.
     """
 
     def accepts(seat: dict[str, Any]) -> bool:

@@ -1,4 +1,5 @@
-"""Makes collectives raise in child processes that a worker forks while it trains, such as data loaders.
+"""Makes collectives raise an error in child processes that a worker forks while it trains, such as data
+loaders.
 
 Such a child is not a worker. It has a copy of the process group, but the connections belong to its parent and
 the threads of the group do not exist in the child. Without this module, a collective in the child would block

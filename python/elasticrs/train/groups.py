@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 _ESTABLISHED, _SYN_SENT, _CLOSE_WAIT, _LISTEN = 1, 2, 8, 10
 LAST_RESORT = 4.0
-"""Seconds to wait until the main thread no longer creates a process group in a broken round. After that, all
+"""Seconds that the main thread may take to stop creating a process group in a broken round. After that, all
 other connections that were opened during the creation are shut down as well, although they may belong to
-unrelated code. The wait is longer than :data:`CONNECT_TIMEOUT`, because an attempt to connect to the store
+unrelated code. The time is longer than :data:`CONNECT_TIMEOUT`, because an attempt to connect to the store
 cannot be aborted.
 """
 
@@ -119,9 +119,9 @@ class Connections:
     def leave_to_parent(self, ports: set[int]) -> None:
         """In a forked child, replace the inherited copies of the recorded connections, and of all connections
         that use one of the given ports, with ``/dev/null``. Otherwise, if the parent were killed, the
-        connections would stay open, and its peers would not notice the death until the children have exited
-        as well. The descriptor numbers stay in use, because objects copied from the parent may still close
-        them.
+        connections would stay open, and the parent's peers would not notice the death until the children have
+        exited as well. The descriptor numbers stay in use, because objects copied from the parent may still
+        close them.
         """
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for inode, fd in _sockets().items():
@@ -287,8 +287,9 @@ def _knock(address: tuple[int, Any], count: int) -> None:
 # --- groups ---
 
 MEETING_TIMEOUT = 10.0
-"""Base time limit in seconds for creating a group. The limit is 0.1 seconds longer for each worker. A limit
-is needed because a peer may die before it connects, and then there is no connection that could be shut down.
+"""Base time limit in seconds for creating a group. Each worker of the group adds 0.1 seconds to the limit. A
+limit is needed because a peer may die before it connects, and then there is no connection that could be shut
+down.
 """
 
 CONNECT_TIMEOUT = 3.0

@@ -58,7 +58,9 @@ class LeaveStep(Record):
         return "wait" if self.cap is not None and self.done >= self.cap else "go"
 
     def set_cap(self) -> int:
-        """Return the cap. The first call sets it, when this worker is notified of the change."""
+        """Return the cap. If it is not set yet, set it, because this worker has just been notified of a
+        change.
+        """
         if self.cap is None:
             self.cap = self.done + AHEAD
         return self.cap

@@ -118,8 +118,8 @@ def parse(
         config["is_host"] = "0"
     token = environ.get(TOKEN_VARIABLE)
     if backend == "etcd" and JOB_VARIABLE in environ:
-        # Remove the token from the environment. If agents host etcd, it contains the password of the workers'
-        # user, but `describe` would use it as the token of the job.
+        # Remove the token from the environment. If agents host etcd, the token is the password of the
+        # workers' user, but `describe` would use it as the token of the job.
         environ = {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
     rendezvous, notices = describe(
         backend,

@@ -6,8 +6,8 @@ within about a millisecond. In each worker, a watching thread then aborts the co
 aborted: all workers leave the round after an agreed step (:mod:`~elasticrs.train.leave_step`).
 
 - **MEMBER-1** a step sends no message: :meth:`Membership.passed` only reads memory.
-- **MEMBER-2** the watching thread shuts down connections until the main thread is *out* of the round: it is
-  out as soon as it requests the next round. The watching thread never raises an exception in user code.
+- **MEMBER-2** the watching thread shuts down connections until the main thread is *out* of the round, which
+  means that it has requested the next round. The watching thread never raises an exception in user code.
 - **MEMBER-3** if the main thread is not out of the round in time, the process exits. The other workers, or an
   agent, continue without it.
 - **MEMBER-4** a forked child does not take part in the rendezvous, and holds none of its parent's
@@ -46,8 +46,8 @@ _log = logging.getLogger("elasticrs.train")
 
 STUCK_TIMEOUT = 10.0
 """Seconds that the main thread may take to leave a broken round, in addition to twice the longest time
-between two step boundaries so far. The additional time ensures that the process does not exit during a step
-of normal length.
+between two step boundaries so far. Because the limit depends on these times, the process does not exit during
+a step of normal length.
 """
 
 _FIRST_SPAN = 25.0

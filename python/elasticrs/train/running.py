@@ -38,8 +38,8 @@ torchelastic 0.1 was 100, but a step that has failed ten times is unlikely to su
 """
 
 _SHOWN = 120
-"""Maximum number of characters that are shown of the error of an aborted collective. The error is cut,
-because it says little about the cause.
+"""Maximum number of characters of the error message of an aborted collective that are shown. Longer messages
+are cut, because they say little about the cause.
 """
 
 _NOTHING = object()

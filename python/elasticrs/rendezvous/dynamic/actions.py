@@ -9,8 +9,7 @@ action to the shared state.
   a write fails if the state has changed.
 - **DYN-3** Ranks and size are fixed when the round is completed. If a node leaves the round or dies, the
   round is over for all its nodes. The nodes leave the round, and when the last one has left, the next round
-  starts. If the round is over before a node has seen that the round is complete, the node leaves the round at
-  once.
+  starts. If a node finds that its round was completed but is already over, the node leaves the round at once.
 - **DYN-4** A node that arrives when the round is complete waits. If the round has room for the node, the node
   is counted as waiting, so that a new round is formed. If the round is full, the node is redundant: it is not
   counted, and waits without a deadline. In torch, a node that started to wait before the round was full is
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.dynamic.rendezvous_settings import RendezvousSettings
 
 ROLLBACK = 5.0
-"""Additional seconds, as in torch, in which a node that has missed the join deadline can withdraw."""
+"""Extra seconds, as in torch, for a node to withdraw after it has missed the join deadline."""
 
 
 class Action(Enum):
@@ -187,7 +186,7 @@ def patience(settings: RendezvousSettings) -> float:
 
 
 def ended(state: State, node: Node, number: int) -> bool:
-    """Return true if the round with this number is over. The node took part in that round."""
+    """Return true if a round in which this node took part is over. ``number`` is the number of that round."""
     return state.round != number or not state.is_intact or state.place_of(node) is not Place.PARTICIPANT
 
 

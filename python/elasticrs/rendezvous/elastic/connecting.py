@@ -31,8 +31,8 @@ FIRST_NEWS = 5.0
 """Seconds without a connection after which the reason is reported to the user."""
 
 OTHER = "other"
-"""Kind of connection loss in which the store that answers is not the one that this agent used before. It was
-started without data, or from another copy of the state.
+"""Kind of connection loss in which the store that answers is not the one that this agent used before. The
+store was started without data, or from another copy of the data.
 """
 
 FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", "denied", OTHER})
@@ -77,8 +77,8 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
         member.exit(Outcome("refused", event.message))
         return
     if event.kind == OTHER and member.leaving is None:
-        # Leave the job instead of joining it in the new store, because the new store would count rounds and
-        # restarts from the start again. User scripts rely on these numbers to detect outdated processes.
+        # Leave the job instead of joining it again in the new store, because the new store would count rounds
+        # and restarts from zero. User scripts rely on these numbers to detect outdated processes.
         _give_up(member, Outcome("lost", event.message))
     lose(member, static_ranks.why_lost(member, event))
 

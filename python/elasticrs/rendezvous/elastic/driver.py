@@ -44,7 +44,7 @@ _MARGIN = 10.0
 """Additional seconds for a hosted etcd member to exit."""
 
 _PORT = "port"
-"""Name of a timer of the driver, which fires when it is time to try again to take back the port from the
+"""Name of a timer of the driver. When it fires, the driver tries again to take the port back from the
 workers.
 """
 
@@ -356,8 +356,8 @@ class Driver:
 
 
 def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
-    """If a batch of events ends with the loss of the connection, drop the events before it. They must not
-    start workers, because the lease may have expired.
+    """If a batch of events ends with the loss of the connection, drop the events before it. These events must
+    not start workers, because the lease may have expired.
 
     Keep the events that close the job, which are changes of the key ``head``. This agent may be unable to
     read the key again, because the host of the store may exit once the job is closed.

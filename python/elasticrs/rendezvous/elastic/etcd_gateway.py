@@ -25,8 +25,8 @@ _MOST = 1 << 20
 
 
 class EtcdError(enum.Enum):
-    """Errors of etcd that callers handle. The value of a member is the gRPC code and the text of the error.
-    etcd defines these pairs in the package ``rpctypes`` of its API, and they are the same in all versions.
+    """Errors of etcd that callers handle. The value of each error is its gRPC code and its text. etcd defines
+    these pairs in the package ``rpctypes`` of its API, and they are the same in all versions.
     """
 
     AUTH_DISABLED = (9, "etcdserver: authentication is not enabled")
@@ -46,7 +46,7 @@ class GatewayError(Exception):
 
     Args:
         message: text of the error.
-        error: the error of etcd; ``None`` if there is no member of :class:`EtcdError` for it.
+        error: the error of etcd; ``None`` if :class:`EtcdError` does not contain it.
     """
 
     def __init__(self, message: str, error: EtcdError | None = None) -> None:

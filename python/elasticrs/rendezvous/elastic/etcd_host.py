@@ -32,8 +32,8 @@ _LONGEST_END = 5.0
 stopping etcd."""
 
 _SHORT = 10.0
-"""If the program fails within this number of seconds after its start, this counts as a short run. After
-``_MOST_SHORT`` short runs in a row, the program is not restarted.
+"""A run of the program that fails within this number of seconds counts as a short run. After ``_MOST_SHORT``
+short runs in a row, the program is not restarted.
 """
 
 _MOST_SHORT = 3

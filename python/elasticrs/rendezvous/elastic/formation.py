@@ -27,8 +27,8 @@ writes a part of the table of members, so it has 100 operations. The default lim
 """
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
-"""Seconds until the first message that nodes are missing, and seconds between further messages. The wait
-before the first message avoids it if all nodes start at about the same time.
+"""Seconds until the first message that nodes are missing, and seconds between further messages. If all nodes
+start at about the same time, they join before the first message is due.
 """
 
 

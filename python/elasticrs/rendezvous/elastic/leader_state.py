@@ -31,10 +31,8 @@ class Leader(Record):
         count: number of rounds that this leader has proposed.
         judged: inputs of the last verdict on an ended round, and that verdict.
         told: number of waiting nodes that was last reported to the user.
-        told_more: number of the last round at the time when the user was last told that the leader waits for
-            more nodes.
-        told_delay: number of the last round at the time when the user was last told that the next round is
-            delayed.
+        told_more: number of the latest round when the user was told that the leader waits for more nodes.
+        told_delay: number of the latest round when the user was told that the next round is delayed.
         told_damaged: number of damaged records that were reported to the user.
     """
 

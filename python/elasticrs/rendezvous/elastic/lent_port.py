@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.meeting_point import MeetingPoint
 
 PATIENCE = 10.0
-"""Seconds after the exit of the workers for which their sockets may still occupy the port."""
+"""Seconds for which sockets of the workers may still occupy the port after the workers have exited."""
 
 _TICK, _SLOW_TICK = 0.05, 1.0
 

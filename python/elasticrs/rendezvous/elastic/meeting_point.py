@@ -319,11 +319,12 @@ class MeetingPoint:
         return None
 
     def _obstacle(self) -> ConnectionLost | None:
-        """Return the reason why a session with etcd must not start now, if the agents host etcd; ``None`` if
+        """If the agents host etcd, return the reason why a session with etcd must not start now; ``None`` if
         it may start.
 
         A session must not start if an endpoint is used by another job's etcd. It must also not start before
-        the members require the job's password, because the session would be closed at that moment.
+        the members require the job's password, because etcd ends all older sessions when the password becomes
+        required.
         """
         etcd = self._rendezvous.etcd
         if etcd is None or not etcd.seats or self._has_met:

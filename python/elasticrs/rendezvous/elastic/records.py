@@ -301,8 +301,8 @@ class Head(Value):
 
     @staticmethod
     def read(entry: Entry) -> Head:
-        """Decode the head from its entry in the store. If the head is damaged, treat the job as closed
-        because of a failure: return such a head, with a reason that names the key.
+        """Decode the head from its entry in the store. If the head is damaged, return the head of a job that
+        has failed and is closed, with a reason that names the key.
         """
         try:
             return Head.decode(entry.value or b"")

@@ -404,9 +404,9 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return the cause of this node's failure in a round, if the failure has to be reported to the leader. It
-    has to be reported if it may have come before the recorded failure, or if it shows that another attempt
-    would fail too. ``None`` if this node did not fail.
+    """Return the cause of this node's failure in a round if the failure has to be reported to the leader;
+    otherwise ``None``. It has to be reported if it may have come before the recorded failure, or if it shows
+    that another attempt would fail too.
     """
     own, head = member.own_failure, member.head
     if own is None or own.round != number or own.cause is None or head is None:

@@ -44,8 +44,8 @@ def end_own_watches(member: Member, registration: Registration) -> None:
 
 
 def predecessor_gone(member: Member, registration: Registration) -> None:
-    """Handle the deletion of the preceding registration: request the registration that now precedes the one
-    of this agent.
+    """Handle the deletion of the preceding registration: request the registration that now precedes this
+    agent's own.
     """
     if registration.predecessor is None:
         return
