@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from elasticrs.diagnosis.flight_record import Entry, FlightRecord, Sizes
 
 DEFAULT_GROUP = "default_pg"
-"""torch's description of the group of all ranks."""
+"""Torch's description of the default group, which contains all ranks."""
 
 _NAMES = {
     "_all_gather_base": "all_gather",
@@ -98,7 +98,9 @@ class Matched(NamedTuple):
     stuck: tuple[StuckCollective, ...]
     """Collectives that have not completed, and those whose calls do not match."""
     not_started: Mapping[StuckCollective, tuple[int, ...]]
-    """Ranks whose devices have not started a collective that the devices of a majority run."""
+    """For each collective that runs on the devices of most ranks, the ranks whose devices have not started
+    it.
+    """
     receiving: Mapping[int, tuple[int, ...]]
     """For each rank in a point-to-point operation, the ranks that it waits for. Empty if these ranks are
     unknown.

@@ -57,14 +57,14 @@ def shows_waiting(frames: Sequence[Frame] | None) -> bool | None:
 class _Ends(NamedTuple):
     has_root: bool
     has_unknown: bool
-    """True if a rank without a record, or an unknown member of a group, may be the root."""
+    """True if the root may be a rank without a record, or an unknown member of a group."""
 
 
 class _Search:
     def __init__(self, matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]) -> None:
         self._matched, self._stacks, self._ranks = matched, stacks, sorted(ranks)
         self._waits: dict[int, list[int]] = {}
-        """Indexes of the collectives in which a rank waits."""
+        """Indexes of the collectives in which each rank waits."""
         for index, stuck in enumerate(matched.stuck):
             for rank in stuck.waiting:
                 self._waits.setdefault(rank, []).append(index)

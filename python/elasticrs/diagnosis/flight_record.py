@@ -37,7 +37,7 @@ MAX_DIMENSIONS = 64
 """Maximum number of dimensions of a tensor, as in torch. This limit also bounds the product of the sizes."""
 
 _MAJOR = "2"
-"""Major version of the format. torch increases it when an existing field changes."""
+"""Major version of the format. Torch increases this version when an existing field changes."""
 
 
 class Damage(str, Enum):
@@ -127,7 +127,7 @@ def parse(data: bytes) -> FlightRecord:
         data: JSON, as torch writes it. Unknown fields are ignored.
 
     Raises:
-        FlightRecordError: the data is torn, too large, or not a flight record.
+        FlightRecordError: the data is incomplete, too large, or not a flight record.
     """
     try:
         return _record(_decoded(data))

@@ -66,7 +66,9 @@ class Reason(str, Enum):
     OTHER_TYPE = "other_type"
     """These ranks passed elements of a different type than the majority."""
     NOT_STARTED = "not_started"
-    """The devices of these ranks have not started the collective that the devices of the majority run."""
+    """The devices of these ranks have not started a collective that is running on the devices of the
+    majority.
+    """
     NO_RECORD = "no_record"
     """Other ranks wait in a collective, and all ranks that may not have called it have no record."""
     OTHER_ORDER = "other_order"
@@ -147,9 +149,9 @@ class Culprit(NamedTuple):
     collective: StuckCollective | None
     """Collective in which other ranks are waiting, or in which the calls differ."""
     called: Call | None = None
-    """Call of these ranks if it differs from that of the majority."""
+    """Call of these ranks. ``None`` unless it differs from the call of the majority."""
     expected: Call | None = None
-    """Call of the majority, if ``called`` is given."""
+    """Call of the majority. ``None`` if ``called`` is ``None``."""
 
 
 class Frame(NamedTuple):
@@ -161,7 +163,7 @@ class Frame(NamedTuple):
 
 
 class MergedStack(NamedTuple):
-    """A stack of the main thread, and the ranks that have it."""
+    """A stack of the main thread, and the ranks whose main threads have this stack."""
 
     ranks: tuple[int, ...]
     frames: tuple[Frame, ...]

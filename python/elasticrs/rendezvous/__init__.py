@@ -39,8 +39,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    # Import the registry from the module that registers all handlers, so that callers never see it
-    # incomplete.
+    # Import the registry from the module that registers all handlers, so that callers never get a registry
+    # without handlers.
     "elasticrs.rendezvous.registry": ("rendezvous_handler_registry", "_register_out_of_tree_handlers"),
     "elasticrs.rendezvous.api": tuple(__all__),
 }

@@ -39,15 +39,15 @@ class RendezvousStateError(RendezvousError):
 
 
 class RendezvousGracefulExitError(RendezvousError):
-    """Raised on a spare node that should exit without counting as a failure."""
+    """Raised on a spare node that should exit. The exit does not count as a failure."""
 
 
 _TORCHS = "torch.distributed.elastic.rendezvous.api"
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """Return true if an error is an instance of ``kind`` or of torch's class with the same name. Handlers
-    from other packages may raise torch's errors.
+    """Return true if an error is an instance of ``kind`` or of torch's class with the same name, because
+    handlers from other packages may raise torch's errors.
     """
     return isinstance(error, kind) or any(
         (each.__module__, each.__name__) == (_TORCHS, kind.__name__) for each in type(error).__mro__
@@ -73,7 +73,7 @@ class RendezvousStoreInfo:
         rank: int, store: Any, local_addr: str | None, server_port: int | None = None
     ) -> RendezvousStoreInfo:
         """Agree on the address of the workers' store. Rank 0 publishes the address in the shared store, and
-        all nodes read it from there.
+        all nodes read the address from the store.
 
         Args:
             rank: rank of this node.
@@ -180,7 +180,7 @@ class RendezvousHandler(ABC):
 
 
 class RendezvousParameters:
-    """Parameters from which a handler is created.
+    """Parameters for the creation of a handler.
 
     Args:
         backend: name of a registered backend.
@@ -269,7 +269,7 @@ RendezvousHandlerCreator: TypeAlias = Callable[[RendezvousParameters], Rendezvou
 
 
 class RendezvousHandlerRegistry:
-    """Registry of rendezvous backends by name."""
+    """Registry of rendezvous backends, keyed by name."""
 
     def __init__(self) -> None:
         self._registry: dict[str, RendezvousHandlerCreator] = {}

@@ -1,5 +1,5 @@
-"""Rendezvous back end that keeps its state in a store with ``compare_set``, and functions that create such
-stores. The store may be a store of torch or of elasticrs.
+"""Rendezvous back end that keeps its state in a store of torch or elasticrs, and functions that create such
+back ends. The store needs the method ``compare_set``.
 """
 
 from __future__ import annotations

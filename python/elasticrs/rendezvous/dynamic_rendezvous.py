@@ -59,7 +59,7 @@ _log = logging.getLogger("elasticrs.rendezvous")
 _NEXT = "DynamicRendezvousHandler.next_rendezvous"
 
 Token = Any
-"""Token that a back end returns with a state. A caller passes it back to replace that state."""
+"""Token that a back end returns with a state. A caller passes the token back to replace that state."""
 
 
 def get_method_name(depth: int = 2) -> str:
@@ -437,7 +437,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             with self._recorder.failures("_keep_alive"):
                 self._run(actions.keep_alive, self._settings.timeout.heartbeat.total_seconds())
         except Exception as error:
-            # Continue after any exception from the user's back end, because the next heartbeat may succeed.
+            # Catch every exception of the user's back end, because the next heartbeat may succeed.
             _log.warning("node %s could not send a heartbeat: %s", self._this_node, error or repr(error))
 
 

@@ -1,4 +1,4 @@
-"""Client of etcd for torch's back ends. It has the methods of python-etcd's client that programs use with
+"""Client of etcd for torch's back ends. It has those methods of python-etcd's client that programs use with
 these back ends.
 """
 

@@ -44,7 +44,7 @@ _QUESTION = 1.5
 """Timeout for one response from etcd, in seconds."""
 
 _SHORT_QUESTION = 0.5
-"""Timeout for a response from this node's etcd member, in seconds. It is short, because etcd accepts
+"""Timeout for a response from this node's etcd member, in seconds. The timeout is short, because etcd accepts
 connections before it can respond, and may no longer respond at the end of the job.
 """
 
@@ -97,7 +97,7 @@ def tell(kind: str, text: str) -> None:
         os.write(1, json.dumps([kind, text]).encode() + b"\n")
     except OSError:
         # Ignore the error, because it means that the agent has exited. The thread that watches the agent
-        # handles that.
+        # handles the exit.
         return
 
 
@@ -223,8 +223,8 @@ class Member:
                 try:
                     address = listening_address(seat.host, SystemResolver())
                 except OSError:
-                    # Retry later, because in a container cluster the host name may not resolve until the
-                    # container runs.
+                    # Retry later. In a container cluster, the host name of a container may not resolve before
+                    # the container runs.
                     is_known = False
                     continue
                 if address is None:
@@ -353,8 +353,8 @@ class Member:
         )
 
     def _look(self) -> list[tuple[Entry, ...] | None]:
-        """Request the member lists from all other seats in parallel. Return ``None`` for a seat that does not
-        answer.
+        """Request the member lists from all other seats in parallel. A seat that does not answer has the
+        result ``None``.
         """
         answers: list[tuple[Entry, ...] | None] = [None] * len(self._seats)
         unfit: dict[int, str] = {}

@@ -2,8 +2,8 @@
 data. :class:`elasticrs.rendezvous.etcd_server.EtcdServer` starts the script, which imports only the standard
 library.
 
-Arguments: pid of the parent program, folder to remove when it exits, and etcd's command line. The script
-exits with etcd's exit code. On SIGTERM, SIGINT and SIGHUP it stops etcd first.
+Arguments: pid of the parent program, folder to remove when the parent exits, and etcd's command line. The
+script exits with etcd's exit code. On SIGTERM, SIGINT and SIGHUP it stops etcd first.
 """
 
 from __future__ import annotations

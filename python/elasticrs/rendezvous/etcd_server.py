@@ -36,8 +36,8 @@ etcd.
 
 
 def find_free_port() -> socket.socket:
-    """Return a socket that listens on a free port of ``localhost``, which reserves the port until the socket
-    is closed.
+    """Return a socket that listens on a free port of ``localhost``. The port is reserved until the socket is
+    closed.
 
     Close the socket before starting a server on the port. IPv4 is tried first, because programs tend to
     connect to ``127.0.0.1``.

@@ -49,7 +49,7 @@ class OneNodeRendezvous(RendezvousHandler):
         if params.backend == "static" and params.endpoint.strip():
             host, port = parse_endpoint("endpoint", params.endpoint.strip())
             self._address = host
-            # As in torch, port 0 means any free port.
+            # Port 0 means any free port, as in torch.
             self._port = DEFAULT_MASTER_PORT if port is None else port or None
         self.store_port: StorePort | None = None
         self._own_store = OwnStore(params.run_id)

@@ -3,8 +3,8 @@ register them, and from installed packages.
 
 A package registers handlers in the entry point groups ``elasticrs.rendezvous_handlers`` and
 ``torchrun.handlers``, which are searched in this order. As in torch, an entry point is a function without
-arguments that returns a creator. It is loaded only when its backend is requested, so that a broken package
-does not affect programs that use another backend.
+arguments that returns a creator. An entry point is loaded only when its backend is requested, so that a
+broken package does not affect programs that use another backend.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create a handler of the backend that the parameters name. The backend may be one of elasticrs, or one
-    that a program or an installed package has registered.
+    """Create a handler of the backend that the parameters name. The backend is part of elasticrs, or was
+    registered by a program or an installed package.
 
     Raises:
         ValueError: the backend does not exist or cannot be loaded, or the settings are invalid.

@@ -63,8 +63,8 @@ class StaticTCPRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """False if a port other than 0 was given, because rank 0 then hosts the workers' store on that port.
-        In torch, the agent hosts it.
+        """True if the agent serves the workers' store. With a port other than 0, this is false, because rank
+        0 then hosts the store on that port. In torch, the agent hosts it.
         """
         return self._handler.use_agent_store
 

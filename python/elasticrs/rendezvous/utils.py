@@ -111,7 +111,7 @@ def _resolved(host: str) -> list[Any]:
 
 
 def _delay(seconds: float | tuple[float, float]) -> None:
-    """Sleep for a number of seconds, or for a random time between two numbers. Do not sleep if the time is
+    """Sleep for a number of seconds, or for a random time between two numbers. Do not sleep if this time is
     below 10 ms.
     """
     if isinstance(seconds, tuple):

@@ -106,8 +106,8 @@ def _place_of_restarted_workers() -> AgentPlace:
             port = free.getsockname()[1]
         store.set(_PLACE_KEY, f"{port} {os.urandom(16).hex()}")
     port, token = store.get(_PLACE_KEY).decode().split()
-    # Keep the store object alive. In rank 0's process it may contain the server from which the other ranks
-    # still read.
+    # Keep the store object alive, because on rank 0 it may contain the server, and other ranks may still read
+    # from that server.
     _stores.append(store)
     host = os.environ["MASTER_ADDR"]
     host = f"[{host}]" if ":" in host else host

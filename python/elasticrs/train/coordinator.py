@@ -24,7 +24,7 @@ class FinalState(Value):
     Args:
         content: Bytes that ``State.save`` wrote on another worker. ``None`` if no living worker has a copy.
         in_checkpoint: True if the newest checkpoint holds the final state.
-        trouble: Message for the user that explains why there is no content, and what to do.
+        trouble: Message for the user that explains why there is no content, and what the user can do.
     """
 
     content: bytes | None
@@ -92,8 +92,8 @@ class Coordinator(ABC):
         return nullcontext()
 
     def should_save_checkpoint(self) -> bool:
-        """Return true if the platform requests a checkpoint. The loop calls this after every step, and the
-        result must be the same on all workers.
+        """Return true if the job's environment requests a checkpoint. The loop calls this after every step,
+        and the result must be the same on all workers.
         """
         return False
 

@@ -201,8 +201,8 @@ def all_gather_longs(values: Sequence[int]) -> list[list[int]]:
 
 
 def all_gather_return_max_long(value: int) -> tuple[int, int]:
-    """Return the rank of the worker with the largest value, and that value. If several workers have this
-    value, the lowest of their ranks is returned.
+    """Return the rank of the worker with the largest value, and the value. If several workers have the
+    largest value, return the lowest of their ranks.
 
     With a single worker, the rank is 0.
 

@@ -51,7 +51,8 @@ CONNECT_TIMEOUT = 3.0
 """
 
 PROBED_TOGETHER = 32
-"""Number of workers that are probed at the same time, so that many dead workers cost little time."""
+"""Number of workers that are contacted at the same time, so that waiting for dead workers costs little time.
+"""
 
 TRANSFER_TIMEOUT = 30.0
 """Timeout in seconds for a transfer that receives no data."""
@@ -282,7 +283,7 @@ def _server_of(seat: dict[str, Any]) -> tuple[str, int]:
 
 
 def _download(seat: dict[str, Any]) -> bytes | None:
-    """Download the copy that a worker serves. Return ``None`` if the worker does not send all of it in
+    """Download the copy that a worker serves. Return ``None`` if the worker does not send the whole copy in
     time.
     """
     connection = http.client.HTTPConnection(*_server_of(seat), timeout=CONNECT_TIMEOUT)
@@ -313,7 +314,8 @@ def _shut(connected: socket.socket) -> None:
 
 
 def _after_fork_in_child() -> None:
-    # Close the socket, because a child would keep the port of a dead parent open without answering requests.
+    # Close the server's socket in the child. Otherwise, if the parent died, the port would stay open but no
+    # process would answer requests.
     while _servers:
         _servers.pop().server_close()
 

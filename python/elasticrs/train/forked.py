@@ -70,7 +70,8 @@ def _in_child() -> None:
     if group is None:
         return
     refusing = _refusing(group)
-    # Copy the old group's entries to the new group, so that queries for the rank, size or backend still work.
+    # Copy torch's entries for the old group to the new group, so that queries for the rank, size or backend
+    # still work.
     for table in (
         *(c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks),
         *(c10d._world.pg_backend_config, c10d._world.pg_to_tag),

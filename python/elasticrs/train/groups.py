@@ -68,7 +68,7 @@ class Connections:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the sockets of the process group that is created inside the block.
+        """Context manager that records the sockets of the process group that is created inside the block.
 
         Sockets that other threads open meanwhile are recorded separately, see :meth:`_is_of_group`.
         """
@@ -85,7 +85,7 @@ class Connections:
             self._before = self._recording_since = None
 
     def _is_of_group(self, fd: int, inode: int) -> bool:
-        """Return true if a socket was opened by gloo, or connects to the store of the round.
+        """Return true if a socket was opened by gloo, or is a connection to the store of the round.
 
         Gloo sets ``SO_REUSEADDR`` even on client sockets, before it connects them, and never sets
         close-on-exec. Python and nearly every client library set close-on-exec, and no client has a reason
@@ -307,8 +307,8 @@ def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
     """
     deadline = time.monotonic() + MEETING_TIMEOUT
     while True:
-        # Wait for the store first, because torch's client would retry until its timeout without a way to
-        # interrupt it.
+        # Wait until the store accepts connections before creating torch's client, because the client retries
+        # until its timeout and cannot be interrupted.
         try:
             socket.create_connection((host, port), 1.0).close()
             break
@@ -404,9 +404,9 @@ def abort() -> None:
     """Abort the collectives of all NCCL groups, from any thread. The collective in the main thread then
     raises.
 
-    All groups are aborted in a single call, because communicators wait for each other unless they are aborted
-    together. The abort does not depend on peers, so a single call is enough. It has no effect on gloo, whose
-    connections are shut down instead.
+    All groups are aborted in a single call, because communicators that are aborted one by one wait for each
+    other. A single call is enough, because the abort does not depend on the peers. The abort has no effect on
+    gloo groups, whose connections are shut down instead.
     """
     from torch import distributed
 

@@ -74,8 +74,8 @@ def parse(
     """Parse a rendezvous URL.
 
     Some settings have different defaults than in a rendezvous of nodes. Any number of consecutive lost rounds
-    is allowed, because the training loop counts failures without progress. The rendezvous waits for a hung
-    worker until it has exited. Leases are shorter.
+    is allowed, because the training loop counts failures without progress. The rendezvous waits until a hung
+    worker has exited. Leases are shorter.
 
     Args:
         url: rendezvous URL.

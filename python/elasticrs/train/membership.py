@@ -105,7 +105,8 @@ class Membership:
     Attributes:
         abort: function that aborts communication other than the recorded connections, such as NCCL
             communicators. The watching thread calls it once for each broken round.
-        page: memory page in which the agent, if any, sees each round and the end of the training.
+        page: memory page through which the agent, if there is one, observes the rounds and the end of the
+            training.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class Membership:
         self._on_change = on_change
         self._stuck_timeout = stuck_timeout
         self._is_alone = self._has_failed = False
-        # Keep a reference to the lock, because every training step acquires it, and acquiring it through the
-        # condition takes twice as long.
+        # Keep a reference to the condition's lock. Every training step acquires the lock, and acquiring it
+        # through the condition takes twice as long.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._round: Round | None = None
@@ -336,7 +337,7 @@ class Membership:
     def join_late(self) -> Late | None:
         """Get a rank for this process, and the final state of a job that ended before this process took part.
 
-        Sets ``RANK`` and ``WORLD_SIZE``. Returns ``None`` if no worker has published a final state.
+        Set ``RANK`` and ``WORLD_SIZE``. Return ``None`` if no worker has published a final state.
 
         Raises:
             DistError: The store cannot be reached.
@@ -365,7 +366,7 @@ class Membership:
             with suppress(DistError):
                 current.board.set("gone", "")
         if self._thread is None:
-            # This worker has never joined a round, or has already left the job.
+            # Return, because this worker has never joined a round or has already left the job.
             return
         self._handler.leave()
         # Finish in the background. The thread runs until the store has recorded that this worker has left. If
@@ -533,7 +534,8 @@ class Membership:
                 if connections.needs_last_resort(began, limit):
                     _shut_others(current)
             except Exception:
-                # The error may be temporary, such as a lack of file descriptors, so retry until the deadline.
+                # Retry until the deadline, because the error may be temporary, such as a lack of file
+                # descriptors.
                 if not is_told:
                     _log.exception("round %s: a collective could not be interrupted yet", current.number)
                 is_told = True

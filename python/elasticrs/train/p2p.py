@@ -176,8 +176,8 @@ class CoordinatorP2P(Coordinator):
                 self._join_late()
             self._member.shutdown()
             if error.has_failed:
-                # The job has failed, so raise an error. Otherwise the loop would return its state as the
-                # final state.
+                # Raise an error, because the job has failed. Otherwise, the loop would return its state as
+                # the final state.
                 raise NonRetryableException(f"the training has failed: {error}") from error
             self.stop_training = True
             raise StopException(str(error)) from error
@@ -229,8 +229,8 @@ class CoordinatorP2P(Coordinator):
 
     def _gather(self, own: str) -> list[bytes]:
         """Exchange texts through the round's store, and return the texts of all workers by rank. Control
-        messages use the store so that they cannot interfere with the collectives of a step, and need no
-        second process group.
+        messages use the store, because collectives for them could interfere with those of a step, or would
+        need a second process group.
         """
         if self._store is None:
             raise RuntimeError("there is no round: call rendezvous_barrier() first")

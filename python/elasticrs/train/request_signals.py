@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from elasticrs.train.coordinator import Coordinator
 
 MEETING_LIMIT = 5.0
-"""Time limit in seconds for a worker that was asked to leave. If it has been in no round for this long, it
-exits without the other workers, because they may be leaving as well and may never form a round again.
+"""Time limit in seconds for a worker that was asked to leave. If such a worker has been in no round for this
+long, it exits without waiting for the other workers, because they may be leaving as well and may never form a
+round again.
 """
 
 _TICK = 0.25
@@ -62,7 +63,7 @@ class RequestSignals:
     ) -> None:
         self._is_over.set()
         for signum in _ASKING:
-            # If the program has set its own handler in the meantime, keep it.
+            # Keep the current handler if the program has set its own in the meantime.
             if signal.getsignal(signum) == self._ask:
                 signal.signal(signum, signal.SIG_DFL)
                 _taken.discard(signum)
@@ -82,7 +83,7 @@ class RequestSignals:
             if self._is_over.wait(_TICK):
                 return
             left = limit if self._coordinator.has_round else left - _TICK
-        # This is the second SIGTERM, so the handler in the main thread ends the process.
+        # Send a second SIGTERM, for which the handler in the main thread ends the process.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def end_process(self) -> None:

@@ -106,7 +106,8 @@ class State(ABC):
         import torch
 
         def on_this_gpu(storage: Any, location: str) -> Any:
-            # Another rank may have saved the state on its own GPU, whose memory this rank must not use.
+            # Map tensors to this rank's own device, because another rank may have saved them on a GPU that
+            # this rank must not use.
             if not location.startswith("cuda"):
                 return None  # the default of torch
             return storage.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else storage
@@ -161,7 +162,7 @@ def why_not_saved(state: State) -> str | None:
 
 
 def is_torchelastic_program() -> bool:
-    """Return true if this program imports ``torchelastic``. In torchelastic 0.1, the checkpoint was simply a
-    snapshot.
+    """Return true if this program imports ``torchelastic``. In torchelastic 0.1, a checkpoint contained just
+    a snapshot.
     """
     return "torchelastic" in sys.modules

@@ -27,7 +27,7 @@ from enum import Enum
 from elasticrs.job.value import Value
 
 OF_OTHERS = 100
-"""Number of aborted collectives that count as one failure."""
+"""Limit for aborted collectives, as a multiple of the limit for failures."""
 
 
 class Event(Enum):

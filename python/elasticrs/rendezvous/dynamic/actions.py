@@ -37,8 +37,9 @@ ROLLBACK = 5.0
 
 
 class Action(Enum):
-    """Next action of a node. ``SYNC``, ``FINISH`` and ``KEEP_ALIVE`` do not change the node's role in the
-    round. ``ERROR_CLOSED``, ``ERROR_SPARE`` and ``ERROR_TIMEOUT`` end the operation with an error.
+    """Next action of a node in an operation such as joining a round. ``SYNC``, ``FINISH`` and ``KEEP_ALIVE``
+    do not change the node's role in the round. ``ERROR_CLOSED``, ``ERROR_SPARE`` and ``ERROR_TIMEOUT`` end
+    the operation with an error.
     """
 
     SYNC = auto()
@@ -159,7 +160,7 @@ def close(view: View, deadline: float) -> Action:
 
 
 def keep_alive(view: View, deadline: float) -> Action:
-    """Decide whether to send a heartbeat now."""
+    """Decide the next action of a node whose heartbeat may be due."""
     if not view.is_beat_due or view.node not in view.state.nodes:
         return Action.FINISH
     return Action.ERROR_TIMEOUT if view.now > deadline else Action.KEEP_ALIVE
@@ -191,7 +192,7 @@ def ended(state: State, node: Node, number: int) -> bool:
 
 
 def waiting(state: State, settings: RendezvousSettings) -> int:
-    """Return the number of waiting nodes that the round still has room for."""
+    """Return the number of waiting nodes that the round has room for."""
     room = settings.max_nodes - len(state.at(Place.PARTICIPANT))
     return min(len(state.at(Place.WAITING)), max(room, 0))
 
@@ -229,8 +230,8 @@ def closed(state: State, reason: str, has_failed: bool = False) -> State:
 
 
 def without(state: State, gone: Iterable[Node], settings: RendezvousSettings) -> State:
-    """Return the state without these nodes. If no participant of a complete round remains, start the next
-    round. If too few participants remain in a round that is forming, cancel its last call.
+    """Return the state without these nodes. If a complete round has no participants left, start the next
+    round. If a round that is forming has too few participants left, cancel its last call.
     """
     left = set(gone)
     if not left & state.nodes.keys():

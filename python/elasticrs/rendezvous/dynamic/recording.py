@@ -1,7 +1,8 @@
-"""Records the rendezvous events of a handler that uses a back end, at the same points as torch.
+"""Records the rendezvous events of a handler that uses a back end. Events are recorded wherever torch records
+them.
 
-The events are named after torch's classes and methods, because consumers of these events expect these names.
-No event is created unless a logging handler is registered for ``dynamic_rendezvous``.
+Each event has the name of torch's class and method, because consumers of the events expect these names. No
+event is created unless a logging handler is registered for ``dynamic_rendezvous``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class Recorder(Record):
         record_rdzv_event(event)
 
     def acts(self, action: Action, state: State) -> None:
-        """Record that this node is about to change the shared state. ``state`` is the state before the
+        """Record an action of this node before it changes the shared state. ``state`` is the state before the
         change.
         """
         place = state.place_of(self._node)
@@ -89,7 +90,9 @@ class Recorder(Record):
 
     @contextmanager
     def failures(self, what: str) -> Iterator[None]:
-        """Return a context manager that records an exception as a failure of the handler method ``what``."""
+        """Return a context manager that records an exception in its block as a failure of the handler method
+        ``what``.
+        """
         try:
             yield
         except Exception as error:

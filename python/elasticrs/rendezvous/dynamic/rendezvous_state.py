@@ -99,12 +99,12 @@ class State:
         return [node for node, standing in self.nodes.items() if standing.place is place]
 
     def place_of(self, node: Node) -> Place | None:
-        """Return the role of a node in the round; ``None`` if the node is not part of the rendezvous."""
+        """Return the role of a node in the round; ``None`` if the state does not contain the node."""
         standing = self.nodes.get(node)
         return None if standing is None else standing.place
 
     def with_node(self, node: Node, standing: Standing) -> State:
-        """Return a copy of the state with this node added, or with its data replaced."""
+        """Return a copy of the state in which this node has the given data."""
         return replace(self, nodes={**self.nodes, node: standing})
 
 

@@ -64,7 +64,7 @@ class SharedState:
         self._lost: list[Node] = []
 
     def take_lost(self) -> list[Node]:
-        """Return the nodes that were found dead since the last call of this method."""
+        """Return the nodes that have been found dead since the last call of this method."""
         lost, self._lost = self._lost, []
         return lost
 

@@ -39,7 +39,7 @@ def is_loopback_name(host: str) -> bool:
 
 
 def is_unspecified(address: str) -> bool:
-    """Return true if a numeric address means all interfaces (``0.0.0.0`` or ``::``)."""
+    """Return true if a numeric address stands for all interfaces (``0.0.0.0`` or ``::``)."""
     data = packed(address)
     return data is not None and not any(data)
 

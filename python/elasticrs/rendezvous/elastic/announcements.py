@@ -56,7 +56,7 @@ def end_of(head: Head, *, names_pid: bool = True) -> str:
 
 
 def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pid: bool = True) -> str:
-    """Describe which worker failed, on which node, and how.
+    """Describe a failure: the worker, its node, and the kind of failure.
 
     If the cause does not name the node, use ``node``.
     """

@@ -1,7 +1,7 @@
 """Connect to the rendezvous store, and reconnect after the connection was lost.
 
-An agent that loses its connection is fenced: the other nodes may already count it as lost, so its workers
-must have exited before it registers again (**JOIN-1**).
+An agent that loses its connection is *fenced*: its workers must have exited before the agent registers again
+(**JOIN-1**), because the other nodes may already count the agent as lost.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def fence(member: Member, why: str) -> None:
 
 
 def lose(member: Member, why: str) -> None:
-    """Fence this agent after the loss of its connection: stop its workers, which must have exited before the
-    agent registers again.
+    """Fence this agent after the loss of its connection: stop its workers, because all of them must have
+    exited before the agent registers again.
     """
     was_registered = member.registered is not None
     if was_registered:
@@ -116,9 +116,7 @@ def may_rejoin(member: Member) -> bool:
 
 
 def without_workers(member: Member) -> None:
-    """Continue now that the workers of a fenced agent have exited: reconnect, or exit if the agent is
-    leaving.
-    """
+    """Continue after the workers of a fenced agent have exited: reconnect, or exit if it is leaving."""
     if member.leaving is not None:
         member.exit(member.leaving.outcome or Outcome("aborted", member.leaving.closing))
         return
@@ -145,7 +143,7 @@ def fresh_listener(member: Member) -> bool:
 
 
 def store_lost(member: Member) -> None:
-    """Give up, because the store could not be reached again in time."""
+    """Give up, because this agent could not reconnect to the store in time."""
     if member.registered is not None or member.phase is Phase.EXIT:
         return
     where = f"lost {member.rendezvous.store} in round {member.age.seen}"

@@ -36,13 +36,13 @@ def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
 
 
 def workers_of(agent: str) -> str:
-    """Return the prefix that the member names of an agent's workers have in the workers' rendezvous."""
+    """Return the prefix of the member names of an agent's workers in the workers' rendezvous."""
     return f"{agent}-"
 
 
 def forget_worker(keys: Keys, name: str) -> list[Operation]:
-    """Return operations that delete all registrations of one worker. ``name`` is the name that the worker's
-    agent has given the worker.
+    """Return operations that delete all registrations of a worker. ``name`` is the name that the agent has
+    given to the worker.
     """
     return keys.forget_members(f"{name}.")
 

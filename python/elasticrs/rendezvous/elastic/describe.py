@@ -113,8 +113,8 @@ def describe(
         words: names of the settings for error messages.
 
     Returns:
-        The rendezvous, or ``None`` if the job has a single node without a rendezvous; and messages to the
-        user.
+        The rendezvous, and messages to the user. The rendezvous is ``None`` if the job has a single node and
+        needs none.
 
     Raises:
         UsageError: a setting is invalid. The message is a single line.
@@ -209,7 +209,7 @@ def _own_settings(
             own.notices.append(
                 f"{words.settings}: store_type=file has no effect here: it is for {words.backend} {C10D}"
             )
-        # Accept torch's name ``timeout`` for the join timeout, and use torchrun's default.
+        # Accept torch's name ``timeout`` for the join timeout. The default is that of torchrun.
         own.given.setdefault("join_timeout", own.given.get("timeout", _STATIC_JOIN_TIMEOUT))
     elif node_rank is not None:
         own.given.setdefault("order_hint", node_rank)

@@ -1,9 +1,9 @@
 """Executes the actions of the rendezvous state machine: store requests, timers, and the listener for the
 workers' store.
 
-Actions that concern the workers or the user are returned to the caller in order. These are ``Start``,
-``Stop`` and ``Announce``, and ``Exit``, which is always the last action. See ``LoopAction`` in
-:mod:`elasticrs.rendezvous.elastic.messages`.
+The driver does not execute actions that concern the workers or the user, but returns them to the caller in
+order. These actions are ``Start``, ``Stop``, ``Announce`` and ``Exit``, which is always the last one. See
+``LoopAction`` in :mod:`elasticrs.rendezvous.elastic.messages`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ other agents have read the outcome of the job.
 _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
 _MARGIN = 10.0
-"""Additional seconds for a hosted etcd member to exit."""
+"""Additional seconds of waiting for a hosted etcd member to exit."""
 
 _PORT = "port"
 """Name of a timer of the driver. When it fires, the driver tries again to take the port back from the
@@ -185,7 +185,7 @@ class Driver:
 
     @property
     def agent(self) -> str:
-        """Name of this agent, which is the prefix of the names of its registrations."""
+        """Name of this agent. The names of its registrations start with this name."""
         assert self._member is not None
         return self._member.agent.agent
 
@@ -288,9 +288,8 @@ class Driver:
         return []
 
     def hasten(self) -> list[LoopAction]:
-        """Stop waiting for other agents and for a store that does not answer, because the user has repeated
-        the request to stop. Returns the actions that the caller has to execute, including an exit that was
-        held back.
+        """Stop waiting for other agents and for replies of the store, because the user has asked again to
+        stop. Returns the actions that the caller has to execute, including an exit that was held back.
         """
         return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
 

@@ -1,7 +1,7 @@
 """HTTP requests to hosted etcd members: to etcd's JSON gateway, and to the peer port for the list of members.
 
-Used only for requests that the etcd client of the core does not support. This module does not use
-:mod:`http.client`, because importing it takes longer than the rest of the startup.
+Other requests use the etcd client of the core. This module does not use :mod:`http.client`, because importing
+it takes longer than the rest of the startup.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class Gateway:
         """Make the etcd cluster require the password from now on. Do nothing if there is no password.
 
         Raises:
-            GatewayError: etcd rejected a request, because it has no leader or another password.
+            GatewayError: etcd rejected a request, for example because it has no leader, or its password is a
+                different one.
             OSError: the member did not respond.
         """
         user = {"name": _ROOT, "password": self._password}
@@ -157,8 +158,8 @@ class Gateway:
             raise GatewayError("no password could be set")
 
     def _workers_orders(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the requests that create the etcd user for workers. Its role allows access only to keys with
-        one prefix.
+        """Return the requests that create the etcd user for workers. The user's role allows access only to
+        keys with one prefix.
         """
         if self._workers is None:
             return []

@@ -107,12 +107,12 @@ class EtcdHost:
 
     def _say(self, line: str) -> None:
         assert self._program.stdin is not None
-        # Ignore errors, because the program may have exited.
+        # Ignore errors of the write, because the program may have exited.
         with suppress(OSError):
             os.write(self._program.stdin.fileno(), line.encode() + b"\n")
 
     def take(self) -> list[tuple[str, str]]:
-        """Return new messages from the program to the user, each with its kind: ``say`` or ``refused``.
+        """Return new messages of the program for the user, each with its kind: ``say`` or ``refused``.
 
         Never blocks.
         """

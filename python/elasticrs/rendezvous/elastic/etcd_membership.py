@@ -129,7 +129,7 @@ Step: TypeAlias = "Stay | Create | Adopt | Lost | Wait | Refuse"
 
 
 class View(Value):
-    """Facts on which the decision about the next step is based.
+    """Facts for the decision about the next step.
 
     Args:
         seats: all seats of the job.
@@ -151,7 +151,7 @@ class View(Value):
 
 
 def label_of(run_id: str, prefix: str, token: bytes | None) -> str:
-    """Return the prefix of the names of a job's etcd members. It does not reveal the token."""
+    """Return the prefix of the names of a job's etcd members. The token cannot be derived from the prefix."""
     return "elasticrs-" + _derived("label", run_id, prefix, token)[:16]
 
 

@@ -1,7 +1,7 @@
 """Endpoints of etcd, and the settings that are specific to the back end ``etcd``.
 
-Imported only if a job uses etcd. The settings have the names that torch's back ends ``etcd`` and ``etcd-v2``
-use for them.
+Imported only if a job uses etcd. The settings have the same names as in torch's back ends ``etcd`` and
+``etcd-v2``.
 
 - **SITE-1** Contradictory settings are an error: two schemes, certificates without https, or a key without
   its certificate.
@@ -175,7 +175,8 @@ class EtcdSite(Value):
         """Open a session with etcd.
 
         Args:
-            job: name of the job. All sessions of a job share a lease for keys that outlive the sessions.
+            job: name of the job. All sessions of a job share a lease, which holds keys that have to outlive a
+                session.
             job_ttl: seconds for which etcd keeps the keys on that lease after the job's last session has
                 ended.
             connect_timeout: time limit in seconds for connecting, for all endpoints together.
@@ -215,7 +216,7 @@ class EtcdSite(Value):
 
 
 def lease_of(name: str) -> int:
-    """Return the id of the lease that all agents of a job share. It is derived from the name of the job."""
+    """Return the id of the lease that all agents of a job share. The id is derived from the job's name."""
     import hashlib
 
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
@@ -322,8 +323,8 @@ def _seats(
             "strangers"
         )
     scheme, port = "https" if is_tls else "http", read.get("peer_port")
-    # Sort the endpoints, because the names of the members contain the position of their seat, which must be
-    # the same on all nodes.
+    # Sort the endpoints, because the names of the members contain the positions of their seats, and these
+    # positions must be the same on all nodes.
     seats = tuple(
         Seat(host, own, own + 1 if port is None else port, scheme) for host, own in sorted(endpoints)
     )

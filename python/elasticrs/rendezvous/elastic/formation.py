@@ -40,7 +40,7 @@ def slow_members(view: View) -> set[str]:
 
 
 def decide(member: Member, leader: Leader, view: View) -> None:
-    """Decide what to do while no round is running."""
+    """Make the leader's next decision while no round is running."""
     settings, head, delay = member.settings, view.head, 0.0
     settle = settings.settle + 2 * member.more_lease
     is_settled = not slow_members(view) or has_passed(member, leader, "settle", settle)
@@ -99,7 +99,7 @@ def _tell_of_more(member: Member, view: View) -> None:
 
 
 def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.Verdict:
-    """Return the verdict on the ended round. The verdict is cached until its inputs change.
+    """Return the verdict on the ended round. The verdict is cached until one of its inputs changes.
 
     Caching matters because computing the verdict takes time proportional to the number of members, and many
     replacement nodes may arrive one by one without changing it. Until the next round, members only stop or

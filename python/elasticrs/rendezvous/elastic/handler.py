@@ -1,13 +1,14 @@
 """Elastic rendezvous with torch's handler interface, for agents that poll.
 
-The agent of elasticrs does not call this handler: it takes :attr:`ElasticRendezvousHandler.rendezvous` and
-reacts to events. An agent that was written for torch stops its workers, calls ``next_rendezvous`` before it
-starts new ones, and polls ``num_nodes_waiting``. Both use the same state machine.
+The agent of elasticrs does not poll: it uses :attr:`ElasticRendezvousHandler.rendezvous` and reacts to
+events. An agent that was written for torch stops its workers, calls ``next_rendezvous`` before it starts new
+ones, and polls ``num_nodes_waiting``. Both kinds of agents use the same state machine.
 
 - **POLL-1** One thread handles the events of the store and the timers, so that the node takes part in the
   rendezvous (and may lead it) while its agent is busy with workers. All other events are passed to the state
   machine by the threads that call the handler.
-- **POLL-2** Everything except waiting is done under one lock. Waiting threads are notified of every change.
+- **POLL-2** All work is done under one lock, which is released only while a thread waits. Waiting threads are
+  notified of every change.
 - **POLL-3** An agent requests the next round only while it has no workers. The call therefore means that the
   workers of the last round have exited. If that round is still running, the call means that its workers have
   failed on this node.
@@ -75,9 +76,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
     Args:
         rendezvous: description of the rendezvous.
         backend: name of the back end that the user has given.
-        on_stop: function that is called as soon as a round in which this node takes part has ended. It is
-            called from the thread that receives the event, and under a lock, so it must neither block nor
-            call this object.
+        on_stop: function that is called as soon as a round in which this node takes part has ended. The
+            thread that receives the event calls this function under a lock, so the function must neither
+            block nor call this object.
 
     Attributes:
         rendezvous: description of the rendezvous, as passed.
@@ -112,9 +113,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if an agent serves the workers' store. False with ``static`` and with
-        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``: rank 0 then hosts the store on a port that is reserved for
-        it.
+        """True if an agent serves the workers' store. With ``static``, or with
+        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, this is false, and rank 0 hosts the store on a port that is
+        reserved for it.
         """
         return self._use_agent_store
 
@@ -151,7 +152,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             while True:
                 self._raise_the_end()
                 if self._is_to_stop:
-                    # The round ended before this method could return it.
+                    # Request the next round, because this round ended before this method could return it.
                     self._without_workers()
                 elif self._start is not None:
                     start, self._start, self._runs = self._start, None, True
@@ -165,8 +166,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         """Return a positive number if the round has ended, so that the agent should stop its workers and
         request the next round.
 
-        Torch returns the number of waiting nodes. Here a round can also end without waiting nodes, because a
-        node was lost or its workers have failed.
+        Torch returns the number of waiting nodes. With elasticrs, a round can also end without waiting nodes,
+        because a node was lost or its workers have failed.
         """
         with self._news:
             if self._outcome is not None:
@@ -289,7 +290,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _tell(self, driver: Driver, *events: messages.Event) -> None:
         self._take(driver.tell(*events))
-        # Wake the thread, because there may be a new timer, or another connection to watch.
+        # Wake the thread, because there may be a new timer to wait for, or a new connection to watch.
         os.eventfd_write(self._wake, 1)
 
     def _without_workers(self) -> None:

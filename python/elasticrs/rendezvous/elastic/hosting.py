@@ -180,8 +180,8 @@ def _is_own_name(host: str, resolver: Resolver) -> bool:
 
 def listening_address(host: str, resolver: Resolver) -> str | None:
     """Return the address on which a server must listen to be reachable under this host name or address;
-    ``None`` if the host is another machine. If a name that is not a loopback name has only loopback addresses
-    here, return the address of all interfaces.
+    ``None`` if the host is another machine. If the name has only loopback addresses on this machine, although
+    it is not a loopback name, return the address of all interfaces.
 
     Raises:
         OSError: the name cannot be resolved.
@@ -326,7 +326,7 @@ class SystemResolver:
                 _plain_text(name), None, 0, _socket.SOCK_STREAM, 0, _socket.AI_CANONNAME
             )
         except OSError:
-            # The machine cannot resolve its own name. Return only that name.
+            # Return only the short name, because the machine cannot resolve it.
             return [name]
         full = [entry[3] for entry in found if entry[3]]
         return list(dict.fromkeys((name, *full)))
@@ -335,7 +335,7 @@ class SystemResolver:
         try:
             found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)
         except UnicodeError:
-            # The codec for international names has found a label that is empty or too long.
+            # Python's codec for international names raises this error for a label that is empty or too long.
             raise OSError("not a host name") from None
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
@@ -362,7 +362,7 @@ class SystemResolver:
 
 
 def _plain_text(name: str) -> str | bytes:
-    # Pass bytes, because for text Python loads the codec for international names, which is slow.
+    # Pass bytes. For text, Python would load the codec for international names, which is slow.
     return name.encode() if name.isascii() else name
 
 

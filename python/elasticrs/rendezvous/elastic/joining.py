@@ -159,7 +159,7 @@ def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> st
         found = mismatch(member, job_of(value))
     except DamagedError as error:
         return f"{damage(key, error)}; use a different id for another job"
-    # Add a hint if no agent is registered. The job may be over although it was never closed, because all its
+    # Add a hint if no agent is registered, because the job may be over without having been closed: all its
     # agents may have been killed.
     return f"{found}{_NOBODY_LEFT}" if found is not None and is_alone else found
 
@@ -232,8 +232,8 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """Handle the confirmed registration. Take the create revision from the stored key and not from the reply,
-    because transaction T1 may have been executed more than once.
+    """Handle the confirmed registration. Use the create revision of the stored key and not the revision of
+    the reply, because transaction T1 may have been executed more than once.
     """
     assert own is not None
     static_ranks.registered(member)

@@ -74,8 +74,8 @@ class Keys:
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
-        """Return the key that a member writes when it leaves on purpose. The key is not attached to a lease,
-        because a later leader needs it as well.
+        """Return the key that a member writes when it leaves on purpose. The key is not attached to the
+        member's lease, because a later leader needs the key as well.
         """
         return self.farewells + member
 
@@ -103,8 +103,8 @@ class Keys:
     def job_store(self) -> str:
         """Prefix of the keys that all processes of a job share, independent of rounds.
 
-        For the workers' rendezvous, it starts with :func:`workers_scope`, because the workers' token allows
-        access only to such keys.
+        For the workers' rendezvous, the prefix starts with :func:`workers_scope`, because the workers' token
+        allows access only to keys below that prefix.
         """
         return f"{self.prefix[:-1]}%job/"
 

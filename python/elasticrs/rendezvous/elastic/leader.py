@@ -38,7 +38,7 @@ def forget_timers(member: Member, leader: Leader) -> None:
 
 def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
     """Return true if this number of seconds has passed since the first call with this name in the current
-    state of the job. The first call sets a timer.
+    state of the job. The first call sets a timer with this name.
     """
     timer = _timer(leader, name)
     if timer not in leader.timers:

@@ -25,7 +25,7 @@ MAX_DAMAGED = 8
 """Maximum number of damaged keys that are reported to the user."""
 
 UNREADABLE = Node("?", "", "", "", 0, 0)
-"""Placeholder for a registration that could never be read. Its node may have workers."""
+"""Placeholder for a registration that was damaged from the start. Its node may have workers."""
 
 
 class View:
@@ -88,7 +88,7 @@ class View:
 
     @property
     def forms(self) -> list[str]:
-        """Proposals whose tables of members are in the store."""
+        """Names of the proposals whose tables of members are in the store."""
         return list(self._tables)
 
     def apply(self, revision: int, changes: Iterable[Entry]) -> None:

@@ -45,8 +45,7 @@ def leave_with(member: Member, outcome: Outcome) -> None:
     member.arm("leave", member.settings.close_timeout)
     reason = outcome.message or outcome.kind
     if member.workers is not None and member.runs(member.workers.round):
-        # End the round now instead of after the workers have stopped, so that the other nodes can react at
-        # once.
+        # End the round before the workers have stopped, so that the other nodes can react at once.
         farewell = _farewell(member, registration, reason)
         member.end_round(Purpose.END_ROUND, {"kind": "left", "message": reason}, None, farewell)
     else:
@@ -64,7 +63,7 @@ def round_ended(member: Member, reply: Reply) -> None:
     registration = member.registration
     outcome = None if member.leaving is None else member.leaving.outcome
     if registration is not None and outcome is not None:
-        # Another node has already ended the round.
+        # Write only the farewell, because another node has already ended the round.
         _say_farewell(member, registration, outcome.message or "")
 
 
@@ -123,7 +122,7 @@ def _close_job(member: Member, reason: str) -> None:
 
 
 def abort(member: Member, link: Link) -> None:
-    """Close the job in whatever state it is, unless it is already closed (transaction T10)."""
+    """Close the job, whatever its state is, unless it is already closed (transaction T10)."""
     _abort_from(member, link.head, link.head_revision)
 
 
@@ -140,7 +139,7 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
     """Handle the reply to the request that closes the job (transaction T10). Retry if the state of the job
-    had changed in the meantime. Return the key with the state once the job is closed.
+    had changed in the meantime. Once the job is closed, return the key that contains its state.
     """
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)

@@ -1,4 +1,4 @@
-"""State machine of the elastic rendezvous for one agent. It is a function that uses no I/O, clock or
+"""State machine of the elastic rendezvous for one agent. It is a pure function, without I/O, clock or
 randomness.
 
 :func:`step` takes a state and an event, and returns the state and the actions that the caller has to execute

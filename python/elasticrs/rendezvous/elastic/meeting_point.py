@@ -60,28 +60,29 @@ _REMEDIES_OF_HOSTED = {
     "refused": "the agents of most endpoints must be up: {most} of {seats}",
     "denied": _REMEDIES["token"],
 }
-"""Advice to the user that replaces the advice about etcd if the agents host etcd."""
+"""Advice to the user if the agents host etcd, which replaces the general advice about etcd."""
 _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
 )
-"""For the static rendezvous: options that the advice mentions, each with the option that replaces it."""
+"""Options in the advice, each with the option that takes its place in the static rendezvous."""
 
 _PATIENCE = 1.0
-"""Seconds to wait for the lookup of a name that was resolved successfully a moment ago. The next attempt to
-connect looks it up again."""
+"""Seconds to wait for a name lookup. The client has just resolved the same name, and the next attempt to
+connect repeats the lookup.
+"""
 
 _DOUBT = 2.0
 """Seconds for which another job's etcd must respond at an endpoint before that is reported as a configuration
 error."""
 
 _BEFORE_MEETING = ("refused", "unreachable")
-"""Kinds of connection loss that suggest a wrong endpoint, as long as this agent has never been connected."""
+"""Kinds of connection loss that suggest a wrong endpoint if this agent has never been connected."""
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
-    """Raised if this agent was told to host the store but cannot. The message contains the reason and
-    advice.
+    """Raised if this agent cannot host the store, although the user requires it to. The message contains the
+    reason and advice.
     """
 
 
@@ -232,7 +233,7 @@ class MeetingPoint:
         """Serve the store if this agent may host it and the port is free.
 
         Raises:
-            CannotHost: the agent was told to host the store but cannot.
+            CannotHost: this agent cannot host the store, although the user requires it to.
         """
         if self._rendezvous.etcd is not None and self._rendezvous.etcd.seats:
             self._host_etcd()
@@ -255,8 +256,8 @@ class MeetingPoint:
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
-                # Become a client, because another agent of this machine probably hosts the store. If another
-                # program has the port, the attempt to connect will show that.
+                # Become a client, because another agent of this machine probably hosts the store. If it is
+                # another program that uses the port, the attempt to connect will fail.
                 return
             option, other = "--rdzv-endpoint HOST:PORT", ""
             if self._rendezvous.is_static:
@@ -288,7 +289,7 @@ class MeetingPoint:
         """
         self.disconnect()
         if self._supervisor is not None:
-            # Let the nursery release the connection of a lost session, because no workers of that session
+            # Let the nursery release its connection for the lost session, because no workers of that session
             # are running anymore.
             self._supervisor.release_connection()
         if self._may_decide_again and self._server is None and self._rendezvous.etcd is None:
@@ -305,8 +306,8 @@ class MeetingPoint:
                 self.close_shared_store()
                 self._shared = self._open_store("")
             except DistNetworkError:
-                # Ignore the error. The agent's own connection, which is opened next, reports the reason if it
-                # fails as well.
+                # Ignore the error. If the agent's own connection, which is opened next, fails as well, it
+                # reports the reason.
                 self._shared = None
         if (obstacle := self._obstacle()) is not None:
             return obstacle
@@ -383,8 +384,8 @@ class MeetingPoint:
             interval=settings.keep_alive_interval,
             attempts=settings.keep_alive_max_attempt,
             connect_timeout=settings.connect_timeout,
-            # Set no stall timeout for an agent that polls, because its workers may keep it busy for a long
-            # time between calls.
+            # Set no stall timeout for an agent that polls, because a long time may pass between two of its
+            # calls while it is busy with its workers.
             stall_timeout=settings.stall_timeout if supervisor is not None else None,
             supervisor=supervisor,
             resume=True,
@@ -478,7 +479,7 @@ class MeetingPoint:
         return lost.message if todo is None else f"{lost.message}; {todo}"
 
     def _hint(self, kind: str) -> str:
-        """Return advice to the user about the loss of a connection to etcd; may be empty."""
+        """Return advice to the user about the loss of a connection to etcd, or an empty string."""
         etcd = self._rendezvous.etcd
         assert etcd is not None
         todo = _REMEDIES_OF_ETCD.get(kind, "")
@@ -496,7 +497,7 @@ class MeetingPoint:
 
     def leave(self, outcome: str) -> None:
         """If an etcd member is hosted here, close this agent's session, and notify the program that runs the
-        member that this agent exits. The program waits until all sessions are closed.
+        member of this agent's exit. The program waits until all sessions are closed.
         """
         if self._etcd is not None:
             self.close_shared_store()

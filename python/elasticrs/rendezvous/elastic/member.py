@@ -127,12 +127,12 @@ class Joining(Record):
         ttl: time to live of the lease that the store has granted, in seconds. It may exceed the requested
             time.
         incarnation: incarnation number of the next registration.
-        revision: highest store revision that the agent has seen.
+        revision: highest revision of the store that the agent has seen.
         job: value of the job's record that was checked.
         job_revision: store revision at which that record was created, as read on the last connection.
         was_registered: true if the agent has been registered before.
-        has_seen_round: true if the agent has seen a round of this job. It then does not join another job of
-            the same name.
+        has_seen_round: true if the agent has seen a round of this job. Such an agent does not join another
+            job of the same name.
         claim: value of the node rank's key if an earlier registration of this agent still has the rank;
             otherwise ``None``.
         rank_holder: another node that has this node's rank; ``None`` if there is none.
@@ -211,7 +211,7 @@ class RoundAge(Record):
 
 
 class OwnFailure(Value):
-    """Last failure on this node: the number of its round, and its cause if it is known."""
+    """Last failure on this node, with the number of the round and, if it is known, the cause."""
 
     round: int
     cause: Cause | None
@@ -249,7 +249,8 @@ class Member:
         started_round: last round whose workers were started on this node.
         finished_round: last round whose workers finished on this node.
         own_failure: last failure on this node; ``None`` if there was none.
-        told_end: last round whose end was reported to the user on this node, and the text of the report.
+        told_end: number of the last round whose end was reported to the user on this node, and the reported
+            text.
         leaving: set once the agent is leaving the job.
         has_exited: true once the agent has left the rendezvous.
         now: the store's wall clock at the current event, in nanoseconds. It is only reported, never compared.

@@ -55,7 +55,7 @@ class WorkersDone(Value):
 
 
 class GroupEnded(Value):
-    """Event: no processes of this node's workers remain, except stuck ones.
+    """Event: no processes of this node's workers remain, except processes that SIGKILL did not end.
 
     Without an earlier :class:`Stop` or :class:`WorkerFailed`, this event counts as a failure.
 
@@ -105,7 +105,7 @@ class StorePort(Value):
 
 class StorePortFailed(Value):
     """Event: no listener for the workers' store could be bound, so this node cannot take part in rounds. The
-    message tells the user the reason.
+    message explains the reason to the user.
     """
 
     message: str

@@ -42,14 +42,14 @@ MAX_NAME = 128
 
 
 def encode(record: object) -> bytes:
-    """Encode a record as JSON. It is pure ASCII, because text such as unusual file names may contain
+    """Encode a record as JSON. The JSON is pure ASCII, because text such as unusual file names may contain
     characters that UTF-8 cannot encode.
     """
     return json.dumps(record, separators=(",", ":")).encode("ascii")
 
 
 def damage(key: str, error: DamagedError) -> str:
-    """Return the message to the user about a damaged record."""
+    """Return a message to the user about a damaged record."""
     return f"the record {key} in the rendezvous store is damaged: {error}"
 
 
@@ -456,9 +456,9 @@ def master_addr(nodes: Sequence[Node]) -> str:
     """Return the address at which all members can reach the node with group rank 0. ``nodes`` are sorted by
     group rank.
 
-    This is the address that the user has given for that node. If the user has given none, it is the local
-    address of the node's connection to the store, which is known to work between that node and the store's
-    host. A loopback address is used only if all nodes are on one host, or there is no other address.
+    Use the address that the user has given for that node. If the user has given none, use the local address
+    of the node's connection to the store, which is known to work between that node and the store's host. A
+    loopback address is used only if all nodes are on one host, or there is no other address.
     """
     first = nodes[0]
     if first.local_addr:

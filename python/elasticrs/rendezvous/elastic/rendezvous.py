@@ -70,8 +70,8 @@ class Rendezvous(Value):
 
     @property
     def max_connections(self) -> int:
-        """Maximum number of connections to the store. It is larger than the number of clients, because agents
-        may leave old connections behind, and tools may connect as well.
+        """Maximum number of connections to the store. This limit is larger than the number of clients,
+        because old connections of agents may still be open, and tools may connect as well.
         """
         return 2 * self.max_nodes * self.clients + 64
 

@@ -78,8 +78,8 @@ def decide(member: Member, leader: Leader) -> None:
     answered.
     """
     view, link = leader.view, member.link
-    # Wait until the view and this agent have the same state of the job, because a snapshot may be newer than
-    # the last change that the agent has received from its own watch.
+    # Wait until the view and this agent's own watch have the same state of the job, because the snapshot of
+    # the view may be newer than the last change from the watch.
     if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
         return
     if view.head_revision != leader.of_head:

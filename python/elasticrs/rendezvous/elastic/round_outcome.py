@@ -72,7 +72,7 @@ def witnesses(view: View) -> list[str]:
 
 
 def kind_of(head: Head) -> str:
-    """Return the kind of the round's end, such as ``failure`` or ``lost``."""
+    """Return the way in which the round ended, such as ``failure`` or ``lost``."""
     kind: str = (head.end or {}).get("kind", "")
     return kind
 
@@ -120,7 +120,8 @@ def _decide(
 def judge(
     view: View, head: Head, settings: Settings, policy: RestartSettings, was_short: bool | None, now_ns: int
 ) -> Verdict:
-    """Evaluate an ended round, once every member has stopped or is lost, or the time ``settle`` has passed.
+    """Evaluate an ended round. Call this when every member has stopped or is lost, or when the time
+    ``settle`` has passed.
 
     Args:
         view: the leader's view of the store.

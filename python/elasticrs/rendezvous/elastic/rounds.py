@@ -197,8 +197,8 @@ def _is_planned(head: Head) -> bool:
 
 
 def _stop(member: Member, why: str, hung: Cause | None = None, *, planned: bool = False) -> None:
-    """Stop the workers unless they are already being stopped, and record the reason that the user is
-    given.
+    """Stop the workers unless they are already being stopped, and record the reason that was reported to the
+    user.
     """
     workers = member.workers
     if workers is not None and not workers.is_stopping:
@@ -215,9 +215,9 @@ def is_mine(registration: Registration | None, head: Head) -> bool:
 
 
 def look(member: Member) -> None:
-    """Compare the state of the job with this member's slot. Start the workers if this member is part of the
-    running round. Report the member as idle if the round of the slot is over, or was formed without this
-    member.
+    """Compare the state of the job with this member's slot, and act on it. Start the workers if this member
+    is part of the running round. Report the member as idle if the round of the slot is over, or was formed
+    without this member.
     """
     link, registration, phase = member.link, member.registered, member.phase
     if link is None or registration is None or registration.slot is None or member.leaving is not None:
@@ -316,8 +316,8 @@ def workers_done(member: Member) -> None:
     put = Put(member.keys.done(workers.round, slot.group_rank), encode({}), False)
     member.txn(Purpose.TELL_DONE, [ModifiedAt(member.keys.head, link.head_revision)], [put])
     if slot.group_rank != 0 and not member.agent.hosts_store:
-        # Limit the wait only on nodes that serve no store. The node with group rank 0 and the host of the
-        # rendezvous store stay until the end.
+        # Limit the wait only on nodes that serve no store. The node with group rank 0, and the node that
+        # hosts the rendezvous store, stay until the job has ended.
         member.arm("barrier", member.settings.exit_barrier_timeout)
 
 
@@ -345,7 +345,9 @@ def leave_barrier(member: Member) -> None:
 
 
 def group_ended(member: Member, event: GroupEnded) -> None:
-    """Handle the report that all worker processes of this node have exited, except stuck ones."""
+    """Handle the report that all worker processes of this node have exited, except processes that SIGKILL did
+    not end.
+    """
     if member.workers is None:
         return
     if member.phase is Phase.RUN:

@@ -1,7 +1,8 @@
 """Settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``, defined in one table of keys.
 
 The settings of torch's dynamic handler and of ``c10d`` have torch's names. Settings that only torch needs are
-accepted and checked, but have no effect. The only file that this module opens is that of a token or password.
+accepted and checked, but have no effect. This module opens no files except those that contain a token or a
+password.
 
 - **SET-1** A key that is not in :data:`KEYS` is an error. Torch ignores such keys, so that a setting with a
   typo silently has no effect.
@@ -325,8 +326,8 @@ class Settings(Value):
 
     @property
     def rank_timeout(self) -> float:
-        """Seconds for which another node with the same node rank is tolerated before it is reported as an
-        error. The other node may be dead, in which case its lease expires within this time.
+        """Seconds for which another node may have this node's rank before that is reported as an error. If
+        the other node is dead, its lease expires within this time.
         """
         return self.ttl + 1.0
 
@@ -394,9 +395,8 @@ def read_settings(
 
 
 def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
-    """Return how many seconds a node that has finished waits for the other nodes, according to the settings
-    or the environment. The command-line option takes precedence, so call this only if that option was not
-    given.
+    """Return the number of seconds that a finished node waits for the other nodes, from the settings or the
+    environment. Call this only if the command-line option was not given, because the option takes precedence.
 
     Raises:
         UsageError: the value is invalid. The message is a single line.

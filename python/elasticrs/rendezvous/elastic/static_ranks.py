@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def claim(member: Member, registration: Registration, node_rank: int) -> tuple[Compare, Put]:
-    """Return the condition and the write with which the registration of an agent (transaction T1) takes its
-    node rank.
+    """Return the condition and the write that an agent's registration (transaction T1) contains in order to
+    take its node rank.
     """
     key, earlier = member.keys.rank(node_rank), member.joining.claim
     value = encode([member.agent.agent, registration.member, member.node().shown])
@@ -59,7 +59,7 @@ def _holder(entry: Entry) -> tuple[str | None, str]:
     try:
         return holder_of(entry.value or b"")
     except DamagedError as error:
-        # Treat the rank as taken, because its holder may be alive.
+        # Treat the rank as taken, because the agent that has it may be alive.
         return None, f"one that is not known ({damage(entry.key, error)})"
 
 

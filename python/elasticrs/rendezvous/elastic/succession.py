@@ -28,7 +28,8 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
         registration.predecessor = predecessor.key
         member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
     else:
-        # Skip this key, because another program has written it, so it may never be deleted.
+        # Skip this key and use the one before it. Another program has written the key and may never delete
+        # it.
         before = CreatedAt(predecessor.key, predecessor.create_revision)
         _ask(member, registration, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
 
