@@ -68,8 +68,8 @@ _BY_HAND = (
 """Options in the advice, each with the option that takes its place in the static rendezvous."""
 
 _PATIENCE = 1.0
-"""Seconds to wait for a name lookup. The client has just resolved the same name, and the next attempt to
-connect repeats the lookup.
+"""Seconds to wait for a name lookup, or for replies from the hosted etcd members. If this time elapses, the
+next attempt to connect tries again.
 """
 
 _DOUBT = 2.0
@@ -306,8 +306,8 @@ class MeetingPoint:
                 self.close_shared_store()
                 self._shared = self._open_store("")
             except DistNetworkError:
-                # Ignore the error. If the agent's own connection, which is opened next, fails as well, it
-                # reports the reason.
+                # Ignore the error. The agent's own connection is opened next, and reports the reason if it
+                # fails as well.
                 self._shared = None
         if (obstacle := self._obstacle()) is not None:
             return obstacle
@@ -496,8 +496,8 @@ class MeetingPoint:
             self._session.send(request)
 
     def leave(self, outcome: str) -> None:
-        """If an etcd member is hosted here, close this agent's session, and notify the program that runs the
-        member of this agent's exit. The program waits until all sessions are closed.
+        """If an etcd member is hosted here, close this agent's session, and tell the program that runs the
+        member that this agent will exit. The program waits until all sessions are closed.
         """
         if self._etcd is not None:
             self.close_shared_store()
