@@ -46,8 +46,7 @@ _log = logging.getLogger("elasticrs.train")
 
 STUCK_TIMEOUT = 10.0
 """Seconds that the main thread may take to leave a broken round, in addition to twice the longest time
-between two step boundaries so far. Because the limit depends on these times, the process does not exit during
-a step of normal length.
+between two step boundaries so far. So the process never exits during a step of normal length.
 """
 
 _FIRST_SPAN = 25.0
@@ -105,8 +104,7 @@ class Membership:
     Attributes:
         abort: function that aborts communication other than the recorded connections, such as NCCL
             communicators. The watching thread calls it once for each broken round.
-        page: memory page through which the agent, if there is one, observes the rounds and the end of the
-            training.
+        page: memory page in which the agent, if there is one, sees each round and the end of training.
     """
 
     def __init__(
@@ -168,8 +166,7 @@ class Membership:
         if self._pid != os.getpid():
             raise RuntimeError("this process was forked from a worker, so it cannot join the training")
         with self._changed:
-            # The worker is now out of the round, so the watching thread no longer aborts communication of
-            # that round.
+            # The watching thread no longer acts on this round, because the worker is out of it.
             self._round = None
         if self._thread is None:
             self._is_over = False
@@ -507,9 +504,7 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If another worker has finished the training, wait until the main thread has completed the same
-        steps.
-        """
+        """If a worker has finished the training, wait until the main thread has completed the same steps."""
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
                 self._set_leave_step(current, int(current.board.get("done")))
@@ -534,8 +529,7 @@ class Membership:
                 if connections.needs_last_resort(began, limit):
                     _shut_others(current)
             except Exception:
-                # Retry until the deadline, because the error may be temporary, such as a lack of file
-                # descriptors.
+                # Retry until the deadline, because a lack of file descriptors, for example, may be temporary.
                 if not is_told:
                     _log.exception("round %s: a collective could not be interrupted yet", current.number)
                 is_told = True

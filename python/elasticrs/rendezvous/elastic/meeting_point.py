@@ -68,9 +68,7 @@ _BY_HAND = (
 """Options in the advice, each with the option that takes its place in the static rendezvous."""
 
 _PATIENCE = 1.0
-"""Seconds to wait for a name lookup, or for replies from the hosted etcd members. If this time elapses, the
-next attempt to connect tries again.
-"""
+"""Seconds to wait for a name lookup or for replies from etcd. The next attempt to connect repeats both."""
 
 _DOUBT = 2.0
 """Seconds for which another job's etcd must respond at an endpoint before that is reported as a configuration
@@ -81,9 +79,7 @@ _BEFORE_MEETING = ("refused", "unreachable")
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
-    """Raised if this agent cannot host the store, although the user requires it to. The message contains the
-    reason and advice.
-    """
+    """Raised if this agent cannot host the store, although the user requires it. The message explains why."""
 
 
 class Home(Record):
@@ -233,7 +229,7 @@ class MeetingPoint:
         """Serve the store if this agent may host it and the port is free.
 
         Raises:
-            CannotHost: this agent cannot host the store, although the user requires it to.
+            CannotHost: this agent cannot host the store, although the user requires it.
         """
         if self._rendezvous.etcd is not None and self._rendezvous.etcd.seats:
             self._host_etcd()
@@ -324,8 +320,7 @@ class MeetingPoint:
         it may start.
 
         A session must not start if an endpoint is used by another job's etcd. It must also not start before
-        the members require the job's password, because etcd ends all older sessions when the password becomes
-        required.
+        the members require the job's password, because the session would be lost at that moment.
         """
         etcd = self._rendezvous.etcd
         if etcd is None or not etcd.seats or self._has_met:
