@@ -158,7 +158,7 @@ class _Search:
         for stuck, ranks in self._matched.not_started.items():
             yield Culprit(ranks, Reason.NOT_STARTED, Confidence.LIKELY, stuck)
 
-    # --- what a collective waits for in the end ---
+    # --- chains of waiting ranks ---
 
     def _ends_of(self, start: int) -> _Ends:
         """Follow the ranks that a collective waits for, directly or through other collectives. Return the

@@ -29,8 +29,8 @@ class NoRecord(str, Enum):
     DAMAGED = "damaged"
     """The worker's answer is not a flight record."""
     OUTDATED = "outdated"
-    """The record is outdated, because other ranks have completed a collective that needs this rank and is not
-    in the record.
+    """The record is outdated: other ranks have completed a collective that needs this rank, but the record
+    does not contain the collective.
     """
 
 
@@ -95,7 +95,7 @@ class Confidence(str, Enum):
 
 
 class Call(NamedTuple):
-    """The properties of one rank's call of a collective that have to be the same on all ranks."""
+    """Properties of a rank's call of a collective. These properties have to be the same on all ranks."""
 
     operation: str
     elements: int | None = None
@@ -110,7 +110,7 @@ class Call(NamedTuple):
 
 
 class Side(NamedTuple):
-    """Ranks whose calls for a collective are the same."""
+    """Ranks that made the same call for a collective, and the call."""
 
     ranks: tuple[int, ...]
     call: Call
@@ -124,7 +124,7 @@ class StuckCollective(NamedTuple):
     description: str
     """Description that the program gave the group, such as ``tp``. May be empty."""
     members: tuple[int, ...]
-    """Ranks of the group that are known."""
+    """Known ranks of the group."""
     are_members_known: bool
     seq: int
     """Number of the collective in its group, starting at 1."""

@@ -327,7 +327,7 @@ class RendezvousHandlerRegistry:
 
 
 rendezvous_handler_registry = RendezvousHandlerRegistry()
-"""Global registry of backends, which launchers use."""
+"""Global registry of backends. Launchers look up backends in this registry."""
 
 
 def _free_port() -> int:

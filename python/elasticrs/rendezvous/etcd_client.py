@@ -40,8 +40,8 @@ class EtcdClient:
 
     Args:
         site: addresses of etcd, and settings of the connection.
-        name: name of the group of clients to which this client belongs. Clients of a group share their keys'
-            lifetime.
+        name: name of the group of clients to which this client belongs. The keys of all clients in a group
+            have the same lifetime.
         ttl: seconds for which etcd keeps the keys of the group after its last client has disconnected.
     """
 

@@ -85,7 +85,7 @@ class Folder:
             return None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Another process may have removed the folder since the file was opened.
+            # Check that no other process has removed the folder since the file was opened.
             if os.fstat(lock).st_nlink:
                 return cls(path, lock)
         except BlockingIOError:

@@ -140,7 +140,7 @@ class Member:
             os.eventfd_write(self._news, 1)
 
     def _finish(self) -> None:
-        """Stop etcd, and remove the data folder if its data will not be needed."""
+        """Stop etcd, and remove the data folder if its data are no longer needed."""
         self._etcd.end(_SHORT_GRACE if self._order == "over" else _GRACE)
         if self._folder is not None:
             self._folder.release(keep=self._folder.has_joined() and not self._is_confirmed)

@@ -31,7 +31,7 @@ that usually no worker has to wait.
 """
 
 AT_ONCE = 0
-"""Leave step of a broken round, which workers leave immediately."""
+"""Leave step of a broken round: workers leave such a round immediately."""
 
 
 class LeaveStep(Record):

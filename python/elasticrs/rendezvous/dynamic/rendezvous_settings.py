@@ -16,7 +16,7 @@ class RendezvousTimeout:
 
     Args:
         join: time limit for the minimum number of nodes to join; 600 s by default.
-        last_call: how long more nodes can join after the minimum number has joined; 30 s by default.
+        last_call: time during which more nodes can join after the minimum number has joined; 30 s by default.
         close: time limit for closing the rendezvous; 30 s by default.
         heartbeat: time limit for sending a heartbeat; 5 s by default.
 

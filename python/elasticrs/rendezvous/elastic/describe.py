@@ -44,7 +44,7 @@ _STATIC_JOIN_TIMEOUT = 900.0
 
 
 class Words(Value):
-    """Names under which the user knows the settings, for error messages."""
+    """Names of the settings in error messages, as the user knows them."""
 
     backend: str
     endpoint: str
@@ -177,8 +177,8 @@ def describe(
 
 
 class _Own(Record):
-    """Settings that are specific to a back end. ``names`` are the keys of these settings. ``given`` are the
-    other settings, which all back ends share.
+    """The user's settings, split into those of one back end and those of all. ``names`` are the keys that
+    only this back end has. ``given`` are the settings that all back ends share.
     """
 
     given: dict[str, object]

@@ -229,7 +229,7 @@ class Gateway:
         return None
 
     def _log_in(self, seat: Seat, seconds: float, address: str | None) -> bool:
-        """Log in to an etcd member. Return false if the member does not require a password (yet)."""
+        """Log in to an etcd member. Return false if the member does not require a password at this time."""
         body = {"name": _ROOT, "password": self._password}
         try:
             answer = self._ask(seat, seat.port, "/v3/auth/authenticate", body, seconds, address, "")

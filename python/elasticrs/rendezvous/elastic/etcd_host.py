@@ -28,8 +28,9 @@ _OVER = frozenset({"succeeded", "failed", "closed", "aborted", "timeout", "spare
 """Outcomes of an agent after which the job may be over for all agents."""
 
 _LONGEST_END = 5.0
-"""Seconds that the program may take to exit after SIGTERM. It is longer than the program's own time limit for
-stopping etcd."""
+"""Seconds that the program may take to exit after SIGTERM. This time is longer than the program's own time
+limit for stopping etcd.
+"""
 
 _SHORT = 10.0
 """A run of the program that fails within this number of seconds counts as a short run. After ``_MOST_SHORT``

@@ -74,7 +74,7 @@ _LOOPBACK = ("127.0.0.1", "::1")
 
 
 class Hosting(Value):
-    """Decision whether this agent hosts the coordination store.
+    """Decision about hosting the coordination store in this agent.
 
     Args:
         listen: numeric addresses and ports on which the store listens; empty for a client. The address

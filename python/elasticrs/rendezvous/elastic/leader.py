@@ -37,8 +37,8 @@ def forget_timers(member: Member, leader: Leader) -> None:
 
 
 def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
-    """Return true if this number of seconds has passed since the first call with this name in the current
-    state of the job. The first call sets a timer with this name.
+    """Return true if this number of seconds has passed since this function was first called with this name in
+    the current state of the job. The first call sets a timer with this name.
     """
     timer = _timer(leader, name)
     if timer not in leader.timers:

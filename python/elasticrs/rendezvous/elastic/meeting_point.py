@@ -60,7 +60,7 @@ _REMEDIES_OF_HOSTED = {
     "refused": "the agents of most endpoints must be up: {most} of {seats}",
     "denied": _REMEDIES["token"],
 }
-"""Advice to the user if the agents host etcd, which replaces the general advice about etcd."""
+"""Advice to the user if the agents host etcd. It replaces the general advice about etcd."""
 _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
@@ -379,8 +379,8 @@ class MeetingPoint:
             interval=settings.keep_alive_interval,
             attempts=settings.keep_alive_max_attempt,
             connect_timeout=settings.connect_timeout,
-            # Set no stall timeout for an agent that polls, because a long time may pass between two of its
-            # calls while it is busy with its workers.
+            # Set no stall timeout for an agent that polls, because it may be busy with its workers for a long
+            # time between two calls.
             stall_timeout=settings.stall_timeout if supervisor is not None else None,
             supervisor=supervisor,
             resume=True,

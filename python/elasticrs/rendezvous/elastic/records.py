@@ -106,8 +106,8 @@ GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return a sort key for hung workers of several nodes, with which the worker that the others wait for
-    sorts first.
+    """Return a sort key for hung workers of several nodes. The worker that the others wait for has the
+    smallest key.
 
     Workers that were stopped by a signal precede all other workers. Within each group, workers are sorted by
     step, then by the strength of the evidence (:data:`GROUNDS`), then by time. Return ``None`` if the cause

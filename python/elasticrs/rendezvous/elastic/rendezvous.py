@@ -111,8 +111,8 @@ class ThisAgent(Value):
 
     Args:
         job: name of the job in the store.
-        agent: name of this process, the same in all its registrations. Random, unless the rendezvous gives a
-            prefix for it.
+        agent: name of this process, the same in all its registrations. The name is random, unless the
+            rendezvous gives a prefix for it.
         node: name of this node, for the user and for the order of ranks.
         host: identifier of the host. Agents with the same identifier share their loopback interface.
         role: role of this node's workers.

@@ -99,8 +99,8 @@ def may_be_lent(member: Member, kind: str) -> bool:
 
 
 def why_lost(member: Member, event: ConnectionLost) -> str:
-    """Return the reason why there is no connection. If another program answers at the port, also tell the
-    user once.
+    """Return the reason why there is no connection. If another program answers at the port, report that to
+    the user once.
     """
     message = event.message
     if not may_be_lent(member, event.kind):
