@@ -156,9 +156,9 @@ def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive:
     """Propose the next round: write the members' slots and the table of members, then the head. All
     transactions are sent at once.
 
-    All transactions have the same conditions, and a condition that has become false stays false. So if one of
-    the first transactions is rejected, the write of the head is rejected as well. The slots of a proposal are
-    ignored unless the head names the proposal.
+    All transactions have the leader's usual conditions, and such a condition stays false once it is false. So
+    if one of the first transactions is rejected, the write of the head is rejected as well. The slots of a
+    proposal are ignored unless the head names the proposal.
     """
     members = _members(view, member.rendezvous.max_nodes)
     registration = member.registered
