@@ -14,14 +14,14 @@
 //!
 //! | module | contents |
 //! | --- | --- |
-//! | [`spec`] | description of a group: its processes, how it is stopped, what follows from a failure |
+//! | [`spec`] | description of a group: its processes, how to stop it, how to react to a failure |
 //! | [`limits`] | check of the machine's limits before the first worker starts |
 //! | [`supervisor`] | starts, watches and stops a group; its module `state` decides, and `task` acts |
-//! | [`timer`] | expiration timers that workers set, heartbeats, and which worker hangs |
+//! | [`timer`] | expiration timers that workers set, heartbeats, and the detection of hangs |
 //! | [`logs`] | follows log files and writes to the console |
 //!
-//! [`supervisor::Supervisor`] is the handle that Python uses: it takes commands, and [`supervisor::Event`]s come back.
-//! Each module states the invariants that its tests cite: `SUP`, `TIM`, `LOGS`.
+//! [`supervisor::Supervisor`] is the handle that Python uses: it takes commands and returns [`supervisor::Event`]s.
+//! Each module states the invariants that its tests cite, such as `SUP`, `TIM` and `LOGS`.
 #![deny(unsafe_code)]
 
 pub mod limits;

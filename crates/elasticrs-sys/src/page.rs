@@ -90,7 +90,7 @@ impl Page {
 
     /// Returns the whole page as numbers.
     pub fn words(&self) -> &[AtomicU64] {
-        // SAFETY: the same holds as in `number`. The mapping has room for `WORDS` numbers, and this process writes them
+        // SAFETY: as in `number`. In addition, the mapping has room for `WORDS` numbers, and this process writes them
         // only atomically.
         unsafe { std::slice::from_raw_parts(self.memory.as_ptr(), WORDS) }
     }

@@ -235,7 +235,7 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     Err(failed(Stage::Exec)(execute(shared)))
 }
 
-/// Gives a forked child the state that a child has when it executes its program. Keeps the signal handlers, because the
+/// Sets up a forked child like a child that is about to execute a program, but keeps the signal handlers, because the
 /// forked child continues the parent's program.
 ///
 /// `parent` is the pid of the process that forked. The source descriptors in [`Command::fds`] stay open, unless a
@@ -310,8 +310,8 @@ fn open_standard(shared: &Shared<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Executes the program. If a path fails with an error such as a missing file or permission, tries the next path.
-/// Returns the error if no path could be executed.
+/// Executes the program. If a path fails, for example because the file is missing or may not be executed, tries the
+/// next path. Returns the error if no path could be executed.
 fn execute(shared: &Shared<'_>) -> Errno {
     let paths = match &shared.command.program {
         Program::File(_) => return raw::exec_file(shared.file, &shared.argv, &shared.env),
@@ -455,7 +455,7 @@ mod raw {
     }
 
     pub(super) fn exec_file(file: RawFd, argv: &[*const c_char], env: &[*const c_char]) -> Errno {
-        // SAFETY: the same holds as in `exec`. The path is empty.
+        // SAFETY: as in `exec`, but with an empty path.
         unsafe {
             libc::syscall(libc::SYS_execveat, file, c"".as_ptr(), argv.as_ptr(), env.as_ptr(), libc::AT_EMPTY_PATH)
         };

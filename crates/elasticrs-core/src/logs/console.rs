@@ -92,8 +92,8 @@ enum Name {
     Free,
 }
 
-/// A position in the bytes of an output. When the output has written all bytes up to `end`, the first `taken` bytes of
-/// the stream have been shown.
+/// A mark in the bytes of an output. Once the output has written all bytes up to `end`, the first `taken` bytes of the
+/// stream have been shown.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mark {
     end: u64,
@@ -170,8 +170,7 @@ impl Output {
         self.is_used = true;
     }
 
-    /// Returns the notice that this destination is lost. Returns it only on the first call after the loss, and `None`
-    /// otherwise.
+    /// On the first call after this destination was lost, returns the notice about the loss. Otherwise, returns `None`.
     pub(super) fn take_loss(&mut self) -> Option<Notice> {
         let errno = *self.fd.as_ref().err()?;
         let is_news = self.is_used && !std::mem::replace(&mut self.loss_reported, true);

@@ -3,12 +3,13 @@
 //! - **FOLLOW-1** A file is read only while its destination has room, so that the file is the only buffer.
 //! - **FOLLOW-2** Files are read in turn, one block at a time, so that a rank with a lot of output does not delay the
 //!   others.
-//! - **FOLLOW-3** A stream ends only after [`Follower::finish`], when all bytes of its file were passed to its output.
+//! - **FOLLOW-3** A stream ends only after [`Follower::finish`], once all bytes of its file have been passed to its
+//!   output.
 //! - **FOLLOW-4** If a file is smaller than the number of bytes already read, it was truncated (copy and truncate), and
 //!   is read again from its beginning.
 //! - **FOLLOW-5** Files are polled only if inotify is unavailable, or on network and FUSE file systems, which can
-//!   change without the kernel's knowledge. All other timeouts are set only after data has arrived.
-//! - **FOLLOW-6** A watch fires only once, because a notification for each write would make writing half as fast. After
+//!   change without the kernel's knowledge. For other files, a timeout is set only after data has arrived.
+//! - **FOLLOW-6** A watch fires only once, because a notification for each write would halve the speed of writes. After
 //!   the notification, the file is read in every round until some rounds ([`QUIET_ROUNDS`]) bring no new data. The file
 //!   is then watched again, and read once more for bytes that were written before the new watch was set.
 
@@ -35,11 +36,11 @@ use super::{Notice, Notify, StreamId, StreamInfo, To};
 /// Number of bytes that are read from a file in one turn.
 const BLOCK: usize = 64 * 1024;
 
-/// Number of rounds without new data after which a file is watched by inotify again. The first number applies to a file
-/// whose last two arrivals of data were less than [`BUSY`] apart, and the second number to all other files.
+/// Number of rounds without new data after which a file is watched by inotify again. The first number applies to busy
+/// files (see [`BUSY`]), the second to all others.
 const QUIET_ROUNDS: (u8, u8) = (4, 1);
 
-/// A file is busy if less than this time passes between two arrivals of data. See [`QUIET_ROUNDS`].
+/// A file is busy if its last two arrivals of data were less than this time apart.
 const BUSY: Duration = Duration::from_millis(2);
 
 /// Interval between checks for a full file system. A check is made only while data arrives, and once after the last

@@ -146,8 +146,8 @@ impl LineSplitter {
         self.text.is_empty() && !self.open && !self.progress && !self.carriage_return
     }
 
-    /// True if the current line is a progress bar. False if the bar is too long to be held back. The parts of a long
-    /// bar are passed on like those of any other line.
+    /// True if the current line is a progress bar that is short enough to be held back. A longer bar is passed on in
+    /// parts, like any other line.
     fn is_progress(&self) -> bool {
         (self.progress || self.carriage_return) && !self.open
     }

@@ -5,7 +5,7 @@
 //! agent, named `elasticrs-logs`, follows the files and writes to the console. It starts with the first followed
 //! stream.
 //!
-//! Calls and their threads:
+//! Where and when to call the methods:
 //!
 //! - [`Logs::follow`] creates and opens files, which can block on a dead network mount. Call it before the workers are
 //!   started, from a thread that is allowed to block (a Python thread). All bytes that are written after the call are
@@ -261,12 +261,12 @@ impl Logs {
         self.shared.send(Command::Finish(streams.to_vec()));
     }
 
-    /// Does the same as [`Self::finish`] for all streams that are followed.
+    /// Same as [`Self::finish`], for all followed streams.
     pub fn finish_all(&self) {
         self.finish_those(|_| true);
     }
 
-    /// Does the same as [`Self::finish`] for the streams of one rank.
+    /// Same as [`Self::finish`], for the streams of one rank.
     pub fn finish_rank(&self, local_rank: u32) {
         self.finish_those(|info| info.stream.local_rank == local_rank);
     }

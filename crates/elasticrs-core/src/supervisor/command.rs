@@ -64,8 +64,7 @@ pub enum SupervisorError {
     /// The FIFO for the timers could not be created, or the supervisor already has a FIFO.
     #[error("could not watch timers{}", if path.as_os_str().is_empty() { String::new() } else { format!(" at {}", path.display()) })]
     Timers {
-        /// Requested path of the FIFO. Empty if no path was given, so that the FIFO was to be created in a new
-        /// directory.
+        /// Requested path of the FIFO. Empty if no path was given and the FIFO was to be created in a new directory.
         path: PathBuf,
         #[source]
         source: io::Error,

@@ -8,7 +8,7 @@ pub enum Timer {
     /// Deadline by which all workers must be running.
     Start,
     /// Next check of the fence deadline while workers are being started. The nursery cannot check the deadline while it
-    /// is blocked in a start.
+    /// is blocked starting a worker.
     Fence,
     /// Deadline for the imports of a warm nursery.
     Warm,
@@ -21,7 +21,7 @@ pub enum Timer {
     GiveUp,
     /// Deadline for the result of a sweep, which cleans up leftover processes.
     Sweep,
-    /// Next comparison of the exits that the nursery has reported with the state of the workers in the kernel.
+    /// Next check for dead workers whose exits the nursery has not reported.
     Check,
     /// Next check for workers that hang.
     Hang,

@@ -350,7 +350,7 @@ impl Supervisor {
         Ok(&self.shared.queue)
     }
 
-    /// Waits for the next event, for a readable descriptor that is watched, or for a signal. See [`Queue::next`].
+    /// Waits until there is an event, a watched descriptor is readable, or a signal arrives. See [`Queue::next`].
     pub fn next(&self, timeout: Option<Duration>) -> Result<Next, SupervisorError> {
         let queue = self.queue()?;
         self.shared.counters.turn.waits();
@@ -391,8 +391,8 @@ impl Supervisor {
     }
 }
 
-/// Runs tasks on the runtime thread, so that a busy store cannot delay them: the client that holds a lease, and the
-/// search for the first client.
+/// Runs tasks on the runtime thread, where a busy store cannot delay them: for example, the client that holds the
+/// lease, and the task that waits for the first client of the workers' store.
 impl Spawn for Supervisor {
     fn spawn(&self, task: Task) -> bool {
         Self::spawn(self, task).is_ok()

@@ -76,7 +76,7 @@ pub enum Input {
     Adopted { local_rank: u32, pid: i32 },
     /// Result of [`Effect::SweepWorker`].
     WorkerSwept(SweepOutcome, Stamp),
-    /// A replacement for this worker is being started, which [`Group::refusal`] did not refuse.
+    /// A replacement for this worker is being started. The caller has checked that [`Group::refusal`] returns `None`.
     Replace { local_rank: u32 },
     /// The replacement is running.
     Replaced { local_rank: u32, pid: i32, started: Stamp },
@@ -178,7 +178,7 @@ pub struct Group {
     /// Actions that wait for evidence. `None` if no evidence is being gathered.
     waiting: Option<Vec<PendingAction>>,
     replaces: bool,
-    /// Indices of the failed members that still have leftover processes, in order. The first one is being cleaned up.
+    /// Indices of failed members that still have leftover processes, in exit order. The first one is being cleaned up.
     left: VecDeque<usize>,
 }
 

@@ -572,8 +572,8 @@ impl Task {
                 self.shared.queue.degraded(message);
             }
         } else if let Some(sweep) = self.sweeps.take_own() {
-            // Wait for the sweep by this process, which was started because the nursery was lost. SIGKILL has already
-            // been sent to all of the processes.
+            // Wait for the sweep that this process started when the nursery was lost. SIGKILL has already been sent to
+            // all of the processes.
             let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
         }
         self.retired.finish().await;

@@ -16,8 +16,8 @@ use elasticrs_nursery::tree::{Status, children_of_self, descendants, describe, n
 use elasticrs_sys::procfs;
 
 /// Minimum number of zombie children for which a process is reported. It is a quarter of 1024, the smallest process
-/// limit that is common for containers. A program that starts one helper for each CPU usually stays below it, even if
-/// all of its helpers are zombies until it waits for them.
+/// limit that is commonly set for containers. A program that starts one helper for each CPU usually stays below it,
+/// even if all of its helpers are zombies until it waits for them.
 const MANY: usize = 256;
 /// Scans take at most 1/`SHARE` of the time, regardless of the number of processes.
 const SHARE: u32 = 100;
@@ -26,7 +26,7 @@ const SHARE: u32 = 100;
 pub(super) struct Subjects {
     /// Local rank and pid of each running worker.
     pub(super) workers: Vec<(u32, i32)>,
-    /// True if no other program uses the calling process, so that all of its children belong to the agent.
+    /// True if the calling process runs only the agent, so that all of its children belong to the agent.
     pub(super) agent: bool,
 }
 

@@ -38,7 +38,7 @@ impl Fifo {
             let directory = make_directory()?;
             let path = directory.join("timers");
             return Self::at(path, Some(directory.clone())).inspect_err(|_| {
-                // Ignore an error of the clean-up, because the caller needs the error of the creation.
+                // Ignore a failed clean-up, because the caller needs the original error.
                 let _ = fs::remove_dir(&directory);
             });
         };
@@ -53,7 +53,7 @@ impl Fifo {
                 take(&path).inspect_err(|error| {
                     // Do not remove the FIFO if another process was the first to lock it.
                     if error.kind() != io::ErrorKind::ResourceBusy {
-                        // Ignore an error of the clean-up, because the caller needs the error of the creation.
+                        // Ignore a failed clean-up, because the caller needs the original error.
                         let _ = fs::remove_file(&path);
                     }
                 })

@@ -1,13 +1,13 @@
 //! Decides which ranks hang, from the heartbeats and output lines of the ranks. The result of a check is either the
 //! ranks that hang, or the time of the next check. This module uses no clock and no I/O.
 //!
-//! A sign of activity of a rank is a heartbeat. If no rank sends heartbeats, an output line of any rank is a sign of
+//! A heartbeat is a sign of activity of its rank. If no rank sends heartbeats, an output line of any rank is a sign of
 //! activity of all ranks. All times are nanoseconds of the monotonic clock. Invariants, cited by the tests:
 //!
 //! - **HANG-1** a rank is hung only if its limit has passed since its last sign of activity. Before its first sign of
 //!   activity, it is hung only if there is a limit for the start and that limit has passed;
-//! - **HANG-2** time in which no rank may have been able to run does not count. This is the time for which the group
-//!   was suspended. If a call of [`Watch::look`] is more than a second late, it is also the time since the previous
+//! - **HANG-2** time in which the ranks were possibly unable to run does not count. This is the time for which the
+//!   group was suspended and, if a call to [`Watch::look`] is more than a second late, the time since the previous
 //!   call. Calls are due at least every [`LOOK_EVERY`];
 //! - **HANG-3** the next check is due no later than the earliest time at which a rank can exceed its limit for steps.
 //!   It is never due sooner than after [`LEAST_WAIT`], so that a very short limit does not keep the caller busy;
@@ -29,13 +29,13 @@ use std::time::Duration;
 
 use elasticrs_sys::clock::nanoseconds;
 
-/// Maximum time between two calls of [`Watch::look`].
+/// Maximum time between two calls to [`Watch::look`].
 pub const LOOK_EVERY: Duration = Duration::from_secs(5);
-/// Minimum time between two calls of [`Watch::look`].
+/// Minimum time between two calls to [`Watch::look`].
 pub const LEAST_WAIT: Duration = Duration::from_millis(1);
-/// Minimum time between two calls of [`Watch::look`] while a rank is being replaced.
+/// Minimum time between two calls to [`Watch::look`] while a rank is being replaced.
 pub const LOOK_FOR_ABSENT: Duration = Duration::from_millis(100);
-/// Tolerated delay of a call of [`Watch::look`]. After a longer delay, the agent or the whole machine must have been
+/// Tolerated delay of a call to [`Watch::look`]. After a longer delay, the agent or the whole machine must have been
 /// stopped for a while.
 const SLACK: Duration = Duration::from_secs(1);
 /// Shortest limit that can be learned, unless the user sets another minimum.
@@ -292,8 +292,8 @@ impl Watch {
         self.unwatched_reported.then_some((ranks, limit))
     }
 
-    /// Returns the ranks that are still exiting although the limit for steps has passed since their program returned.
-    /// Also returns the limit for steps. Each rank is returned only once. `None` if there are no such ranks.
+    /// Returns the ranks whose program returned longer ago than the limit for steps, but which are still exiting. Also
+    /// returns the limit for steps. Each rank is returned only once. `None` if there are no such ranks.
     pub fn still_exiting(&mut self, now: u64, seen: &[RankState]) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         let is_late = |rank: usize, last: u64| {
@@ -408,9 +408,8 @@ impl Watch {
 /// Returns the ranks in `late` that have not given a sign of activity since they were found to be late. `seen` contains
 /// the current heartbeats, and `line` is the time of the last output line of any rank.
 ///
-/// A rank may recover while evidence is being gathered. A rank may also have been found late by mistake. If the worker
-/// was writing to its heartbeat page while the page was read, the result may have combined an old time with a new
-/// limit.
+/// A rank may recover while evidence is being gathered. A rank may also have been found late by mistake: if the worker
+/// was writing to its heartbeat page during the read, the read may have combined an old time with a new limit.
 pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>) -> Vec<Overdue> {
     let somebody_beats = seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {

@@ -173,7 +173,7 @@ mod tests {
             let mut left = stores[before..].iter();
             let mut number = 0;
             let load = |index: usize| {
-                // From the load with the number `first` on, apply one store before each load.
+                // Starting with load number `first`, apply one store before each load.
                 if number >= first {
                     left.by_ref().take(1).for_each(|(index, value)| words[*index] = *value);
                 }

@@ -171,8 +171,9 @@ impl Group {
     }
 
     /// Handles the exit of a worker while evidence is being gathered. Takes the actions that concern the worker first.
-    /// They are still valid, because the exit may only be an effect of the signal that requests the stacks: `pause`,
-    /// for example, returns on any signal. After a successful exit, the other actions keep waiting for evidence.
+    /// They are still justified, because the worker may have exited only because of the signal that requests the
+    /// stacks: `pause`, for example, returns on any signal. After a successful exit, the other actions keep waiting for
+    /// evidence.
     pub(super) fn settle_before_exit(&mut self, index: usize, exit: WorkerExit, effects: &mut Vec<Effect>) {
         let fails_group = !exit.is_success() && !self.survives(index);
         let Some(waiting) = &mut self.waiting else { return };
@@ -332,8 +333,8 @@ fn ranks_are(local_ranks: &[u32]) -> String {
     if local_ranks.len() == 1 { format!("local rank {names} is") } else { format!("local ranks {names} are") }
 }
 
-/// Returns the message about ranks whose processes are still exiting although the limit for a step has passed since
-/// their program returned.
+/// Returns the message about ranks whose program returned longer ago than the limit for a step, but whose processes are
+/// still exiting.
 fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) -> String {
     let (ranks_are, step) = (ranks_are(local_ranks), step.as_secs_f64());
     let limit = exit.map_or_else(

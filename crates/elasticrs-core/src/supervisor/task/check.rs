@@ -46,8 +46,7 @@ impl Unreported {
     /// a tracer, and `held` contains those that are. `is_starting` is true while a replacement is being started.
     pub(super) fn check(&mut self, dead: Vec<i32>, held: Vec<(i32, Held)>, is_starting: bool) -> CheckOutcome {
         // Unreported exits usually mean that the nursery hangs. While a replacement is being started, however, the
-        // nursery may only be blocked in that start. Do not kill the nursery then, because the start has its own
-        // deadline.
+        // nursery may only be blocked by that start. Do not kill it then, because the start has its own deadline.
         let is_overdue = !is_starting && dead.iter().any(|pid| self.dead.contains(pid));
         let action = if is_overdue { NurseryAction::Kill } else { NurseryAction::Resume };
         let nursery = (!dead.is_empty()).then_some(action);

@@ -33,7 +33,7 @@ impl Current {
         if let Self::Starting(starting) = self { Some(starting) } else { None }
     }
 
-    /// Returns true while the nursery may be blocked in the start of a worker.
+    /// Returns true while the nursery may be blocked starting a worker.
     pub(super) fn starts_a_worker(&self) -> bool {
         match self {
             Self::Idle => false,

@@ -1,4 +1,4 @@
-//! The nursery that the agent uses, and the token of the processes that it may leave behind.
+//! The nursery that the agent uses, and the token that identifies the processes that a nursery leaves behind.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -81,8 +81,8 @@ impl Gathering {
         self.subjects.push(local_rank);
     }
 
-    /// Waits for the evidence, but not longer than until the deadline. Reports a problem for each worker whose evidence
-    /// is missing by then. Cancel-safe.
+    /// Waits for the evidence, at most until the deadline. Reports a problem for each worker whose evidence is missing
+    /// by then. Cancel-safe.
     async fn finish(&mut self) -> Vec<WorkerEvidence> {
         let deadline = self.limit.deadline + SLACK;
         while let Ok(Some(found)) = tokio::time::timeout_at(deadline.into(), self.threads.join_next()).await {

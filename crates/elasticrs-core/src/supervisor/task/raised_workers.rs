@@ -92,7 +92,7 @@ struct Strangers {
 
 impl Strangers {
     /// Returns the local rank of the worker to which the process belongs. `None` if there is no such worker. Calls
-    /// `look_up`, which reads `/proc`, only if the process is not already known to belong to no worker.
+    /// `look_up`, which reads `/proc`, only if the process is not already known to be a stranger.
     fn worker_of(&mut self, pid: i32, now: Instant, look_up: impl FnOnce(i32) -> Option<u32>) -> Option<u32> {
         if self.since.is_some_and(|since| now.saturating_duration_since(since) >= STRANGER_LIFETIME) {
             *self = Self::default();
@@ -127,7 +127,7 @@ impl RaisedWorkers {
         let notices = async {
             match &self.notices {
                 Some(notices) => match notices.readable().await {
-                    // Keep the readiness, which is cleared when a receive finds no more notices.
+                    // Keep the readiness. `take` clears it once there are no more notices.
                     Ok(mut ready) => ready.retain_ready(),
                     // The runtime is shutting down.
                     Err(_) => std::future::pending().await,
@@ -206,23 +206,23 @@ impl RaisedWorkers {
     }
 
     /// Returns true if the worker has made progress since its previous sample. `None` if progress cannot be determined,
-    /// for example because this is the first sample.
+    /// for example because this is the first sample. A sample that has timed out counts as no progress.
     pub(super) fn progressed(&mut self, local_rank: u32, sample: Option<Sample>) -> Option<bool> {
         let raised = self.raised.iter_mut().find(|raised| raised.local_rank == local_rank)?;
         let is_first = !std::mem::replace(&mut raised.is_sampled, true);
         match (std::mem::replace(&mut raised.sample, sample), sample) {
             _ if is_first => None,
-            // Draw no conclusion from these samples. The workers or the whole machine must have been suspended, because
-            // the samples are so far apart.
+            // Draw no conclusion from samples that are so far apart: the workers or the whole machine must have been
+            // suspended in between.
             (Some(before), Some(after)) if after.since(&before) > self.limit? + exit_progress::LIMIT => None,
             (Some(before), Some(after)) => Some(progressed(&before, &after, ticks_per_second())),
             _ => Some(false),
         }
     }
 
-    /// Forgets which senders are not workers. Called when a process becomes a worker, because its pid may already be
-    /// known as that of a process that is no worker. Another process may have used the pid, or the worker may have sent
-    /// a notice before it was adopted.
+    /// Forgets which senders are not workers. Called when a process becomes a worker, because its pid may be among
+    /// those senders: another process may have used the pid before, or the worker may have sent a notice before it was
+    /// adopted.
     pub(super) fn forget_strangers(&mut self) {
         self.strangers = Strangers::default();
     }

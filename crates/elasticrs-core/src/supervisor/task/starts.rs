@@ -165,8 +165,8 @@ impl Task {
 
     // --- the fence --------------------------------------------------------------------------------------------
 
-    /// Checks the fence deadline on behalf of the nursery, which cannot check the deadline while it is blocked in a
-    /// start.
+    /// Checks the fence deadline on behalf of the nursery, which cannot check the deadline while it is blocked starting
+    /// a worker.
     pub(super) fn fence_start(&mut self) {
         if !self.current.starts_a_worker() {
             return;
@@ -192,7 +192,7 @@ impl Task {
     }
 
     /// Reports and handles a fence deadline that passed during a start. The nursery does not report the deadline,
-    /// because it is blocked in the start or has died.
+    /// because it is still blocked starting a worker, or has died.
     pub(super) fn on_fenced_start(&mut self) {
         self.shared.queue.push(Event::Fenced { at: Stamp::now() });
         match &mut self.current {

@@ -347,7 +347,7 @@ fn any_seen() -> impl Strategy<Value = RankState> {
 }
 
 proptest! {
-    /// Checks HANG-1 and HANG-3 when no call of `look` is late.
+    /// Checks HANG-1 and HANG-3 when no call to `look` is late.
     #[test]
     fn nobody_is_hung_before_the_limit_or_long_after_it(
         seen in proptest::collection::vec(any_seen(), 1..6),
@@ -375,7 +375,7 @@ proptest! {
                         prop_assert!(seen[overdue.rank] != RankState::Exited);
                     }
                     let first = hung.iter().filter(|late| late.is_due).map(|o| o.since + nanoseconds(o.limit)).min().unwrap_or(0);
-                    // Accept limits that had already passed before the first call of `look`.
+                    // Accept limits that had already passed before the first call to `look`.
                     prop_assert!(first <= SECOND || now <= first || now <= planned);
                     return Ok(());
                 }
@@ -391,7 +391,7 @@ proptest! {
         }
     }
 
-    /// Checks HANG-2: if a call of `look` is late, the time since the previous call never counts.
+    /// Checks HANG-2: if a call to `look` is late, the time since the previous call never counts.
     #[test]
     fn gaps_never_count(gaps in proptest::collection::vec(0_u64..100, 1..30), limit in 20_u64..100) {
         let mut watch = Watch::new(fixed(limit), 1, 0);
