@@ -213,7 +213,7 @@ pub struct WorkerHung {
     pub local_rank: u32,
     pub pid: i32,
     pub missed: Missed,
-    /// Time of the worker's last heartbeat or output. If there was neither, the start time of the group.
+    /// Time of the worker's last heartbeat or output. If there was neither, the start time of the worker.
     pub since: Stamp,
     pub limit: Duration,
     pub seen: Stamp,

@@ -22,7 +22,8 @@ pub struct Complaints {
 }
 
 impl Complaints {
-    /// Counts a rejected record. Returns a message if the user should be notified now. `claim` describes the record.
+    /// Counts a rejected record. Returns a message if the user should be notified now. `claim` returns a description of
+    /// the record.
     pub fn add(&mut self, refusal: Refusal, now: Instant, claim: impl FnOnce() -> String) -> Option<String> {
         let kind = self.kinds.entry(refusal).or_default();
         kind.count += 1;

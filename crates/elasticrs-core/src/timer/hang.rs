@@ -370,8 +370,7 @@ impl Watch {
         }
     }
 
-    /// Returns the event that is expected from each rank with a limit, the time at which the limit starts, and the
-    /// limit.
+    /// For each rank with a limit, returns the expected event, the time at which the limit starts, and the limit.
     fn terms(&self, seen: &[RankState], line: Option<u64>, step: Duration) -> Vec<Overdue> {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
         let mut terms = Vec::new();

@@ -42,8 +42,8 @@ pub(super) struct Member {
     group_sent: Option<Signal>,
     pub(super) pause: Pause,
     pub(super) raised: Option<WorkerRaised>,
-    /// Time at which a worker that was still running was found to have failed. Such a worker counts as failed whatever
-    /// its exit code, and the other workers continue. `None` for all other workers.
+    /// Time at which the worker was found to have failed although it was still running. It then counts as failed
+    /// whatever its exit code, and the other workers continue. `None` for all other workers.
     pub(super) condemned: Option<Stamp>,
     pub(super) place: Place,
 }

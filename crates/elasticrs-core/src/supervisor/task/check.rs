@@ -1,4 +1,4 @@
-//! Decides what to do when the nursery does not report the exits of workers that are dead.
+//! Decides what to do when the nursery does not report the exits of dead workers.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
