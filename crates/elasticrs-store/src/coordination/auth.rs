@@ -5,8 +5,7 @@ use sha2::Sha256;
 
 use super::protocol::{Digest, Secret};
 
-/// The side that makes a proof. The data of the proof contains the name of this side, so the other side cannot reuse
-/// the proof.
+/// The side that makes a proof. A proof covers the name of its side, so the other side cannot send it back as its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     /// The client answers the store's challenge.

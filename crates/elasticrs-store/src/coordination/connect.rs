@@ -78,8 +78,8 @@ pub(super) struct Met {
     pub(super) store: StoreId,
     pub(super) revision: u64,
     pub(super) pace: Pace,
-    /// Time at which the hello was sent, in nanoseconds of the boot clock. In the store, the session's time to live
-    /// starts later.
+    /// Time at which the hello was sent, in nanoseconds of the boot clock. The store starts the session's time to live
+    /// later.
     pub(super) sent: u64,
 }
 
@@ -311,8 +311,8 @@ fn not_ours(options: &Options, why: &str) -> StoreError {
     StoreError::new(LostKind::NotOurs, message)
 }
 
-/// Returns if a probe, sent after a delay, shows that the peer is a `TCPStore`. Otherwise waits forever. The probe is
-/// needed because in most releases of torch, a `TCPStore` does not answer an unknown client.
+/// Probes the port after a delay, and returns if the peer is a `TCPStore`. Otherwise waits forever. In most releases of
+/// torch, a `TCPStore` does not answer an unknown client, so only a probe can recognise it.
 async fn until_suspicious(options: &Options, peer: SocketAddr) {
     tokio::time::sleep((options.connect_timeout / 4).min(Duration::from_secs(1))).await;
     if !is_tcp_store(peer).await {

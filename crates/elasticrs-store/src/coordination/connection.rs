@@ -203,7 +203,7 @@ impl Connection {
                 match self.frames.cut() {
                     Ok(Some(frame)) => {
                         begun = None;
-                        // The request is complete, so its bytes are no longer those of an incomplete request.
+                        // The request is complete, so stop counting its bytes as those of an incomplete one.
                         self.outbox.set_unparsed(0);
                         let done = Request::decode(frame).map_err(Disconnect::from).and_then(|request| {
                             if !allows(self.scope.as_deref(), &request) {
@@ -230,7 +230,7 @@ impl Connection {
     }
 
     /// Waits for more bytes. If a request is incomplete, the rest must arrive within the request timeout. The timeout
-    /// is measured in two halves. If the clock jumps while this process is stopped, the jump uses up at most one half.
+    /// is measured in two halves, so that the time for which this process is stopped uses up at most one of them.
     async fn read_on(&mut self, begun: &mut Option<Begun>) -> Result<(), Disconnect> {
         self.frames.rest();
         self.hub.hold(&self.outbox, self.frames.capacity());
@@ -309,8 +309,8 @@ impl Connection {
     async fn part(mut self, end: Disconnect) {
         match end {
             Disconnect::Gone | Disconnect::Broken => {}
-            // Do not report this peer. It is a client of this store. It received no answer while the store was paused,
-            // and is now probing the port for a `TCPStore`.
+            // Do not report this peer. It is a client of this store that got no answer while the store was paused, and
+            // now probes the port for a `TCPStore`.
             Disconnect::Foreign if self.frames.unread() == QUESTION => {}
             Disconnect::Foreign => {
                 let what = describe(self.frames.unread());

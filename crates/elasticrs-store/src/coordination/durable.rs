@@ -264,8 +264,8 @@ impl StateFile {
         }
     }
 
-    /// Writes the final synced length to disk. If a copy of the file lacks the last record, a comparison with this
-    /// length shows that the copy is truncated.
+    /// Writes the final synced length to disk, so that a copy of the file without the last record is recognised as
+    /// truncated.
     pub(super) fn finish(&mut self) -> Result<(), StateError> {
         self.note_synced().and_then(|()| self.file.sync_data()).map_err(|source| self.failed(source))
     }
@@ -405,7 +405,7 @@ fn check_owner(path: &Path, file: &File) -> io::Result<Result<(), StateError>> {
 fn check_folder(path: &Path) -> Result<(), StateError> {
     let folder = folder_of(path);
     let Ok(about) = metadata(folder) else {
-        // If the folder is missing, opening the file reports that.
+        // A missing folder is reported when the file is opened.
         return Ok(());
     };
     if about.mode() & (STICKY | WRITABLE) == WRITABLE {
@@ -458,7 +458,8 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
     }
     let mut image = Image::default();
     let mut digest = Digest::default();
-    // A record contains each key at most once. A deleted key has no value.
+    // Twice the limit is enough for the keys of one record, because each key occurs at most once, and a deleted key has
+    // no value.
     let most = u64::try_from(limit).unwrap_or(u64::MAX).saturating_mul(2).saturating_add(MAX_SESSIONS);
     let mut at = HEAD;
     loop {

@@ -8,7 +8,7 @@
 //!   server ends the session that holds the most memory;
 //! - **HUB-4** a session lasts as long as its lease, not as long as its connection. If the client closes the current
 //!   connection, the session ends, because a client does so only when its process exits. If the connection breaks, the
-//!   session has no connection (it is absent) until it is resumed or its time to live expires.
+//!   session is absent (without a connection) until it is resumed or its time to live expires.
 
 use std::cell::RefCell;
 use std::collections::HashMap;

@@ -97,9 +97,9 @@ impl Leases {
     }
 
     /// Returns the time at which [`Self::look`] has to be called next: at the first deadline, or one interval from now
-    /// if that is earlier. The interval is the shortest of any session. The frequent calls limit the error in measuring
-    /// how long the store did not run. Remembers the returned time, so that the next call of `look` can measure its
-    /// delay.
+    /// if that is earlier. The interval is the shortest of all sessions. The more often `look` is called, the more
+    /// precisely it measures how long the store did not run. Remembers the returned time, so that the next call of
+    /// `look` can measure its delay.
     ///
     /// Call this right after [`Self::look`]. If more than one interval has passed since that call, all of this time
     /// counts as time during which the store did not run.

@@ -5,8 +5,8 @@
 //! `state`, `watches` and [`leases`] make the decisions; [`server`] and [`client`] do the I/O. [`protocol`] and
 //! [`wire`] define the messages between them. On the server, `connection`, `hub` and `outbox` serve the clients,
 //! `memory` limits what they may hold, and `journal` and [`durable`] keep the state on disk. On the client, `connect`,
-//! `session` and `unanswered` are the part of [`crate::session`] for this store. `auth` checks tokens, [`scope`]
-//! restricts a session to a key prefix, and `probe` recognises a port of torch's `TCPStore`.
+//! `session` and `unanswered` implement [`crate::session`] for this store. `auth` checks tokens, [`scope`] restricts a
+//! session to a key prefix, and `probe` recognises a port of torch's `TCPStore`.
 //!
 //! A server's hub owns the keys, watches and leases. A connection's task owns its socket and shares only its unsent
 //! messages with the hub. A client's task owns its socket and its deadline, and the client's user owns the list of

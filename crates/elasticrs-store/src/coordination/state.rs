@@ -207,8 +207,7 @@ impl State {
         if first <= self.compacted || first > self.revision + 1 {
             return None;
         }
-        // Skip the revisions before `first`. Their number is a difference of revisions, because revision numbers are
-        // consecutive.
+        // Skip the revisions before `first`. Revision numbers are consecutive, so a subtraction gives their number.
         let skip = usize::try_from(first - self.compacted - 1).ok()?;
         Some(self.history.iter().skip(skip))
     }

@@ -104,7 +104,7 @@ impl Writer {
         u32::try_from(count).unwrap_or(u32::MAX).write(self);
     }
 
-    /// Writes a string. Truncates it to 65,535 bytes, although the callers never pass a longer one.
+    /// Writes a string. Truncates it to 65,535 bytes, but the callers never pass a longer one.
     pub(super) fn text(&mut self, text: &str) {
         let mut end = text.len().min(usize::from(u16::MAX));
         while !text.is_char_boundary(end) {

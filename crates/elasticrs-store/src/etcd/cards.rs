@@ -41,7 +41,7 @@ impl Card {
         format!("{} {nonce} {seal} {}", self.port, self.hosts.join(" ")).into_bytes()
     }
 
-    /// Decodes a card. Returns `None` if the bytes are not a card, because other programs may also write to etcd.
+    /// Decodes a card. Returns `None` if the bytes are not a card. Other programs may also write to etcd.
     pub(super) fn decode(lease: i64, value: &[u8]) -> Option<Self> {
         let mut words = str::from_utf8(value).ok()?.split(' ');
         let port = words.next()?.parse().ok()?;

@@ -120,8 +120,7 @@ impl Link {
     }
 }
 
-/// Hint that is added to etcd's space alarm, because a member reports the alarm even if another member is the one
-/// without space.
+/// Hint that is added to etcd's space alarm. The member that reports the alarm may not be the one that is out of space.
 const NO_SPACE: &str = ". One of the members has raised this alarm (`etcdctl alarm list`), and all refuse writes until it is \
                         disarmed: free space there (compact, defrag), then `etcdctl alarm disarm`";
 

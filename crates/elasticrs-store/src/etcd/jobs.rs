@@ -18,7 +18,7 @@ use std::time::Duration;
 #[derive(Debug, Clone)]
 pub(super) enum Job {
     /// Checks, on a new connection, that etcd still has the session's marker and has not gone back to an older
-    /// revision. A restore from a backup takes etcd back to an older revision.
+    /// revision, as it does when it is restored from a backup.
     Look,
     Txn {
         tag: u64,

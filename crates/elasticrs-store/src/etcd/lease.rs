@@ -15,8 +15,8 @@ use crate::types::LostKind;
 /// Number of keep-alive intervals in the lease's time to live. The client gives up the session one interval before the
 /// lease expires.
 const BEATS: u32 = 5;
-/// Maximum interval between keep-alives, even for a long lease. Only a missing answer shows that etcd no longer
-/// responds, and the interval limits the time until the client notices that.
+/// Maximum interval between keep-alives, even for a long lease. It limits the time until the client notices that etcd
+/// no longer responds.
 const MAX_INTERVAL: Duration = Duration::from_secs(15);
 /// Maximum time limit for answering a keep-alive.
 const MAX_PATIENCE: Duration = Duration::from_secs(3);

@@ -48,7 +48,7 @@ use crate::session::network::resolve;
 /// Time limit for a connection attempt, and for the first message on a new connection.
 const LIMIT: Duration = Duration::from_secs(5);
 /// Shortest and longest pause between two attempts to connect to a session. The shortest pause is also the first one
-/// between two attempts of a request to etcd.
+/// before a request to etcd is retried.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(10));
 /// Interval at which a caller checks whether the peer's card still exists.
 const LOOK: Duration = Duration::from_secs(60);
@@ -194,8 +194,8 @@ impl Links {
     }
 
     /// Exchanges greetings on a new link. Returns true if the peer answered with the nonce from its card. If the peer
-    /// has answered before (`is_known`), waits for the answer without a time limit, because its agent may have died. In
-    /// that case, the port still accepts connections until the nursery exits, but no process answers.
+    /// has answered before (`is_known`), waits for the answer without a time limit: if its agent has died, the port
+    /// accepts connections until the nursery exits, but no process answers.
     async fn meet(&self, stream: &mut TcpStream, peer: &Card, is_known: bool) -> bool {
         let hello = Hello { lease: self.own.lease, nonce: self.own.nonce };
         let mut nonce = Nonce::default();

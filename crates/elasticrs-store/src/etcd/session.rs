@@ -41,7 +41,7 @@ pub(super) struct Connection {
     beats: Beats,
     watching: Option<Duplex<pb::WatchRequest, pb::WatchResponse>>,
     running: Option<Boxed<JobResult>>,
-    /// Check that the other endpoints belong to the same cluster. `None` if it is done.
+    /// Check that the other endpoints belong to the same cluster. `None` once it has finished.
     comparing: Option<Boxed<Result<(), StoreError>>>,
 }
 

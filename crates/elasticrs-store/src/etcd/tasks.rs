@@ -12,7 +12,7 @@ use crate::types::Watch;
 /// runs before that task is repeated.
 const MOST_ATTEMPTED: usize = 2;
 
-/// A pending request of the user, or a job of the session itself.
+/// A pending request from the user, or an internal job of the session.
 pub(super) struct Task {
     pub(super) what: What,
     /// Retry state of the task. `None` before the first attempt.
@@ -60,8 +60,8 @@ impl Tasks {
         }
     }
 
-    /// Adds a job of the session itself, to run as early as possible. The job is inserted behind the attempted tasks,
-    /// because these must be repeated first.
+    /// Adds an internal job, to run as early as possible. It is inserted behind the attempted tasks, because they must
+    /// be repeated first.
     pub(super) fn insert_behind_attempted(&mut self, job: Job) {
         let last = self.queue.iter().take(MOST_ATTEMPTED).rposition(|task| task.retries.is_some());
         self.queue.insert(last.map_or(0, |last| last + 1), What::Job(job).into());

@@ -66,7 +66,7 @@ pub struct Events {
     asked: AtomicU64,
     /// Number of threads that are currently in [`Self::wait`].
     waiting: AtomicUsize,
-    /// Wakes the client's task because the session has ended on the user's side, or because the queue has room again.
+    /// Wakes the client's task when the session has ended on the user's side, or when the queue has room again.
     pub(crate) wake_task: Notify,
 }
 

@@ -1,4 +1,4 @@
-//! Hook with which the owner of a session enables another process to act for it after the owner's death.
+//! Hook through which another process can act for a session after the session's owner has died.
 
 use std::os::fd::BorrowedFd;
 use std::pin::Pin;
@@ -9,10 +9,9 @@ pub trait Guard: Send {
     /// alive until that duplicate is closed, even if this process dies. [`super::client::Client::close`] ends the
     /// session in any case.
     fn connected(&self, socket: BorrowedFd<'_>);
-    /// The session is about to be resumed on this socket. The future completes when another process holds a duplicate
-    /// of this socket, in addition to its duplicate of the previous one. From then on, the store may use either socket
-    /// for the session. Afterwards [`Self::resumed`] or [`Self::not_resumed`] is called, unless the session is lost or
-    /// closed first.
+    /// The session is about to be resumed on this socket. The future completes when another process holds duplicates of
+    /// both this socket and the previous one. From then on, the store may use either socket for the session. Afterwards
+    /// [`Self::resumed`] or [`Self::not_resumed`] is called, unless the session is lost or closed first.
     fn resuming(&self, socket: BorrowedFd<'_>) -> Pin<Box<dyn Future<Output = ()>>>;
     /// The session was resumed on the new socket. The previous socket is no longer used.
     fn resumed(&self);

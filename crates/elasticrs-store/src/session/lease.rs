@@ -1,8 +1,8 @@
 //! The lease of a session: the times of its keep-alives, and the deadline until which the session certainly lasts.
 //! Pure.
 //!
-//! - **RENEW-1** only the answer to an unanswered keep-alive, or a new handshake, extends the deadline. The new
-//!   deadline is counted from the send time of the keep-alive or handshake;
+//! - **RENEW-1** only the answer to a pending keep-alive, or a new handshake, extends the deadline. The new deadline is
+//!   counted from the send time of the keep-alive or handshake;
 //! - **RENEW-2** no keep-alive is sent while the user does not fetch events.
 
 use std::collections::VecDeque;

@@ -2,8 +2,8 @@
 //! one breaks. `Backend` is the part that depends on the kind of store.
 //!
 //! [`client`] is the handle of the user, and [`events`] its queue of events. `lease`, `outage`, `watched` and `offset`
-//! decide (pure), and `core` keeps their state. `network` opens connections, [`guard`] lets another process hold them,
-//! and `error` has the outcomes of calls, connections and sessions.
+//! make the decisions (pure), and `core` keeps their state. `network` opens connections, [`guard`] lets another process
+//! hold them, and `error` defines the errors and outcomes of calls, connections and sessions.
 //!
 //! - **SESSION-1** the session checks the deadline of the lease before it handles a message, because this process or
 //!   the machine may have been stopped in the meantime. Messages that arrive after the deadline do not count;
@@ -58,8 +58,8 @@ pub(crate) trait Backend<'a> {
     /// Adds a request. It is executed after all earlier requests.
     fn request(&mut self, request: Self::Request);
 
-    /// Sends the requests and keep-alives that are due. Returns the time of the next call, unless an event makes a call
-    /// necessary earlier.
+    /// Sends the requests and keep-alives that are due. Returns the time at which it must be called again if no event
+    /// arrives earlier.
     fn prepare(&mut self, core: &mut Core<'a>, connection: &mut Self::Connection, now: u64) -> Step<u64>;
 
     /// Waits for the next event. No event is lost if the future is dropped. `is_full` is true if the user's event queue

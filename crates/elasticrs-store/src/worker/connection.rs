@@ -48,8 +48,8 @@ pub(super) struct Connection {
     stall: Option<Stall>,
 }
 
-/// Timer that detects a peer that accepts no bytes. It runs twice, each time for half of the limit. If the clock jumps
-/// while this process is stopped, the jump uses up at most one half.
+/// Timer that detects a peer that accepts no bytes. It runs twice, each time for half of the limit, so that the time
+/// for which this process is stopped uses up at most one half.
 struct Stall {
     timer: Pin<Box<Sleep>>,
     is_second_half: bool,

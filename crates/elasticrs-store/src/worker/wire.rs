@@ -109,7 +109,7 @@ fn shape(opcode: u8) -> Result<Shape, WireError> {
     Ok(Shape { fields, is_list: matches!(opcode, 5 | 6 | 10 | 11) })
 }
 
-/// Progress of the check whether the request at the start of a buffer is complete. No byte is checked twice, even if a
+/// Progress of checking whether the request at the start of a buffer is complete. No byte is checked twice, even if a
 /// large request arrives in many small pieces.
 #[derive(Debug)]
 struct Scan {

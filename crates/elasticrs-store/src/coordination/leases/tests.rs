@@ -87,8 +87,8 @@ enum At {
 
 proptest! {
     /// Stops the store at random moments for random times. A client that sends its keep-alives in time never expires. A
-    /// silent client expires after its time to live plus all stops. It may expire one look later, or earlier by one
-    /// interval for each stop.
+    /// silent client expires after its time to live plus the duration of all stops, at most one look later and at most
+    /// one interval per stop earlier.
     #[test]
     fn stops_of_the_store_end_nobody(
         stops in vec((0..3_000_u64, 0..60_000_u64, prop_oneof![Just(At::Sleep), Just(At::Look), Just(At::Plan)]), 0..10),
