@@ -39,8 +39,8 @@ pub enum NextStep {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
     pub alive: bool,
-    /// Time since the last known progress. If the agent does not answer or its loop is stuck, the time for which this
-    /// has lasted.
+    /// Time since the last known progress. If the loop is stuck, the time for which it has been stuck. If the agent
+    /// does not answer, the time for which the question has been pending.
     pub age: Duration,
     /// Reason why the agent is considered dead, or why it might be. `None` if there is no sign of a problem.
     pub reason: Option<String>,
@@ -107,8 +107,8 @@ impl Liveness {
         Verdict { alive: age <= self.limit, age, reason: Some(reason) }
     }
 
-    /// Returns the time for which the loop has been busy with one event, if it exceeds the limit. An answer of the loop
-    /// restarts this time.
+    /// Returns the time for which the loop has been busy with one event, if it exceeds the limit. An answer from the
+    /// loop resets this time.
     fn stuck(&self, now: Instant, at_work: Option<Duration>) -> Option<Duration> {
         let answered = self.answered.as_ref().map(|answer| now.saturating_duration_since(answer.at));
         let age = at_work?.min(answered.unwrap_or(Duration::MAX));
@@ -153,7 +153,7 @@ mod tests {
         let verdict = liveness.verdict(now, Some(LIMIT + SECOND));
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has taken no step for 61.0 s");
-        // An answer restarts the time for which the loop counts as busy, even if the loop is still handling the same
+        // An answer resets the time for which the loop counts as busy, even if the loop is still handling the same
         // event.
         liveness.answer(now, Duration::ZERO, None);
         assert!(liveness.verdict(now + SECOND, Some(LIMIT * 2)).alive);

@@ -1,5 +1,5 @@
-//! Counts the bytes that workers write to log files, for files that no thread of the agent reads. A separate thread
-//! checks the sizes of these files.
+//! Counts the bytes that workers write to log files that no thread of the agent reads. A separate thread checks the
+//! sizes of these files.
 //!
 //! Only this thread checks files, because a check on a dead network mount may block forever. The thread sleeps until a
 //! scrape requests a check, or until an attempt starts or ends. A scrape waits for the thread only until the thread has
@@ -122,8 +122,8 @@ struct State {
     /// Number of requests that were sent to the thread. `begun` is the number of requests that the thread has started.
     wanted: u64,
     begun: u64,
-    /// Time since which the thread has been busy: it last finished a request then, or it received a request while it
-    /// was idle. `None` if all requests are finished.
+    /// Time at which the thread last finished a request, or received one while it was idle. It has been busy since
+    /// then. `None` if all requests are finished.
     waiting_since: Option<Instant>,
     checked_at: Option<Instant>,
 }

@@ -42,8 +42,8 @@ const PAGE_FRESH: Duration = Duration::from_millis(100);
 /// Settings of a server.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Host to listen on. By default, other machines cannot connect, because the host is the loopback address. This
-    /// host is also accepted in the `Host` header of requests.
+    /// Host to listen on. The default is the loopback address, so other machines cannot connect. This host is also
+    /// accepted in the `Host` header of requests.
     pub host: String,
     pub port: u16,
     pub limit: Duration,
@@ -67,7 +67,7 @@ struct Shared {
     published: Mutex<Published>,
     registry: Mutex<Registry>,
     source: Mutex<Option<Arc<dyn Source>>>,
-    /// Source of the time for which the agent's loop has been busy with one event. `None` if no loop is watched.
+    /// Reports how long the agent's loop has been busy with its current event. `None` if no loop is watched.
     watched_loop: Mutex<Option<Arc<dyn Source>>>,
     sizes: LogSizes,
     page: Mutex<Option<(Instant, Vec<u8>)>>,
@@ -157,8 +157,8 @@ impl Handle {
         *lock(&self.shared.source) = Some(source);
     }
 
-    /// Sets the source of the time for which the agent's loop has been busy, see [`Source::at_work`]. With this time,
-    /// even the first liveness request detects a loop that is stuck.
+    /// Sets the source that reports how long the agent's loop has been busy, see [`Source::at_work`]. With it, even the
+    /// first liveness request detects a loop that is stuck.
     pub fn watch_loop(&self, source: Arc<dyn Source>) {
         *lock(&self.shared.watched_loop) = Some(source);
     }

@@ -62,8 +62,8 @@ pub struct Connections(Vec<Held>);
 
 impl Connections {
     /// Adds a socket. Unless `beside` is set, drops all other sockets first. Before adding a link, drops all dead
-    /// links. If the nursery still holds `MAX_LINKS` links then, refuses the new link, because a peer waits on each of
-    /// these links.
+    /// links. If the nursery still holds `MAX_LINKS` links then, refuses the new link, because a peer is waiting on
+    /// each of the others.
     pub fn hold(&mut self, held: Held, beside: bool) -> Result<(), TooManyLinks> {
         if !beside {
             self.0.clear();

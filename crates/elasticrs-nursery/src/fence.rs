@@ -191,8 +191,8 @@ struct Deadline {
 struct Moved {
     /// True if the previous deadline had already passed.
     too_late: bool,
-    /// Time for which the timer must be set. `None` if the timer is already set for this time or an earlier one, or if
-    /// the deadline was removed.
+    /// Time to set the timer to. `None` if the timer is already set to this time or an earlier one, or if the deadline
+    /// was removed.
     timer: Option<u64>,
 }
 

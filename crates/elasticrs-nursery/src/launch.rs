@@ -93,9 +93,9 @@ pub struct Launched {
     pub token: Token,
     /// Imports that the nursery performs before it becomes ready. `None` if it imports nothing.
     pub warming: Option<Warming>,
-    /// Sentinel of this nursery. If the agent dies while this nursery imports modules or hangs in the start of a
-    /// worker, the sentinel kills the job's processes instead. The owner of this value must stop the sentinel in the
-    /// same way as a nursery.
+    /// Sentinel of this nursery. If the agent dies while this nursery imports modules or hangs while starting a worker,
+    /// the sentinel kills the job's processes in its place. The owner of this value must stop the sentinel in the same
+    /// way as a nursery.
     pub sentinel: Option<Box<Launched>>,
 }
 

@@ -82,8 +82,8 @@ pub enum Request {
     /// [`Reply::Swept`]. A second request during a sweep can only make the sweep's deadlines earlier. The two requests
     /// get a single answer.
     Sweep {
-        /// Number of this request. An answer contains the number of the last request that it answers. An answer with a
-        /// lower number does not answer this request.
+        /// Number of this request. An answer contains the number of the last request that it answers, so an answer with
+        /// a lower number does not cover this request.
         number: u32,
         /// Time in milliseconds for which descendants may continue to run before the first signal.
         linger_ms: u64,

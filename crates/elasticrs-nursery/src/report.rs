@@ -68,7 +68,7 @@ pub fn blame(report: impl AsFd, since: u64, end: ImportFailure) -> bool {
     write(report, record.as_bytes()) == Ok(record.len())
 }
 
-/// Appends a record that the imports cannot continue, with the reason.
+/// Appends a record that says why the imports cannot continue.
 pub fn fail(report: impl AsFd, why: &str) {
     // Ignore a write error, because the user still sees how the process exited.
     let _ = write(report, format!("{{\"failed\": \"{why}\"}}\n").as_bytes());

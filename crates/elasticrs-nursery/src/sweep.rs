@@ -128,7 +128,7 @@ impl Look {
             return;
         }
         if now > ended.acts_until {
-            // Send no signal, because the check was delayed until after the caller's time limit.
+            // The check took so long that the caller's time limit has passed, so send no signal.
             return;
         }
         target.signal(Signal::SIGKILL);

@@ -78,9 +78,9 @@ impl Door {
     }
 }
 
-/// Returns true if a connection with this descriptor is within the share of this purpose, which means that the number
-/// of the descriptor is below a limit. If the number is too high, checks the lowest free number instead, because lower
-/// descriptors may have been closed after the connection was accepted.
+/// Returns true if this descriptor is within the share of this purpose, which means that its number is below a limit.
+/// If it is not, checks the lowest free number instead, because lower descriptors may have been closed since the
+/// connection was accepted.
 fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
     let below = soft.saturating_sub(kept(soft, purpose));

@@ -3,8 +3,8 @@
 //! A server creates the notices on its own thread. The server's owner chooses the destination: the agent's events, or a
 //! [`List`] that the user reads from time to time.
 //!
-//! - **NOTICE-1** There are at most [`LINES`] lines in each [`WINDOW`]. Further lines are omitted. The next line that
-//!   is not omitted contains their number.
+//! - **NOTICE-1** There are at most [`LINES`] lines in each [`WINDOW`]. Further lines are omitted, and the next line
+//!   that is passed on says how many.
 //! - **NOTICE-2** A list stores a limited number of lines and drops further ones. When it is read, it also reports the
 //!   number of dropped lines.
 

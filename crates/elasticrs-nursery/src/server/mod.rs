@@ -154,8 +154,8 @@ impl Nursery {
         prctl::set_child_subreaper(true)?;
         // Have the kernel send SIGCONT to this nursery when the agent dies. A stopped nursery must resume, because
         // otherwise the workers would outlive the lease. The kernel sends the signal even if no other process is alive.
-        // In a warm nursery, SIGCONT replaces SIGKILL. SIGKILL was set for the imports, during which the nursery could
-        // not watch its agent.
+        // In a warm nursery, this replaces SIGKILL, which was set because the nursery could not watch its agent during
+        // the imports.
         prctl::set_pdeathsig(Signal::SIGCONT)?;
         let name = if forker.is_some() { leave_program() } else { CString::default() };
         prctl::set_name(NAME)?;

@@ -1,9 +1,9 @@
 //! The sentinel: a small process that kills the job's processes when their nursery cannot do so, because the nursery is
-//! importing modules, hangs while it starts a worker, or is dead.
+//! importing modules, hangs while starting a worker, or is dead.
 //!
 //! When the agent is gone, the sentinel waits until the nursery has killed all of its descendants. If the nursery does
-//! not watch its agent yet, dies too early, or hangs while it starts a worker, the sentinel itself kills all processes
-//! that carry the token. The sentinel also kills them if the fence deadline passes while the nursery hangs in a start.
+//! not watch its agent yet, dies too early, or hangs while starting a worker, the sentinel itself kills all processes
+//! that carry the token. It also kills them if the fence deadline passes while the nursery hangs.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -39,8 +39,8 @@ pub(super) struct Sentinel {
 struct Guarded {
     pidfd: OwnedFd,
     activity: Activity,
-    /// Step that the nursery was performing at the last check, if it was starting a worker after the fence deadline had
-    /// passed. `None` otherwise.
+    /// Step of starting a worker that the nursery was performing at the last check, if the fence deadline had passed by
+    /// then. `None` otherwise.
     overdue: Option<Doing>,
 }
 
@@ -101,7 +101,7 @@ impl Sentinel {
         self.held.release(Release::All);
     }
 
-    /// Kills the nursery if it hangs while it starts a worker and the fence deadline has passed. Returns true if the
+    /// Kills the nursery if it hangs while starting a worker and the fence deadline has passed. Returns true if the
     /// nursery was killed.
     fn fences(&mut self) -> bool {
         let (Some(nursery), Some(fence)) = (&mut self.nursery, &self.fence) else { return false };

@@ -70,8 +70,8 @@ pub(super) struct Sweep {
     /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
     /// holds them.
     corpses: BTreeSet<i32>,
-    /// Time of the first of the consecutive checks that have found only processes that may stay. `None` if the last
-    /// check found another process.
+    /// Time since which every check has found only processes that may stay. `None` if the last check found another
+    /// process.
     only_held: Option<Instant>,
     pause: Duration,
 }

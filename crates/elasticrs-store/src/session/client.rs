@@ -46,8 +46,8 @@ pub(crate) enum Command<R> {
 
 pub(crate) type Inbox<R> = UnboundedReceiver<Command<R>>;
 
-/// Sends commands to the task of a session. Commands after the end of the session are ignored. The user learns of the
-/// end from an event.
+/// Sends commands to the task of a session. Commands after the end of the session are ignored, because the user learns
+/// of the end from an event.
 trait Commands: Send + Sync {
     fn request(&self, request: Request) -> Result<(), Unsendable>;
     /// Ends the session. Blocks until it has ended, or until [`CLOSE_LIMIT`] elapses.
