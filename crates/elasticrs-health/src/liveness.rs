@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// Time for which an answer is reused, so that several requests in a short time wake the loop only once.
+/// How long an answer is reused, so that a burst of requests wakes the loop only once.
 pub const FRESH: Duration = Duration::from_millis(50);
 
 /// State of the liveness check: the pending question to the agent's loop, if any, and the last answer.
@@ -39,8 +39,8 @@ pub enum NextStep {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
     pub alive: bool,
-    /// Time since the last known progress. If the loop is stuck, the time for which it has been stuck. If the agent
-    /// does not answer, the time for which the question has been pending.
+    /// Time since the last known progress. If the loop is stuck, how long it has been stuck. If the agent does not
+    /// answer, how long the question has been pending.
     pub age: Duration,
     /// Reason why the agent is considered dead, or why it might be. `None` if there is no sign of a problem.
     pub reason: Option<String>,
@@ -81,8 +81,8 @@ impl Liveness {
         self.answered = Some(Answer { at: now, age, doing });
     }
 
-    /// Returns the verdict at `now`. `at_work` is the time for which the loop has been busy with its current event.
-    /// `None` if the loop is waiting for events or is not watched.
+    /// Returns the verdict at `now`. `at_work` is how long the loop has been busy with its current event. `None` if the
+    /// loop is waiting for events or is not watched.
     pub fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
         let since = |at: Instant| now.saturating_duration_since(at);
         let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);
@@ -107,8 +107,8 @@ impl Liveness {
         Verdict { alive: age <= self.limit, age, reason: Some(reason) }
     }
 
-    /// Returns the time for which the loop has been busy with one event, if it exceeds the limit. An answer from the
-    /// loop resets this time.
+    /// Returns how long the loop has been busy with one event, if that exceeds the limit. An answer from the loop
+    /// resets this time.
     fn stuck(&self, now: Instant, at_work: Option<Duration>) -> Option<Duration> {
         let answered = self.answered.as_ref().map(|answer| now.saturating_duration_since(answer.at));
         let age = at_work?.min(answered.unwrap_or(Duration::MAX));

@@ -24,7 +24,7 @@ use tokio::time::timeout_at;
 
 use crate::source::Stream;
 
-/// Time limit for a scrape to wait for the thread, counted from the time at which the thread became busy.
+/// How long a scrape waits for the thread, counted from the moment at which the thread became busy.
 pub const PATIENCE: Duration = Duration::from_millis(200);
 
 /// A log file. Only one stream of one worker writes to it.

@@ -36,7 +36,7 @@ pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// Maximum number of bytes that are read and discarded after the request.
 const MAX_DROPPED: usize = 256 * 1024;
-/// Time for which a page of metrics is reused.
+/// How long a page of metrics is reused.
 const PAGE_FRESH: Duration = Duration::from_millis(100);
 
 /// Settings of a server.
@@ -87,7 +87,8 @@ impl Drop for Answer {
     }
 }
 
-/// The agent's handle for its health server. Only closing it blocks, until the server's thread has exited.
+/// The agent's handle for its health server. Only closing the handle blocks, namely until the server's thread has
+/// exited.
 pub struct Handle {
     port: u16,
     shared: Arc<Shared>,
@@ -328,7 +329,7 @@ impl Shared {
             self.wake.set();
         }
         if step != NextStep::Reuse {
-            // Ignore a timeout, because the verdict contains the time for which the loop has not answered.
+            // Ignore a timeout, because the verdict says how long the loop has not answered.
             let _ = timeout_at(deadline.into(), answered.changed()).await;
         }
         self.verdict()

@@ -23,8 +23,7 @@ pub trait Source: Send + Sync {
     /// Returns the current values.
     fn read(&self) -> Readings;
 
-    /// Returns the time for which the agent's loop has been handling its current event. `None` if it is waiting for an
-    /// event.
+    /// Returns how long the agent's loop has been handling its current event. `None` if it is waiting for an event.
     fn at_work(&self) -> Option<Duration>;
 }
 

@@ -40,8 +40,8 @@ impl Spans {
         (self.now, self.since) = (activity, now);
     }
 
-    /// Moves `span` from productive to hung time. Called when a hung worker is detected. `span` is the time for which
-    /// the worker has hung so far.
+    /// Moves `span` from productive to hung time. Called when a hung worker is detected. `span` is how long the worker
+    /// has hung so far.
     pub fn was_hung(&mut self, span: Duration, now: Instant) {
         self.enter(self.now, now);
         let moved = span.min(self.totals[Activity::Productive as usize]);

@@ -20,12 +20,12 @@ use nix::sys::signal::Signal;
 
 use super::tree::{self, Target};
 
-/// Time for which a sweep waits for a cleaner after all other processes have exited.
+/// How long a sweep waits for a cleaner after all other processes have exited.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Time for which a sweep waits for `torch_shm_manager`. After its last client has exited, this program waits two
-/// seconds for another client, and only then starts to clean up.
+/// How long a sweep waits for `torch_shm_manager`. After its last client has exited, this program waits two seconds for
+/// another client, and only then starts to clean up.
 const MANAGER_PATIENCE: Duration = Duration::from_secs(3);
-/// Time for which a sweep waits for cleaners to exit after killing them. A sweep kills cleaners that exceed their time
+/// How long a sweep waits for cleaners to exit after killing them. A sweep kills cleaners that exceed their time
 /// limits.
 pub const LAST_MOMENT: Duration = Duration::from_secs(1);
 /// Maximum time that cleaners can add to a sweep.

@@ -85,7 +85,7 @@ pub enum Request {
         /// Number of this request. An answer contains the number of the last request that it answers, so an answer with
         /// a lower number does not cover this request.
         number: u32,
-        /// Time in milliseconds for which descendants may continue to run before the first signal.
+        /// How long descendants may continue to run before the first signal, in milliseconds.
         linger_ms: u64,
         /// Time in milliseconds from SIGTERM to SIGKILL. 0 sends SIGKILL at once.
         grace_ms: u64,

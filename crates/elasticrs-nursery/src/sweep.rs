@@ -23,7 +23,7 @@ const FIRST_PAUSE: Duration = Duration::from_micros(200);
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// Time after the `give_up` deadline for which a slow check may still send signals.
+/// How long after the `give_up` deadline a slow check may still send signals.
 const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
 /// Result of a sweep.

@@ -1,8 +1,9 @@
 //! The token: a number that identifies all descendants of a nursery.
 //!
-//! The token is stored in the soft limit of `RLIMIT_RTTIME`, as 2⁶² plus a random number of microseconds. This limit of
-//! 146,000 years of uninterrupted real-time computing has no effect. Every descendant inherits the limit. Any process
-//! can read the limit in `/proc/PID/limits`, even if the descendant was started with `env -i` or is not dumpable.
+//! The token is stored in the soft limit of `RLIMIT_RTTIME`, as 2⁶² plus a random number of microseconds. This limit,
+//! 146,000 years of uninterrupted real-time computing, has no effect in practice. Every descendant inherits the limit.
+//! Any process can read the limit in `/proc/PID/limits`, even if the descendant was started with `env -i` or is not
+//! dumpable.
 //!
 //! A process that is meant to outlive its job leaves its session and resets the limit to `unlimited` (`ulimit -S -R
 //! unlimited` in bash).

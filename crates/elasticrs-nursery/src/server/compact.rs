@@ -21,8 +21,7 @@ pub(super) enum Compaction {
 }
 
 impl Nursery {
-    /// Returns the time for which the nursery may sleep before it compacts the next page. `None` if no compaction is in
-    /// progress.
+    /// Returns how long the nursery may sleep before it compacts the next page. `None` if no compaction is in progress.
     pub(super) fn pause_of_compaction(&self) -> Option<Duration> {
         matches!(self.compaction, Compaction::Now(_)).then_some(PAUSE)
     }

@@ -105,7 +105,7 @@ struct Nursery {
     oom_score_adj: Option<CString>,
     /// Workers that have not been reaped.
     workers: BTreeSet<i32>,
-    /// Sessions of all workers since the last sweep, including workers that have exited.
+    /// Sessions of the running workers, and of exited workers whose leftover processes have not been swept yet.
     sessions: BTreeSet<i32>,
     /// The last forked worker, if it has not finished its setup yet. The setup continues while the nursery serves
     /// requests or forks the next worker.

@@ -118,7 +118,7 @@ pub(super) struct Unsettled {
     settling: Settling,
 }
 
-/// Data with which a forked process completes its setup as a worker.
+/// What a forked process needs to complete its setup as a worker.
 pub(super) struct Begun {
     process: ProcessSpec,
     fds: Vec<OwnedFd>,

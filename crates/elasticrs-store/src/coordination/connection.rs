@@ -23,7 +23,7 @@ use crate::types::{LostKind, Scope};
 
 /// Time limit for the handshake of a client.
 const HANDSHAKE: Duration = Duration::from_secs(5);
-/// Time for which a refused connection stays open, so that the client can read the reason.
+/// How long a refused connection stays open, so that the client can read the reason.
 const PARTING: Duration = Duration::from_secs(2);
 
 /// Maximum number of bytes to read and discard from a refused client. The client may have sent them before it was
@@ -230,7 +230,7 @@ impl Connection {
     }
 
     /// Waits for more bytes. If a request is incomplete, the rest must arrive within the request timeout. The timeout
-    /// is measured in two halves, so that the time for which this process is stopped uses up at most one of them.
+    /// is measured in two halves, so that, if this process is stopped, the pause uses up at most one of them.
     async fn read_on(&mut self, begun: &mut Option<Begun>) -> Result<(), Disconnect> {
         self.frames.rest();
         self.hub.hold(&self.outbox, self.frames.capacity());

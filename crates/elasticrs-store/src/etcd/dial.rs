@@ -30,7 +30,7 @@ use crate::session::error::{Failure, StoreError};
 use crate::session::network::{connect, endpoint, plain, resolve};
 use crate::types::LostKind;
 
-/// Certificates, and the user's name and password, with which this client authenticates.
+/// The certificates, user name and password that this client uses to authenticate.
 #[derive(Debug, Clone)]
 pub(super) struct Credentials {
     /// Paths of the certificate files. The files are read again for each connection, because certificates are renewed

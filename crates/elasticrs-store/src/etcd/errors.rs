@@ -80,8 +80,8 @@ impl Status {
     }
 }
 
-/// Parses the reason for which etcd cancelled a watch. Returns the error if it is in [`TABLE`]. The reason has the form
-/// in which Go prints a gRPC status: `rpc error: code = NAME desc = TEXT`.
+/// Parses etcd's reason for cancelling a watch. Returns the error if it is in [`TABLE`]. The reason has the form in
+/// which Go prints a gRPC status: `rpc error: code = NAME desc = TEXT`.
 pub(super) fn cancel_error(reason: &str) -> Option<EtcdError> {
     let (_, text) = reason.strip_prefix("rpc error: code = ")?.split_once(" desc = ")?;
     find(text.strip_prefix(PREFIX)?, |_| true)

@@ -12,7 +12,7 @@ use elasticrs_sys::clock::nanoseconds;
 
 use crate::session::core::PastOutage;
 
-/// Nanoseconds for which a request may fail before the user is notified.
+/// How long a request may fail before the user is notified, in nanoseconds.
 const UNNOTICED: u64 = 1_000_000_000;
 /// Nanoseconds without a failure after which a watch counts as working again.
 const CALM: u64 = 30_000_000_000;

@@ -1,5 +1,4 @@
-//! The lease of a session: the times of its keep-alives, and the deadline until which the session certainly lasts.
-//! Pure.
+//! The lease of a session: the times of its keep-alives, and the deadline until which it is guaranteed to last. Pure.
 //!
 //! - **RENEW-1** only the answer to a pending keep-alive, or a new handshake, extends the deadline. The new deadline is
 //!   counted from the send time of the keep-alive or handshake;
@@ -15,8 +14,8 @@ use elasticrs_sys::clock::nanoseconds;
 pub(crate) struct Terms {
     /// Time between two keep-alives.
     pub(crate) interval: Duration,
-    /// Time for which the session certainly lasts, counted from the send time of an answered keep-alive. The store
-    /// would end the session only later, so the client gives up first.
+    /// Time for which the session is guaranteed to last, counted from the send time of an answered keep-alive. The
+    /// store ends the session only later, so the client gives up first.
     pub(crate) lasts: Duration,
     /// Time limit for answering a keep-alive. The client reconnects when it is exceeded.
     pub(crate) patience: Duration,

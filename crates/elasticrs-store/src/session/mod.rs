@@ -1,9 +1,9 @@
 //! The session of a client with a store: executes requests, keeps the lease alive, and moves to a new connection when
 //! one breaks. `Backend` is the part that depends on the kind of store.
 //!
-//! [`client`] is the handle of the user, and [`events`] its queue of events. `lease`, `outage`, `watched` and `offset`
-//! make the decisions (pure), and `core` keeps their state. `network` opens connections, [`guard`] lets another process
-//! hold them, and `error` defines the errors and outcomes of calls, connections and sessions.
+//! [`client`] is the user's handle, and [`events`] is its event queue. `lease`, `outage`, `watched` and `offset` make
+//! the decisions (pure), and `core` keeps their state. `network` opens connections, [`guard`] lets another process hold
+//! them, and `error` defines the errors and outcomes of calls, connections and sessions.
 //!
 //! - **SESSION-1** the session checks the deadline of the lease before it handles a message, because this process or
 //!   the machine may have been stopped in the meantime. Messages that arrive after the deadline do not count;

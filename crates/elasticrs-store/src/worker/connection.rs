@@ -23,7 +23,7 @@ const MAX_UNSENT: usize = 64 * 1024;
 /// Maximum capacity in bytes that each buffer of an idle connection keeps.
 const MAX_IDLE: usize = 16 * 1024;
 
-/// Event at which serving a connection stops.
+/// When to stop serving a connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
     Greeted,
@@ -48,8 +48,8 @@ pub(super) struct Connection {
     stall: Option<Stall>,
 }
 
-/// Timer that detects a peer that accepts no bytes. It runs twice, each time for half of the limit, so that the time
-/// for which this process is stopped uses up at most one half.
+/// Timer that detects a peer that accepts no bytes. It runs twice, each time for half of the limit, so that, if this
+/// process is stopped, the pause uses up at most one half.
 struct Stall {
     timer: Pin<Box<Sleep>>,
     is_second_half: bool,

@@ -102,7 +102,7 @@ impl WorkerStore {
         Ok(())
     }
 
-    /// Returns the waiting clients and the keys for which each of them waits. A client is described by its address and
+    /// Returns the waiting clients and the keys that each of them waits for. A client is described by its address and
     /// pid. Long lists are shortened. Empty if the store is not being served.
     pub fn waiting(&self) -> BTreeMap<String, Vec<String>> {
         let questions = match &*lock(&self.state) {

@@ -64,7 +64,7 @@ pub(super) struct Hub {
     pub(super) notices: Rc<Notices>,
 }
 
-/// The part of a connection to which the tasks of other connections have access.
+/// The part of a connection that the tasks of other connections can access.
 pub(super) struct Peer {
     pub(super) address: SocketAddr,
     /// Pid of the client. Only clients of torch 2.5 and later send it.

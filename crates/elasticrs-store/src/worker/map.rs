@@ -392,7 +392,7 @@ impl Map {
         }
     }
 
-    /// Records that one of the keys for which a connection waits now exists. Returns true if no key is missing anymore.
+    /// Records that one of the keys that a connection waits for now exists. Returns true if no key is missing anymore.
     fn has_found(&mut self, id: Id) -> bool {
         let waiting = self.waiting.get_mut(&id).expect("who is among the waiters of a key waits");
         waiting.still_missing -= 1;
