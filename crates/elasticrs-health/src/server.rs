@@ -87,8 +87,8 @@ impl Drop for Answer {
     }
 }
 
-/// The agent's handle for its health server. Only closing the handle blocks, namely until the server's thread has
-/// exited.
+/// The agent's handle for its health server. Closing it blocks until the server's thread has exited. Nothing else
+/// blocks.
 pub struct Handle {
     port: u16,
     shared: Arc<Shared>,

@@ -65,12 +65,12 @@ pub struct Config {
 pub struct Durable {
     /// Path of the state file.
     pub file: PathBuf,
-    /// Minimum time to live of a session, so that sessions survive a shorter outage of the store.
+    /// Minimum time to live of a session, so that sessions survive outages of the store that are shorter than this.
     pub grace: Duration,
 }
 
 impl Durable {
-    /// Returns the number of keep-alive intervals that are at least as long as `grace`.
+    /// Returns the number of keep-alive intervals that together last at least as long as `grace`.
     fn attempts_at(&self, interval_ms: u32) -> u16 {
         let attempts = self.grace.as_millis().div_ceil(u128::from(interval_ms));
         u16::try_from(attempts).unwrap_or(u16::MAX)
