@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
-    """Return the facts about a worker that hung on another node. With these facts, this node can find out
-    which of its workers the hung worker was waiting for.
+    """Return the facts about a worker that hung on another node, so that this node can find out which of its
+    own workers the hung worker was waiting for.
     """
     step, frame = step_of(cause), cause.get("frame")
     return HungElsewhere(

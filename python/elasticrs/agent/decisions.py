@@ -136,8 +136,8 @@ class OneNode(Decisions):
         return actions
 
     def _with_evidence(self, event: machine.Event) -> machine.Event:
-        """Return a copy of the event with evidence about the failure. Return the event itself if the restart
-        policy does not need evidence for it.
+        """Return a copy of the event with evidence about the failure. Return the event unchanged if the
+        restart policy needs no evidence for this kind of event.
         """
         if self._attempt is None:
             return event
@@ -150,8 +150,8 @@ class OneNode(Decisions):
                 try:
                     from elasticrs.agent.own_cause import evidence
                 except OSError:
-                    # The import fails if this process has no free file descriptor. Without evidence, only the
-                    # restart budget limits the restarts.
+                    # The import fails if this process has run out of file descriptors. Continue without
+                    # evidence; the restart budget still limits the restarts.
                     return event
                 return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event

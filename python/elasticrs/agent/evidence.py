@@ -115,8 +115,8 @@ def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def read_counters(paths: Iterable[str]) -> dict[str, int]:
-    """Read the OOM kill counters in these files. If ``paths`` is an earlier result, the same files are read
-    again, without another search.
+    """Read the OOM kill counters in these files. To read the same files again without another search, pass
+    an earlier result as ``paths``.
     """
     counts = {}
     for path in paths:

@@ -289,8 +289,8 @@ class KeptWorkers(FunctionWorkers):
         """Give up workers that have not been started yet, and kill lingering processes at once; see the base
         class.
 
-        On a second call, do not wait for a keeper without workers, because its imports may hang in the
-        kernel.
+        On a second call, do not wait for a keeper that has not forked its workers, because its imports may
+        hang in the kernel.
         """
         kept, was_stopped, self._was_stopped = self._kept, self._was_stopped, True
         if kept is None or self._phase <= _Phase.RUNNING:
@@ -309,7 +309,7 @@ class KeptWorkers(FunctionWorkers):
         if kept is None:
             self.leftovers = Leftovers()
         elif self._phase is _Phase.PREPARED:
-            # Finish the keeper now. The core never received these workers, so it will not report their end.
+            # The core never adopted these workers, so it will not report their end. Finish the keeper now.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:

@@ -108,8 +108,8 @@ class HealthCheckServer:
         thread, self._thread = self._thread, None
         if thread is not None:
             os.eventfd_write(self._stop_fd, 1)
-            # Wait for at most one second, because the thread may hang in the callback. It then runs until the
-            # process exits.
+            # Wait for at most one second, because the thread may hang in the callback. A hanging thread
+            # runs until the process exits.
             thread.join(1.0)
             if not thread.is_alive():
                 os.close(self._stop_fd)

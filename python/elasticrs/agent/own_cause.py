@@ -95,8 +95,8 @@ def own_cause(
         place: name and rank of this node.
         clock: clock of the store.
         told: description of the same failure that was already sent, from :func:`first_word`. The new
-            description never contains a later time than ``told``, although the estimate of the store's clock
-            may have changed.
+            description never contains a later time than ``told``, even if the estimate of the store's clock
+            has changed since.
         fatal_exit_codes: exit codes of workers after which the job is not restarted.
     """
     failed = failures(attempt)

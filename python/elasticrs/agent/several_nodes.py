@@ -147,7 +147,7 @@ class SeveralNodes(Decisions):
         # Poll the store client first, because it may know why the connection was lost.
         found = self._translate(self._driver.poll())
         if not self._group_exists:
-            # There are no workers to stop. The lease belonged to a connection that was lost earlier.
+            # The lease belonged to a connection that was lost earlier, and no workers are left to stop.
             return found
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 

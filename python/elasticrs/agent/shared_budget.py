@@ -6,8 +6,8 @@ failure ends a round, and the leader then charges the restart budget and starts 
 stopped for a new round. Invariants, each tested by a property test:
 
 - **SHARE-1** A replacement is started only after all processes of the failed worker have exited and the
-  restart has been charged. The restart is charged by a round that started after the failure, or was charged
-  for an earlier failure and also covers this failure.
+  restart has been charged. Either a round that started after the failure charges this restart, or the charge
+  for an earlier failure also covers it.
 - **SHARE-2** A failure ends the round in which it is seen. A single restart is charged for all failures
   before the start of the next round. It also covers later failures of workers that have not taken part in a
   new rendezvous since then. A local rank that has already failed does not count again until its worker is

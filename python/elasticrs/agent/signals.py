@@ -74,8 +74,9 @@ def without_what_was_taken_back(received: bytes) -> bytes:
 
 
 def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
-    """Stop the workers and this process after Control-Z, and resume the workers when this process continues.
-    The terminal does not stop the workers, because they are not in its foreground process group.
+    """Suspend the workers and this process after Control-Z, and resume the workers when this process
+    continues. The terminal does not suspend the workers itself, because they are not in its foreground
+    process group.
     """
     if supervisor is not None:
         supervisor.suspend()
@@ -229,9 +230,9 @@ def _stop_unless_continued() -> None:
     try:
         _core.stop_unless_continued()
     except OSError:
-        # The helper process could not be created. Stop this process anyway, because the workers are already
-        # stopped. Send the signal to this thread, because a signal to the process may take effect only after
-        # this call has returned.
+        # The helper process could not be created. Suspend this process anyway, because the workers are
+        # already suspended. Send the signal to this thread, because a signal to the process may take effect
+        # only after this call has returned.
         signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
 
 

@@ -21,8 +21,8 @@ Invariants, each tested by a property test:
 - **AGENT-6** A node is not used again if a worker survived SIGKILL or hung in the kernel.
 - **AGENT-7** With ``replaces``, a failed worker is replaced after all its processes have exited, and the
   other workers keep running, as long as the restart budget lasts. A single restart is charged for all workers
-  that fail until the replacements are running. It also covers later failures of workers that have not met the
-  others in a rendezvous since then.
+  that fail before the replacements are running. It also covers later failures of workers that have not met
+  the others in a rendezvous since then.
 """
 
 from __future__ import annotations

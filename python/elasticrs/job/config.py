@@ -70,10 +70,10 @@ class WorkerSettings:
         hang_timeout: seconds without a heartbeat after which a rank is considered failed. ``"auto"`` derives
             the limit from the duration of its steps, ``"auto:SECONDS"`` also sets a minimum (default 60), and
             ``None`` disables the check.
-        hang_startup_timeout: seconds from the start of the workers to the first heartbeat; ``None`` for no
-            limit.
-        hang_exit_timeout: seconds from the return of a worker's program or function to the exit of its
-            process, if heartbeats are checked; 0 for no limit.
+        hang_startup_timeout: seconds allowed from the start of the workers to the first heartbeat; ``None``
+            for no limit.
+        hang_exit_timeout: seconds allowed from the return of a worker's program or function to the exit of
+            its process, if heartbeats are checked; 0 for no limit.
         exit_timeout: seconds within which a worker must exit after an uncaught exception. A worker that takes
             longer is considered failed. 0 for no limit.
         warm_timeout: time limit for importing the modules of ``warm``, in seconds. After that time, workers

@@ -24,8 +24,8 @@ class Permanence(str, Enum):
     EXIT_CODE = "exit_code"
     """A worker exited with one of ``--fatal-exit-codes``."""
     START_ERROR = "start_error"
-    """Every worker of this node that failed by itself could not start its program, because the program does
-    not exist, cannot be parsed, lacks a module, or rejected its arguments.
+    """All workers of this node that failed on their own were unable to start their program: it does not
+    exist, cannot be parsed, lacks a module, or rejected its arguments.
     """
 
     __str__ = str.__str__

@@ -6,7 +6,7 @@ from elasticrs.job.value import Value
 
 
 class Preload(Value):
-    """Imports that are made before the workers are forked. See :mod:`elasticrs.workers.warm` for the form of
+    """Imports to perform before the workers are forked. See :mod:`elasticrs.workers.warm` for the form of
     the steps.
 
     Args:

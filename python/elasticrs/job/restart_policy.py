@@ -1,4 +1,4 @@
-"""The restart policy: a pure function of the earlier failures, the evidence of all nodes, and the settings.
+"""The restart policy: a pure function of the earlier failures, the evidence from all nodes, and the settings.
 
 The agent of one node and the leader of a job on several nodes both call :func:`decide`, so that a failure is
 judged by one set of rules:
@@ -38,7 +38,7 @@ TRANSIENT = frozenset(
 )
 """Types of exceptions that report a lost connection or a timeout."""
 MAX_DOUBLINGS = 30
-"""Maximum number of times that a delay is doubled, because the number would otherwise become huge."""
+"""Maximum number of times that a delay is doubled. Prevents an overflow after many failures."""
 
 
 class RestartSettings(Value):
@@ -80,7 +80,7 @@ class Evidence(Value):
 
 
 NO_EVIDENCE = Evidence()
-"""Evidence of an attempt about which nothing is known."""
+"""Placeholder for an attempt about which nothing is known."""
 
 
 class FailureHistory(Value):

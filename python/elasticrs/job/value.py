@@ -1,9 +1,9 @@
 """Base classes for records. They are similar to dataclasses, but without the 15 ms that importing
 ``dataclasses`` takes. The annotations of a class are its fields.
 
-A module that uses these classes needs ``from __future__ import annotations``. A field may have a default, or
-:func:`fresh`. Fields after ``_: KW_ONLY`` (which is imported from :mod:`dataclasses` for type checkers only)
-are keyword-only. A class may define its own ``__init__``.
+A module that uses these classes needs ``from __future__ import annotations``. A field may have a default;
+use :func:`fresh` for a mutable one. Fields after ``_: KW_ONLY`` (which is imported from :mod:`dataclasses`
+for type checkers only) are keyword-only. A class may define its own ``__init__``.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class _Fresh:
 
 
 def fresh(*, factory: Callable[[], Any]) -> Any:
-    """Return a default for a field that is created anew for each object, such as a list."""
+    """Return a field's default, such as a list, that is created anew for each object."""
     return _Fresh(factory)
 
 
 @dataclass_transform(kw_only_default=True)
 def shared_fields(made: type[T]) -> type[T]:
-    """Mark a plain class with empty ``__slots__`` that declares fields with defaults. Records and dataclasses
-    inherit the fields. In a record that has such a class as an additional base class, these fields are
-    keyword-only.
+    """Mark a plain class with empty ``__slots__`` that declares fields with defaults, for records and
+    dataclasses to inherit. The fields are keyword-only in a record that has the class as an additional base
+    class.
     """
     return made
 

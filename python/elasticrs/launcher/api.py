@@ -59,7 +59,7 @@ class LaunchConfig(WorkerSettings, UnresolvedSettings):
         rdzv_configs: settings of the rendezvous.
         rdzv_timeout: value for ``rdzv_configs["timeout"]``, in seconds; -1 for the default of 900.
         max_restarts: number of restarts before the job fails.
-        monitor_interval: seconds between two polls by an agent class of the user. The agent of elasticrs does
+        monitor_interval: seconds between two polls by a user-defined agent class. The agent of elasticrs does
             not poll.
         start_method: start method of function workers: ``spawn``, ``fork`` or ``forkserver``.
         log_line_prefix_template: template of the prefix of tee'd lines.

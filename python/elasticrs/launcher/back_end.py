@@ -110,8 +110,8 @@ def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices:
     rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
     if args.master_port is not None:
         notices.append("--master-port has no effect: only the static rendezvous uses it")
-    # Do not choose a port for the workers' store, because the endpoint belongs to the nodes' rendezvous and
-    # the store has its own port.
+    # The endpoint's port belongs to the nodes' rendezvous, so the workers' store gets a new port for every
+    # attempt.
     return Meeting(args.rdzv_id, args.local_addr or "localhost", None, rendezvous)
 
 

@@ -127,8 +127,8 @@ class Console:
         Args:
             text: text to write. Control characters in it are made visible.
             patience: maximum number of seconds to wait while the reader does not read.
-            wake_fd: file descriptor that interrupts the wait when it is readable.
-            is_enough: called when ``wake_fd`` is readable. If it returns true, the wait is interrupted.
+            wake_fd: file descriptor that can interrupt the wait when it is readable.
+            is_enough: called when ``wake_fd`` is readable; returns true to interrupt the wait.
 
         Returns:
             False if the wait was interrupted or timed out before everything was written.

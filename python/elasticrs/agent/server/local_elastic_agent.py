@@ -264,8 +264,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         if result.is_failed() and not result.failures and attempt is not None:
             from elasticrs.agent.failed_attempt import failures
 
-            # No worker caused the failure: for example, the nursery may have died. Report the known facts
-            # about the failed workers.
+            # No worker caused the failure; the nursery may have died, for example. Report the workers that
+            # failed as a result.
             result.failures = failures(attempt)
         return result
 

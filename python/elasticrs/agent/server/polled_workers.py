@@ -58,7 +58,7 @@ class PolledWorkers:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def suspend(self, signals: SignalPipe) -> None:
-        """Stop the workers and this process after Control-Z, until the process is continued. For use in a
+        """Suspend the workers and this process after Control-Z, until the process is continued. For use in a
         signal handler.
         """
         when_safe(lambda: suspend(self._tracker.supervisor if self._tracker.is_open else None, signals))
