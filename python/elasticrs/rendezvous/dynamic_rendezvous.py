@@ -1,4 +1,4 @@
-"""Rendezvous handler that works with a back end from the user. It has the interface of torch's
+"""Rendezvous handler that works with a user-supplied back end. It has the interface of torch's
 ``DynamicRendezvousHandler``.
 
 A back end stores a single value, and replaces it only if the caller passes the token of the current value.
@@ -116,7 +116,7 @@ class _NodeGenerator:
 
 
 class DynamicRendezvousHandler(RendezvousHandler):
-    """Rendezvous handler of one node, which uses a back end. All methods may be called from any thread.
+    """Handler of the dynamic rendezvous for one node. All methods may be called from any thread.
 
     Create a handler with :meth:`from_backend`.
 

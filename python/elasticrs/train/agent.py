@@ -87,7 +87,7 @@ def agent_place() -> AgentPlace:
 
 @cache
 def _place_of_restarted_workers() -> AgentPlace:
-    """Return the rendezvous settings if the agent hosts no coordination store for its workers. Rank 0 then
+    """Return the rendezvous settings for workers whose agent hosts no coordination store for them. Rank 0
     hosts the store.
 
     The other ranks read the port and the token from torch's ``env://`` store. The result is cached, because

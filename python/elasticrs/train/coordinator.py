@@ -150,8 +150,8 @@ class Coordinator(ABC):
         The loop calls this after a step or a rendezvous raised a retryable error, before this worker leaves
         the round. The call may wait briefly for the store to report a lost member.
 
-        More such errors than ``max_failures`` are allowed, because the worker that caused the error counts it
-        as its own failure.
+        The limit for such errors is higher than ``max_failures``, because the worker that caused the error
+        counts it as its own failure.
 
         Args:
             is_meeting: True if the error was raised before ``sync``.

@@ -64,8 +64,8 @@ the job.
 """
 
 _NEWS_TIMEOUT = 0.1
-"""Seconds to wait after an error for a report of the store that a member is lost. The store usually needs a
-few milliseconds. If the report is late, the error is counted as this worker's own, which does little harm.
+"""Seconds to wait after an error for the store to report a lost member. The store usually needs a few
+milliseconds. If the report is late, the error is counted as this worker's own, which does little harm.
 """
 
 

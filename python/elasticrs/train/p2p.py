@@ -284,9 +284,8 @@ class CoordinatorP2P(Coordinator):
                     "called",
                     self.rank,
                 )
-            # Clear the request, because nothing can be saved. If this worker is leaving, keep the request, so
-            # that this method is called after each step until the worker has left, but do not repeat the
-            # warning.
+            # Nothing can be saved, so clear the request. A worker that is leaving keeps it, so that this
+            # method is called after each step until the worker has left, but does not repeat the warning.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
@@ -294,7 +293,7 @@ class CoordinatorP2P(Coordinator):
         now = time.monotonic()
         if now < self._ask_again_at or not (has_manager or self._leaves):
             return
-        # Set the time at which to repeat the request, because it is lost if the store cannot be reached now.
+        # Repeat the request later, because it is lost if the store cannot be reached now.
         self._ask_again_at = now + ASK_AGAIN
         reason = "rank {} leaves" if self._leaves else "a checkpoint was requested from rank {}"
         self._member.ask_for_round(reason.format(self.rank), saves=has_manager)

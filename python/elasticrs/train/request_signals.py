@@ -83,7 +83,7 @@ class RequestSignals:
             if self._is_over.wait(_TICK):
                 return
             left = limit if self._coordinator.has_round else left - _TICK
-        # Send a second SIGTERM, for which the handler in the main thread ends the process.
+        # Send a second SIGTERM, on which the handler in the main thread ends the process.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def end_process(self) -> None:

@@ -241,9 +241,9 @@ class _Run:
                             return self._state
                         event = effects[action]() or event
         except BaseException as error:
-            # Leave the job on any exception, including an interrupt, because a program that catches the
-            # exception continues without the other workers. In a forked child, do not leave, because the
-            # parent stays in the job.
+            # Leave the job on any exception, including an interrupt. Otherwise, if the program catches the
+            # exception, the other workers would wait for this one. In a forked child, do not leave, because
+            # the parent stays in the job.
             if self._forks == forked.count():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:

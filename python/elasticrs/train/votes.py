@@ -1,8 +1,8 @@
 """Votes that the workers exchange at the start of each round, and pure functions that evaluate them.
 
-No votes are sent during a round. If one worker saves a checkpoint after a step and another worker does not,
-the first worker waits for the others, and the next collective of the second worker fails. All workers then
-start a new round, where :func:`disagreement` finds the reason.
+No votes are sent during a round, so a disagreement first shows as a failure: if one worker saves a checkpoint
+after a step and another worker does not, the first worker waits for the others, and the next collective of
+the second worker fails. All workers then start a new round, where :func:`disagreement` finds the reason.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Pure functions for a rendezvous that uses a back end. They choose a node's next action, and apply the
-action to the shared state.
+"""Pure functions of the dynamic rendezvous. They choose a node's next action, and apply the action to the
+shared state.
 
 - **DYN-1** Nodes do not compare clocks. A node considers another node dead if that node's heartbeat count has
   not changed for ``keep_alive_interval * keep_alive_max_attempt`` on the observer's own clock. A node never

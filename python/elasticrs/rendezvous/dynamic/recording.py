@@ -1,5 +1,4 @@
-"""Records the rendezvous events of a handler that uses a back end. Events are recorded wherever torch records
-them.
+"""Records the events of the dynamic rendezvous, wherever torch records them.
 
 Each event has the name of torch's class and method, because consumers of the events expect these names. No
 event is created unless a logging handler is registered for ``dynamic_rendezvous``.

@@ -1,4 +1,4 @@
-"""Settings of a rendezvous that uses a back end, with torch's names and defaults."""
+"""Settings of the dynamic rendezvous, with torch's names and defaults."""
 
 from __future__ import annotations
 

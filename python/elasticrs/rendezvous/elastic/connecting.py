@@ -31,8 +31,8 @@ FIRST_NEWS = 5.0
 """Seconds without a connection after which the reason is reported to the user."""
 
 OTHER = "other"
-"""Kind of connection loss in which the store that answers is not the one that this agent used before. The
-store was started without data, or from another copy of the data.
+"""Kind of connection loss where the store that this agent used before was replaced by one that was started
+without data, or from another copy of the data.
 """
 
 FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", "denied", OTHER})
@@ -62,7 +62,7 @@ def retry(member: Member) -> None:
 
 
 def reconnect(member: Member) -> None:
-    """Try to connect again, because the pause after the last failed attempt is over."""
+    """Try to connect again after the pause that follows a failed attempt."""
     if member.phase is Phase.CONNECTING and member.link is None:
         member.do(Connect(member.joining.incarnation))
 

@@ -63,8 +63,8 @@ PYTHON = Words(
 
 
 def is_in_file(config: Mapping[str, object]) -> bool:
-    """Return true if the settings of ``c10d`` select a rendezvous in a file instead of the elastic
-    rendezvous.
+    """Return true if the settings of ``c10d`` select a rendezvous through a file store instead of the
+    elastic rendezvous.
     """
     return str(config.get("store_type", "tcp")).strip().lower() == "file"
 
@@ -177,8 +177,8 @@ def describe(
 
 
 class _Own(Record):
-    """The user's settings, split into those of one back end and those of all. ``names`` are the keys that
-    only this back end has. ``given`` are the settings that all back ends share.
+    """The user's settings, split into those of the chosen back end and those of all back ends. ``names`` are
+    the keys that only this back end has. ``given`` are the settings that all back ends share.
     """
 
     given: dict[str, object]

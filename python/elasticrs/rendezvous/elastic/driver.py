@@ -228,8 +228,8 @@ class Driver:
         return f"{where} is taken by another program: {self._port.trouble}"
 
     def group_over(self, event: Event) -> list[LoopAction]:
-        """Pass an event to the state machine, because no process of the workers remains. Take back the port
-        if it was lent to the workers.
+        """Tell the state machine that no process of the workers remains, and take back the port if it was
+        lent to them.
 
         If a socket of the workers still occupies the port, hold back events that lead to the next round for a
         while. Returns the actions that the caller has to execute.
@@ -288,8 +288,8 @@ class Driver:
         return []
 
     def hasten(self) -> list[LoopAction]:
-        """Stop waiting for other agents and for replies of the store, because the user has asked again to
-        stop. Returns the actions that the caller has to execute, including an exit that was held back.
+        """Handle another stop request from the user: no longer wait for other agents or for replies from the
+        store. Returns the actions that the caller has to execute, including an exit that was held back.
         """
         return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
 

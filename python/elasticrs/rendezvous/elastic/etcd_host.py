@@ -108,7 +108,7 @@ class EtcdHost:
 
     def _say(self, line: str) -> None:
         assert self._program.stdin is not None
-        # Ignore errors of the write, because the program may have exited.
+        # Ignore write errors, because the program may have exited.
         with suppress(OSError):
             os.write(self._program.stdin.fileno(), line.encode() + b"\n")
 

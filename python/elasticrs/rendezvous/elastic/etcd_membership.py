@@ -9,7 +9,7 @@ other seats can see it. A seat holds the data of at most one incarnation. A memb
 published its client address, which requires a quorum.
 
 - **SEAT-1** A member that still has its data continues as the same member, however long it was down.
-- **SEAT-2** If the data of a seat are lost, the member with these data is never started again, because Raft
+- **SEAT-2** If the data of a seat are lost, the member that had them is never started again, because Raft
   relies on the votes and acknowledgements that a member has stored.
 - **SEAT-3** If a majority of the seats hold another incarnation, the incarnation at this seat can never have
   a quorum again. Its data are discarded.

@@ -152,8 +152,8 @@ class EtcdSite(Value):
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """Keep-alive settings that correspond to the lease time, in the form of elasticrs's own store. A
-        lease lasts five keep-alive intervals.
+        """Lease time, expressed as keep-alive settings of elasticrs's own store. A lease lasts five
+        keep-alive intervals.
         """
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
 

@@ -156,7 +156,7 @@ def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive:
     """Propose the next round: write the members' slots and the table of members, then the head. All
     transactions are sent at once.
 
-    All transactions have the leader's usual conditions, and such a condition stays false once it is false. So
+    All transactions have the leader's usual conditions, which never become true again once they are false. So
     if one of the first transactions is rejected, the write of the head is rejected as well. The slots of a
     proposal are ignored unless the head names the proposal.
     """

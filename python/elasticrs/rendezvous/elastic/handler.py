@@ -383,9 +383,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _work(self) -> None:
         with self._news:
-            # Exit if another thread is already registered. A caller starts a thread whenever no thread is
-            # registered, so two threads may start: an exception from a signal handler may have interrupted an
-            # earlier caller after it had started a thread.
+            # Exit if another thread is already registered. If an exception from a signal handler interrupts a
+            # caller that has just started a thread, the next caller may start a second one.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()

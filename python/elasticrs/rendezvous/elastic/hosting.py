@@ -113,8 +113,8 @@ def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
         UsageError: see :func:`decide`.
     """
     if rendezvous.etcd is not None:
-        # Look up an address of this machine for other machines. They cannot use the local address of the
-        # connection to etcd if it is a loopback address, which may be the case if etcd runs on this machine.
+        # Look up an address at which other machines can reach this one. The local address of the connection
+        # to etcd is of no use to them if etcd runs on this machine and is reached over loopback.
         here = Hosting((), "the nodes meet in etcd", is_explicit=True)
         return Found(here, _address_of_own_name(resolver))
     hosting = decide(rendezvous, resolver)

@@ -22,7 +22,7 @@ def workers_scope(run_id: str) -> str:
 
 
 def workers_job(run_id: str, job: str, number: int) -> str:
-    """Return the name of the job that represents the workers' own rendezvous in the store.
+    """Return the job name that the workers' own rendezvous uses in the store.
 
     Args:
         run_id: run id of the agents' job.

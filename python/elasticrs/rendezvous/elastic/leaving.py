@@ -139,7 +139,8 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
     """Handle the reply to the request that closes the job (transaction T10). Retry if the state of the job
-    had changed in the meantime. Once the job is closed, return the key that contains its state.
+    had changed in the meantime. Return the entry with the state of the job if the job is closed;
+    otherwise ``None``.
     """
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)

@@ -89,7 +89,7 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
             text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
             leaving.leave_with(member, Outcome("failed", text))
         case messages.StoreHosted():
-            # Update the agent's description, because the agent now hosts the store and has no connection yet.
+            # The agent now hosts the store. Only its description changes, because it has no connection yet.
             member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
         case messages.Leave():
             leaving.leave(member, event)

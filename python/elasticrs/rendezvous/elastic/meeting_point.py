@@ -419,8 +419,8 @@ class MeetingPoint:
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
-                # Connect again from the start, because the shared store could not be opened earlier, but the
-                # port accepts connections now. Both connections are needed.
+                # The port accepts connections now, but the shared store could not be opened earlier. Start
+                # over, because both connections are needed.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:

@@ -36,8 +36,8 @@ class Verdict(Value):
     """Result of evaluating the end of a round.
 
     Args:
-        alive: members that must still be registered when the outcome is written. If one of them is not
-            registered any more, a restart may not be charged.
+        alive: members that must still be registered when the outcome is written. If one of them is lost
+            before that, its loss explains the failure, and the round uses no restart.
         head: head of the ended round, with updated counts.
         reason: reason why the job ends; ``None`` if it continues.
         delay: seconds to wait before the next round.

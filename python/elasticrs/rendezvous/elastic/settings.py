@@ -251,8 +251,8 @@ class Settings(Value):
 
     Attributes:
         settle: seconds to wait for the nodes of a lost round to stop. The default is the sum of ``grace``,
-            two lease times and 5 s. The sum contains two lease times because a store that was unreachable for
-            less than one lease time then restarts all leases.
+            two lease times and 5 s. The second lease time is needed because a store that was unreachable for
+            less than one lease time restarts all leases afterwards.
         is_settle_given: true if the user has set ``settle``.
     """
 

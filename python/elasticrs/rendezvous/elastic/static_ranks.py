@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 
 def claim(member: Member, registration: Registration, node_rank: int) -> tuple[Compare, Put]:
-    """Return the condition and the write that an agent's registration (transaction T1) contains in order to
-    take its node rank.
-    """
+    """Return the condition and the write with which a registration (transaction T1) claims its node rank."""
     key, earlier = member.keys.rank(node_rank), member.joining.claim
     value = encode([member.agent.agent, registration.member, member.node().shown])
     return Missing(key) if earlier is None else HasValue(key, earlier), Put(key, value, True)
