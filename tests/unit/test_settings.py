@@ -122,3 +122,19 @@ def test_the_values_of_a_program_reach_the_job(handler, tmp_path):
 def test_a_program_is_told_which_setting_is_wrong(name):
     with pytest.raises(ValueError, match=f"^{name} must be [^,]{{5}}.*, got <object object"):
         LaunchConfig(1, 1, 1, **{name: object()})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **more: LaunchConfig(1, 1, 1, **more),
+        lambda **more: WorkerSpec("r", 1, rdzv_handler=None, entrypoint="true", **more),
+    ],
+    ids=["LaunchConfig", "WorkerSpec"],
+)
+def test_programs_pass_a_budget_with_a_window_as_text(make):
+    made = make(max_restarts="3/1h")
+    assert (made.max_restarts, made.max_restarts.window) == (3, 3600)
+    assert made.max_restarts - 1 == 2
+    with pytest.raises(ValueError, match=r"max_restarts must be .*, got '3/'"):
+        make(max_restarts="3/")

@@ -9,6 +9,7 @@ from elasticrs.job.config import UsageError
 from elasticrs.launcher.arguments import parse, resolve
 
 ENV = {"PATH": "/usr/bin:/bin"}
+POLLED = ("--rdzv-backend=c10d", "--rdzv-endpoint=/tmp/x", "--rdzv-conf=store_type=file")
 
 
 def notices(*argv, **environ):
@@ -31,6 +32,16 @@ def notices(*argv, **environ):
         (("--log-line-prefix-template=${rank} $x {y",), (), {}, []),
         (("--standalone", "--rdzv-endpoint=a:1", "--rdzv-id=x"), (), {}, ["--rdzv-endpoint", "--rdzv-id"]),
         (("--standalone",), (), {}, []),
+        (
+            (*POLLED, "--report=file:r", "--exit-codes=worker", "--fatal-exit-codes=3", "--restart-delay=1s"),
+            (),
+            {"PET_MAX_SAME_FAILURES": "5", "PET_MAX_RESTARTS": "3/1h"},
+            [
+                *("--restart-delay", "--max-same-failures", "--fatal-exit-codes", "--exit-codes"),
+                *("--report", "--max-restarts:"),
+            ],
+        ),
+        (POLLED, (), {}, []),
     ],
 )
 def test_a_setting_without_effect_is_reported(script, before, after, environ, named):

@@ -401,7 +401,8 @@ _BY_DEST = {option.dest: option for option in OPTIONS}
 
 def check(settings: WorkerSettings) -> None:
     """Check the values that a program has passed for the fields of ``WorkerSettings`` and
-    ``UnresolvedSettings``, by the rules of the command line. ``None`` is always allowed.
+    ``UnresolvedSettings``, by the rules of the command line. ``None`` is always allowed. Convert
+    ``max_restarts`` if it is text such as ``"3/1h"``.
 
     Raises:
         ValueError: a value is invalid. The message contains the value and what is expected.
@@ -418,5 +419,11 @@ def check(settings: WorkerSettings) -> None:
             expected, is_right = expected or str(error), False
         if not is_right:
             raise ValueError(f"{name} must be {expected}, got {value!r}")
+    most = getattr(settings, "max_restarts", 0)
+    if isinstance(most, str):
+        try:
+            settings.max_restarts = policy_options.MaxRestarts.parse(most)  # type: ignore[attr-defined]
+        except ValueError as error:
+            raise ValueError(f"max_restarts must be {error}, got {most!r}") from None
     if settings.hang_startup_timeout is not None and settings.hang_timeout is None:
         raise ValueError("hang_startup_timeout needs hang_timeout: seconds or 'auto'")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from elasticrs.job.config import PREFIX_NAMES
+from elasticrs.job.config import PREFIX_NAMES, JobConfig
 from elasticrs.job.options import OPTIONS
 
 TYPE_CHECKING = False
@@ -26,17 +26,22 @@ Options such as ``--log-dir`` are not included, because a script may define them
 """
 
 
-def settings_without_effect(args: Namespace, environ: Mapping[str, str], nproc: int) -> Iterator[str]:
+def settings_without_effect(
+    args: Namespace, environ: Mapping[str, str], nproc: int, *, is_polled: bool = False
+) -> Iterator[str]:
     """Yield a warning for each setting that has no effect.
 
     Args:
         args: parsed command line.
         environ: environment of the launcher.
         nproc: number of workers on this node.
+        is_polled: true if the rendezvous handler must be polled; see :mod:`elasticrs.launcher.by_handler`.
     """
     yield from _options_of_the_script(args.training_script, args.training_script_args)
     yield from _unknown_variables(environ)
     yield from _replaced_by_standalone(args)
+    if is_polled:
+        yield from _without_policy(args)
     yield from _filters(args)
     yield from _local_ranks(args.local_ranks_filter, nproc)
     template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or ""
@@ -74,6 +79,22 @@ def _replaced_by_standalone(args: Namespace) -> Iterator[str]:
     }
     for flag in (flag for flag, is_given in given.items() if is_given and args.standalone):
         yield f"{flag} has no effect with --standalone: one node, a free port and a random id"
+
+
+def _without_policy(args: Namespace) -> Iterator[str]:
+    """Yield a warning for each setting of the restart policy and of the outcome. A polled handler has torch's
+    own loop, which restarts after every failure as long as restarts are left.
+    """
+    unset = JobConfig.defaults()
+    for flag in ("--restart-delay", "--max-same-failures", "--fatal-exit-codes", "--exit-codes", "--report"):
+        name = flag[2:].replace("-", "_")
+        if getattr(args, name) != unset[name]:
+            yield f"{flag} has no effect, because the rendezvous handler is polled (--rdzv-backend)"
+    if getattr(args.max_restarts, "window", None) is not None:
+        yield (
+            f"--max-restarts: {int(args.max_restarts)} restarts are allowed for the whole job, because the "
+            "rendezvous handler is polled (--rdzv-backend)"
+        )
 
 
 def _filters(args: Namespace) -> Iterator[str]:
