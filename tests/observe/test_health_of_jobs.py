@@ -125,6 +125,7 @@ def test_a_job_that_runs(launch, worker_script):
         "name": "",
         "nproc": 2,
         "max_restarts": 3,
+        "restart_window": None,
     }
     assert {worker["rank"]: worker["pid"] for worker in status["workers"]} == pids
     assert {worker["state"] for worker in status["workers"]} == {"RUNNING"}
@@ -177,6 +178,17 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
     labels = {"local_rank": "0", "rank": "0", "stream": "stdout"}
     assert value("log_lines_total", **labels) == 2
     release(job, {int(line[1]): int(line[2]) for line in again})
+
+
+def test_the_number_of_restarts_left_is_unknown_with_a_window(launch, worker_script, samples_of):
+    job, port, pids = start(launch, worker_script(WAITS), "--max-restarts=2/1h")
+    status = status_of(port)
+    assert (status["job"]["max_restarts"], status["job"]["restart_window"]) == (2, 3600)
+    assert status["restarts_left"] is None
+    value = samples_of(port)
+    with pytest.raises(KeyError):
+        value("restarts_left")
+    release(job, pids)
 
 
 FAILS_TWICE = """

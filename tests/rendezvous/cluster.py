@@ -29,7 +29,7 @@ class Agent:
         self.refuses = None
 
     def send(self, event):
-        _, actions = step(self.member, event, NOW)
+        _, actions = step(self.member, event, self.cluster.now)
         self.actions += actions
         for action in actions:
             self.act(action)
@@ -113,6 +113,7 @@ class Cluster:
 
     def __init__(self, **settings):
         self.settings = settings
+        self.now = NOW
         self.agents = []
         self.later = []
         self.keys = Keys("job")

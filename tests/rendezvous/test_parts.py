@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs.job.policy_options import MAX_IN_WINDOW
 from elasticrs.job.ranks import NodeShare, assign, node_ranks
+from elasticrs.job.restart_policy import FailureHistory
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.records import (
@@ -173,9 +175,19 @@ def test_a_head_is_bounded_and_comes_back(cause, reason, message, name):
         outcome="failed",
         end={"kind": "failure", "node": name, "message": message, "member": "f" * 30, "group_rank": 10**6},
     )
-    value = head.encode()
+    full = FailureHistory(
+        charged=2**53 - 1,
+        charged_at=tuple(1e10 + index + 0.123 for index in range(MAX_IN_WINDOW)),
+        last=(name, reason, 2**53 - 1, 2**53 - 1),
+        same=2**31,
+        reached=2**53 - 1,
+        without_progress=2**31,
+    )
+    value = head.with_failures(full).encode()
     assert len(value) <= MAX_HEAD
-    assert Head.decode(value).encode() == value
+    decoded = Head.decode(value)
+    assert decoded.encode() == value
+    assert decoded.failures.charged_at == full.charged_at
 
 
 @given(texts, st.integers(10, 500))

@@ -3,6 +3,7 @@
 import pytest
 from helpers.said import says
 
+from elasticrs.job.restart_policy import RestartSettings
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.records import Head
 from elasticrs.store.coordination import Txn
@@ -470,3 +471,27 @@ def test_stuck_workers_take_their_node_out_of_the_job():
     assert cluster.head.state == "RUNNING"
     assert isinstance(cluster.head, Head)
     assert a.starts[-1].ranks.group_world_size == 1
+
+
+def test_no_agent_gives_up_during_a_restart_delay():
+    policy = RestartSettings(3, first_delay=3600.0, longest_delay=7200.0)
+    _, agents = running(2, policy=policy, join_timeout=10)
+    a, b = agents
+    b.fail()
+    a.send(m.GroupEnded())
+    assert 1800 <= a.timers["delay/1"] <= 3600
+    assert "delay" in a.texts[-1]
+    assert min(agent.timers["give_up"] for agent in agents) > 2 * 3600
+    a.fire("delay/1")
+    assert [start.restarts for start in b.starts] == [0, 1]
+
+
+def test_a_window_is_named_instead_of_a_number_of_restarts_that_are_left():
+    policy = RestartSettings(1, window=60.0)
+    cluster, (a, b) = running(2, policy=policy)
+    for _ in range(2):
+        cluster.now += 3600 * 10**9
+        b.fail()
+        a.send(m.GroupEnded())
+    assert cluster.head.used == 2
+    assert "(restart 2, at most 1 in 1 min 0 s)" in b.texts[-1]

@@ -1,13 +1,13 @@
 """The summary line at the end of a job: duration, restarts, changes of nodes, goodput."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from elasticrs.agent.attempt import Attempt, JobResult
 from elasticrs.agent.state_machine import Phase
 from elasticrs.agent.story import Story, productive_ns
+from elasticrs.job.config import JobConfig
 from elasticrs.job.ranks import NodeShare, assign
 from elasticrs.report.phrases import goodput
 from elasticrs.workers.plan import Plan
@@ -22,7 +22,7 @@ def attempt_of(round_, restarts, **stamps):
 
 
 def last_line(phase, attempts, *, is_multi_node=True, began_s_ago=1):
-    job = SimpleNamespace(is_multi_node=is_multi_node, replaces_workers=False, max_restarts=3)
+    job = JobConfig(1, "job", is_multi_node=is_multi_node, max_restarts=3)
     result, said = JobResult(phase=phase, attempts=attempts), []
     story = Story(job, result, said.append, owns_process=True)
     story._begun_ns = time.monotonic_ns() - began_s_ago * S

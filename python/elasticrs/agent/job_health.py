@@ -236,12 +236,13 @@ class HealthObserver(Observer):
     def _status(self) -> dict[str, Any]:
         job, attempt = self._job, self._attempt
         self._restarts = restarts = 0 if attempt is None else attempt.restarts
+        settings = job.restart_settings
         shown = ("run_id", "role", "name", "nproc", "max_restarts")
         return {
             "schema": SCHEMA,
             "host": os.uname().nodename,
             "log_folder": (attempt.paths.run_folder if attempt is not None and attempt.paths else "") or None,
-            "job": {name: getattr(job, name) for name in shown},
+            "job": {**{name: getattr(job, name) for name in shown}, "restart_window": settings.window},
             "state": self._state,
             "round": None if attempt is None else attempt.round,
             "attempt": None if attempt is None else attempt.name,
@@ -249,7 +250,8 @@ class HealthObserver(Observer):
             "why_cold": None if attempt is None else attempt.why_cold,
             "restart_phases_ms": {} if attempt is None else attempt.phases,
             "restarts": restarts,
-            "restarts_left": job.max_restarts - restarts,
+            # The times of earlier restarts are known only to the restart policy.
+            "restarts_left": None if settings.window is not None else settings.max_restarts - restarts,
             "group": None if attempt is None else _group(attempt),
             "workers": [] if attempt is None else self._workers(attempt),
             "slowest": _slowest(list(self._standings.values())),

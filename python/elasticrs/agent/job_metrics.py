@@ -94,7 +94,9 @@ class MetricRecorder(Observer):
             # restarts that other nodes have caused.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
-        left, most = self._job.max_restarts - self._restarts, self._job.max_restarts
+        # With a window, more restarts than the maximum may have been charged.
+        most = self._job.max_restarts
+        left = max(0, most - self._restarts)
         self._put("flakiness", 100 if is_failed else int(100.0 - 100.0 * (left + 1) / (most + 1)))
         self._put("run_total", 1)
         self._put("run_success_with_retries", int(not is_failed and has_retried))
@@ -103,7 +105,8 @@ class MetricRecorder(Observer):
         self._put("run_failed_no_retries", int(is_failed and not has_retried))
 
     def _state(self, name: str) -> None:
-        self._put("remaining_restarts", self._job.max_restarts - self._restarts)
+        if self._job.restart_settings.window is None:
+            self._put("remaining_restarts", self._job.max_restarts - self._restarts)
         self._put(name, 1)
 
     def _put(self, name: str, value: int) -> None:

@@ -82,7 +82,11 @@ def report(
         "headline": headline,
         "root_cause": root,
         "failures": [_failure(rank, each, rank in stopped) for rank, each in failed.items()],
-        "restarts": {"charged": 0 if last is None else last.restarts, "max": int(job.max_restarts)},
+        "restarts": {
+            "charged": 0 if last is None else last.restarts,
+            "max": int(job.max_restarts),
+            "window": job.restart_settings.window,
+        },
         "attempts": [_attempt(each) for each in result.attempts],
     }
 

@@ -19,7 +19,7 @@ from elasticrs.agent.member_workers import among_workers, variables_of_members
 from elasticrs.agent.several_nodes import SeveralNodes
 from elasticrs.job.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
-from elasticrs.rendezvous.elastic.announcements import nodes
+from elasticrs.rendezvous.elastic.announcements import nodes, restart_cost
 from elasticrs.rendezvous.elastic.dead_workers import workers_of
 from elasticrs.rendezvous.elastic.settings import Settings
 from elasticrs.workers.plan import Plan
@@ -161,11 +161,9 @@ class MemberNodes(SeveralNodes):
         if attempt is None or not why or self._node.group != "running":
             return
         is_charged = begun.restarts > attempt.restarts
-        attempt.restarts, most = begun.restarts, self._job.max_restarts
+        attempt.restarts, policy = begun.restarts, self._job.restart_settings
         if not is_own:
-            cost = f"restart {begun.restarts} of {most}"
-            if not is_charged:
-                cost = f"no restart charged, {begun.restarts} of {most} used"
+            cost = restart_cost(policy, begun.restarts, is_charged=is_charged)
             count = nodes(begun.ranks.group_world_size)
             self._console.say(f"{why}; the workers of this node continue, {count} ({cost})")
 

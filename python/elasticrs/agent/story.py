@@ -112,14 +112,17 @@ class Story(Observer):
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
         """Print a line about the failed worker and its replacement."""
         (local_rank,) = failed.exits
-        most = self._job.max_restarts
+        policy = self._job.restart_settings
+        used = f"restart {phrases.restarts_used(attempt.restarts, policy.max_restarts, policy.window)}"
+        if policy.window is None:
+            used = f"{policy.max_restarts - attempt.restarts} of {policy.max_restarts} left"
         self._say(
             phrases.replace_line(
                 self._cause(failed),
                 len(attempt.running()) - 1,
                 attempt.pids[local_rank],
                 failed.stamps["started"] - failed.stamps["failure_seen"],
-                f"{most - attempt.restarts} of {most} left",
+                used,
                 time.strftime("%Y-%m-%d %H:%M:%S"),
             )
         )
@@ -153,7 +156,12 @@ class Story(Observer):
             how = f"stopped by {phrases.signal_name(result.signum)}"
         folder = folder_with_files(result.attempts)
         logs = f"; logs in {folder}" if folder else ""
-        charged = f"{used} of {self._job.max_restarts} restarts charged{self._node_changes()}"
+        policy = self._job.restart_settings
+        charged = f"{used} of {policy.max_restarts} restarts charged"
+        if policy.window is not None:
+            limit = f"{policy.max_restarts} in {phrases.duration(policy.window)}"
+            charged = f"{used} restart{'s' if used != 1 else ''} charged (at most {limit})"
+        charged += self._node_changes()
         ending = f"{how} after {took}", f"; {charged}{logs}"
         if self._owns_process:
             # The launcher prints this line below the failure report, with the root cause added.

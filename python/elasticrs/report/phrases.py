@@ -78,6 +78,13 @@ def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
+def restarts_used(used: int, most: int, window: float | None) -> str:
+    """Return how many restarts have been charged, and the limit, such as ``1 of 3`` or, with a window in
+    seconds, ``7, at most 3 in 1 h``.
+    """
+    return f"{used} of {most}" if window is None else f"{used}, at most {most} in {duration(window)}"
+
+
 def restart_line(
     cause: str, stopped: int, restarts_left: int, max_restarts: int, when: str, delay: float = 0.0
 ) -> str:

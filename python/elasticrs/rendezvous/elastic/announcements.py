@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 
 from elasticrs.rendezvous.elastic.records import blame_of
-from elasticrs.report.phrases import SILENT, how_it_ended
+from elasticrs.report.phrases import SILENT, how_it_ended, restarts_used
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
+    from elasticrs.job.restart_policy import RestartSettings
     from elasticrs.rendezvous.elastic.records import Head
 
 MAX_NAMED = 8
@@ -87,13 +88,22 @@ def how_it_failed(cause: Mapping[str, Any]) -> str:
     return f" {how_it_ended(exitcode) if 'exitcode' in cause else 'failed'}"
 
 
-def round_line(head: Head, max_restarts: int, told: str | None = None) -> str:
+def restart_cost(policy: RestartSettings, used: int, *, is_charged: bool) -> str:
+    """Return text that says whether a round was charged to the restart budget, and how much of the budget is
+    used.
+    """
+    if is_charged:
+        return f"restart {restarts_used(used, policy.max_restarts, policy.window)}"
+    if policy.window is not None:
+        return "no restart charged"
+    return f"no restart charged, {used} of {policy.max_restarts} used"
+
+
+def round_line(head: Head, policy: RestartSettings, told: str | None = None) -> str:
     """Return text that announces a new round. The text includes the reason why the previous round ended,
     unless that reason equals ``told``, which the user has already seen.
     """
-    cost = f"no restart charged, {head.used} of {max_restarts} used"
-    if (head.end or {}).get("charged"):
-        cost = f"restart {head.used} of {max_restarts}"
+    cost = restart_cost(policy, head.used, is_charged=bool((head.end or {}).get("charged")))
     starts = f"round {head.round} starts with {nodes(head.size)} ({cost})"
     why = end_of(head)
     return starts if why == told else f"{why}; {starts}"

@@ -242,7 +242,7 @@ def registered(member: Member, registration: Registration, own: Entry | None) ->
     member.joining.trouble = None
     for timer in ("connect", "connect_news", "store_lost"):
         member.disarm(timer)
-    member.arm("give_up", member.settings.patience)
+    member.arm("give_up", member.patience)
 
 
 def refused(member: Member, link: Link, registration: Registration, reply: Reply) -> bool:

@@ -318,6 +318,14 @@ class Member:
         """Seconds by which the lease that the store has granted exceeds the lease time in the settings."""
         return max(0.0, self.joining.ttl - self.settings.ttl)
 
+    @property
+    def patience(self) -> float:
+        """Seconds without a round after which this agent gives up by itself. A restart delay is waited for
+        twice, because another leader starts it again.
+        """
+        policy = self.agent.policy
+        return self.settings.patience + 2 * max(policy.first_delay, policy.longest_delay)
+
     # --- actions ---
 
     def do(self, action: Action) -> None:

@@ -113,7 +113,7 @@ def _ended(member: Member, head: Head) -> None:
         member.disarm("round_age")
     member.disarm("barrier")
     if member.registered is not None:
-        member.arm("give_up", member.settings.patience)
+        member.arm("give_up", member.patience)
     if member.workers is not None:
         hung = head.cause if silence_of(head.cause) is not None else None
         _stop(member, end_of(head), hung, planned=_is_planned(head))
@@ -129,7 +129,7 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
         if head.round > 1 and is_news and not member.agent.keeps_workers:
             number, told = member.told_end
             known = told if number == head.round - 1 else None
-            member.do(Announce(round_line(head, member.agent.policy.max_restarts, known)))
+            member.do(Announce(round_line(head, member.agent.policy, known)))
     member.disarm("give_up")
     look(member)
     if _is_spare(member, head):
@@ -424,7 +424,7 @@ def give_up(member: Member) -> None:
     """Give up, because no round was formed in time and no leader has given a reason."""
     head = member.head
     if member.phase is Phase.IDLE and not (head is not None and head.state == "RUNNING"):
-        seconds = member.settings.patience
+        seconds = member.patience
         member.exit(
             Outcome("timeout", f"no round was formed within {seconds:g} s, and no leader gave a reason")
         )
