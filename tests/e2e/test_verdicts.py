@@ -1,5 +1,6 @@
 """Conclusions from a failure: restarts, the exit code, the JSON report, the termination message."""
 
+import errno
 import json
 import os
 import signal
@@ -8,6 +9,10 @@ import jsonschema
 import pytest
 from helpers import procs
 from helpers.schema import DOCS
+
+from elasticrs.agent.attempt import JobResult
+from elasticrs.job.config import JobConfig
+from elasticrs.launcher.outcome import conclude_stopped
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -26,6 +31,10 @@ MARKED_CAUSE = """
     except NonRetryable as error:
         raise RuntimeError("the trainer failed") from error
 """
+MARKED_MEMBER = """
+    from elasticrs.errors import NonRetryable
+    raise ExceptionGroup("two errors", [ValueError("x"), NonRetryable("no")])
+"""
 OWN_ERROR_FILE = """
     import json, os, sys
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
@@ -36,6 +45,14 @@ LAZY_IMPORT = """
     def main():
         import there_is_no_such_module
     main()
+"""
+LIBRARY_IMPORT = """
+    import pkgutil
+    pkgutil.resolve_name("there_is_no_such_module:name")  # A function of a library imports the module.
+"""
+BAD_DATA = """
+    from xml.etree import ElementTree
+    ElementTree.fromstring("<a>")  # Its error is a subclass of SyntaxError.
 """
 SAME_AGAIN = "raise ValueError('x')"
 
@@ -70,13 +87,20 @@ def run(launch, worker_script, tmp_path):
     [
         (MARKED, ()),
         (MARKED_CAUSE, ()),
+        (MARKED_MEMBER, ()),
         (OWN_ERROR_FILE, ()),
         ("import sys; sys.exit(42)", ("--fatal-exit-codes", "3,40-49")),
         ("import there_is_no_such_module", ()),
+        ("import there_is_no_such_module", ("--run-path",)),
+        ("import there_is_no_such_module", ("--run-path", "--start-method", "fork")),
+        ("import there_is_no_such_module", ("--warm", "sys")),
         ("def f(:", ()),
         ("import sys; sys.exit(2)", ("-r", "3", "--log-dir", "logs")),
     ],
-    ids=["marked", "marked cause", "own error file", "exit code", "import", "syntax", "usage"],
+    ids=[
+        *("marked", "marked cause", "marked member", "own error file", "exit code", "import"),
+        *("import of a path", "import in a fork", "import in a warm worker", "syntax", "usage"),
+    ],
 )
 def test_a_permanent_failure_ends_the_job_without_a_restart(run, script, options):
     ended = run(script, "--exit-codes", "verdict", *options)
@@ -92,9 +116,14 @@ def test_a_permanent_failure_ends_the_job_without_a_restart(run, script, options
         ("import sys; sys.exit(2)", ()),
         ("print('started'); import sys; sys.exit(2)", ("-r", "3", "--log-dir", "logs")),
         (LAZY_IMPORT, ("--max-same-failures", "0")),
+        (LIBRARY_IMPORT, ("--max-same-failures", "0")),
+        (BAD_DATA, ("--max-same-failures", "0")),
         (SAME_AGAIN, ("--max-same-failures", "0")),
     ],
-    ids=["other code", "signal", "unknown output", "output", "lazy import", "check is off"],
+    ids=[
+        *("other code", "signal", "unknown output", "output", "lazy import", "import by a library", "data"),
+        "check is off",
+    ],
 )
 def test_any_other_failure_is_restarted_until_the_budget_is_used_up(run, script, options):
     ended = run(script, "--exit-codes", "verdict", *options, nproc=1)
@@ -232,6 +261,33 @@ def test_a_report_that_cannot_be_written_is_named_and_changes_nothing(launch, wo
     launched = launch("--report", f"file:{path}", worker_script("pass")).exits(0)
     assert str(path) in launched.stderr
     assert os.strerror(2) in launched.stderr
+
+
+def test_a_pipe_without_a_reader_delays_nothing(launch, worker_script, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    launched = launch("--report", f"file:{tmp_path / 'pipe'}", worker_script("pass")).exits(0)
+    assert os.strerror(errno.ENXIO) in launched.stderr
+
+
+def test_a_supervisor_that_fails_leaves_a_report(tmp_path):
+    path, said = tmp_path / "report.json", []
+    job = JobConfig(1, "job42", name="train.py", report=f"file:{path}")
+    assert conclude_stopped(job, JobResult(), "no free file descriptor", said.append) == 1
+    report = json.loads(path.read_text())
+    jsonschema.validate(report, json.loads((DOCS / "report.schema.json").read_text()))
+    assert (report["outcome"], report["reason"]) == ("failed", "no free file descriptor")
+    assert not said
+
+
+def test_no_text_shows_more_restarts_than_are_allowed(run):
+    script = """
+        import os, select, sys
+        select.select([], [], [], 0.3)  # Longer than the window.
+        sys.exit(7 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "3" else 1)
+    """
+    ended = run(script, "--max-restarts", "1/0.2s", "--fatal-exit-codes", "7", nproc=1)
+    assert ended.report["restarts"] == {"charged": 3, "max": 1, "window": 0.2}
+    assert "3 restarts charged (at most 1 in 0.2 s)" in ended.stderr
 
 
 @pytest.mark.parametrize(

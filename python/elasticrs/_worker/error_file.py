@@ -19,6 +19,12 @@ _CODEC = ("utf-8", "backslashreplace")
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 """Path fragments that identify code outside the user's program."""
 
+_STARTERS = ("<frozen ", "/runpy.py", "/importlib/__init__.py")
+"""Parts of paths of code that starts a program or imports a module."""
+
+_ELASTICRS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
+"""Folder of this package, which may be installed in any place."""
+
 FROM_HOOK = '"written_by": "hook"'
 """Text that marks an error file as written by the worker's hook."""
 
@@ -63,34 +69,51 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         ``exception``: qualified name of its type. ``place``: file name and line where it was raised, such as
         ``train.py:88``, in the user's program if possible. ``is_start_error``: true if a file of the program
         could not be parsed, or lacks a module that it imports at its top level. ``is_retryable``: false if
-        the exception, or one of its causes, is an ``elasticrs.errors.NonRetryable``.
+        the exception, one of its causes, or a member of one of these exception groups is an
+        ``elasticrs.errors.NonRetryable``.
     """
     kind = type(error)
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    frames = [(code, line) for code, line in frames if not code.co_filename.startswith(_ELASTICRS)] or frames
     own = [(code, line) for code, line in frames if not any(part in code.co_filename for part in _LIBRARIES)]
     shown = [(code.co_filename, line) for code, line in own or frames]
-    if isinstance(error, SyntaxError) and error.filename:
+    # Libraries derive errors about invalid data from SyntaxError, such as the XML parser's.
+    is_code = not isinstance(error, SyntaxError) or kind.__module__ == "builtins"
+    if isinstance(error, SyntaxError) and is_code and error.filename:
         shown.append((error.filename, error.lineno or 0))
-    is_importing = all(code.co_name == "<module>" for code, _ in own)
+    # A function that imports or parses something may run long after the start of the program, also if it
+    # belongs to a library.
+    is_importing = all(
+        code.co_name == "<module>" or any(part in code.co_filename for part in _STARTERS)
+        for code, _ in frames
+    )
     return {
         "exception": "%s.%s" % (kind.__module__, kind.__qualname__),  # noqa: UP031
         "place": "%s:%d" % (os.path.basename(shown[-1][0]), shown[-1][1]) if shown else None,  # noqa: UP031
-        "is_start_error": isinstance(error, (SyntaxError, ImportError)) and is_importing,
+        "is_start_error": isinstance(error, (SyntaxError, ImportError)) and is_code and is_importing,
         "is_retryable": not _is_marked(error),
     }
 
 
-def _is_marked(error: "BaseException | None") -> bool:
-    """Return true if an exception or one of its causes is an ``elasticrs.errors.NonRetryable``."""
-    seen = set()  # type: set[int]
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+def _is_marked(error: BaseException) -> bool:
+    """Return true if an exception, one of its causes, or a member of one of these exception groups is an
+    ``elasticrs.errors.NonRetryable``.
+    """
+    pending, seen = [error], set()  # type: list[BaseException | None], set[int]
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
         if any(
             base.__module__ == "elasticrs.errors" and base.__name__ == "NonRetryable"
-            for base in type(error).__mro__
+            for base in type(each).__mro__
         ):
             return True
-        error = error.__cause__
+        pending.append(each.__cause__)
+        members = getattr(each, "exceptions", ())
+        if isinstance(members, tuple):
+            pending += [member for member in members if isinstance(member, BaseException)]
     return False
 
 
@@ -179,5 +202,14 @@ def _is_from_elsewhere(path: str) -> bool:
 
 
 def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", opener=_open_at_once) as file:
         file.write(text)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file. Fail with ``ENXIO`` if it is a named pipe that no process reads, instead of waiting for a
+    reader.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    os.set_blocking(descriptor, True)
+    return descriptor

@@ -89,6 +89,11 @@ class Agent:
 
             self._sleepers = Sleepers(job.uninterruptible_state_timeout)
 
+    @property
+    def result(self) -> JobResult:
+        """Result of the job so far."""
+        return self._result
+
     def run(self) -> JobResult:
         """Run the job to its end.
 

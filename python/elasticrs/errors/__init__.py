@@ -9,6 +9,6 @@ class NonRetryable(Exception):  # noqa: N818 -- the name says what the launcher 
     """Raised by a worker for an error that another attempt would repeat, such as an invalid configuration.
 
     If this exception ends a worker, the launcher stops the job on all nodes and restarts no worker, even if
-    ``--max-restarts`` allows further restarts. The same applies to a subclass, and to an exception that has
-    ``NonRetryable`` as its ``__cause__``.
+    ``--max-restarts`` allows further restarts. The same applies to a subclass, to an exception that has
+    ``NonRetryable`` as its ``__cause__``, and to an exception group that contains one.
     """

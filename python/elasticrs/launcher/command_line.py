@@ -157,7 +157,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
 
 def _run_agent(launch: Launch, workers: Workers, console: Console, signals: SignalPipe | None) -> int:
     from elasticrs.agent.loop import Agent
-    from elasticrs.launcher.outcome import conclude
+    from elasticrs.launcher.outcome import conclude, conclude_stopped
     from elasticrs.workers.process import SupervisorError
 
     agent = Agent(
@@ -172,8 +172,9 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
     try:
         result = agent.run()
     except (SupervisorError, OSError) as error:
-        console.write(console.prefixed(f"the job was stopped: {error}{os.linesep}"), PATIENCE)
-        return 1
+        why = f"the job was stopped: {error}"
+        console.write(console.prefixed(f"{why}{os.linesep}"), PATIENCE)
+        return conclude_stopped(launch.job, agent.result, why, console.say)
     headline = None
     if result.exit_code != 0:
         headline = _tell_failure(

@@ -51,6 +51,24 @@ def conclude(job: JobConfig, result: JobResult, headline: str | None, say: Calla
     return code
 
 
+def conclude_stopped(job: JobConfig, result: JobResult, why: str, say: Callable[[str], None]) -> int:
+    """Do the same as :func:`conclude` for a job whose supervisor has failed.
+
+    Args:
+        job: configuration of the job.
+        result: result of the job so far.
+        why: description of the error.
+        say: prints a line for the user.
+    """
+    result.phase, result.message = Phase.FAILED, why
+    try:
+        return conclude(job, result, why, say)
+    except (OSError, ImportError) as error:
+        # The imports fail if this process has no free file descriptor.
+        say(f"the outcome of the job could not be written: {error}")
+        return 1
+
+
 def _termination_log() -> str | None:
     """Return the path of the pod's termination log. Return ``None`` if there is none, or if the launcher's
     error file has the same path.
