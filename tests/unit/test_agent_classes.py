@@ -427,6 +427,26 @@ def test_torchs_loop_runs_if_a_hook_is_replaced(handler, tmp_path):
     assert waits(type("Renamed", (LocalElasticAgent,), {}), handler)
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, []),
+        (
+            {"restart_delay": "1s", "max_restarts": "3/1h", "fatal_exit_codes": "3", "max_same_failures": 0},
+            ["restart_delay", "max_same_failures", "fatal_exit_codes", "the duration in max_restarts"],
+        ),
+    ],
+)
+def test_torchs_loop_names_the_settings_of_the_policy_that_it_ignores(
+    handler, tmp_path, caplog, changes, named
+):
+    wanted = spec(handler, entrypoint="/bin/true", local_world_size=1, **changes)
+    with caplog.at_level("WARNING", "elasticrs"):
+        Metered(wanted, DefaultLogsSpecs(str(tmp_path))).run()
+    why = "has no effect, because _record_metrics was replaced"
+    assert caplog.messages == [f"{name} {why}" for name in named]
+
+
 def test_a_replaced_progress_hook_is_called(handler, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
 

@@ -9,6 +9,7 @@ from elasticrs.job.config import UsageError
 from elasticrs.launcher.arguments import parse, resolve
 
 ENV = {"PATH": "/usr/bin:/bin"}
+SEVERAL = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a:1", "--rdzv-id=x")
 POLLED = ("--rdzv-backend=c10d", "--rdzv-endpoint=/tmp/x", "--rdzv-conf=store_type=file")
 
 
@@ -42,6 +43,8 @@ def notices(*argv, **environ):
             ],
         ),
         (POLLED, (), {}, []),
+        (("--on-failure=replace", "--restart-delay=1s"), (), {}, ["--restart-delay"]),
+        ((*SEVERAL, "--on-failure=replace", "--restart-delay=1s"), (), {}, []),
     ],
 )
 def test_a_setting_without_effect_is_reported(script, before, after, environ, named):

@@ -151,7 +151,9 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
         raise UsageError("--hang-startup-timeout needs --hang-timeout: SECONDS or auto")
     if args.hang_exit_timeout != config.WorkerSettings.hang_exit_timeout and args.hang_timeout is None:
         raise UsageError("--hang-exit-timeout needs --hang-timeout: SECONDS or auto")
-    notices += settings_without_effect(args, environ, nproc, is_polled=meeting.handler is not None)
+    is_polled = meeting.handler is not None
+    is_alone = not (is_polled or job.is_multi_node)
+    notices += settings_without_effect(args, environ, nproc, is_polled=is_polled, is_alone=is_alone)
     cpus = len(os.sched_getaffinity(0))
     if nproc > _MANY * cpus:
         notices.append(f"--nproc-per-node is {nproc}, but this node has only {cpus} CPUs to run workers on")

@@ -135,7 +135,8 @@ def _make_agent(
         job.nproc,
         handler,
         entrypoint=observe.entry_point,
-        max_restarts=job.max_restarts,
+        # The launcher has already said that a window has no effect here.
+        max_restarts=int(job.max_restarts),
         monitor_interval=settings.monitor_interval,
         local_addr=settings.local_addr,
         event_log_handler=observe.event_log_handler,

@@ -27,7 +27,12 @@ Options such as ``--log-dir`` are not included, because a script may define them
 
 
 def settings_without_effect(
-    args: Namespace, environ: Mapping[str, str], nproc: int, *, is_polled: bool = False
+    args: Namespace,
+    environ: Mapping[str, str],
+    nproc: int,
+    *,
+    is_polled: bool = False,
+    is_alone: bool = False,
 ) -> Iterator[str]:
     """Yield a warning for each setting that has no effect.
 
@@ -36,12 +41,18 @@ def settings_without_effect(
         environ: environment of the launcher.
         nproc: number of workers on this node.
         is_polled: true if the rendezvous handler must be polled; see :mod:`elasticrs.launcher.by_handler`.
+        is_alone: true if the job has a single node.
     """
     yield from _options_of_the_script(args.training_script, args.training_script_args)
     yield from _unknown_variables(environ)
     yield from _replaced_by_standalone(args)
     if is_polled:
         yield from _without_policy(args)
+    if is_alone and args.on_failure == "replace" and args.restart_delay != "0":
+        yield (
+            "--restart-delay has no effect with --on-failure replace on one node: a failed worker "
+            "is replaced at once"
+        )
     yield from _filters(args)
     yield from _local_ranks(args.local_ranks_filter, nproc)
     template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or ""

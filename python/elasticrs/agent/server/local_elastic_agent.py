@@ -37,6 +37,7 @@ from elasticrs.agent.signals import suspend
 from elasticrs.agent.sleepers import Sleepers
 from elasticrs.events.hostname import fq_hostname
 from elasticrs.job import config as defaults
+from elasticrs.job.policy_options import MaxRestarts
 from elasticrs.metrics import prof
 from elasticrs.multiprocessing import start_processes
 from elasticrs.rendezvous.one_node_handler import OneNodeRendezvous
@@ -156,6 +157,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         try:
             if why is not None:
                 _log.debug("the agent's hooks decide: %s", why)
+                for name in _policy_without_effect(self._worker_group.spec):
+                    _log.warning("%s has no effect, because %s", name, why)
                 with raised_signals(self._local.signals, self._local.forwarded, self._pass_on):
                     result: RunResult = super().run(role)
                     return result
@@ -353,6 +356,21 @@ _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
 """The original hooks, for comparison: a hook may have been replaced in a subclass, in the class or in an
 object.
 """
+
+
+def _policy_without_effect(spec: WorkerSpec) -> list[str]:
+    """Return the settings of the restart policy that a program has changed, and that torch's loop ignores."""
+    names = ("restart_delay", "max_same_failures", "fatal_exit_codes")
+    found = [
+        name
+        for name in names
+        # The specification may be a mock, whose fields are mocks.
+        if isinstance(value := getattr(spec, name, None), (str, int))
+        and value != getattr(defaults.WorkerSettings, name)
+    ]
+    if isinstance(spec.max_restarts, MaxRestarts) and spec.max_restarts.window is not None:
+        found.append("the duration in max_restarts")
+    return found
 
 
 def why_hooks_decide(agent: LocalElasticAgent) -> str | None:
