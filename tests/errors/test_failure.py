@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.multiprocessing.errors import ProcessFailure
-from elasticrs.workers.logs import discard_empty_fault_file, fault_file
+from elasticrs.workers.logs import discard_unused_files, fault_file
 
 NESTED = {"message": {"message": "E: x", "extraInfo": {"py_callstack": "stack", "timestamp": "12"}}}
 
@@ -164,12 +164,12 @@ def test_the_stack_of_a_fault_is_the_last_one(tmp_path):
 
 def test_only_empty_fault_files_are_discarded(tmp_path):
     path = str(tmp_path / "error.json")
-    discard_empty_fault_file(path)
+    discard_unused_files(path)
     Path(fault_file(path)).touch()
-    discard_empty_fault_file(path)
+    discard_unused_files(path)
     assert list(tmp_path.iterdir()) == []
     Path(fault_file(path)).write_text("Fatal")
-    discard_empty_fault_file(path)
+    discard_unused_files(path)
     assert Path(fault_file(path)).exists()
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
+    from elasticrs.diagnosis.values import Diagnosis
     from elasticrs.job.failure_cause import Cause
     from elasticrs.workers.logs import LogPaths
     from elasticrs.workers.node_page import Met
@@ -60,6 +61,7 @@ class Attempt(Record):
         raised: uncaught exception that each worker reported, by local rank.
         expired: time limits that made the agent stop workers, by local rank: timers, heartbeat deadlines, or
             ``--exit-timeout``.
+        diagnosis: which ranks keep the others waiting, if a worker hung and there is evidence about it.
         heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
         oom_kills: counters of the kernel's OOM killer at the start of the attempt.
         oom_kills_after: the same counters after the attempt failed.
@@ -90,6 +92,7 @@ class Attempt(Record):
     first_failure: int | None = None
     raised: dict[int, WorkerRaised] = fresh(factory=dict)
     expired: dict[int, Overdue] = fresh(factory=dict)
+    diagnosis: Diagnosis | None = None
     heartbeats: list[Heartbeat] = fresh(factory=list)
     oom_kills: dict[str, int] = fresh(factory=dict)
     oom_kills_after: dict[str, int] = fresh(factory=dict)
@@ -134,6 +137,7 @@ class Attempt(Record):
         failed.first_failure = local_rank
         if local_rank in self.expired:
             failed.expired[local_rank] = self.expired.pop(local_rank)
+            failed.diagnosis, self.diagnosis = self.diagnosis, None
         failed.oom_kills, failed.oom_kills_after = self.oom_kills, read_counters(self.oom_kills)
         failed.stamps["failure_seen"] = failed.exits[local_rank].seen_ns
         self.oom_kills = failed.oom_kills_after
@@ -173,7 +177,8 @@ class Attempt(Record):
             return None
         from elasticrs.agent.hangs import hung
 
-        return hung(event.hung, self.global_ranks(), was_found_here=self.first_failure is not None)
+        is_found_here = self.first_failure is not None
+        return hung(event.hung, self.global_ranks(), self.diagnosis, was_found_here=is_found_here)
 
     def is_slow_to_exit(self, local_rank: int) -> bool:
         """Return true if a worker exceeded ``--exit-timeout`` after an uncaught exception although its exit

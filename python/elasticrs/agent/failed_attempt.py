@@ -255,6 +255,11 @@ def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFail
             failure.log_paths["hang"] = path
     if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):
         failure.more_notes = _last_heartbeats(attempt, failure.seen_ns)
+    if attempt.diagnosis is not None and rank in attempt.expired:
+        from elasticrs.agent.hang_diagnosis import blames_others
+
+        doubt = blames_others(attempt.diagnosis, attempt.global_ranks()[rank])
+        failure.more_notes = [*([] if doubt is None else [doubt]), *failure.more_notes]
 
 
 def _last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> list[str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from elasticrs._core import Heartbeat, RankSeen, WorkerHung
+    from elasticrs.diagnosis.values import Diagnosis
 
 MAX_FRAMES = 12
 MAX_FRAMES_OF_OTHERS = 4
@@ -26,22 +27,36 @@ comes after the kernel stacks of all threads.
 _EARLIER = 0.01
 """If a worker stopped at least this number of seconds before the others, the report mentions the difference.
 """
+_OWN_THREAD = '/elasticrs/_worker/flight.py"'
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
 
 
-def hung(event: WorkerHung, ranks: Mapping[int, int], *, was_found_here: bool = True) -> str:
+def hung(
+    event: WorkerHung,
+    ranks: Mapping[int, int],
+    diagnosis: Diagnosis | None = None,
+    *,
+    was_found_here: bool = True,
+) -> str:
     """Describe which worker hung, since when, and what the other workers did meanwhile.
 
     Args:
         event: event that reports the hang.
         ranks: global rank by local rank.
+        diagnosis: result of comparing the flight records and stacks of all ranks. It replaces the innermost
+            frames of the ranks.
         was_found_here: true if a worker on this node exceeded a time limit; false if only a worker on another
             node exceeded a limit.
     """
     own = next((seen for seen in event.ranks if seen.local_rank == event.local_rank), None)
     others = [seen for seen in event.ranks if seen.local_rank != event.local_rank]
     missed, stopped = _missed(event, own, was_found_here), _stopped_at(event, own, others)
-    return "; ".join(filter(None, (missed, stopped, _where(own, others, ranks))))
+    if diagnosis is None:
+        where = _where(own, others, ranks)
+    else:
+        state = _STATES.get(own.state, "") if own is not None else ""
+        where = "; ".join(filter(None, (state, diagnosis.summary)))
+    return "; ".join(filter(None, (missed, stopped, where)))
 
 
 def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> str:
@@ -168,7 +183,9 @@ def _answered(lines: Sequence[str]) -> list[list[str]]:
     """
     starts = [number for number, line in enumerate(lines) if "(most recent call first):" in line]
     starts.sort(key=lambda number: (not lines[number].startswith("Current thread"), -number))
-    return [_block(lines, start, "  ") for start in starts]
+    stacks = [_block(lines, start, "  ") for start in starts]
+    # Leave out the thread of elasticrs that waits for requests.
+    return [stack for stack in stacks if not any(_OWN_THREAD in frame for frame in stack)]
 
 
 def _spied(lines: Sequence[str]) -> list[str]:

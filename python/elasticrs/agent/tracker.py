@@ -21,7 +21,7 @@ from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
 from elasticrs.agent.workers import prepare_group, prepare_replacement, warm_nursery, watch_timers
 from elasticrs.report import phrases
-from elasticrs.workers.logs import attempt_name, discard_empty_fault_file
+from elasticrs.workers.logs import attempt_name, discard_unused_files
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -266,10 +266,10 @@ class AttemptTracker:
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
-        """Remove the attempts' empty fault files. Write the timeline if ``ELASTICRS_TIMELINE`` is set."""
+        """Remove unused files of the attempts. Write the timeline if ``ELASTICRS_TIMELINE`` is set."""
         for attempt in self.result.attempts:
             for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
-                discard_empty_fault_file(path)
+                discard_unused_files(path)
         if os.environ.get("ELASTICRS_TIMELINE"):
             from elasticrs.agent.timeline import write
 
@@ -370,6 +370,11 @@ class AttemptTracker:
 
     def _on_hung(self, event: _core.WorkerHung) -> None:
         self._is_overdue(event.local_rank, Overdue(event.seen_ns, hung=event))
+        attempt = self.result.attempts[-1]
+        if attempt.diagnosis is None:
+            from elasticrs.agent.hang_diagnosis import diagnosis_of
+
+            attempt.diagnosis = diagnosis_of(attempt)
         self.observers.hung(event)
 
     def _is_overdue(self, local_rank: int, why: Overdue) -> None:

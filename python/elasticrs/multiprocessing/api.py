@@ -513,7 +513,7 @@ class PContext(ABC):
                         copy.close()
                 _release(self._caught)
                 for path in self.error_files.values():
-                    logs.discard_empty_fault_file(path)
+                    logs.discard_unused_files(path)
                     if isinstance(self._logs_specs, DefaultLogsSpecs):
                         self._logs_specs._remove_if_empty(os.path.dirname(os.path.dirname(path)))
 

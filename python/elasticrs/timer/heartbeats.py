@@ -10,6 +10,7 @@ no effect.
 from __future__ import annotations
 
 import os
+import sys
 from time import monotonic_ns
 
 TYPE_CHECKING = False
@@ -158,6 +159,10 @@ def _take_page() -> memoryview:
         from elasticrs._worker.stacks import answer_with_stacks
 
         answer_with_stacks()
+        if "torch" in sys.modules:
+            from elasticrs._worker.flight import answer_with_record
+
+            answer_with_record()
         os.register_at_fork(after_in_child=_detach)
         if _automatic is None:
             _notice_exit()

@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Register a hook that torch calls after each step of any optimizer. Do nothing if this version of torch
-    has no such hooks.
+    """Register a hook that torch calls after each step of any optimizer, unless this version of torch has no
+    such hooks. Start the thread that writes torch's flight record when the agent requests it.
 
     Args:
         optimizers: the module ``torch.optim.optimizer``. Other parts of torch may not be imported yet.
     """
+    from elasticrs._worker.flight import answer_with_record
+
+    # Start the thread here and not with the first step, because the first collective may hang before it.
+    answer_with_record()
     register = getattr(optimizers, "register_optimizer_step_post_hook", None)
     if register is None:
         return

@@ -157,6 +157,20 @@ def fault_file(error_file: str) -> str:
     return f"{error_file}.fault"
 
 
+def flight_record_file(error_file: str) -> str:
+    """Return the path of the file into which a worker writes torch's flight record when the agent requests
+    it.
+    """
+    return f"{error_file}.flight"
+
+
+def flight_requests_file(error_file: str) -> str:
+    """Return the path of the FIFO through which the agent requests a flight record. It exists only if a
+    thread of the worker waits for requests.
+    """
+    return f"{error_file}.flight_requests"
+
+
 def error_file_of(error_file: str, pid: int) -> str:
     """Return the path to which the error file of a replaced worker is renamed."""
     folder, name = os.path.split(error_file)
@@ -173,16 +187,19 @@ def last_bytes(path: str, limit: int) -> bytes:
         return b""
 
 
-def discard_empty_fault_file(error_file: str) -> None:
-    """Remove the file that :func:`fault_file` names, if it is empty after an attempt."""
-    path = fault_file(error_file)
-    try:
-        if os.path.getsize(path) == 0:
-            os.unlink(path)
-    except OSError:
-        # The file does not exist, or the disk has failed. Ignore that, because it does not affect the result
-        # of the job.
-        return
+def discard_unused_files(error_file: str) -> None:
+    """Remove files that are of no use after an attempt: the file that :func:`fault_file` names, if it is
+    empty, and the FIFO that :func:`flight_requests_file` names.
+    """
+    fault, requests = fault_file(error_file), flight_requests_file(error_file)
+    for path in (fault, requests):
+        try:
+            if path == requests or os.path.getsize(path) == 0:
+                os.unlink(path)
+        except OSError:  # noqa: PERF203 -- only two iterations
+            # The file does not exist, or the disk has failed. Ignore that, because it does not affect the
+            # result of the job.
+            continue
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:

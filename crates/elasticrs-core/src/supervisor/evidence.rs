@@ -7,6 +7,10 @@
 //! also works if the worker is blocked in a collective or never releases the GIL. If a worker does not write its
 //! stacks, `py-spy` inspects it, provided that `py-spy` is installed.
 //!
+//! The flight record of torch comes from a thread of the worker, which `python/elasticrs/_worker/flight.py` starts. The
+//! thread is blocked while it opens a FIFO, until this module opens the other end. It then writes the record to a file,
+//! which the agent reads. The thread needs the GIL, so a worker that never releases the GIL writes no record.
+//!
 //! - **EVI-1** a process gets the signal only if it has a handler for the signal, and if the file that the hook opened
 //!   exists;
 //! - **EVI-2** all ranks are examined in parallel, each on its own thread, and the caller gets the evidence by the
@@ -14,13 +18,15 @@
 //! - **EVI-3** only regular files are opened, because a worker may have replaced its file with a FIFO, and opening a
 //!   FIFO could block;
 //! - **EVI-4** the traceback of a crash stays in the file, even if it is written while evidence is gathered;
-//! - **EVI-5** if the evidence is no longer needed, the threads stop at once and kill `py-spy`.
+//! - **EVI-5** if the evidence is no longer needed, the threads stop at once and kill `py-spy`;
+//! - **EVI-6** a flight record is requested only after the stacks are complete, because `faulthandler` reads the frames
+//!   of running threads without a lock. A record of an earlier request is removed first.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write as _};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -37,7 +43,7 @@ use super::watch::wait_channel;
 
 /// Time limit for gathering evidence from all ranks together.
 pub const LIMIT: Duration = Duration::from_secs(2);
-/// Part of [`LIMIT`] in which `faulthandler` must write the stacks. The rest is for `py-spy`.
+/// Time limit within [`LIMIT`] for a worker to write its stacks and its flight record. `py-spy` gets the remaining time.
 const ANSWERS: Duration = Duration::from_millis(1200);
 /// Time without growth after which a stack file is considered complete.
 const SETTLED: Duration = Duration::from_millis(40);
@@ -65,6 +71,19 @@ pub struct EvidenceFiles {
     /// File that the worker's hook has opened for `faulthandler`.
     pub stacks: PathBuf,
     pub report: PathBuf,
+}
+
+impl EvidenceFiles {
+    /// Returns the path of the worker's flight record. `python/elasticrs/_worker/flight.py` uses the same name.
+    fn flight_record(&self) -> PathBuf {
+        self.stacks.with_extension("flight")
+    }
+
+    /// Returns the path of the FIFO through which a flight record is requested. `python/elasticrs/_worker/flight.py`
+    /// uses the same name.
+    fn flight_requests(&self) -> PathBuf {
+        self.stacks.with_extension("flight_requests")
+    }
 }
 
 /// A worker about which evidence is to be gathered.
@@ -135,6 +154,17 @@ struct Examination {
     status: Option<Status>,
     kernel: String,
     answer: Option<Answer>,
+    record: Record,
+}
+
+/// State of the request for a worker's flight record.
+enum Record {
+    /// The record will be requested when the stacks are complete.
+    Due,
+    /// The worker is writing the record to this file.
+    Requested(PathBuf),
+    /// The record is complete, or it cannot be requested.
+    Done,
 }
 
 /// A stack file that `faulthandler` was asked to write to, and the offset at which the new stacks start.
@@ -146,7 +176,11 @@ struct Answer {
 }
 
 impl Answer {
-    fn is_whole(&self) -> bool {
+    fn is_whole(&mut self) -> bool {
+        let length = self.file.metadata().map_or(self.length, |facts| facts.len());
+        if length != self.length {
+            (self.length, self.grew) = (length, Instant::now());
+        }
         self.length > self.start && self.grew.elapsed() >= SETTLED
     }
 }
@@ -155,12 +189,8 @@ fn await_answers(examinations: &mut [Examination], limit: &GatheringLimit) {
     let deadline = Instant::now() + ANSWERS;
     loop {
         let mut waits = false;
-        for answer in examinations.iter_mut().filter_map(|examination| examination.answer.as_mut()) {
-            let length = answer.file.metadata().map_or(answer.length, |facts| facts.len());
-            if length != answer.length {
-                (answer.length, answer.grew) = (length, Instant::now());
-            }
-            waits |= !answer.is_whole();
+        for examination in examinations.iter_mut() {
+            waits |= examination.waits();
         }
         if !waits || Instant::now() >= deadline || limit.is_over() {
             return;
@@ -177,7 +207,32 @@ impl Examination {
         let (status, kernel) = (Status::of(subject.pid), kernel_side(target));
         let answer = asked.filter(|(pid, _)| can_answer(*pid));
         let answer = answer.and_then(|(_, pidfd)| ask(&pidfd, &subject.files.as_ref()?.stacks).ok());
-        Self { subject, target, status, kernel, answer }
+        // Remove a record of an earlier request, because it is about a worker that recovered (**EVI-6**).
+        let removed = subject.files.as_ref().map(|files| fs::remove_file(files.flight_record()));
+        let is_removed = removed.is_some_and(|removed| removed.map_or_else(|error| is_missing(&error), |()| true));
+        let record = if is_removed && can_answer(target) { Record::Due } else { Record::Done };
+        Self { subject, target, status, kernel, answer, record }
+    }
+
+    /// Returns true if the worker is still writing its stacks or its flight record. Requests the record when the stacks
+    /// are complete.
+    fn waits(&mut self) -> bool {
+        if self.answer.as_mut().is_some_and(|answer| !answer.is_whole()) {
+            return true;
+        }
+        match &self.record {
+            Record::Due => {
+                let requested = self.subject.files.as_ref().map(request_record);
+                let Some(Ok(path)) = requested else {
+                    self.record = Record::Done;
+                    return false;
+                };
+                self.record = Record::Requested(path);
+                true
+            }
+            Record::Requested(path) => path.symlink_metadata().is_err(),
+            Record::Done => false,
+        }
     }
 
     fn write(mut self, py_spy: Option<&Path>) -> (WorkerEvidence, Option<Spy>) {
@@ -272,6 +327,23 @@ fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
     let start = file.metadata()?.len();
     pidfd::send_signal(pidfd, stack_signal())?;
     Ok(Answer { file, start, length: start, grew: Instant::now() })
+}
+
+/// Requests a worker's flight record, and returns the path of the file to which the worker will write it. Fails if no
+/// thread of the worker is waiting for a request.
+fn request_record(files: &EvidenceFiles) -> io::Result<PathBuf> {
+    // Opening a FIFO for writing without blocking fails if no reader has opened it or is opening it. The thread of the
+    // worker needs no data: it continues because its FIFO has been opened.
+    let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
+    let requests = File::options().write(true).custom_flags(flags).open(files.flight_requests())?;
+    if !requests.metadata()?.file_type().is_fifo() {
+        return Err(io::Error::other("it is not a FIFO"));
+    }
+    Ok(files.flight_record())
+}
+
+fn is_missing(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound
 }
 
 impl Answer {
@@ -459,13 +531,42 @@ mod tests {
             fs::write(&files.stacks, format!("{DUMP}{crash}{}", if crash.is_empty() { "" } else { DUMP })).unwrap();
             let file = File::open(&files.stacks).unwrap();
             let (target, kernel, subject) = (own_pid(), String::new(), subject(own_pid(), &files));
-            let examination = Examination { subject, target, status: None, kernel, answer: None };
+            let examination = Examination { subject, target, status: None, kernel, answer: None, record: Record::Done };
             let answer = Answer { file, start: 0, length: 0, grew: Instant::now() };
             let stacks = examination.read(answer).unwrap();
             assert_eq!(innermost_frame(&stacks).as_deref(), Some("File \"b.py\", line 7 in all_reduce"));
             let kept = fs::read(examination.subject.files.unwrap().stacks).unwrap();
             assert_eq!((kept.len(), crash.is_empty()), (left, kept.is_empty()), "EVI-4");
         }
+    }
+
+    #[test]
+    fn a_record_is_requested_from_a_thread_that_waits_for_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let files =
+            EvidenceFiles { stacks: folder.path().join("error.json.fault"), report: folder.path().join("hang.txt") };
+        let (requests, record) = (folder.path().join("error.json.flight_requests"), files.flight_record());
+        nix::unistd::mkfifo(&requests, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        fs::write(&record, "an earlier one").unwrap();
+        let examine = || gather(vec![subject(own_pid(), &files)], None, &GatheringLimit::until(Instant::now() + LIMIT));
+        let begun = Instant::now();
+        examine();
+        assert!(begun.elapsed() < ANSWERS && !record.exists(), "no thread waits, and the earlier record is gone");
+        let (fifo, partial, answered) = (requests.clone(), folder.path().join("partial"), record.clone());
+        let worker = std::thread::spawn(move || {
+            drop(File::open(fifo).unwrap());
+            fs::write(&partial, "a record").unwrap();
+            fs::rename(partial, answered).unwrap();
+        });
+        // The thread is not asked before it opens the FIFO.
+        while !record.exists() {
+            examine();
+        }
+        worker.join().unwrap();
+        assert_eq!(fs::read_to_string(&record).unwrap(), "a record");
+        fs::remove_file(&requests).unwrap();
+        fs::write(&requests, "").unwrap();
+        assert!(request_record(&files).is_err(), "it is no FIFO");
     }
 
     #[test]

@@ -1,0 +1,149 @@
+"""Writes torch's flight record of a worker, the latest collectives of the process, when the agent requests
+it.
+
+A thread blocks while it opens a FIFO beside the error file. When the agent finds a hang, it opens the other
+end, and the thread writes the record to a file. Until then, the thread uses no CPU time, no file descriptor
+and no GIL. It answers while the main thread waits in a collective, but not while a thread holds the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+MAX_ENTRIES = 200
+"""Maximum number of collectives in the record of one backend. The latest ones are kept."""
+
+_DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+"""Functions of torch that return a record as JSON: of backends for the CPU, and of NCCL."""
+
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+"""Variables with the size of torch's recorder, of which the first that is set counts. 0 turns it off."""
+
+_owner = 0
+"""Pid of the process that has started the thread. Differs from the own pid in a forked child."""
+
+
+def answer_with_record() -> None:
+    """Start the thread that writes the flight record, if the agent watches this worker's heartbeats.
+
+    Do nothing if this process has already started it, or if the FIFO or the thread cannot be created, because
+    then only the record is missing from the report. ``ELASTICRS_TRACEBACKS=0`` disables the thread.
+    """
+    global _owner  # noqa: PLW0603 -- one thread for each process
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    is_off = "ELASTICRS_HEARTBEAT" not in os.environ or os.environ.get("ELASTICRS_TRACEBACKS") == "0"
+    if not path or is_off or _owner == os.getpid():
+        return
+    _owner = os.getpid()
+    from elasticrs._worker.error_file import may_be_replaced
+
+    if not may_be_replaced(path):
+        return  # Create no file next to a device such as /dev/null.
+    requests = f"{path}.flight_requests"
+    try:
+        if os.path.lexists(requests):
+            # Another process of this worker has created the FIFO. From now on, only this process answers.
+            os.unlink(requests)
+        os.mkfifo(requests, 0o600)
+        _start_thread(requests, f"{path}.flight")
+    except (OSError, RuntimeError):
+        return  # Ignore the error, because only the record will be missing.
+
+
+def _start_thread(requests: str, record: str) -> None:
+    from _signal import (  # type: ignore[import-not-found]
+        SIG_BLOCK,
+        SIG_SETMASK,
+        SIGABRT,
+        SIGBUS,
+        SIGFPE,
+        SIGILL,
+        SIGSEGV,
+        pthread_sigmask,
+        valid_signals,
+    )
+    from _thread import start_new_thread
+
+    # Block all signals in the thread, except those of its own faults. Otherwise the kernel could deliver a
+    # signal that the program has blocked in all of its threads, to wait for it with `sigwait`, to this one.
+    before = pthread_sigmask(SIG_BLOCK, valid_signals() - {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV})
+    try:
+        start_new_thread(_answer, (requests, record))
+    finally:
+        pthread_sigmask(SIG_SETMASK, before)
+
+
+def _answer(requests: str, record: str) -> None:
+    """Write the record each time that the agent opens the FIFO. Return if the FIFO no longer exists."""
+    from elasticrs._worker.error_file import write_whole
+
+    while _wait_for_request(requests):
+        try:
+            write_whole(record, flight_document())
+        except OSError:  # noqa: PERF203 -- one iteration for each request
+            return  # Ignore the error, because only the record will be missing.
+
+
+def _wait_for_request(requests: str) -> bool:
+    """Block until the agent has opened and closed the FIFO. Return false if it no longer exists."""
+    from stat import S_ISFIFO
+
+    try:
+        # This blocks, without the GIL, until the agent opens the FIFO for writing.
+        descriptor = os.open(requests, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        if not S_ISFIFO(os.fstat(descriptor).st_mode):
+            return False
+        # Wait for the end, because otherwise opening the FIFO would not block the next time. Close the
+        # descriptor before the record is written, because the agent takes a reader for a thread that waits.
+        while os.read(descriptor, 512):
+            pass
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def flight_document() -> str:
+    """Return the flight records of this process as lines of JSON.
+
+    The first line is an object. It contains ``groups``, the global ranks of each process group by name, or
+    ``no_record``, a value of :class:`elasticrs.diagnosis.values.NoRecord`. Each further line is the record of
+    one recorder of torch, with the latest :data:`MAX_ENTRIES` collectives.
+    """
+    import json
+
+    c10d: Any = sys.modules.get("torch._C._distributed_c10d")
+    if c10d is None:
+        return json.dumps({"no_record": "no_torch"})
+    dumps = [getattr(c10d, name) for name in _DUMPS if hasattr(c10d, name)]
+    size = next((os.environ[name] for name in _SIZES if name in os.environ), None)
+    if not dumps or size == "0":
+        return json.dumps({"no_record": "off"})
+    try:
+        records = [json.loads(dump(includeCollectives=True, onlyActive=False)) for dump in dumps]
+        for record in records:
+            record["entries"] = record.get("entries", [])[-MAX_ENTRIES:]
+        used = [record for record in records if record["entries"]] or records[:1]
+        return "\n".join(json.dumps(line) for line in ({"groups": _groups()}, *used))
+    # The functions of torch are private, so a later release may change them. The report then says that the
+    # record is damaged.
+    except Exception:
+        return json.dumps({"no_record": "damaged"})
+
+
+def _groups() -> dict[str, list[int]]:
+    """Return the global ranks of each process group of this rank. The records of gloo do not contain them."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is None:
+        return {}
+    world = distributed._world
+    return {name: sorted(world.pg_group_ranks[group]) for group, name in list(world.pg_names.items())}

@@ -1,0 +1,134 @@
+"""Reading the evidence about a hang, from files that a worker may have written in any way."""
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elasticrs.agent.attempt import Attempt
+from elasticrs.agent.hang_diagnosis import blames_others, diagnosis_of
+from elasticrs.diagnosis.flight_record import MAX_BYTES
+from elasticrs.diagnosis.values import Confidence, NoRecord
+from elasticrs.job.ranks import WorkerRanks
+from elasticrs.workers.logs import LogPaths, flight_record_file, flight_requests_file, hang_file
+from elasticrs.workers.plan import Plan
+
+RECORDED = Path(__file__).resolve().parents[1] / "diagnosis" / "recorded"
+
+
+class Evidence:
+    """Evidence of the ranks of an attempt, in the files of the workers and of the core."""
+
+    def __init__(self, folder, size, *, world=None):
+        ranks = [WorkerRanks("", rank, rank, 0, rank, size, world or size, 1, size) for rank in range(size)]
+        self.files = {rank: str(folder / str(rank) / "error.json") for rank in range(size)}
+        self.attempt = Attempt(0, 0, Plan(ranks, "", 0), paths=LogPaths({}, {}, {}, {}, self.files))
+        for path in self.files.values():
+            os.mkdir(os.path.dirname(path))
+
+    def write(self, rank, *lines, stacks=""):
+        self.record(rank).write_bytes(b"\n".join(lines))
+        Path(hang_file(self.files[rank])).write_text(stacks)
+
+    def record(self, rank):
+        return Path(flight_record_file(self.files[rank]))
+
+    @property
+    def diagnosis(self):
+        return diagnosis_of(self.attempt)
+
+
+@pytest.fixture
+def stuck(tmp_path):
+    """The evidence of eight recorded ranks: rank 5 has not entered a collective."""
+    ranks = json.loads((RECORDED / "missing_rank.json").read_text())["ranks"]
+    evidence = Evidence(tmp_path, len(ranks))
+    for rank in ranks:
+        lines = json.dumps({"groups": rank["groups"]}).encode(), rank["record"].encode()
+        evidence.write(rank["rank"], *lines, stacks=rank["stacks"])
+    return evidence
+
+
+def test_the_files_of_all_ranks_name_the_culprit(stuck):
+    (culprit,) = stuck.diagnosis.culprits
+    assert (culprit.ranks, culprit.confidence) == ((5,), Confidence.CERTAIN)
+    assert "rank 5 did not enter it: it is in " in stuck.diagnosis.summary
+    assert blames_others(stuck.diagnosis, 5) is None
+    assert "rank 3, but the flight records blame rank 5" in blames_others(stuck.diagnosis, 3)
+
+
+def leave_a_fifo(path):
+    os.mkfifo(path)
+
+
+def leave_a_link(path):
+    path.symlink_to("/dev/zero")
+
+
+def leave_a_folder(path):
+    path.mkdir()
+
+
+@pytest.mark.parametrize("leave", [leave_a_fifo, leave_a_link, leave_a_folder])
+@pytest.mark.parametrize("has_thread", [True, False])
+def test_what_is_no_plain_file_is_not_read(stuck, leave, has_thread):
+    stuck.record(5).unlink()
+    leave(stuck.record(5))
+    if has_thread:
+        os.mkfifo(flight_requests_file(stuck.files[5]))
+    reason = NoRecord.LATE if has_thread else NoRecord.NO_TORCH
+    assert stuck.diagnosis.no_record == {reason: (5,)}
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([b'{"no_record": "no_torch"}'], NoRecord.NO_TORCH),
+        ([b'{"no_record": "off"}'], NoRecord.OFF),
+        ([b'{"groups": {}}'], NoRecord.OFF),
+        ([b'{"no_record": "exited"}'], NoRecord.DAMAGED),
+        ([b'{"no_record": []}'], NoRecord.DAMAGED),
+        ([b""], NoRecord.DAMAGED),
+        ([b"[]"], NoRecord.DAMAGED),
+        ([b"[" * 100_000], NoRecord.DAMAGED),
+        ([b"\xff"], NoRecord.DAMAGED),
+        ([b'{"groups": {"0": [0, true]}}', b"{}"], NoRecord.DAMAGED),
+        ([b'{"groups": {"0": [-1]}}', b"{}"], NoRecord.DAMAGED),
+        ([b'{"groups": {"0": 1}}', b"{}"], NoRecord.DAMAGED),
+        ([b'{"groups": []}', b"{}"], NoRecord.DAMAGED),
+        ([b'{"groups": {}}', b"{}"], NoRecord.DAMAGED),
+        ([b'{"groups": {}}', *[b'{"version": "2.10"}'] * 9], NoRecord.DAMAGED),
+        ([b'{"groups": {}}', b" " * MAX_BYTES], NoRecord.DAMAGED),
+    ],
+)
+def test_a_file_that_is_no_record_counts_as_none(stuck, lines, reason):
+    stuck.write(5, *lines)
+    assert stuck.diagnosis.no_record == {reason: (5,)}
+
+
+@given(st.lists(st.binary(max_size=40), max_size=6), st.text(max_size=80))
+def test_no_content_raises_an_exception(tmp_path_factory, lines, stacks):
+    evidence = Evidence(tmp_path_factory.mktemp("any"), 2)
+    for rank in range(2):
+        evidence.write(rank, *lines)
+        Path(hang_file(evidence.files[rank])).write_text(stacks, errors="replace")
+    assert evidence.diagnosis is None
+
+
+def test_the_files_of_a_rank_that_had_exited_are_not_used(stuck):
+    stuck.attempt.exits[5] = SimpleNamespace(local_rank=5)
+    assert stuck.diagnosis.no_record == {NoRecord.EXITED: (5,)}
+
+
+def test_nothing_is_said_without_any_record_or_with_ranks_on_other_nodes(tmp_path, stuck):
+    (tmp_path / "bare").mkdir()
+    assert Evidence(tmp_path / "bare", 2).diagnosis is None
+    (tmp_path / "part").mkdir()
+    part = Evidence(tmp_path / "part", 2, world=8)
+    for rank in range(2):
+        os.link(stuck.record(rank), part.record(rank))
+    assert part.diagnosis is None

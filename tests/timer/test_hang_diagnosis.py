@@ -1,0 +1,105 @@
+"""Hangs of real gloo groups: the report names the rank that the others wait for, from torch's flight
+records.
+"""
+
+import pytest
+from helpers.said import line_with, says
+
+STEP = """
+    import os, threading
+    import torch
+    from torch import distributed
+    from elasticrs.timer import heartbeat
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    distributed.init_process_group("gloo")
+    ones = torch.ones(4)
+    def load_batch():
+        threading.Event().wait()
+    distributed.all_reduce(ones)
+    heartbeat(7)
+"""
+
+REDUCE = "distributed.all_reduce(ones)"
+HANGS = {
+    "does_not_enter": "load_batch()",
+    "calls_another": "distributed.barrier()",
+    "holds_the_gil": "import ctypes; ctypes.PyDLL(None).sleep(1000)",
+}
+
+
+def step(of_rank_1, others=REDUCE):
+    return f"{STEP}    if rank == 1:\n        {of_rank_1}\n    else:\n        {others}\n"
+
+
+@pytest.fixture
+def run(launch, worker_script, tmp_path):
+    """Launch three workers of this source, whose limit for hangs is two seconds."""
+
+    def run(source, *options, nproc=3):
+        options = (
+            f"--nproc-per-node={nproc}",
+            "--hang-timeout=2",
+            f"--log-dir={tmp_path / 'logs'}",
+            *options,
+        )
+        return launch(*options, worker_script(source), env={"OMP_NUM_THREADS": "1"})
+
+    return run
+
+
+@pytest.mark.torch
+def test_the_rank_that_did_not_enter_is_named_with_its_place(run):
+    launched = run(step(HANGS["does_not_enter"])).exits(1)
+    line = line_with(launched.stderr, "rank 1 of 3", "hung: ", "0 of 0 restarts")
+    says(
+        line,
+        "2 of 3 ranks wait in all_reduce #2 of the default group (worker.py:",
+        "; rank 1 did not enter it: ",
+    )
+    says(line, "it is in wait (threading.py:", "called at worker.py:")
+    assert "rank      : 1 (local_rank: 1)" in launched.stderr
+    assert "flight.py" not in launched.stderr
+
+
+@pytest.mark.torch
+def test_the_rank_that_called_another_collective_is_named(run):
+    launched = run(step(HANGS["calls_another"])).exits(1)
+    says(
+        launched.stderr,
+        "rank 1 is out of step at #2 of the default group",
+        "called barrier",
+        "2 ranks called",
+    )
+
+
+@pytest.mark.torch
+def test_the_report_says_so_if_heartbeats_and_records_blame_different_ranks(run):
+    # Rank 2 is a step behind, but it waits for rank 1.
+    source = step("heartbeat(8); load_batch()", f"rank == 2 or heartbeat(8); {REDUCE}")
+    launched = run(source).exits(1)
+    says(launched.stderr, "rank 2 of 3", "hung: ", "rank 1 did not enter it")
+    line_with(launched.stderr, "note ", "the heartbeats blame rank 2", "the flight records blame rank 1")
+    assert "rank      : 2 (local_rank: 2)" in launched.stderr
+
+
+@pytest.mark.torch
+def test_a_rank_that_holds_the_gil_has_no_record(run):
+    launched = run(step(HANGS["holds_the_gil"])).exits(1)
+    says(launched.stderr, "2 of 3 ranks wait in all_reduce #2", "rank 1", "no answer in time")
+
+
+@pytest.mark.torch
+def test_records_of_an_earlier_attempt_are_not_used(run, tmp_path):
+    # In the second attempt, the other rank does not enter, and the collective has another number.
+    source = f"""{STEP}
+    if attempt == 1:
+        {REDUCE}
+    if rank == 1 - attempt:
+        load_batch()
+    {REDUCE}
+    """
+    launched = run(source, "--max-restarts=1", nproc=2).exits(1)
+    says(launched.stderr, "rank 0 waits in all_reduce #2", "; rank 1 did not enter it", "restarting")
+    says(launched.stderr, "restarting", "rank 1 waits in all_reduce #3", "; rank 0 did not enter it")
+    assert len(list(tmp_path.glob("logs/*/attempt_*/*/error.json.flight"))) == 4
+    assert not list(tmp_path.glob("logs/*/attempt_*/*/*.flight_requests"))

@@ -1,0 +1,201 @@
+"""The thread that writes the flight record of a worker, in real processes."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from helpers.procs import HANG, reap_adopted, wait_gone, wait_until
+
+from elasticrs._worker import flight
+
+# A module with the functions of torch, whose record has more entries than are kept.
+TORCH = """
+    import json, os, sys, types
+    c10d = types.ModuleType("torch._C._distributed_c10d")
+    entries = [{"record_id": number} for number in range(500)]
+    c10d._dump_fr_trace_json = lambda **options: json.dumps({"version": "2.10", "entries": entries}).encode()
+    sys.modules[c10d.__name__] = c10d
+    c10d_of_python = types.ModuleType("torch.distributed.distributed_c10d")
+    members = {1: {1: 1, 0: 0}, 2: {5: 0}}
+    c10d_of_python._world = types.SimpleNamespace(pg_names={1: "0", 2: "dp"}, pg_group_ranks=members)
+    sys.modules[c10d_of_python.__name__] = c10d_of_python
+"""
+
+START = "from elasticrs._worker.flight import answer_with_record; answer_with_record()"
+UP = "print('UP', flush=True)"
+REST = "sys.stdin.read()"
+
+
+@pytest.fixture
+def error_file(tmp_path):
+    return tmp_path / "error.json"
+
+
+@pytest.fixture
+def worker(error_file):
+    """Start a worker with this source, and wait until it has written a line."""
+    started = []
+
+    def start(*source, **env):
+        whole = {
+            **os.environ,
+            "TORCHELASTIC_ERROR_FILE": str(error_file),
+            "ELASTICRS_HEARTBEAT": "9:9:9",
+            **env,
+        }
+        text = "\n".join(map(textwrap.dedent, source))
+        process = subprocess.Popen(
+            [sys.executable, "-c", text], env=whole, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        process.said = process.stdout.readline()
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+
+def request(error_file):
+    """Request the record as the agent does, and return its lines."""
+    record = error_file.with_name("error.json.flight")
+    record.unlink(missing_ok=True)
+    wait_until(lambda: opens(error_file))
+    wait_until(record.exists)
+    return [json.loads(line) for line in record.read_text().splitlines()]
+
+
+def opens(error_file):
+    """Return true if a thread waits for the request."""
+    try:
+        descriptor = os.open(f"{error_file}.flight_requests", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return False
+    os.close(descriptor)
+    return True
+
+
+def test_each_request_gets_the_newest_entries_and_the_groups(worker, error_file):
+    process = worker(TORCH, START, UP, REST)
+    for _ in range(3):
+        header, record = request(error_file)
+        assert header == {"groups": {"0": [0, 1], "dp": [5]}}
+        numbers = [entry["record_id"] for entry in record["entries"]]
+        assert numbers == list(range(500 - flight.MAX_ENTRIES, 500))
+    output, _ = process.communicate("")
+    assert (process.returncode, output) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("source", "env", "reason"),
+    [
+        ("import sys", {}, "no_torch"),
+        (TORCH + "    del c10d._dump_fr_trace_json", {}, "off"),
+        (TORCH, {"TORCH_FR_BUFFER_SIZE": "0"}, "off"),
+        (TORCH + "    c10d._dump_fr_trace_json = lambda **options: 1 / 0", {}, "damaged"),
+        (TORCH + "    c10d._dump_fr_trace_json = lambda **options: '[]'", {}, "damaged"),
+        (TORCH + "    del c10d_of_python._world", {}, "damaged"),
+    ],
+)
+def test_a_worker_without_a_record_says_why(worker, error_file, source, env, reason):
+    process = worker(source, START, UP, REST, **env)
+    assert request(error_file) == [{"no_record": reason}]
+    process.communicate("")
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "env", [{"ELASTICRS_TRACEBACKS": "0"}, {"TORCHELASTIC_ERROR_FILE": ""}, {"ELASTICRS_HEARTBEAT": ""}]
+)
+def test_no_thread_without_a_watch(worker, error_file, env):
+    threads = "print(len(os.listdir('/proc/self/task')), flush=True)"
+    forget = "os.environ['ELASTICRS_HEARTBEAT'] or os.environ.pop('ELASTICRS_HEARTBEAT')"
+    process = worker("import os, sys", forget, START, threads, REST, **env)
+    assert process.said == "1\n"
+    assert not os.path.exists(f"{error_file}.flight_requests")
+
+
+def test_no_fifo_is_created_next_to_a_device(worker):
+    worker("import sys", START, UP, REST, TORCHELASTIC_ERROR_FILE="/dev/null")
+    assert not os.path.exists("/dev/null.flight_requests")
+
+
+def test_the_waiting_thread_has_no_descriptor(worker, error_file):
+    fds = "print(sorted(os.listdir('/proc/self/fd')), flush=True)"
+    bare = worker("import os, sys", fds, REST)
+    process = worker("import os, sys", START, START, fds, REST)
+    wait_until(lambda: opens(error_file))
+    assert process.said == bare.said
+    assert len(os.listdir(f"/proc/{process.pid}/task")) == 2
+
+
+def test_a_forked_child_does_not_answer_for_its_parent(worker, error_file):
+    fork = """
+        child = os.fork()
+        if child:
+            print(child, flush=True)
+            os.wait()
+        sys.stdin.read()
+    """
+    process = worker("import os, sys", START, fork)
+    wait_until(lambda: opens(error_file))
+    process.kill()
+    process.wait()
+    assert os.path.exists(f"/proc/{process.said.strip()}")
+    assert not opens(error_file)
+    process.stdin.close()
+    assert wait_gone(int(process.said))
+    reap_adopted()
+
+
+def test_a_child_that_takes_over_the_heartbeats_answers(worker, error_file):
+    fork = """
+        if os.fork():
+            os.wait()
+            os._exit(0)
+        c10d._dump_fr_trace_json = lambda **options: json.dumps({"entries": [{"record_id": os.getpid()}]})
+    """
+    process = worker(TORCH, START, fork, START, "print(os.getpid(), flush=True)", REST)
+    _, record = request(error_file)
+    assert record["entries"] == [{"record_id": int(process.said)}]
+    process.stdin.close()
+    assert process.wait(HANG) == 0
+
+
+def test_a_signal_for_which_the_program_waits_does_not_reach_the_thread(worker):
+    source = """
+        import signal
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
+        print("UP", flush=True)
+        print(int(signal.sigwait({signal.SIGTERM})), int(signal.sigwait({signal.SIGUSR1})))
+    """
+    process = worker("import sys", START, source)
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate()
+    assert (process.returncode, output) == (0, f"{signal.SIGTERM:d} {signal.SIGUSR1:d}\n")
+
+
+def test_the_thread_ends_with_its_fifo(worker, error_file):
+    """A regular file in place of the FIFO is not a request."""
+    process = worker(TORCH, START, UP, REST)
+    request(error_file)
+    requests = error_file.with_name("error.json.flight_requests")
+    requests.rename(error_file.with_name("fifo"))
+    requests.write_text("")
+    error_file.with_name("error.json.flight").unlink()
+    # The thread waits in the FIFO under its old path, and opens the file the next time.
+    os.close(os.open(error_file.with_name("fifo"), os.O_WRONLY))
+    wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/task")) == 1)
+    output, _ = process.communicate("")
+    assert (process.returncode, output) == (0, "")
