@@ -134,7 +134,8 @@ def test_two_ranks_that_wait_for_each_other_are_a_tie():
     ]
     assert blamed(evidence) == []
     assert diagnose(evidence).summary.endswith(
-        "in turn waits for others: the records do not show which is wrong"
+        '; rank 1 did not enter it and waits in all_reduce #1 of group "dp": '
+        "the records do not show which is wrong"
     )
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs._worker import flight
 from elasticrs.agent import hangs
 
 SECOND = 10**9
@@ -72,6 +73,20 @@ def test_the_stack_is_that_of_the_thread_that_answered(tmp_path):
     assert lines[1] == '  File "train.py", line 0 in f'
     assert lines[-1] == "  (8 more)"
     assert len(lines) == hangs.MAX_FRAMES + 2
+
+
+def test_the_thread_that_waits_for_requests_is_left_out(tmp_path):
+    path = tmp_path / "hang.txt"
+    own, other = (f'  File "{file}", line 1 in g\n' for file in (flight.__file__, "other.py"))
+    header = "Thread 0x1 (most recent call first):\n"
+    path.write_text(
+        f'{header}{own}\n{header}{other}\nCurrent {header.lower()}  File "train.py", line 3 in f\n'
+    )
+    assert (hangs.stack(str(path), others=3) or "").split("\n")[1:] == [
+        '  File "train.py", line 3 in f',
+        "another thread:",
+        other.rstrip(),
+    ]
 
 
 SPIED = """\

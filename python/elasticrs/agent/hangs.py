@@ -43,20 +43,20 @@ def hung(
     Args:
         event: event that reports the hang.
         ranks: global rank by local rank.
-        diagnosis: result of comparing the flight records and stacks of all ranks. It replaces the innermost
-            frames of the ranks.
+        diagnosis: result of comparing the flight records and stacks of all ranks. If it names culprits, its
+            summary replaces the innermost frames of the ranks.
         was_found_here: true if a worker on this node exceeded a time limit; false if only a worker on another
             node exceeded a limit.
     """
     own = next((seen for seen in event.ranks if seen.local_rank == event.local_rank), None)
     others = [seen for seen in event.ranks if seen.local_rank != event.local_rank]
     missed, stopped = _missed(event, own, was_found_here), _stopped_at(event, own, others)
-    if diagnosis is None:
-        where = _where(own, others, ranks)
+    if diagnosis is not None and diagnosis.culprits:
+        where = _STATES.get(own.state, "") if own is not None else ""
     else:
-        state = _STATES.get(own.state, "") if own is not None else ""
-        where = "; ".join(filter(None, (state, diagnosis.summary)))
-    return "; ".join(filter(None, (missed, stopped, where)))
+        where = _where(own, others, ranks)
+    summary = diagnosis.summary if diagnosis is not None else ""
+    return "; ".join(filter(None, (missed, stopped, where, summary)))
 
 
 def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> str:

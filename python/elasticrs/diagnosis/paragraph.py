@@ -139,7 +139,17 @@ class Writer:
         if first.absent:
             waits = f"{self._waits(first, stuck)}; {self.ranks(first.absent)} did not enter it"
             also = "wait" if len(first.absent) > 1 else "waits"
-            return f"{waits} and in turn {also} for others: {_UNDECIDED}"
+            elsewhere = [
+                f"{printable(other.operation)} {self._name(other, stuck)}{self._at(other.waiting)}"
+                for other in waiting
+                if other is not first and not set(first.absent).isdisjoint(other.waiting)
+            ]
+            where = (
+                f"{also} in {' and '.join(elsewhere[:MAX_CULPRITS])}"
+                if elsewhere
+                else f"in turn {also} for others"
+            )
+            return f"{waits} and {where}: {_UNDECIDED}"
         return f"{self._waits(first, stuck)}; the evidence does not show which rank is missing"
 
     def _others(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
