@@ -88,6 +88,19 @@ def test_a_rank_that_holds_the_gil_has_no_record(run):
     says(launched.stderr, "2 of 3 ranks wait in all_reduce #2", "rank 1", "no answer in time")
 
 
+def test_without_torch_the_report_stays_as_it_is(run, tmp_path):
+    source = """
+        import threading
+        from elasticrs.timer import heartbeat
+        heartbeat(7)
+        threading.Event().wait()
+    """
+    launched = run(source, nproc=2).exits(1)
+    says(launched.stderr, "hung: ", "stopped at step 7", "it is in wait (threading.py:")
+    assert "record" not in launched.stderr
+    assert not list(tmp_path.glob("logs/*/attempt_0/*/*.flight*"))
+
+
 @pytest.mark.torch
 def test_records_of_an_earlier_attempt_are_not_used(run, tmp_path):
     # In the second attempt, the other rank does not enter, and the collective has another number.
