@@ -131,11 +131,9 @@ def test_no_fifo_is_created_next_to_a_device(worker):
 
 
 def test_the_waiting_thread_has_no_descriptor(worker, error_file):
-    fds = "print(sorted(os.listdir('/proc/self/fd')), flush=True)"
-    bare = worker("import os, sys", fds, REST)
-    process = worker("import os, sys", START, START, fds, REST)
-    wait_until(lambda: opens(error_file))
-    assert process.said == bare.said
+    process = worker(TORCH, START, START, UP, REST)
+    request(error_file)
+    wait_until(lambda: sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"])
     assert len(os.listdir(f"/proc/{process.pid}/task")) == 2
 
 
