@@ -3,7 +3,8 @@ it.
 
 A thread blocks while it opens a FIFO beside the error file. When the agent finds a hang, it opens the other
 end, and the thread writes the record to a file. Until then, the thread uses no CPU time, has no open file
-descriptor, and does not hold the GIL. It answers while the main thread waits in a collective, but not while a thread holds the GIL.
+descriptor, and does not hold the GIL. It answers while the main thread waits in a collective, but not while a
+thread holds the GIL.
 """
 
 from __future__ import annotations
