@@ -97,7 +97,10 @@ def _without_policy(args: Namespace) -> Iterator[str]:
     own loop, which restarts after every failure as long as restarts are left.
     """
     unset = JobConfig.defaults()
-    for flag in ("--restart-delay", "--max-same-failures", "--fatal-exit-codes", "--exit-codes", "--report"):
+    for flag in (
+        *("--restart-delay", "--max-same-failures", "--fatal-exit-codes", "--exit-codes", "--report"),
+        *("--node-check", "--node-check-timeout"),
+    ):
         name = flag[2:].replace("-", "_")
         if getattr(args, name) != unset[name]:
             yield f"{flag} has no effect, because the rendezvous handler is polled (--rdzv-backend)"
