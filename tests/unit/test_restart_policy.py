@@ -211,3 +211,17 @@ def test_restarts_are_counted_and_never_exceed_the_budget(causes, most):
     restarts = [each for each in found if each.stop is None]
     assert len(restarts) <= most
     assert [each.history.charged for each in restarts] == list(range(1, len(restarts) + 1))
+
+
+@given(st.integers(1, 5), st.floats(1, 100), st.lists(st.floats(0, 60), max_size=60))
+def test_no_span_as_long_as_the_window_contains_more_restarts_than_allowed(most, window, gaps):
+    settings, history, now = RestartSettings(most, window=window), FailureHistory(), 1e9
+    restarted: list[float] = []
+    for gap in gaps:
+        now += gap
+        decision = decide(settings, history, Evidence((Cause(exitcode=1),), now=now))
+        if decision.stop is None:
+            history = decision.history
+            restarted.append(now)
+            assert sum(at > now - window for at in restarted) <= most
+            assert len(history.charged_at) <= most
