@@ -338,7 +338,7 @@ class WorkerHung:
     @property
     def since_ns(self) -> int:
         """Time of the worker's last heartbeat or line of output, in nanoseconds of the monotonic clock. If
-        the worker sent neither, the start time of the group.
+        the worker sent neither, the start time of its process.
         """
     @property
     def limit(self) -> float:
@@ -727,7 +727,7 @@ class Supervisor:
     def take_over(self) -> bool:
         """Let the second nursery start the next groups, and stop the first nursery.
 
-        Return false without any effect if no second nursery has finished its imports or if a group exists.
+        Do nothing and return false if no second nursery has finished its imports or if a group exists.
 
         Raises:
             SupervisorError: see the class.
@@ -796,7 +796,8 @@ class Supervisor:
 
         Args:
             files: two paths for each worker of the group that is started next, by local rank: the file into
-                which :mod:`faulthandler` writes in the worker, and the file for the recorded evidence.
+                which :mod:`faulthandler` writes in the worker, and the file for the worker's state and
+                stacks.
             py_spy: path of the ``py-spy`` program, for workers that do not respond; ``None`` if it is not
                 installed.
         """
@@ -892,8 +893,8 @@ class HealthServer:
 
         Args:
             age: seconds since the agent's last progress.
-            supervisor: if given, the supervisor's thread passes the answer on, which proves that the
-                supervisor's thread is alive as well.
+            supervisor: if given, the report passes through the supervisor's thread, so that a hang of that
+                thread is detected as well.
             doing: current activity of the agent, which is reported if the last progress is too long ago.
         """
     def show(self, supervisor: Supervisor, *, is_asked: bool = False) -> None:
@@ -903,7 +904,7 @@ class HealthServer:
             supervisor: supervisor of the agent.
             is_asked: true if the loop that receives the supervisor's events also answers the health requests.
                 If this loop does not call :meth:`Supervisor.next_event` for longer than the limit, the next
-                health request gets the answer that the agent is dead.
+                health check reports the agent as dead.
         """
     def watch_files(self, files: Sequence[tuple[int, int, str]], are_new: bool) -> None:
         """Count the bytes in log files for the metrics, if the supervisor does not read the files. Call this
@@ -968,7 +969,7 @@ class HealthServer:
 
 @final
 class TimerFifo:
-    """FIFO from which this process alone reads timer records. Closing this object removes the FIFO.
+    """FIFO from which only this process reads timer records. Closing this object removes the FIFO.
 
     Args:
         path: path of the FIFO. An existing FIFO is used if it belongs to this user, no other user may open
@@ -1020,17 +1021,17 @@ class WorkerStore:
     def serve(self, supervisor: Supervisor | None = None) -> None:
         """Start to answer clients, on the thread that all stores of a process share. Returns at once.
 
-        With a supervisor, the store moves to the shared thread when its first client connects, and lines for
-        the user are reported as :class:`Degraded`. Without a supervisor, :meth:`take_notices` returns the
-        lines.
+        With a supervisor, the supervisor's thread waits for the first client, before the shared thread takes
+        over. Lines for the user are then reported as :class:`Degraded`. Without a supervisor,
+        :meth:`take_notices` returns the lines.
 
         Raises:
             SupervisorError: the store is already served or closed, or the supervisor has stopped.
             OSError: there are no more threads or file descriptors.
         """
     def waiting(self) -> dict[str, list[str]]:
-        """Return the keys for which each client is waiting, by the client's address, which includes its pid
-        with torch 2.5 and later.
+        """Return the keys for which each client is waiting, by the address of the client. With torch 2.5 and
+        later, the address includes the client's pid.
 
         At most 256 clients are listed (those that have waited longest), with at most 16 keys each. If there
         are more clients, an entry without keys contains their number.
@@ -1261,7 +1262,7 @@ class CoordinationClient:
         host, port: address of the store.
         run_id: identifier of the run.
         token: token of the store. If ``scope`` is given, the result of :func:`scoped_token` instead.
-        scope: prefix of the only keys that this client may use. ``None`` for all keys.
+        scope: prefix to which the client's keys are restricted. ``None`` for all keys.
         interval: seconds between keep-alives.
         attempts: number of missed keep-alive intervals after which the store ends the session. The client
             gives up one interval earlier.
@@ -1270,9 +1271,10 @@ class CoordinationClient:
             that a hung program loses its membership. ``None`` for no limit. Default: 60.
         supervisor: run the client on this supervisor's thread. If ``None``, it runs on a thread that all
             clients without a supervisor share.
-        resume: true if the session outlives its connection. The client then resumes the session on a new
-            connection until the session's lease expires. The client sends unanswered requests again, so the
-            store may execute them twice. Changes that watches have missed are reported as one revision.
+        resume: true if the session survives the loss of its connection. Until the session's lease expires,
+            the client then resumes the session on a new connection. The client sends unanswered requests
+            again, so the store may execute them twice. Changes that watches have missed are reported as one
+            revision.
             :class:`StoreNotice` reports a store that is unreachable for more than a second.
         met: value of :attr:`met` from an earlier client. The connection fails with the kind ``other`` if the
             store is a different one that does not continue with the state of the earlier store.
@@ -1384,7 +1386,7 @@ class CoordinationClient:
                 ``("delete_prefix", prefix)``, ``("get", key)``, ``("range", prefix, limit)`` (limit 0: all
                 keys), ``("predecessor", prefix, key)``. ``"predecessor"`` returns the newest key under
                 ``prefix`` that was created before ``key``. A leased key is deleted when the session that
-                leased it last ends.
+                last leased it ends.
             otherwise: operations if a condition does not hold. Default: none.
 
         Raises:
@@ -1479,8 +1481,9 @@ def name_of(pid: int) -> str:
     """
 
 def patience_with(pid: int) -> float | None:
-    """Return the grace period of a clean-up process in seconds, from the exit of the processes that it
-    serves. Clean-up processes are multiprocessing's resource tracker and torch's shared memory manager.
+    """Return the number of seconds for which a clean-up process may continue after the processes that it
+    serves have exited. Clean-up processes are multiprocessing's resource tracker and torch's shared memory
+    manager.
 
     Return ``None`` for any other process, and for a process that does not exist. Never blocks.
     """

@@ -42,7 +42,7 @@ def _is_caught(signum: int) -> bool:
         with open("/proc/self/status", "rb") as file:
             masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
-        # Prevent the caller from installing a handler, because the agent never sends the signal if this file
-        # cannot be read.
+        # Treat the signal as caught, so that no handler is installed. The agent never sends the signal if
+        # this file cannot be read.
         return True
     return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

@@ -198,7 +198,7 @@ def _memberships(
     name: str, by_rank: Mapping[int, _Draft], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], bool, list[int]]]:
     """Return the different groups with this name. Groups without a common rank may have the same name. For
-    each group, return the members, true if all members are known, and the ranks with entries.
+    each group, return the members, whether all members are known, and the ranks with entries.
     """
     known: dict[tuple[int, ...], list[int]] = {}
     unknown = []

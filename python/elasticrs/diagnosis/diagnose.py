@@ -54,6 +54,6 @@ def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
         records = [flight_record.parse(data) for data in found.records]
     except FlightRecordError:
         return NoRecord.DAMAGED
-    # If there are no records, treat the recorder as off, because it is unknown which collectives the rank has
-    # called.
+    # Treat an empty list of records as if the recorder were off. In both cases, it is unknown which
+    # collectives the rank has called.
     return RankRecord(records, found.groups, found.has_raised) if records else NoRecord.OFF

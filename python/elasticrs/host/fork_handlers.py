@@ -5,9 +5,9 @@ the child would therefore be handled as a request to stop the parent's job, or w
 of a wait that exists only in the parent. To prevent this, code that installs handlers registers a function
 here that removes the handlers, and each child calls this function first.
 
-- **FORK-1** The last installation is undone first.
+- **FORK-1** Installations are undone in reverse order.
 - **FORK-2** The signals are blocked before the fork, and unblocked after the child has removed the handlers.
-  A signal that is sent to the child immediately after the fork therefore triggers the child's own action.
+  A signal that is sent to the child right after the fork is therefore never handled by the parent's handlers.
 - **FORK-3** The parent loses no signal. In its main thread, a handler could run inside the hook of
   :func:`os.fork`, which drops the handler's exceptions. So the parent takes the pending signals from the
   kernel, and sends them to itself again after the hook.

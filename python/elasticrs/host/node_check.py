@@ -143,7 +143,7 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill the command and the processes that it has left in its process group.
 
-    The command has not been reaped yet, so the number of its process group cannot belong to other processes.
+    The command has not been reaped yet, so its process group id cannot have been reused.
     """
     try:
         os.killpg(process.pid, signal.SIGKILL)

@@ -216,8 +216,8 @@ class TailLog:
 
 
 def replaced_streams() -> dict[int, TextIO]:
-    """Return ``sys.stdout`` with the key 1, and ``sys.stderr`` with the key 2, without the streams that still
-    write to file descriptors 1 and 2.
+    """Return ``sys.stdout`` under the key 1 and ``sys.stderr`` under the key 2. Leave out a stream that still
+    writes to the file descriptor with that number.
     """
     found = {1: sys.stdout, 2: sys.stderr}
     return {fd: stream for fd, stream in found.items() if stream is not None and _descriptor_of(stream) != fd}

@@ -30,7 +30,7 @@ class Requests:
        the caller reads the key.
 
     Args:
-        make: creates the session when it is first needed. An exception in it reaches the caller that needed
+        make: creates the session when it is first needed. Its exceptions are raised in the caller that needed
             the session.
     """
 

@@ -10,8 +10,8 @@ The interface is the same as in ``torch.distributed.elastic.timer``. In a worker
 
 The agent kills this worker and restarts the group if the block takes more than a minute. With
 ``--hang-timeout``, timers are not needed, because calling ``timer.heartbeat(step)`` in each step is enough.
-Importing this package is cheap, because it loads no native code, and no modules that the interpreter has not
-loaded at its start.
+Importing this package is cheap, because it does not load the native code of elasticrs, and loads few modules
+that the interpreter has not loaded at startup.
 """
 
 from elasticrs import lazy

@@ -130,7 +130,7 @@ class LocalTimerServer(DescendantTimers, TimerServer):
         return max(self._max_interval, 2 * _SLICE)
 
     def _seconds_to_wait(self) -> float:
-        # Limit the wait to let the server stop soon, because only a request interrupts the wait.
+        # Keep the wait short so that the server can stop soon, because only a request interrupts the wait.
         return min(self._max_interval, self._seconds_until_due(), _SLICE)
 
     def _now(self) -> float:

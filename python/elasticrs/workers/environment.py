@@ -81,8 +81,8 @@ def worker_env(
 def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a worker that sees only one GPU and has local rank 0.
 
-    As in torch, if ``HIP_VISIBLE_DEVICES`` is not empty, the GPU is taken from this variable, and the result
-    sets this variable as well.
+    As in torch, if ``HIP_VISIBLE_DEVICES`` is not empty, the GPU is chosen from that variable, and the result
+    contains that variable as well.
 
     Raises:
         ValueError: the agent sees too few GPUs for this local rank.

@@ -6,8 +6,8 @@ has to work in any Python from 3.8 on, even if elasticrs cannot be imported ther
 
 - **HOOK-1** ``sys.path``, ``PYTHONPATH`` and ``sys.modules`` are restored before the user's ``sitecustomize``
   or any other user code runs, so children of the worker do not run this hook.
-- **HOOK-2** the user's ``sitecustomize`` is found, run and, if it fails, reported by ``site``, as without
-  this hook.
+- **HOOK-2** ``site`` finds and runs the user's ``sitecustomize``, and reports an error in it, as it does
+  without this hook.
 - **HOOK-3** the previous ``sys.excepthook`` still prints the exception. The new ``sys.excepthook`` only
   writes the error file, and only in the process in which it was installed, not in forked children.
 - **HOOK-4** modules that are needed only after a failure are imported only then.
@@ -255,8 +255,8 @@ def _start() -> None:
     del sys.modules["sitecustomize"]
     failed = True
     try:
-        # Let `site` handle all exceptions of this import, because it handles them like exceptions of the
-        # user's file. One of them is the `ImportError` if the user has no `sitecustomize`.
+        # Let `site` handle all exceptions from this import as it would without this hook, including the
+        # `ImportError` if the user has no `sitecustomize`.
         import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 
         failed = False

@@ -14,7 +14,7 @@ def pids() -> list[int]:
 def end() -> None:
     """Kill the children that do not exit within half a second, and reap all children.
 
-    Resource trackers are never killed, because the files that a tracker has not removed yet would be left in
+    Resource trackers are never killed, because the files that they still have to remove would stay in
     ``/dev/shm``. A tracker exits once no process holds its pipe, so it exits at the latest after all other
     children. This function has no timeout, because the agent limits the total time of the imports.
     """

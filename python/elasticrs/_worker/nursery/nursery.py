@@ -6,9 +6,9 @@ opens the script, ``site`` imports ``sitecustomize.py`` from this directory, whi
 code returns in each forked worker. The interpreter then runs the script, and the stack contains no frame of
 the nursery. This file does not need elasticrs to be importable. It guarantees:
 
-- **WARM-1** the nursery forks only while it is clean: it has one thread, no GPU driver, no child process, and
-  no open descriptor that forks would share. If a module makes the nursery unclean, the nursery reports the
-  module and executes itself again without that module.
+- **WARM-1** the nursery forks only while it is clean: it has a single thread and no child process, has not
+  initialized a GPU driver, and has no open descriptor that forked workers must not share. If a module makes
+  the nursery unclean, the nursery reports the module and restarts itself with ``exec``, without that module.
 - **WARM-2** each worker gets its own environment, standard streams, random seeds and keys.
 - **WARM-3** the output of the imports is recorded. Each worker prints it, as if the worker had run the
   imports.
@@ -229,9 +229,9 @@ class _Surroundings:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
             except PermissionError:
-                # Accept the new nice value, because only root can lower it again. Preload the module anyway,
-                # because the workers inherit the nice value and would raise it again if they imported the
-                # module themselves.
+                # Only root can lower the nice value again, so accept the new value. Preload the module
+                # anyway, because workers that imported it themselves would raise the inherited value a
+                # second time.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -273,8 +273,8 @@ class _Surroundings:
 
 
 def _kept(fd: int) -> str | None:
-    """Return the kind of an open descriptor that forked workers may not share, because they would share its
-    state. ``None`` if sharing is harmless.
+    """Return the kind of an open descriptor if it has state that forked workers must not share. Return
+    ``None`` if sharing it is harmless.
     """
     import fcntl
     import stat
@@ -292,7 +292,7 @@ def _kept(fd: int) -> str | None:
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
     """Return the reason why an imported module cannot be preloaded: its import had an effect that does not
-    survive a fork, or that forked workers may not share. ``None`` if there is no such effect.
+    survive a fork, or that forked workers must not share. ``None`` if there is no such effect.
     """
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():

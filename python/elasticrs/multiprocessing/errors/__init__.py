@@ -1,5 +1,5 @@
-"""Failures of workers. A worker passes its failure to the agent, and the agent passes it to the agent's
-parent process.
+"""Failures of workers. A worker reports its failure to the agent, and the agent reports it to its own parent
+process.
 
 A worker writes its exception to an error file, either through the hook in :mod:`elasticrs._worker` or because
 its function is decorated with :func:`record`. The agent turns the file into a :class:`ProcessFailure`, adds
@@ -76,9 +76,9 @@ class ChildFailedError(Exception):
 def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
     """Decorate the main function of a worker, so that its exceptions are written to the error file.
 
-    Needed only if the hook of elasticrs does not run, because the worker is a function, or if the program
-    uses its own error handler. As in torch, ``SystemExit(0)`` is replaced with a return of ``None``, and
-    other exceptions that are not a subclass of ``Exception`` are not recorded. For a
+    Needed only if the worker is a function, for which the hook of elasticrs does not run, or if the program
+    uses its own error handler. As in torch, the decorated function returns ``None`` after ``SystemExit(0)``,
+    and other exceptions that are not a subclass of ``Exception`` are not recorded. For a
     :class:`ChildFailedError`, the error file of the root cause is copied.
 
     Args:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _WIDTH = 60
 _SIGKILL = 9
 _LONG_TRACEBACK = 3
-"""Minimum number of line breaks in a repeated traceback for which the report refers to the first copy instead
-of printing the traceback again.
+"""If a repeated traceback has at least this number of line breaks, the report refers to the first copy
+instead of printing the traceback again.
 """
 _MANY_ALIKE = 3
 """Minimum number of similar failures, not counting the root cause, that share an entry."""

@@ -16,7 +16,7 @@ __all__ = ["ElasticDistributedSampler"]
 
 
 class ElasticDistributedSampler(DistributedSampler[Any]):
-    """Distributes the items over the ranks, from ``start_index`` to the end. Their order depends only on the
+    """Distributes the items from ``start_index`` to the end over the ranks. Their order depends only on the
     epoch.
 
     Args:

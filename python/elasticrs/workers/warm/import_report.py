@@ -6,7 +6,7 @@
     {"imported": name, "seconds": s}                        after the module was imported
     {"left_out": name, "why": text, "traceback": text}      if it was left out; the traceback may be null
     {"ready": {"seconds": s, "prefixes": [...], "stamps": {path: [time, size]}, "threads": 1}}
-                                                            at the end; an empty list: the file is missing
+                                                            at the end; the stamp of a missing file is []
     {"failed": text, "traceback": text}                     if the process cannot continue
     {"ended": how}                                          the process has exited, and is started again
 

@@ -47,9 +47,9 @@ LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
 """Modules that torch imports only when they are used. Each entry contains words that may occur in a source
 file, and the module to import if one of them does.
 
-Process groups, collectives, data loaders and schedulers import no further modules. A module is not imported
-without such a word, because all of these modules take 80 MB, and some of them, such as triton, print to
-stderr at exit.
+Process groups, collectives, data loaders and schedulers import no further modules. A module is imported only
+if one of its words occurs, because together these modules take 80 MB, and some of them, such as triton, print
+to stderr at exit.
 """
 
 _READ_LAZILY = (
