@@ -405,7 +405,7 @@ class WorkersKilled:
         """
     @property
     def signal(self) -> int | None:
-        """Signal that the workers did not obey; ``None`` if the reason is not ``"signal"``."""
+        """Signal after which the workers did not exit in time; ``None`` if the reason is not ``"signal"``."""
     @property
     def limit(self) -> float:
         """Time that the workers had for their exit, in seconds: the grace period or, for a stalled exit, the
@@ -589,9 +589,9 @@ class WarmNursery:
 
     Args:
         process: the workers' arguments, and the common part of their environment. The nursery gets a start
-            value in ``ELASTICRS_NURSERY_START``. The nursery passes that value to :func:`warm_nursery_main`
-            after its imports.
-        report_fd: file descriptor that the nursery gets as descriptor 6, for its report.
+            value in ``ELASTICRS_NURSERY_START``, which it passes to :func:`warm_nursery_main` after its
+            imports.
+        report_fd: file descriptor for the nursery's report. The nursery inherits it as descriptor 6.
         limit: time limit for the imports, in seconds.
         ignored: signals that are ignored in the workers.
 
@@ -1344,10 +1344,11 @@ class CoordinationClient:
             read_timeout: seconds for a request, over all attempts.
             stall_timeout: see the class.
             supervisor: see the class.
-            links: name of the group of sessions that watch each other, and another host name or address of
-                this machine. If a program with a supervisor is killed, another session of the group revokes
-                the program's lease as soon as none of its workers is running. Without a supervisor, or with
-                ``None``, nothing revokes the lease of a killed program before it expires.
+            links: name of the group of sessions that watch each other, and a second host name or address of
+                this machine for them to try. The first is the local address of the connection to etcd. If a
+                program with a supervisor is killed, another session of the group revokes the program's lease
+                as soon as none of its workers is running. Without a supervisor, or with ``None``, nothing
+                revokes the lease of a killed program before it expires.
 
         Raises:
             ValueError: there is no endpoint, a time is invalid or too short, or only one of two related

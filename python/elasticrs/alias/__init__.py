@@ -159,8 +159,8 @@ class _Loader:
             # Import the submodules now, because programs use them as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
-            # The imports below are only for modules of torch. Torch is not imported, so this is a module of
-            # torchelastic.
+            # Torch is not imported, so this is a module of torchelastic, which does not need the imports
+            # below.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
             # Import these modules now, as torch's own modules do, because programs use them as attributes of

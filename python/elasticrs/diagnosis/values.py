@@ -70,7 +70,7 @@ class Reason(str, Enum):
     majority.
     """
     NO_RECORD = "no_record"
-    """Other ranks wait in a collective, and all ranks that may not have called it have no record."""
+    """Other ranks wait in a collective. None of the ranks that may be absent from it has a record."""
     OTHER_ORDER = "other_order"
     """These ranks wait in one group for ranks that wait for them in another group. They have probably skipped
     a collective, or used the groups in a different order than the other ranks.
@@ -91,7 +91,7 @@ class Confidence(str, Enum):
     LIKELY = "likely"
     """Some evidence is missing, or there are two explanations and the one with more ranks was chosen."""
     POSSIBLE = "possible"
-    """The evidence does not exclude that another rank is to blame."""
+    """The evidence does not rule out that another rank is to blame."""
 
 
 class Call(NamedTuple):
@@ -178,7 +178,7 @@ class Diagnosis(NamedTuple):
     ranks: int
     """Number of ranks."""
     culprits: tuple[Culprit, ...]
-    """Ranks to blame, sorted by confidence, highest first. Empty if the evidence points at no rank."""
+    """Ranks to blame, sorted by confidence, highest first. Empty if the evidence points to no rank."""
     collectives: tuple[StuckCollective, ...]
     """Collectives that have not completed. Those that explain the hang come first."""
     no_record: Mapping[NoRecord, tuple[int, ...]]

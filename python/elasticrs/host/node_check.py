@@ -110,8 +110,8 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> tuple[bytes, str | None]:
-    """Read a command's output until the command exits. Return the output, and the reason if the command was
-    not allowed to finish.
+    """Read a command's output until the command exits or has to be killed. Return the output, and the reason
+    for killing the command; ``None`` if it exited.
     """
     assert process.stdout is not None
     stdout, pidfd = process.stdout.fileno(), os.pidfd_open(process.pid)

@@ -113,7 +113,7 @@ class _SupervisedContext(PContext):
         return failure_of(ended, *files, cause=cause)
 
     def _unknown_end(self) -> str:
-        """Return text about a process whose exit status is unknown."""
+        """Return the cause to report for a process whose exit status is unknown."""
         return "its exit status is unknown"
 
     def _environment(self, rank: int) -> dict[str, str]:

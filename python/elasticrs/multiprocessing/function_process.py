@@ -37,7 +37,7 @@ class ReturnPipe:
     Attributes:
         reader: read end of the pipe, which this process uses; -1 if it is closed.
         writer: this process's copy of the write end; -1 if it is closed.
-        data: data read so far. It stays empty if the function does not return, because it fails.
+        data: data read so far. It stays empty if the function fails instead of returning.
     """
 
     def __init__(self) -> None:

@@ -45,8 +45,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call a function that may raise an exception, from a signal handler. Defer the call while an exception
-    could cause an event to be lost.
+    """Call a function that may raise an exception. Defer the call while an exception could cause an event to
+    be lost. Signal handlers use this function.
     """
     _kept.append(call)
     if _waits:

@@ -25,9 +25,8 @@ class Plan(Record):
             responsible for the port.
         use_agent_store: true if an agent hosts the store; otherwise rank 0 does.
         variables: further variables for the environment of all workers.
-        members: if the workers are members of a rendezvous, the names under which they register, by local
-            rank; otherwise ``None``. Until the replacement of a worker has been started, its entry is the
-            name of the replaced worker.
+        members: names under which the workers register in their rendezvous, by local rank; ``None`` if they
+            are not members of one. A replaced worker keeps its entry until its replacement has been started.
         member_prefix: prefix of the names in ``members``.
         page: memory page in which the workers publish their rendezvous; ``None`` if they are not members of
             one.

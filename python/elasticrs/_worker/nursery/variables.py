@@ -91,8 +91,8 @@ class Variables(dict):  # type: ignore[type-arg]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Restore the environment to the state that the first line of the script expects. Undo the
-        assignments of the preload steps, and stop recording the variables that are read.
+        """Restore the environment as it must be when the script starts. Undo the assignments of the preload
+        steps, and stop recording the variables that are read.
         """
         for name, value in self._before.items():
             del os.environ[name]
