@@ -14,6 +14,7 @@ from helpers.schema import schemas
 from elasticrs.agent.attempt import Attempt, JobResult
 from elasticrs.agent.job_metrics import MetricRecorder
 from elasticrs.agent.state_machine import Phase
+from elasticrs.job.config import JobConfig
 from elasticrs.metrics.api import add_sink, remove_sink
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -124,7 +125,7 @@ def test_torchs_metrics_know_the_restarts_that_were_charged():
     def keep(_, name, value):
         values[name] = value
 
-    recorder = MetricRecorder(SimpleNamespace(role="r", max_restarts=3))
+    recorder = MetricRecorder(JobConfig(1, "j", role="r", max_restarts=3))
     attempt = Attempt(1, 2, None)
     add_sink(keep)
     try:
