@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-from types import SimpleNamespace
 
 import pytest
 from helpers import procs
