@@ -168,7 +168,7 @@ fn who_asks_is_answered_while_a_look_hangs() {
     let (sizes, answer, looking) = gated();
     looking.recv().unwrap();
     answer.send(sized(1, 7)).unwrap();
-    // This is the result of the check that the scrape will request.
+    // Result for the file check that `until` requests below.
     answer.send(sized(1, 8)).unwrap();
     until(&sizes, &[(OUT, 8)]);
     for _ in 0..2 {

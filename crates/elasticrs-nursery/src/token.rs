@@ -59,8 +59,8 @@ impl Token {
     }
 }
 
-/// Returns the soft resource limit in which the token of a process is stored. `None` if the process is gone or may not
-/// be inspected.
+/// Returns the soft limit of a process's resource whose value encodes the token. `None` if the process is gone or may
+/// not be inspected.
 fn soft_limit(pid: i32) -> Option<u64> {
     if procfs::is_own() {
         in_limits(&procfs::read(pid, "limits")?)

@@ -126,7 +126,7 @@ class HealthObserver(Observer):
             self._was_hung((time.monotonic_ns() - timer.seen_ns) / 1e9)
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """Count a worker as hung since its last heartbeat."""
+        """Record that a worker has hung since its last heartbeat."""
         self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
 
     def paused(self, local_rank: int, is_paused: bool) -> None:

@@ -219,7 +219,7 @@ def _fail(state: NodeState, event: WorkerFailed) -> tuple[NodeState, list[Effect
         return state, []
     state = state.replaced(failed=state.failed | {place})
     if not state.in_round:
-        # Do nothing yet, because the next round charges this failure.
+        # Do nothing yet. The next round counts this failure against the restart budget.
         return state, []
     if has_not_met_since(state.met, event.met, place):
         return _pay(state, frozenset({place}))

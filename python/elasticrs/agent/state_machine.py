@@ -122,7 +122,7 @@ class AgentState(Value):
         return self.history.charged
 
     def restarts_left(self, now: float) -> int:
-        """Return the number of restarts that the budget still allows at the time ``now``, in seconds."""
+        """Return the number of restarts that the budget still allows. ``now`` is the time in seconds."""
         used = self.restarts
         if self.policy.window is not None:
             used = len(recent(self.policy, self.history, now))

@@ -61,8 +61,8 @@ class Writer:
     # --- the paragraph ---
 
     def summary(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> str:
-        """Return the paragraph. It names the ranks that wait and where, the ranks to blame, and the ranks
-        without a record.
+        """Return the paragraph for the report: which ranks wait and where, which are to blame, and which have
+        no record.
         """
         clauses = [self._clause(culprit, stuck) for culprit in culprits[:MAX_CULPRITS]]
         if len(culprits) > MAX_CULPRITS:

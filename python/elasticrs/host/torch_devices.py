@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def count(torch: Any, word: str) -> tuple[str, int]:
     """Return the kind and the number of devices. The kind is ``cpu`` if ``auto`` finds no accelerator, and
-    ``unknown`` if torch does not know the word.
+    ``unknown`` if torch has no such device type.
 
     Args:
         torch: the module ``torch``.

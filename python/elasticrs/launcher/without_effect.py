@@ -93,8 +93,8 @@ def _replaced_by_standalone(args: Namespace) -> Iterator[str]:
 
 
 def _without_policy(args: Namespace) -> Iterator[str]:
-    """Yield a warning for each setting of the restart policy and of the outcome. A polled handler has torch's
-    own loop, which restarts after every failure as long as restarts are left.
+    """Yield a warning for each option about failures that has no effect with a polled rendezvous handler,
+    because torch's own loop then restarts after every failure as long as restarts are left.
     """
     unset = JobConfig.defaults()
     for flag in (

@@ -361,13 +361,13 @@ def main(plan_fd: int) -> None:
         plan_fd: descriptor of a file with pickled data: the modules to import, the path of the main module,
             the program's arguments, and the arguments of :func:`keep`.
     """
-    # Create the session before any code of the user runs. If the program stops waiting for the imports, it
+    # Create the session before any user code runs. If the program stops waiting for the imports, it
     # kills the process group of this session.
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)
-    # Let the kernel kill this process when the program dies, because imports may take forever. After the
-    # imports, the signal is ignored, because the keeper must kill its workers first.
+    # Have the kernel send the keeper a signal when the program dies. The signal kills the keeper during the
+    # imports, which may take forever. Later it is ignored, because the keeper must kill its workers first.
     _prctl(_PR_SET_PDEATHSIG, IMPORT_NO_MORE)
     if os.getppid() != arguments[-1]:
         return

@@ -320,7 +320,7 @@ class Member:
             tell("say", f"removed {path}, the data of an etcd that an earlier job hosted here")
 
     def _discard(self, view: View) -> None:
-        """Stop etcd and remove the data of this seat, if there are any."""
+        """Stop this etcd member and remove its data, if any."""
         assert self._folder is not None
         if view.held is None:
             return

@@ -271,7 +271,7 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Return text with the percentage of productive time, which follows the summary line.
+    """Return the percentage of productive time, as text to append to the summary line.
 
     The text is empty for a job that was shorter than a minute, because such a job spent most of its time on
     starting.

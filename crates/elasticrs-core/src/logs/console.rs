@@ -92,8 +92,8 @@ enum Name {
     Free,
 }
 
-/// A mark in the bytes of an output. Once the output has written all bytes up to `end`, the first `taken` bytes of the
-/// stream have been shown.
+/// A position in the bytes of an output, up to which a stream's bytes have been queued. When the output has written its
+/// first `end` bytes, the first `taken` bytes of the stream are on the console.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mark {
     end: u64,

@@ -292,8 +292,8 @@ impl Watch {
         self.unwatched_reported.then_some((ranks, limit))
     }
 
-    /// Returns the ranks whose program returned longer ago than the limit for steps, but which are still exiting. Also
-    /// returns the limit for steps. Each rank is returned only once. `None` if there are no such ranks.
+    /// Returns the ranks that are still exiting although their program has returned and the time limit for a step has
+    /// passed since then, and that limit. Returns each rank only once, and `None` if there are no such ranks.
     pub fn still_exiting(&mut self, now: u64, seen: &[RankState]) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         let is_late = |rank: usize, last: u64| {

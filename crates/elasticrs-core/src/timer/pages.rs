@@ -53,8 +53,8 @@ impl HeartbeatPage {
         Ok((descriptor, format!("{number}:{}:{}", facts.st_dev, facts.st_ino)))
     }
 
-    /// Maps the page that a descriptor from [`Self::share`] refers to, for a worker that is started after the time
-    /// `made`. Fails with `EINVAL` for any other file.
+    /// Maps the page of a descriptor that [`Self::share`] returned. `made` is the earliest possible time of a
+    /// heartbeat. Fails with `EINVAL` for any other file.
     pub fn of(descriptor: OwnedFd, made: u64) -> io::Result<Self> {
         Page::map(descriptor).map(|page| Self { page, made })
     }

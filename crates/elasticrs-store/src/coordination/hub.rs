@@ -261,8 +261,8 @@ impl Hub {
     }
 
     /// Handles the end of a connection. Does nothing if the session has moved to another connection. If the connection
-    /// broke and there is room, the session becomes absent. Otherwise the session ends. Its keys are deleted later, in
-    /// one revision with those of other sessions that end in the same wake-up.
+    /// broke and the store may keep another absent session, the session becomes absent. Otherwise the session ends, and
+    /// its keys are deleted later.
     pub(super) fn leave(&self, session: SessionId, outbox: &Rc<Outbox>, is_broken: bool) {
         let mut shared = self.shared.borrow_mut();
         let uses = |known: &Session| known.outbox.as_ref().is_some_and(|current| Rc::ptr_eq(current, outbox));

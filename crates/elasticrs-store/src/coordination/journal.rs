@@ -27,7 +27,7 @@ pub(super) struct Journal {
 #[derive(Debug)]
 struct Kept {
     file: StateFile,
-    /// The state without the keys, which are in [`State`].
+    /// Everything to save except the keys and their values, which [`State`] holds.
     image: Image,
     /// Keys and sessions that have changed since the last save.
     keys: BTreeSet<Arc<str>>,

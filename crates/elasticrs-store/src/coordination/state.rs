@@ -25,8 +25,7 @@ const ENTRY_COST: usize = 256;
 const REVISION_COST: usize = 64;
 
 /// Maximum number of steps for all searches of one transaction. This many steps take about 100 ms, during which the
-/// store serves no other client. A single search reaches the limit only if the store has more than twice this number of
-/// keys.
+/// store serves no other client. A single search takes at most one step for every two keys of the store.
 const MAX_SEARCHED: usize = 1 << 20;
 
 /// A revision with all its changes.

@@ -210,8 +210,8 @@ class _Surroundings:
             self.blas[path] = dict(self.variables.assigned)
 
     def restore(self) -> str | None:
-        """Restore the state that imports have changed. Return a description of one change; ``None`` if there
-        is none.
+        """Undo what imports have changed in this process. Return the name of the last change found; ``None``
+        if nothing had changed.
         """
         import signal
 

@@ -270,8 +270,8 @@ def worker_failed(member: Member, event: WorkerFailed) -> None:
 
 
 def ask_for_round(member: Member, event: AskForRound) -> None:
-    """Handle a request of this node's workers for a new round without a failure: end the running round,
-    unless it has already ended (transaction T2).
+    """Handle a request from this node's workers for a new round, although no worker has failed: end the
+    running round, unless it has already ended (transaction T2).
     """
     workers = member.workers
     if member.phase is Phase.RUN and workers is not None and member.runs(workers.round):

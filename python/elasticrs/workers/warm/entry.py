@@ -1,4 +1,4 @@
-"""Find the file that workers run first, without importing or running any code of the user."""
+"""Find the file that workers run first, without importing or running user code."""
 
 from __future__ import annotations
 

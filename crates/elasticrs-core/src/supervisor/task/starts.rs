@@ -163,7 +163,7 @@ impl Task {
         }
     }
 
-    // --- the fence --------------------------------------------------------------------------------------------
+    // --- the fence deadline during a start ----------------------------------------------------------------------
 
     /// Checks the fence deadline on behalf of the nursery, which cannot check the deadline while it is blocked starting
     /// a worker.
