@@ -21,6 +21,16 @@ const OUTER: [&str; 9] = [
     "RUSTFLAGS",
 ];
 
+/// A way to link the program.
+struct Linking {
+    /// Name of the subfolder for this build.
+    folder: &'static str,
+    target: String,
+    flags: &'static str,
+    /// Linker to use instead of the target's usual one.
+    linker: Option<&'static str>,
+}
+
 fn main() {
     let crates = variable("CARGO_MANIFEST_DIR").join("..");
     for watched in ["elasticrs-nursery", "elasticrs-sys"] {
@@ -29,18 +39,41 @@ fn main() {
         }
     }
     println!("cargo::rerun-if-changed=build.rs");
-    let nursery = crates.join("elasticrs-nursery");
-    let target = text("TARGET");
-    // A static program starts without a loader and weighs less: half of the resident size. Where there is no static
-    // libc to link, the program is dynamic; nothing else changes.
-    let image = build(&nursery, &target, "-C target-feature=+crt-static").or_else(|static_error| {
-        println!("cargo::warning=the nursery is linked dynamically, there is no static libc: {static_error}");
-        build(&nursery, &target, "")
-    });
-    match image {
+    match build(&crates.join("elasticrs-nursery")) {
         Ok(path) => println!("cargo::rustc-env=ELASTICRS_NURSERY_IMAGE={}", path.display()),
         Err(error) => panic!("the nursery's program could not be built: {error}"),
     }
+}
+
+/// Builds the nursery and returns the path of the program. Each fallback to another libc prints a warning.
+fn build(nursery: &Path) -> Result<PathBuf, String> {
+    let target = text("TARGET");
+    // With musl the program has less than half the size of one with static glibc, and rustc brings all that links it,
+    // also for another architecture.
+    let musl = target.replace("-gnu", "-musl");
+    if has_target(&musl) {
+        let flags = "-C link-self-contained=yes";
+        let linking = Linking { folder: "nursery-musl", target: musl, flags, linker: Some("rust-lld") };
+        match linking.build(nursery) {
+            Ok(path) => return Ok(path),
+            Err(error) => println!("cargo::warning=the nursery is linked with glibc, musl failed: {error}"),
+        }
+    }
+    // A static program starts without a loader, and takes half as much memory.
+    let flags = "-C target-feature=+crt-static";
+    Linking { folder: "nursery-static", target: target.clone(), flags, linker: None }.build(nursery).or_else(|error| {
+        println!("cargo::warning=the nursery is linked dynamically, there is no static libc: {error}");
+        Linking { folder: "nursery-dynamic", target, flags: "", linker: None }.build(nursery)
+    })
+}
+
+/// Returns true if the compiler has a standard library for this target, whoever installed it.
+fn has_target(target: &str) -> bool {
+    let mut rustc = Command::new(variable("RUSTC"));
+    rustc.args(["--print=target-libdir", "--target", target]);
+    // A compiler that does not know the target fails.
+    let Ok(output) = rustc.output() else { return false };
+    output.status.success() && Path::new(String::from_utf8_lossy(&output.stdout).trim()).is_dir()
 }
 
 fn variable(name: &str) -> PathBuf {
@@ -51,21 +84,25 @@ fn text(name: &str) -> String {
     env::var(name).unwrap_or_else(|_| panic!("cargo sets {name}"))
 }
 
-fn build(nursery: &Path, target: &str, flags: &str) -> Result<PathBuf, String> {
-    let kind = if flags.is_empty() { "nursery-dynamic" } else { "nursery-static" };
-    let folder = variable("OUT_DIR").join(kind);
-    let linker = format!("CARGO_TARGET_{}_RUSTFLAGS", target.to_uppercase().replace(['-', '.'], "_"));
-    let mut cargo = Command::new(variable("CARGO"));
-    cargo.args(["build", "--bin=worker-nursery", "--profile=nursery", "--locked"]);
-    cargo.args([OsString::from("--target"), target.into(), "--target-dir".into(), folder.clone().into()]);
-    cargo.arg("--manifest-path").arg(nursery.join("Cargo.toml"));
-    for name in OUTER.into_iter().chain([linker.as_str()]) {
-        cargo.env_remove(name);
+impl Linking {
+    fn build(&self, nursery: &Path) -> Result<PathBuf, String> {
+        let folder = variable("OUT_DIR").join(self.folder);
+        let setting = |key| format!("CARGO_TARGET_{}_{key}", self.target.to_uppercase().replace(['-', '.'], "_"));
+        let mut cargo = Command::new(variable("CARGO"));
+        cargo.args(["build", "--bin=worker-nursery", "--profile=nursery", "--locked", "--target", &self.target]);
+        cargo.args([OsString::from("--target-dir"), folder.clone().into()]);
+        cargo.arg("--manifest-path").arg(nursery.join("Cargo.toml"));
+        for name in OUTER.into_iter().chain([setting("RUSTFLAGS").as_str()]) {
+            cargo.env_remove(name);
+        }
+        cargo.env("RUSTFLAGS", self.flags);
+        if let Some(linker) = self.linker {
+            cargo.env(setting("LINKER"), linker);
+        }
+        let output = cargo.output().map_err(|error| format!("cargo: {error}"))?;
+        if !output.status.success() {
+            return Err(String::from_utf8_lossy(&output.stderr).trim().replace('\n', " | "));
+        }
+        Ok(folder.join(&self.target).join("nursery/worker-nursery"))
     }
-    cargo.env("RUSTFLAGS", flags);
-    let output = cargo.output().map_err(|error| format!("cargo: {error}"))?;
-    if !output.status.success() {
-        return Err(String::from_utf8_lossy(&output.stderr).trim().replace('\n', " | "));
-    }
-    Ok(folder.join(target).join("nursery/worker-nursery"))
 }
