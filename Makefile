@@ -51,7 +51,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint lint-rust lint-python bench wheel clean force
+.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint lint-rust lint-python bench wheel release clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -175,6 +175,9 @@ bench: build ## measure side by side with torchrun; results go to benchmarks/res
 
 wheel: ## sdist, wheel and `pip install .` of a clone, each launched in an empty environment (needs no `make setup`)
 	@$(or $(PYTHON),python3) tools/wheel.py
+
+release: ## sdist and wheels for x86-64 and arm64 with glibc 2.17, checked, with their checksums (needs no `make setup`)
+	@$(or $(PYTHON),python3) -m tools.release
 
 clean: ## remove what was built (not .venv: `rm -r .venv` for that)
 	@cargo clean --quiet

@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,12 +25,16 @@ VERSIONS = tuple(f"3.{minor}" for minor in range(10, 15))
 WORKER = "import os\nos.write(1, 'rank {RANK} of {WORLD_SIZE}\\n'.format(**os.environ).encode())\n"
 
 
-def run(*command: str | Path, cwd: Path = ROOT) -> str:
-    """Run to the end and return stdout; what goes wrong is shown and ends this script."""
+def run(*command: str | Path, cwd: Path = ROOT, variables: Mapping[str, str] | None = None) -> str:
+    """Run to the end and return stdout; what goes wrong is shown and ends this script.
+
+    ``variables`` are added to the environment.
+    """
     # Neither the source tree nor an activated environment may help.
     env = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
     # Wherever the sources are: so that repeating is quick.
     env["CARGO_TARGET_DIR"] = str(ROOT / "target")
+    env.update(variables or {})
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         told = f"{done.stdout}\n{done.stderr}"
@@ -43,34 +48,52 @@ def environment(interpreter: str | Path, folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
-def build(scratch: Path) -> Path:
-    """The wheel, by way of the sdist."""
-    python = environment(sys.executable, scratch / "maturin")
-    (requirement,) = re.findall(r'^requires = \["(.*)"\]$', (ROOT / "pyproject.toml").read_text(), re.M)
-    run(python, "-m", "pip", "install", "--quiet", requirement)
-    maturin = python.parent / "maturin"
-    run(maturin, "sdist", "--out", DIST)
+def remove_old() -> None:
+    """Remove the results of earlier builds."""
+    for old in (*DIST.glob("*.whl"), *DIST.glob("*.tar.gz"), *DIST.glob("SHA256SUMS")):
+        old.unlink()
+
+
+def requirement() -> str:
+    """Return the requirement that pyproject.toml states for maturin."""
+    (found,) = re.findall(r'^requires = \["(.*)"\]$', (ROOT / "pyproject.toml").read_text(), re.M)
+    return str(found)
+
+
+def unpacked_sdist(maturin: Path, folder: Path, variables: Mapping[str, str] | None = None) -> Path:
+    """Build the sdist into ``dist/``, unpack it into a folder, and return the folder of its sources."""
+    run(maturin, "sdist", "--out", DIST, variables=variables)
     (sdist,) = DIST.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         if sys.version_info >= (3, 12):
-            archive.extractall(scratch / "sdist", filter="data")
+            archive.extractall(folder, filter="data")
         else:
-            archive.extractall(scratch / "sdist")
-    (unpacked,) = (scratch / "sdist").iterdir()
+            archive.extractall(folder)
+    (unpacked,) = folder.iterdir()
+    return unpacked
+
+
+def build(scratch: Path) -> Path:
+    """The wheel, by way of the sdist."""
+    python = environment(sys.executable, scratch / "maturin")
+    run(python, "-m", "pip", "install", "--quiet", requirement())
+    maturin = python.parent / "maturin"
+    unpacked = unpacked_sdist(maturin, scratch / "sdist")
     run(maturin, "build", "--release", "--quiet", "--interpreter", python, "--out", DIST, cwd=unpacked)
     (wheel,) = DIST.glob("*.whl")
     return wheel
 
 
-def stray_files(wheel: Path) -> list[str]:
-    """Members of the wheel that are neither ours nor its metadata."""
+def reject_stray_files(wheel: Path) -> None:
+    """End this script if the wheel has members that are neither ours nor its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     ours = subprocess.run(
         ("git", "ls-files", "-z", "python"), cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
     wanted = {name.removeprefix("python/") for name in ours.split("\0")} | {"elasticrs/_core.abi3.so"}
-    return [name for name in names if name not in wanted and ".dist-info/" not in name]
+    if stray := [name for name in names if name not in wanted and ".dist-info/" not in name]:
+        sys.exit(f"wheel: {wheel.name} holds files that do not belong there: {', '.join(stray)}")
 
 
 def interpreters() -> dict[str, Path]:
@@ -105,6 +128,16 @@ def smoke(python: Path) -> None:
             sys.exit(f"wheel: {launcher[-1]} printed {out!r}")
 
 
+def install_everywhere(wheel: Path, scratch: Path) -> dict[str, Path]:
+    """Install the wheel into an environment of each Python that is here, and launch; return those Pythons."""
+    here = interpreters()
+    for version, interpreter in here.items():
+        python = environment(interpreter, scratch / version)
+        run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
+        smoke(python)
+    return here
+
+
 def install_clone(interpreter: Path, scratch: Path) -> None:
     """What the first page tells a user to do."""
     run("git", "clone", "--quiet", ROOT, scratch / "clone")
@@ -114,18 +147,12 @@ def install_clone(interpreter: Path, scratch: Path) -> None:
 
 
 def main() -> None:
-    for old in (*DIST.glob("*.whl"), *DIST.glob("*.tar.gz")):
-        old.unlink()
+    remove_old()
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         wheel = build(scratch)
-        if stray := stray_files(wheel):
-            sys.exit(f"wheel: {wheel.name} holds files that do not belong there: {', '.join(stray)}")
-        here = interpreters()
-        for version, interpreter in here.items():
-            python = environment(interpreter, scratch / version)
-            run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)
-            smoke(python)
+        reject_stray_files(wheel)
+        here = install_everywhere(wheel, scratch)
         oldest = next(iter(here.values()))
         install_clone(oldest, scratch)
     size = wheel.stat().st_size / 1e6
