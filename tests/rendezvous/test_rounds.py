@@ -486,6 +486,18 @@ def test_no_agent_gives_up_during_a_restart_delay():
     assert [start.restarts for start in b.starts] == [0, 1]
 
 
+def test_a_node_lost_during_a_restart_delay_does_not_make_the_failure_free():
+    policy = RestartSettings(3, first_delay=100.0, longest_delay=100.0)
+    cluster, (a, b, c) = running(3, min_nodes=2, policy=policy)
+    b.fail()
+    end_all((a, c))
+    c.kill()
+    assert cluster.head.state == "ENDED"
+    a.fire("delay/1")
+    assert (cluster.head.state, cluster.head.used, cluster.head.size) == ("RUNNING", 1, 2)
+    assert [start.restarts for start in b.starts] == [0, 1]
+
+
 def test_a_window_is_named_instead_of_a_number_of_restarts_that_are_left():
     policy = RestartSettings(1, window=60.0)
     cluster, (a, b) = running(2, policy=policy)

@@ -106,6 +106,12 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
     leave, so each of the sets ``slow``, ``missing`` and ``absent`` only grows or only shrinks. Comparing
     their sizes is therefore enough to detect a change.
     """
+    if leader.judged is not None:
+        (head_revision, *_), kept = leader.judged
+        # Keep the verdict during a restart delay, because a node that is lost long after a failure does not
+        # explain it. A verdict that depends on the presence of members must be computed again.
+        if head_revision == view.head_revision and kept.delay > 0 and not kept.alive:
+            return kept
     sizes = len(view.slow), len(view.missing), len(view.absent)
     was_short = member.age.was_short
     rests_on = (view.head_revision, was_short, sizes, frozenset(view.farewells))
