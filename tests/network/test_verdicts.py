@@ -30,26 +30,24 @@ signal.pause()
 """
 
 
-def test_a_permanent_failure_ends_the_job_on_all_nodes_without_a_restart(hosts, multinode, worker_script):
-    machines = hosts(3)
-    job = multinode(machines[0], "3", *VERDICT, script=worker_script(MARKED))
-    agents = job.start(*machines)
-    assert job.ended() == [93, 93, 93], job.story("another exit code")
-    for agent in agents:
-        assert "round 2 starts" not in agent.launched.stderr, job.story("a restart")
-    job.assert_empty()
-
-
-def test_a_module_that_all_nodes_lack_ends_the_job_after_at_most_two_restarts(
-    hosts, multinode, worker_script
+@pytest.mark.parametrize(
+    ("script", "max_restarts", "unreached"),
+    [
+        (MARKED, 3, "round 2 starts"),
+        # The first node that fails stops the others, perhaps before they have failed in the same way.
+        (MISSING, 9, "round 4 starts"),
+    ],
+    ids=["marked", "missing module"],
+)
+def test_a_permanent_failure_ends_the_job_on_all_nodes(
+    hosts, multinode, worker_script, script, max_restarts, unreached
 ):
     machines = hosts(3)
-    job = multinode(machines[0], "3", *VERDICT, max_restarts=9, script=worker_script(MISSING))
+    job = multinode(machines[0], "3", *VERDICT, max_restarts=max_restarts, script=worker_script(script))
     agents = job.start(*machines)
-    # The first node that fails stops the others, perhaps before they have failed in the same way.
     assert job.ended() == [93, 93, 93], job.story("another exit code")
     for agent in agents:
-        assert "round 4 starts" not in agent.launched.stderr, job.story("a third restart")
+        assert unreached not in agent.launched.stderr, job.story("too many restarts")
     job.assert_empty()
 
 

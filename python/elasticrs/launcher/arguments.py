@@ -144,7 +144,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
     logs = LogSettings.taken_from(args, log_line_prefix_template=template)
     if args.node_check is not None:
-        _check_node_check(args.node_check)
+        _check_program(command_of(args.node_check)[0], "--node-check: program", environ)
     if args.virtual_local_rank:
         _check_devices(nproc, environ)
     if args.hang_startup_timeout is not None and args.hang_timeout is None:
@@ -409,14 +409,6 @@ def _preload(args: Namespace, command: list[str]) -> Preload | None:
         return warm.preload(args.warm, entry)
     except UsageError as error:
         raise UsageError(f"--warm: got {args.warm!r}, but {error}") from None
-
-
-def _check_node_check(node_check: str) -> None:
-    import shutil
-
-    program = command_of(node_check)[0]
-    if shutil.which(program) is None:
-        raise UsageError(f"--node-check: program {program!r} was not found in PATH")
 
 
 def _check_devices(nproc: int, environ: Mapping[str, str]) -> None:
