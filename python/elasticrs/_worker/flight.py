@@ -53,7 +53,7 @@ def answer_with_record() -> None:
         os.mkfifo(requests, 0o600)
         _start_thread(requests, f"{path}.flight")
     except (OSError, RuntimeError):
-        return  # Ignore the error, because only the record will be missing.
+        return  # Ignore the error. The report will only lack this record.
 
 
 def _start_thread(requests: str, record: str) -> None:
@@ -87,7 +87,7 @@ def _answer(requests: str, record: str) -> None:
         try:
             write_whole(record, flight_document())
         except OSError:  # noqa: PERF203 -- one iteration for each request
-            return  # Ignore the error, because only the record will be missing.
+            return  # Ignore the error. The report will only lack this record.
 
 
 def _wait_for_request(requests: str) -> bool:

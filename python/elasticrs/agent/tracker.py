@@ -332,7 +332,7 @@ class AttemptTracker:
         attempt.warm, attempt.why_cold = self._warmth()
         earlier = [each for each in self.result.attempts[:-1] if "ended" in each.stamps]
         if earlier:
-            # The time of the restart includes all failed starts since the last attempt whose workers ran.
+            # Measure the restart from the last attempt whose workers ran, so that failed starts are included.
             failed = next((each for each in reversed(earlier) if "started" in each.stamps), earlier[0])
             attempt.phases = phases(failed, attempt)
         self.events.append(machine.Started())

@@ -146,7 +146,7 @@ def _attach() -> memoryview:
     global _words  # noqa: PLW0603 -- the page of this process
     _words = words = _take_page()
     # Automatic heartbeats have stored their own count in the field for the step. Reset the field, because the
-    # program now sends its steps.
+    # program now reports its own step numbers.
     words[_STEP] = 0
     return words
 

@@ -78,8 +78,8 @@ class Loop(Value):
     at_the_end: bool = False
 
 
-# Look up these members only once, because the access to a member of an enumeration takes longer than the rest
-# of an iteration in which nothing happens.
+# Look up these members only once, because accessing a member of an enumeration takes longer than the rest of
+# an idle iteration.
 STEPPED = Event.STEPPED
 ONE_STEP = (Action.STEP,)
 _MEET = (Action.MEET,)

@@ -126,9 +126,8 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
         return worker_env
     entries = [_HOOK]
     if "PYTHONPATH" in env:
-        # If PYTHONPATH is set but empty, add the directory of the hook twice, which the hook recognizes. Do
-        # not add an empty entry, because Python ignores an empty PYTHONPATH, but uses the working directory
-        # for an empty entry.
+        # Mark a PYTHONPATH that is set but empty by adding the hook's directory twice. The hook then restores
+        # the empty value. An empty entry is no mark, because Python would search the working directory.
         entries.append(env["PYTHONPATH"] or _HOOK)
     worker_env["PYTHONPATH"] = os.pathsep.join(entries)
     return worker_env

@@ -168,7 +168,7 @@ impl Follower {
         follower
     }
 
-    /// Reports once that files are polled, because this user cannot create more inotify instances or watches.
+    /// Reports, the first time, that files are polled instead because this user has no inotify instances or watches left.
     fn report_polling(&mut self, errno: Errno) {
         if !std::mem::replace(&mut self.polling_reported, true) {
             (self.notify)(Notice::Polling { errno });

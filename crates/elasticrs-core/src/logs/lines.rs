@@ -179,7 +179,7 @@ impl LineSplitter {
         self.text.extend_from_slice(bytes);
     }
 
-    /// Starts a new state of the progress bar after a lone `\r`. The text before the `\r` is then a complete state.
+    /// Handles a lone `\r`: the text before it is one finished rendering of a progress bar, and the next one starts.
     fn overwrite(&mut self, emit: &mut impl FnMut(Unit<'_>)) {
         self.carriage_return = false;
         self.progress = true;

@@ -163,7 +163,7 @@ enum Record {
     Due,
     /// The worker is writing the record to this file.
     Requested(PathBuf),
-    /// The record is complete, or it cannot be requested.
+    /// The worker has finished the record, or no record can be requested.
     Done,
 }
 

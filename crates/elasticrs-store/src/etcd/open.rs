@@ -37,8 +37,8 @@ pub(super) struct Opened {
 /// the session is cancelled.
 pub(super) type Granted = RefCell<Option<(Channel, i64)>>;
 
-/// Kinds of failures. If every endpoint failed, the first kind in this list is reported. Failures that the user has to
-/// fix come first.
+/// Kinds of failures, with those that the user has to fix first. If every endpoint failed, the failure whose kind comes
+/// first in this list is reported.
 const PREFERENCE: [LostKind; 9] = [
     LostKind::Denied,
     LostKind::Tls,
