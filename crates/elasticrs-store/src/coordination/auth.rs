@@ -2,6 +2,7 @@
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
+use subtle::ConstantTimeEq as _;
 
 use super::protocol::{Digest, Secret};
 
@@ -49,7 +50,7 @@ pub(crate) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
 
 /// Returns true if two secrets are equal. Compares in constant time.
 pub(super) fn is_same(one: &Secret, other: &Secret) -> bool {
-    one.iter().zip(other).fold(0, |differing, (a, b)| differing | (a ^ b)) == 0
+    one.ct_eq(other).into()
 }
 
 #[cfg(test)]
