@@ -407,8 +407,7 @@ impl Watch {
 /// Returns the ranks in `late` that have not given a sign of activity since they were found to be late. `seen` contains
 /// the current heartbeats, and `line` is the time of the last output line of any rank.
 ///
-/// A rank may recover while evidence is being gathered. A rank may also have been found late by mistake: if the worker
-/// was writing to its heartbeat page during the read, the read may have combined an old time with a new limit.
+/// A rank may recover while evidence is being gathered.
 pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>) -> Vec<Overdue> {
     let somebody_beats = seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
