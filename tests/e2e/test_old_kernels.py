@@ -64,7 +64,10 @@ def test_heartbeats_without_sealed_memory_are_refused_in_one_line(launch, worker
 
 
 @pytest.mark.beyond_torchrun
-def test_a_kernel_below_the_floor_is_named_in_one_line(launch, worker_script):
-    launched = launch("--standalone", worker_script(""), prefix=(*OLD_KERNEL, "pidfd_open")).exits(1)
+@pytest.mark.parametrize(
+    ("lacking", "named"), [("pidfd_open", "pidfd_open"), ("subreaper", "PR_GET_CHILD_SUBREAPER")]
+)
+def test_a_kernel_below_the_floor_is_named_in_one_line(launch, worker_script, lacking, named):
+    launched = launch("--standalone", worker_script(""), prefix=(*OLD_KERNEL, lacking)).exits(1)
     (line,) = launched.stderr.splitlines()
-    assert re.search(r"\bLinux 5\.4\b.*\bpidfd_open\b", line)
+    assert re.search(rf"\bLinux 5\.4\b.*\b{named}\b", line)

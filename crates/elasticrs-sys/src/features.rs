@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::OnceLock;
 
 use nix::errno::Errno;
+use nix::sys::prctl;
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 
 use super::{fds, pidfd};
@@ -48,8 +49,11 @@ pub struct UnsupportedKernel {
 }
 
 /// Checks that the kernel has the required features: `pidfd_open` (Linux 5.3) and `waitid` on a pidfd (Linux 5.4). A
-/// kernel with these features also has `CLONE_PIDFD` (Linux 5.2).
+/// kernel with these features also has `CLONE_PIDFD` (Linux 5.2). Also checks for child subreapers (Linux 3.4), because
+/// qemu-user, which emulates the system calls of single programs, lacks them and `CLONE_PIDFD`.
 pub fn check_floor() -> Result<(), UnsupportedKernel> {
+    prctl::get_child_subreaper()
+        .map_err(|source| UnsupportedKernel { call: "prctl(PR_GET_CHILD_SUBREAPER)", source })?;
     let me = pidfd::open(nix::unistd::getpid().as_raw())
         .map_err(|source| UnsupportedKernel { call: "pidfd_open", source })?;
     match waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&me)), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG) {

@@ -7,8 +7,9 @@ use libc::{sock_filter, sock_fprog};
 
 use super::{Problem, Request};
 
-/// Offsets of the system call number and of the lower half of the fourth argument in `struct seccomp_data`.
+/// Offsets in `struct seccomp_data`: the system call number, and the lower halves of the first and fourth argument.
 const NUMBER: u32 = 0;
+const FIRST_ARGUMENT: u32 = 16;
 const FOURTH_ARGUMENT: u32 = 16 + 3 * 8;
 
 /// Codes of the BPF instructions used here: load a word from a fixed offset, jump if equal, and return.
@@ -17,8 +18,8 @@ const JUMP_IF_EQUAL: u16 = 0x15;
 const RETURN: u16 = 0x06;
 
 /// `old-kernel NAME[,NAME…] PROGRAM [ARGUMENT …]`: executes the program under a filter that denies the named system
-/// calls. The name `group_signal` denies only calls of `pidfd_send_signal` with flags. Descendants of the program
-/// inherit the filter.
+/// calls. The name `group_signal` denies only calls of `pidfd_send_signal` with flags, and `subreaper` only the calls of
+/// `prctl` for child subreapers, as qemu-user does. Descendants of the program inherit the filter.
 pub(super) fn run(request: &mut Request) -> Result<std::convert::Infallible, Problem> {
     let filter = request.next()?.split(',').map(denial).collect::<Result<Vec<_>, _>>()?.concat();
     deny([filter, vec![statement(RETURN, libc::SECCOMP_RET_ALLOW)]].concat())?;
@@ -38,6 +39,16 @@ fn denial(name: &str) -> Result<Vec<sock_filter>, Problem> {
                 jump_unless(number(libc::SYS_pidfd_send_signal)?, 3),
                 statement(LOAD, FOURTH_ARGUMENT),
                 jump_if(0, 1),
+                fail(libc::EINVAL),
+            ]);
+        }
+        "subreaper" => {
+            return Ok(vec![
+                statement(LOAD, NUMBER),
+                jump_unless(number(libc::SYS_prctl)?, 4),
+                statement(LOAD, FIRST_ARGUMENT),
+                jump_if(libc::PR_SET_CHILD_SUBREAPER.cast_unsigned(), 1),
+                jump_unless(libc::PR_GET_CHILD_SUBREAPER.cast_unsigned(), 1),
                 fail(libc::EINVAL),
             ]);
         }

@@ -6,10 +6,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use elasticrs_nursery::launch::LaunchError;
 use elasticrs_nursery::protocol::{PROTOCOL, Reply as NurseryReply};
 use elasticrs_runtime::threads::panic_message;
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::features::Features;
+use elasticrs_sys::features::{Features, check_floor};
 use elasticrs_sys::procfs;
 use elasticrs_sys::signal::Signal;
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -125,6 +126,8 @@ enum Wake {
 
 impl Task {
     fn new(config: Config, shared: Shared) -> Result<Self, SupervisorError> {
+        // Check first, because the error of a call that the kernel does not have says nothing about the cause.
+        check_floor().map_err(LaunchError::from)?;
         if config.owns_process {
             nix::sys::prctl::set_child_subreaper(true).map_err(io::Error::from)?;
         }
