@@ -1,0 +1,78 @@
+"""The build backend reports in one line what a build from source lacks."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+BACKEND = Path(__file__).resolve().parents[2] / "tools/build/build_backend.py"
+HOOKS = (
+    "get_requires_for_build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+)
+
+
+@pytest.fixture
+def backend():
+    spec = importlib.util.spec_from_file_location("build_backend", BACKEND)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Write shell scripts into a folder that alone is in PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+
+    def write(name, script):
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+        path.chmod(0o755)
+
+    return write
+
+
+def line_of(hook):
+    with pytest.raises(SystemExit) as raised:
+        hook()
+    (line,) = str(raised.value).splitlines()
+    return line
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_no_cargo(backend, programs, hook):
+    programs("cc", "exit 1")
+    line = line_of(getattr(backend, hook))
+    assert "Rust 1." in line
+    assert "no cargo" in line
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_an_old_cargo(backend, programs, hook):
+    programs("cc", "exit 1")
+    programs("cargo", "echo 'cargo 1.63.0 (fd9c4297c 2022-07-01)'")
+    line = line_of(getattr(backend, hook))
+    assert "Rust 1." in line
+    assert "cargo 1.63.0" in line
+
+
+def test_a_cargo_that_fails(backend, programs):
+    programs("cargo", "echo 'no default toolchain' >&2; exit 1")
+    assert "no default toolchain" in line_of(backend.get_requires_for_build_wheel)
+
+
+def test_no_c_compiler(backend, programs, monkeypatch):
+    programs("cargo", "echo 'cargo 99.0.0'")
+    assert "'cc'" in line_of(backend.get_requires_for_build_wheel)
+    monkeypatch.setenv("CC", "gcc-99 -m64")
+    assert "'gcc-99'" in line_of(backend.get_requires_for_build_wheel)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_nothing_is_missing(backend, programs, hook):
+    programs("cargo", "echo 'cargo 99.0.0'")
+    programs("cc", "exit 1")
+    assert getattr(backend, hook)() == []
