@@ -51,7 +51,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint lint-rust lint-python bench wheel release clean force
+.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint lint-rust lint-python bench wheel release try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -105,6 +105,8 @@ nightly: ## every test with thorough random examples, then soaks, other releases
 	@$(MAKE) soak SOAK="--seconds 1800 --seed $$(date +%s)"
 	@$(MAKE) soak-store soak-train soak-hosted
 	@$(MAKE) interop TORCH='2.6.*'
+	@$(MAKE) release
+	@$(MAKE) rebuild
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal tests/e2e --launcher torchrun \
 	    --junitxml=benchmarks/results/torchrun-$$($(PY) -c 'import torch; print(torch.__version__)').xml
 
@@ -177,7 +179,13 @@ wheel: ## sdist, wheel and `pip install .` of a clone, each launched in an empty
 	@$(or $(PYTHON),python3) tools/wheel.py
 
 release: ## sdist and wheels for x86-64 and arm64 with glibc 2.17, checked, with their checksums (needs no `make setup`)
-	@$(or $(PYTHON),python3) -m tools.release
+	@$(or $(PYTHON),python3) -m tools.release $(if $(TAG),--tag '$(TAG)')
+
+try-release: ## check the files of a release in dist/, and launch jobs from the wheels for this architecture (needs no Rust)
+	@$(or $(PYTHON),python3) -m tools.release --only check
+
+rebuild: ## build the release of this commit again in another folder, and compare the checksums (after `make release`)
+	@$(or $(PYTHON),python3) -m tools.rebuild
 
 clean: ## remove what was built (not .venv: `rm -r .venv` for that)
 	@cargo clean --quiet

@@ -2,35 +2,56 @@
 
 - zig links against glibc 2.17, so a wheel installs on every distribution with a glibc from 2012 or later.
   The nursery inside is linked with musl, and needs no C library.
-- Both wheels are made from nothing but the sdist. The one for this machine's architecture is installed into
-  an environment of each Python that is here, and launches jobs. The other one is only inspected.
-- File times are the time of the commit (``SOURCE_DATE_EPOCH``), and the folder of the build is fixed, so that
-  two builds of one commit can be compared by their checksums.
+- There are two wheels for each architecture: one for every Python from 3.10 on, and one for Python from 3.15
+  on that needs no global interpreter lock.
+- All wheels are made from nothing but the sdist. Those for this machine's architecture are installed into
+  an environment of each Python that is here, and launch jobs. The others are only inspected.
+- Two builds of one commit with the same compilers give the same bytes: file times are the time of the commit
+  (``SOURCE_DATE_EPOCH``), and no path of the machine is in the results. ``tools/rebuild.py`` proves it.
 
 Needs a Python, Rust with the targets below, and a package index for zig and the tools.
 """
 
+import argparse
 import hashlib
+import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from tools import wheel
+from tools import linked, wheel, wheel_checks
 
-# Architecture in the names of targets and wheels, and its number in ELF headers.
-ARCHITECTURES = {"x86_64": 62, "aarch64": 183}
-TOOLS = ("ziglang", "twine", "auditwheel", "abi3audit")
-# Oldest supported glibc.
-PLATFORM = "manylinux_2_17"
-# Size limit for a wheel, in bytes.
-LARGEST = 4_000_000
-ELF_64_LITTLE = b"\x7fELF\x02\x01\x01"
-PT_INTERP = 3
+ARCHITECTURES = ("x86_64", "aarch64")
+# Other versions could give other bytes.
+BUILD_TOOLS = {"maturin": "1.16.0", "ziglang": "0.17.1"}
+CHECKERS = ("twine", "auditwheel", "abi3audit", "cyclonedx-python-lib[json-validation]")
+
+
+class Flavour(NamedTuple):
+    """A kind of wheel, by the Pythons on which it can be installed."""
+
+    tag: str
+    """Part of the wheel's name."""
+    pythons: tuple[str, ...]
+    """Those on which it is tried."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of maturin."""
+
+
+FLAVOURS = (
+    Flavour("cp310-abi3", wheel.VERSIONS),
+    Flavour(
+        "cp315-abi3.abi3t",
+        ("3.15", "3.15t"),
+        ("--features", "free-threaded", "--interpreter", "python3.15t"),
+    ),
+)
 
 
 def require_targets() -> None:
@@ -46,89 +67,114 @@ def require_targets() -> None:
         sys.exit(f"release: the Rust targets {names} are missing: 'rustup target add {names}'")
 
 
-def install_tools(scratch: Path) -> Path:
-    """Install zig, maturin and the checkers into an environment, and return its folder of programs."""
-    python = wheel.environment(sys.executable, scratch / "tools")
-    command = (python, "-m", "pip", "install", "--quiet", wheel.requirement(), *TOOLS)
+def install(folder: Path, *requirements: str) -> Path:
+    """Install packages into a new environment in a folder, and return its Python."""
+    python = wheel.environment(sys.executable, folder)
+    command: tuple[str | Path, ...] = (python, "-m", "pip", "install", "--quiet", *requirements)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip().rpartition("\n")[2]
-        sys.exit(f"release: pip could not install {', '.join(TOOLS)}: {reason}")
-    return python.parent
+        sys.exit(f"release: pip could not install {', '.join(requirements)}: {reason}")
+    return python
 
 
-def build(programs: Path) -> None:
-    """Build the sdist, and the wheels from it, into ``dist/``."""
-    committed = wheel.run("git", "log", "-1", "--format=%ct").strip()
-    variables = {
-        "SOURCE_DATE_EPOCH": os.environ.get("SOURCE_DATE_EPOCH", committed),
-        # maturin runs the zig of the first Python in PATH.
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+def remapped(sources: Path, found: dict[str, Any]) -> str:
+    """Return the flags with which rustc writes no path of this machine, in cargo's encoding."""
+    folders = {
+        Path(package["manifest_path"]).parent.parent
+        for package in found["packages"]
+        if package["source"] is not None
     }
-    maturin = programs / "maturin"
-    # The bill of materials in the wheel contains this path.
+    # If rustc has the sources of the standard library, it names them by their path.
+    (commit,) = re.findall(r"^commit-hash: (.+)$", wheel.run("rustc", "-vV"), re.MULTILINE)
+    library = Path(wheel.run("rustc", "--print=sysroot").strip(), "lib/rustlib/src/rust")
+    # Of several prefixes that match, rustc uses the last.
+    renamed = {
+        **dict.fromkeys(sorted(folders), wheel_checks.CRATES),
+        library: f"/rustc/{commit}",
+        wheel.ROOT / "target": "target",
+        sources: ".",
+    }
+    return "\x1f".join(f"--remap-path-prefix={old}={new}" for old, new in renamed.items())
+
+
+def version() -> str:
+    """Return the version of the project."""
+    (found,) = re.findall(r'^version = "(.+)"$', (wheel.ROOT / "Cargo.toml").read_text(), re.MULTILINE)
+    return str(found)
+
+
+def build(python: Path) -> None:
+    """Build the sdist, and the wheels from it, into ``dist/``, and write their checksums.
+
+    ``python`` is the Python of an environment with the build tools.
+    """
+    committed = wheel.run("git", "log", "-1", "--format=%ct").strip()
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", committed)
+    # maturin runs the zig of the first Python in PATH.
+    variables = {"SOURCE_DATE_EPOCH": epoch, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    maturin = python.parent / "maturin"
     folder = wheel.ROOT / "target" / "from-sdist"
     shutil.rmtree(folder, ignore_errors=True)
-    unpacked = wheel.unpacked_sdist(maturin, folder, variables)
+    sources = wheel.unpacked_sdist(maturin, folder, variables)
     # Cargo would take sources that are older than its last build for unchanged.
-    for path in unpacked.rglob("*"):
+    for path in sources.rglob("*"):
         path.touch()
+    ziglang = Path(wheel.run(python, "-c", "import ziglang; print(ziglang.__path__[0])").strip())
+    toolchain = linked.toolchain(ziglang, BUILD_TOOLS["ziglang"])
+    tools = {**BUILD_TOOLS, "rustc": wheel.run("rustc", "--version").split()[1]}
     for architecture in ARCHITECTURES:
         target = f"{architecture}-unknown-linux-gnu"
-        command = (maturin, "build", "--release", "--locked", "--quiet", "--zig", "--target", target)
-        wheel.run(
-            *command, "--compatibility", PLATFORM, "--out", wheel.DIST, cwd=unpacked, variables=variables
-        )
+        found = linked.metadata(sources, target)
+        components = [*linked.crates(found), *toolchain]
+        bill = folder / "elasticrs.cdx.json"
+        document = linked.bill_of_materials(version(), components, tools, int(epoch))
+        bill.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        linked.write_licences(sources, components)
+        flags = {"CARGO_ENCODED_RUSTFLAGS": remapped(sources, found)}
+        for flavour in FLAVOURS:
+            options = ("--release", "--locked", "--quiet", "--zig", "--target", target, *flavour.arguments)
+            platform_options = ("--compatibility", wheel_checks.PLATFORM, "--compression-level", "9")
+            places: tuple[str | Path, ...] = ("--sbom-include", bill, "--out", wheel.DIST)
+            command = (maturin, "build", *options, *platform_options, *places)
+            wheel.run(*command, cwd=sources, variables=variables | flags)
+    sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in wheel.built()]
+    (wheel.DIST / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
 
 
-def embedded_programs(image: bytes) -> list[tuple[int, bool]]:
-    """Return the ELF files in an image, itself included: architecture, and true if it needs a loader."""
-    found = []
-    at = image.find(ELF_64_LITTLE)
-    while at >= 0:
-        header = image[at : at + 64]
-        table = at + int.from_bytes(header[32:40], "little")
-        size = int.from_bytes(header[54:56], "little")
-        starts = range(table, table + size * int.from_bytes(header[56:58], "little"), size)
-        kinds = {int.from_bytes(image[start : start + 4], "little") for start in starts}
-        found.append((int.from_bytes(header[18:20], "little"), PT_INTERP in kinds))
-        at = image.find(ELF_64_LITTLE, at + len(header))
-    return found
-
-
-def check_wheel(built: Path, machine: int, programs: Path) -> None:
-    """End this script if the wheel is too large, or is for another architecture, Python or glibc."""
-    wheel.reject_stray_files(built)
-    if built.stat().st_size > LARGEST:
-        sys.exit(f"release: {built.name} has {built.stat().st_size} bytes, more than {LARGEST}")
-    with zipfile.ZipFile(built) as archive:
-        found = embedded_programs(archive.read("elasticrs/_core.abi3.so"))
-    if found != [(machine, False), (machine, False)]:
-        sys.exit(f"release: {built.name} must hold an extension and a static nursery for {machine}: {found}")
-    shown = wheel.run(programs / "auditwheel", "show", built)
-    if f'"{PLATFORM}_' not in shown:
-        sys.exit(f"release: {built.name} needs a newer glibc than {PLATFORM}: {shown}")
-    wheel.run(programs / "abi3audit", "--strict", built)
+def check(scratch: Path) -> None:
+    """Check what is in ``dist/``, and launch jobs from the wheels that run on this machine."""
+    python = install(scratch / "checkers", *CHECKERS)
+    wheel.run(python, "-m", "twine", "check", "--strict", *wheel.built())
+    for architecture in ARCHITECTURES:
+        for flavour in FLAVOURS:
+            (built,) = wheel.DIST.glob(f"*-{flavour.tag}-*_{architecture}.whl")
+            wheel_checks.check(built, architecture, python)
+            versions = {}
+            if architecture == platform.machine():
+                versions = wheel.install_everywhere(built, scratch / flavour.tag, flavour.pythons)
+            launched = f"launches with Python {', '.join(versions)}" if versions else "inspected, but not run"
+            print(f"release: {built.name}, {built.stat().st_size / 1e6:.2f} MB, {launched}")
 
 
 def main() -> None:
-    require_targets()
-    wheel.remove_old()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tag", metavar="vVERSION", help="refuse to build another version")
+    parser.add_argument("--only", choices=("build", "check"), help="leave out the other step")
+    arguments = parser.parse_args()
+    if arguments.tag and arguments.tag != f"v{version()}":
+        sys.exit(f"release: the tag {arguments.tag} does not match the version {version()} in Cargo.toml")
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        programs = install_tools(scratch)
-        build(programs)
-        files = sorted((*wheel.DIST.glob("*.tar.gz"), *wheel.DIST.glob("*.whl")))
-        wheel.run(programs / "twine", "check", "--strict", *files)
-        for architecture, machine in ARCHITECTURES.items():
-            (built,) = wheel.DIST.glob(f"*_{architecture}.whl")
-            check_wheel(built, machine, programs)
-            launched = "inspected, but not run"
-            if architecture == platform.machine():
-                launched = f"launches with Python {', '.join(wheel.install_everywhere(built, scratch))}"
-            print(f"release: {built.name}, {built.stat().st_size / 1e6:.2f} MB, {launched}")
-    sums = "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
-    (wheel.DIST / "SHA256SUMS").write_text(sums, encoding="utf-8")
+        if arguments.only != "check":
+            require_targets()
+            wheel.remove_old()
+            tools = [f"{tool}=={number}" for tool, number in BUILD_TOOLS.items()]
+            build(install(scratch / "tools", *tools))
+        if arguments.only != "build":
+            check(scratch)
 
 
 if __name__ == "__main__":

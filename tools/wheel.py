@@ -15,27 +15,34 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
-VERSIONS = tuple(f"3.{minor}" for minor in range(10, 15))
+VERSIONS = tuple(f"3.{minor}" for minor in range(10, 16))
+# The second stable ABI is the one without the global interpreter lock.
+EXTENSION = re.compile(r"elasticrs/_core\.(?:abi3|abi3t-(?:x86_64|aarch64)-linux-gnu)\.so")
 # One write: unbuffered, `print` makes several, and two workers share the descriptor.
 WORKER = "import os\nos.write(1, 'rank {RANK} of {WORLD_SIZE}\\n'.format(**os.environ).encode())\n"
 
 
-def run(*command: str | Path, cwd: Path = ROOT, variables: Mapping[str, str] | None = None) -> str:
+def run(
+    *command: str | Path,
+    cwd: Path = ROOT,
+    variables: Mapping[str, str] | None = None,
+    stdin: str | None = None,
+) -> str:
     """Run to the end and return stdout; what goes wrong is shown and ends this script.
 
-    ``variables`` are added to the environment.
+    ``variables`` are added to the environment. ``stdin`` is its input.
     """
     # Neither the source tree nor an activated environment may help.
     env = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
     # Wherever the sources are: so that repeating is quick.
     env["CARGO_TARGET_DIR"] = str(ROOT / "target")
     env.update(variables or {})
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         told = f"{done.stdout}\n{done.stderr}"
         sys.exit(f"wheel: {' '.join(map(str, command))} failed with exit code {done.returncode}\n{told}")
@@ -48,9 +55,14 @@ def environment(interpreter: str | Path, folder: Path) -> Path:
     return folder / "bin" / "python"
 
 
+def built() -> list[Path]:
+    """Return the sdist and the wheels in ``dist/``, sorted by name."""
+    return sorted((*DIST.glob("*.whl"), *DIST.glob("*.tar.gz")))
+
+
 def remove_old() -> None:
     """Remove the results of earlier builds."""
-    for old in (*DIST.glob("*.whl"), *DIST.glob("*.tar.gz"), *DIST.glob("SHA256SUMS")):
+    for old in (*built(), *DIST.glob("SHA256SUMS")):
         old.unlink()
 
 
@@ -84,6 +96,13 @@ def build(scratch: Path) -> Path:
     return wheel
 
 
+def extension(wheel: Path) -> str:
+    """Return the name of the extension module in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if EXTENSION.fullmatch(name)]
+    return name
+
+
 def reject_stray_files(wheel: Path) -> None:
     """End this script if the wheel has members that are neither ours nor its metadata."""
     with zipfile.ZipFile(wheel) as archive:
@@ -91,15 +110,15 @@ def reject_stray_files(wheel: Path) -> None:
     ours = subprocess.run(
         ("git", "ls-files", "-z", "python"), cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
-    wanted = {name.removeprefix("python/") for name in ours.split("\0")} | {"elasticrs/_core.abi3.so"}
+    wanted = {name.removeprefix("python/") for name in ours.split("\0")} | {extension(wheel)}
     if stray := [name for name in names if name not in wanted and ".dist-info/" not in name]:
         sys.exit(f"wheel: {wheel.name} holds files that do not belong there: {', '.join(stray)}")
 
 
-def interpreters() -> dict[str, Path]:
-    """Those that are here, by version: on PATH, or beside this one, as version managers have them."""
+def interpreters(versions: Iterable[str] = VERSIONS) -> dict[str, Path]:
+    """Return the Pythons that are here: on PATH, or beside this one, as version managers have them."""
     found: dict[str, Path] = {}
-    for version in VERSIONS:
+    for version in versions:
         name = f"python{version}"
         beside = Path(sys.base_prefix).parent.glob(f"*/bin/{name}")
         for candidate in (shutil.which(name), *sorted(beside)):
@@ -128,9 +147,9 @@ def smoke(python: Path) -> None:
             sys.exit(f"wheel: {launcher[-1]} printed {out!r}")
 
 
-def install_everywhere(wheel: Path, scratch: Path) -> dict[str, Path]:
+def install_everywhere(wheel: Path, scratch: Path, versions: Iterable[str] = VERSIONS) -> dict[str, Path]:
     """Install the wheel into an environment of each Python that is here, and launch; return those Pythons."""
-    here = interpreters()
+    here = interpreters(versions)
     for version, interpreter in here.items():
         python = environment(interpreter, scratch / version)
         run(python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel)

@@ -1,7 +1,7 @@
 //! Builds the nursery's program, which the extension carries in itself (`include_bytes!` in `src/nursery.rs`).
 //!
 //! It is a build of its own: another profile, another target directory (the outer build holds the lock of its own one),
-//! and none of the flags, wrappers and lints of the outer build.
+//! and none of the flags, wrappers and lints of the outer build, except the flags that remap paths.
 
 use std::env;
 use std::ffi::OsString;
@@ -95,7 +95,7 @@ impl Linking {
         for name in OUTER.into_iter().chain([setting("RUSTFLAGS").as_str()]) {
             cargo.env_remove(name);
         }
-        cargo.env("RUSTFLAGS", self.flags);
+        cargo.env("CARGO_ENCODED_RUSTFLAGS", self.encoded_flags());
         if let Some(linker) = self.linker {
             cargo.env(setting("LINKER"), linker);
         }
@@ -104,5 +104,13 @@ impl Linking {
             return Err(String::from_utf8_lossy(&output.stderr).trim().replace('\n', " | "));
         }
         Ok(folder.join(&self.target).join("nursery/worker-nursery"))
+    }
+
+    /// Returns the flags for rustc, separated as cargo does it. The flags that remap paths are those of the outer build,
+    /// because the extension contains the program.
+    fn encoded_flags(&self) -> String {
+        let outer = env::var("CARGO_ENCODED_RUSTFLAGS").unwrap_or_default();
+        let remapped = outer.split('\x1f').filter(|flag| flag.starts_with("--remap-path-prefix="));
+        self.flags.split_whitespace().chain(remapped).collect::<Vec<_>>().join("\x1f")
     }
 }
