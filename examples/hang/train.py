@@ -1,7 +1,9 @@
-"""Handwritten digits with DistributedDataParallel, in which one rank stops for ever once.
+"""DistributedDataParallel on handwritten digits; one rank hangs, is found, and the job resumes.
 
-What it needs for `--hang-timeout` is one line: `heartbeat(step)` in each step. Model, data and checkpoints
-are those of `../ddp_digits/train.py`.
+Run: elasticrun --standalone --nproc-per-node 4 --max-restarts 2 --hang-timeout 3 examples/hang/train.py
+Try: add --hang-rank 2, and rank 2 hangs in epoch 3. `make demo-hang` does that, and shows the saved stack.
+
+The loop reports each step with `heartbeat(step)`. The rest is in `../ddp_digits/train.py`.
 """
 
 import argparse
@@ -27,7 +29,9 @@ def digits() -> Any:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--checkpoint", type=Path, required=True, help="file to resume from, and to write")
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("digits.pt"), help="file to resume from, and to write"
+    )
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch-size", type=int, default=16, help="per worker")
     parser.add_argument("--hang-rank", type=int, help="this rank stops once, in a collective ...")

@@ -1,8 +1,10 @@
-"""Handwritten digits with `elasticrs.train`: a worker that dies costs one step, and the others stay.
+"""Handwritten digits with `elasticrs.train`: a worker that dies costs one step; the others keep running.
 
-    python -m elasticrs.launch --standalone --nproc-per-node 4 --max-restarts 3 --on-failure replace train.py
+Run: elasticrun --standalone --nproc-per-node 4 --max-restarts 3 --on-failure replace \\
+         examples/train_state/train.py
+Try: add --kill-rank 2, and rank 2 is killed in step 60. `make demo-train` compares it with a calm run.
 
-The whole job is a state and a step over it. What one worker knows, the others can take over: that is `sync`.
+The job is a state and a step over it. In `sync`, the workers take over the state of the one that is furthest.
 """
 
 import argparse

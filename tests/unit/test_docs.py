@@ -12,7 +12,7 @@ from elasticrs.job.options import OPTIONS
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md")))
+    for path in (*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples/README.md")
 }
 SHORT = {"module": "-m", "redirects": "-r", "tee": "-t"}
 """What the page of options calls them."""
