@@ -150,9 +150,10 @@ def check_watchdog(context: Context) -> Figures:
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": str(context.folder / "dump_"),
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(context.folder / "dump_"),
+        # Behind an endless kernel, the abort of the communicator never returns. The process then exits only when
+        # the heartbeat of NCCL's watchdog is overdue, by default after 480 s.
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "12",
     }
     options = ["--nproc-per-node", ranks, "--max-restarts", "1"]
     with Job(context, options, "watchdog.py", [str(limit)], variables) as job:
@@ -169,7 +170,7 @@ def check_watchdog(context: Context) -> Figures:
 
 def check_flight_recorder(context: Context) -> Figures:
     """Check that a worker can read torch's flight recorder while the job is running."""
-    variables = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    variables = {"TORCH_FR_BUFFER_SIZE": "2000"}
     with Job(context, [], "flight_recorder.py", variables=variables) as job:
         (recorded,) = job.wait("recorded")
         job.exits()
