@@ -117,6 +117,7 @@ WARM_TESTS := not test(a_nursery_that)
 # one test at a time, because tests that share a process also share its descriptors and children.
 test-rust: ## the Rust part of `make test`
 	@cargo build --locked --quiet --bins
+	@cargo build --locked --quiet -p elasticrs-fake-nvml
 	@if cargo nextest --version >/dev/null 2>&1; then \
 	    cargo nextest run --locked -j $(PROCESSES) $(NEXTEST_IGNORED) && \
 	    ELASTICRS_TEST_WARM=1 cargo nextest run --locked -j $(PROCESSES) -p elasticrs-core \

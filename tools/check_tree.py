@@ -15,6 +15,7 @@ SOURCES = {".py", ".rs", ".sh", ".toml", ".yml"}  # not .pyi: the extension is o
 UNSAFE_HOMES = (
     "crates/elasticrs-sys/src/",  # thin wrappers of system calls
     "crates/elasticrs-runtime/src/readiness.rs",  # one call of tokio, on which elasticrs-sys may not depend
+    "crates/elasticrs-fake-nvml/src/",  # a library with a C interface, for tests
     "crates/elasticrs-testkit/src/",  # a program whose purpose is to fork, crash and misbehave; never shipped
 )
 """Where `unsafe` code may be."""

@@ -40,7 +40,7 @@ def count(environ):
 
 def test_devices_are_counted_as_torch_counts_them(environ, count):
     uuid = visible_gpus(environ)[0].uuid
-    choices = ["", "-1", "0", f"0,{count}", "0,0", f"{count - 1},{count},0", uuid, uuid[:12]]
+    choices = ["", "-1", "0", f"0,{count}", "0,0", f"{count - 1},{count},0", f"0,{count},0", uuid, uuid[:12]]
     for choice in choices:
         chosen = {**environ, "CUDA_VISIBLE_DEVICES": choice}
         assert counted_here(chosen) == counted_by_torch(chosen), choice

@@ -151,8 +151,8 @@ def check_watchdog(context: Context) -> Figures:
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": str(context.folder / "dump_"),
-        # Behind an endless kernel, the abort of the communicator never returns. The process then exits only when
-        # the heartbeat of NCCL's watchdog is overdue, by default after 480 s.
+        # Behind an endless kernel, the abort of the communicator never returns. The process then exits only
+        # when the heartbeat of NCCL's watchdog is overdue, by default after 480 s.
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "12",
     }
     options = ["--nproc-per-node", ranks, "--max-restarts", "1"]

@@ -154,11 +154,12 @@ def test_the_driver_names_its_devices(tmp_path):
         return [gpu.uuid for gpu in visible_gpus({"CUDA_VISIBLE_DEVICES": visible}, sysfs=NONE, driver=at)]
 
     assert visible_gpus({}, sysfs=NONE, driver=at)[2] == Gpu("0000:12:00.0", "GPU-bb33")
-    assert shown("GPU-bb,0") == ["GPU-bb33", "GPU-aa11"]
+    assert shown("GPU-bb,GPU-aa1") == ["GPU-bb33", "GPU-aa11"]
+    assert shown("GPU-bb,0") == ["GPU-bb33"]
     # Two of them begin like that; and nothing counts behind what is no device.
     assert shown("2,GPU-aa,1") == ["GPU-bb33"]
     assert shown("GPU-cc") == []
-    assert shown("1,MIG-xyz") == ["GPU-aa22", "GPU-aa11"]
+    assert shown("1,MIG-xyz") == ["GPU-aa22"]
 
 
 def test_amds_devices_are_found_by_their_compute_driver(tmp_path):

@@ -1,16 +1,23 @@
 """The reserved port, and counting devices without torch."""
 
 import io
+import itertools
+import json
 import os
 import socket
 import sys
 import types
+from pathlib import Path
 
 import pytest
+from helpers.fake_nvml import gpus
+from helpers.procs import run_program
 
 from elasticrs.host import devices
 from elasticrs.host.devices import Count, CountError, UnknownDeviceError, cuda_device_count, worker_count
 from elasticrs.workers.ports import ReservedPort
+
+__all__ = ["gpus"]
 
 
 @pytest.fixture
@@ -59,6 +66,9 @@ def test_closing_gives_the_port_back():
         ({"CUDA_VISIBLE_DEVICES": "0,7,1"}, 1),
         ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
         ({"CUDA_VISIBLE_DEVICES": "0,1,0"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0,7,0"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,0"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-1"}, 0),
         ({"CUDA_VISIBLE_DEVICES": "GPU-1234,GPU-5678"}, 2),
     ],
 )
@@ -214,39 +224,49 @@ def test_without_torch_only_cpus_are_left(monkeypatch):
         worker_count("npu", {})
 
 
-class Nvml:
-    """The part of the package that is used; it gives bytes, as old versions do."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, has_driver=True):
-        self.has_driver = has_driver
-        self.is_open = False
-
-    def nvmlInit(self):  # noqa: N802
-        if not self.has_driver:
-            raise self.NVMLError
-        self.is_open = True
-
-    def nvmlShutdown(self):  # noqa: N802
-        self.is_open = False
-
-    def nvmlDeviceGetCount(self):  # noqa: N802
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        return index
-
-    def nvmlDeviceGetUUID(self, handle):  # noqa: N802
-        return f"GPU-{handle}".encode()
-
-
-def test_nvml_is_asked_when_the_driver_shows_no_files(ask, monkeypatch):
-    nvml = Nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+def test_nvml_is_asked_in_a_child_where_the_driver_has_no_files(ask, gpus, tmp_path, monkeypatch):
+    gpus.set("count", 3)
+    for name, value in gpus.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(devices, "WSL_DEVICE", str(tmp_path))
     assert ask("gpu") == Count(3, "cuda", "NVML")
-    assert ask("auto", CUDA_VISIBLE_DEVICES="GPU-2,0") == Count(2, "cuda", "NVML")
-    assert not nvml.is_open
-    monkeypatch.setitem(sys.modules, "pynvml", Nvml(has_driver=False))
+    second = "GPU-00000001-0000-0000-0000-000000000000"
+    assert ask("auto", CUDA_VISIBLE_DEVICES=f"{second},GPU-00000000") == Count(2, "cuda", "NVML")
+    assert "libnvidia-ml" not in Path("/proc/self/maps").read_text()
+    gpus.set("fails", "nvmlInit_v2 9")
     assert ask("gpu", CUDA="1").source.startswith("torch")
+
+
+def test_nvml_is_not_asked_elsewhere(ask, gpus, monkeypatch):
+    for name, value in gpus.environment.items():
+        monkeypatch.setenv(name, value)
+    assert ask("gpu", CUDA="1").source.startswith("torch")
+
+
+ENTRIES = ("-1", "0", "1", "2", "00", "GPU-a", "GPU-b", "GPU-0", "MIG-a", "x", "")
+TORCHS_SELECTION = """
+import itertools, json, os, sys
+from torch.cuda import _parse_visible_devices, _transform_uuid_to_ordinals
+counts = []
+for text, count in json.load(sys.stdin):
+    os.environ["CUDA_VISIBLE_DEVICES"] = text
+    listed = _parse_visible_devices()
+    if listed and isinstance(listed[0], str):
+        # Torch lets CUDA resolve slices.
+        uuids = ["GPU-a", "GPU-b"][:count]
+        counts.append(None if text.startswith("MIG-") else len(_transform_uuid_to_ordinals(listed, uuids)))
+    else:
+        counts.append(len(list(itertools.takewhile(lambda index: index < count, listed))))
+print(json.dumps(counts))
+"""
+
+
+@pytest.mark.torch
+def test_devices_are_selected_as_torch_selects_them():
+    lists = [entries for size in (1, 2, 3) for entries in itertools.product(ENTRIES, repeat=size)]
+    cases = [(",".join(entries), count) for entries in lists for count in range(3)]
+    done = run_program([sys.executable, "-c", TORCHS_SELECTION], check=True, input=json.dumps(cases))
+    for (text, count), expected in zip(cases, json.loads(done.stdout), strict=True):
+        uuids = ["GPU-a", "GPU-b"][:count]
+        selected = devices._visible({"CUDA_VISIBLE_DEVICES": text}, uuids)
+        assert expected in (None, len(selected)), (text, count)

@@ -1,13 +1,15 @@
 """Count the workers that a node can run, and find its visible GPUs, without importing torch.
 
-Three sources are tried in this order: the driver's files, NVML if the package ``nvidia-ml-py`` is installed,
-and torch. If torch has not been imported yet, it runs in a short-lived child process instead of this process.
-The result names its source.
+Three sources are tried in this order: the driver's files, NVML on a Windows Subsystem for Linux (which has no
+such files), and torch. NVML runs in a short-lived child process, because it leaves threads and file
+descriptors in its process. If torch has not been imported yet, it also runs in a child process. The result
+names its source.
 """
 
 from __future__ import annotations
 
 import os
+from itertools import takewhile
 
 from elasticrs.job.value import Value
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 DRIVER = "/proc/driver/nvidia/gpus"
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
+WSL_DEVICE = "/dev/dxg"
+"""Device that exists on a Windows Subsystem for Linux with GPUs."""
 CHILD_TIMEOUT = 120.0
 """Time limit in seconds for a child process to import torch and count devices. The import takes long on a
 cold network file system.
@@ -156,20 +160,35 @@ def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA
     text = environ.get(name)
     if text is None:
         return list(range(len(uuids)))
+    # As in torch, the list ends at the first entry of another kind. A repeated entry shows no devices at all,
+    # even behind a device that does not exist.
+    entries = [entry.strip() for entry in text.split(",")]
+    listed = list(takewhile(lambda entry: _kind(entry) == _kind(entries[0]), entries))
+    names = {int(entry) if _is_ordinal(entry) else entry for entry in listed}
+    if len(names) < len(listed):
+        return []
     found: list[int] = []
-    for entry in text.split(","):
-        index = _index(entry.strip(), uuids, found)
+    for entry in listed:
+        index = _index(entry, uuids, found)
         if index is None:
             break
         if index in found:
-            # If the variable lists a device twice, CUDA shows no devices at all.
+            # Two entries that are prefixes of one UUID.
             return []
         found.append(index)
     return found
 
 
+def _kind(entry: str) -> str:
+    return "ordinal" if _is_ordinal(entry) else entry[:4]
+
+
+def _is_ordinal(name: str) -> bool:
+    return name.isascii() and name.isdecimal()
+
+
 def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
-    if name.isascii() and name.isdecimal():
+    if _is_ordinal(name):
         return int(name) if int(name) < len(uuids) else None
     if not name.startswith(("GPU-", "MIG-")):
         return None
@@ -251,24 +270,20 @@ def _device_nodes(dev: str) -> int:
 
 
 def _nvml_count(environ: Mapping[str, str]) -> int:
-    try:
-        import pynvml
-    except ImportError:
+    if not os.path.exists(WSL_DEVICE):
         return 0
+    import subprocess
+
+    from elasticrs.host.child_program import command
+
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        # There is no NVIDIA driver, so there are no CUDA devices.
+        done = subprocess.run(
+            command("elasticrs.host.nvml"), capture_output=True, text=True, check=False, timeout=CHILD_TIMEOUT
+        )
+    except (subprocess.TimeoutExpired, OSError):
+        # The driver hangs, or there is no process left. Torch may still be able to count the devices.
         return 0
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        found = [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-    except pynvml.NVMLError:
-        return 0
-    finally:
-        pynvml.nvmlShutdown()
-    # Old versions of `pynvml` return bytes.
-    return len(_visible(environ, [uuid.decode() if isinstance(uuid, bytes) else uuid for uuid in found]))
+    return len(_visible(environ, done.stdout.split()))
 
 
 def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:

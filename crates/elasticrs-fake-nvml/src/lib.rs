@@ -1,0 +1,377 @@
+//! A library with the functions of NVML that elasticrs calls. It plays GPUs that a test describes with files.
+//!
+//! A test puts the library on `LD_LIBRARY_PATH` as `libnvidia-ml.so.1` and names a folder in `FAKE_NVML`. Every call
+//! reads the files anew, so a test can change them at any time. A missing file means the default.
+//!
+//! | file | contents |
+//! | --- | --- |
+//! | `count` | number of GPUs; 1 by default. GPU N has the PCI address `00000000:00:0X.0` with X = N + 6 |
+//! | `fails` | lines `FUNCTION CODE`: the function returns this code |
+//! | `hangs` | lines `FUNCTION N`: the function does not return from its call N (from 1) on |
+//! | `events` | a FIFO; each line `GPU XID` is an event, and `lost` reports that a GPU is lost |
+//! | `gpuN/fieldF` | value of the field F; a field without a file is not supported |
+//! | `gpuN/memory` | bytes in use; with a second number Q, they are free from query Q + 1 on |
+//! | `gpuN/processes` | lines `PID BYTES` |
+//! | `gpuN/mig` | 1 if the GPU is divided into slices |
+#![allow(non_snake_case)]
+
+use std::collections::HashMap;
+use std::env;
+use std::ffi::{c_char, c_int, c_uint};
+use std::fs::{self, File, OpenOptions};
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::thread;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+const SUCCESS: c_int = 0;
+const INVALID_ARGUMENT: c_int = 2;
+const NOT_SUPPORTED: c_int = 3;
+const INSUFFICIENT_SIZE: c_int = 7;
+const TIMEOUT: c_int = 10;
+const GPU_IS_LOST: c_int = 15;
+const UNKNOWN: c_int = 999;
+
+const XID_EVENT: u64 = 8;
+const RECOVERY_ACTION: c_uint = 230;
+const TYPE_UNSIGNED: c_uint = 1;
+const TYPE_UNSIGNED_LONG_LONG: c_uint = 3;
+const UUID_SIZE: usize = 96;
+
+/// Value of a field, with the layout of `nvmlFieldValue_t`.
+#[repr(C)]
+pub struct Field {
+    number: c_uint,
+    scope: c_uint,
+    timestamp: i64,
+    latency: i64,
+    kind: c_uint,
+    code: c_int,
+    value: u64,
+}
+
+/// PCI address of a GPU, with the layout of `nvmlPciInfo_t`.
+#[repr(C)]
+pub struct Pci {
+    legacy: [u8; 16],
+    numbers: [c_uint; 5],
+    address: [u8; 32],
+}
+
+/// Memory of a GPU, with the layout of `nvmlMemory_v2_t`.
+#[repr(C)]
+pub struct Memory {
+    version: c_uint,
+    total: u64,
+    reserved: u64,
+    free: u64,
+    used: u64,
+}
+
+/// Process that uses a GPU, with the layout of `nvmlProcessInfo_t`.
+#[repr(C)]
+pub struct Process {
+    pid: c_uint,
+    used: u64,
+    gpu_instance: c_uint,
+    compute_instance: c_uint,
+}
+
+/// Event of a GPU, with the layout of `nvmlEventData_t`.
+#[repr(C)]
+pub struct Event {
+    device: usize,
+    kind: u64,
+    data: u64,
+    gpu_instance: c_uint,
+    compute_instance: c_uint,
+}
+
+// The sizes in the header file of NVML, for 64-bit machines.
+const _: () = {
+    assert!(size_of::<Field>() == 40 && size_of::<Pci>() == 68 && size_of::<Memory>() == 40);
+    assert!(size_of::<Process>() == 24 && size_of::<Event>() == 32);
+};
+
+/// The FIFO with events, and the bytes of it that do not form a line yet.
+static EVENTS: Mutex<Option<(File, Vec<u8>)>> = Mutex::new(None);
+
+/// Number of queries of each GPU's memory since the contents of its file have changed.
+static QUERIES: Mutex<Option<HashMap<usize, (String, u64)>>> = Mutex::new(None);
+
+/// Number of calls of each function.
+static CALLS: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
+
+fn path(name: &str) -> PathBuf {
+    PathBuf::from(env::var_os("FAKE_NVML").unwrap_or_default()).join(name)
+}
+
+fn text(name: &str) -> Option<String> {
+    fs::read_to_string(path(name)).ok()
+}
+
+fn number(name: &str) -> Option<u64> {
+    text(name)?.trim().parse().ok()
+}
+
+fn lines(name: &str) -> Vec<Vec<String>> {
+    let text = text(name).unwrap_or_default();
+    text.lines().map(|line| line.split_whitespace().map(str::to_owned).collect()).collect()
+}
+
+/// Called at the start of each function. Returns the code that the test has chosen, or hangs if it has chosen that.
+fn enter(function: &str) -> c_int {
+    let calls = CALLS.lock().map_or(0, |mut calls| {
+        let calls = calls.get_or_insert_default().entry(function.to_owned()).or_default();
+        *calls += 1;
+        *calls
+    });
+    for line in lines("hangs") {
+        if let [name, first] = line.as_slice()
+            && name == function
+            && first.parse().is_ok_and(|first: u64| calls >= first)
+        {
+            loop {
+                thread::park();
+            }
+        }
+    }
+    for line in lines("fails") {
+        if let [name, code] = line.as_slice()
+            && name == function
+        {
+            return code.parse().unwrap_or(UNKNOWN);
+        }
+    }
+    SUCCESS
+}
+
+/// Calls `answer` with the output argument unless the test has chosen another code for the function.
+fn answer<T>(function: &str, out: Option<&mut T>, answer: impl FnOnce(&mut T) -> c_int) -> c_int {
+    match (enter(function), out) {
+        (SUCCESS, Some(out)) => answer(out),
+        (SUCCESS, None) => INVALID_ARGUMENT,
+        (code, _) => code,
+    }
+}
+
+/// Returns the number of a GPU from its handle. A handle is the number plus 1, because it may not be null.
+fn index(device: usize) -> usize {
+    device.wrapping_sub(1)
+}
+
+fn copy(text: &str, to: &mut [u8]) {
+    to.fill(0);
+    for (to, byte) in to.iter_mut().zip(text.bytes()) {
+        *to = byte;
+    }
+}
+
+/// Initializes the library.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlInit_v2() -> c_int {
+    enter("nvmlInit_v2")
+}
+
+/// Returns a text for a code.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlErrorString(code: c_int) -> *const c_char {
+    match code {
+        GPU_IS_LOST => c"GPU is lost",
+        NOT_SUPPORTED => c"Not Supported",
+        _ => c"some error",
+    }
+    .as_ptr()
+}
+
+/// Returns the number of GPUs.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlDeviceGetCount_v2(count: Option<&mut c_uint>) -> c_int {
+    answer("nvmlDeviceGetCount_v2", count, |count| {
+        *count = number("count").and_then(|count| count.try_into().ok()).unwrap_or(1);
+        SUCCESS
+    })
+}
+
+/// Returns the handle of a GPU.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: c_uint, device: Option<&mut usize>) -> c_int {
+    answer("nvmlDeviceGetHandleByIndex_v2", device, |device| {
+        *device = index as usize + 1;
+        SUCCESS
+    })
+}
+
+/// Returns the identifier of a GPU.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlDeviceGetUUID(device: usize, uuid: Option<&mut [u8; UUID_SIZE]>, length: c_uint) -> c_int {
+    answer("nvmlDeviceGetUUID", uuid, |uuid| {
+        if length as usize != UUID_SIZE {
+            return INSUFFICIENT_SIZE;
+        }
+        copy(&format!("GPU-{:08x}-0000-0000-0000-000000000000", index(device)), uuid);
+        SUCCESS
+    })
+}
+
+/// Returns the PCI address of a GPU.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlDeviceGetPciInfo_v3(device: usize, pci: Option<&mut Pci>) -> c_int {
+    answer("nvmlDeviceGetPciInfo_v3", pci, |pci| {
+        let place = index(device) + 6;
+        copy(&format!("0000:00:{place:02X}.0"), &mut pci.legacy);
+        copy(&format!("00000000:00:{place:02X}.0"), &mut pci.address);
+        pci.numbers = [0; 5];
+        SUCCESS
+    })
+}
+
+/// Fills in the values of fields.
+///
+/// # Safety
+///
+/// `fields` points to `count` fields that nothing else uses during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvmlDeviceGetFieldValues(device: usize, count: c_int, fields: *mut Field) -> c_int {
+    let code = enter("nvmlDeviceGetFieldValues");
+    let Ok(count) = usize::try_from(count) else { return INVALID_ARGUMENT };
+    if code != SUCCESS || fields.is_null() {
+        return if code == SUCCESS { INVALID_ARGUMENT } else { code };
+    }
+    // SAFETY: the caller passes an array of `count` fields and does not use it during the call.
+    let fields = unsafe { std::slice::from_raw_parts_mut(fields, count) };
+    for field in fields {
+        let value = number(&format!("gpu{}/field{}", index(device), field.number));
+        field.kind = if field.number == RECOVERY_ACTION { TYPE_UNSIGNED } else { TYPE_UNSIGNED_LONG_LONG };
+        field.code = if value.is_some() { SUCCESS } else { NOT_SUPPORTED };
+        field.value = value.unwrap_or(0);
+    }
+    SUCCESS
+}
+
+/// Returns the memory in use.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: usize, memory: Option<&mut Memory>) -> c_int {
+    answer("nvmlDeviceGetMemoryInfo_v2", memory, |memory| {
+        let contents = text(&format!("gpu{}/memory", index(device))).unwrap_or_default();
+        let mut words = contents.split_whitespace().map(|word| word.parse().unwrap_or(0));
+        let (used, limit) = (words.next().unwrap_or(0), words.next());
+        let Ok(mut queries) = QUERIES.lock() else { return UNKNOWN };
+        let seen = queries.get_or_insert_default().entry(device).or_default();
+        if seen.0 != contents {
+            *seen = (contents.clone(), 0);
+        }
+        seen.1 += 1;
+        memory.used = if limit.is_some_and(|limit| seen.1 > limit) { 0 } else { used };
+        SUCCESS
+    })
+}
+
+/// Returns the processes that use a GPU.
+///
+/// # Safety
+///
+/// `processes` points to `count` processes that nothing else uses during the call.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
+    device: usize,
+    count: Option<&mut c_uint>,
+    processes: *mut Process,
+) -> c_int {
+    answer("nvmlDeviceGetComputeRunningProcesses_v3", count, |count| {
+        if processes.is_null() {
+            return INVALID_ARGUMENT;
+        }
+        // SAFETY: the caller passes an array of `count` processes and does not use it during the call.
+        let processes = unsafe { std::slice::from_raw_parts_mut(processes, *count as usize) };
+        let lines = lines(&format!("gpu{}/processes", index(device)));
+        for (process, line) in processes.iter_mut().zip(&lines) {
+            let word = |at: usize| line.get(at).and_then(|word| word.parse().ok()).unwrap_or(0_u64);
+            process.pid = word(0).try_into().unwrap_or(0);
+            process.used = word(1);
+        }
+        *count = lines.len().try_into().unwrap_or(0);
+        SUCCESS
+    })
+}
+
+/// Returns whether a GPU is divided into slices.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlDeviceGetMigMode(
+    device: usize,
+    current: Option<&mut c_uint>,
+    pending: Option<&mut c_uint>,
+) -> c_int {
+    let mode = number(&format!("gpu{}/mig", index(device))).and_then(|mode| c_uint::try_from(mode).ok());
+    answer("nvmlDeviceGetMigMode", current, |current| match (mode, pending) {
+        (Some(mode), Some(pending)) => {
+            (*current, *pending) = (mode, mode);
+            SUCCESS
+        }
+        _ => NOT_SUPPORTED,
+    })
+}
+
+/// Creates a set of events.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlEventSetCreate(events: Option<&mut usize>) -> c_int {
+    answer("nvmlEventSetCreate", events, |events| {
+        *events = 1;
+        SUCCESS
+    })
+}
+
+/// Adds events of a GPU to the set. Fails if the test has created no FIFO for events.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlDeviceRegisterEvents(_device: usize, _kinds: u64, _events: usize) -> c_int {
+    match enter("nvmlDeviceRegisterEvents") {
+        SUCCESS if !path("events").exists() => NOT_SUPPORTED,
+        code => code,
+    }
+}
+
+/// Waits for an event.
+#[unsafe(no_mangle)]
+pub extern "C" fn nvmlEventSetWait_v2(_events: usize, event: Option<&mut Event>, milliseconds: c_uint) -> c_int {
+    answer("nvmlEventSetWait_v2", event, |event| {
+        let Some(line) = next_line(milliseconds) else { return TIMEOUT };
+        if line == "lost" {
+            return GPU_IS_LOST;
+        }
+        let mut words = line.split_whitespace().map(|word| word.parse().unwrap_or(0_u64));
+        event.device = words.next().and_then(|gpu| usize::try_from(gpu).ok()).unwrap_or(0) + 1;
+        (event.kind, event.data) = (XID_EVENT, words.next().unwrap_or(0));
+        (event.gpu_instance, event.compute_instance) = (c_uint::MAX, c_uint::MAX);
+        SUCCESS
+    })
+}
+
+/// Returns the next line of the FIFO; `None` if there is none in time.
+fn next_line(milliseconds: c_uint) -> Option<String> {
+    let mut events = EVENTS.lock().ok()?;
+    if events.is_none() {
+        // Open the FIFO for reading and writing, because a reader would otherwise see its end without a writer.
+        let mut options = OpenOptions::new();
+        let fifo = options.read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path("events")).ok()?;
+        *events = Some((fifo, Vec::new()));
+    }
+    let (fifo, unread) = events.as_mut()?;
+    loop {
+        if let Some(end) = unread.iter().position(|byte| *byte == b'\n') {
+            let line = unread.drain(..=end).collect::<Vec<u8>>();
+            return Some(String::from_utf8_lossy(&line).trim().to_owned());
+        }
+        let limit = PollTimeout::try_from(milliseconds).unwrap_or(PollTimeout::NONE);
+        let ready = poll(&mut [PollFd::new(fifo.as_fd(), PollFlags::POLLIN)], limit).ok()?;
+        if ready == 0 {
+            return None;
+        }
+        let mut part = [0; 4096];
+        let size = fifo.read(&mut part).ok()?;
+        unread.extend_from_slice(&part[..size]);
+    }
+}

@@ -1,0 +1,147 @@
+"""The check of a node's GPUs, as a program that loads a fake NVML."""
+
+import os
+import sys
+
+import pytest
+from helpers.fake_nvml import gpus
+from helpers.procs import run_program
+
+from elasticrs.host.node_check import NodeCheck
+from elasticrs.host.nvml import RECOVERY_ACTIONS
+
+__all__ = ["gpus"]
+
+SHORT_LIMIT = "import sys; from elasticrs.host import nvml_check as p; p.LIMIT = 0.5; sys.exit(p.main())"
+COMMAND = (sys.executable, "-m", "elasticrs.host.nvml_check")
+RESET, REBOOT = 1, 2
+
+
+@pytest.fixture
+def check(gpus):
+    """Runs the program. Returns its exit code and the lines of its output."""
+
+    def run(**environment):
+        done = run_program(COMMAND, env={**os.environ, **gpus.environment, **environment})
+        assert done.stderr == ""
+        return done.returncode, done.stdout.splitlines()
+
+    return run
+
+
+def test_gpus_without_errors_are_fit(check, gpus):
+    gpus.set("count", 2)
+    gpus.set("gpu1/field230", 0)
+    assert check() == (0, ["2 GPUs are fit"])
+
+
+@pytest.mark.parametrize("action", range(1, 8))
+def test_a_recovery_action_makes_the_node_unfit(check, gpus, action):
+    gpus.set("count", 2)
+    gpus.set("gpu1/field230", action)
+    code, (line,) = check()
+    assert code == 1
+    assert "GPU 1" in line
+    assert RECOVERY_ACTIONS[action] in line
+
+
+def test_an_unknown_recovery_action_is_named_and_proves_nothing(check, gpus):
+    gpus.set("gpu0/field230", 93)
+    code, (remark, last) = check()
+    assert (code, last) == (0, "1 GPU is fit")
+    assert "93" in remark
+
+
+def test_all_unfit_gpus_are_in_the_last_line(check, gpus):
+    gpus.set("count", 2)
+    gpus.set("gpu0/field230", RESET)
+    gpus.set("gpu1/field230", REBOOT)
+    code, (line,) = check()
+    assert code == 1
+    assert "GPU 0" in line
+    assert "GPU 1" in line
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_unfit", "remarks"),
+    [
+        ({4: 3}, False, 2),
+        ({144: 1}, False, 2),
+        ({4: 3, 144: 1}, True, 3),
+        ({145: 1}, True, 1),
+        ({230: 0, 4: 3, 144: 1}, False, 2),
+        ({230: 0, 145: 1}, True, 0),
+    ],
+)
+def test_memory_errors_count_where_the_driver_has_no_recovery_action(check, gpus, fields, is_unfit, remarks):
+    gpus.remove("gpu0/field230")
+    for number, value in fields.items():
+        gpus.set(f"gpu0/field{number}", value)
+    code, lines = check()
+    assert (code, len(lines)) == (int(is_unfit), remarks + 1)
+    assert ("unfit" in lines[-1]) == is_unfit
+
+
+@pytest.mark.parametrize(("code", "is_unfit"), [(15, True), (16, True), (999, False), (4, False)])
+@pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetFieldValues"])
+def test_a_gpu_that_is_lost_is_unfit_and_other_errors_prove_nothing(check, gpus, function, code, is_unfit):
+    gpus.set("fails", f"{function} {code}")
+    exit_code, lines = check()
+    assert exit_code == int(is_unfit)
+    assert function in "\n".join(lines)
+
+
+def test_no_gpu_is_no_proof(check, gpus):
+    gpus.set("count", 0)
+    assert check()[0] == 0
+
+
+@pytest.mark.parametrize("code", [9, 13, 18, 999])
+def test_a_library_that_fails_proves_nothing(check, gpus, code):
+    gpus.set("fails", f"nvmlInit_v2 {code}")
+    exit_code, (line,) = check()
+    assert exit_code == 0
+    assert "counts as fit" in line
+
+
+def test_a_missing_library_proves_nothing(check, tmp_path):
+    code, (line,) = check(LD_LIBRARY_PATH=str(tmp_path))
+    assert code == 0
+    assert "libnvidia-ml.so.1" in line
+
+
+def test_a_library_without_a_function_proves_nothing(check, tmp_path):
+    """The C library has none of the functions of NVML."""
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        libc = next(line.split()[-1] for line in maps if "/libc.so" in line or "/libc-" in line)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "libnvidia-ml.so.1").symlink_to(libc)
+    code, (line,) = check(LD_LIBRARY_PATH=str(tmp_path / "other"))
+    assert code == 0
+    assert "nvmlInit_v2" in line
+
+
+@pytest.mark.parametrize("function", ["nvmlInit_v2", "nvmlDeviceGetFieldValues"])
+def test_a_library_that_hangs_proves_nothing_and_is_named(gpus, function):
+    gpus.set("hangs", f"{function} 1")
+    done = run_program((sys.executable, "-c", SHORT_LIMIT), env={**os.environ, **gpus.environment})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert function in done.stdout
+
+
+def test_what_is_known_before_the_library_hangs_counts(gpus):
+    gpus.set("count", 2)
+    gpus.set("gpu0/field230", RESET)
+    gpus.set("hangs", "nvmlDeviceGetFieldValues 2")
+    done = run_program((sys.executable, "-c", SHORT_LIMIT), env={**os.environ, **gpus.environment})
+    assert done.returncode == 1
+    assert "GPU 0" in done.stdout.splitlines()[-1]
+
+
+def test_the_machinery_of_node_checks_runs_it(gpus, monkeypatch):
+    for name, value in gpus.environment.items():
+        monkeypatch.setenv(name, value)
+    gpus.set("gpu0/field230", REBOOT)
+    result = NodeCheck(COMMAND, 60.0).finish()
+    assert result.unfit is not None
+    assert "reboot" in result.lines[-1]
