@@ -1,10 +1,14 @@
 """GPUs that a test describes with files, for processes that load NVML. See ``crates/elasticrs-fake-nvml``."""
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from helpers import procs
+from helpers.procs import HANG
 
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "target"))
 
@@ -22,8 +26,11 @@ class FakeGpus:
         (folder / "lib").mkdir(parents=True)
         (folder / "lib" / "libnvidia-ml.so.1").symlink_to(TARGET / "debug" / "libfake_nvml.so")
         self.environment = {"FAKE_NVML": str(folder), "LD_LIBRARY_PATH": str(folder / "lib")}
-        os.mkfifo(folder / "events")
-        self._events = os.open(folder / "events", os.O_RDWR | os.O_CLOEXEC)
+        self._fifos = {}
+        for name in ("events", "calls", "kmsg"):
+            os.mkfifo(folder / name)
+            # Keep both ends open, because a reader would otherwise see the end of the file without a writer.
+            self._fifos[name] = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC)
         self.set("gpu0/field230", 0)
 
     def path(self, name: str) -> Path:
@@ -41,11 +48,50 @@ class FakeGpus:
         (self._folder / name).unlink()
 
     def report_xid(self, gpu: int, xid: int) -> None:
-        """Report an event of a GPU."""
-        os.write(self._events, f"{gpu} {xid}\n".encode())
+        """Report an event of a GPU through NVML."""
+        os.write(self._fifos["events"], f"{gpu} {xid}\n".encode())
+
+    def log_xid(self, text: str, place: int = 6) -> None:
+        """Add an Xid to the kernel log. ``place`` is the device number of the GPU on the PCI bus."""
+        record = f"4,360,28078015,c;NVRM: Xid (PCI:0000:00:{place:02x}): {text}"
+        os.write(self._fifos["kmsg"], f"{record}\n".encode())
+
+    @property
+    def was_used(self) -> bool:
+        """True if there are calls that no one has read."""
+        return procs.wait_readable(self._fifos["calls"], 0)
+
+    def wait_for_calls(self, function: str, count: int = 1) -> None:
+        """Wait until a function has been called this number of times. Calls that were read earlier, by the
+        test or by a worker, do not count.
+        """
+        unread = b""
+        while count > 0:
+            assert procs.wait_readable(self._fifos["calls"]), f"{function} was not called"
+            *lines, unread = (unread + os.read(self._fifos["calls"], 65536)).split(b"\n")
+            count -= lines.count(function.encode())
+
+    def launcher(self, **values: object) -> tuple[str, ...]:
+        """Return the command line of a launcher that finds the GPUs and the kernel log of the test.
+        ``values`` are other constants of the watcher.
+        """
+        constants = {
+            "KERNEL_LOG": str(self.path("kmsg")),
+            "KERNEL_PID_NAMESPACE": os.readlink("/proc/self/ns/pid"),
+            "START_LIMIT": HANG,
+            "ANSWER_LIMIT": HANG,
+            **values,
+        }
+        program = (
+            "import sys; from elasticrs.launch import main; from elasticrs.agent import gpu_watcher, tracker;"
+            f"tracker.NVIDIA_DEVICE = {str(self._folder)!r}; vars(gpu_watcher).update({constants!r});"
+            "sys.exit(main())"
+        )
+        return (sys.executable, "-c", program)
 
     def close(self) -> None:
-        os.close(self._events)
+        for fd in self._fifos.values():
+            os.close(fd)
 
 
 @pytest.fixture

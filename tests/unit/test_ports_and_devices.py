@@ -268,5 +268,5 @@ def test_devices_are_selected_as_torch_selects_them():
     done = run_program([sys.executable, "-c", TORCHS_SELECTION], check=True, input=json.dumps(cases))
     for (text, count), expected in zip(cases, json.loads(done.stdout), strict=True):
         uuids = ["GPU-a", "GPU-b"][:count]
-        selected = devices._visible({"CUDA_VISIBLE_DEVICES": text}, uuids)
+        selected = devices.visible_indices({"CUDA_VISIBLE_DEVICES": text}, uuids)
         assert expected in (None, len(selected)), (text, count)

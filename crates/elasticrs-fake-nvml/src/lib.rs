@@ -8,9 +8,10 @@
 //! | `count` | number of GPUs; 1 by default. GPU N has the PCI address `00000000:00:0X.0` with X = N + 6 |
 //! | `fails` | lines `FUNCTION CODE`: the function returns this code |
 //! | `hangs` | lines `FUNCTION N`: the function does not return from its call N (from 1) on |
+//! | `calls` | a FIFO, into which the library writes the name of each function when it is called |
 //! | `events` | a FIFO; each line `GPU XID` is an event, and `lost` reports that a GPU is lost |
 //! | `gpuN/fieldF` | value of the field F; a field without a file is not supported |
-//! | `gpuN/memory` | bytes in use; with a second number Q, they are free from query Q + 1 on |
+//! | `gpuN/memory` | bytes in use; with a second number Q, query Q + 1 finds them free and replaces the file by `0` |
 //! | `gpuN/processes` | lines `PID BYTES` |
 //! | `gpuN/mig` | 1 if the GPU is divided into slices |
 #![allow(non_snake_case)]
@@ -19,7 +20,7 @@ use std::collections::HashMap;
 use std::env;
 use std::ffi::{c_char, c_int, c_uint};
 use std::fs::{self, File, OpenOptions};
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
@@ -130,6 +131,11 @@ fn enter(function: &str) -> c_int {
         *calls += 1;
         *calls
     });
+    let mut options = OpenOptions::new();
+    if let Ok(mut fifo) = options.write(true).custom_flags(libc::O_NONBLOCK).open(path("calls")) {
+        // Ignore an error, because a full FIFO means that the test does not read it.
+        let _ = writeln!(fifo, "{function}");
+    }
     for line in lines("hangs") {
         if let [name, first] = line.as_slice()
             && name == function
@@ -257,7 +263,8 @@ pub unsafe extern "C" fn nvmlDeviceGetFieldValues(device: usize, count: c_int, f
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: usize, memory: Option<&mut Memory>) -> c_int {
     answer("nvmlDeviceGetMemoryInfo_v2", memory, |memory| {
-        let contents = text(&format!("gpu{}/memory", index(device))).unwrap_or_default();
+        let name = format!("gpu{}/memory", index(device));
+        let contents = text(&name).unwrap_or_default();
         let mut words = contents.split_whitespace().map(|word| word.parse().unwrap_or(0));
         let (used, limit) = (words.next().unwrap_or(0), words.next());
         let Ok(mut queries) = QUERIES.lock() else { return UNKNOWN };
@@ -266,7 +273,11 @@ pub extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: usize, memory: Option<&mut 
             *seen = (contents.clone(), 0);
         }
         seen.1 += 1;
-        memory.used = if limit.is_some_and(|limit| seen.1 > limit) { 0 } else { used };
+        memory.used = used;
+        if limit.is_some_and(|limit| seen.1 > limit) {
+            memory.used = 0;
+            return fs::write(path(&name), "0\n").map_or(UNKNOWN, |()| SUCCESS);
+        }
         SUCCESS
     })
 }

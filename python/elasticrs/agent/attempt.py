@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.diagnosis.values import Diagnosis
+    from elasticrs.host.xids import Xid
     from elasticrs.job.failure_cause import Cause
     from elasticrs.workers.logs import LogPaths
     from elasticrs.workers.node_page import Met
@@ -63,6 +64,7 @@ class Attempt(Record):
             ``--exit-timeout``.
         diagnosis: which ranks keep the others waiting, if a worker hung and there is evidence about it.
         heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
+        xids: errors that NVIDIA's driver has reported since the start of the attempt, by GPU and code.
         oom_kills: counters of the kernel's OOM killer at the start of the attempt.
         oom_kills_after: the same counters after the attempt failed.
         signalled: number of other workers that were signalled because of the first failure.
@@ -75,8 +77,9 @@ class Attempt(Record):
         phases: milliseconds of each phase of the restart that led to this attempt, in order; see
             :func:`phases`.
         stamps: monotonic nanoseconds of ``planned``, ``imported``, ``started``, ``failure_seen``,
-            ``siblings_signalled``, ``stopped`` and ``ended``. ``imported`` is set only if the start had to
-            wait for the imports, and ``stopped`` only if this agent was asked to stop the workers.
+            ``siblings_signalled``, ``stopped``, ``ended`` and ``memory_free``. ``imported`` is set only if
+            the start had to wait for the imports, ``stopped`` only if this agent was asked to stop the
+            workers, and ``memory_free`` only if the dead workers' device memory was not free at once.
     """
 
     round: int
@@ -94,6 +97,7 @@ class Attempt(Record):
     expired: dict[int, Overdue] = fresh(factory=dict)
     diagnosis: Diagnosis | None = None
     heartbeats: list[Heartbeat] = fresh(factory=list)
+    xids: dict[tuple[int, int], Xid] = fresh(factory=dict)
     oom_kills: dict[str, int] = fresh(factory=dict)
     oom_kills_after: dict[str, int] = fresh(factory=dict)
     signalled: int = 0
@@ -269,9 +273,10 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
 
     The first phase starts when the failure was seen, or, after a failure on another node, when the workers
     were stopped. ``signalling`` lasts until the other workers have been signalled, ``stopping`` until all
-    processes have exited, ``rendezvous`` until ranks and addresses are known, ``importing`` until the warm
-    nursery is ready (if the start had to wait for it), and ``starting`` until all workers run. If the end of
-    a phase is unknown, its time counts as part of the next phase.
+    processes have exited, ``freeing`` until their device memory is free (if it was not at once),
+    ``rendezvous`` until ranks and addresses are known, ``importing`` until the warm nursery is ready (if the
+    start had to wait for it), and ``starting`` until all workers run. If the end of a phase is unknown, its
+    time counts as part of the next phase.
 
     Args:
         failed: the attempt that has ended.
@@ -280,6 +285,7 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     ends = {
         "signalling": failed.stamps.get("siblings_signalled"),
         "stopping": failed.stamps.get("ended"),
+        "freeing": failed.stamps.get("memory_free"),
         "rendezvous": running.stamps.get("planned"),
         "importing": running.stamps.get("imported"),
         "starting": running.stamps.get("started"),

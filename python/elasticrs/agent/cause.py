@@ -33,7 +33,7 @@ def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
     """Build the ``ProcessFailure`` of a worker on another node, for this node's failure report.
     ``cause.rank`` must be known.
     """
-    return ProcessFailure(
+    failure = ProcessFailure(
         -1 if cause.local_rank is None else cause.local_rank,
         -1 if cause.pid is None else cause.pid,
         1 if cause.exitcode is None else cause.exitcode,
@@ -44,6 +44,8 @@ def remote_failure(cause: Cause, clock: Clock) -> ProcessFailure:
         stderr_tail=[str(line) for line in cause.lines],
         host=str(cause.host),
     )
+    failure.more_notes = [str(xid) for xid in cause.xids]
+    return failure
 
 
 def _comparable(theirs: int | None, ours: int | None) -> str:

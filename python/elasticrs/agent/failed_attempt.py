@@ -33,7 +33,21 @@ _MAX_EARLIER = 8
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
     """Return the failure of each unsuccessful worker, by global rank. The first failure comes first."""
     ranks = attempt.global_ranks()
-    return {ranks[worker.local_rank]: _failure(attempt, worker) for worker in attempt.failed_exits()}
+    found = {ranks[worker.local_rank]: _failure(attempt, worker) for worker in attempt.failed_exits()}
+    if found and attempt.xids:
+        _add_xids(attempt, found)
+    return found
+
+
+def _add_xids(attempt: Attempt, failed: Mapping[int, ProcessFailure]) -> None:
+    """Add the Xids to the notes of the workers that caused them. If an Xid's worker is unknown, or has not
+    failed, add the Xid to the first failure.
+    """
+    first = next(iter(failed.values()))
+    for xid in reversed(attempt.xids.values()):
+        owners = [failure for failure in failed.values() if failure.pid in xid.workers]
+        for failure in owners or [first]:
+            failure.more_notes = [xid.note(), *failure.more_notes]
 
 
 def first_of(attempt: Attempt) -> tuple[int, str]:
@@ -142,7 +156,8 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
 
         remote = remote_failure(cause, result.clock)
         if result.attempts and all(failure.sent_signal is not None for failure in failed.values()):
-            remote.more_notes = _last_heartbeats(result.attempts[-1], remote.seen_ns, "here: ")
+            beats = _last_heartbeats(result.attempts[-1], remote.seen_ns, "here: ")
+            remote.more_notes = [*remote.more_notes, *beats]
         failed = {rank: remote, **failed}
     failed[rank].is_first = True
     if result.attempts and cause.ground is not None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs.agent.attempt import Attempt, JobResult
+    from elasticrs.host.xids import Xid
     from elasticrs.job.config import JobConfig
     from elasticrs.job.policy_options import ExitCodes
     from elasticrs.multiprocessing.errors import ProcessFailure
@@ -122,6 +123,24 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
         "world_size": attempt.world_size,
         "seconds": ran,
         "cause": attempt.cause,
+        "xids": [_xid(attempt, xid) for xid in attempt.xids.values()],
+    }
+
+
+def _xid(attempt: Attempt, xid: Xid) -> dict[str, Any]:
+    from elasticrs.host.xids import meaning
+
+    found, ranks = meaning(xid.code, xid.detail), attempt.global_ranks()
+    workers = [local_rank for local_rank, pid in enumerate(attempt.pids) if pid in xid.workers]
+    return {
+        "code": xid.code,
+        "gpu": xid.gpu,
+        "count": xid.count,
+        "pids": xid.pids,
+        "ranks": [ranks[local_rank] for local_rank in workers],
+        "text": found.text,
+        "action": found.action,
+        "detail": xid.detail,
     }
 
 

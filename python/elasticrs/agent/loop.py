@@ -380,5 +380,6 @@ class Agent:
                 self._tracker.forward(signum, are_running=are_running)
             elif self._requests.is_new(signum, time.monotonic()):
                 self._events.append(machine.SignalReceived(signum))
+                self._tracker.stop_waiting()
                 if self._checking is not None:
                     self._checking[0].cancel()

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any, Protocol
 
+    from elasticrs.agent.gpu_watcher import GpuWatcher
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.warming import Warming
     from elasticrs.agent.workers import Leftovers, Workers
@@ -48,6 +49,9 @@ if TYPE_CHECKING:
 
 
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
+
+NVIDIA_DEVICE = "/dev/nvidiactl"
+"""Device that exists if NVIDIA's driver is loaded and this process may use its GPUs."""
 
 DRAIN_TIMEOUT = 10.0
 """Seconds for which the job waits for a slow console at its end. The log files are complete even if the
@@ -95,6 +99,12 @@ class AttemptTracker:
         self.result = JobResult()
         self.events: deque[machine.Event] = deque()
         story = Story(job, self.result, console.say, owns_process=owns_process)
+        self._gpus: GpuWatcher | None = None
+        if os.path.exists(NVIDIA_DEVICE) and os.environ.get("CUDA_VISIBLE_DEVICES") not in {"", "-1"}:
+            from elasticrs.agent.gpu_watcher import GpuWatcher
+
+            self._gpus = GpuWatcher(job, self.result, console.say)
+            observers = (self._gpus, *observers)
         self.observers = Observers((story, *observers), console.say)
         if job.preload is not None:
             for remark in job.preload.remarks:
@@ -152,6 +162,8 @@ class AttemptTracker:
                 self._hear_out()
                 self._supervisor = None
         finally:
+            if self._gpus is not None:
+                self._gpus.close()
             self._workers.close()
             if self._warming is not None:
                 self._warming.close()
@@ -225,6 +237,12 @@ class AttemptTracker:
         self._workers.stop()
         self._follow_workers()
 
+    def stop_waiting(self) -> None:
+        """Do not wait for the device memory of workers that have exited, because the job is to stop."""
+        if self._gpus is not None:
+            self._gpus.stop_waiting()
+            self._follow_workers()
+
     def forward(self, signum: int, *, are_running: bool) -> None:
         """Pass a signal on to the running workers. If no workers are running, drop the signal, because there
         is nothing to save yet.
@@ -285,9 +303,11 @@ class AttemptTracker:
         running = {} if self.attempt is None else self.attempt.running()
         left = self._passed.look(running)
         pause = None if self._warming is None else self._warming.look_again(self.supervisor)
-        seconds = min((limit for limit in (seconds, left, pause) if limit is not None), default=None)
+        held = None if self._gpus is None else self._gpus.seconds_left()
+        seconds = min((limit for limit in (seconds, left, pause, held) if limit is not None), default=None)
         event = self.supervisor.next_event(seconds)
         if event is None:
+            self._follow_workers()
             return False
         if isinstance(event, _core.FdReady):
             self._on_fd(event.fd)
@@ -300,7 +320,7 @@ class AttemptTracker:
     def _on_fd(self, fd: int) -> None:
         if not self.observers.fd_ready(fd) and not self._owner.on_fd(fd, is_over=False):
             self._workers.fd_ready(self.supervisor, fd)
-            self._follow_workers()
+        self._follow_workers()
 
     def _on_started(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
@@ -317,6 +337,8 @@ class AttemptTracker:
             begun, self._begun = self._begun, None
             self._run_begins(begun)
         if self._over is not None and (leftovers := self._workers.leftovers) is not None:
+            if self._gpus is not None and self._gpus.is_held(self.result.attempts[-1]):
+                return
             over, self._over = self._over, None
             self._attempt_ends(over, leftovers)
 
@@ -442,6 +464,8 @@ class AttemptTracker:
         if self._job.hang_timeout is not None:
             attempt.heartbeats = self.supervisor.heartbeats()
         self._begun, self._over = None, event
+        if self._gpus is not None and event.outcome != "succeeded" and not event.stuck_ranks:
+            self._gpus.hold(attempt)
         self._workers.ended(self.supervisor, has_succeeded=event.outcome == "succeeded")
         self._follow_workers()
 

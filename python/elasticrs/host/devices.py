@@ -133,7 +133,7 @@ def cuda_device_count(environ: Mapping[str, str], driver: str = DRIVER, dev: str
         dev: folder of device nodes, which is used if ``driver`` is missing (in containers).
     """
     uuids = [gpu.uuid for gpu in _driver_gpus(driver)] or [""] * _device_nodes(dev)
-    return len(_visible(environ, uuids))
+    return len(visible_indices(environ, uuids))
 
 
 def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str = DRIVER) -> list[Gpu]:
@@ -152,10 +152,10 @@ def visible_gpus(environ: Mapping[str, str], *, sysfs: str = "/sys", driver: str
             name = _HIP if environ.get(_HIP) else _CUDA
         else:
             gpus = _pci_gpus(sysfs)
-    return [gpus[index] for index in _visible(environ, [gpu.uuid for gpu in gpus], name)]
+    return [gpus[index] for index in visible_indices(environ, [gpu.uuid for gpu in gpus], name)]
 
 
-def _visible(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA) -> list[int]:
+def visible_indices(environ: Mapping[str, str], uuids: Sequence[str], name: str = _CUDA) -> list[int]:
     """Return the indices of the devices that the environment variable selects."""
     text = environ.get(name)
     if text is None:
@@ -283,7 +283,7 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
     except (subprocess.TimeoutExpired, OSError):
         # The driver hangs, or there is no process left. Torch may still be able to count the devices.
         return 0
-    return len(_visible(environ, done.stdout.split()))
+    return len(visible_indices(environ, done.stdout.split()))
 
 
 def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:

@@ -59,6 +59,7 @@ class Cause(Value):
             stopped while it was exiting.
         message: shortened traceback or other description of the failure.
         lines: last lines of the worker's stderr, shortened.
+        xids: errors that NVIDIA's driver has reported on that node during the attempt, as text.
         ground: for a hung worker, the reason for blaming it instead of another worker that missed its
             deadline (see ``WorkerHung``).
         silence: seconds since the worker's last heartbeat.
@@ -89,6 +90,7 @@ class Cause(Value):
     exitcode: int | None = None
     message: str | None = None
     lines: Sequence[str] = ()
+    xids: Sequence[str] = ()
     ground: str | None = None
     silence: float | None = None
     step: int | None = None

@@ -117,6 +117,7 @@ CAUSE: dict[str, Check] = {
     "is_consequence": FLAG,
     "silence": _is_span,
     "lines": list_of(TEXT, 1000),
+    "xids": list_of(TEXT, 1000),
 }
 
 

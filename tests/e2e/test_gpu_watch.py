@@ -1,0 +1,193 @@
+"""The launcher watches GPUs: Xids are evidence in its reports, and workers start again when the device memory
+of their predecessors is free.
+"""
+
+import json
+import os
+import signal
+
+import jsonschema
+import pytest
+from helpers import procs
+from helpers.fake_nvml import gpus
+from helpers.said import says
+from helpers.schema import DOCS
+
+__all__ = ["gpus"]
+
+pytestmark = pytest.mark.beyond_torchrun
+
+GIB = 1 << 30
+HEAD = """
+    import os, signal, sys
+    FAKE, RANK = os.environ["FAKE_NVML"], int(os.environ["RANK"])
+    IS_FIRST = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+    def write(name, text):
+        with open(os.path.join(FAKE, name), "w") as file:
+            file.write(text + "\\n")
+
+    def wait_for_calls(function, count):
+        # The library writes each call into this FIFO.
+        with open(os.path.join(FAKE, "calls")) as calls:
+            for line in calls:
+                count -= line == function + "\\n"
+                if count == 0:
+                    return
+"""
+FAULT = f"""{HEAD}
+    record = f"NVRM: Xid (PCI:0000:00:06): 31, pid={{os.getpid()}}, name=python3, channel 0x0000000a"
+    if RANK == int(os.environ["WORLD_SIZE"]) - 1:
+        write("kmsg", f"4,360,1,c;{{record}}")
+        write("events", "0 31")
+        # The library waits for the next event when it has reported this one.
+        wait_for_calls("nvmlEventSetWait_v2", 1 + IS_FIRST)
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    signal.pause()
+"""
+HOLDS = f"""{HEAD}
+    if IS_FIRST:
+        # The library has determined the memory that others use.
+        wait_for_calls("nvmlDeviceGetComputeRunningProcesses_v3", 1)
+        write("gpu0/memory", f"{8 * GIB} {{os.environ['QUERIES']}}")
+        print("dies", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with open(os.path.join(FAKE, "gpu0/memory")) as file:
+        print("found", file.read(), flush=True)
+"""
+FAILS = "raise SystemExit(1)"
+
+
+@pytest.fixture
+def run(launch, worker_script, gpus, tmp_path):
+    """Starts the launcher with a script, where the fake GPUs are. It writes a report to ``report.json``."""
+
+    def start(script, *options, env=None, **constants):
+        report = ("--report", f"file:{tmp_path / 'report.json'}")
+        environment = {**gpus.environment, **(env or {})}
+        argv = gpus.launcher(**constants)
+        return launch(*report, *options, worker_script(script), argv=argv, env=environment)
+
+    return start
+
+
+@pytest.fixture
+def report(tmp_path):
+    def read():
+        found = json.loads((tmp_path / "report.json").read_text())
+        jsonschema.validate(found, json.loads((DOCS / "report.schema.json").read_text()))
+        return found
+
+    return read
+
+
+def test_the_xid_of_a_worker_is_in_its_report(run, report):
+    launched = run(FAULT, "--nproc-per-node=2").exits(1)
+    says(launched.stderr, "Root Cause", "rank      : 1", "note", "Xid 31", "GPU 0", "pid", "restart here")
+    ((xid,),) = [attempt["xids"] for attempt in report()["attempts"]]
+    assert (xid["code"], xid["gpu"], xid["ranks"], xid["action"], xid["count"]) == (31, 0, [1], "restart", 1)
+
+
+def test_a_restart_says_which_xids_the_workers_had(run, report):
+    launched = run(FAULT, "--max-restarts=1").exits(1)
+    says(launched.stderr, "Xid 31", "attempt 1 is running", "note", "Xid 31")
+    assert [len(attempt["xids"]) for attempt in report()["attempts"]] == [1, 1]
+
+
+def test_an_xid_without_a_process_is_evidence_for_the_first_failure(run):
+    launched = run(FAULT.replace("pid={os.getpid()}", "pid='<unknown>'"), "--nproc-per-node=2").exits(1)
+    says(launched.stderr, "Root Cause", "rank      : 1", "note", "Xid 31 (GPU 0)")
+
+
+def test_without_an_error_nothing_is_said(run, report):
+    launched = run("print('fine')").exits(0)
+    assert "GPU" not in launched.stderr
+    assert report()["attempts"][0]["xids"] == []
+
+
+def test_workers_start_again_when_the_memory_of_the_dead_ones_is_free(run):
+    launched = run(HOLDS, "--max-restarts=1", env={"QUERIES": "5"}).exits(0)
+    assert "found 0" in launched.stdout
+    says(launched.stderr, "attempt 1 is running", "freeing")
+
+
+def test_memory_that_is_never_free_delays_a_restart_for_a_limited_time(run):
+    launched = run(HOLDS, "--max-restarts=1", env={"QUERIES": "1000000"}, MEMORY_LIMIT=0.3).exits(0)
+    assert f"found {8 * GIB}" in launched.stdout
+    says(launched.stderr, "8.0 GiB", "GPU 0", "nevertheless")
+
+
+def test_without_another_attempt_nothing_waits_for_the_memory(run):
+    launched = run(HOLDS, env={"QUERIES": "1000000"}).exits(1)
+    assert "GiB" not in launched.stderr
+
+
+def test_a_signal_ends_the_wait_for_the_memory(run, gpus):
+    launched = run(HOLDS, "--max-restarts=1", env={"QUERIES": "1000000"}, MEMORY_LIMIT=600.0)
+    launched.wait_for_line("dies")
+    gpus.wait_for_calls("nvmlDeviceGetMemoryInfo_v2", 3)
+    launched.signal(signal.SIGTERM)
+    launched.exits(1)
+    assert "nevertheless" not in launched.stderr
+    assert "found" not in launched.stdout
+
+
+def test_the_first_failure_says_what_cannot_be_watched(run, tmp_path):
+    launched = run(FAILS, "--max-restarts=2", KERNEL_LOG=str(tmp_path / "no log")).exits(1)
+    assert launched.stderr.count("no log") == 1
+
+
+def test_a_library_that_fails_does_not_disturb_the_job(run, gpus):
+    gpus.set("fails", "nvmlInit_v2 18")
+    launched = run(FAILS, "--max-restarts=1").exits(1)
+    assert launched.stderr.count("nvmlInit_v2") == 1
+
+
+def test_a_library_that_hangs_does_not_disturb_the_job(run, gpus):
+    gpus.set("hangs", "nvmlInit_v2 1")
+    launched = run(FAILS, "--max-restarts=1", START_LIMIT=0.0).exits(1)
+    says(launched.stderr, "attempt 1 is running", "exitcode  : 1")
+
+
+def watcher_of(launched, gpus):
+    gpus.wait_for_calls("nvmlInit_v2")
+    (watcher,) = [each for each in launched.descendants() if "gpu_watch" in each.command]
+    return watcher.pid
+
+
+def test_a_watcher_that_dies_does_not_disturb_the_job(run, gpus):
+    script = f"{HEAD}\n    print('started', flush=True); open(os.path.join(FAKE, 'go')).read(); sys.exit(1)"
+    os.mkfifo(gpus.path("go"))
+    launched = run(script, "--max-restarts=1")
+    launched.wait_for_line("started", "stdout")
+    watcher = watcher_of(launched, gpus)
+    os.kill(watcher, signal.SIGKILL)
+    procs.wait_gone(watcher)
+    gpus.path("go").write_text("go")
+    launched.wait_for_lines("started", 2, "stdout")
+    gpus.path("go").write_text("go")
+    launched.exits(1)
+    assert launched.stderr.count("watches the GPUs") == 1
+
+
+def test_the_watcher_dies_with_the_launcher(run, gpus):
+    launched = run("import signal; print('up', flush=True); signal.pause()")
+    launched.wait_for_line("up")
+    watcher = watcher_of(launched, gpus)
+    launched.signal(signal.SIGKILL)
+    launched.wait()
+    procs.wait_gone(watcher)
+    procs.reap_adopted()
+
+
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_a_job_without_visible_gpus_has_no_watcher(run, gpus, visible):
+    run(FAILS, "--max-restarts=1", env={"CUDA_VISIBLE_DEVICES": visible}).exits(1)
+    assert not gpus.was_used
+
+
+def test_a_job_without_nvidias_driver_has_no_watcher(launch, worker_script, gpus):
+    argv = gpus.launcher()
+    without = argv[2].replace("tracker.NVIDIA_DEVICE = ", "tracker.NVIDIA_DEVICE = 'no' + ")
+    launch("--max-restarts=1", worker_script(FAILS), argv=(*argv[:2], without), env=gpus.environment).exits(1)
+    assert not gpus.was_used
