@@ -25,7 +25,7 @@ export PYTHON
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find crates -type f \( -name '*.rs' -o -name Cargo.toml \))
 PYTHON_SOURCES := $(shell find python -name '*.py')
 PYTHON_TREES := python tests benchmarks examples tools
-GPU_KIT_SOURCES := $(addprefix tests/gpu_kit/,job.py checks.py __main__.py)
+GPU_KIT_SOURCES := $(addprefix tests/gpu_kit/,job.py checks.py health.py __main__.py)
 
 BENCH ?=
 PYTEST ?=

@@ -13,8 +13,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .checks import CHECKS, Figures
-from .job import CheckFailedError, Context, Skipped
+from .checks import CHECKS
+from .job import CheckFailedError, Context, Figures, Skipped
 
 WHOLE = 450.0
 """Seconds that all checks may take together."""

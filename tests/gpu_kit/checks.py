@@ -7,22 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
-from .job import PROGRAMS, CheckFailedError, Context, Job, Skipped
+from .health import check_memory_gate, check_nvml, check_xid
+from .job import CONTEXT_BYTES, PROGRAMS, Context, Figures, Job, Skipped, expect
 
-Figures = dict[str, Any]
 MULTI_RANK = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 MULTI_RANK_SINCE = (2, 30)
 """First version of NCCL in which several ranks can share a GPU."""
-CONTEXT_BYTES = 128 << 20
-"""Maximum difference of the free device memory between two attempts. The sizes of CUDA contexts vary."""
-
-
-def expect(condition: object, message: str) -> None:
-    """Fail the check unless the condition holds."""
-    if not condition:
-        raise CheckFailedError(message)
 
 
 def check_kernel(context: Context) -> Figures:
@@ -196,6 +187,9 @@ CHECKS: dict[str, Callable[[Context], Figures]] = {
     "count": check_count,
     "warm": check_warm,
     "killed-kernel": check_killed_kernel,
+    "nvml": check_nvml,
+    "xid": check_xid,
+    "memory-gate": check_memory_gate,
     "hang": check_hang,
     "flight-recorder": check_flight_recorder,
     "watchdog": check_watchdog,

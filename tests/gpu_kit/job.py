@@ -13,7 +13,14 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 PROGRAMS = Path(__file__).parent / "programs"
-LEADING = ("-m", "elasticrs.launch", "--standalone", "--shutdown-timeout", "3")
+LAUNCHER = ("-m", "elasticrs.launch")
+LEADING = ("--standalone", "--shutdown-timeout", "3")
+
+
+Figures = dict[str, Any]
+"""Measurements of a check, by name."""
+CONTEXT_BYTES = 128 << 20
+"""Maximum difference of the free device memory between two attempts. The sizes of CUDA contexts vary."""
 
 
 class CheckFailedError(Exception):
@@ -22,6 +29,12 @@ class CheckFailedError(Exception):
 
 class Skipped(Exception):  # noqa: N818 -- a skipped check is no error
     """Raised if a check cannot run on this machine. The message says why."""
+
+
+def expect(condition: object, message: str) -> None:
+    """Fail the check unless the condition holds."""
+    if not condition:
+        raise CheckFailedError(message)
 
 
 class Context(NamedTuple):
@@ -54,6 +67,7 @@ class Job:
         program: str,
         arguments: Sequence[str] = (),
         variables: dict[str, str] | None = None,
+        launcher: Sequence[str] = LAUNCHER,
     ) -> None:
         self._context = context
         self.seen: list[dict[str, Any]] = []
@@ -71,7 +85,9 @@ class Job:
             "KIT_EVENTS": str(fifo),
             **(variables or {}),
         }
-        command = [sys.executable, *LEADING, "--log-dir", str(context.folder / "logs")]
+        self.report = context.folder / "report.json"
+        command = [sys.executable, *launcher, *LEADING, "--log-dir", str(context.folder / "logs")]
+        command += ["--report", f"file:{self.report}"]
         command += ["--event-log-handler", f"file:{self.events}", *options]
         command += [str(PROGRAMS / program), *arguments]
         with self._output.open("wb") as output:

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.torch]
 
 def run_kit(results, *options, prefix=(), env=None):
     command = [*prefix, sys.executable, "-m", "tests.gpu_kit", "--json", results, *options]
-    return run_program(command, env=clean_environment(env), cwd=ROOT)
+    return run_program(command, env=clean_environment(env), cwd=ROOT, timeout=500)
 
 
 def rows_of(results):

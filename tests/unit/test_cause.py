@@ -20,9 +20,11 @@ from elasticrs.agent.own_cause import (
     own_cause,
 )
 from elasticrs.host.clock import Clock
+from elasticrs.host.xids import Xid
 from elasticrs.job.failure_cause import Cause
 from elasticrs.job.ranks import NodeShare, assign
 from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.rendezvous.elastic import validation
 from elasticrs.rendezvous.elastic.announcements import failure_of
 from elasticrs.rendezvous.elastic.records import bound_cause
 from elasticrs.workers.logs import LogPaths
@@ -55,6 +57,18 @@ def attempt_of(exits, group_rank=1, paths=None):
 def test_a_node_whose_workers_were_only_stopped_has_no_cause():
     assert own_cause(attempt_of([(0, -15, 15), (1, -15, 15)]), PLACE, Clock()) is None
     assert own_cause(attempt_of([]), PLACE, Clock()) is None
+
+
+def test_the_xids_of_a_node_are_in_the_reports_of_all_nodes():
+    attempt = attempt_of([(0, 1, None), (1, 1, None)])
+    attempt.pids = [100, 101]
+    attempt.xids = {(0, 31): Xid(31, 0, 1, (101,), (101,)), (2, 79): Xid(79, 2, 1)}
+    assert [note.split()[1] for note in all_failures(JobResult(attempts=[attempt]))[3].more_notes] == ["31"]
+    cause = own_cause(attempt, PLACE, Clock())
+    received = Cause.decoded(validation.cause(json.loads(json.dumps(bound_cause(cause.encoded())))))
+    shown = report(JobResult(first_cause=received, clock=Clock()))
+    assert "Xid 31 (GPU 0, pid 101)" in shown
+    assert "Xid 79 (GPU 2)" in shown
 
 
 def test_workers_that_end_with_their_nursery_are_a_cause():

@@ -37,7 +37,7 @@ _USAGE_ERROR = 2
 """Exit code with which :mod:`argparse`, like most programs, rejects the command line."""
 
 MAX_LINES = 8
-MAX_XIDS = 8
+MAX_XIDS = 4
 MAX_LINE = 120
 
 

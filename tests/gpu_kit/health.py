@@ -1,0 +1,134 @@
+"""Checks of what elasticrs learns from NVIDIA's driver: the fitness of GPUs, Xids, and device memory in use.
+
+On a CPU, they use a library that plays a GPU (``crates/elasticrs-fake-nvml``).
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from .job import CONTEXT_BYTES, LAUNCHER, Context, Figures, Job, Skipped, expect
+
+ROOT = Path(__file__).parents[2]
+KERNEL_LOG = "/dev/kmsg"
+ILLEGAL_ACCESS = 31
+FIFOS = ("events", "calls", "kmsg")
+
+
+class Driver(NamedTuple):
+    """How a job finds NVIDIA's driver.
+
+    Attributes:
+        launcher: arguments of Python that start the launcher.
+        variables: environment variables of the launcher and its workers.
+    """
+
+    launcher: tuple[str, ...] = LAUNCHER
+    variables: dict[str, str] = {}  # noqa: RUF012 -- never changed
+
+
+@contextmanager
+def driver(context: Context) -> Iterator[Driver]:
+    """Provide the driver of this machine or, on a CPU, one that plays a GPU without errors."""
+    if context.device == "cuda":
+        yield Driver()
+        return
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    library = target / "debug" / "libfake_nvml.so"
+    if not library.exists():
+        raise Skipped("on a CPU this needs a fake NVML: cargo build -p elasticrs-fake-nvml")
+    folder = context.folder / "driver"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "gpu0").mkdir()
+    (folder / "lib" / "libnvidia-ml.so.1").symlink_to(library)
+    (folder / "gpu0" / "field230").write_text("0\n")
+    for name in FIFOS:
+        os.mkfifo(folder / name)
+    # Keep the FIFOs open, because a reader would otherwise see the end of the file without a writer.
+    kept = [os.open(folder / name, os.O_RDWR | os.O_CLOEXEC) for name in FIFOS]
+    program = (
+        "import sys; from elasticrs.launch import main; from elasticrs.agent import gpu_watcher, tracker;"
+        f"tracker.NVIDIA_DEVICE = {str(folder)!r}; gpu_watcher.KERNEL_LOG = {str(folder / 'kmsg')!r};"
+        "sys.exit(main())"
+    )
+    variables = {"FAKE_NVML": str(folder), "LD_LIBRARY_PATH": str(folder / "lib")}
+    try:
+        yield Driver(("-c", program), variables)
+    finally:
+        for fd in kept:
+            os.close(fd)
+
+
+def check_nvml(context: Context) -> Figures:
+    """Check that the node check finds the GPUs fit, and that the driver reports a recovery action."""
+    with driver(context) as found:
+        started = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "elasticrs.host.nvml_check"],
+            env={**context.environment, **found.variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    seconds = time.monotonic() - started
+    lines = done.stdout.splitlines()
+    expect(done.returncode == 0 and not done.stderr, f"exit {done.returncode}: {done.stdout}{done.stderr}")
+    expect(lines and lines[-1].endswith("fit"), f"no result: {done.stdout}")
+    expect("recovery action" not in done.stdout, f"no recovery action: {done.stdout}")
+    return {"check_ms": 1e3 * seconds, "says": " | ".join(lines)}
+
+
+def check_xid(context: Context) -> Figures:
+    """Check that the report of a worker names the Xid of its illegal access to device memory."""
+    with (
+        driver(context) as found,
+        Job(context, [], "xid.py", variables=found.variables, launcher=found.launcher) as job,
+    ):
+        job.wait("faults")
+        job.exits(1)
+    (attempt,) = json.loads(job.report.read_text())["attempts"]
+    xids = [xid for xid in attempt["xids"] if xid["code"] == ILLEGAL_ACCESS]
+    expect(len(xids) == 1, f"{len(xids)} Xids {ILLEGAL_ACCESS} in {attempt['xids']}")
+    expect(xids[0]["action"] == "restart", f"the action is {xids[0]['action']}")
+    expect("Xid 31 (GPU 0" in job.output, f"no Xid in the report: {job.output}")
+    if context.device == "cpu" or has_kernel_log():
+        expect(xids[0]["ranks"] == [0], f"the Xid is of rank {xids[0]['ranks']}")
+    return {"count": xids[0]["count"], "ranks": xids[0]["ranks"], "detail": xids[0]["detail"][:60]}
+
+
+def has_kernel_log() -> bool:
+    """Return true if this process may read the kernel log, and the log has the pids of this process."""
+    try:
+        os.close(os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK))
+    except OSError:
+        return False
+    return os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"
+
+
+def check_memory_gate(context: Context) -> Figures:
+    """Check that workers start again when the device memory of their predecessors is free."""
+    options = ["--max-restarts", "1"]
+    with (
+        driver(context) as found,
+        Job(context, options, "memory_gate.py", variables=found.variables, launcher=found.launcher) as job,
+    ):
+        (holds,) = job.wait("holds", attempt=0)
+        os.kill(holds["pid"], 9)
+        killed = time.monotonic()
+        (again,) = job.wait("again", attempt=1)
+        job.exits()
+    figures: Figures = {"kill_to_worker_runs_ms": 1e3 * (again["at"] - killed), "held": again["held"]}
+    expect(again["held"] == 0, f"{again['held']} bytes are still in use")
+    if holds["free"] is not None:
+        missing = holds["free"] - again["free"]
+        expect(missing < CONTEXT_BYTES, f"{missing >> 20} MiB of device memory are still in use")
+        figures["missing_mib"] = missing / (1 << 20)
+    expect("still hold" not in job.output, f"the memory was not free in time: {job.output}")
+    return figures
