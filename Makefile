@@ -24,7 +24,7 @@ export PYTHON
 
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find crates -type f \( -name '*.rs' -o -name Cargo.toml \))
 PYTHON_SOURCES := $(shell find python -name '*.py')
-PYTHON_TREES := python tests benchmarks examples tools
+PYTHON_TREES := python tests benchmarks examples tools docs
 GPU_KIT_SOURCES := $(addprefix tests/gpu_kit/,job.py checks.py health.py __main__.py)
 
 BENCH ?=
@@ -51,7 +51,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint lint-rust lint-python bench wheel release try-release rebuild clean force
+.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint lint-rust lint-python docs bench wheel release try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -167,11 +167,14 @@ lint-rust:
 lint-python:
 	@$(PY) -m ruff check --no-cache --quiet $(PYTHON_TREES)
 	@$(PY) -m ruff format --no-cache --quiet --check $(PYTHON_TREES)
-	@$(PY) -m mypy python tools tests/helpers tests/conftest.py benchmarks $(GPU_KIT_SOURCES)
+	@$(PY) -m mypy python tools docs tests/helpers tests/conftest.py benchmarks $(GPU_KIT_SOURCES)
 	@$(PY) -m mypy.stubtest --concise --allowlist tools/stubtest-allowlist.txt elasticrs._core
 	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
 	@$(PY) tools/circles.py
 	@$(PY) tools/check_tree.py
+
+docs: build ## the documentation site in site/; a warning, a broken link or an outside resource is an error
+	@$(PY) tools/docs.py
 
 bench: build ## measure side by side with torchrun; results go to benchmarks/results
 	@PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m benchmarks $(BENCH)
@@ -190,5 +193,5 @@ rebuild: ## build the release of this commit again in another folder, and compar
 
 clean: ## remove what was built (not .venv: `rm -r .venv` for that)
 	@cargo clean --quiet
-	@rm -rf dist $(BUILT) $(EXTENSION) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf dist site $(BUILT) $(EXTENSION) .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find python tests benchmarks examples tools -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,95 @@
+"""Configuration of Sphinx for the documentation site, which `make docs` builds.
+
+The pages are the Markdown files that are also read in the repository. Only the pages in `docs/api` contain
+directives of Sphinx. The navigation is the list at the end of README.md.
+"""
+
+import importlib
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "python"))
+
+import elasticrs  # noqa: E402
+
+project = "elasticrs"
+version = release = elasticrs.__version__
+
+# The source folder is the root of the project, so that links between README.md, the pages and other files
+# work.
+root_doc = "README"
+include_patterns = ["*.md", "docs/**.md", "examples/README.md"]
+exclude_patterns = [
+    ".*",
+    *("benchmarks", "contrib", "crates", "dist", "python", "site", "target", "tests", "tools"),
+]
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+# Headings down to this level can be targets of links.
+myst_heading_anchors = 4
+# Blocks without a language are output of programs.
+highlight_language = "text"
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+napoleon_numpy_docstring = False
+# List attributes in a class's own section, because separate entries would describe dataclass fields twice.
+napoleon_use_ivar = True
+
+html_theme = "furo"
+html_title = f"elasticrs {version}"
+html_copy_source = False
+
+
+def load_names(_app: Sphinx) -> None:
+    """Set the attributes that the documented packages create on first use, because autodoc looks only at
+    attributes that exist.
+    """
+    for page in sorted(ROOT.glob("docs/api/*.md")):
+        for name in re.findall(r"automodule:: ([\w.]+)", page.read_text(encoding="utf-8")):
+            module = importlib.import_module(name)
+            for attribute in getattr(module, "__all__", ()):
+                setattr(module, attribute, getattr(module, attribute))
+
+
+def add_navigation(_app: Sphinx, page: str, source: list[str]) -> None:
+    """Add a hidden table of contents to README.md for each line of its list of pages, such as
+    ``- Guides: [hangs](docs/hangs.md) · [logs](docs/logs.md)``.
+    """
+    if page != root_doc:
+        return
+    _, heading, pages = source[0].partition("\n## Documentation\n")
+    for entry in re.findall(r"^- (.*(?:\n  .*)*)", heading and pages, re.MULTILINE):
+        caption = entry.partition(":")[0]
+        links = re.findall(r"\[([^]]+)\]\(([^)#]+)\.md\)", entry)
+        titles = (f"{title[0].upper()}{title[1:]} <{target}>" for title, target in links)
+        lines = ("", "```{toctree}", ":hidden:", f":caption: {caption}", "", *titles, "```", "")
+        source[0] += "\n".join(lines)
+
+
+def remove_links_to_folders(app: Sphinx, page: str, source: list[str]) -> None:
+    """Replace links to folders with their text, because a site has no listings of folders."""
+    folder = Path(app.env.doc2path(page)).parent
+
+    def text_of(link: re.Match[str]) -> str:
+        return link[1] if (folder / link[2]).is_dir() else link[0]
+
+    source[0] = re.sub(r"\[([^]]+)\]\(([\w./-]+)\)", text_of, source[0])
+
+
+def add_index(app: Sphinx, error: Exception | None) -> None:
+    """Copy the first page to index.html, which web servers and people open."""
+    if error is None:
+        shutil.copyfile(app.outdir / f"{root_doc}.html", app.outdir / "index.html")
+
+
+def setup(app: Sphinx) -> None:
+    """Connect the functions above. Called by Sphinx."""
+    app.connect("builder-inited", load_names)
+    app.connect("source-read", add_navigation)
+    app.connect("source-read", remove_links_to_folders)
+    app.connect("build-finished", add_index)

@@ -1,0 +1,94 @@
+"""The check of the documentation site, which `make docs` runs, finds broken links and outside resources. The
+pages of the API reference describe every public name.
+"""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def problems():
+    spec = importlib.util.spec_from_file_location("docs_tool", ROOT / "tools/docs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.problems
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A site of two pages without problems."""
+    (tmp_path / "static").mkdir()
+    (tmp_path / "static/style.css").write_text("a { background: url('data:image/png;base64,xx') }")
+    (tmp_path / "a.html").write_text(
+        '<link rel="stylesheet" href="static/style.css"><a href="sub%20page.html#b">b</a>'
+        '<a href="#top">top</a><h1 id="top">a</h1><a href="https://example.com/page">elsewhere</a>'
+    )
+    (tmp_path / "sub page.html").write_text('<h1 id="b">b</h1><link rel="index" href="a.html">')
+    return tmp_path
+
+
+def test_a_site_without_problems(problems, site):
+    assert list(problems(site)) == []
+
+
+@pytest.mark.parametrize(
+    "element",
+    [
+        '<script src="https://cdn.example.com/x.js"></script>',
+        '<script src="//cdn.example.com/x.js"></script>',
+        '<link rel="stylesheet" href="https://fonts.example.com/css">',
+        '<link rel="preconnect" href="https://fonts.example.com">',
+        '<img src="http://example.com/x.png">',
+        '<img srcset="https://example.com/x.png 2x">',
+        '<div style="background: url(https://example.com/x.png)">',
+    ],
+)
+def test_outside_resources_are_found(problems, site, element):
+    (site / "sub page.html").write_text(f'<h1 id="b">b</h1>{element}')
+    (line,) = problems(site)
+    assert line.startswith("sub page.html: ")
+    assert line.endswith("loaded from another site")
+
+
+@pytest.mark.parametrize("rule", ["@import 'https://example.com/x.css';", "a { src: url(//example.com/x) }"])
+def test_outside_resources_of_styles_are_found(problems, site, rule):
+    (site / "static/style.css").write_text(rule)
+    assert [line.partition(":")[0] for line in problems(site)] == ["static/style.css"]
+
+
+@pytest.mark.parametrize(
+    ("link", "why"),
+    [
+        ("missing.html", "there is no such file"),
+        ("static", "there is no such file"),
+        ("a.html#missing", "the page has no such anchor"),
+        ("#missing", "the page has no such anchor"),
+    ],
+)
+def test_broken_links_are_found(problems, site, link, why):
+    (site / "sub page.html").write_text(f'<h1 id="b">b</h1><a href="{link}">x</a>')
+    assert list(problems(site)) == [f"sub page.html: {link}: {why}"]
+
+
+def names_of(module):
+    """The names in ``__all__``, without an import, because some modules import torch."""
+    path = ROOT / "python" / module.replace(".", "/")
+    source = (path / "__init__.py") if path.is_dir() else path.with_suffix(".py")
+    found = re.search(r"^__all__ = \[(.*?)\]", source.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return set(re.findall(r'"(\w+)"', found[1])) if found else set()
+
+
+def test_every_public_name_is_in_the_api_reference():
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
+    described = set().union(*map(names_of, re.findall(r"automodule:: ([\w.]+)", pages)))
+    described.update(re.findall(r"auto(?:function|data):: [\w.]+\.(\w+)", pages))
+    compatibility = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
+    modules = re.findall(r"^### `([\w.]+)`$", compatibility, re.MULTILINE)
+    missing = {(module, name) for module in modules for name in names_of(module) - described}
+    assert len(modules) > 20
+    assert not missing

@@ -1,0 +1,132 @@
+"""Build the documentation site and check it. Nothing is fetched from the network.
+
+Every warning of Sphinx is an error, for example about a link to a page or heading that does not exist, or a
+page that is not in the navigation. The result is then checked: each link within the site must lead to a file
+and an anchor that exist, and a page may not load anything from another site.
+"""
+
+import importlib
+import inspect
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parent.parent
+SITE = ROOT / "site"
+
+_LOADED = {("script", "src"), ("img", "src"), ("iframe", "src"), ("source", "src"), ("video", "src")}
+"""Elements and attributes with the address of something that a browser loads with the page."""
+_LOADED_RELATIONS = {"stylesheet", "icon", "preload", "modulepreload", "manifest", "preconnect"}
+"""Relations (``<link rel=…>``) whose target a browser loads, or to which it connects."""
+
+
+class Reference(NamedTuple):
+    """An address in a page, and whether a browser loads it with the page."""
+
+    address: str
+    is_loaded: bool
+
+
+class Page(HTMLParser):
+    """The anchors and the references of an HTML page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.anchors: set[str] = set()
+        self.references: list[Reference] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Record what a start tag defines and refers to. Called by the parser."""
+        found = {name: value or "" for name, value in attrs}
+        self.anchors.update(found[name] for name in ("id", "name") if name in found)
+        if "href" in found:
+            is_loaded = tag == "link" and not _LOADED_RELATIONS.isdisjoint(found.get("rel", "").split())
+            self.references.append(Reference(found["href"], is_loaded))
+        self.references += (Reference(found[name], True) for name in found if (tag, name) in _LOADED)
+        self.references += (
+            Reference(candidate.split()[0], True)
+            for candidate in found.get("srcset", "").split(",")
+            if candidate
+        )
+        self.references += _in_style(found.get("style", ""))
+
+
+def _in_style(text: str) -> Iterator[Reference]:
+    for address in re.findall(r"""(?:url\(|@import\s)\s*["']?([^"')\s;]+)""", text):
+        yield Reference(address, True)
+
+
+def problems(site: Path) -> Iterator[str]:
+    """Yield a line for each broken link and each outside resource of the site in a folder."""
+    pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    styles = {path: list(_in_style(path.read_text(encoding="utf-8"))) for path in sorted(site.rglob("*.css"))}
+    for path, references in (*((path, page.references) for path, page in pages.items()), *styles.items()):
+        for reference in references:
+            if why := _problem(path, reference, pages):
+                yield f"{path.relative_to(site)}: {reference.address}: {why}"
+
+
+def _problem(path: Path, reference: Reference, pages: dict[Path, Page]) -> str:
+    parts = urlsplit(reference.address)
+    if parts.scheme == "data":
+        return ""
+    if parts.scheme or parts.netloc:
+        return "loaded from another site" if reference.is_loaded else ""
+    target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+    if not target.is_file():
+        return "there is no such file"
+    if parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors:
+        return "the page has no such anchor"
+    return ""
+
+
+def undescribed(site: Path) -> Iterator[str]:
+    """Yield a line for each public class or function of a documented module that the API reference lacks, for
+    example because autodoc did not find it.
+    """
+    # Four lines of text, then a compressed line for each object.
+    inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
+    described = {line.partition(" ")[0] for line in inventory.splitlines()}
+    for page in sorted(ROOT.glob("docs/api/*.md")):
+        directives = re.findall(r"automodule:: ([\w.]+)((?:\n   :.*)*)", page.read_text(encoding="utf-8"))
+        for name, options in directives:
+            if ":no-" in options:
+                continue
+            module = importlib.import_module(name)
+            for attribute in getattr(module, "__all__", ()):
+                value = getattr(module, attribute)
+                is_shown = (inspect.isclass(value) or inspect.isroutine(value)) and attribute not in options
+                if is_shown and f"{name}.{attribute}" not in described:
+                    yield f"{page.relative_to(ROOT)}: {name}.{attribute} is missing"
+
+
+def build(site: Path) -> int:
+    """Build the site into a new folder and return Sphinx's exit code. The folder is removed first, because
+    Sphinx does not update pages that refer to removed objects.
+    """
+    if site.exists():
+        shutil.rmtree(site)
+    command = [sys.executable, "-m", "sphinx", "-b", "html", "-c", str(ROOT / "docs")]
+    options = ["--quiet", "--fail-on-warning", "--jobs", "auto", "-d", str(site / ".doctrees")]
+    return subprocess.run([*command, *options, str(ROOT), str(site)], cwd=ROOT, check=False).returncode
+
+
+def main() -> int:
+    """Build and check the site. Return the exit code."""
+    if code := build(SITE):
+        return code
+    found = [*problems(SITE), *undescribed(SITE)]
+    print("\n".join(found or [f"open {(SITE / 'index.html').relative_to(ROOT)}"]))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
