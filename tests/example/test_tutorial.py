@@ -78,7 +78,7 @@ def test_the_program_that_trains_through_failures(launch, tmp_path):
 
 def test_the_program_that_launches_from_python(tmp_path):
     script = tmp_path / "launches.py"
-    script.write_text(first_program("guide.md"))
+    script.write_text(first_program("python.md"))
     done = run_program([sys.executable, script], timeout=120, env=clean_environment())
     # Reap the resource tracker, which exits shortly after the program.
     procs.reap_adopted()

@@ -385,6 +385,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                "(default 0.1)", config.DEFAULT_MONITOR_INTERVAL, INTERVAL),
     ),
     "Other": (
+        Option("check", "say what changes for a command line of torchrun, without running it", None,
+               Kind(str, "torchrun ARGS…"), has_variable=False, group=OURS),
         Option("print-completion", "print a completion script for bash, zsh or tcsh, and exit (needs shtab)",
                None, SHELL, has_variable=False),
         Option("use-env", "accepted for command lines of torch.distributed.launch; always on",

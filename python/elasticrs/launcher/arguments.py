@@ -51,6 +51,18 @@ class HelpRequested(Exception):  # noqa: N818 -- not an error
         self.topic = topic
 
 
+class CheckRequested(Exception):  # noqa: N818 -- not an error
+    """Raised if the user has asked for ``--check``.
+
+    Args:
+        words: command line to check, with its program.
+    """
+
+    def __init__(self, words: list[str]) -> None:
+        super().__init__(words)
+        self.words = words
+
+
 class Launch(Value):
     """A job that is ready to run, and the command of its workers.
 
@@ -91,6 +103,20 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
     Raises:
         UsageError: the command line has a mistake. The message is one line for the user.
         HelpRequested: the user has asked for ``--help``, ``--version`` or ``--print-completion``.
+        CheckRequested: the user has asked for ``--check``.
+    """
+    values, script, rest = split(argv)
+    values = {**_defaults(environ, values), **values}
+    if isinstance(values["signals_to_handle"], str):
+        values["signals_to_handle"] = config.parse_signals(config.DEFAULT_SIGNALS)
+    if script is None:
+        raise UsageError("no script given: elasticrun [options] script [arguments of the script]")
+    return Namespace(**values, training_script=script, training_script_args=rest)
+
+
+def split(argv: Sequence[str]) -> tuple[dict[str, object], str | None, list[str]]:
+    """Split the command line into the values of the given options, the script, and the script's arguments.
+    The script is ``None`` if there is none. For exceptions see :func:`parse`.
     """
     values: dict[str, object] = {}
     script: str | None = None
@@ -102,12 +128,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
             continue
         script = next(arguments, None) if argument == "--" else argument
         rest = list(arguments)
-    values = {**_defaults(environ, values), **values}
-    if isinstance(values["signals_to_handle"], str):
-        values["signals_to_handle"] = config.parse_signals(config.DEFAULT_SIGNALS)
-    if script is None:
-        raise UsageError("no script given: elasticrun [options] script [arguments of the script]")
-    return Namespace(**values, training_script=script, training_script_args=rest)
+    return values, script, rest
 
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
@@ -175,6 +196,22 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     )
 
 
+def check_limits(launch: Launch) -> None:
+    """Check that the limits of this process allow the workers of a job.
+
+    Raises:
+        UsageError: a limit is too low.
+    """
+    from elasticrs.workers import process
+    from elasticrs.workers.logs import followed_files
+
+    nproc = launch.job.nproc
+    try:
+        process.check_limits(nproc, launch.job.hang_timeout, os.environ, followed_files(launch.logs, nproc))
+    except ValueError as error:
+        raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
+
+
 def _observe(
     args: Namespace, command: list[str], meeting: Meeting, environ: Mapping[str, str], notices: list[str]
 ) -> ObserveSettings:
@@ -222,6 +259,8 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
         value = _convert(option, option.flag, text if equals else _value(option, arguments))
         if option.name == "print-completion":
             raise HelpRequested(str(value))
+        if option.name == "check":
+            raise CheckRequested([str(value), *arguments])
         return {option.dest: value}
     letter, tail = argument[1], argument[2:]
     if letter == "h":

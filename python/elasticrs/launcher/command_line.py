@@ -75,7 +75,7 @@ def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
 
 def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool) -> int:
     from elasticrs.job.config import UsageError
-    from elasticrs.launcher.arguments import HelpRequested, parse, resolve
+    from elasticrs.launcher.arguments import CheckRequested, HelpRequested, check_limits, parse, resolve
 
     log_prefix = None
     try:
@@ -87,10 +87,12 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
             raise_descriptor_limit()
             _look_here_last()
-        _check_limits(launch)
+        check_limits(launch)
         return _run(launch, signals)
     except HelpRequested as request:
         return _print_help(request.what, request.topic)
+    except CheckRequested as request:
+        return _print_check(request.words)
     except UsageError as error:
         return _fail(str(error), 2, log_prefix)
 
@@ -252,18 +254,6 @@ def _environment(launch: Launch) -> dict[str, str]:
     return hook_environment({**inherited_environment(), **launch.variables})
 
 
-def _check_limits(launch: Launch) -> None:
-    from elasticrs.job.config import UsageError
-    from elasticrs.workers.logs import followed_files
-    from elasticrs.workers.process import check_limits
-
-    nproc = launch.job.nproc
-    try:
-        check_limits(nproc, launch.job.hang_timeout, os.environ, followed_files(launch.logs, nproc))
-    except ValueError as error:
-        raise UsageError(f"--nproc-per-node: got {nproc}: {error}") from None
-
-
 def _print_help(what: str, topic: str) -> int:
     from elasticrs import __version__
     from elasticrs.launcher.help import help_text
@@ -279,6 +269,22 @@ def _print_help(what: str, topic: str) -> int:
             text = completion(what)
         except ImportError:
             return _fail("--print-completion needs the package shtab: pip install 'elasticrs[completion]'", 1)
+    return _print(text)
+
+
+def _print_check(words: Sequence[str]) -> int:
+    from elasticrs.job.config import UsageError
+    from elasticrs.launcher.torchrun_check import check
+
+    try:
+        text, code = check(words, os.environ)
+    except UsageError as error:
+        return _fail(str(error), 2)
+    return _print(text) or code
+
+
+def _print(text: str) -> int:
+    """Write a text to standard output. Return the exit code."""
     left = text.encode()
     try:
         while left:

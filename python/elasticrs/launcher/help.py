@@ -58,7 +58,7 @@ def help_text(program: str, topic: str = "") -> str:
 def _overview(program: str, *, shows_all: bool) -> Iterator[str]:
     yield f"usage: {program} [options] script [arguments of the script]"
     yield ""
-    yield from _wrapped(
+    yield from wrapped(
         "Start the workers of a distributed PyTorch job, watch them, and restart all of them when one fails.",
         "",
     )
@@ -76,9 +76,9 @@ def _overview(program: str, *, shows_all: bool) -> Iterator[str]:
             yield from _row("  --version", "show the version")
         others = [option.flag for option in options if option.name not in COMMON]
         if others and not shows_all:
-            yield from _wrapped(f"also: {', '.join(others)}", "  ")
+            yield from wrapped(f"also: {', '.join(others)}", "  ")
     yield ""
-    yield from _wrapped(
+    yield from wrapped(
         "Options marked * are not in torchrun. Underscores can replace dashes, and a name can be shortened "
         "if it stays unambiguous. PET_<NAME> in the environment sets the default of an option, such "
         "as PET_MAX_RESTARTS=3. Times are in seconds and can have fractions.",
@@ -99,7 +99,7 @@ def _settings() -> Iterator[str]:
     yield from _rows(settings.KEYS)
     yield "Only for etcd:"
     yield from _rows(etcd_site.KEYS)
-    yield from _wrapped(
+    yield from wrapped(
         "Torch's timeout is the join_timeout of static and etcd. Torch's store_type can be tcp, or file with "
         "c10d: the nodes then meet in the file that --rdzv-endpoint names. Torch's heartbeat_timeout, "
         "cas_backoff_max_seconds and, except for etcd, read_timeout are accepted, but have no effect.",
@@ -122,7 +122,7 @@ def _default(value: object) -> str:
 
 def _row(head: str, text: str) -> Iterator[str]:
     indent = " " * _COLUMN
-    lines = _wrapped(text, indent)
+    lines = wrapped(text, indent)
     if len(head) + 2 > _COLUMN:
         yield head
     else:
@@ -130,7 +130,7 @@ def _row(head: str, text: str) -> Iterator[str]:
     yield from lines
 
 
-def _wrapped(text: str, indent: str) -> Iterator[str]:
+def wrapped(text: str, indent: str) -> Iterator[str]:
     """Yield the text in lines of whole words. ``textwrap`` is not used, because it imports ``re``, which
     takes milliseconds.
     """

@@ -26,7 +26,7 @@ def get_args_parser() -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(prog="elasticrun")
     for option in OPTIONS:
-        if option.dest == OLD_LAUNCHERS:
+        if option.dest in {OLD_LAUNCHERS, "check"}:
             continue
         spellings = dict.fromkeys((option.flag, "--" + option.dest))
         names = [f"-{option.short}", *spellings] if option.short else list(spellings)

@@ -1,0 +1,89 @@
+"""``elasticrun --check torchrun ARGS…`` says what changes for a command line of torchrun.
+
+``tests/golden/check-torchrun.txt`` contains command lines and the texts that are printed.
+"""
+
+import shlex
+
+import pytest
+
+from elasticrs.host import devices, numa
+from elasticrs.job.config import UsageError
+from elasticrs.job.options import OPTIONS
+from elasticrs.launcher import command_line, torchrun_check
+from elasticrs.launcher.help import WIDTH
+
+SCREEN = 45
+"""Lines of a terminal that fills a screen."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Changes to a folder with a script, on a machine with two GPUs."""
+    monkeypatch.setattr(devices, "worker_count", lambda *_: devices.Count(2, "gpu", "/proc/driver/nvidia"))
+    (tmp_path / "train.py").write_text("raise AssertionError('started')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def check(title):
+    """Check a command line. Words in capitals before the program are variables."""
+    words = shlex.split(title)
+    environ = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    while words[0].partition("=")[0].isupper():
+        name, _, environ[name] = words.pop(0).partition("=")
+    return torchrun_check.check(words, environ)
+
+
+def test_the_texts_and_the_exit_codes(folder, golden):
+    texts = {}
+    for title in golden.titles("check-torchrun"):
+        text, code = check(title)
+        assert code == (2 if "would not run" in text else 0)
+        lines = text.splitlines()
+        assert len(lines) <= SCREEN
+        assert all(
+            len(line) <= WIDTH for line in lines if not line.startswith(("  elasticrun", "elasticrun"))
+        )
+        texts[title] = text
+    golden("check-torchrun", texts)
+
+
+def test_every_difference_is_shown_for_some_command_line(folder, golden, monkeypatch):
+    monkeypatch.setattr(numa, "cpus_by_local_rank", lambda _mode, nproc, _environ: [[0]] * nproc)
+    titles = [*golden.titles("check-torchrun"), "torchrun --numa-binding node train.py"]
+    texts = " ".join(check(title)[0] for title in titles)
+    flat = " ".join(texts.split())
+    assert [each.text for each in torchrun_check._DIFFERENCES if each.text not in flat] == []
+
+
+def test_differences_name_options_that_exist():
+    named = {each.subject for each in torchrun_check._DIFFERENCES if each.subject.startswith("--")}
+    # The launcher torch.distributed.launch adds `--local-rank` to the arguments of the script.
+    assert named - {option.flag for option in OPTIONS} == {"--local-rank"}
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        "elasticrun train.py",
+        "python -m",
+        "python -m trainer",
+        "torchrun --help",
+        "torchrun --check torchrun x",
+    ],
+)
+def test_other_command_lines_are_refused(folder, title):
+    with pytest.raises(UsageError, match=r"^--check: "):
+        check(title)
+
+
+def test_the_option_starts_nothing(folder, capfd):
+    assert command_line.main(["--check", "torchrun", "--log-dir", "logs", "train.py"]) == 0
+    assert command_line.main(["--check=torchrun", "absent.py"]) == 2
+    assert command_line.main(["--check", "train.py"]) == 2
+    written = capfd.readouterr()
+    assert "elasticrun --log-dir logs train.py" in written.out
+    assert "'absent.py'" in written.out
+    assert "--check" in written.err
+    assert [path.name for path in folder.iterdir()] == ["train.py"]
