@@ -126,3 +126,20 @@ def test_no_process_of_the_outer_namespace_is_taken_for_a_child(proc):
     command = [*PROCS[proc][: -len(FIRST)], sys.executable, "-c", CHILDREN]
     done = run_program(command)
     assert done.stdout == "True 2 ['', '']\n", done.stderr
+
+
+def test_a_launcher_may_be_the_first_process(launch, worker_script):
+    """As in a container without an init program. It handles SIGTERM, which the kernel ignores for pid 1 by
+    default, although a process without a parent is left.
+    """
+    script = """
+        import os, signal, subprocess
+        subprocess.Popen(["sh", "-c", "sleep 1000 &"], start_new_session=True).wait()
+        print("READY", os.getppid() != 1, flush=True)
+        os.kill(1, signal.SIGTERM)
+        signal.pause()
+    """
+    first = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--")
+    launched = launch(worker_script(script), prefix=first).exits(1)
+    assert "READY True" in launched.stdout
+    assert "stopped by SIGTERM" in launched.stderr
