@@ -71,7 +71,7 @@ build: $(BUILT) ## compile the extension into python/ and install the project in
 # The stamp has the time at which the build began, so a source that is edited during the build is built again.
 $(BUILT): $(RUST_SOURCES) pyproject.toml $(REBUILD) | $(SETUP)
 	@touch $@.begun
-	@PIP_QUIET=1 VIRTUAL_ENV=$(CURDIR)/$(VENV) $(PY) -m maturin develop --release --locked --quiet
+	@PIP_QUIET=1 MATURIN_NO_MISSING_BUILD_BACKEND_WARNING=1 VIRTUAL_ENV=$(CURDIR)/$(VENV) $(PY) -m maturin develop --release --locked --quiet
 	@mv $@.begun $@
 
 demo: build ## train a real model with 4 workers; one is killed midway, and the job recovers

@@ -172,7 +172,10 @@ def main() -> None:
             require_targets()
             wheel.remove_old()
             tools = [f"{tool}=={number}" for tool, number in BUILD_TOOLS.items()]
-            build(install(scratch / "tools", *tools))
+            try:
+                build(install(scratch / "tools", *tools))
+            except linked.MissingLicenceError as error:
+                sys.exit(f"release: {error}")
         if arguments.only != "build":
             check(scratch)
 

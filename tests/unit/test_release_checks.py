@@ -134,3 +134,29 @@ def test_paths_and_hosts_in_an_image(tmp_path, monkeypatch):
         (b"elsewhere/index.example.org-ffff", "index.example.org"),
     ):
         assert found in wheel_checks.paths_of_this_machine(image, [folder])
+
+
+@pytest.mark.parametrize(
+    ("symbols", "future", "foreign"),
+    [
+        ([], {}, []),
+        (["PyModExport__core"], {}, []),
+        (["PyModExport__core", "PyCode_New"], {"PyType_Freeze": "3.14"}, ["PyCode_New", "PyType_Freeze"]),
+    ],
+)
+def test_symbols_outside_of_the_stable_abi(tmp_path, symbols, future, foreign):
+    wheel = tmp_path / "some.whl"
+    result = {"non_abi3_symbols": symbols, "future_abi3_objects": future}
+    report = json.dumps({"specs": {str(wheel): {"wheel": [{"result": result}]}}})
+    audit = tmp_path / "abi3audit"
+    audit.write_text(f"#!/bin/sh\necho '{report}'\nexit {1 if symbols else 0}\n")
+    audit.chmod(0o755)
+    assert wheel_checks.symbols_outside_of_the_stable_abi(wheel, tmp_path / "python") == foreign
+
+
+def test_an_audit_without_a_report_ends_the_script(tmp_path):
+    audit = tmp_path / "abi3audit"
+    audit.write_text("#!/bin/sh\necho 'no such wheel' >&2\nexit 1\n")
+    audit.chmod(0o755)
+    with pytest.raises(SystemExit, match="no such wheel"):
+        wheel_checks.symbols_outside_of_the_stable_abi(tmp_path / "some.whl", tmp_path / "python")

@@ -32,6 +32,9 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
+# This file is the build backend, which maturin would warn about.
+os.environ["MATURIN_NO_MISSING_BUILD_BACKEND_WARNING"] = "1"
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
