@@ -37,8 +37,9 @@ def main() -> None:
         task.say(f"epoch {epoch + 1}: loss {loss:.4f} on rank 0")
         accelerator.save_state(arguments.checkpoints / "partial")
         task.publish(arguments.checkpoints / "partial", epoch + 1)
-    task.finish(task.loss_on_points(model, accelerator.device))
+    task.report(task.loss_on_points(model, accelerator.device))
 
 
 if __name__ == "__main__":
     main()
+    task.leave()

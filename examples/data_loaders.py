@@ -55,8 +55,9 @@ def main() -> None:
             torch.save(state, checkpoint.with_suffix(".partial"))
             # In one step, because this rank may be killed at any moment.
             os.replace(checkpoint.with_suffix(".partial"), checkpoint)
-    task.finish(task.loss_on_points(model, device))
+    task.report(task.loss_on_points(model, device))
 
 
 if __name__ == "__main__":
     main()
+    task.leave()

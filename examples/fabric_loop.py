@@ -47,8 +47,9 @@ def main() -> None:
         task.say(f"epoch {epoch + 1}: loss {loss:.4f} on rank 0")
         state["epochs"] = epoch + 1
         fabric.save(checkpoint, state)
-    task.finish(task.loss_on_points(model, fabric.device))
+    task.report(task.loss_on_points(model, fabric.device))
 
 
 if __name__ == "__main__":
     main()
+    task.leave()

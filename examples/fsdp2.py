@@ -59,8 +59,9 @@ def main() -> None:
         task.say(f"epoch {epoch + 1}: loss {loss:.4f} on rank 0")
         dcp.save({"training": training}, checkpoint_id=arguments.checkpoints / "partial")
         task.publish(arguments.checkpoints / "partial", epoch + 1)
-    task.finish(task.loss_on_points(model, device))
+    task.report(task.loss_on_points(model, device))
 
 
 if __name__ == "__main__":
     main()
+    task.leave()

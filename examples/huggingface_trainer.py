@@ -63,8 +63,9 @@ def main() -> None:
     if checkpoint is not None:
         task.say(f"resumed from {checkpoint.name}")
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    task.finish(trainer.evaluate(Sentences())["eval_loss"])
+    task.report(trainer.evaluate(Sentences())["eval_loss"])
 
 
 if __name__ == "__main__":
     main()
+    task.leave()

@@ -49,8 +49,9 @@ def main() -> None:
     model = Classifier()
     loader = DataLoader(task.Points(), batch_size=task.GLOBAL_BATCH // trainer.world_size, shuffle=True)
     trainer.fit(model, loader, ckpt_path="last")
-    task.finish(task.loss_on_points(model, trainer.strategy.root_device))
+    task.report(task.loss_on_points(model, trainer.strategy.root_device))
 
 
 if __name__ == "__main__":
     main()
+    task.leave()

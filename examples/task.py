@@ -110,9 +110,17 @@ def loss_on_points(model: nn.Module, device: torch.device) -> float:
         return float(cross_entropy(model(points.features.to(device)), points.labels.to(device)))
 
 
-def finish(loss: float) -> None:
-    """Print the loss after the training, and leave the process group."""
+def report(loss: float) -> None:
+    """Print the number of ranks, and the loss after the training."""
     say(f"done: {dist.get_world_size()} ranks, loss {loss:.5f}")
-    # No rank may exit while another one still uses its connection.
+
+
+def leave() -> None:
+    """End this process when all ranks are done. No rank may exit while another one uses its connection."""
+    uses_gloo = dist.get_backend() == "gloo"
     dist.barrier()
     dist.destroy_process_group()
+    if uses_gloo:
+        # Skip the end of the interpreter, because threads of gloo may still run and abort it (torch 2.15).
+        sys.stdout.flush()
+        os._exit(0)
