@@ -27,6 +27,9 @@ PYTHON_SOURCES := $(shell find python -name '*.py')
 PYTHON_TREES := python tests benchmarks examples tools docs
 GPU_KIT_SOURCES := $(addprefix tests/gpu_kit/,job.py checks.py health.py __main__.py)
 
+# Without nextest, run one test at a time, because tests that share a process also share its descriptors and children.
+HAS_NEXTEST := cargo nextest --version >/dev/null 2>&1
+
 BENCH ?=
 PYTEST ?=
 # Python tests that `make check` runs.
@@ -96,7 +99,11 @@ check: build ## a meaningful part of lint and tests, to run after each change (s
 	@cargo fmt --all --check
 	@$(PY) -m ruff check --no-cache --quiet $(PYTHON_TREES)
 	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
-	@cargo nextest run --locked --workspace --lib --no-fail-fast -j $(PROCESSES) --status-level fail --final-status-level fail
+	@if $(HAS_NEXTEST); then \
+	    cargo nextest run --locked --workspace --lib --no-fail-fast -j $(PROCESSES) --status-level fail --final-status-level fail; \
+	else \
+	    cargo test --locked --quiet --workspace --lib --no-fail-fast -- --test-threads=1; \
+	fi
 	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal -m "not slow" $(CHECKED)
 
 # The rest of the tests, for hours. A random test that fails prints how to repeat its example.
@@ -113,12 +120,11 @@ nightly: ## every test with thorough random examples, then soaks, other releases
 # These suites run a second time with workers that are forks of a warm nursery, without the slow tests that wait for a nursery that
 # does not wake up.
 WARM_TESTS := not test(a_nursery_that)
-# Build the programs first, because tests run programs of other packages, which cargo does not build for them. Without nextest, run
-# one test at a time, because tests that share a process also share its descriptors and children.
+# Build the programs first, because tests run programs of other packages, which cargo does not build for them.
 test-rust: ## the Rust part of `make test`
 	@cargo build --locked --quiet --bins
 	@cargo build --locked --quiet -p elasticrs-fake-nvml
-	@if cargo nextest --version >/dev/null 2>&1; then \
+	@if $(HAS_NEXTEST); then \
 	    cargo nextest run --locked -j $(PROCESSES) $(NEXTEST_IGNORED) && \
 	    ELASTICRS_TEST_WARM=1 cargo nextest run --locked -j $(PROCESSES) -p elasticrs-core \
 	        --test supervisor --test fence --test replacing -E '$(WARM_TESTS)'; \

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 
 class Training(dcp.stateful.Stateful):
-    """What a checkpoint contains. dcp calls these methods on every rank."""
+    """Content of a checkpoint. dcp calls these methods on every rank."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
