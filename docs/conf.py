@@ -36,6 +36,7 @@ myst_heading_anchors = 4
 highlight_language = "text"
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 # List attributes in a class's own section, because separate entries would describe dataclass fields twice.
 napoleon_use_ivar = True
