@@ -63,12 +63,13 @@ def add_navigation(_app: Sphinx, page: str, source: list[str]) -> None:
     """
     if page != root_doc:
         return
-    _, heading, pages = source[0].partition("\n## Documentation\n")
-    for entry in re.findall(r"^- (.*(?:\n  .*)*)", heading and pages, re.MULTILINE):
+    _, _, pages = source[0].partition("\n## Documentation\n")
+    for entry in re.findall(r"^- (.*(?:\n  .*)*)", pages, re.MULTILINE):
         caption = entry.partition(":")[0]
         links = re.findall(r"\[([^]]+)\]\(([^)#]+)\.md\)", entry)
         titles = (f"{title[0].upper()}{title[1:]} <{target}>" for title, target in links)
-        lines = ("", "```{toctree}", ":hidden:", f":caption: {caption}", "", *titles, "```", "")
+        options = (":hidden:", ":titlesonly:", f":caption: {caption}")
+        lines = ("", "```{toctree}", *options, "", *titles, "```", "")
         source[0] += "\n".join(lines)
 
 
