@@ -70,7 +70,7 @@ FOREIGN = {
     # Files of the user, of torch and of Python.
     *("hello.py", "script.py", "torch/_ops.py", "dataloader.py", "profile.py", "random.py"),
     # Folders that are created, and keys of the rendezvous.
-    *("dist", "benchmarks/results", "fuzz/artifacts", "done", "nodes"),
+    *("dist", "site", "benchmarks/results", "fuzz/artifacts", "done", "nodes"),
 }
 """Names in the pages that look like paths of the project."""
 
