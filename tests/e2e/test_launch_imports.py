@@ -66,3 +66,9 @@ def test_help_loads_no_agent():
     assert {name for name in modules if "elasticrs" not in name} <= STANDARD
     assert "elasticrs._core" not in modules
     assert "elasticrs.agent.loop" not in modules
+
+
+def test_the_check_of_a_command_line_is_loaded_only_for_its_option():
+    name = "elasticrs.launcher.torchrun_check"
+    assert name not in loaded("--no-python", "true") | loaded("--help")
+    assert name in loaded("--check", "torchrun", "--no-python", "true")
