@@ -132,6 +132,14 @@ def test_a_signal_ends_the_wait_for_the_memory(run, gpus):
     assert "found" not in launched.stdout
 
 
+def test_a_job_that_is_stopped_does_not_wait_for_the_memory(run, gpus):
+    script = HOLDS.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()")
+    launched = run(script, "--max-restarts=1", env={"QUERIES": "1000000"}, MEMORY_LIMIT=600.0)
+    launched.wait_for_line("dies")
+    launched.signal(signal.SIGTERM)
+    launched.exits(1)
+
+
 def test_the_first_failure_says_what_cannot_be_watched(run, tmp_path):
     launched = run(FAILS, "--max-restarts=2", KERNEL_LOG=str(tmp_path / "no log")).exits(1)
     assert launched.stderr.count("no log") == 1

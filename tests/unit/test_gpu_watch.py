@@ -194,6 +194,17 @@ def test_memory_of_a_living_process_is_not_waited_for(watch, gpus):
     assert watched.settle() == {"0": GIB}
 
 
+def test_memory_of_a_worker_that_still_lives_is_waited_for(watch, gpus):
+    """The other workers are being stopped when the memory is asked for."""
+    watched = watch()
+    watched.begin(os.getpid())
+    gpus.set("gpu0/processes", f"{watched.pid} {8 * GIB}")
+    gpus.set("gpu0/memory", f"{8 * GIB} 5")
+    assert watched.settle() == {"0": 8 * GIB}
+    gpus.remove("gpu0/processes")
+    assert watched.wait("settled")["held"] == {}
+
+
 def test_the_memory_of_a_divided_gpu_is_not_watched(watch, gpus):
     gpus.set("gpu0/mig", 1)
     watched = watch()

@@ -40,8 +40,7 @@ START_LIMIT = 0.0
 early have hardly used a GPU.
 """
 _EXIT_LIMIT = 1.0
-"""Seconds that the child process may take to exit after SIGKILL. It takes longer if it hangs in the driver.
-"""
+"""Seconds that the child process may take to exit after SIGKILL. In a hung driver it takes longer."""
 _WORTH_A_LINE = 1.0
 """Seconds of waiting that are reported to the user."""
 _MAX_LINES = 4
@@ -66,7 +65,7 @@ class GpuWatcher(Observer):
         self._unread = b""
         self._problems: list[str] = []
         self._attempt = -1
-        self._was_started = self._is_blind = False
+        self._was_started = self._is_blind = self._is_stopping = False
         self._has_begun = self._is_asked = self._is_settled = False
         self._held: dict[str, int] = {}
         self._was_in_use = False
@@ -172,13 +171,14 @@ class GpuWatcher(Observer):
             self._say(f"waited {waited:.1f} s until the device memory of the dead workers was free")
 
     def stop_waiting(self) -> None:
-        """End the delay, because the user wants the job to stop."""
+        """End the delay, and do not wait for memory any more, because the user wants this node to stop."""
         self._until = None
+        self._is_stopping = True
 
     def _may_restart(self, attempt: Attempt) -> bool:
         policy = self._job.restart_settings
         is_counted = not self._job.is_multi_node and policy.window is None
-        return not is_counted or attempt.restarts < policy.max_restarts
+        return not self._is_stopping and (not is_counted or attempt.restarts < policy.max_restarts)
 
     # --- the child process ---
 

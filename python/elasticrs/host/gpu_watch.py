@@ -63,11 +63,35 @@ def send(**message: Any) -> None:
     os.write(1, (json.dumps(message) + "\n").encode())
 
 
-class Memory:
-    """Device memory that no living process holds. Runs on the thread that calls NVML."""
+class Workers:
+    """The workers of an attempt.
 
-    def __init__(self, library: Nvml, gpus: list[Device]) -> None:
+    Attributes:
+        pids: their pids.
+    """
+
+    def __init__(self) -> None:
+        self.pids: frozenset[int] = frozenset()
+
+    def of(self, pid: int) -> int | None:
+        """Return the pid of the worker that is this process or one of its ancestors; ``None`` if none is."""
+        for _ in range(_MAX_ANCESTORS):
+            if pid in self.pids:
+                return pid
+            try:
+                with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                    pid = int(file.read().rpartition(")")[2].split()[1])
+            except (OSError, IndexError, ValueError):
+                return None  # The process has exited.
+        return None
+
+
+class Memory:
+    """Device memory that no living process of others holds. Runs on the thread that calls NVML."""
+
+    def __init__(self, library: Nvml, gpus: list[Device], workers: Workers) -> None:
         self._library = library
+        self._workers = workers
         # The memory of a divided GPU belongs to several jobs, whose processes this one cannot see.
         self._gpus = [gpu for gpu in gpus if not library.is_divided(gpu)]
         self._before: dict[int, int] = {}
@@ -77,7 +101,7 @@ class Memory:
         self._before = self._unclaimed()
 
     def held(self) -> dict[int, int]:
-        """Return the bytes that dead workers still hold, by GPU. GPUs without such memory are left out."""
+        """Return the bytes that workers hold, dead or alive, by GPU. Leave out GPUs without such memory."""
         held = {gpu: used - self._before.get(gpu, 0) for gpu, used in self._unclaimed().items()}
         return {gpu: size for gpu, size in held.items() if size > TOLERANCE}
 
@@ -86,7 +110,10 @@ class Memory:
 
     def _claimed(self, gpu: Device) -> int:
         processes = self._library.processes(gpu)
-        return sum(size for pid, size in processes.items() if os.path.exists(f"/proc/{pid}"))
+        others = (
+            pid for pid in processes if os.path.exists(f"/proc/{pid}") and self._workers.of(pid) is None
+        )
+        return sum(processes[pid] for pid in others)
 
 
 class Calls:
@@ -101,7 +128,8 @@ class Calls:
         function: name of the function that is called.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
         self.requests: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self.results: SimpleQueue[tuple[str, Any]] = SimpleQueue()
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -122,7 +150,7 @@ class Calls:
         try:
             self._library = library = nvml.Nvml()
             found = [library.device(index) for index in range(library.count())]
-            memory = Memory(library, gpus := _visible(found))
+            memory = Memory(library, gpus := _visible(found), self._workers)
             self._result("gpus", gpus)
             self._watch_events(library, gpus)
             self.limit = CALL_LIMIT
@@ -177,10 +205,10 @@ def _visible(gpus: list[Device]) -> list[Device]:
 class Xids:
     """The Xids of an attempt."""
 
-    def __init__(self, *, has_kernel_pids: bool) -> None:
+    def __init__(self, workers: Workers, *, has_kernel_pids: bool) -> None:
+        self._workers = workers
         self._has_kernel_pids = has_kernel_pids
         self._attempt = -1
-        self._workers: frozenset[int] = frozenset()
         self._seen: dict[tuple[int, int], dict[str, Any]] = {}
         self._changed: set[tuple[int, int]] = set()
 
@@ -189,11 +217,6 @@ class Xids:
         self._attempt = attempt
         self._seen.clear()
         self._changed.clear()
-        self._workers = frozenset()
-
-    def set_workers(self, pids: list[int]) -> None:
-        """Set the pids of the attempt's workers."""
-        self._workers = frozenset(pids)
 
     def add(self, gpu: int, code: int, record: xids.LogRecord | None = None) -> None:
         """Add an Xid. If it is new, or of another process, report it now. Otherwise only count it.
@@ -222,7 +245,7 @@ class Xids:
         if pid is None or pid in entry["pids"] or len(entry["pids"]) >= MAX_PIDS:
             return False
         entry["pids"].append(pid)
-        worker = self._worker_of(pid) if self._has_kernel_pids else None
+        worker = self._workers.of(pid) if self._has_kernel_pids else None
         if worker is not None and worker not in entry["workers"]:
             entry["workers"].append(worker)
         return True
@@ -236,17 +259,6 @@ class Xids:
             send(xid={**entry, "count": events or records}, attempt=self._attempt)
         self._changed.clear()
 
-    def _worker_of(self, pid: int) -> int | None:
-        for _ in range(_MAX_ANCESTORS):
-            if pid in self._workers:
-                return pid
-            try:
-                with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                    pid = int(file.read().rpartition(")")[2].split()[1])
-            except (OSError, IndexError, ValueError):
-                return None  # The process has exited.
-        return None
-
 
 class Watch:
     """The program's main thread.
@@ -257,14 +269,15 @@ class Watch:
     """
 
     def __init__(self, kernel_log: str, *, has_kernel_pids: bool) -> None:
-        self._xids = Xids(has_kernel_pids=has_kernel_pids)
+        self._workers = Workers()
+        self._xids = Xids(self._workers, has_kernel_pids=has_kernel_pids)
         self._numbers: dict[tuple[int, int, int], int] = {}
         self._poll = select.poll()
         self._poll.register(0, select.POLLIN)
         self._unread = b""
         self._has_failed = False
         self._log = _open_log(kernel_log)
-        self._calls = Calls()
+        self._calls = Calls(self._workers)
         self._poll.register(self._calls.fd, select.POLLIN)
 
     def run(self) -> None:
@@ -290,9 +303,10 @@ class Watch:
         for request in map(json.loads, lines):
             ((name, value),) = request.items()
             if name == "workers":
-                self._xids.set_workers(value)
+                self._workers.pids = frozenset(value)
                 continue
             if name == "begin":
+                self._workers.pids = frozenset()
                 self._xids.begin(value)
             else:
                 self._xids.report()

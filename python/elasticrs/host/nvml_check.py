@@ -78,8 +78,8 @@ def examine(library: Nvml, verdict: Verdict) -> None:
 def why_unfit(fields: dict[int, int]) -> str | None:
     """Return the reason why a GPU with these fields cannot run workers; ``None`` if it can.
 
-    Since driver 570 the recovery action says what follows from all errors. Without it, the other fields must
-    agree: an uncorrectable error alone may have been repaired.
+    If the driver reports a recovery action, that action takes all errors into account. Otherwise the other
+    fields must agree, because an uncorrectable error alone may have been repaired.
     """
     action = fields.get(nvml.RECOVERY_ACTION)
     if action in nvml.RECOVERY_ACTIONS and action != 0:
