@@ -8,7 +8,7 @@ import signal
 
 import jsonschema
 import pytest
-from helpers import procs
+from helpers import ports, procs
 from helpers.fake_nvml import gpus
 from helpers.said import says
 from helpers.schema import DOCS
@@ -199,3 +199,46 @@ def test_a_job_without_nvidias_driver_has_no_watcher(launch, worker_script, gpus
     without = argv[2].replace("tracker.NVIDIA_DEVICE = ", "tracker.NVIDIA_DEVICE = 'no' + ")
     launch("--max-restarts=1", worker_script(FAILS), argv=(*argv[:2], without), env=gpus.environment).exits(1)
     assert not gpus.was_used
+
+
+@pytest.fixture
+def two_nodes(launch, worker_script, gpus):
+    """Starts a job with two agents on this machine. Only the second one has the fake GPUs."""
+
+    def start(script, *options):
+        meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{ports.free()}")
+        path = worker_script(script)
+        environment = {**gpus.environment, "QUERIES": "5"}
+        first = launch(*meeting, *options, path, env=environment)
+        return first, launch(*meeting, *options, path, argv=gpus.launcher(), env=environment)
+
+    return start
+
+
+def on_the_node_with_gpus(script):
+    """Ranks depend on the order in which the nodes join, so let the workers find out where they are."""
+    find = """
+    import pathlib
+    def ancestor(pid):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    agent = ancestor(os.getppid())
+    if b"gpu_watcher" not in pathlib.Path(f"/proc/{agent}/cmdline").read_bytes():
+        PAUSE
+    """
+    return script.replace(HEAD, HEAD + find)
+
+
+def test_the_other_nodes_report_names_the_xid(two_nodes):
+    script = on_the_node_with_gpus(FAULT).replace("PAUSE", "signal.pause()")
+    script = script.replace('int(os.environ["WORLD_SIZE"]) - 1', "RANK")
+    for agent in two_nodes(script):
+        agent.exits(1)
+        says(agent.stderr, "Root Cause", "note", "Xid 31 (GPU 0, pid", "restart here")
+
+
+def test_a_round_starts_when_the_memory_of_the_last_one_is_free(two_nodes):
+    script = on_the_node_with_gpus(HOLDS).replace("PAUSE", "signal.pause() if IS_FIRST else sys.exit(0)")
+    _, agent = agents = two_nodes(script, "--max-restarts=1")
+    for each in agents:
+        each.exits(0)
+    assert "found 0" in agent.stdout
