@@ -99,6 +99,7 @@ check: build ## a meaningful part of lint and tests, to run after each change (s
 	@cargo fmt --all --check
 	@$(PY) -m ruff check --no-cache --quiet $(PYTHON_TREES)
 	@$(VENV)/bin/lint-imports --no-logo --no-cache >$(VENV)/imports.log || { cat $(VENV)/imports.log; exit 1; }
+	@cargo build --locked --quiet -p elasticrs-fake-nvml
 	@if $(HAS_NEXTEST); then \
 	    cargo nextest run --locked --workspace --lib --no-fail-fast -j $(PROCESSES) --status-level fail --final-status-level fail; \
 	else \

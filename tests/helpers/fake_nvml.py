@@ -24,7 +24,10 @@ class FakeGpus:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         (folder / "lib").mkdir(parents=True)
-        (folder / "lib" / "libnvidia-ml.so.1").symlink_to(TARGET / "debug" / "libfake_nvml.so")
+        (folder / "gpu0").mkdir()
+        library = TARGET / "debug" / "libfake_nvml.so"
+        assert library.exists(), "cargo build -p elasticrs-fake-nvml"
+        (folder / "lib" / "libnvidia-ml.so.1").symlink_to(library)
         self.environment = {"FAKE_NVML": str(folder), "LD_LIBRARY_PATH": str(folder / "lib")}
         self._fifos = {}
         for name in ("events", "calls", "kmsg"):

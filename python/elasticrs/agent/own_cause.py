@@ -131,7 +131,7 @@ def own_cause(
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
         message=_end(_message(attempt, first), MAX_MESSAGE),
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
-        xids=[xid.note() for xid in attempt.xids.values()][:MAX_XIDS],
+        xids=tuple(xid.note() for xid in attempt.xids.values())[:MAX_XIDS],
         **_hang(attempt, first.local_rank),
         time_ns=time_ns,
         error_ns=clock.error_ns,
