@@ -65,6 +65,12 @@ def driver(context: Context) -> Iterator[Driver]:
             os.close(fd)
 
 
+def expect_watched(job: Job) -> None:
+    """Fail the check if the job could not watch the GPUs."""
+    for problem in ("reports no Xids", "of device memory is unknown", "their Xids are unknown"):
+        expect(problem not in job.output, f"the GPUs were not watched: {job.output}")
+
+
 def check_nvml(context: Context) -> Figures:
     """Check that the node check finds the GPUs fit, and that the driver reports a recovery action."""
     with driver(context) as found:
@@ -93,6 +99,7 @@ def check_xid(context: Context) -> Figures:
     ):
         job.wait("faults")
         job.exits(1)
+    expect_watched(job)
     (attempt,) = json.loads(job.report.read_text())["attempts"]
     xids = [xid for xid in attempt["xids"] if xid["code"] == ILLEGAL_ACCESS]
     expect(len(xids) == 1, f"{len(xids)} Xids {ILLEGAL_ACCESS} in {attempt['xids']}")
@@ -124,7 +131,11 @@ def check_memory_gate(context: Context) -> Figures:
         killed = time.monotonic()
         (again,) = job.wait("again", attempt=1)
         job.exits()
+    expect_watched(job)
+    (restarted,) = job.job_events("attempt running")
+    phases = json.loads(restarted["metadata"]["metadata"])["phases_ms"]
     figures: Figures = {"kill_to_worker_runs_ms": 1e3 * (again["at"] - killed), "held": again["held"]}
+    figures |= {f"{name}_ms": span for name, span in phases.items()}
     expect(again["held"] == 0, f"{again['held']} bytes are still in use")
     if holds["free"] is not None:
         missing = holds["free"] - again["free"]
