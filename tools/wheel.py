@@ -103,16 +103,18 @@ def extension(wheel: Path) -> str:
     return name
 
 
-def reject_stray_files(wheel: Path) -> None:
-    """End this script if the wheel has members that are neither ours nor its metadata."""
+def check_files(wheel: Path) -> None:
+    """End this script if the wheel has members that are neither ours nor its metadata, or lacks our files."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     ours = subprocess.run(
         ("git", "ls-files", "-z", "python"), cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout
-    wanted = {name.removeprefix("python/") for name in ours.split("\0")} | {extension(wheel)}
+    wanted = {name.removeprefix("python/") for name in ours.split("\0") if name} | {extension(wheel)}
     if stray := [name for name in names if name not in wanted and ".dist-info/" not in name]:
         sys.exit(f"wheel: {wheel.name} holds files that do not belong there: {', '.join(stray)}")
+    if missing := sorted(wanted.difference(names)):
+        sys.exit(f"wheel: {wheel.name} lacks files: {', '.join(missing)}")
 
 
 def interpreters(versions: Iterable[str] = VERSIONS) -> dict[str, Path]:
@@ -170,7 +172,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         wheel = build(scratch)
-        reject_stray_files(wheel)
+        check_files(wheel)
         here = install_everywhere(wheel, scratch)
         oldest = next(iter(here.values()))
         install_clone(oldest, scratch)

@@ -106,7 +106,7 @@ def check(built: Path, architecture: str, python: Path) -> None:
 
     ``python`` is the Python of an environment with auditwheel, abi3audit and cyclonedx-python-lib.
     """
-    wheel.reject_stray_files(built)
+    wheel.check_files(built)
     with zipfile.ZipFile(built) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     image = members[wheel.extension(built)]
