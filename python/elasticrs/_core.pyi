@@ -772,6 +772,7 @@ class Supervisor:
         startup: float | None = None,
         exit_limit: float | None = None,
         least: float | None = None,
+        stop_delay: float = 0.0,
     ) -> None:
         """Give a memory page for heartbeats (``ELASTICRS_HEARTBEAT``) to each worker of groups that are
         started later, and watch these workers for hangs. :class:`WorkerHung` reports a hung worker.
@@ -784,6 +785,8 @@ class Supervisor:
             exit_limit: maximum number of seconds from the return of a worker's program to the exit of its
                 process. ``limit`` does not apply during that time. ``None`` for no limit.
             least: minimum of a learned limit, in seconds. ``None`` for one minute.
+            stop_delay: seconds between the report of a hang and the stop of the workers, in which other nodes
+                gather evidence about their workers.
 
         Raises:
             ValueError: a limit is not finite, or not above 0.

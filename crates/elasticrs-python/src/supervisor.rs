@@ -137,13 +137,14 @@ impl Supervisor {
         Ok(py.detach(move || self.inner.watch_timers(path.as_deref())).map_err(Error)?.into_os_string())
     }
 
-    #[pyo3(signature = (limit, *, startup=None, exit_limit=None, least=None))]
+    #[pyo3(signature = (limit, *, startup=None, exit_limit=None, least=None, stop_delay=0.0))]
     fn watch_hangs(
         &self,
         limit: Option<f64>,
         startup: Option<f64>,
         exit_limit: Option<f64>,
         least: Option<f64>,
+        stop_delay: f64,
     ) -> PyResult<()> {
         let positive = |seconds: f64| match duration(seconds, "a limit")? {
             limit if limit.is_zero() => Err(PyValueError::new_err("a limit must be more than 0 seconds")),
@@ -151,8 +152,12 @@ impl Supervisor {
         };
         let learned = StepLimit::Learned(least.map(positive).transpose()?.unwrap_or(LEAST_LEARNED));
         let step = limit.map(positive).transpose()?.map_or(learned, StepLimit::Fixed);
-        let limits =
-            Limits { step, startup: startup.map(positive).transpose()?, exit: exit_limit.map(positive).transpose()? };
+        let limits = Limits {
+            step,
+            startup: startup.map(positive).transpose()?,
+            exit: exit_limit.map(positive).transpose()?,
+            stop_delay: duration(stop_delay, "stop_delay")?,
+        };
         Ok(self.inner.watch_hangs(limits).map_err(Error)?)
     }
 

@@ -241,7 +241,7 @@ impl Group {
             | Input::StopForHang(..)
             | Input::Signal(..)
             | Input::Forward(..)
-            | Input::Expired(Timer::Kill)
+            | Input::Expired(Timer::Kill | Timer::Check | Timer::Hang)
             | Input::ExitSampled { .. }
             | Input::Evidence(_) => true,
             _ => false,
@@ -456,7 +456,7 @@ impl Group {
                 }
             }
             Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
-            Timer::Check | Timer::Hang => self.look(effects),
+            Timer::Check | Timer::Hang => self.on_check(effects),
             // Ignore these deadlines. They do not apply in this phase, or the executor handles them.
             Timer::Kill
             | Timer::GiveUp

@@ -64,6 +64,9 @@ pub struct Limits {
     pub startup: Option<Duration>,
     /// Time limit from the return of a rank's program to the exit of its process. `None` if there is no limit.
     pub exit: Option<Duration>,
+    /// Time between the report of a hang and the stop of the workers, in which the other nodes gather evidence about
+    /// their workers. Zero if there are no other nodes.
+    pub stop_delay: Duration,
 }
 
 /// The last heartbeat of a rank, and the step and section in which it was sent.
@@ -231,6 +234,11 @@ impl Watch {
     /// Returns the time limit for a process to exit after its program has returned. `None` if there is no limit.
     pub fn exit_limit(&self) -> Option<Duration> {
         self.limits.exit
+    }
+
+    /// Returns the time between the report of a hang and the stop of the workers.
+    pub fn stop_delay(&self) -> Duration {
+        self.limits.stop_delay
     }
 
     /// Records that the group is suspended from now on.

@@ -59,7 +59,7 @@ impl Group {
         let Some(raised) = self.working(local_rank).and_then(|member| member.raised.clone()) else { return };
         let seen = raised.seen;
         let stalled = Event::WorkerRaised(WorkerRaised { exit: ExitStage::Stalled, ..raised });
-        self.fail_at_once(local_rank, seen, stalled, effects);
+        self.fail_at_once(local_rank, seen, Some(stalled), effects);
     }
 
     /// Kills a worker whose exit has stalled, without waiting for the end of its grace period. The worker cannot be

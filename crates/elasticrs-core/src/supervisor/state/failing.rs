@@ -51,17 +51,17 @@ impl Group {
     }
 
     /// Kills a failed worker without a grace period. Also stops the other workers, unless the group replaces failed
-    /// workers.
-    pub(super) fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
+    /// workers. `why` is the event that describes the failure. `None` if it has already been reported.
+    pub(super) fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Option<Event>, effects: &mut Vec<Effect>) {
         let Some(member) = self.working(local_rank) else { return };
         let worker = member.pid;
         effects.push(member.send(Signal::KILL, StopScope::Group));
         if let Some(index) = self.survivable(worker) {
             self.condemn(index, GIVE_UP_AFTER, seen, effects);
-            return effects.push(Effect::Report(why));
+            return effects.extend(why.map(Effect::Report));
         }
         let siblings = self.fail(worker, Some(worker), effects);
-        effects.push(Effect::Report(why));
+        effects.extend(why.map(Effect::Report));
         effects.push(Effect::ReportFailure { local_rank, seen, siblings });
     }
 

@@ -37,6 +37,17 @@ pub(super) enum PendingAction {
     /// Stop the group because a rank on another node hangs. If that rank is waiting for a local worker, report that
     /// worker first.
     Stop(StopPolicy, RemoteHang, HangCheck),
+    /// Kill the hung worker with this local rank, which has already been reported, and stop the others.
+    KillHung {
+        local_rank: u32,
+        seen: Stamp,
+        due: u64,
+    },
+    /// Stop the group. All evidence has been gathered.
+    StopLater {
+        policy: StopPolicy,
+        due: u64,
+    },
 }
 
 /// Result of a check of the heartbeats.
@@ -57,7 +68,8 @@ impl PendingAction {
     fn concerns(&self, member: usize, local_rank: u32) -> bool {
         match self {
             Self::Timer(timer) => timer.local_rank == local_rank,
-            Self::Exit(_) => false,
+            Self::KillHung { local_rank: hung, .. } => *hung == local_rank,
+            Self::Exit(_) | Self::StopLater { .. } => false,
             Self::Hung(check) | Self::Stop(_, _, check) => check.late.iter().any(|overdue| overdue.rank == member),
         }
     }
@@ -76,7 +88,16 @@ impl PendingAction {
                 let silent = first.map_or(0, |overdue| at.0.saturating_sub(overdue.since)) / 1_000_000;
                 format!("no activity for {}.{:03} s", silent / 1000, silent % 1000)
             }
-            Self::Stop(..) => "a rank on another node hangs".to_owned(),
+            Self::Stop(..) | Self::StopLater { .. } => "a rank on another node hangs".to_owned(),
+            Self::KillHung { local_rank, .. } => format!("local rank {local_rank} hangs"),
+        }
+    }
+
+    /// Returns the time at which a delayed action is due, in nanoseconds. `None` if the action waits for evidence.
+    fn due(&self) -> Option<u64> {
+        match self {
+            Self::KillHung { due, .. } | Self::StopLater { due, .. } => Some(*due),
+            Self::Timer(_) | Self::Exit(_) | Self::Hung(_) | Self::Stop(..) => None,
         }
     }
 }
@@ -94,6 +115,15 @@ impl Group {
 
     pub(super) fn on_watch(&mut self, limits: Limits, effects: &mut Vec<Effect>) {
         self.watch = Some(Watch::new(limits, self.members.len(), self.snapshot.at.0));
+        self.look(effects);
+    }
+
+    /// Takes the delayed actions if they are due. Otherwise, checks the heartbeats.
+    pub(super) fn on_check(&mut self, effects: &mut Vec<Effect>) {
+        let due = self.waiting.iter().flatten().find_map(PendingAction::due);
+        if due.is_some_and(|due| due <= self.snapshot.at.0) {
+            return self.settle(effects);
+        }
         self.look(effects);
     }
 
@@ -159,9 +189,55 @@ impl Group {
             let message = format!("the evidence of a hang could not be written: {message}");
             effects.push(Effect::Report(Event::Degraded { message }));
         }
-        self.carry_out_all(waiting, evidence, effects);
+        let delay = self.watch.as_ref().map_or(Duration::ZERO, Watch::stop_delay);
+        if delay.is_zero() || self.replaces || self.phase != Phase::Running {
+            self.carry_out_all(waiting, evidence, effects);
+        } else {
+            self.report_and_delay(waiting, evidence, delay, effects);
+        }
         // If the workers have recovered, continue to watch them.
         self.look(effects);
+    }
+
+    /// Reports the worker that hangs at once, but kills it and stops the others only after a delay. In this time, the
+    /// other nodes gather evidence about their workers, which would fail as soon as their peers are killed.
+    fn report_and_delay(
+        &mut self,
+        actions: Vec<PendingAction>,
+        evidence: &[WorkerEvidence],
+        delay: Duration,
+        effects: &mut Vec<Effect>,
+    ) {
+        let due = self.snapshot.at.0.saturating_add(nanoseconds(delay));
+        let is_stopped = actions.iter().any(|action| matches!(action, PendingAction::Stop(..)));
+        let mut delayed = Vec::new();
+        for action in actions {
+            let (hung, is_due) = match action {
+                PendingAction::Hung(_) if is_stopped => continue,
+                PendingAction::Hung(check) => (self.judge(check, evidence), true),
+                PendingAction::Stop(policy, remote, check) => {
+                    delayed.push(PendingAction::StopLater { policy, due });
+                    self.judge_beside(check, &remote, evidence)
+                }
+                action => {
+                    self.carry_out(action, evidence, effects);
+                    continue;
+                }
+            };
+            let Some(hung) = hung.filter(|hung| self.working(hung.local_rank).is_some()) else { continue };
+            if is_due {
+                let (local_rank, seen) = (hung.local_rank, hung.seen);
+                delayed.insert(0, PendingAction::KillHung { local_rank, seen, due });
+            }
+            effects.push(Effect::Report(Event::WorkerHung(hung.into())));
+        }
+        if !delayed.is_empty() {
+            effects.push(Effect::Arm(Timer::Hang, delay));
+            self.waiting = Some(delayed);
+        }
+        if self.phase != Phase::Running {
+            self.settle(effects);
+        }
     }
 
     /// Takes all pending actions now, without evidence. A worker counts as hung if its limit had passed.
@@ -180,8 +256,9 @@ impl Group {
         let ends_group = fails_group || self.members.iter().enumerate().all(|(other, m)| m.ended || other == index);
         let local_rank = self.members[index].local_rank;
         let is_due = |action: &PendingAction| {
-            ends_group && matches!(action, PendingAction::Timer(_) | PendingAction::Exit(_))
-                || action.concerns(index, local_rank)
+            let is_certain =
+                matches!(action, PendingAction::Timer(_) | PendingAction::Exit(_) | PendingAction::KillHung { .. });
+            ends_group && is_certain || action.concerns(index, local_rank)
         };
         let (due, others): (Vec<_>, _) = std::mem::take(waiting).into_iter().partition(is_due);
         *waiting = others;
@@ -232,15 +309,15 @@ impl Group {
                 }
             }
             PendingAction::Stop(policy, remote, check) => {
-                let check = self.without_recovered(check);
-                let hung = self.verdict(&check, evidence, |suspects| blame_beside(suspects, &remote));
-                match hung.filter(|_| self.is_current(&check)) {
-                    Some(hung) if self.anyone_is_due(&check) => self.on_hung(hung, effects),
-                    Some(hung) => self.on_suspected(hung, effects),
-                    None => {}
+                match self.judge_beside(check, &remote, evidence) {
+                    (Some(hung), true) => self.on_hung(hung, effects),
+                    (Some(hung), false) => self.on_suspected(hung, effects),
+                    (None, _) => {}
                 }
                 self.on_stop(policy, effects);
             }
+            PendingAction::KillHung { local_rank, seen, .. } => self.fail_at_once(local_rank, seen, None, effects),
+            PendingAction::StopLater { policy, .. } => self.on_stop(policy, effects),
         }
     }
 
@@ -250,6 +327,19 @@ impl Group {
         self.verdict(&check, evidence, blame).filter(|_| !is_outdated)
     }
 
+    /// Returns the local worker that a rank on another node waits for, if there is one. Also returns true if the limit
+    /// of a local worker has passed.
+    fn judge_beside(
+        &self,
+        check: HangCheck,
+        remote: &RemoteHang,
+        evidence: &[WorkerEvidence],
+    ) -> (Option<WorkerHung>, bool) {
+        let check = self.without_recovered(check);
+        let hung = self.verdict(&check, evidence, |suspects| blame_beside(suspects, remote));
+        (hung.filter(|_| self.is_current(&check)), self.anyone_is_due(&check))
+    }
+
     fn is_anyone_condemned(&self) -> bool {
         self.members.iter().any(|member| member.runs() && member.condemned.is_some())
     }
@@ -257,7 +347,7 @@ impl Group {
     /// Kills a worker that hangs. The worker gets no grace period, because it would not save anything: it has already
     /// been silent for longer than its limit.
     fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
-        self.fail_at_once(hung.local_rank, hung.seen, Event::WorkerHung(hung.into()), effects);
+        self.fail_at_once(hung.local_rank, hung.seen, Some(Event::WorkerHung(hung.into())), effects);
     }
 
     /// Reports a worker that a rank on another node may be waiting for.

@@ -3,7 +3,7 @@ use std::collections::BTreeSet;
 use proptest::prelude::*;
 
 use self::exits::{raised, sampled};
-use self::hangs::{FOUR_SECONDS, after_evidence, remote_hang, snapshot};
+use self::hangs::{DELAYED, FOUR_SECONDS, after_evidence, remote_hang, snapshot};
 use super::*;
 use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
 
@@ -423,6 +423,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => Just(Input::Fenced),
         1 => (0..4_u32, any::<bool>()).prop_map(|(rank, reaps)| expired(rank, 100, reaps.then_some(Signal::KILL))),
         1 => Just(Input::Watch(FOUR_SECONDS)),
+        1 => Just(Input::Watch(DELAYED)),
         1 => Just(Input::StopForHang(TERM_30, remote_hang())),
         2 => Just(Input::Evidence(Vec::new())),
         2 => (0..4_u32).prop_map(raised),

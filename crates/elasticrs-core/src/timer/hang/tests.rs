@@ -5,7 +5,12 @@ use super::*;
 const SECOND: u64 = 1_000_000_000;
 
 fn fixed(seconds: u64) -> Limits {
-    Limits { step: StepLimit::Fixed(Duration::from_secs(seconds)), startup: None, exit: None }
+    Limits {
+        step: StepLimit::Fixed(Duration::from_secs(seconds)),
+        startup: None,
+        exit: None,
+        stop_delay: Duration::ZERO,
+    }
 }
 
 fn beat(at: u64) -> RankState {

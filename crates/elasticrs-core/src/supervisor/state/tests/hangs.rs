@@ -3,8 +3,12 @@
 use super::*;
 use crate::timer::hang::{Beat, Limits, RankState, RemoteHang, StepLimit};
 
-pub(super) const FOUR_SECONDS: Limits =
-    Limits { step: StepLimit::Fixed(Duration::from_secs(4)), startup: Some(Duration::from_secs(4)), exit: None };
+pub(super) const FOUR_SECONDS: Limits = Limits {
+    step: StepLimit::Fixed(Duration::from_secs(4)),
+    startup: Some(Duration::from_secs(4)),
+    exit: None,
+    stop_delay: Duration::ZERO,
+};
 
 /// Returns the input with the heartbeats as of `now`. `beats` contains the time of each rank's last heartbeat. All
 /// times are in seconds.
@@ -154,6 +158,60 @@ fn who_may_keep_another_node_waiting_is_told_and_gets_its_grace() {
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "nothing says that it is this one");
     let effects = lingering().on_input(Input::StopForHang(TERM_30, remote_hang()));
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "nobody is watched");
+}
+
+/// Limits of a job on several nodes.
+pub(super) const DELAYED: Limits = Limits { stop_delay: Duration::from_secs(1), ..FOUR_SECONDS };
+
+/// Returns the group of [`silent`], whose workers are stopped one second after a hang was reported.
+fn silent_beside_others() -> Group {
+    let mut group = silent();
+    let _ = group.on_input(Input::Watch(DELAYED));
+    let _ = group.on_input(snapshot(4, [Some(3), Some(3), Some(0), Some(3)]));
+    group
+}
+
+#[test]
+fn other_nodes_have_time_to_gather_evidence_before_the_kill() {
+    let mut group = silent_beside_others();
+    let effects = group.on_input(Input::Evidence(Vec::new()));
+    let [Effect::Report(Event::WorkerHung(hung)), Effect::Arm(Timer::Hang, delay)] = &effects[..] else {
+        panic!("{effects:?}");
+    };
+    assert_eq!((hung.local_rank, *delay), (2, DELAYED.stop_delay));
+    assert_eq!(group.on_input(Input::StopForHang(TERM_30, remote_hang())), [], "another node reports a hang as well");
+    assert_eq!(group.on_input(LOOK), [], "the delay is not over");
+    let _ = group.on_input(snapshot(5, [Some(3), Some(3), Some(0), Some(3)]));
+    let effects = group.on_input(LOOK);
+    assert_eq!(effects[0], to_group(102, Signal::KILL));
+    assert_eq!(signals(&effects)[1..4], [100, 101, 103].map(|pid| (pid, Signal::TERM)));
+    assert!(matches!(reports(&effects)[..], []), "it is reported only once: {effects:?}");
+    assert!(effects.iter().any(|effect| matches!(effect, Effect::ReportFailure { local_rank: 2, .. })));
+}
+
+#[test]
+fn a_failure_or_another_stop_ends_the_delay() {
+    let mut group = silent_beside_others();
+    let _ = group.on_input(Input::Evidence(Vec::new()));
+    let effects = group.on_input(exited(100, FAILED));
+    let failures: Vec<_> = effects.iter().filter(|effect| matches!(effect, Effect::ReportFailure { .. })).collect();
+    assert_eq!(effects[0], to_group(102, Signal::KILL));
+    assert!(matches!(failures[..], [Effect::ReportFailure { local_rank: 2, .. }]), "it hung first: {effects:?}");
+    let mut group = silent_beside_others();
+    let _ = group.on_input(Input::Evidence(Vec::new()));
+    assert_eq!(group.on_input(Input::Stop(TERM_30))[0], to_group(102, Signal::KILL));
+}
+
+#[test]
+fn a_group_whose_peer_hangs_is_stopped_after_the_delay() {
+    let mut group = lingering();
+    let _ = group.on_input(snapshot(0, [Some(0); 4]));
+    let _ = group.on_input(Input::Watch(DELAYED));
+    let _ = group.on_input(snapshot(1, [Some(1); 4]));
+    let effects = after_evidence(&mut group, Input::StopForHang(TERM_30, remote_hang()));
+    assert_eq!(effects, [Effect::Arm(Timer::Hang, DELAYED.stop_delay)]);
+    let _ = group.on_input(snapshot(2, [Some(1); 4]));
+    assert_eq!(signals(&group.on_input(LOOK)), PIDS.map(|pid| (pid, Signal::TERM)));
 }
 
 /// Returns a group that replaces failed workers and in which ranks 1 and 2 are silent, because rank 1 waits for rank 2.
