@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.agent.attempt import Attempt
-from elasticrs.agent.hang_diagnosis import blames_others, diagnosis_of
+from elasticrs.agent.hang_diagnosis import diagnosis_of
+from elasticrs.diagnosis.diagnose import blames_others
 from elasticrs.diagnosis.flight_record import MAX_BYTES
 from elasticrs.diagnosis.values import Confidence, NoRecord
 from elasticrs.job.ranks import WorkerRanks

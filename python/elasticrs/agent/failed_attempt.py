@@ -86,12 +86,14 @@ def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
 
         is_same_round = attempt is not None and cause.round in (None, attempt.round)
         world = f" of {attempt.world_size}" if attempt is not None and is_same_round else ""
-        return f"rank {rank}{world} on node {cause.node}{how_elsewhere(cause.encoded())}"
-    assert attempt is not None
-    who = attempt.who(failure.local_rank)
-    if attempt.plan.members is None:
-        who = f"rank {rank} of {attempt.world_size}"
-    return who + _how(attempt, failure)
+        told = f"rank {rank}{world} on node {cause.node}{how_elsewhere(cause.encoded())}"
+    else:
+        assert attempt is not None
+        who = attempt.who(failure.local_rank)
+        if attempt.plan.members is None:
+            who = f"rank {rank} of {attempt.world_size}"
+        told = who + _how(attempt, failure)
+    return told if cause is None or cause.diagnosis is None else f"{told}; {cause.diagnosis}"
 
 
 def earlier_causes(attempts: Sequence[Attempt]) -> list[str]:
@@ -160,6 +162,8 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
             remote.more_notes = [*remote.more_notes, *beats]
         failed = {rank: remote, **failed}
     failed[rank].is_first = True
+    if cause.diagnosis is not None:
+        failed[rank].more_notes = [cause.diagnosis, *failed[rank].more_notes]
     if result.attempts and cause.ground is not None:
         note = f"it may have waited for rank {rank}, which hung first, judged over all nodes"
         global_ranks = result.attempts[-1].global_ranks()
@@ -271,7 +275,7 @@ def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFail
     if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):
         failure.more_notes = _last_heartbeats(attempt, failure.seen_ns)
     if attempt.diagnosis is not None and rank in attempt.expired:
-        from elasticrs.agent.hang_diagnosis import blames_others
+        from elasticrs.diagnosis.diagnose import blames_others
 
         doubt = blames_others(attempt.diagnosis, attempt.global_ranks()[rank])
         failure.more_notes = [*([] if doubt is None else [doubt]), *failure.more_notes]

@@ -1,4 +1,4 @@
-"""Diagnosis of a hang, from the files in which the workers and the core left their evidence.
+"""Evidence about a hang, from the files in which the workers and the core left their evidence.
 
 Imported only after a worker hung.
 """
@@ -8,66 +8,89 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 
-from elasticrs.diagnosis.diagnose import diagnose
+from elasticrs._worker.flight import MAX_ENTRIES
+from elasticrs.diagnosis.diagnose import observe, telling
 from elasticrs.diagnosis.flight_record import MAX_BYTES, MAX_NAME
+from elasticrs.diagnosis.node_evidence import encode
 from elasticrs.diagnosis.stacks import MAX_TEXT
-from elasticrs.diagnosis.values import Confidence, NoRecord, RankEvidence
-from elasticrs.report.phrases import ranks_text
+from elasticrs.diagnosis.values import NoRecord, RankEvidence
 from elasticrs.workers.logs import flight_record_file, flight_requests_file, hang_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs.agent.attempt import Attempt
+    from elasticrs.diagnosis.rank_record import RankFacts
     from elasticrs.diagnosis.values import Diagnosis
 
 _MAX_RECORDS = 4
 """Maximum number of records of one worker, one for each recorder of torch."""
 
 _MAX_RANK = 1 << 31
+_TIME_LIMIT = 1.0
+"""Seconds after which no further record of a worker is read."""
+
+_ALL_BYTES, _MOST_BYTES, _LEAST_BYTES = 16 << 20, 32 << 10, 1 << 10
+"""Maximum number of bytes that all nodes of a job send together, and bounds of the share of one node."""
+
+_ALL_STEPS = 1 << 17
+"""Maximum number of collectives of each group that all ranks of a job send together. It limits the time that
+the comparison takes.
+"""
 
 
 def diagnosis_of(attempt: Attempt) -> Diagnosis | None:
-    """Name the ranks that keep the others waiting. Call this before the exits of killed workers are recorded.
+    """Name the ranks that keep the others waiting, if all workers of the job run on this node.
 
-    Return ``None`` if nothing can be said: no worker has a flight record, no collective was recorded, or the
-    job has workers on other nodes, whose evidence is unknown.
+    Call this before the exits of killed workers are recorded. Return ``None`` if nothing can be said: no
+    worker has a flight record, no collective was recorded, or the job has workers on other nodes, whose
+    evidence arrives later.
     """
-    ranks = attempt.global_ranks()
-    paths = attempt.paths
-    if paths is None or sorted(ranks.values()) != list(range(attempt.world_size)):
-        return None
-    found = [
-        _evidence(rank, paths.error_files.get(local_rank, ""), has_exited=local_rank in attempt.exits)
-        for local_rank, rank in ranks.items()
-    ]
-    if not any(isinstance(each.records, tuple) for each in found):
-        return None
-    diagnosis = diagnose(found)
-    return diagnosis if diagnosis.culprits or diagnosis.collectives else None
+    facts = _facts(attempt)
+    return telling(facts) if len(facts) == attempt.world_size else None
 
 
-def blames_others(diagnosis: Diagnosis, rank: int) -> str | None:
-    """Return a line for the report if the flight records blame other ranks than the one that the heartbeats
-    blame; ``None`` otherwise.
+def node_evidence(attempt: Attempt) -> bytes | None:
+    """Return the encoded facts about the ranks of this node, for the diagnosis of all nodes. Call this when
+    the workers have exited. Return ``None`` if there are no facts, or if they are too large.
     """
-    blamed = sorted(
-        {
-            other
-            for culprit in diagnosis.culprits
-            if culprit.confidence is not Confidence.POSSIBLE
-            for other in culprit.ranks
-        }
+    nodes = attempt.plan.ranks[0].group_world_size
+    stamps = attempt.stamps
+    return encode(
+        _facts(attempt, stamps.get("stopped", stamps.get("failure_seen"))),
+        max_bytes=max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_BYTES // nodes)),
+        max_steps=max(1, min(MAX_ENTRIES, _ALL_STEPS // attempt.world_size)),
     )
-    if not blamed or rank in blamed:
-        return None
-    return f"the heartbeats blame rank {rank}, but the flight records blame {ranks_text(blamed)}"
 
 
-def _evidence(rank: int, error_file: str, *, has_exited: bool) -> RankEvidence:
+def _facts(attempt: Attempt, stopped_ns: int | None = None) -> list[RankFacts]:
+    """Return the facts about the ranks of this node.
+
+    Args:
+        attempt: attempt in which a rank hangs.
+        stopped_ns: time at which the workers were stopped. Workers that have exited later were running when
+            the evidence was gathered. ``None`` if the workers have not been stopped yet.
+    """
+    paths = attempt.paths
+    if paths is None:
+        return []
+    deadline = time.monotonic() + _TIME_LIMIT
+    facts = []
+    for local_rank, rank in attempt.global_ranks().items():
+        exited = attempt.exits.get(local_rank)
+        has_exited = exited is not None and (stopped_ns is None or exited.seen_ns < stopped_ns)
+        error_file = paths.error_files.get(local_rank, "")
+        is_late = time.monotonic() >= deadline
+        facts.append(observe(_evidence(rank, error_file, has_exited=has_exited, is_late=is_late)))
+    return facts
+
+
+def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) -> RankEvidence:
     node = os.uname().nodename
-    if not error_file or has_exited:
-        return RankEvidence(rank, node, NoRecord.EXITED if has_exited else NoRecord.NO_TORCH)
+    if not error_file or has_exited or is_late:
+        reason = NoRecord.EXITED if has_exited else NoRecord.LATE if is_late else NoRecord.NO_TORCH
+        return RankEvidence(rank, node, reason)
     stacks = _content(hang_file(error_file), MAX_TEXT)
     records, groups = _document(error_file)
     return RankEvidence(
@@ -76,8 +99,16 @@ def _evidence(rank: int, error_file: str, *, has_exited: bool) -> RankEvidence:
         records,
         None if stacks is None else stacks[:MAX_TEXT].decode("utf-8", "replace"),
         groups,
-        os.path.exists(error_file),
+        _is_older(error_file, flight_record_file(error_file)),
     )
+
+
+def _is_older(path: str, other: str) -> bool:
+    """Return true if a file exists and is not newer than the other one."""
+    try:
+        return os.stat(path).st_mtime_ns <= os.stat(other).st_mtime_ns
+    except OSError:
+        return False  # One of the files is missing.
 
 
 def _document(error_file: str) -> tuple[tuple[bytes, ...] | NoRecord, dict[str, list[int]]]:

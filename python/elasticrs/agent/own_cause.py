@@ -60,9 +60,7 @@ def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) ->
     """
     worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
     message = attempt.why_expired(local_rank) or (raised.text if raised is not None else "")
-    failed_ns = raised.seen_ns if raised is not None else 0
-    if worker is not None and (raised is None or local_rank in attempt.expired):
-        failed_ns = attempt.failed_ns(worker)
+    seen = attempt.expired.get(local_rank) or raised or worker
     return Cause(
         **place.fields(),
         round=attempt.round,
@@ -73,7 +71,7 @@ def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) ->
         message=_end(message, MAX_MESSAGE) or None,
         is_consequence=reports_lost_peer(message) or None,
         **_hang(attempt, local_rank),
-        time_ns=clock.from_monotonic(failed_ns),
+        time_ns=clock.from_monotonic(0 if seen is None else seen.seen_ns),
         error_ns=clock.error_ns,
     )
 

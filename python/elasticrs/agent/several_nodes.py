@@ -89,6 +89,7 @@ class SeveralNodes(Decisions):
         self._attempt: Attempt | None = None
         self._first_failure: int | None = None
         self._first_word: Cause | None = None
+        self._gathers_evidence = False
         self._group_exists = False
 
     # --- called by the loop ---
@@ -121,6 +122,7 @@ class SeveralNodes(Decisions):
     def observe(self, attempt: Attempt) -> None:
         self._attempt = attempt
         self._first_failure = self._first_word = None
+        self._gathers_evidence = False
 
     def seconds_left(self) -> float:
         return SAFETY_TICK if self._driver is None else self._driver.seconds_left(SAFETY_TICK)
@@ -186,6 +188,8 @@ class SeveralNodes(Decisions):
             # Wait for the later event that reports how the group ended.
             self._first_failure = event.local_rank
             return []
+        if isinstance(event, machine.HangSeen):
+            return self._on_hang(event)
         if isinstance(event, machine.WorkerExited):
             return self._on_exit(event)
         if isinstance(event, machine.GroupEnded):
@@ -216,9 +220,22 @@ class SeveralNodes(Decisions):
         self._console.say(f"{name} received: {what}")
         return self._tell(messages.Leave(reason, close=ends_the_job))
 
+    def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:
+        """Report the hang to the other nodes before the worker is killed, because workers that wait for it
+        fail as soon as it is dead, and then there is no evidence about them.
+        """
+        self._gathers_evidence = True
+        attempt = self._attempt
+        if attempt is None or self._first_word is not None:
+            return []
+        from elasticrs.agent.own_cause import first_word
+
+        self._first_word = first_word(attempt, event.local_rank, self._place(), self._clock())
+        return self._tell(messages.WorkerFailed(self._first_word.encoded()))
+
     def _on_exit(self, event: machine.WorkerExited) -> list[machine.Action]:
         attempt = self._attempt
-        if attempt is None or event.local_rank != self._first_failure:
+        if attempt is None or event.local_rank != self._first_failure or self._first_word is not None:
             return []
         from elasticrs.agent.first_failure import first_seen
         from elasticrs.agent.own_cause import first_word
@@ -245,7 +262,13 @@ class SeveralNodes(Decisions):
             cause = own_cause(attempt, place, clock, self._first_word, fatal_exit_codes=codes)
         else:
             cause = None
-        return self._over(messages.GroupEnded(None if cause is None else cause.encoded(), event.why_unfit))
+        evidence = None
+        if self._gathers_evidence:
+            from elasticrs.agent.hang_diagnosis import node_evidence
+
+            evidence = node_evidence(attempt)
+        told = None if cause is None else cause.encoded()
+        return self._over(messages.GroupEnded(told, event.why_unfit, evidence))
 
     def _place(self) -> Place:
         from elasticrs.agent.own_cause import Place
@@ -313,6 +336,7 @@ class SeveralNodes(Decisions):
             from elasticrs.agent.cause import hung_elsewhere
 
             hung = hung_elsewhere(action.hung)
+            self._gathers_evidence = True
         return [machine.Stop(signal.SIGTERM, self._job.shutdown_timeout, is_announced=True, hung=hung)]
 
     def _exit(self, outcome: messages.Outcome) -> list[machine.Action]:

@@ -172,6 +172,12 @@ class DelayOver(Event):
     """The delay before the next attempt is over."""
 
 
+class HangSeen(Event):
+    """Event: a worker of a job on several nodes has hung. It is still running, and is killed later."""
+
+    local_rank: int
+
+
 class FailureSeen(Event):
     """The first failure of a worker in this attempt. The other workers have already been signalled."""
 

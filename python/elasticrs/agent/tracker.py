@@ -397,6 +397,8 @@ class AttemptTracker:
             from elasticrs.agent.hang_diagnosis import diagnosis_of
 
             attempt.diagnosis = diagnosis_of(attempt)
+        if self._job.is_multi_node and not self._replaces:
+            self.events.append(machine.HangSeen(event.local_rank))
         self.observers.hung(event)
 
     def _is_overdue(self, local_rank: int, why: Overdue) -> None:

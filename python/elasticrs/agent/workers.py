@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from elasticrs.workers.warm import Preload
 
 
+_STOP_DELAY = 1.0
+"""Seconds between the report of a hang and the stop of the workers, in which other nodes gather evidence."""
+
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
@@ -205,6 +208,7 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None
             startup=_enough(job.hang_startup_timeout),
             exit_limit=_enough(job.hang_exit_timeout or None),
             least=_enough(least),
+            stop_delay=_STOP_DELAY if job.is_multi_node and not job.replaces_workers else 0.0,
         )
     return timer_file
 

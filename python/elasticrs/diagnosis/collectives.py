@@ -14,50 +14,20 @@ as its members. For any other group, only the ranks that have called one of its 
 
 from __future__ import annotations
 
-from math import prod
 from typing import NamedTuple
 
-from elasticrs.diagnosis.flight_record import State
-from elasticrs.diagnosis.values import Call, NoRecord, Side, StuckCollective
+from elasticrs.diagnosis.rank_record import DEFAULT_GROUP, RankRecord
+from elasticrs.diagnosis.values import NoRecord, Side, StuckCollective
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
-    from elasticrs.diagnosis.flight_record import Entry, FlightRecord, Sizes
-
-DEFAULT_GROUP = "default_pg"
-"""Torch's description of the default group, which contains all ranks."""
-
-_NAMES = {
-    "_all_gather_base": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "_broadcast_oop": "broadcast",
-    "_reduce_oop": "reduce",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_reduce_barrier": "barrier",
-    "all_to_all_single": "all_to_all",
-    "ALLTOALL_BASE": "all_to_all",
-}
-"""Common names for the variants of an operation, because ranks may take part in the same collective through
-different variants.
-"""
-
-_SAME_ON_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"))
-"""Operations whose input has the same number and type of elements on all ranks."""
+    from elasticrs.diagnosis.rank_record import GroupSteps, Step
+    from elasticrs.diagnosis.values import Call
 
 _NEEDS_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
 """Operations that complete on no rank before all ranks have called them."""
-
-
-class Step(NamedTuple):
-    """One collective of one rank."""
-
-    call: Call
-    is_complete: bool
-    is_started: bool
-    """True if the device has started the collective."""
 
 
 class Track(NamedTuple):
@@ -81,15 +51,6 @@ class Group(NamedTuple):
     are_members_known: bool
     tracks: Mapping[int, Track]
     """Track of each rank. A member without a track has no record that covers this group (**COL-1**)."""
-
-
-class RankRecord(NamedTuple):
-    """The parsed flight records of one rank, and further facts about it."""
-
-    records: Sequence[FlightRecord]
-    groups: Mapping[str, Sequence[int]] = {}
-    """Global ranks of each process group by its name, as reported by the worker."""
-    has_raised: bool = False
 
 
 class Matched(NamedTuple):
@@ -140,62 +101,25 @@ def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
 # --- groups ---
 
 
-class _Draft(NamedTuple):
-    """Steps of one rank in a group, while the entries of the record are being read."""
-
-    group_id: int
-    description: str
-    steps: dict[int, Step]
-
-
 def _groups(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> list[Group]:
-    drafts: dict[tuple[str, str], dict[int, _Draft]] = {}
-    backends: dict[str, set[str]] = {}
-    reader = _CallReader()
+    by_group: dict[tuple[str, str], dict[int, GroupSteps]] = {}
     for rank, record in ranks.items():
-        for key, draft in _drafts(record, reader).items():
-            drafts.setdefault(key, {})[rank] = draft
-            backends.setdefault(key[1], set()).add(key[0])
+        for key, steps in record.groups.items():
+            by_group.setdefault(key, {})[rank] = steps
     groups = []
-    for (backend, name), by_rank in sorted(drafts.items()):
+    for (backend, name), by_rank in sorted(by_group.items()):
         for members, is_known, inside in _memberships(name, by_rank, ranks, world):
             tracks = {rank: _track(by_rank[rank].steps) for rank in inside}
             for rank in members:
-                is_idle = rank in ranks and rank not in tracks
-                if is_idle and not any(record.is_truncated for record in ranks[rank].records):
+                if rank in ranks and rank not in tracks and not ranks[rank].is_truncated:
                     tracks[rank] = Track({}, 0, None)
             description = by_rank[inside[0]].description
             groups.append(Group(backend, name, description, members, is_known, tracks))
     return groups
 
 
-def _drafts(record: RankRecord, reader: _CallReader) -> dict[tuple[str, str], _Draft]:
-    drafts: dict[tuple[str, str], _Draft] = {}
-    for flight_record in record.records:
-        for entry in flight_record.entries:
-            if entry.is_p2p:
-                continue
-            key = entry.backend, entry.group_name
-            draft = drafts.get(key)
-            if draft is None or entry.group_id > draft.group_id:
-                # Use only the latest group of this name, because a program that creates its groups again uses
-                # the same names.
-                draft = drafts[key] = _Draft(entry.group_id, entry.group_description, {})
-            if entry.group_id == draft.group_id:
-                draft.steps[entry.collective_seq_id] = reader.read(
-                    entry, draft.steps.get(entry.collective_seq_id)
-                )
-    if record.has_raised:
-        for draft in drafts.values():
-            # Mark the last collective as incomplete, because torch marks a failed collective as retired, like
-            # a completed one.
-            last = max(draft.steps)
-            draft.steps[last] = draft.steps[last]._replace(is_complete=False)
-    return drafts
-
-
 def _memberships(
-    name: str, by_rank: Mapping[int, _Draft], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
+    name: str, by_rank: Mapping[int, GroupSteps], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], bool, list[int]]]:
     """Return the different groups with this name. Groups without a common rank may have the same name. For
     each group, return the members, whether all members are known, and the ranks with entries.
@@ -203,7 +127,7 @@ def _memberships(
     known: dict[tuple[int, ...], list[int]] = {}
     unknown = []
     for rank in by_rank:
-        members = _members_known_to(ranks[rank], name)
+        members = ranks[rank].members.get(name, ())
         if rank in members:
             known.setdefault(members, []).append(rank)
         else:
@@ -222,43 +146,9 @@ def _memberships(
     return result
 
 
-def _members_known_to(record: RankRecord, name: str) -> tuple[int, ...]:
-    for flight_record in record.records:
-        if name in flight_record.members:
-            return flight_record.members[name]
-    return tuple(sorted(set(record.groups.get(name, ()))))
-
-
 def _track(steps: Mapping[int, Step]) -> Track:
     waits_in = min((seq for seq, step in steps.items() if not step.is_complete), default=None)
     return Track(steps, max(steps), waits_in)
-
-
-class _CallReader:
-    """Converts entries to steps. Equal calls share one object, because most entries repeat the same call."""
-
-    def __init__(self) -> None:
-        self._calls: dict[tuple[str, Sizes, tuple[str, ...]], Call] = {}
-
-    def read(self, entry: Entry, earlier: Step | None) -> Step:
-        """Convert an entry. A coalesced collective has several entries; ``earlier`` is the step of the
-        entries that were already converted.
-        """
-        key = entry.operation, entry.input_sizes, entry.input_dtypes
-        call = self._calls.get(key)
-        if call is None:
-            operation = _NAMES.get(entry.operation, entry.operation)
-            if operation in _SAME_ON_ALL_RANKS:
-                elements = sum(map(prod, entry.input_sizes))
-                call = Call(operation, elements, entry.input_dtypes)
-            else:
-                call = Call(operation)
-            self._calls[key] = call
-        is_complete, is_started = entry.is_complete, entry.state is not State.SCHEDULED
-        if earlier is not None:
-            call = Call("coalesced")
-            is_complete, is_started = is_complete or earlier.is_complete, is_started or earlier.is_started
-        return Step(call, is_complete, is_started)
 
 
 # --- contradictions ---
@@ -373,25 +263,11 @@ def _receiving(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> dict[
     """Return, for each rank in an incomplete point-to-point operation, the peers that it waits for."""
     receiving: dict[int, set[int]] = {}
     for rank, record in ranks.items():
-        for flight_record in record.records:
-            for entry in flight_record.entries:
-                if entry.is_p2p and not entry.is_complete:
-                    peers = receiving.setdefault(rank, set())
-                    members = _members_known_to(record, entry.group_name)
-                    if not members and entry.group_description == DEFAULT_GROUP:
-                        members = world
-                    peer = _peer(entry.operation)
-                    if peer is not None and peer < len(members):
-                        peers.add(members[peer])
+        for transfer in record.transfers:
+            peers = receiving.setdefault(rank, set())
+            members = record.members.get(transfer.group, ())
+            if not members and transfer.description == DEFAULT_GROUP:
+                members = world
+            if transfer.peer is not None and transfer.peer < len(members):
+                peers.add(members[transfer.peer])
     return {rank: tuple(sorted(peers)) for rank, peers in sorted(receiving.items())}
-
-
-def _peer(operation: str) -> int | None:
-    """Return the peer's rank in the group, from the name of an operation such as ``send 0->1`` or ``recv
-    0<-1``.
-    """
-    for arrow in ("->", "<-"):
-        _, found, peer = operation.partition(arrow)
-        if found and peer.isascii() and peer.isdigit() and len(peer) < 10:
-            return int(peer)
-    return None

@@ -3,36 +3,57 @@
 from __future__ import annotations
 
 from elasticrs.diagnosis import flight_record
-from elasticrs.diagnosis.collectives import RankRecord, match
+from elasticrs.diagnosis.collectives import match
 from elasticrs.diagnosis.culprits import blame
 from elasticrs.diagnosis.flight_record import FlightRecordError
+from elasticrs.diagnosis.node_evidence import NodeEvidenceError, decode
 from elasticrs.diagnosis.paragraph import Writer
+from elasticrs.diagnosis.rank_record import RankFacts, reduced
 from elasticrs.diagnosis.stacks import main_thread, merge
-from elasticrs.diagnosis.values import Diagnosis, NoRecord
+from elasticrs.diagnosis.values import Confidence, Diagnosis, NoRecord
+from elasticrs.report.phrases import ranks_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
+    from elasticrs.diagnosis.rank_record import RankRecord
     from elasticrs.diagnosis.values import RankEvidence
 
 
-def diagnose(evidence: Iterable[RankEvidence]) -> Diagnosis:
-    """Name the ranks that keep a job from making progress. Pure function.
+def observe(found: RankEvidence) -> RankFacts:
+    """Parse the evidence about one rank. Pure function.
 
     A record that cannot be parsed counts as missing, so no input raises an exception.
+    """
+    record = _parsed(found)
+    return RankFacts(found.rank, found.node, record, main_thread(found.stacks) if found.stacks else ())
+
+
+def diagnose(evidence: Iterable[RankEvidence]) -> Diagnosis:
+    """Name the ranks that keep a job from making progress. Pure function; no input raises an exception.
 
     Args:
         evidence: evidence about each rank of the job, in any order.
     """
-    by_rank = {found.rank: found for found in sorted(evidence, key=lambda found: found.rank)}
-    matched = match({rank: _parsed(found) for rank, found in by_rank.items()})
-    stacks = {rank: main_thread(found.stacks) for rank, found in by_rank.items() if found.stacks}
+    return judge(map(observe, evidence))
+
+
+def judge(facts: Iterable[RankFacts]) -> Diagnosis:
+    """Name the ranks that keep a job from making progress. Pure function.
+
+    Args:
+        facts: facts about each rank of the job, in any order.
+    """
+    by_rank = {found.rank: found for found in sorted(facts, key=lambda found: found.rank)}
+    matched = match({rank: found.record for rank, found in by_rank.items()})
+    stacks = {rank: found.frames for rank, found in by_rank.items() if found.frames}
     merged = merge(stacks)
     culprits = blame(matched, stacks, tuple(by_rank))
     blamed = {culprit.collective for culprit in culprits}
     stuck = tuple(sorted(matched.stuck, key=lambda stuck: (stuck not in blamed, -len(stuck.waiting))))
-    writer = Writer({rank: found.node for rank, found in by_rank.items()}, stacks, matched.no_record)
+    nodes = {rank: found.node for rank, found in by_rank.items() if found.node}
+    writer = Writer(nodes, stacks, matched.no_record)
     no_record = {
         reason: tuple(rank for rank, why in matched.no_record.items() if why is reason) for reason in NoRecord
     }
@@ -47,6 +68,76 @@ def diagnose(evidence: Iterable[RankEvidence]) -> Diagnosis:
     )
 
 
+def diagnose_nodes(nodes: Sequence[tuple[str, bytes | None]], world_size: int) -> Diagnosis | None:
+    """Name the ranks that keep a job from making progress, from the evidence of all nodes. Pure function.
+
+    Evidence that cannot be decoded counts as missing, so no bytes raise an exception.
+
+    Args:
+        nodes: name of each node, and the facts about its ranks as encoded by
+            :func:`.node_evidence.encode`, in the order of group ranks. ``None`` if the node did not answer.
+        world_size: number of ranks in the job.
+
+    Returns:
+        The diagnosis; ``None`` if the evidence does not show that any rank waits.
+    """
+    facts: dict[int, RankFacts] = {}
+    silent: list[str] = []
+    first = 0
+
+    def lose(end: int) -> None:
+        # Ranks are assigned in the order of the nodes, so the ranks in a gap belong to the nodes in it.
+        name = silent[0] if len(silent) == 1 else ""
+        facts.update({rank: RankFacts(rank, name, NoRecord.LOST) for rank in range(first, end)})
+        silent.clear()
+
+    for name, encoded in nodes:
+        found = {each.rank: each for each in _decoded(encoded) if first <= each.rank < world_size}
+        if not found:
+            silent.append(name)
+            continue
+        lose(min(found))
+        facts.update(found)
+        first = max(found) + 1
+    lose(world_size)
+    return telling(facts.values())
+
+
+def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
+    """Return the diagnosis; ``None`` if no rank has a flight record, or if no collective is incomplete and no
+    rank is to blame.
+    """
+    facts = list(facts)
+    if all(isinstance(found.record, NoRecord) for found in facts):
+        return None
+    diagnosis = judge(facts)
+    return diagnosis if diagnosis.culprits or diagnosis.collectives else None
+
+
+def blames_others(diagnosis: Diagnosis, rank: int) -> str | None:
+    """Return a line for the report if the flight records blame other ranks than the one that the heartbeats
+    blame; ``None`` otherwise.
+    """
+    blamed = sorted(
+        {
+            other
+            for culprit in diagnosis.culprits
+            if culprit.confidence is not Confidence.POSSIBLE
+            for other in culprit.ranks
+        }
+    )
+    if not blamed or rank in blamed:
+        return None
+    return f"the heartbeats blame rank {rank}, but the flight records blame {ranks_text(blamed)}"
+
+
+def _decoded(encoded: bytes | None) -> list[RankFacts]:
+    try:
+        return [] if encoded is None else decode(encoded)
+    except NodeEvidenceError:
+        return []  # The evidence of this node is missing. The diagnosis says so.
+
+
 def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
     if isinstance(found.records, NoRecord):
         return found.records
@@ -56,4 +147,4 @@ def _parsed(found: RankEvidence) -> RankRecord | NoRecord:
         return NoRecord.DAMAGED
     # Treat an empty list of records as if the recorder were off. In both cases, it is unknown which
     # collectives the rank has called.
-    return RankRecord(records, found.groups, found.has_raised) if records else NoRecord.OFF
+    return reduced(records, found.groups, has_raised=found.has_raised) if records else NoRecord.OFF

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elasticrs.diagnosis.collectives import DEFAULT_GROUP
+from elasticrs.diagnosis.rank_record import DEFAULT_GROUP
 from elasticrs.diagnosis.stacks import line, place, program_frame, short
 from elasticrs.diagnosis.values import Confidence, NoRecord, Reason, spans
 from elasticrs.report.phrases import printable

@@ -78,6 +78,8 @@ class Cause(Value):
         is_consequence: true if the exception only reports that a peer is lost or does not answer; otherwise
             ``None``.
         reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
+        diagnosis: which ranks kept the others waiting, from the evidence of all nodes; see
+            :mod:`elasticrs.diagnosis`. ``None`` without such evidence.
     """
 
     node: str | None = None
@@ -104,6 +106,7 @@ class Cause(Value):
     permanent_sign: str | None = None
     is_consequence: bool | None = None
     reached: int | None = None
+    diagnosis: str | None = None
 
     def encoded(self) -> dict[str, Any]:
         """Return the known facts as a dictionary that can be sent as JSON."""

@@ -109,6 +109,14 @@ def round_line(head: Head, policy: RestartSettings, told: str | None = None) -> 
     return starts if why == told else f"{why}; {starts}"
 
 
+def diagnosis_line(head: Head) -> str | None:
+    """Return text that says why the previous round hung, from the evidence of all nodes; ``None`` if nothing
+    is known about that.
+    """
+    diagnosis = (head.cause or {}).get("diagnosis")
+    return None if diagnosis is None else f"round {head.round - 1} hung: {diagnosis}"
+
+
 def closed_line(run_id: str, head: Head) -> str:
     """Return the error message for a node that joins a job that is already closed."""
     when = f" at {utc(head.time_ns)}" if head.time_ns else ""

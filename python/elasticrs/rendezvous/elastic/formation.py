@@ -195,7 +195,7 @@ def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive:
         world_size=ranks[0].world_size,
         master=(master_addr(shares), shares[0].port),
     )
-    ops: list[Operation] = [member.put_head(head), DeletePrefix(keys.dones)]
+    ops: list[Operation] = [member.put_head(head), DeletePrefix(keys.dones), DeletePrefix(keys.evidences)]
     ops += [DeletePrefix(keys.table(each)) for each in view.forms if each != form][:10]
     stale = [each for each in view.slots if each not in view.nodes]
     ops += [Delete(keys.slot(each)) for each in stale[: 100 - len(ops)]]

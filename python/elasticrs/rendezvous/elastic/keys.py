@@ -41,7 +41,18 @@ class Keys:
         root: prefix that is put before all keys.
     """
 
-    __slots__ = ("dones", "farewells", "head", "job", "nodes", "prefix", "ranks", "slots", "tables")
+    __slots__ = (
+        "dones",
+        "evidences",
+        "farewells",
+        "head",
+        "job",
+        "nodes",
+        "prefix",
+        "ranks",
+        "slots",
+        "tables",
+    )
 
     def __init__(self, run_id: str, root: str = "") -> None:
         escaped = run_id.replace("%", "%25").replace("/", "%2F")
@@ -52,6 +63,7 @@ class Keys:
         self.slots = self.prefix + "slot/"
         self.tables = self.prefix + "table/"
         self.dones = self.prefix + "done/"
+        self.evidences = self.prefix + "evidence/"
         self.farewells = self.prefix + "left/"
         self.ranks = self.prefix + "rank/"
 
@@ -89,7 +101,8 @@ class Keys:
         """Return operations that delete the keys that are no longer needed once a job is closed, because the
         store may outlive the job.
         """
-        return [DeletePrefix(each) for each in (self.slots, self.tables, self.dones, self.farewells)]
+        folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells)
+        return [DeletePrefix(each) for each in folders]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
         """Return the key prefix of the store for user data that the nodes of one round share.
@@ -111,6 +124,10 @@ class Keys:
     def done(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
         """Return the key that a member writes when its workers have finished."""
         return f"{self.dones}{round}/{group_rank}"
+
+    def evidence(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
+        """Return the key in which a member writes its evidence about a hang in a round."""
+        return f"{self.evidences}{round}/{group_rank}"
 
 
 def agent_of(member: str) -> str:

@@ -59,6 +59,7 @@ class View:
         self._keys = keys
         self._agents: dict[str, list[int]] = {}
         self._dones: set[tuple[int, int]] = set()
+        self._evidences: dict[tuple[int, int], bytes] = {}
         self._tables: dict[str, dict[int, list[Seat]]] = {}
         self.revision = revision
         self.head: Head | None = None
@@ -102,6 +103,17 @@ class View:
         for member in touched:
             self._refresh(member)
 
+    def evidence_of(self, group_rank: int) -> bytes | None:
+        """Return the evidence about a hang that a member of the current round has written. Return ``None`` if
+        there is none.
+        """
+        return self._evidences.get((self.round, group_rank))
+
+    @property
+    def has_evidence(self) -> bool:
+        """True if at least one node has written evidence about a hang in the current round."""
+        return any(number == self.round for number, _ in self._evidences)
+
     def holds(self, member: str) -> bool:
         """Return true if a member may still have workers: its last slot was for a round that has started, and
         the member has not reported since then that it is idle.
@@ -124,7 +136,9 @@ class View:
         if kind == "slot":
             self._take_slot(name, entry)
             return (name,)
-        if kind == "head":
+        if kind == "evidence":
+            self._take_evidence(name, entry)
+        elif kind == "head":
             self.head = None if entry.value is None else Head.read(entry)
             self.head_revision = entry.mod_revision
         elif kind == "table":
@@ -215,6 +229,16 @@ class View:
         else:
             self.done.discard(key[1])
             self.missing |= self.absent & {key[1]}
+
+    def _take_evidence(self, name: str, entry: Entry) -> None:
+        number, _, rank = name.partition("/")
+        key = number_of(number), number_of(rank)
+        if key[0] is None or key[1] is None:
+            return
+        if entry.value is None:
+            self._evidences.pop((key[0], key[1]), None)
+        else:
+            self._evidences[key[0], key[1]] = entry.value
 
     # --- derived sets ---
 

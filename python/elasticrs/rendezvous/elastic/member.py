@@ -217,6 +217,13 @@ class OwnFailure(Value):
     cause: Cause | None
 
 
+class OwnEvidence(Value):
+    """Evidence of this node about a hang in a round, which is not in the store yet."""
+
+    round: int
+    content: bytes
+
+
 class Leaving(Record):
     """State of an agent that is leaving the job.
 
@@ -249,6 +256,7 @@ class Member:
         started_round: last round whose workers were started on this node.
         finished_round: last round whose workers finished on this node.
         own_failure: last failure on this node; ``None`` if there was none.
+        own_evidence: evidence of this node about the last hang; ``None`` if there is none.
         told_end: number of the last round whose end was reported to the user on this node, and the reported
             text.
         leaving: set once the agent is leaving the job.
@@ -269,6 +277,7 @@ class Member:
         self.done: Done | None = None
         self.started_round = self.finished_round = 0
         self.own_failure: OwnFailure | None = None
+        self.own_evidence: OwnEvidence | None = None
         self.told_end = 0, ""
         self.leaving: Leaving | None = None
         self.now = 0

@@ -62,10 +62,13 @@ class GroupEnded(Value):
     Args:
         cause: cause of the first failure on this node, with more details than in :class:`WorkerFailed`.
         stuck: description of the processes that SIGKILL did not end; ``None`` if there are none.
+        evidence: facts about the ranks of this node, for the diagnosis of a hang; see
+            :mod:`elasticrs.diagnosis.node_evidence`. ``None`` if no rank of the job hung.
     """
 
     cause: Cause | None = None
     stuck: str | None = None
+    evidence: bytes | None = None
 
 
 class TimerFired(Value):

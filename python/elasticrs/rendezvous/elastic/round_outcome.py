@@ -17,7 +17,7 @@ from elasticrs.job.failure_cause import Cause
 from elasticrs.job.restart_policy import STEADY, Evidence, RestartDecision, StopKind, decide
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.announcements import named, nodes
-from elasticrs.rendezvous.elastic.records import blame_of, time_of
+from elasticrs.rendezvous.elastic.records import blame_of, cut, time_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.leader_view import View
     from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.rendezvous.elastic.settings import Settings
+
+MAX_DIAGNOSIS = 1024
+"""Maximum length of a diagnosis, in bytes."""
+
+MAX_DIAGNOSED = 1 << 17
+"""Maximum number of ranks in a diagnosis. Further ranks are ignored."""
 
 MAX_SETUPS = 3
 """Maximum number of consecutive rounds whose workers fail to start."""
@@ -100,6 +106,25 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
     return min(hung, key=lambda each: each[0])[1]
 
 
+def diagnosed(view: View, head: Head, cause: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Add the diagnosis of a hang to the cause of a round's failure, if nodes have written evidence about it.
+
+    The text says if it blames another rank than the cause does.
+    """
+    if cause is None or not view.has_evidence:
+        return cause
+    from elasticrs.diagnosis.diagnose import blames_others, diagnose_nodes
+
+    nodes = [(seat.name, view.evidence_of(rank)) for rank, seat in enumerate(view.seats)]
+    diagnosis = diagnose_nodes(nodes, min(head.world_size, MAX_DIAGNOSED))
+    if diagnosis is None:
+        return cause
+    rank = cause.get("rank")
+    doubt = None if rank is None or blame_of(cause) is None else blames_others(diagnosis, rank)
+    text = "; ".join(filter(None, (diagnosis.summary, doubt)))
+    return {**cause, "diagnosis": cut(text, MAX_DIAGNOSIS)}
+
+
 def _decide(
     view: View, head: Head, policy: RestartSettings, was_short: bool | None, now_ns: int
 ) -> RestartDecision:
@@ -144,7 +169,7 @@ def judge(
         losses=head.losses + lost,
         short_losses=short_losses,
         setups=head.setups + 1 if kind == "setup" else 0,
-        cause=first_cause(view, head),
+        cause=diagnosed(view, head, first_cause(view, head)),
         end={**(head.end or {}), "charged": charged},
     )
     reason = _why_not_again(view, counted, settings)

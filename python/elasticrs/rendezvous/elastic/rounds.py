@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from elasticrs.job.ranks import NodeRanks
 from elasticrs.rendezvous.elastic import leaving
-from elasticrs.rendezvous.elastic.announcements import end_of, failure_of, round_line
+from elasticrs.rendezvous.elastic.announcements import diagnosis_line, end_of, failure_of, round_line
 from elasticrs.rendezvous.elastic.connecting import fence, fresh_listener, without_workers
-from elasticrs.rendezvous.elastic.member import Done, OwnFailure, Phase, Purpose, Workers
+from elasticrs.rendezvous.elastic.member import Done, OwnEvidence, OwnFailure, Phase, Purpose, Workers
 from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
 from elasticrs.rendezvous.elastic.records import (
     Head,
@@ -129,6 +129,9 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
         if head.round > 1 and is_news and not member.agent.keeps_workers:
             number, told = member.told_end
             known = told if number == head.round - 1 else None
+            diagnosis = diagnosis_line(head)
+            if diagnosis is not None:
+                member.do(Announce(diagnosis))
             member.do(Announce(round_line(head, member.agent.policy, known)))
     member.disarm("give_up")
     look(member)
@@ -253,7 +256,8 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
         *(slot.group_rank, head.size, slot.first_rank, head.world_size),
         *(slot.first_role_rank, slot.role_world_size),
     )
-    earlier = end_of(head, names_pid=False) if head.round > 1 else ""
+    reasons = (end_of(head, names_pid=False), (head.cause or {}).get("diagnosis")) if head.round > 1 else ()
+    earlier = "; ".join(filter(None, reasons))
     after_loss = (head.end or {}).get("kind") == "lost"
     member.do(Start(head.round, head.used, slot.group_rank, ranks, *head.master, serves, earlier, after_loss))
 
@@ -266,7 +270,8 @@ def worker_failed(member: Member, event: WorkerFailed) -> None:
     if member.phase is not Phase.RUN:
         return
     _report_failure(member, event.cause)
-    _stop(member, failure_of(event.cause, member.agent.node))
+    hung = event.cause if silence_of(event.cause) is not None else None
+    _stop(member, failure_of(event.cause, member.agent.node), hung)
 
 
 def ask_for_round(member: Member, event: AskForRound) -> None:
@@ -354,6 +359,8 @@ def group_ended(member: Member, event: GroupEnded) -> None:
         _report_failure(member, event.cause)
     elif event.cause is not None:
         member.own_failure = OwnFailure(member.workers.round, event.cause)
+    if event.evidence is not None:
+        member.own_evidence = OwnEvidence(member.workers.round, event.evidence)
     if event.stuck is not None:
         # Leave the job, because this node cannot take part in another round. The other nodes continue without
         # it.
@@ -402,7 +409,20 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
     registration.idle = number
     node = member.node(_earlier_cause(member, number))
     put = Put(member.keys.node(registration.member), node.encode(), True)
-    member.txn(Purpose.TELL_IDLE, [member.exists(registration)], [put])
+    member.txn(Purpose.TELL_IDLE, [member.exists(registration)], [put, *_evidence(member, number)])
+
+
+def _evidence(member: Member, number: int) -> list[Put]:
+    """Return the write of this node's evidence about a hang in a round. Empty if there is none.
+
+    The evidence is written together with the report that this node is idle, because the leader waits for that
+    report anyway.
+    """
+    evidence, member.own_evidence = member.own_evidence, None
+    slot = None if member.registration is None else member.registration.slot
+    if evidence is None or slot is None or not evidence.round == number == slot.round:
+        return []
+    return [Put(member.keys.evidence(number, slot.group_rank), evidence.content, False)]
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:

@@ -1,0 +1,271 @@
+"""Encodes the facts about the ranks of one node, so that a node can send them to another one.
+
+The encoding is compressed JSON. Equal values are written once: ranks that have made the same calls, or whose
+main threads have the same stack, share one entry of a table.
+
+- **NODE-1** An encoding has at most the requested number of bytes. To get there, the latest calls are kept.
+- **NODE-2** Whatever the bytes are, :func:`decode` returns facts whose fields have the declared types, or
+  raises :class:`NodeEvidenceError`. Time and memory are limited by :data:`MAX_DECODED` and
+  :data:`MAX_STEPS`.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from itertools import groupby
+
+from elasticrs.diagnosis.rank_record import GroupSteps, RankFacts, RankRecord, Step, Transfer
+from elasticrs.diagnosis.values import Call, Frame, NoRecord, spans
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any, TypeVar
+
+    _T = TypeVar("_T")
+
+VERSION = 1
+MAX_DECODED = 4 << 20
+"""Maximum size of the JSON in bytes, and maximum number of ranks in all lists of members together."""
+
+MAX_STEPS = 100_000
+"""Maximum number of collectives in all records of one encoding."""
+
+MAX_FRAMES = 48
+"""Maximum number of frames of a stack that are sent. The innermost ones are kept."""
+
+_FEWEST_FRAMES = 12
+_MAX_NUMBER = 1 << 63
+_COMPLETE, _STARTED = 1, 2
+
+
+class NodeEvidenceError(ValueError):
+    """The bytes are not an encoding of facts about ranks."""
+
+
+# --- encoding ---
+
+
+def encode(facts: Sequence[RankFacts], *, max_bytes: int, max_steps: int) -> bytes | None:
+    """Encode the facts about the ranks of one node.
+
+    Args:
+        facts: facts about each rank. All ranks have the same node.
+        max_bytes: maximum size of the result in bytes.
+        max_steps: maximum number of collectives to keep for each rank and group, at least 1. The latest ones
+            are kept, and the first one that has not completed.
+
+    Returns:
+        The encoding; ``None`` if even the shortest one has more than ``max_bytes`` bytes.
+    """
+    while True:
+        steps, frames = max(1, max_steps), MAX_FRAMES if max_steps > 1 else _FEWEST_FRAMES
+        document = json.dumps(_Encoder(steps, frames).document(facts), separators=(",", ":"))
+        encoded = zlib.compress(document.encode("ascii"), 6)
+        if len(encoded) <= max_bytes and len(document) <= MAX_DECODED:
+            return encoded
+        if max_steps < 1:
+            return None
+        max_steps //= 4
+
+
+class _Encoder:
+    """Builds the document, and its tables of distinct values with their indexes."""
+
+    def __init__(self, max_steps: int, max_frames: int) -> None:
+        self._max_steps, self._max_frames = max_steps, max_frames
+        self._calls: dict[Call, int] = {}
+        self._files: dict[str, int] = {}
+        self._records: dict[str, int] = {}
+        self._stacks: dict[str, int] = {}
+
+    def document(self, facts: Sequence[RankFacts]) -> dict[str, Any]:
+        ranks = [
+            [
+                found.rank,
+                found.record.value if isinstance(found.record, NoRecord) else self._record(found.record),
+                self._stack(found.frames),
+            ]
+            for found in facts
+        ]
+        return {
+            "version": VERSION,
+            "node": facts[0].node if facts else "",
+            "ranks": ranks,
+            "records": list(map(json.loads, self._records)),
+            "stacks": list(map(json.loads, self._stacks)),
+            "calls": [[call.operation, call.elements, list(call.dtypes)] for call in self._calls],
+            "files": list(self._files),
+        }
+
+    def _record(self, record: RankRecord) -> int:
+        groups = [
+            [backend, name, group.description, self._runs(group)]
+            for (backend, name), group in record.groups.items()
+        ]
+        members = [[name, spans(ranks)] for name, ranks in record.members.items()]
+        transfers = [list(transfer) for transfer in record.transfers]
+        fields = [groups, members, transfers, record.is_truncated, record.has_raised]
+        return self._records.setdefault(json.dumps(fields), len(self._records))
+
+    def _runs(self, group: GroupSteps) -> list[list[int]]:
+        """Return the collectives as runs of equal calls: first number, count, index of the call, flags."""
+        numbers = sorted(group.steps)
+        kept = numbers[-self._max_steps :]
+        first = next((seq for seq in numbers if not group.steps[seq].is_complete), kept[0])
+        kept = kept if first >= kept[0] else [first, *kept]
+
+        def run_of(item: tuple[int, int]) -> tuple[int, Step]:
+            index, seq = item
+            return seq - index, group.steps[seq]
+
+        runs = []
+        for (_, step), items in groupby(enumerate(kept), key=run_of):
+            sequence = [seq for _, seq in items]
+            flags = _COMPLETE * step.is_complete | _STARTED * step.is_started
+            call = self._calls.setdefault(step.call, len(self._calls))
+            runs.append([sequence[0], len(sequence), call, flags])
+        return runs
+
+    def _stack(self, frames: Sequence[Frame]) -> int | None:
+        kept = [
+            [self._files.setdefault(frame.file, len(self._files)), frame.line, frame.function]
+            for frame in frames[: self._max_frames]
+        ]
+        return self._stacks.setdefault(json.dumps(kept), len(self._stacks)) if kept else None
+
+
+# --- decoding ---
+
+
+def decode(encoded: bytes) -> list[RankFacts]:
+    """Decode the facts about the ranks of one node.
+
+    Raises:
+        NodeEvidenceError: the bytes are not an encoding of this version, or exceed a limit.
+    """
+    try:
+        return _Decoder(_document(encoded)).facts()
+    # The decoder checks each value where it is used. Other errors mean that a list has a wrong length.
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
+        raise NodeEvidenceError(f"{type(error).__name__}: {error}") from error
+
+
+def _document(encoded: bytes) -> dict[str, Any]:
+    stream = zlib.decompressobj()
+    try:
+        text = stream.decompress(encoded, MAX_DECODED)
+    except zlib.error as error:
+        raise NodeEvidenceError(str(error)) from error
+    if not stream.eof or stream.unused_data:
+        raise NodeEvidenceError(f"{len(encoded)} bytes are incomplete, or have more than {MAX_DECODED}")
+    document = json.loads(text)
+    if type(document) is not dict or document.get("version") != VERSION:
+        raise NodeEvidenceError("unknown version")
+    return document
+
+
+class _Decoder:
+    """Checks a document and converts it to facts. Equal records are converted once."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._document = document
+        self._steps = self._members = 0
+        self._node = _text(document["node"])
+        self._files = [_text(file) for file in _list(document["files"])]
+        self._calls = [
+            Call(
+                _text(operation),
+                None if elements is None else _count(elements),
+                tuple(_text(name) for name in _list(dtypes)),
+            )
+            for operation, elements, dtypes in _list(document["calls"])
+        ]
+        self._records = [self._record(*_list(record)) for record in _list(document["records"])]
+        self._stacks = [
+            tuple(
+                Frame(_at(self._files, file), _count(line), _text(function))
+                for file, line, function in _list(stack)
+            )
+            for stack in _list(document["stacks"])
+        ]
+
+    def facts(self) -> list[RankFacts]:
+        return [
+            RankFacts(
+                _count(rank),
+                self._node,
+                NoRecord(record) if type(record) is str else _at(self._records, record),
+                () if stack is None else _at(self._stacks, stack),
+            )
+            for rank, record, stack in _list(self._document["ranks"])
+        ]
+
+    def _record(
+        self, groups: Any, members: Any, transfers: Any, is_truncated: Any, has_raised: Any
+    ) -> RankRecord:
+        return RankRecord(
+            {
+                (_text(backend), _text(name)): GroupSteps(_text(description), self._steps_of(runs))
+                for backend, name, description, runs in _list(groups)
+            },
+            {_text(name): self._ranks_of(ranks) for name, ranks in _list(members)},
+            tuple(
+                Transfer(_text(group), _text(description), None if peer is None else _count(peer))
+                for group, description, peer in _list(transfers)
+            ),
+            _flag(is_truncated),
+            _flag(has_raised),
+        )
+
+    def _steps_of(self, runs: Any) -> dict[int, Step]:
+        steps = {}
+        for first, count, call, flags in _list(runs):
+            self._steps += _count(count)
+            if self._steps > MAX_STEPS:
+                raise NodeEvidenceError(f"more than {MAX_STEPS} collectives")
+            step = Step(
+                _at(self._calls, call), bool(_count(flags) & _COMPLETE), bool(_count(flags) & _STARTED)
+            )
+            steps.update(dict.fromkeys(range(_count(first), first + count), step))
+        if not steps:
+            raise NodeEvidenceError("a group without collectives")
+        return steps
+
+    def _ranks_of(self, ranks: Any) -> tuple[int, ...]:
+        found: list[int] = []
+        for first, last in _list(ranks):
+            self._members += _count(last) - _count(first) + 1
+            if self._members > MAX_DECODED or last < first or (found and first <= found[-1]):
+                raise NodeEvidenceError("the members of a group are not ascending, or are too many")
+            found += range(first, last + 1)
+        return tuple(found)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise NodeEvidenceError(f"{value!r:.40} is not text")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_NUMBER:
+        raise NodeEvidenceError(f"{value!r:.40} is not a count")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise NodeEvidenceError(f"{value!r:.40} is not a flag")
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise NodeEvidenceError(f"{value!r:.40} is not a list")
+    return value
+
+
+def _at(table: Sequence[_T], index: Any) -> _T:
+    return table[_count(index)]

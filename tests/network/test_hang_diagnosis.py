@@ -1,0 +1,66 @@
+"""The diagnosis of a hang on hosts of their own: nodes are named, and a dead node is evidence, too."""
+
+import re
+
+import pytest
+from helpers.said import says
+
+pytestmark = [
+    pytest.mark.privileged,
+    pytest.mark.beyond_torchrun,
+    pytest.mark.torch,
+    pytest.mark.slow,
+    pytest.mark.timeout(150),
+]
+
+SCRIPT = """
+import os, threading
+import torch
+from torch import distributed
+from elasticrs.timer import heartbeat
+rank, number = int(os.environ["RANK"]), int(os.environ["ELASTICRS_ROUND"])
+distributed.init_process_group("gloo")
+ones = torch.ones(4)
+def load_batch():
+    threading.Event().wait()
+distributed.all_reduce(ones)
+heartbeat(7)
+if number == 1:
+    print("stuck", rank, flush=True)
+    load_batch() if rank == 1 else distributed.all_reduce(ones)
+distributed.destroy_process_group()
+"""
+DIAGNOSIS = re.compile(r"round 1 hung: (.*)")
+
+
+def test_all_nodes_name_the_rank_and_its_node(hosts, multinode, worker_script):
+    machines = hosts(3)
+    job = multinode(machines[0], "3", "--hang-timeout=3", max_restarts=1, script=worker_script(SCRIPT))
+    agents = job.start(*machines)
+    assert job.ended() == [0, 0, 0], job.story("another exit code")
+    (told,) = {tuple(DIAGNOSIS.findall(agent.launched.stderr)) for agent in agents}
+    (paragraph,) = told
+    says(
+        paragraph,
+        "2 of 3 ranks wait in all_reduce #2 of the default group",
+        "rank 1 (",
+        ") did not enter it: it is in",
+    )
+    assert re.search(r"rank 1 \(node\d\) did not enter it", paragraph), paragraph
+    job.assert_empty()
+
+
+def test_a_node_that_has_died_does_not_delay_the_others_and_is_named(hosts, multinode, worker_script):
+    machines = hosts(3)
+    script = worker_script(SCRIPT)
+    job = multinode(machines[0], "2:3", "--hang-timeout=2", max_restarts=1, script=script)
+    agents = job.start(*machines)
+    for agent in agents:
+        job.line(agent, r"stuck (\d)")
+    # The others do not hear of it before its lease ends, and the hang is found before that.
+    machines[2].power_off()
+    assert job.ended(*agents[:2]) == [0, 0], job.story("another exit code")
+    (told,) = {tuple(DIAGNOSIS.findall(agent.launched.stderr)) for agent in agents[:2]}
+    (paragraph,) = told
+    says(paragraph, "all_reduce #2 of the default group", "(node3)", "the node did not answer")
+    job.assert_empty()

@@ -1,0 +1,126 @@
+"""Hangs of real gloo groups over several nodes: every node prints the same diagnosis, from the evidence of
+all of them.
+"""
+
+import re
+
+import pytest
+from helpers import ports
+from helpers.said import says
+
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
+
+SCRIPT = """
+import os, threading
+import torch
+from torch import distributed
+from elasticrs.timer import heartbeat
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+world = int(os.environ["WORLD_SIZE"])
+distributed.init_process_group("gloo")
+halves = [distributed.new_group([each for each in range(world) if each % 2 == half]) for half in (0, 1)]
+ones = torch.ones(4)
+def load_batch():
+    threading.Event().wait()
+def step():
+    distributed.all_reduce(ones)
+distributed.all_reduce(ones)
+heartbeat(7)
+if attempt == 0:
+    {step}
+distributed.destroy_process_group()
+"""
+DIAGNOSIS = re.compile(r"round (\d+) hung: (.*)")
+
+
+def step(culprit, of_culprit, others="step()"):
+    return SCRIPT.format(step=f"({of_culprit}) if rank == {culprit} else ({others})")
+
+
+class Nodes:
+    """Launchers of one job on loopback."""
+
+    def __init__(self, launch, script, folder, count, nproc, *options, timeouts=()):
+        port = ports.free()
+        self.launched = [
+            launch(
+                *(f"--nnodes={count}", f"--nproc-per-node={nproc}", f"--node-rank={number}", *options),
+                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"),
+                f"--rdzv-conf=is_host={int(number == 0)}",
+                f"--log-dir={folder / f'logs{number}'}",
+                f"--hang-timeout={timeouts[number] if timeouts else 3}",
+                script,
+                env={"OMP_NUM_THREADS": "1"},
+            )
+            for number in range(count)
+        ]
+
+    def ended(self, code):
+        codes = [node.wait() for node in self.launched]
+        self.story = "\n=== ".join(["", *(node.stderr for node in self.launched)])
+        assert codes == [code] * len(self.launched), self.story
+
+    @property
+    def diagnosis(self):
+        """The paragraph, which is the same on every node."""
+        (told,) = {tuple(DIAGNOSIS.findall(node.stderr)) for node in self.launched}
+        assert len(told) == 1, self.story
+        return told[0][1]
+
+
+@pytest.fixture
+def nodes(launch, worker_script, tmp_path):
+    def nodes(source, count, nproc, *options, **how):
+        return Nodes(launch, worker_script(source), tmp_path, count, nproc, *options, **how)
+
+    return nodes
+
+
+FAULTS = {
+    "missing": ("load_batch()", ["3 of 4 ranks wait in all_reduce #2 of the default group (worker.py:"]),
+    "order": (
+        "distributed.barrier()",
+        ["rank 3 is out of step at #2 of the default group", "called barrier", "3 ranks called all_reduce"],
+    ),
+    "group": (
+        "distributed.all_reduce(ones, group=halves[1])",
+        ["rank 3 did not enter it"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_nodes_name_the_same_rank(nodes, fault):
+    of_culprit, said = FAULTS[fault]
+    job = nodes(step(3, of_culprit), 2, 2, "--max-restarts=1")
+    job.ended(0)
+    says(job.diagnosis, *said)
+    if fault == "missing":
+        says(job.diagnosis, "; rank 3 did not enter it: it is in wait (threading.py:", "called at worker.py:")
+
+
+def test_one_rank_on_each_node(nodes):
+    job = nodes(step(1, "load_batch()"), 3, 1, "--max-restarts=1")
+    job.ended(0)
+    says(job.diagnosis, "2 of 3 ranks wait in all_reduce #2", "; rank 1 did not enter it: it is in wait")
+
+
+def test_the_report_of_a_job_that_ends_has_the_diagnosis(nodes):
+    job = nodes(step(0, "load_batch()"), 2, 1, "--max-restarts=0")
+    job.ended(1)
+    says_so = r"rank 1 waits in all_reduce #2 .*; rank 0 did not enter it: it is in .* at worker.py:\d+"
+    for node in job.launched:
+        headline, report = (
+            node.stderr[: node.stderr.index("Failures:")],
+            node.stderr[node.stderr.index("Root Cause") :],
+        )
+        assert re.search(f"rank [01] of 2.* hung: .*; {says_so}", headline), job.story
+        assert re.search(f"note +: {says_so}", report), job.story
+    told = {re.search(says_so, node.stderr)[0] for node in job.launched}
+    assert len(told) == 1, job.story
+
+
+def test_a_node_that_would_find_the_hang_later_gives_its_evidence_at_once(nodes):
+    job = nodes(step(3, "load_batch()"), 2, 2, "--max-restarts=1", timeouts=(3, 600))
+    job.ended(0)
+    says(job.diagnosis, "3 of 4 ranks wait in all_reduce #2", "; rank 3 did not enter it: it is in wait")
