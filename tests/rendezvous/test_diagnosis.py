@@ -1,0 +1,112 @@
+"""The diagnosis of a hang: the leader makes it from the evidence of all nodes, and every node prints it."""
+
+import random
+
+import pytest
+from diagnosis.recorded_evidence import recorded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elasticrs.diagnosis.diagnose import observe
+from elasticrs.diagnosis.node_evidence import encode
+from elasticrs.rendezvous.elastic import messages as m
+from elasticrs.rendezvous.elastic.round_outcome import MAX_DIAGNOSIS
+from rendezvous.cluster import running
+
+NODES = 8
+SAYS = "round 1 hung: 7 of 8 ranks wait in all_reduce #3 of the default group"
+HUNG = {
+    "node": "n",
+    "rank": 5,
+    "ground": "elsewhere",
+    "silence": 61.5,
+    "message": "hung: no heartbeat",
+    "time_ns": 9,
+}
+
+
+def evidence_of(name, rank):
+    """The encoded evidence of a node whose only rank has this number."""
+    (facts,) = [observe(each._replace(node=f"n{rank}")) for each in recorded(name) if each.rank == rank]
+    return encode([facts], max_bytes=32 << 10, max_steps=200)
+
+
+EVIDENCE = [evidence_of("missing_rank", rank) for rank in range(NODES)]
+
+
+def hang(agents, order, evidence=EVIDENCE, **more):
+    """Agent 5 reports a hang, and all agents become idle in this order."""
+    agents[5].send(m.WorkerFailed({**HUNG, **more}))
+    for number in order:
+        agents[number].send(m.GroupEnded(None, None, evidence[number]))
+
+
+def told(agents):
+    """Return what the agents have told about the hang, each of them once."""
+    lines = [[text for text in agent.texts if text.startswith("round 1 hung: ")] for agent in agents]
+    assert [len(each) for each in lines] == [1] * len(agents)
+    return [line for (line,) in lines]
+
+
+@given(st.permutations(range(NODES)))
+@settings(max_examples=25, deadline=None)
+def test_every_node_tells_the_same_whatever_the_order_of_the_reports(order):
+    cluster, agents = running(NODES, max_restarts=1)
+    hang(agents, order)
+    assert cluster.head.state == "RUNNING"
+    (line,) = set(told(agents))
+    assert line.startswith(SAYS)
+    assert "rank 5 (n5) did not enter it" in line
+    assert all(agent.starts[-1].earlier.endswith(line.removeprefix("round 1 hung: ")) for agent in agents)
+
+
+def test_the_leader_waits_for_no_evidence():
+    cluster, agents = running(NODES, max_restarts=1)
+    hang(agents, range(NODES), [None, *EVIDENCE[1:]])
+    assert cluster.head.state == "RUNNING", "the node without evidence is idle"
+    assert "no record of rank 0 (a) (the node did not answer)" in told(agents)[0]
+
+
+@pytest.mark.parametrize("bad", [b"", b"\0" * 99, b"x" * 99])
+def test_damaged_evidence_counts_as_none(bad):
+    _, agents = running(NODES, max_restarts=1)
+    hang(agents, range(NODES), [*EVIDENCE[:7], bad])
+    assert "(the node did not answer)" in told(agents)[0]
+
+
+def test_a_job_that_ends_has_the_diagnosis_in_its_cause():
+    cluster, agents = running(NODES, max_restarts=0)
+    hang(agents, range(NODES))
+    assert cluster.head.state == "CLOSED"
+    for agent in agents:
+        assert agent.outcome.cause["diagnosis"].startswith("7 of 8 ranks wait in all_reduce #3")
+        assert "blame" not in agent.outcome.cause["diagnosis"]
+
+
+def test_the_text_says_if_heartbeats_and_records_blame_different_ranks():
+    _, agents = running(NODES, max_restarts=1)
+    hang(agents, range(NODES), rank=3)
+    assert told(agents)[0].endswith("the heartbeats blame rank 3, but the flight records blame rank 5")
+
+
+def test_evidence_is_removed_when_the_next_round_starts():
+    cluster, agents = running(NODES, max_restarts=2)
+    hang(agents, range(NODES))
+    assert cluster.head.round == 2
+    assert not [key for key in cluster.store.entries if key.startswith(cluster.keys.evidences)]
+    agents[2].fail()
+    for agent in agents:
+        if agent.member.workers is not None:
+            agent.send(m.GroupEnded())
+    assert cluster.head.round == 3
+    assert "diagnosis" not in cluster.head.cause
+    assert len(told(agents)) == NODES
+
+
+def test_the_diagnosis_is_bounded():
+    names = "n" * 500
+    _, agents = running(NODES, max_restarts=1)
+    facts = [observe(each._replace(node=f"{names}{each.rank}")) for each in recorded("wrong_size")]
+    evidence = [encode([each], max_bytes=32 << 10, max_steps=200) for each in facts]
+    hang(agents, random.Random(3).sample(range(NODES), NODES), [*evidence, *[None] * 4])
+    assert len(told(agents)[0]) <= MAX_DIAGNOSIS + len("round 1 hung: ")
