@@ -9,9 +9,12 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
+from elasticrs.agent.hang_diagnosis import limits
 from elasticrs.diagnosis import flight_record, stacks
-from elasticrs.diagnosis.diagnose import diagnose
+from elasticrs.diagnosis.diagnose import diagnose, diagnose_nodes, observe
+from elasticrs.diagnosis.node_evidence import encode
 from elasticrs.diagnosis.values import RankEvidence
 
 ENTRIES = 200
@@ -105,6 +108,16 @@ def main() -> None:
     print(f"parse and merge the stacks: {seconds(merge_stacks, arguments.repeats) * 1e3:.0f} ms")
     print(f"parse the records:          {seconds(parse_records, arguments.repeats) * 1e3:.0f} ms")
     print(f"the whole diagnosis:        {seconds(lambda: diagnose(ranks), arguments.repeats) * 1e3:.0f} ms")
+    for nproc in (1, TENSOR_RANKS):
+        sizes = limits(arguments.ranks // nproc, arguments.ranks)
+        facts = [observe(rank._replace(node=f"node{rank.rank // nproc}")) for rank in ranks]
+        parts = [facts[first : first + nproc] for first in range(0, len(facts), nproc)]
+        nodes = [(part[0].node, encode(part, **sizes)) for part in parts]
+        encoding = seconds(partial(encode, parts[0], **sizes), arguments.repeats)
+        leading = seconds(partial(diagnose_nodes, nodes, arguments.ranks), arguments.repeats)
+        largest = max(len(encoded or b"") for _, encoded in nodes)
+        print(f"{len(nodes)} nodes: {largest} bytes and {encoding * 1e3:.1f} ms for each node,", end=" ")
+        print(f"{leading * 1e3:.0f} ms for the leader")
     print(found.summary)
 
 

@@ -34,7 +34,7 @@ _TIME_LIMIT = 1.0
 _ALL_BYTES, _MOST_BYTES, _LEAST_BYTES = 16 << 20, 32 << 10, 1 << 10
 """Maximum number of bytes that all nodes of a job send together, and bounds of the share of one node."""
 
-_ALL_STEPS = 1 << 17
+_ALL_STEPS = 1 << 15
 """Maximum number of collectives of each group that all ranks of a job send together. It limits the time that
 the comparison takes.
 """
@@ -55,13 +55,17 @@ def node_evidence(attempt: Attempt) -> bytes | None:
     """Return the encoded facts about the ranks of this node, for the diagnosis of all nodes. Call this when
     the workers have exited. Return ``None`` if there are no facts, or if they are too large.
     """
-    nodes = attempt.plan.ranks[0].group_world_size
-    stamps = attempt.stamps
-    return encode(
-        _facts(attempt, stamps.get("stopped", stamps.get("failure_seen"))),
-        max_bytes=max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_BYTES // nodes)),
-        max_steps=max(1, min(MAX_ENTRIES, _ALL_STEPS // attempt.world_size)),
-    )
+    stamps, nodes = attempt.stamps, attempt.plan.ranks[0].group_world_size
+    facts = _facts(attempt, stamps.get("stopped", stamps.get("failure_seen")))
+    return encode(facts, **limits(nodes, attempt.world_size))
+
+
+def limits(nodes: int, world_size: int) -> dict[str, int]:
+    """Return the limits of :func:`elasticrs.diagnosis.node_evidence.encode` for a job of this size."""
+    return {
+        "max_bytes": max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_BYTES // nodes)),
+        "max_steps": max(1, min(MAX_ENTRIES, _ALL_STEPS // world_size)),
+    }
 
 
 def _facts(attempt: Attempt, stopped_ns: int | None = None) -> list[RankFacts]:

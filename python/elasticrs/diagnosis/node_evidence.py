@@ -16,7 +16,7 @@ import zlib
 from itertools import groupby
 
 from elasticrs.diagnosis.rank_record import GroupSteps, RankFacts, RankRecord, Step, Transfer
-from elasticrs.diagnosis.values import Call, Frame, NoRecord, spans
+from elasticrs.diagnosis.values import Call, Frame, NoRecord
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class _Encoder:
             [backend, name, group.description, self._runs(group)]
             for (backend, name), group in record.groups.items()
         ]
-        members = [[name, spans(ranks)] for name, ranks in record.members.items()]
+        members = [[name, _ranges(ranks)] for name, ranks in record.members.items()]
         transfers = [list(transfer) for transfer in record.transfers]
         fields = [groups, members, transfers, record.is_truncated, record.has_raised]
         return self._records.setdefault(json.dumps(fields), len(self._records))
@@ -134,6 +134,19 @@ class _Encoder:
             for frame in frames[: self._max_frames]
         ]
         return self._stacks.setdefault(json.dumps(kept), len(self._stacks)) if kept else None
+
+
+def _ranges(ranks: Sequence[int]) -> list[list[int]]:
+    """Return ascending ranks as ranges: first, last, step. The groups of a mesh are one range each."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found:
+            first, last, step = found[-1]
+            if rank == last + step or first == last:
+                found[-1] = [first, rank, rank - last]
+                continue
+        found.append([rank, rank, 1])
+    return found
 
 
 # --- decoding ---
@@ -172,6 +185,7 @@ class _Decoder:
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
         self._steps = self._members = 0
+        self._made: dict[tuple[int, int], Step] = {}
         self._node = _text(document["node"])
         self._files = [_text(file) for file in _list(document["files"])]
         self._calls = [
@@ -220,26 +234,35 @@ class _Decoder:
         )
 
     def _steps_of(self, runs: Any) -> dict[int, Step]:
-        steps = {}
+        steps: dict[int, Step] = {}
         for first, count, call, flags in _list(runs):
-            self._steps += _count(count)
+            step = self._made.get((call, flags))
+            if step is None:
+                made = _at(self._calls, call), bool(_count(flags) & _COMPLETE), bool(flags & _STARTED)
+                step = self._made[call, flags] = Step(*made)
+            if not (type(first) is type(count) is int and 0 <= first < _MAX_NUMBER and count > 0):
+                raise NodeEvidenceError(f"{first!r:.40} and {count!r:.40} are no numbers of collectives")
+            self._steps += count
             if self._steps > MAX_STEPS:
                 raise NodeEvidenceError(f"more than {MAX_STEPS} collectives")
-            step = Step(
-                _at(self._calls, call), bool(_count(flags) & _COMPLETE), bool(_count(flags) & _STARTED)
-            )
-            steps.update(dict.fromkeys(range(_count(first), first + count), step))
+            if count == 1:
+                steps[first] = step
+            else:
+                steps.update(dict.fromkeys(range(first, first + count), step))
         if not steps:
             raise NodeEvidenceError("a group without collectives")
         return steps
 
-    def _ranks_of(self, ranks: Any) -> tuple[int, ...]:
+    def _ranks_of(self, ranges: Any) -> tuple[int, ...]:
         found: list[int] = []
-        for first, last in _list(ranks):
-            self._members += _count(last) - _count(first) + 1
-            if self._members > MAX_DECODED or last < first or (found and first <= found[-1]):
-                raise NodeEvidenceError("the members of a group are not ascending, or are too many")
-            found += range(first, last + 1)
+        for first, last, step in _list(ranges):
+            if _count(step) == 0 or _count(last) < _count(first) or (found and first <= found[-1]):
+                raise NodeEvidenceError("the members of a group are not ascending")
+            ranks = range(first, last + 1, step)
+            self._members += len(ranks)
+            if self._members > MAX_DECODED:
+                raise NodeEvidenceError(f"more than {MAX_DECODED} members")
+            found += ranks
         return tuple(found)
 
 
