@@ -88,7 +88,10 @@ def test_a_torn_record_is_refused_wherever_it_ends():
     ("data", "kind"),
     [
         (b"", Damage.NOT_JSON),
-        (b"\x80\x02}q\x00.", Damage.NOT_JSON),  # A pickle.
+        (b"\x80\x02}q\x00.", Damage.INVALID),  # A pickle.
+        (b"\x80\x02cos\nmkdir\n.", Damage.NOT_PLAIN),
+        (b"\x80\x02", Damage.NOT_PLAIN),
+        (b"\x80" + b" " * flight_record.MAX_BYTES, Damage.TOO_LARGE),
         (b'{"version": "2.10", "entries": NaN}', Damage.NOT_JSON),
         (b'{"version": "2.10", "entries": ' + b"9" * 5000 + b"}", Damage.NOT_JSON),
         (b"[" * 100_000, Damage.TOO_DEEP),

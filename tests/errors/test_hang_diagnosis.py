@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs.agent.attempt import Attempt
-from elasticrs.agent.hang_diagnosis import diagnosis_of
+from elasticrs.agent.hang_diagnosis import diagnosis_of_failure, examine
+from elasticrs.agent.record_requests import is_collective_failure
 from elasticrs.diagnosis.diagnose import blames_others
 from elasticrs.diagnosis.flight_record import MAX_BYTES
 from elasticrs.diagnosis.values import Confidence, NoRecord
 from elasticrs.job.ranks import WorkerRanks
-from elasticrs.workers.logs import LogPaths, flight_record_file, flight_requests_file, hang_file
+from elasticrs.workers.logs import LogPaths, flight_dumps, flight_record_file, flight_requests_file, hang_file
 from elasticrs.workers.plan import Plan
 
 RECORDED = Path(__file__).resolve().parents[1] / "diagnosis" / "recorded"
@@ -40,7 +42,7 @@ class Evidence:
 
     @property
     def diagnosis(self):
-        return diagnosis_of(self.attempt)
+        return examine(self.attempt)[0]
 
 
 @pytest.fixture
@@ -118,6 +120,62 @@ def test_no_content_raises_an_exception(tmp_path_factory, lines, stacks):
         evidence.write(rank, *lines)
         Path(hang_file(evidence.files[rank])).write_text(stacks, errors="replace")
     assert evidence.diagnosis is None
+
+
+def nccl_dump(record):
+    """The dump of NCCL's watchdog, made from a record of gloo."""
+    document = json.loads(record.replace("gloo:", "nccl:"))
+    for entry in document["entries"]:
+        entry["state"] = "completed" if entry["retired"] else "started"
+        entry["frames"] = [{"name": "step", "filename": "train.py", "line": 88}]
+    document["pg_config"] = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3, 4, 5, 6, 7]"}}
+    return pickle.dumps(document, 2)
+
+
+@pytest.fixture
+def aborted(tmp_path):
+    """An attempt of eight ranks that NCCL's watchdog has ended: rank 5 did not enter a collective."""
+    ranks = json.loads((RECORDED / "missing_rank.json").read_text())["ranks"]
+    evidence = Evidence(tmp_path, len(ranks))
+    for rank in ranks:
+        path = Path(f"{flight_dumps(evidence.files[rank['rank']])}{rank['rank']}")
+        path.write_bytes(nccl_dump(rank["record"]))
+        code = -6 if rank["rank"] == 3 else -15
+        evidence.attempt.exits[rank["rank"]] = SimpleNamespace(exitcode=code, sent_signal=None, seen_ns=9)
+    evidence.attempt.first_failure = 3
+    return evidence
+
+
+def test_the_dumps_of_nccls_watchdog_name_the_culprit(aborted):
+    assert is_collective_failure(aborted.attempt)
+    found = diagnosis_of_failure(aborted.attempt)
+    assert [(culprit.ranks, culprit.confidence) for culprit in found.culprits] == [((5,), Confidence.CERTAIN)]
+    assert found.collectives[0].backend == "nccl"
+
+
+def test_a_dump_that_runs_code_when_unpickled_counts_as_none(aborted):
+    path = Path(f"{flight_dumps(aborted.files[5])}5")
+    path.write_bytes(b"\x80\x02cos\nmkdir\nX\x01\0\0\0a\x85R.")
+    assert diagnosis_of_failure(aborted.attempt).no_record == {NoRecord.DAMAGED: (5,)}
+
+
+def test_an_old_dump_is_not_used(aborted):
+    path = f"{flight_dumps(aborted.files[5])}5"
+    os.utime(path, (1, 1))
+    assert diagnosis_of_failure(aborted.attempt).no_record == {NoRecord.LATE: (5,)}
+
+
+def test_only_failures_of_collectives_are_diagnosed(aborted):
+    attempt = aborted.attempt
+    attempt.raised[3] = SimpleNamespace(text="ValueError: no", seen_ns=1, pid=1)
+    assert not is_collective_failure(attempt)
+    attempt.raised[3] = SimpleNamespace(text="RuntimeError: Timed out waiting 3000ms", seen_ns=1, pid=1)
+    assert is_collective_failure(attempt)
+    del attempt.raised[3]
+    attempt.exits[3].exitcode = -11
+    assert not is_collective_failure(attempt)
+    attempt.first_failure = None
+    assert not is_collective_failure(attempt)
 
 
 def test_the_files_of_a_rank_that_had_exited_are_not_used(stuck):

@@ -116,3 +116,45 @@ def test_records_of_an_earlier_attempt_are_not_used(run, tmp_path):
     says(launched.stderr, "restarting", "rank 1 waits in all_reduce #3", "; rank 0 did not enter it")
     assert len(list(tmp_path.glob("logs/*/attempt_*/*/error.json.flight"))) == 4
     assert not list(tmp_path.glob("logs/*/attempt_*/*/*.flight_requests"))
+
+
+TIMES_OUT = """
+    import atexit, os, select, threading
+    from datetime import timedelta
+    import torch
+    from torch import distributed
+    from elasticrs.timer import heartbeat
+    rank = int(os.environ["RANK"])
+    def exit_slowly():
+        # Usually, the exit of a process with torch takes longer than the answers of the others.
+        for each in "012":
+            path = os.environ["TORCHELASTIC_ERROR_FILE"].replace(f"/{rank}/", f"/{each}/")
+            while os.path.exists(path + ".flight_requests") and not os.path.exists(path + ".flight"):
+                select.select([], [], [], 0.01)
+    atexit.register(exit_slowly)
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=3))
+    ones = torch.ones(4)
+    distributed.all_reduce(ones)
+    heartbeat(7)
+    if rank == 1:
+        threading.Event().wait()
+    distributed.all_reduce(ones)
+"""
+
+
+@pytest.mark.torch
+def test_the_rank_that_made_a_collective_time_out_is_named(run):
+    launched = run(TIMES_OUT, "--hang-timeout=600").exits(1)
+    says(launched.stderr, "of 3: RuntimeError: ", "imed out waiting")
+    says(launched.stderr, "2 of 3 ranks wait in all_reduce #2 of the default group", "; rank 1 did not enter")
+    line_with(launched.stderr, "note ", "rank 1 did not enter it")
+    assert "Stopped by elasticrs after the first failure" in launched.stderr
+
+
+@pytest.mark.torch
+def test_a_collective_that_fails_because_a_peer_crashed_gets_no_diagnosis(run):
+    launched = run(TIMES_OUT.replace("threading.Event().wait()", "os._exit(3)"), "--hang-timeout=600").exits(
+        1
+    )
+    says(launched.stderr, "rank 1 of 3 exited with code 3")
+    assert "did not enter it" not in launched.stderr

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
+    from elasticrs.agent.ras import RasQuery
     from elasticrs.diagnosis.values import Diagnosis
     from elasticrs.host.xids import Xid
     from elasticrs.job.failure_cause import Cause
@@ -62,7 +63,10 @@ class Attempt(Record):
         raised: uncaught exception that each worker reported, by local rank.
         expired: time limits that made the agent stop workers, by local rank: timers, heartbeat deadlines, or
             ``--exit-timeout``.
-        diagnosis: which ranks keep the others waiting, if a worker hung and there is evidence about it.
+        diagnosis: which ranks keep the others waiting, if a worker hung or a collective failed and there is
+            evidence about it.
+        ras: query to NCCL's RAS service, if a worker that uses NCCL hung.
+        has_requested_records: true if the flight records were requested because a collective failed.
         heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
         xids: errors that NVIDIA's driver has reported since the start of the attempt, by GPU and code.
         oom_kills: counters of the kernel's OOM killer at the start of the attempt.
@@ -96,6 +100,8 @@ class Attempt(Record):
     raised: dict[int, WorkerRaised] = fresh(factory=dict)
     expired: dict[int, Overdue] = fresh(factory=dict)
     diagnosis: Diagnosis | None = None
+    has_requested_records: bool = False
+    ras: RasQuery | None = None
     heartbeats: list[Heartbeat] = fresh(factory=list)
     xids: dict[tuple[int, int], Xid] = fresh(factory=dict)
     oom_kills: dict[str, int] = fresh(factory=dict)

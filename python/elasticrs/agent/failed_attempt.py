@@ -68,7 +68,9 @@ def _how(attempt: Attempt, failure: ProcessFailure) -> str:
     if worker.local_rank in attempt.silent:
         return f" {phrases.SILENT}"
     is_oom = probably_oom(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
-    return how_it_failed(failure) + (" (probably by the kernel's OOM killer)" if is_oom else "")
+    told = how_it_failed(failure) + (" (probably by the kernel's OOM killer)" if is_oom else "")
+    # If a worker hung, the time limit is described above, with the diagnosis.
+    return told if attempt.diagnosis is None or attempt.expired else f"{told}; {attempt.diagnosis.summary}"
 
 
 def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
@@ -272,13 +274,17 @@ def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFail
             others = 3 if attempt.expired[rank].raised is not None else 0
             failure.stack = hangs.stack(path, others=others)
             failure.log_paths["hang"] = path
+    if rank == attempt.first_failure and attempt.diagnosis is not None and not attempt.expired:
+        failure.more_notes = [attempt.diagnosis.summary]
     if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):
-        failure.more_notes = _last_heartbeats(attempt, failure.seen_ns)
+        failure.more_notes = [*failure.more_notes, *_last_heartbeats(attempt, failure.seen_ns)]
     if attempt.diagnosis is not None and rank in attempt.expired:
         from elasticrs.diagnosis.diagnose import blames_others
 
         doubt = blames_others(attempt.diagnosis, attempt.global_ranks()[rank])
         failure.more_notes = [*([] if doubt is None else [doubt]), *failure.more_notes]
+    if attempt.ras is not None and rank in attempt.expired:
+        failure.more_notes = [*failure.more_notes, *attempt.ras.notes()]
 
 
 def _last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> list[str]:

@@ -11,6 +11,7 @@ import stat
 import time
 
 from elasticrs._worker.flight import MAX_ENTRIES
+from elasticrs.agent.record_requests import record_files
 from elasticrs.diagnosis.diagnose import observe, telling
 from elasticrs.diagnosis.flight_record import MAX_BYTES, MAX_NAME
 from elasticrs.diagnosis.node_evidence import encode
@@ -28,6 +29,11 @@ _MAX_RECORDS = 4
 """Maximum number of records of one worker, one for each recorder of torch."""
 
 _MAX_RANK = 1 << 31
+_MAX_AGE = 600.0
+"""Maximum age of the record of a failed collective, in seconds. NCCL's watchdog writes it some time before
+the process exits.
+"""
+
 _TIME_LIMIT = 1.0
 """Seconds after which no further record of a worker is read."""
 
@@ -40,23 +46,45 @@ the comparison takes.
 """
 
 
-def diagnosis_of(attempt: Attempt) -> Diagnosis | None:
-    """Name the ranks that keep the others waiting, if all workers of the job run on this node.
+def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
+    """Name the ranks that keep the others waiting, if all workers of the job run on this node. Also return
+    true if a worker of this node uses NCCL.
 
-    Call this before the exits of killed workers are recorded. Return ``None`` if nothing can be said: no
-    worker has a flight record, no collective was recorded, or the job has workers on other nodes, whose
-    evidence arrives later.
+    Call this before the exits of killed workers are recorded. The diagnosis is ``None`` if nothing can be
+    said: no worker has a flight record, no collective was recorded, or the job has workers on other nodes,
+    whose evidence arrives later.
     """
     facts = _facts(attempt)
+    records = [found.record for found in facts if not isinstance(found.record, NoRecord)]
+    uses_nccl = any(backend == "nccl" for record in records for backend, _ in record.groups)
+    return _telling(attempt, facts), uses_nccl
+
+
+def diagnosis_of_failure(attempt: Attempt) -> Diagnosis | None:
+    """Name the ranks that made a collective fail, if all workers of the job have run on this node. Call this
+    when the workers have exited. Return ``None`` if nothing can be said.
+    """
+    return _telling(attempt, _facts_of_failure(attempt))
+
+
+def _telling(attempt: Attempt, facts: list[RankFacts]) -> Diagnosis | None:
     return telling(facts) if len(facts) == attempt.world_size else None
 
 
-def node_evidence(attempt: Attempt) -> bytes | None:
+def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
     """Return the encoded facts about the ranks of this node, for the diagnosis of all nodes. Call this when
     the workers have exited. Return ``None`` if there are no facts, or if they are too large.
+
+    Args:
+        attempt: attempt that has ended.
+        is_hang: true if a rank of the job hung, so that the core has gathered evidence about all ranks. False
+            if a collective has failed.
     """
     stamps, nodes = attempt.stamps, attempt.plan.ranks[0].group_world_size
-    facts = _facts(attempt, stamps.get("stopped", stamps.get("failure_seen")))
+    if is_hang:
+        facts = _facts(attempt, stamps.get("stopped", stamps.get("failure_seen")))
+    else:
+        facts = _facts_of_failure(attempt)
     return encode(facts, **limits(nodes, attempt.world_size))
 
 
@@ -87,6 +115,27 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None) -> list[RankFacts]:
         error_file = paths.error_files.get(local_rank, "")
         is_late = time.monotonic() >= deadline
         facts.append(observe(_evidence(rank, error_file, has_exited=has_exited, is_late=is_late)))
+    return facts
+
+
+def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
+    """Return the facts about the ranks of this node after a collective has failed: from the records that were
+    requested then, and from the dumps of NCCL's watchdog.
+    """
+    oldest = time.time() - _MAX_AGE
+    deadline = time.monotonic() + _TIME_LIMIT
+    facts = []
+    for local_rank, rank in attempt.global_ranks().items():
+        found = RankEvidence(rank, os.uname().nodename, NoRecord.LATE)
+        error_file = attempt.paths.error_files.get(local_rank, "") if attempt.paths is not None else ""
+        for path in record_files(attempt, local_rank):
+            if time.monotonic() < deadline and os.path.getmtime(path) >= oldest:
+                is_dump = path != flight_record_file(error_file)
+                content = _content(path, MAX_BYTES) if is_dump else None
+                records, groups = _document(error_file) if not is_dump else ((content or b"",), {})
+                found = found._replace(records=records, groups=groups, has_raised=_is_older(error_file, path))
+                break
+        facts.append(observe(found))
     return facts
 
 

@@ -262,11 +262,13 @@ class SeveralNodes(Decisions):
             cause = own_cause(attempt, place, clock, self._first_word, fatal_exit_codes=codes)
         else:
             cause = None
+        from elasticrs.agent.record_requests import has_records
+
         evidence = None
-        if self._gathers_evidence:
+        if self._gathers_evidence or has_records(attempt):
             from elasticrs.agent.hang_diagnosis import node_evidence
 
-            evidence = node_evidence(attempt)
+            evidence = node_evidence(attempt, is_hang=self._gathers_evidence)
         told = None if cause is None else cause.encoded()
         return self._over(messages.GroupEnded(told, event.why_unfit, evidence))
 

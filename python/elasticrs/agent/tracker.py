@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.gpu_watcher import GpuWatcher
     from elasticrs.agent.observer import Observer
+    from elasticrs.agent.ras import RasAddress
     from elasticrs.agent.warming import Warming
     from elasticrs.agent.workers import Leftovers, Workers
+    from elasticrs.diagnosis.values import Diagnosis
     from elasticrs.job.config import JobConfig
     from elasticrs.report.console import Console
     from elasticrs.workers.plan import Plan
@@ -113,6 +115,7 @@ class AttemptTracker:
         self._supervisor: _core.Supervisor | None = None
         self._warming: Warming | None = None
         self._timer_file: str | None = None
+        self._ras: RasAddress | None = None
         self._begun: _core.GroupStarted | None = None
         self._over: _core.GroupEnded | None = None
 
@@ -151,6 +154,10 @@ class AttemptTracker:
         if fd is not None:
             supervisor.watch_fd(fd)
         self._timer_file = watch_timers(self._workers.setup, supervisor)
+        if self._job.hang_timeout is not None:
+            from elasticrs.agent.ras import RasAddress
+
+            self._ras = RasAddress(self._workers.setup.environ)
         self.observers.opened(supervisor)
 
     def close(self) -> None:
@@ -167,6 +174,11 @@ class AttemptTracker:
             self._workers.close()
             if self._warming is not None:
                 self._warming.close()
+            for attempt in self.result.attempts:
+                if attempt.ras is not None:
+                    attempt.ras.close()
+            if self._ras is not None:
+                self._ras.close()
 
     # --- actions ---
 
@@ -193,7 +205,8 @@ class AttemptTracker:
         if self._warming is not None:
             self._workers.may_fork = self._warming.may_fork(supervisor)
         try:
-            group = prepare_group(self._workers, supervisor, attempt, self._timer_file)
+            extra = {} if self._ras is None else self._ras.variables
+            group = prepare_group(self._workers, supervisor, attempt, self._timer_file, extra)
             self.observers.prepared(attempt)
             supervisor.start(group)
         except BaseException as error:
@@ -394,18 +407,42 @@ class AttemptTracker:
         self._is_overdue(event.local_rank, Overdue(event.seen_ns, hung=event))
         attempt = self.result.attempts[-1]
         if attempt.diagnosis is None:
-            from elasticrs.agent.hang_diagnosis import diagnosis_of
+            from elasticrs.agent.hang_diagnosis import examine
 
-            attempt.diagnosis = diagnosis_of(attempt)
+            attempt.diagnosis, uses_nccl = examine(attempt)
+            if uses_nccl and attempt.ras is None:
+                self._query_ras(attempt)
         if self._job.is_multi_node and not self._replaces:
             self.events.append(machine.HangSeen(event.local_rank))
         self.observers.hung(event)
+
+    def _query_ras(self, attempt: Attempt) -> None:
+        """Start to query NCCL's RAS service. The workers that provide it are killed soon."""
+        error_files = [] if attempt.paths is None else list(attempt.paths.error_files.values())
+        address = None if self._ras is None else self._ras.address
+        if address is None or not any(error_files):
+            return
+        from elasticrs.agent.ras import RasQuery
+
+        folder = os.path.dirname(os.path.dirname(next(filter(None, error_files))))
+        try:
+            attempt.ras = RasQuery(address, os.path.join(folder, "nccl_ras.txt"))
+        except (OSError, RuntimeError):
+            return  # Only lines of the report are missing.
 
     def _is_overdue(self, local_rank: int, why: Overdue) -> None:
         self.result.attempts[-1].expired.setdefault(local_rank, why)
 
     def _on_raised(self, event: _core.WorkerRaised) -> None:
-        self.result.attempts[-1].raised[event.local_rank] = event
+        attempt = self.result.attempts[-1]
+        attempt.raised[event.local_rank] = event
+        if self._job.hang_timeout is not None and not attempt.has_requested_records:
+            from elasticrs.agent.record_requests import request_records
+            from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
+
+            if reports_lost_peer(event.text):
+                attempt.has_requested_records = True
+                request_records(attempt)
         if event.exit != "begun":
             self._is_overdue(event.local_rank, Overdue(event.seen_ns, raised=event))
 
@@ -495,6 +532,8 @@ class AttemptTracker:
             if self._has_silent(attempt, event, leftovers):
                 outcome = "failed"
         conflict = outcome == "failed" and is_port_conflict(attempt)
+        if outcome == "failed" and attempt.diagnosis is None:
+            attempt.diagnosis = _diagnosis_of_failure(attempt)
         stuck = tuple(event.stuck_ranks)
         if outcome == "lost" and not stuck and "started" not in attempt.stamps:
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
@@ -548,6 +587,19 @@ class AttemptTracker:
 
     def _who(self, local_rank: int, pid: int | None = None) -> str:
         return self.result.attempts[-1].who(local_rank, pid)
+
+
+def _diagnosis_of_failure(attempt: Attempt) -> Diagnosis | None:
+    """Return which ranks made a collective fail; ``None`` if the first failure is another one, or if nothing
+    is known about it.
+    """
+    from elasticrs.agent.record_requests import has_records, is_collective_failure
+
+    if not has_records(attempt) or not is_collective_failure(attempt):
+        return None
+    from elasticrs.agent.hang_diagnosis import diagnosis_of_failure
+
+    return diagnosis_of_failure(attempt)
 
 
 def _log_expired(run_id: str, event: _core.TimerExpired) -> None:

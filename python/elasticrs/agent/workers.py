@@ -18,6 +18,7 @@ from elasticrs.workers.logs import (
     coloured,
     error_file_of,
     fault_file,
+    flight_dumps,
     hang_file,
     line_prefixes,
     wants_colour,
@@ -36,7 +37,15 @@ if TYPE_CHECKING:
 
 
 _STOP_DELAY = 1.0
-"""Seconds between the report of a hang and the stop of the workers, in which other nodes gather evidence."""
+"""Seconds between the report of a hang and the stop of the workers, in which other nodes gather evidence, and
+NCCL's RAS service is queried.
+"""
+
+_DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Variables with the path of torch's dumped flight records, of which the first that is set counts."""
+
+NVIDIA_DRIVER = "/dev/nvidiactl"
+"""Device of NVIDIA's driver. Without it, no process uses NCCL."""
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
@@ -208,16 +217,29 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None
             startup=_enough(job.hang_startup_timeout),
             exit_limit=_enough(job.hang_exit_timeout or None),
             least=_enough(least),
-            stop_delay=_STOP_DELAY if job.is_multi_node and not job.replaces_workers else 0.0,
+            stop_delay=_STOP_DELAY if _is_observed_elsewhere(job, environ) else 0.0,
         )
     return timer_file
 
 
+def _is_observed_elsewhere(job: JobConfig, environ: Mapping[str, str]) -> bool:
+    """Return true if evidence about a hang is gathered outside of this node's core: on other nodes, or by a
+    query to NCCL, which its processes answer.
+    """
+    may_use_nccl = os.path.exists(NVIDIA_DRIVER) and environ.get("NCCL_RAS_ENABLE") != "0"
+    return not job.replaces_workers and (job.is_multi_node or may_use_nccl)
+
+
 def prepare_group(
-    workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, timer_file: str | None
+    workers: Workers,
+    supervisor: _core.Supervisor,
+    attempt: Attempt,
+    timer_file: str | None,
+    extra: Mapping[str, str],
 ) -> _core.GroupSpec:
     """Create the log files of an attempt, store their paths in ``attempt``, and return the group of processes
-    to start. If a process cannot be started, the core starts none of them.
+    to start. If a process cannot be started, the core starts none of them. ``extra`` are environment
+    variables for all workers.
 
     Raises:
         _core.SupervisorError: the supervisor has failed.
@@ -233,6 +255,9 @@ def prepare_group(
     attempt.variables = variables
     for local_rank, own in variables.items():
         own["ELASTICRS_NOTICES"] = notices
+        own.update(extra)
+        if are_watched and not any(name in environ for name in _DUMPS):
+            own[_DUMPS[0]] = flight_dumps(paths.error_files[local_rank])
         own.update(_member(attempt.plan, local_rank))
     processes = workers.specs(paths, {
         local_rank: {**environ, **own} for local_rank, own in variables.items()

@@ -2,7 +2,7 @@
 collectives of a process.
 
 ``torch._C._distributed_c10d._dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` (NCCL) write this
-JSON. The pickled form of the same data is never read, because unpickling could run code from the worker.
+JSON. NCCL's watchdog writes the same data as a pickle, which is read without unpickling it.
 
 - **REC-1** Whatever the bytes are, :func:`parse` returns a record whose fields have the declared types, or
   raises :class:`FlightRecordError`.
@@ -36,6 +36,9 @@ MAX_NUMBER = 1 << 63
 MAX_DIMENSIONS = 64
 """Maximum number of dimensions of a tensor, as in torch. This limit also bounds the product of the sizes."""
 
+_PICKLE = b"\x80"
+"""First byte of a pickle. No JSON starts with it."""
+
 _MAJOR = "2"
 """Major version of the format. Torch increases this version when an existing field changes."""
 
@@ -45,6 +48,7 @@ class Damage(str, Enum):
 
     TOO_LARGE = "too large"
     NOT_JSON = "not JSON"
+    NOT_PLAIN = "not a pickle of plain values"
     TOO_DEEP = "nested too deeply"
     UNSUPPORTED = "in an unsupported version"
     INVALID = "not a flight record"
@@ -124,13 +128,14 @@ def parse(data: bytes) -> FlightRecord:
     """Parse the flight record of one rank.
 
     Args:
-        data: JSON, as torch writes it. Unknown fields are ignored.
+        data: JSON or a pickle, as torch writes it. Unknown fields are ignored. The pickle is read by
+            :mod:`.pickled` and never unpickled.
 
     Raises:
         FlightRecordError: the data is incomplete, too large, or not a flight record.
     """
     try:
-        return _record(_decoded(data))
+        return _record(_unpickled(data) if data.startswith(_PICKLE) else _decoded(data))
     except RecursionError:
         raise FlightRecordError(Damage.TOO_DEEP, f"{len(data)} bytes") from None
 
@@ -149,6 +154,17 @@ def _record(decoded: object) -> FlightRecord:
     entries = tuple([reader.read(item, index) for index, item in enumerate(raw)])
     first = _number(raw[0], "record_id", "entries[0].record_id") if raw else 0
     return FlightRecord(entries, first > 0, _members(record.get("pg_config", {})))
+
+
+def _unpickled(data: bytes) -> object:
+    if len(data) > MAX_BYTES:
+        raise FlightRecordError(Damage.TOO_LARGE, f"{len(data)} bytes")
+    from elasticrs.diagnosis.pickled import PickledError, plain
+
+    try:
+        return plain(data)
+    except PickledError as error:
+        raise FlightRecordError(Damage.NOT_PLAIN, str(error)) from error
 
 
 def _decoded(data: bytes) -> object:

@@ -171,6 +171,13 @@ def flight_requests_file(error_file: str) -> str:
     return f"{error_file}.flight_requests"
 
 
+def flight_dumps(error_file: str) -> str:
+    """Return the path, without the rank at its end, of the file into which NCCL's watchdog writes torch's
+    flight record when a collective times out (``TORCH_FR_DUMP_TEMP_FILE``).
+    """
+    return f"{error_file}.flight_dump_"
+
+
 def error_file_of(error_file: str, pid: int) -> str:
     """Return the path to which the error file of a replaced worker is renamed."""
     folder, name = os.path.split(error_file)

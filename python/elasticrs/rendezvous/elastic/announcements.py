@@ -110,11 +110,12 @@ def round_line(head: Head, policy: RestartSettings, told: str | None = None) -> 
 
 
 def diagnosis_line(head: Head) -> str | None:
-    """Return text that says why the previous round hung, from the evidence of all nodes; ``None`` if nothing
-    is known about that.
+    """Return text that says why the previous round hung or failed, from the evidence of all nodes. Return
+    ``None`` if there is no such evidence.
     """
     diagnosis = (head.cause or {}).get("diagnosis")
-    return None if diagnosis is None else f"round {head.round - 1} hung: {diagnosis}"
+    how = "failed" if blame_of(head.cause) is None else "hung"
+    return None if diagnosis is None else f"round {head.round - 1} {how}: {diagnosis}"
 
 
 def closed_line(run_id: str, head: Head) -> str:

@@ -34,6 +34,9 @@ MAX_DIAGNOSIS = 1024
 MAX_DIAGNOSED = 1 << 17
 """Maximum number of ranks in a diagnosis. Further ranks are ignored."""
 
+_SIGABRT = 6
+"""Signal with which NCCL's watchdog ends a process whose collective has failed."""
+
 MAX_SETUPS = 3
 """Maximum number of consecutive rounds whose workers fail to start."""
 
@@ -107,11 +110,15 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
 
 
 def diagnosed(view: View, head: Head, cause: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Add the diagnosis of a hang to the cause of a round's failure, if nodes have written evidence about it.
+    """Add the diagnosis to the cause of a round's failure, if nodes have written evidence, and the cause is a
+    hang or a collective that failed.
 
     The text says if it blames another rank than the cause does.
     """
     if cause is None or not view.has_evidence:
+        return cause
+    is_collective = cause.get("is_consequence") or cause.get("exitcode") == -_SIGABRT
+    if blame_of(cause) is None and not is_collective:
         return cause
     from elasticrs.diagnosis.diagnose import blames_others, diagnose_nodes
 

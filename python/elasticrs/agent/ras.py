@@ -1,0 +1,218 @@
+"""Queries NCCL's RAS service about a hang, for the report only.
+
+RAS runs in a thread of each process that uses NCCL (2.24 and later). All processes of a job on one node
+listen on the address in ``NCCL_RAS_ADDR``, with ``SO_REUSEPORT``. The default address is the same for all
+jobs, so the agent gives each job its own port. The agent keeps that port bound, also with ``SO_REUSEPORT``
+and without listening: processes of the same user can then share it, and the kernel gives it to no other
+program. If NCCL cannot listen, it continues without RAS.
+
+RAS may name the wrong side of a hang, so its answer never changes a verdict.
+"""
+
+from __future__ import annotations
+
+import _socket
+import os
+import time
+
+from elasticrs.agent.workers import NVIDIA_DRIVER
+from elasticrs.host.background_call import Asked
+from elasticrs.report.phrases import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+VARIABLE = "NCCL_RAS_ADDR"
+
+TIME_LIMIT = 1.5
+"""Seconds from the start of a query to its end, whatever the service does. Afterwards, the workers are
+killed, and the service with them.
+"""
+
+MAX_BYTES = 256 << 10
+MAX_NOTES = 5
+MAX_NOTE = 160
+_COLLECT = 1
+"""Seconds that the service may wait for the other processes."""
+
+_REQUEST = f"CLIENT PROTOCOL 2\nTIMEOUT {_COLLECT}\nVERBOSE STATUS\n".encode()
+_GREETING, _ACCEPTED = b"SERVER PROTOCOL ", b"OK\n"
+
+
+class RasAddress:
+    """Address of the RAS service of a job on this node, reserved until :meth:`close`.
+
+    Args:
+        environ: environment of the workers. An address that the user has set is used and not reserved.
+        driver: path that exists if there may be GPUs.
+
+    Attributes:
+        address: host and port; ``None`` if there are no GPUs, or no port is free.
+        variables: environment variables to add to the workers.
+    """
+
+    def __init__(self, environ: Mapping[str, str], driver: str = NVIDIA_DRIVER) -> None:
+        self._socket: _socket.socket | None = None
+        self.variables: dict[str, str] = {}
+        self.address: tuple[str, int] | None = _parsed(environ.get(VARIABLE, ""))
+        if VARIABLE in environ or not os.path.exists(driver):
+            return
+        try:
+            self._socket = _socket.socket(
+                _socket.AF_INET, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC | _socket.SOCK_NONBLOCK
+            )
+            for option in (_socket.SO_REUSEADDR, _socket.SO_REUSEPORT):
+                self._socket.setsockopt(_socket.SOL_SOCKET, option, 1)
+            self._socket.bind(("127.0.0.1", 0))
+        except OSError:
+            # The job runs without an address of its own, because the answer only adds lines to a report.
+            self.close()
+            return
+        self.address = self._socket.getsockname()
+        self.variables = {VARIABLE: "%s:%d" % self.address}  # noqa: UP031 -- a tuple of two
+
+    def close(self) -> None:
+        """Release the port. Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+
+def _parsed(address: str) -> tuple[str, int] | None:
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and len(port) <= 5):
+        return None
+    return host.strip("[]"), int(port)
+
+
+class RasQuery:
+    """A query that runs on a thread of its own.
+
+    Args:
+        address: host and port of the service.
+        path: file into which the whole answer is written.
+
+    Raises:
+        OSError: the process has run out of file descriptors.
+        RuntimeError: no thread can be started.
+    """
+
+    def __init__(self, address: tuple[str, int], path: str) -> None:
+        self._path = path
+        self._deadline = time.monotonic() + TIME_LIMIT
+        self._asked = Asked(lambda: _answer_in_file(address, path, self._deadline))
+        self._notes: list[str] | None = None
+
+    def notes(self) -> list[str]:
+        """Return lines for the report. Empty while there is no answer. Never blocks."""
+        return self._finish(0.0) or []
+
+    def close(self) -> None:
+        """Wait for the answer, at most until the time limit of the query. Idempotent."""
+        if self._finish(max(0.0, self._deadline - time.monotonic())) is None:
+            self._notes = []
+            self._asked.close()
+
+    def _finish(self, seconds: float) -> list[str] | None:
+        if self._notes is None and self._asked.wait(seconds):
+            text = self._asked.take()
+            where = f"NCCL's RAS, which may name the wrong side: {self._path}"
+            self._notes = [] if text is None else [*_notes(text), where]
+            self._asked.close()
+        return self._notes
+
+
+def _answer_in_file(address: tuple[str, int], path: str, deadline: float) -> str | None:
+    text = query(address, deadline)
+    if text is not None:
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+        except OSError:
+            return None  # Say nothing, because the lines for the report name this file.
+    return text
+
+
+def query(address: tuple[str, int], deadline: float) -> str | None:
+    """Query a RAS service. Return its answer, which may be incomplete, or ``None`` if there is no service, or
+    if it does not answer by the deadline.
+
+    Args:
+        address: host and port of the service.
+        deadline: monotonic time, in seconds.
+    """
+    try:
+        family, kind, protocol, _, where = _socket.getaddrinfo(*address, 0, _socket.SOCK_STREAM)[0]
+        with _Closing(_socket.socket(family, kind | _socket.SOCK_CLOEXEC, protocol)) as connection:
+            _limit(connection, deadline)
+            connection.connect(where)
+            connection.send(_REQUEST)
+            received = _received(connection, deadline)
+    except OSError:
+        return None  # Most jobs have no such service.
+    greeting, _, rest = received.partition(b"\n")
+    if not greeting.startswith(_GREETING) or not rest.startswith(_ACCEPTED) or rest == _ACCEPTED:
+        return None
+    return rest[len(_ACCEPTED) :].decode("utf-8", "replace")
+
+
+class _Closing:
+    """Closes a socket, because the sockets of :mod:`_socket` are no context managers."""
+
+    def __init__(self, connection: _socket.socket) -> None:
+        self._connection = connection
+
+    def __enter__(self) -> _socket.socket:
+        return self._connection
+
+    def __exit__(self, *error: object) -> None:
+        self._connection.close()
+
+
+def _limit(connection: _socket.socket, deadline: float) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    connection.settimeout(left)
+
+
+def _received(connection: _socket.socket, deadline: float) -> bytes:
+    """Return what the service has sent until it closes the connection, or until the deadline."""
+    parts, size = [], 0
+    try:
+        while size < MAX_BYTES:
+            _limit(connection, deadline)
+            part = connection.recv(MAX_BYTES - size)
+            if not part:
+                break
+            parts.append(part)
+            size += len(part)
+    except OSError:
+        return b"".join(parts)  # The service has died, or is too slow. Use what it has sent.
+    return b"".join(parts)
+
+
+def _notes(text: str) -> list[str]:
+    """Return the lines below the headings ``Errors`` and ``Warnings`` of an answer, shortened."""
+    lines = [line.rstrip() for line in text.splitlines()]
+    found: list[str] = []
+    for heading in ("Errors", "Warnings"):
+        found += [f"NCCL's RAS: {line}" for line in _section(lines, heading)]
+    notes = [printable(line.strip()[:MAX_NOTE]) for line in found]
+    more = len(notes) - MAX_NOTES
+    return notes if more <= 0 else [*notes[:MAX_NOTES], f"NCCL's RAS: {more} more lines"]
+
+
+def _section(lines: Sequence[str], heading: str) -> list[str]:
+    """Return the lines of a section. Its heading is underlined, and so is the next one."""
+    starts = [
+        number
+        for number, line in enumerate(lines[:-1])
+        if line and lines[number + 1] and set(lines[number + 1]) == {"="}
+    ]
+    for index, start in enumerate(starts):
+        if lines[start] == heading:
+            end = starts[index + 1] if index + 1 < len(starts) else len(lines)
+            return [line for line in lines[start + 2 : end] if line]
+    return []
