@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs._worker.error_file import write_whole
 from elasticrs.agent.attempt import Attempt
-from elasticrs.agent.hang_diagnosis import diagnosis_of_failure, examine
+from elasticrs.agent.hang_diagnosis import diagnose_running, diagnosis_of_failure, examine
 from elasticrs.agent.record_requests import is_collective_failure
 from elasticrs.diagnosis.diagnose import blames_others
 from elasticrs.diagnosis.flight_record import MAX_BYTES
@@ -176,6 +178,65 @@ def test_only_failures_of_collectives_are_diagnosed(aborted):
     assert not is_collective_failure(attempt)
     attempt.first_failure = None
     assert not is_collective_failure(attempt)
+
+
+class Answers:
+    """Threads that answer requests for records, as the threads of workers do."""
+
+    def __init__(self, evidence, ranks):
+        self._evidence, self._ranks, self._is_over = evidence, ranks, False
+        self._contents = {rank: evidence.record(rank).read_text() for rank in ranks}
+        for rank in ranks:
+            os.mkfifo(flight_requests_file(evidence.files[rank]))
+        self._threads = [threading.Thread(target=self._answer, args=(rank,)) for rank in ranks]
+
+    def _answer(self, rank):
+        while True:
+            os.close(os.open(flight_requests_file(self._evidence.files[rank]), os.O_RDONLY))
+            if self._is_over:
+                return
+            write_whole(str(self._evidence.record(rank)), self._contents[rank])
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+
+    def __exit__(self, *_):
+        self._is_over = True
+        for rank, thread in zip(self._ranks, self._threads, strict=True):
+            os.close(os.open(flight_requests_file(self._evidence.files[rank]), os.O_WRONLY))
+            thread.join()
+
+
+def diagnosed(evidence, late):
+    """Diagnose a running job until all ranks except the late ones have been asked, and have answered."""
+    while True:
+        found = diagnose_running(evidence.attempt, 60)
+        if found is not None and set(found.no_record.get(NoRecord.LATE, ())) <= set(late):
+            return found
+
+
+def test_a_running_job_is_diagnosed_without_its_stacks(stuck):
+    with Answers(stuck, range(8)):
+        found = diagnosed(stuck, [])
+    assert [culprit.ranks for culprit in found.culprits] == [(5,)]
+    assert found.stacks == ()
+    assert "rank 5 did not enter it" in found.summary
+
+
+def test_a_worker_whose_thread_does_not_wait_is_not_waited_for(stuck):
+    with Answers(stuck, [rank for rank in range(8) if rank != 3]):
+        os.mkfifo(flight_requests_file(stuck.files[3]))
+        found = diagnosed(stuck, [3])
+    assert found.no_record == {NoRecord.LATE: (3,)}
+
+
+def test_a_worker_that_does_not_answer_costs_no_more_than_the_time_limit(stuck):
+    os.mkfifo(flight_requests_file(stuck.files[3]))
+    # Its thread waits, but it does not get the GIL.
+    reader = os.open(flight_requests_file(stuck.files[3]), os.O_RDONLY | os.O_NONBLOCK)
+    assert diagnose_running(stuck.attempt, 0.1) is None
+    os.close(reader)
 
 
 def test_the_files_of_a_rank_that_had_exited_are_not_used(stuck):

@@ -11,7 +11,7 @@ import stat
 import time
 
 from elasticrs._worker.flight import MAX_ENTRIES
-from elasticrs.agent.record_requests import record_files
+from elasticrs.agent.record_requests import record_files, request_records
 from elasticrs.diagnosis.diagnose import observe, telling
 from elasticrs.diagnosis.flight_record import MAX_BYTES, MAX_NAME
 from elasticrs.diagnosis.node_evidence import encode
@@ -34,6 +34,7 @@ _MAX_AGE = 600.0
 the process exits.
 """
 
+_PAUSE = 0.01
 _TIME_LIMIT = 1.0
 """Seconds after which no further record of a worker is read."""
 
@@ -58,6 +59,28 @@ def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
     records = [found.record for found in facts if not isinstance(found.record, NoRecord)]
     uses_nccl = any(backend == "nccl" for record in records for backend, _ in record.groups)
     return _telling(attempt, facts), uses_nccl
+
+
+def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
+    """Name the ranks of a running job that keep the others waiting. The workers are not disturbed.
+
+    No stacks are used, because the signal that requests them interrupts system calls of the program. Only
+    workers whose heartbeats are watched answer. Blocks until all of them have answered, for at most
+    ``seconds``, so the agent's main thread may not call this.
+
+    Args:
+        attempt: running attempt, whose workers are all on this node.
+        seconds: time limit for the answers.
+
+    Returns:
+        The diagnosis; ``None`` if no rank waits, or if nothing can be said. Collectives take time, so ranks
+        that wait now need not wait a moment later.
+    """
+    requested = request_records(attempt)
+    deadline = time.monotonic() + seconds
+    while not all(map(os.path.lexists, requested)) and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+    return _telling(attempt, _facts(attempt, has_stacks=False))
 
 
 def diagnosis_of_failure(attempt: Attempt) -> Diagnosis | None:
@@ -96,13 +119,14 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
     }
 
 
-def _facts(attempt: Attempt, stopped_ns: int | None = None) -> list[RankFacts]:
+def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
     """Return the facts about the ranks of this node.
 
     Args:
         attempt: attempt in which a rank hangs.
         stopped_ns: time at which the workers were stopped. Workers that have exited later were running when
             the evidence was gathered. ``None`` if the workers have not been stopped yet.
+        has_stacks: false if no stacks were requested, so that stacks in files are outdated.
     """
     paths = attempt.paths
     if paths is None:
@@ -114,7 +138,8 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None) -> list[RankFacts]:
         has_exited = exited is not None and (stopped_ns is None or exited.seen_ns < stopped_ns)
         error_file = paths.error_files.get(local_rank, "")
         is_late = time.monotonic() >= deadline
-        facts.append(observe(_evidence(rank, error_file, has_exited=has_exited, is_late=is_late)))
+        found = _evidence(rank, error_file, has_exited=has_exited, is_late=is_late)
+        facts.append(observe(found if has_stacks else found._replace(stacks=None)))
     return facts
 
 

@@ -6,9 +6,9 @@ Imported only after a worker hung, or at the end of a job whose workers sent hea
 
 from __future__ import annotations
 
-import os
-from itertools import takewhile
+from itertools import islice
 
+from elasticrs.diagnosis.stacks import MAX_TEXT, frame_of, short, threads
 from elasticrs.report.phrases import printable, ranks_text
 
 TYPE_CHECKING = False
@@ -16,18 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from elasticrs._core import Heartbeat, RankSeen, WorkerHung
-    from elasticrs.diagnosis.values import Diagnosis
+    from elasticrs.diagnosis.values import Diagnosis, Frame
 
 MAX_FRAMES = 12
 MAX_FRAMES_OF_OTHERS = 4
-_MAX_READ = 1 << 20
-"""Maximum number of bytes to read from a hang file. The limit is generous, because the ``py-spy`` output
-comes after the kernel stacks of all threads.
-"""
 _EARLIER = 0.01
 """If a worker stopped at least this number of seconds before the others, the report mentions the difference.
 """
-_OWN_THREAD = '/elasticrs/_worker/flight.py"'
+_OWN_THREAD = "/elasticrs/_worker/flight.py"
 _STATES = {"T": "it is stopped by a signal", "t": "a debugger has stopped it", "D": "it waits for a device"}
 
 
@@ -118,9 +114,8 @@ def place(frame: str) -> str:
     """Convert a stack frame of ``faulthandler`` to a short form, such as ``all_reduce
     (distributed_c10d.py:2501)``.
     """
-    file, _, rest = frame.removeprefix('File "').partition('", line ')
-    line, _, function = rest.partition(" in ")
-    return printable(f"{function} ({os.path.basename(file)}:{line})")
+    parsed = frame_of(frame)
+    return printable(frame) if parsed is None else short(parsed)
 
 
 def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int]) -> list[str]:
@@ -160,52 +155,28 @@ def stack(path: str, *, others: int = 0) -> str | None:
     """
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            lines = file.read(_MAX_READ).splitlines()
+            text = file.read(MAX_TEXT)
     except OSError:
         return None  # The hang file is missing. The user has already been notified.
-    frames, *rest = _answered(lines) or [_spied(lines)]
-    if not frames:
+    found = (frames for frames in threads(text) if frames and not any(map(_is_own, frames)))
+    frames = next(found, None)
+    if frames is None:
         return None
     shown = ["where it was, the most recent call first:", *_first(frames, MAX_FRAMES)]
-    for other in rest[:others]:
+    for other in islice(found, others):
         shown += ["another thread:", *_first(other, MAX_FRAMES_OF_OTHERS)]
     return "\n".join(shown)
 
 
-def _first(frames: Sequence[str], limit: int) -> list[str]:
+def _is_own(frame: Frame) -> bool:
+    """Return true for a frame of the thread of elasticrs that waits for requests."""
+    return frame.file.endswith(_OWN_THREAD)
+
+
+def _first(frames: Sequence[Frame], limit: int) -> list[str]:
     more = [f"  ({len(frames) - limit} more)"] if len(frames) > limit else []
-    return [*frames[:limit], *more]
-
-
-def _answered(lines: Sequence[str]) -> list[list[str]]:
-    """Return the stacks of all threads in a ``faulthandler`` dump. The thread that handled the signal comes
-    first; if it is not marked, the last thread in the file comes first.
-    """
-    starts = [number for number, line in enumerate(lines) if "(most recent call first):" in line]
-    starts.sort(key=lambda number: (not lines[number].startswith("Current thread"), -number))
-    stacks = [_block(lines, start, "  ") for start in starts]
-    # Leave out the thread of elasticrs that waits for requests.
-    return [stack for stack in stacks if not any(_OWN_THREAD in frame for frame in stack)]
-
-
-def _spied(lines: Sequence[str]) -> list[str]:
-    """Return the stack of the main thread in a ``py-spy`` dump, or of the first thread if there is no main
-    thread.
-    """
-    starts = [number for number, line in enumerate(lines) if line.startswith("Thread ")]
-    main = [number for number in starts if lines[number].endswith('"MainThread"')]
-    return [_frame(line) for line in _block(lines, (main or starts)[0], "    ")] if starts else []
-
-
-def _block(lines: Sequence[str], start: int, indent: str) -> list[str]:
-    return list(takewhile(lambda line: line.startswith(indent), lines[start + 1 :]))
-
-
-def _frame(line: str) -> str:
-    """Convert a ``py-spy`` frame such as ``read (/data/train.py:41)`` to the format of ``faulthandler``."""
-    function, _, rest = line.strip().partition(" (")
-    file, _, number = rest.removesuffix(")").rpartition(":")
-    return f'  File "{file}", line {number} in {function}' if file else line
+    shown = [f'  File "{frame.file}", line {frame.line} in {frame.function}' for frame in frames[:limit]]
+    return [*shown, *more]
 
 
 def seconds(span: float) -> str:

@@ -19,23 +19,26 @@ if TYPE_CHECKING:
 _SIGABRT = 6
 
 
-def request_records(attempt: Attempt) -> None:
-    """Request the flight records of all workers that have a thread for that. Never blocks."""
-    for error_file in attempt.paths.error_files.values() if attempt.paths is not None else ():
-        if error_file:
-            _request(error_file)
+def request_records(attempt: Attempt) -> list[str]:
+    """Request the flight records of all workers that have a thread for that. Never blocks.
+
+    Return the paths of the files that these workers write.
+    """
+    paths = attempt.paths.error_files.values() if attempt.paths is not None else ()
+    return [flight_record_file(path) for path in paths if path and _is_requested(path)]
 
 
-def _request(error_file: str) -> None:
+def _is_requested(error_file: str) -> bool:
     record, requests = flight_record_file(error_file), flight_requests_file(error_file)
     try:
         if os.path.lexists(record):
             os.unlink(record)  # It is about a hang from which the worker has recovered.
         descriptor = os.open(requests, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
-        return  # No thread of the worker waits for requests.
+        return False  # No thread of the worker waits for requests.
     # The thread continues when the FIFO is closed again.
     os.close(descriptor)
+    return True
 
 
 def record_files(attempt: Attempt, local_rank: int) -> list[str]:

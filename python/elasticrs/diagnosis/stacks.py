@@ -1,7 +1,7 @@
 """Parses and merges the stacks of ranks.
 
-The input is the output of ``faulthandler`` or ``py-spy dump``, alone or in a hang file of the agent. Only the
-main thread is used, because background threads differ between ranks for no relevant reason.
+The input is the output of ``faulthandler`` or ``py-spy dump``, alone or in a hang file of the agent. A
+diagnosis uses only the main thread, because background threads differ between ranks for no relevant reason.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from elasticrs.report.traceback_summary import LIBRARIES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 MAX_TEXT = 1 << 20
 """Number of characters that are parsed. The agent keeps at most 256 KiB of stacks for each rank."""
@@ -24,7 +24,7 @@ MAX_FRAMES = 200
 _MAX_NUMBER = 10
 """Maximum number of digits of a line number."""
 
-_FRAME = re.compile(rf'  File "(.*)", line (\d{{1,{_MAX_NUMBER}}}) in (.+)')
+_FRAME = re.compile(rf' *File "(.*)", line (\d{{1,{_MAX_NUMBER}}}) in (.+)')
 _SPIED = re.compile(rf"    (\S.*?) \((.*):(\d{{1,{_MAX_NUMBER}}})\)")
 _HEADER = re.compile(r"(Current thread|Thread) 0x.*\(most recent call first\):")
 _WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_functional_collectives.py")
@@ -32,19 +32,31 @@ _WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_funct
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """Return the frames of the main thread, innermost first. Empty if the text has no stack.
+    """Return the frames of the main thread, innermost first. Empty if the text has no stack."""
+    return next(threads(text), ())
+
+
+def threads(text: str) -> Iterator[tuple[Frame, ...]]:
+    """Return the frames of each thread, innermost first. The main thread comes first.
 
     For ``faulthandler``, the main thread is the thread marked as current, or else the last thread. For
     ``py-spy``, it is the thread named ``MainThread``, or else the first thread.
     """
     lines = text[:MAX_TEXT].splitlines()
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
-    if headers:
-        current = [number for number in headers if lines[number].startswith("Current")]
-        return _frames(lines, (current or headers[-1:])[0], is_spied=False)
-    headers = [number for number, line in enumerate(lines) if line.startswith("Thread ")]
-    main = [number for number in headers if lines[number].endswith('"MainThread"')]
-    return _frames(lines, (main or headers)[0], is_spied=True) if headers else ()
+    is_spied = not headers
+    if is_spied:
+        headers = [number for number, line in enumerate(lines) if line.startswith("Thread ")]
+        headers.sort(key=lambda number: not lines[number].endswith('"MainThread"'))
+    else:
+        headers.sort(key=lambda number: (not lines[number].startswith("Current"), -number))
+    return (_frames(lines, header, is_spied=is_spied) for header in headers)
+
+
+def frame_of(line: str) -> Frame | None:
+    """Parse a frame as ``faulthandler`` writes it. Return ``None`` if the text is none."""
+    written = _FRAME.fullmatch(line)
+    return None if written is None else Frame(written[1], int(written[2]), written[3])
 
 
 def _frames(lines: Sequence[str], header: int, *, is_spied: bool) -> tuple[Frame, ...]:
@@ -52,16 +64,16 @@ def _frames(lines: Sequence[str], header: int, *, is_spied: bool) -> tuple[Frame
     for line in lines[header + 1 :][:MAX_FRAMES]:
         if not line.startswith("  "):
             break
-        if is_spied:
-            spied = _SPIED.fullmatch(line)
-            if spied is not None:
-                # Remove the name of the class, because `faulthandler` writes only the name of the function.
-                frames.append(Frame(spied[2], int(spied[3]), spied[1].rpartition(".")[2]))
-        else:
-            written = _FRAME.fullmatch(line)
-            if written is not None:
-                frames.append(Frame(written[1], int(written[2]), written[3]))
+        frame = _spied_frame(line) if is_spied else frame_of(line)
+        if frame is not None:
+            frames.append(frame)
     return tuple(frames)
+
+
+def _spied_frame(line: str) -> Frame | None:
+    spied = _SPIED.fullmatch(line)
+    # Remove the name of the class, because `faulthandler` writes only the name of the function.
+    return None if spied is None else Frame(spied[2], int(spied[3]), spied[1].rpartition(".")[2])
 
 
 def merge(stacks: Mapping[int, tuple[Frame, ...]]) -> tuple[MergedStack, ...]:
