@@ -358,7 +358,11 @@ class SeveralNodes(Decisions):
         if self.signum is not None:
             self.phase = machine.Phase.STOPPED
             return [machine.Exit(1)]
-        verdict = Verdict.UNFIT if outcome.kind == "stuck" else Verdict.FAILED
-        if outcome.is_permanent:
-            verdict = Verdict.PERMANENT
-        return [machine.ReportFailure(outcome.message, verdict), machine.Exit(code)]
+        return [machine.ReportFailure(outcome.message, verdict_of(outcome)), machine.Exit(code)]
+
+
+def verdict_of(outcome: messages.Outcome) -> Verdict:
+    """Return the verdict for the scheduler of this node, from the outcome of a failed job."""
+    if outcome.is_permanent:
+        return Verdict.PERMANENT
+    return Verdict.UNFIT if outcome.kind == "stuck" else Verdict.FAILED

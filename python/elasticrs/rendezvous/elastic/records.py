@@ -137,10 +137,18 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
     """Return true if this node's failure may have come before the recorded failure, and must therefore be
-    reported to the leader.
+    reported to the leader. A node always completes its own report.
     """
-    if recorded and bool(own.get("is_consequence")) != bool(recorded.get("is_consequence")):
-        return not own.get("is_consequence")
+    if recorded:
+        if own.get("node") is not None and own.get("node") == recorded.get("node"):
+            return True
+        # A report without a message was made before the worker's error file was read, so it may still turn
+        # out to be a consequence.
+        may_be_consequence = recorded.get("is_consequence") or recorded.get("message") is None
+        if may_be_consequence and not own.get("is_consequence"):
+            return True
+        if own.get("is_consequence") and not may_be_consequence:
+            return False
     blame, other_blame = blame_of(own), blame_of(recorded)
     if blame is not None and other_blame is not None:
         return blame <= other_blame

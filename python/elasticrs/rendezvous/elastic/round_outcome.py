@@ -87,13 +87,16 @@ def kind_of(head: Head) -> str:
 
 
 def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
-    """Return all causes that the members have reported for the round. If a node has reported the same cause
-    twice, the later report comes first, because it contains more information.
+    """Return the causes that the members have reported for the round, one for each node. If a node has
+    reported twice, the later report counts, because it was made with the error files of the workers.
     """
     members = [member for member in sorted(view.causes) if member in view.rank_of]
     told = [view.nodes[member] for member in members]
-    causes = [head.cause, *(node.cause for node in told if node.idle == head.round)]
-    return [cause for cause in reversed(causes) if cause is not None]
+    found = [node.cause for node in told if node.idle == head.round and node.cause is not None]
+    first = head.cause
+    if first is not None and not any(cause.get("node") == first.get("node") for cause in found):
+        found.insert(0, first)
+    return found[::-1]
 
 
 def first_cause(view: View, head: Head) -> dict[str, Any] | None:
@@ -102,7 +105,10 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
     if not known:
         return None
     known = [cause for cause in known if not cause.get("is_consequence")] or known
-    first = min(known, key=lambda cause: (time_of(cause) is None, time_of(cause) or 0))
+    # Order equal times by rank, because the result may not depend on the order of the reports.
+    first = min(
+        known, key=lambda cause: (time_of(cause) is None, time_of(cause) or 0, cause.get("rank") or 0)
+    )
     if blame_of(first) is None:
         return first
     hung = [(blame, cause) for cause in known if (blame := blame_of(cause)) is not None]

@@ -1,0 +1,349 @@
+"""Plays a recorded job: builds the evidence that each attempt leaves on each node, and lets the code of the
+agents decide.
+
+One node is decided by :class:`elasticrs.agent.decisions.OneNode`, several nodes by the members of a simulated
+rendezvous. In both cases, the options come from a command line, the error files are real files, and each node
+reports its failures and its exit code as the launcher does.
+"""
+
+import itertools
+import json
+import shlex
+import time
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from rendezvous.cluster import Cluster
+
+from elasticrs.agent import failed_attempt, job_report
+from elasticrs.agent import state_machine as machine
+from elasticrs.agent.attempt import Attempt, JobResult, Overdue
+from elasticrs.agent.decisions import OneNode
+from elasticrs.agent.first_failure import first_seen
+from elasticrs.agent.own_cause import Place, first_word, own_cause
+from elasticrs.agent.several_nodes import verdict_of
+from elasticrs.host import clock
+from elasticrs.host.clock import Clock
+from elasticrs.job.failure_cause import Cause
+from elasticrs.job.policy_options import ExitCodes
+from elasticrs.job.ranks import NodeShare, assign
+from elasticrs.launcher.arguments import parse, resolve
+from elasticrs.multiprocessing.errors.root_cause import root_cause
+from elasticrs.rendezvous.elastic import messages
+from elasticrs.workers.logs import LogPaths
+from elasticrs.workers.plan import Plan
+
+MS = 1_000_000
+OPTIONS = "--max-restarts 5 --exit-codes verdict"
+NODES = "abcdefgh"
+SIGTERM, SIGKILL = 15, 9
+
+
+class Verdict(NamedTuple):
+    """What a node concludes when the last attempt of a case has ended.
+
+    Args:
+        verdict: verdict of the JSON report; ``None`` if the job goes on or has succeeded.
+        code: exit code of the launcher; ``None`` if the job goes on.
+        restarts: number of charged restarts.
+        root: global rank of the root cause; ``None`` if no worker is to blame.
+        text: all that the user is told about the failure.
+    """
+
+    verdict: str | None
+    code: int | None
+    restarts: int
+    root: int | None
+    text: str
+
+
+class Node:
+    """A node whose workers end as a case says.
+
+    Args:
+        folder: folder for the files of its workers.
+        place: index of the node.
+        clocks: seconds by which its wall clock and its monotonic clock differ from those of this machine.
+    """
+
+    def __init__(self, folder, place, clocks=(0.0, 0.0)):
+        self.folder, self.place = folder / NODES[place], place
+        self._wall_ns, self._monotonic_ns = (int(seconds * 1e9) for seconds in clocks)
+        self.clock = Clock(offset_ns=-self._wall_ns, error_ns=200_000)
+
+    def attempt(self, number, restarts, shape, ends, began_ns, ran, step, counters=()):
+        """Build the record of an attempt and the files of its workers."""
+        shares = [NodeShare("default", count) for count in shape]
+        plan = Plan(assign(shares, self.place), "a", 1)
+        folder = self.folder / str(number)
+        folder.mkdir(parents=True)
+        names = {rank: str(folder / f"{rank}.json") for rank in range(len(ends))}
+        printed = {rank: str(folder / f"{rank}.out") for rank, end in enumerate(ends) if "stdout" in end}
+        attempt = Attempt(number, restarts, plan, str(number), LogPaths(printed, {}, {}, {}, names))
+        attempt.pids = [100 * self.place + rank + 100 for rank in range(len(ends))]
+        began_ns += self._monotonic_ns
+        failed_ns = began_ns + int(ran * 1e9)
+        attempt.stamps = {"planned": began_ns, "started": began_ns, "ended": failed_ns + 50 * MS}
+        if step is not None:
+            attempt.heartbeats = [beat_of(rank, began_ns, step) for rank in range(len(ends))]
+        for rank, end in enumerate(ends):
+            self._end(attempt, rank, end, failed_ns)
+        if counters:
+            attempt.oom_kills = {"/cg/memory.events": counters[0]}
+            attempt.oom_kills_after = {"/cg/memory.events": counters[1]}
+        own = [each for each in attempt.exits.values() if each.exitcode != 0 and each.sent_signal is None]
+        if own:
+            attempt.first_failure = min(own, key=lambda each: each.seen_ns).local_rank
+            attempt.stamps["failure_seen"] = attempt.exits[attempt.first_failure].seen_ns
+        elif attempt.expired:
+            attempt.first_failure = next(iter(attempt.expired))
+            attempt.stamps["failure_seen"] = attempt.expired[attempt.first_failure].seen_ns
+        return attempt
+
+    def _end(self, attempt, rank, end, failed_ns):
+        seen_ns = failed_ns + int(end["at"] * MS)
+        attempt.exits[rank] = SimpleNamespace(
+            local_rank=rank,
+            pid=attempt.pids[rank],
+            exitcode=end["exit"],
+            sent_signal=end.get("signalled"),
+            seen_ns=seen_ns,
+        )
+        if "stdout" in end:
+            with open(attempt.paths.stdouts[rank], "w", encoding="utf-8") as file:
+                file.write(end["stdout"])
+        if "error" in end:
+            recorded_ns = seen_ns - int(end["error"].get("before", 1.0) * MS)
+            with open(attempt.paths.error_files[rank], "w", encoding="utf-8") as file:
+                file.write(error_file(end["error"], attempt.pids[rank], recorded_ns))
+            # A worker with the hook of elasticrs notifies the agent when it records its exception.
+            if "own" not in end["error"] and end["error"].get("notice", True):
+                text = str(end["error"].get("message", "x"))
+                attempt.raised[rank] = SimpleNamespace(pid=attempt.pids[rank], seen_ns=recorded_ns, text=text)
+        if "hung" in end:
+            attempt.expired[rank] = Overdue(seen_ns, hung=hang_of(attempt, rank, seen_ns, end["hung"]))
+
+    def caused(self, attempt, job):
+        """The failure of this node, as it reports it when its workers have exited."""
+        told = self.first_word(attempt) if attempt.first_failure is not None else None
+        return own_cause(attempt, self._name, self.clock, told, fatal_exit_codes=job.fatal_codes)
+
+    def first_word(self, attempt):
+        """The failure of this node, as it reports it at once."""
+        return first_word(attempt, first_seen(attempt), self._name, self.clock)
+
+    @property
+    def _name(self):
+        return Place(NODES[self.place], f"host-{NODES[self.place]}", self.place)
+
+    def __enter__(self):
+        """Make this machine's clocks those of the node."""
+        self._clocks, clock.time = (
+            clock.time,
+            SimpleNamespace(
+                time_ns=lambda: time.time_ns() + self._wall_ns,
+                monotonic_ns=lambda: time.monotonic_ns() + self._monotonic_ns,
+            ),
+        )
+
+    def __exit__(self, *_):
+        clock.time = self._clocks
+
+
+def beat_of(rank, at_ns, step):
+    return SimpleNamespace(local_rank=rank, at_ns=at_ns, step=step, section=None)
+
+
+def hang_of(attempt, rank, seen_ns, hung):
+    beat = beat_of(rank, seen_ns - 61_000 * MS, hung["step"])
+    seen = SimpleNamespace(local_rank=rank, heartbeat=beat, frame=None, state="S", wait_channel="")
+    return SimpleNamespace(
+        local_rank=rank,
+        missed="step",
+        limit=60.0,
+        since_ns=beat.at_ns,
+        seen_ns=seen_ns,
+        ground=hung["ground"],
+        ranks=[seen],
+    )
+
+
+def error_file(error, pid, recorded_ns):
+    """The text of an error file: of the worker's hook, or of a program that writes it itself (``own``)."""
+    if "own" in error:
+        return json.dumps(error["own"])
+    exception, place = error["exception"], error.get("place", "train.py:88")
+    facts = {name: error[name] for name in ("is_retryable", "is_start_error") if name in error}
+    text = f"{exception.rpartition('.')[2]}: {error.get('message', 'x')}"
+    file, _, line = place.partition(":")
+    stack = f'Traceback (most recent call last):\n  File "/job/{file}", line {line}, in f\n{text}'
+    return json.dumps(
+        {
+            "message": {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": "1"}},
+            "elasticrs": {
+                "monotonic_ns": recorded_ns,
+                "pid": pid,
+                "failure": {"exception": exception, "place": place, **facts},
+            },
+        }
+    )
+
+
+class Played:
+    """A case, and how it ends. ``order`` is the order in which the nodes report."""
+
+    def __init__(self, case, vocabulary, folder, order=None):
+        self._case, self._vocabulary = case, vocabulary
+        script = folder / "train.py"
+        script.write_text("")
+        options = shlex.split(f"{OPTIONS} {case.get('options', '')}")
+        self.job = resolve(parse([*options, str(script)], {}), {}).job
+        self._attempts = [
+            {"nodes": each} if isinstance(each, str) else each
+            for each in case["attempts"]
+            for _ in range(each.get("times", 1) if isinstance(each, dict) else 1)
+        ]
+        shape = [text.split(",") for text in self._attempts[0]["nodes"].split("|")]
+        self._shape = [len(workers) for workers in shape]
+        clocks = case.get("clocks", [(0.0, 0.0)] * len(shape))
+        self._nodes = [Node(folder, place, clocks[place]) for place in range(len(shape))]
+        self._order = order or range(len(shape))
+        self._results = [JobResult() for _ in shape]
+
+    def _record(self, number, restarts, attempt):
+        """Add the records of an attempt on all nodes."""
+        texts = attempt["nodes"].split("|")
+        began_ns = time.monotonic_ns() - int(attempt.get("ran", 1.0) * 1e9)
+        for node, result, text in zip(self._nodes, self._results, texts, strict=True):
+            ends = [self._worker(word.strip()) for word in text.split(",")]
+            result.attempts.append(
+                node.attempt(
+                    *(number, restarts, self._shape, ends, began_ns, attempt.get("ran", 1.0)),
+                    *(attempt.get("step"), attempt.get("oom", ())),
+                )
+            )
+
+    def _worker(self, word):
+        """The end of a worker: a word of the vocabulary, with the time in ms after ``@``."""
+        name, _, at = word.partition("@")
+        end = self._vocabulary[name]
+        return {**end, "at": float(at or end.get("at", 0))}
+
+    def verdicts(self):
+        """The verdicts of all nodes."""
+        return self._one_node() if len(self._nodes) == 1 else self._several_nodes()
+
+    def _one_node(self):
+        decisions, actions, result = OneNode(self.job, planner=None), [], self._results[0]
+        for event in (machine.Begin(), machine.RendezvousCompleted()):
+            actions = decisions.step(event)
+        for number, attempt in enumerate(self._attempts):
+            if number:
+                decisions.step(machine.DelayOver())
+                decisions.step(machine.RendezvousCompleted())
+            decisions.step(machine.Started())
+            self._record(number, decisions._state.restarts, attempt)
+            decisions.observe(result.attempts[-1])
+            actions = decisions.step(self._end_of_group(attempt, result.attempts[-1]))
+            if decisions.phase.is_terminal:
+                break
+        is_over = decisions.phase.is_terminal
+        return [
+            self._verdict(result, decisions.phase, actions, decisions._state.restarts)
+            if is_over
+            else (self._going_on(result.attempts[-1], decisions._state.restarts))
+        ]
+
+    @staticmethod
+    def _end_of_group(given, attempt):
+        if "not_started" in given:
+            return machine.StartFailed(given["not_started"])
+        failed = any(worker.exitcode != 0 for worker in attempt.exits.values()) or attempt.expired
+        return machine.GroupEnded(
+            "failed" if failed else "succeeded", tuple(given.get("stuck", ())), unfit=given.get("unfit")
+        )
+
+    def _verdict(self, result, phase, actions, restarts):
+        result.phase, result.exit_code = phase, 0 if phase is machine.Phase.SUCCEEDED else 1
+        for action in actions:
+            if isinstance(action, machine.ReportFailure):
+                result.message, result.verdict = action.message, action.verdict
+        return self._reported(result, restarts)
+
+    def _reported(self, result, restarts):
+        failed = failed_attempt.all_failures(result) if result.exit_code else {}
+        headline = failed_attempt.headline_of(result, failed) if failed else None
+        code = job_report.exit_code(ExitCodes.parse(self.job.exit_codes), result, failed)
+        report = job_report.report(self.job, result, failed, headline, code)
+        text = job_report.termination_message(report) if result.exit_code else ""
+        return Verdict(report["verdict"], code, restarts, report["root_cause"], text)
+
+    @staticmethod
+    def _going_on(attempt, restarts):
+        failed = failed_attempt.failures(attempt)
+        root = root_cause(failed) if failed else None
+        text = failed_attempt.first_of(attempt)[1] if failed else ""
+        return Verdict(None, None, restarts, root, text)
+
+    def _several_nodes(self):
+        count = len(self._nodes)
+        cluster = Cluster(
+            min_nodes=self._case.get("min_nodes", count), max_nodes=count, policy=self.job.restart_settings
+        )
+        agents = [cluster.add(NODES[place]) for place in range(count)]
+        for number, attempt in enumerate(self._attempts):
+            self._record(number + 1, cluster.head.used, attempt)
+            cluster.now += int(attempt.get("ran", 1.0) * 1e9)
+            self._report(agents, attempt)
+            if any(agent.outcome is not None for agent in agents):
+                break
+            for agent in agents:
+                if "delay" in agent.timers:
+                    agent.fire("delay")
+        here = [place for place in range(count) if NODES[place] != self._attempts[-1].get("lost")]
+        return [self._of_node(cluster, agents[place], self._results[place]) for place in here]
+
+    def _report(self, agents, given):
+        """Let the nodes report: first their first failures, then the ends of their workers."""
+        ended = {}
+        for place in self._order:
+            agent, node, attempt = agents[place], self._nodes[place], self._results[place].attempts[-1]
+            with node:
+                cause = node.caused(attempt, self.job)
+                if cause is not None and attempt.first_failure is not None:
+                    agent.send(messages.WorkerFailed(node.first_word(attempt).encoded()))
+            unfit = given.get("unfit") if given.get("on", agent.name) == agent.name else None
+            ended[place] = messages.GroupEnded(None if cause is None else cause.encoded(), unfit)
+            if all(worker.exitcode == 0 for worker in attempt.exits.values()):
+                ended[place] = messages.WorkersDone()
+        for place, event in ended.items():
+            if agents[place].name == given.get("lost"):
+                agents[place].kill()
+            else:
+                agents[place].send(event)
+
+    def _of_node(self, cluster, agent, result):
+        outcome, head = agent.outcome, cluster.head
+        if outcome is None:
+            text = "\n".join([*(stop.why for stop in agent.all(messages.Stop)), *agent.texts])
+            return Verdict(None, None, head.used, None, text)
+        result.phase = machine.Phase.FAILED if outcome.kind != "succeeded" else machine.Phase.SUCCEEDED
+        result.exit_code = 0 if outcome.kind == "succeeded" else 1
+        result.message, result.verdict = outcome.message, verdict_of(outcome)
+        if outcome.cause is not None:
+            result.first_cause = Cause.decoded(outcome.cause)
+        return self._reported(result, head.used)
+
+
+def orders(case):
+    """Every order in which the nodes of a case may report."""
+    first = case["attempts"][0]
+    nodes = (first if isinstance(first, str) else first["nodes"]).count("|") + 1
+    return list(itertools.permutations(range(nodes))) if nodes <= 3 else [range(nodes), range(nodes)[::-1]]
+
+
+def expected(case) -> dict[str, Any]:
+    """The fields of a verdict that a case determines."""
+    return {
+        name: case["then"][name] for name in ("verdict", "code", "restarts", "root") if name in case["then"]
+    }
