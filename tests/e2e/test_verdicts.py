@@ -8,6 +8,7 @@ import signal
 import jsonschema
 import pytest
 from helpers import procs
+from helpers.ended import Ended
 from helpers.schema import DOCS
 
 from elasticrs.agent.attempt import JobResult
@@ -55,19 +56,6 @@ BAD_DATA = """
     ElementTree.fromstring("<a>")  # Its error is a subclass of SyntaxError.
 """
 SAME_AGAIN = "raise ValueError('x')"
-
-
-class Ended:
-    """A job that has ended: its exit code and its JSON report, which is checked against the schema."""
-
-    def __init__(self, launched, path):
-        self.code, self.stderr = launched.wait(), launched.stderr
-        self.report = json.loads(path.read_text())
-        jsonschema.validate(self.report, json.loads((DOCS / "report.schema.json").read_text()))
-
-    @property
-    def restarts(self):
-        return self.report["restarts"]["charged"]
 
 
 @pytest.fixture

@@ -1,10 +1,8 @@
 """The OOM killer's counters."""
 
 import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from helpers.procs import HANG
@@ -120,57 +118,6 @@ def test_the_machine_has_counters():
     counts = evidence.oom_kills([os.getpid(), 2**22 + 1])
     assert counts[evidence.VMSTAT] >= 0
     assert evidence.read_counters(counts).keys() == counts.keys()
-
-
-def memory_cgroup() -> tuple[Path, str] | None:
-    """A new memory cgroup below our own and its limit's file, where one can be made."""
-    counters = evidence.memory_counters(
-        Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()
-    )
-    for counter in counters:
-        group = Path(counter).parent / f"elasticrs-test-{os.getpid()}"
-        limit = "memory.max" if counter.endswith("memory.events") else "memory.limit_in_bytes"
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        if (group / limit).exists():
-            return group, limit
-        group.rmdir()
-    return None
-
-
-EATER = """
-import os, sys
-sys.stdin.readline()
-blocks = []
-while len(blocks) < 512:
-    blocks.append(b"x" * (1 << 20))
-os._exit(3)
-"""
-
-
-@pytest.mark.privileged
-def test_a_real_oom_kill_is_recognised():
-    made = memory_cgroup()
-    if made is None:
-        pytest.skip("no memory cgroup can be created here")
-    group, limit = made
-    try:
-        (group / limit).write_text(str(64 << 20))
-        with subprocess.Popen([sys.executable, "-c", EATER], stdin=subprocess.PIPE, text=True) as worker:
-            (group / "cgroup.procs").write_text(str(worker.pid))
-            before = evidence.oom_kills([worker.pid])
-            assert any(path.startswith(str(group)) for path in before)
-            worker.communicate("go\n", timeout=HANG)
-        after = evidence.read_counters(before)
-        assert worker.returncode == -signal.SIGKILL
-        assert evidence.probably_oom(worker.returncode, None, before, after)
-        note = evidence.oom_note(worker.returncode, None, before, after)
-        assert note is not None
-        assert str(group) in note
-    finally:
-        group.rmdir()
 
 
 def test_a_plain_kill_is_not_taken_for_it():

@@ -432,8 +432,17 @@ def test_torchs_loop_runs_if_a_hook_is_replaced(handler, tmp_path):
     [
         ({}, []),
         (
-            {"restart_delay": "1s", "max_restarts": "3/1h", "fatal_exit_codes": "3", "max_same_failures": 0},
-            ["restart_delay", "max_same_failures", "fatal_exit_codes", "the duration in max_restarts"],
+            {
+                "restart_delay": "1s",
+                "max_restarts": "3/1h",
+                "fatal_exit_codes": "3",
+                "max_same_failures": 0,
+                "exit_codes": "verdict",
+            },
+            [
+                *("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes"),
+                "the duration in max_restarts",
+            ],
         ),
     ],
 )

@@ -41,6 +41,7 @@ MORE = {
     "WorkerSpec.__init__": SETTINGS,
     "LocalElasticAgent.__init__": {"signals_to_handle"},
     "LaunchConfig.__init__": {"exit_barrier_timeout", *SETTINGS},
+    "RunResult.__init__": {"verdict", "exit_code", "reason"},
 }
 
 HOOKS_OF_OTHERS = {

@@ -35,6 +35,7 @@ VALUES = {
     "restart_delay": "1s..5m",
     "max_same_failures": 5,
     "fatal_exit_codes": "3,40-49",
+    "exit_codes": "verdict:7,8",
     "log_prefix": "time",
 }
 """A value for each setting of `WorkerSettings` that is not its default."""

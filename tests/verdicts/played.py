@@ -36,7 +36,6 @@ from elasticrs.workers.plan import Plan
 MS = 1_000_000
 OPTIONS = "--max-restarts 5 --exit-codes verdict"
 NODES = "abcdefgh"
-SIGTERM, SIGKILL = 15, 9
 
 
 class Verdict(NamedTuple):

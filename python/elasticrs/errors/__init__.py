@@ -1,8 +1,10 @@
-"""Exceptions that a worker raises to control how the launcher reacts to the worker's failure."""
+"""Exceptions that a worker raises to control how the launcher reacts to the worker's failure, and the base
+class of the exceptions for a failed job.
+"""
 
 from __future__ import annotations
 
-__all__ = ["NonRetryable"]
+__all__ = ["JobFailedError", "NonRetryable"]
 
 
 class NonRetryable(Exception):  # noqa: N818 -- the name says what the launcher does
@@ -12,3 +14,21 @@ class NonRetryable(Exception):  # noqa: N818 -- the name says what the launcher 
     ``--max-restarts`` allows further restarts. The same applies to a subclass, to an exception that has
     ``NonRetryable`` as its ``__cause__``, and to an exception group that contains one.
     """
+
+
+class JobFailedError(Exception):
+    """Base class of the exceptions that :class:`~elasticrs.launcher.elastic_launch` raises for a failed job:
+    :class:`~elasticrs.multiprocessing.errors.ChildFailedError` if workers failed, and a ``RuntimeError`` if
+    they could not be started.
+
+    Attributes:
+        verdict: advice to a scheduler: ``"failed"`` if another attempt may succeed, ``"permanent"`` if it
+            would fail in the same way, ``"unfit"`` if this node cannot run the job.
+        exit_code: exit code for this verdict, as chosen by ``LaunchConfig(exit_codes=…)``.
+        reason: reason why the job was not restarted, as one line; ``None`` if the workers' failures say
+            everything.
+    """
+
+    verdict: str = "failed"
+    exit_code: int = 1
+    reason: str | None = None

@@ -89,6 +89,11 @@ class WorkerSettings:
             place, on the same rank or in the same training step.
         fatal_exit_codes: exit codes of workers for which the job stops without a restart, such as
             ``"3,40-49"``.
+        exit_codes: exit code for a failed job: the launcher exits with it, and programs find it in
+            :class:`elasticrs.errors.JobFailedError`. ``"torchrun"``: always 1. ``"verdict"``: 93 if
+            another attempt would fail in the same way, 193 if this node is unfit, otherwise 1;
+            ``"verdict:PERMANENT,UNFIT"`` for other numbers. ``"worker"``: the exit code of the worker that
+            failed first, or 128 plus the number of the signal that killed it.
         log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
             ``"auto"`` adds it unless the lines are written to a terminal. If ``None``, the value comes from
             ``PET_LOG_PREFIX``; the default is ``"auto"``.
@@ -105,6 +110,7 @@ class WorkerSettings:
     restart_delay: str = "0"
     max_same_failures: int = 3
     fatal_exit_codes: str = ""
+    exit_codes: str = "torchrun"
     log_prefix: str | None = None
 
 
@@ -148,10 +154,6 @@ class JobConfig(Record, WorkerSettings):
         role: role of the workers.
         name: name of the job in the report: the script, the program or the function.
         max_restarts: maximum number of charged restarts.
-        exit_codes: exit code of the launcher for a failed job. ``"torchrun"``: always 1. ``"verdict"``: 93 if
-            another attempt would fail in the same way, 193 if this node is unfit, otherwise 1;
-            ``"verdict:PERMANENT,UNFIT"`` for other numbers. ``"worker"``: the exit code of the worker that
-            failed first, or 128 plus the number of the signal that killed it.
         node_check: command that checks whether this node can run workers, before it joins the job and after
             each failure of its workers; ``None`` for no check.
         node_check_timeout: seconds after which that command is killed.
@@ -180,7 +182,6 @@ class JobConfig(Record, WorkerSettings):
     role: str = "default"
     name: str = ""
     max_restarts: int = 0
-    exit_codes: str = "torchrun"
     report: str | None = None
     node_check: str | None = None
     node_check_timeout: float = 60.0

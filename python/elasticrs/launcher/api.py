@@ -170,7 +170,8 @@ def launch_agent(
         Return values of the functions on this node, by global rank. The values are ``None`` for programs.
 
     Raises:
-        ChildFailedError: workers failed.
+        ChildFailedError: workers failed. Like the exception for workers that could not be started, it is an
+            :class:`elasticrs.errors.JobFailedError` with the verdict and the exit code.
         SignalException: a signal stopped the job.
         ValueError: the configuration is invalid.
         SystemExit: this process is a worker that is still importing the main module, because the main module
@@ -220,7 +221,11 @@ def launch_agent(
             initialize_metrics(MetricsConfig(config.metrics_cfg))
             result = run_agent(agent, config.event_log_handler)
             if result.is_failed():
-                raise ChildFailedError(name=name, failures=result.failures)
+                error = ChildFailedError(name=name, failures=result.failures)
+                if result.verdict is not None and result.exit_code is not None:
+                    error.verdict, error.exit_code = result.verdict, result.exit_code
+                    error.reason = result.reason
+                raise error
             return result.return_values
     finally:
         if isinstance(config.logs_specs, DefaultLogsSpecs):

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import errno
 
+from elasticrs.errors import JobFailedError
 
-class _NotFoundError(RuntimeError, FileNotFoundError):
+
+class NotStartedError(JobFailedError, RuntimeError):
+    """Raised if processes could not be started."""
+
+
+class _NotFoundError(NotStartedError, FileNotFoundError):
     pass
 
 
-class _NotPermittedError(RuntimeError, PermissionError):
+class _NotPermittedError(NotStartedError, PermissionError):
     pass
 
 
-_KINDS: dict[int | None, type[RuntimeError]] = {
+_KINDS: dict[int | None, type[NotStartedError]] = {
     errno.ENOENT: _NotFoundError,
     errno.EACCES: _NotPermittedError,
     errno.EPERM: _NotPermittedError,
 }
 
 
-def not_started(text: str, number: int | None) -> RuntimeError:
+def not_started(text: str, number: int | None) -> NotStartedError:
     """Return a ``RuntimeError`` for the caller to raise. As in torch, the exception is also a
     ``FileNotFoundError`` or ``PermissionError`` if the error number ``number`` means that the program is
     missing or not executable.
     """
-    error = _KINDS.get(number, RuntimeError)(text)
+    error = _KINDS.get(number, NotStartedError)(text)
     if isinstance(error, OSError):
         error.errno = number
     return error

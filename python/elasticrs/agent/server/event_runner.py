@@ -79,7 +79,7 @@ class EventRunner(Record):
         finally:
             if signals is not None:
                 signals.close()
-        return self._run_result(result, decisions)
+        return self._run_result(job, result, decisions)
 
     def _decisions(self, job: JobConfig, console: Console) -> Decisions:
         handler, group = self._group.spec.rdzv_handler, self._group
@@ -89,7 +89,7 @@ class EventRunner(Record):
             job, self._rendezvous, console, planner=planner, planned=group.take_plan, home=home
         )
 
-    def _run_result(self, result: JobResult, decisions: Decisions) -> RunResult:
+    def _run_result(self, job: JobConfig, result: JobResult, decisions: Decisions) -> RunResult:
         group = self._group
         if result.attempts:
             self.restarts = result.attempts[-1].restarts
@@ -101,17 +101,32 @@ class EventRunner(Record):
             sigval = signal.Signals(result.signum)
             raise SignalException(f"stopped by {sigval.name}", sigval)
         from elasticrs.agent.failed_attempt import all_failures
+        from elasticrs.agent.job_report import exit_code
+        from elasticrs.job.policy_options import ExitCodes
+        from elasticrs.multiprocessing.errors.root_cause import root_cause
 
         group.state = WorkerState.FAILED
         failed = all_failures(result)
+        code = exit_code(ExitCodes.parse(job.exit_codes), result, failed)
         if failed:
-            return RunResult(WorkerState.FAILED, failures=failed)
+            if result.message is not None:
+                root = failed[root_cause(failed)]
+                root.more_notes = [*root.more_notes, result.message]
+            return RunResult(
+                WorkerState.FAILED,
+                failures=failed,
+                verdict=result.verdict.value,
+                exit_code=code,
+                reason=result.message,
+            )
         outcome = getattr(decisions, "outcome", None)
         if outcome is not None and outcome.kind not in {"failed", "stuck"}:
             from elasticrs.rendezvous.elastic.handler import error_of
 
             raise error_of(outcome)
-        raise not_started(result.message or "the workers could not be started", result.start_errno)
+        error = not_started(result.message or "the workers could not be started", result.start_errno)
+        error.verdict, error.exit_code, error.reason = result.verdict.value, code, result.message
+        raise error
 
 
 class _Planner(Record):

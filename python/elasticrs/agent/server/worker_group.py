@@ -234,11 +234,19 @@ class RunResult:
         state: state of the group; SUCCEEDED or FAILED at the end.
         return_values: return values of the workers' functions.
         failures: failures of the failed workers.
+        verdict: verdict on the failure, as in :class:`elasticrs.errors.JobFailedError`; ``None`` if the
+            workers have not failed, or if hooks decided about restarts.
+        exit_code: exit code for this verdict; also ``None`` without a verdict.
+        reason: reason why the workers were not restarted; ``None`` if their failures say everything.
     """
 
     state: WorkerState
     return_values: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
+    _: KW_ONLY
+    verdict: str | None = None
+    exit_code: int | None = None
+    reason: str | None = None
 
     def is_failed(self) -> bool:
         """Return true if the workers failed."""

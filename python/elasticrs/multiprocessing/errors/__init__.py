@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from functools import wraps
 
+from elasticrs.errors import JobFailedError
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE, ProcessFailure
 from elasticrs.multiprocessing.errors.handlers import get_error_handler
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 
-class ChildFailedError(Exception):
+class ChildFailedError(JobFailedError):
     """Raised when workers have failed. The text of the exception is the failure report.
 
     Under :func:`record`, the error file contains the traceback of the failed worker instead of a traceback of
@@ -57,7 +58,7 @@ class ChildFailedError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Override pickling, because the default would call the class with the report as its only argument.
-        return type(self), (self.name, self.failures)
+        return type(self), (self.name, self.failures), self.__dict__
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
         """Return the global rank and the failure of the root cause; see :mod:`.root_cause` for the rules."""
