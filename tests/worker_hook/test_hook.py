@@ -249,19 +249,35 @@ WATCHED = {"ELASTICRS_HEARTBEAT": "9:9:9"}
 
 @pytest.mark.parametrize("python", interpreters())
 def test_a_finder_stands_before_the_others_only_where_heartbeats_are_watched(worker, python):
-    off = {**WATCHED, "ELASTICRS_AUTO_HEARTBEAT": "0"}
     bare = worker.run(FINDERS, hooked=False, python=python).stdout
-    assert [worker.run(FINDERS, python=python, **env).stdout for env in ({}, off)] == [bare, bare]
+    assert worker.run(FINDERS, python=python).stdout == bare
     assert worker.run(FINDERS, python=python, **WATCHED).stdout == f"_OptimizerImport {bare}"  # HOOK-5
 
 
-@pytest.mark.parametrize("python", interpreters())
-def test_the_finder_leaves_with_the_import_also_where_nothing_of_ours_can_be_had(worker, python):
+@pytest.fixture
+def optimizers(worker):
+    """The source of a package that takes the place of torch's optimizers."""
     package = worker.directory / "torch" / "optim"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
         (folder / "__init__.py").touch()
-    (package / "optimizer.py").write_text("print(__spec__.loader.name, 'exec_module' in vars(__loader__))")
+    return package / "optimizer.py"
+
+
+@pytest.mark.parametrize("automatic", ["0", "1"])
+def test_the_import_starts_the_thread_for_flight_records_also_without_automatic_heartbeats(
+    worker, optimizers, automatic
+):
+    optimizers.write_text("register_optimizer_step_post_hook = lambda hook: print('HOOK')")
+    source = "import os, torch.optim.optimizer; print(*os.listdir())"
+    done = worker.run(source, **WATCHED, ELASTICRS_AUTO_HEARTBEAT=automatic)
+    assert "error.json.flight_requests" in done.stdout
+    assert ("HOOK" in done.stdout) == (automatic == "1")
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_the_finder_leaves_with_the_import_also_where_nothing_of_ours_can_be_had(worker, optimizers, python):
+    optimizers.write_text("print(__spec__.loader.name, 'exec_module' in vars(__loader__))")
     source = f"import sys; sys.modules['elasticrs'] = None; import torch.optim.optimizer; {FINDERS}"
     states = [worker.run(source, hooked=hooked, python=python, **WATCHED) for hooked in (False, True)]
     assert states[0].stderr == states[1].stderr == ""

@@ -6,6 +6,8 @@ heartbeats are sent through :mod:`elasticrs.timer.heartbeats`.
 
 from __future__ import annotations
 
+import os
+
 from elasticrs.timer.heartbeats import automatic_heartbeat
 
 TYPE_CHECKING = False
@@ -15,7 +17,8 @@ if TYPE_CHECKING:
 
 def beat_with_steps(optimizers: object) -> None:
     """Register a hook that torch calls after each step of any optimizer, unless this version of torch has no
-    such hooks. Start the thread that writes torch's flight record when the agent requests it.
+    such hooks, or ``ELASTICRS_AUTO_HEARTBEAT`` is 0. Start the thread that writes torch's flight record when
+    the agent requests it.
 
     Args:
         optimizers: the module ``torch.optim.optimizer``. Other parts of torch may not be imported yet.
@@ -25,7 +28,7 @@ def beat_with_steps(optimizers: object) -> None:
     # Start the thread here and not with the first step, because the first collective may hang before it.
     answer_with_record()
     register = getattr(optimizers, "register_optimizer_step_post_hook", None)
-    if register is None:
+    if register is None or os.environ.get("ELASTICRS_AUTO_HEARTBEAT") == "0":
         return
     from weakref import ref
 

@@ -202,7 +202,9 @@ def _install(path: str) -> None:
 
 
 class _OptimizerImport:
-    """Import finder that detects the import of torch's optimizers, so that their steps send heartbeats."""
+    """Import finder that detects the import of torch's optimizers, so that their steps send heartbeats, and a
+    thread waits to write torch's flight record.
+    """
 
     name = "torch.optim.optimizer"
 
@@ -246,7 +248,7 @@ def _beat_with_steps(optimizers: object) -> None:
 def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if "ELASTICRS_HEARTBEAT" in os.environ and os.environ.get("ELASTICRS_AUTO_HEARTBEAT") != "0":
+    if "ELASTICRS_HEARTBEAT" in os.environ:
         # The warm nursery may have imported the optimizers before it forked this worker.
         if _OptimizerImport.name in sys.modules:
             _beat_with_steps(sys.modules[_OptimizerImport.name])
