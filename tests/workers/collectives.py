@@ -19,8 +19,6 @@ from torch import distributed
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
-PLAN = json.loads(sys.argv[1])
-RANK = PLAN["rank"]
 never, raised = threading.Event(), threading.Event()
 
 
@@ -29,7 +27,7 @@ def load_batch():
 
 
 def spin():
-    while PLAN:
+    while not never.is_set():
         continue
 
 
@@ -50,13 +48,13 @@ def carry_out(name, group, tensor):
     elif name == "barrier":
         distributed.barrier(group=group)
     elif name == "receive":
-        distributed.recv(tensor, src=(RANK + 1) % PLAN["size"])
+        distributed.recv(tensor, src=(distributed.get_rank() + 1) % distributed.get_world_size())
     else:
         raise ValueError(name)
 
 
-def train(groups):
-    for name, group, elements in PLAN["steps"]:
+def train(steps, groups):
+    for name, group, elements in steps:
         carry_out(name, None if group is None else groups[group], torch.ones(elements))
 
 
@@ -78,23 +76,35 @@ def answer():
         os._exit(0)  # The tests have closed the pipe, or find it closed.
 
 
-def main():
-    stacks = os.open(PLAN["stacks"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def join(plan):
+    """Join the groups of a plan, and write the stacks to its file on request. Return the groups."""
+    stacks = os.open(plan["stacks"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGRTMIN + 12, stacks, all_threads=True)
     distributed.init_process_group(
         "gloo",
-        init_method=f"file://{PLAN['store']}",
-        rank=RANK,
-        world_size=PLAN["size"],
+        init_method=f"file://{plan['store']}",
+        rank=plan["rank"],
+        world_size=plan["size"],
         timeout=timedelta(minutes=10),
     )
-    groups = [distributed.new_group(ranks, group_desc=name) for name, ranks in PLAN["groups"]]
-    threading.Thread(target=answer, daemon=True).start()
+    return [distributed.new_group(ranks, group_desc=name) for name, ranks in plan["groups"]]
+
+
+def run(steps, groups, on_error):
+    """Carry out the steps, and stay. A collective that fails is reported by ``on_error``."""
     try:
-        train(groups)
+        train(steps, groups)
     except RuntimeError:
-        raised.set()
+        on_error()
     never.wait()
 
 
-main()
+def main():
+    plan = json.loads(sys.argv[1])
+    groups = join(plan)
+    threading.Thread(target=answer, daemon=True).start()
+    run(plan["steps"], groups, raised.set)
+
+
+if __name__ == "__main__":
+    main()

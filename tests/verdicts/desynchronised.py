@@ -1,0 +1,153 @@
+"""Gloo groups of 2 to 16 real ranks, one of which loses step in one of five ways, and the evidence that they
+leave.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from helpers.procs import HANG, wait_until
+
+from elasticrs.diagnosis.values import NoRecord, RankEvidence
+
+WORKER = Path(__file__).resolve().parents[1] / "workers" / "desynchronised.py"
+KINDS = ("missing", "dead", "order", "size", "groups")
+BOTH_NAMED = ("order", "size", "groups")
+"""Kinds in which two ranks are a tie, because either of them may be wrong."""
+
+REDUCE, BARRIER = ("all_reduce", None, 4), ("barrier", None, 1)
+LOAD, EXIT = ("load", None, 1), ("exit", None, 1)
+
+
+class Lost(NamedTuple):
+    """A group that loses step.
+
+    Args:
+        kind: one of :data:`KINDS`.
+        size: number of ranks.
+        culprit: the rank that loses step.
+        steps: collectives of the culprit, and of the other ranks.
+        groups: groups besides the default one, by description and ranks.
+    """
+
+    kind: str
+    size: int
+    culprit: int
+    steps: tuple[list, list]
+    groups: list
+
+
+def drawn(seed):
+    """A random group that loses step."""
+    source = random.Random(seed)
+    kind = source.choice(KINDS)
+    size = source.randrange(3 if kind in BOTH_NAMED else 2, 17)
+    operations = [REDUCE, BARRIER, ("all_reduce", None, 16), ("all_gather", None, 4)]
+    before, after = (source.choices(operations, k=source.randrange(1, 6)) for _ in range(2))
+    own, others, groups = {
+        "missing": ([LOAD], [REDUCE], []),
+        "dead": ([EXIT], [REDUCE], []),
+        "order": ([BARRIER, REDUCE], [REDUCE, BARRIER], []),
+        "size": ([("all_reduce", None, 8)], [REDUCE], []),
+        "groups": (
+            [("all_reduce", 1, 4)],
+            [("all_reduce", 0, 4)],
+            [("dp", range(size)), ("tp", range(size))],
+        ),
+    }[kind]
+    steps = [*before, *own, *after], [*before, *others, *after]
+    return Lost(kind, size, source.randrange(size), steps, [(name, list(ranks)) for name, ranks in groups])
+
+
+class Groups:
+    """Runs one group after another, as forks of one process that has imported torch."""
+
+    def __enter__(self):
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        return self
+
+    def __exit__(self, *_):
+        self._process.stdin.close()
+        self._process.wait(HANG)
+        self._process.stdout.close()
+
+    def evidence(self, lost, folder):
+        """Run a group until none of its ranks makes progress, and return the evidence of all ranks."""
+        plans = [
+            {
+                "rank": rank,
+                "size": lost.size,
+                "groups": lost.groups,
+                "steps": lost.steps[rank != lost.culprit],
+                "store": f"{folder}/store",
+                "stacks": f"{folder}/{rank}.stacks",
+                "error_file": f"{folder}/{rank}.json",
+            }
+            for rank in range(lost.size)
+        ]
+        pids = self._ask(json.dumps(plans))
+        try:
+            wait_until_stuck(pids)
+            return [evidence_of(plan, pid) for plan, pid in zip(plans, pids, strict=True)]
+        finally:
+            self._ask("")
+
+    def _ask(self, line):
+        self._process.stdin.write(f"{line}\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+def wait_until_stuck(pids):
+    """Wait until no thread of these processes has run for a while, except gloo's threads that poll."""
+    pause, before = threading.Event(), None
+    for _ in range(int(HANG / 0.1)):
+        threads = {thread: state for pid in pids for thread, state in threads_of(pid).items()}
+        asleep = all(state in "SZ" for _, state, _ in threads.values())
+        now = {thread: switches for thread, (name, _, switches) in threads.items() if name != "gloo_tcp_loop"}
+        if asleep and now == before:
+            return
+        before = now if asleep else None
+        pause.wait(0.1)
+    raise AssertionError("the group did not get stuck")
+
+
+def threads_of(pid):
+    """Name, state and number of context switches of each thread of a process that has not been reaped."""
+    found = {}
+    for tid in os.listdir(f"/proc/{pid}/task"):
+        try:
+            lines = Path(f"/proc/{pid}/task/{tid}/status").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # The thread has exited.
+        fields = dict(line.split(":\t") for line in lines if ":\t" in line)
+        switches = fields["voluntary_ctxt_switches"], fields["nonvoluntary_ctxt_switches"]
+        found[tid] = fields["Name"], fields["State"][0], switches
+    return found
+
+
+def evidence_of(plan, pid):
+    """Request the record and the stacks of a rank, as the core does, and read them."""
+    rank, path = plan["rank"], Path(plan["error_file"])
+    if next(iter(threads_of(pid).values()))[1] == "Z":
+        return RankEvidence(rank, f"node{rank // 8}", NoRecord.EXITED)
+    stacks, record = Path(plan["stacks"]), Path(f"{path}.flight")
+    os.kill(pid, signal.SIGRTMIN + 12)
+    wait_until(lambda: stacks.read_text().endswith("in <module>\n"))
+    os.close(os.open(f"{path}.flight_requests", os.O_WRONLY | os.O_NONBLOCK))
+    wait_until(record.exists)
+    header, *records = record.read_bytes().splitlines()
+    groups = json.loads(header)["groups"]
+    return RankEvidence(rank, f"node{rank // 8}", tuple(records), stacks.read_text(), groups, path.exists())

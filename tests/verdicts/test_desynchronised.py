@@ -1,0 +1,50 @@
+"""Real gloo groups, one of whose ranks loses step: the diagnosis names that rank and never another one."""
+
+import pytest
+
+from elasticrs.diagnosis.diagnose import diagnose
+from verdicts.desynchronised import KINDS, Groups, drawn
+
+pytestmark = pytest.mark.torch
+
+SEEDS = {"missing": 2, "dead": 15, "order": 7, "size": 12, "groups": 10}
+"""A small group of each kind."""
+
+
+@pytest.fixture(scope="module")
+def groups():
+    with Groups() as made:
+        yield made
+
+
+def named(groups, lost, folder):
+    diagnosis = diagnose(groups.evidence(lost, folder))
+    return {rank for culprit in diagnosis.culprits for rank in culprit.ranks}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rank_that_loses_step_is_named(groups, kind, tmp_path):
+    lost = drawn(SEEDS[kind])
+    assert lost.kind == kind
+    assert named(groups, lost, tmp_path) == {lost.culprit}
+
+
+# With calls of different sizes, gloo may abort either of two ranks.
+@pytest.mark.parametrize("kind", ["order", "groups"])
+def test_neither_of_two_ranks_is_blamed_if_their_calls_differ(groups, kind, tmp_path):
+    lost = drawn(SEEDS[kind])
+    pair = lost._replace(size=2, culprit=0, groups=[(name, [0, 1]) for name, _ in lost.groups])
+    assert named(groups, pair, tmp_path) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_98_of_100_random_groups_name_the_rank_and_none_names_another_one(groups, tmp_path):
+    right = 0
+    for seed in range(100):
+        lost, folder = drawn(seed), tmp_path / str(seed)
+        folder.mkdir()
+        found = named(groups, lost, folder)
+        assert found <= {lost.culprit}, (seed, lost, found)
+        right += found == {lost.culprit}
+    assert right >= 98
