@@ -2,7 +2,8 @@
 
 import pytest
 
-from elasticrs.report.traceback_summary import headline
+from elasticrs._worker import error_file
+from elasticrs.report.traceback_summary import LIBRARIES, headline
 
 LIBRARY = """Traceback (most recent call last):
   File "/data/me/train.py", line 41, in <module>
@@ -13,6 +14,11 @@ LIBRARY = """Traceback (most recent call last):
     with open(path, "rb") as file:
 FileNotFoundError: [Errno 2] No such file or directory: 'a.pt'
 """
+
+
+def test_the_worker_and_the_agent_agree_on_what_belongs_to_the_program():
+    """The list exists twice, because the module of the worker may not import elasticrs."""
+    assert error_file._LIBRARIES == LIBRARIES
 
 
 def test_the_place_is_in_the_code_of_the_user():

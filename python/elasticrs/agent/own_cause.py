@@ -11,7 +11,7 @@ import time
 from elasticrs.agent.failed_attempt import failures
 from elasticrs.host.clock import Clock
 from elasticrs.job.failure_cause import Cause, Permanence
-from elasticrs.job.restart_policy import Evidence
+from elasticrs.job.restart_policy import STEADY, Evidence
 from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, reports_lost_peer, root_cause, victims
@@ -209,11 +209,16 @@ def _permanence(
 
 
 def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
-    """Return true if a worker failed while its program started.
+    """Return true if a worker failed while its program started, less than :data:`STEADY` seconds after the
+    start of the process.
 
     A program that rejects its arguments exits with 2. Exit code 2 counts only if standard output is an empty
     file, because a program that has printed something has started.
     """
+    started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
+    if started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9:
+        # A module that is imported late may be missing because a file system failed in the meantime.
+        return False
     if failure.is_start_error:
         return True
     paths = attempt.paths
