@@ -22,6 +22,7 @@ from benchmarks import (
     timers,
     train_steps,
     usage,
+    verdict,
     worker_store,
 )
 from benchmarks.harness import LAUNCHERS, Options, Row
@@ -40,6 +41,7 @@ BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "nodes-failure": peers.measure,
     "nodes-killed": lost.measure_killed,
     "nodes-silent": lost.measure_silent,
+    "nodes-verdict": verdict.measure,
     "nodes-idle": idle.measure_nodes,
     "nodes-etcd": etcd.measure,
     "nodes-hosted": etcd.measure_hosted,
