@@ -21,6 +21,9 @@ KINDS = ("missing", "dead", "order", "size", "groups")
 BOTH_NAMED = ("order", "size", "groups")
 """Kinds in which two ranks are a tie, because either of them may be wrong."""
 
+LOOKS = 5
+"""Voluntary context switches after which a thread of gloo, which polls every 10 ms, has looked for messages."""
+
 REDUCE, BARRIER = ("all_reduce", None, 4), ("barrier", None, 1)
 LOAD, EXIT = ("load", None, 1), ("exit", None, 1)
 
@@ -111,37 +114,40 @@ class Groups:
 
 
 def wait_until_stuck(pids):
-    """Wait until no thread of these processes has run for a while, except gloo's threads that poll."""
+    """Wait until no thread of these processes has run while each of gloo's threads looked for messages."""
     pause, before = threading.Event(), None
     for _ in range(int(HANG / 0.1)):
-        threads = {thread: state for pid in pids for thread, state in threads_of(pid).items()}
-        asleep = all(state in "SZ" for _, state, _ in threads.values())
-        now = {thread: switches for thread, (name, _, switches) in threads.items() if name != "gloo_tcp_loop"}
-        if asleep and now == before:
+        threads = [thread for pid in pids for thread in threads_of(pid)]
+        looks = {tid: switches[0] for tid, name, _, switches in threads if name == "gloo_tcp_loop"}
+        others = [(tid, state, switches) for tid, _, state, switches in threads if tid not in looks]
+        if any(state not in "SZ" for _, state, _ in others):
+            before = None
+        elif before is None or others != before[0]:
+            before = others, looks
+        elif all(switches >= before[1][tid] + LOOKS for tid, switches in looks.items()):
             return
-        before = now if asleep else None
         pause.wait(0.1)
     raise AssertionError("the group did not get stuck")
 
 
 def threads_of(pid):
-    """Name, state and number of context switches of each thread of a process that has not been reaped."""
-    found = {}
+    """Id, name, state, and voluntary and other context switches of each thread of a process that has not been
+    reaped.
+    """
     for tid in os.listdir(f"/proc/{pid}/task"):
         try:
             lines = Path(f"/proc/{pid}/task/{tid}/status").read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError):
             continue  # The thread has exited.
         fields = dict(line.split(":\t") for line in lines if ":\t" in line)
-        switches = fields["voluntary_ctxt_switches"], fields["nonvoluntary_ctxt_switches"]
-        found[tid] = fields["Name"], fields["State"][0], switches
-    return found
+        switches = int(fields["voluntary_ctxt_switches"]), int(fields["nonvoluntary_ctxt_switches"])
+        yield tid, fields["Name"], fields["State"][0], switches
 
 
 def evidence_of(plan, pid):
     """Request the record and the stacks of a rank, as the core does, and read them."""
     rank, path = plan["rank"], Path(plan["error_file"])
-    if next(iter(threads_of(pid).values()))[1] == "Z":
+    if next(threads_of(pid))[2] == "Z":
         return RankEvidence(rank, f"node{rank // 8}", NoRecord.EXITED)
     stacks, record = Path(plan["stacks"]), Path(f"{path}.flight")
     os.kill(pid, signal.SIGRTMIN + 12)

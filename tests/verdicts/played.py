@@ -170,7 +170,7 @@ def hang_of(attempt, rank, seen_ns, hung):
 def error_file(error, pid, recorded_ns):
     """The text of an error file: of the worker's hook, or of a program that writes it itself (``own``)."""
     if "own" in error:
-        return json.dumps(error["own"])
+        return error["own"] if isinstance(error["own"], str) else json.dumps(error["own"])
     exception, place = error["exception"], error.get("place", "train.py:88")
     facts = {name: error[name] for name in ("is_retryable", "is_start_error") if name in error}
     text = f"{exception.rpartition('.')[2]}: {error.get('message', 'x')}"
@@ -181,7 +181,7 @@ def error_file(error, pid, recorded_ns):
             "message": {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": "1"}},
             "elasticrs": {
                 "monotonic_ns": recorded_ns,
-                "pid": pid,
+                "pid": error.get("pid", pid),
                 "failure": {"exception": exception, "place": place, **facts},
             },
         }

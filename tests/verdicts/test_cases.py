@@ -96,4 +96,4 @@ def test_the_verdict_does_not_depend_on_the_order_of_the_reports(case, order):
             verdicts = Played(case, ENDS, Path(folder), each).verdicts()
         found.append({verdict._replace(text="") for verdict in verdicts})
     assert found[0] == found[1]
-    assert len({verdict._replace(root=None, code=None) for verdict in found[0]}) == 1
+    assert len(found[0]) == 1

@@ -48,7 +48,9 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
         special = {Verdict.PERMANENT: codes.permanent, Verdict.UNFIT: codes.unfit}
         return special.get(result.verdict, result.exit_code)
     if codes.kind == "worker" and failed:
-        code = failed[root_cause(failed)].exitcode
+        root = failed[root_cause(failed)]
+        # If the agent stopped the worker after its exception, its exit code only shows the agent's signal.
+        code = root.exitcode if root.sent_signal is None else None
         # A shell reports a process that was killed by a signal as 128 plus the number of the signal.
         return result.exit_code if not code else code if code > 0 else 128 - code
     return result.exit_code
