@@ -22,7 +22,7 @@ BOTH_NAMED = ("order", "size", "groups")
 """Kinds in which two ranks are a tie, because either of them may be wrong."""
 
 LOOKS = 5
-"""Voluntary context switches after which a thread of gloo, which polls every 10 ms, has looked for messages."""
+"""Voluntary context switches after which a thread of gloo, which polls, has looked for messages."""
 
 REDUCE, BARRIER = ("all_reduce", None, 4), ("barrier", None, 1)
 LOAD, EXIT = ("load", None, 1), ("exit", None, 1)

@@ -88,6 +88,7 @@ def jobs(draw):
     return {"attempts": [{"nodes": nodes, "step": step, "times": times}], "options": options}
 
 
+@pytest.mark.timeout(900)  # For the many examples of the thorough profile.
 @given(jobs(), st.permutations(range(3)))
 def test_the_verdict_does_not_depend_on_the_order_of_the_reports(case, order):
     found = []

@@ -135,12 +135,17 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
     return max(0.0, float(silence))
 
 
+def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return true if the same agent has reported both causes. Several agents may run on one node."""
+    return all(one.get(name) == other.get(name) for name in ("node", "group_rank"))
+
+
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
     """Return true if this node's failure may have come before the recorded failure, and must therefore be
     reported to the leader. A node always completes its own report.
     """
     if recorded:
-        if own.get("node") is not None and own.get("node") == recorded.get("node"):
+        if is_of_same_node(own, recorded):
             return True
         # A report without a message was made before the worker's error file was read, so it may still turn
         # out to be a consequence.

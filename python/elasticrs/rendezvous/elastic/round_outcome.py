@@ -17,7 +17,7 @@ from elasticrs.job.failure_cause import Cause
 from elasticrs.job.restart_policy import STEADY, Evidence, RestartDecision, StopKind, decide
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.announcements import named, nodes
-from elasticrs.rendezvous.elastic.records import blame_of, cut, time_of
+from elasticrs.rendezvous.elastic.records import blame_of, cut, is_of_same_node, time_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
     told = [view.nodes[member] for member in members]
     found = [node.cause for node in told if node.idle == head.round and node.cause is not None]
     first = head.cause
-    if first is not None and not any(cause.get("node") == first.get("node") for cause in found):
+    if first is not None and not any(is_of_same_node(cause, first) for cause in found):
         found.insert(0, first)
     return found[::-1]
 
