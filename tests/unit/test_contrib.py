@@ -62,7 +62,7 @@ class TestSlurm:
     def submit(self, tmp_path):
         def submit(first: int, highest: int) -> subprocess.CompletedProcess[str]:
             programs = {
-                "scontrol": 'if [ "$1" = show ]; then echo node1; echo node2; else echo "scontrol $*"; fi',
+                "scontrol": 'echo "scontrol $*"',
                 # The first task runs here. The exit code of srun is the highest of all tasks.
                 "srun": f'while [ "${{1#--}}" != "$1" ]; do shift; done; SLURM_PROCID=0 "$@"; exit {highest}',
                 "elasticrun": f'echo "elasticrun $*"; exit {first}',
@@ -74,7 +74,6 @@ class TestSlurm:
                 "PATH": f"{tmp_path}:{os.environ['PATH']}",
                 "SLURM_JOB_ID": "47",
                 "SLURM_JOB_NUM_NODES": "4",
-                "SLURM_JOB_NODELIST": "node[1-4]",
             }
             script = CONTRIB / "slurm/train.sbatch"
             return subprocess.run(
@@ -108,4 +107,4 @@ class TestSlurm:
     def test_the_command_line_is_valid(self, submit):
         arguments = next(line for line in submit(0, 0).stdout.splitlines() if line.startswith("elasticrun "))
         args = parse(arguments.split()[1:], {})
-        assert (args.nnodes, args.rdzv_endpoint, args.exit_codes) == ((3, 4), "node1:29400", "verdict")
+        assert (args.nnodes, args.exit_codes) == ((3, 4), "verdict")

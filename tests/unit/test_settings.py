@@ -54,7 +54,7 @@ DERIVED = {
 LAUNCHER = {
     *("nproc_per_node", "module", "no_python", "run_path", "start_method", "numa_binding"),
     *("standalone", "node_rank", "drain", "signals_to_handle"),
-    *("keep_descendants", "print_completion", "use_env", "check"),
+    *("keep_descendants", "print_completion", "use_env", "check", "no_scheduler"),
 }
 """Options that only the launcher uses."""
 

@@ -34,6 +34,10 @@ _MANY = 32
 """Number of workers per CPU above which the launcher prints a warning, because so many workers are most
 likely a mistake.
 """
+_SCHEDULERS = ("SLURM_JOB_ID",)
+"""Variables that tell that a scheduler has started this process. They are here, and not in a module about
+schedulers, because a launch without a scheduler should not load such a module.
+"""
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
@@ -106,12 +110,13 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
         CheckRequested: the user has asked for ``--check``.
     """
     values, script, rest = split(argv)
+    given = frozenset(values)
     values = {**_defaults(environ, values), **values}
     if isinstance(values["signals_to_handle"], str):
         values["signals_to_handle"] = config.parse_signals(config.DEFAULT_SIGNALS)
     if script is None:
         raise UsageError("no script given: elasticrun [options] script [arguments of the script]")
-    return Namespace(**values, training_script=script, training_script_args=rest)
+    return Namespace(**values, given=given, training_script=script, training_script_args=rest)
 
 
 def split(argv: Sequence[str]) -> tuple[dict[str, object], str | None, list[str]]:
@@ -139,6 +144,10 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     """
     notices: list[str] = []
     command = _command(args, environ)
+    if not args.no_scheduler and any(map(environ.get, _SCHEDULERS)):
+        from elasticrs.launcher.scheduled import with_scheduler
+
+        args = with_scheduler(args, environ, notices)
     nproc = _nproc(args.nproc_per_node, environ, notices)
     timeout = args.shutdown_timeout
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
 
 class Namespace:
     """Values of all options, as attributes with the options' names in underscore form. Similar to
-    ``argparse.Namespace``.
+    ``argparse.Namespace``. The attribute ``given`` of a parsed command line has the names of the options that
+    it sets.
     """
 
     def __init__(self, **values: object) -> None:

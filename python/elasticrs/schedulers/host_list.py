@@ -1,0 +1,76 @@
+"""Host lists of Slurm, such as ``node[1-3,7]-ib[0-1],login``. Slurm's own program for them (``scontrol``) is
+often missing in containers.
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MOST = 1 << 20
+"""Maximum number of hosts in a list. Without it, a damaged list such as ``n[1-99999999999]`` would use up the
+memory.
+"""
+
+
+def expand(text: str) -> list[str]:
+    """Return the hosts of a list, in its order.
+
+    Several ranges in one name give all combinations, and the last range varies fastest. A number has at least
+    as many digits as the first number of its range, so ``n[08-11]`` starts with ``n08``.
+
+    Args:
+        text: comma-separated names. Brackets in them hold comma-separated numbers and ranges.
+
+    Raises:
+        ValueError: the text is not such a list, or it has more than :data:`MOST` hosts.
+    """
+    found: list[str] = []
+    for entry in _entries(text):
+        names = [""]
+        for number, part in enumerate(_parts(entry)):
+            choices = list(_numbers(part)) if number % 2 else [part]
+            if len(found) + len(names) * len(choices) > MOST:
+                raise ValueError(f"a host list with at most {MOST} hosts")
+            names = [name + choice for name in names for choice in choices]
+        found += names
+    return found
+
+
+def _entries(text: str) -> Iterator[str]:
+    """Yield the parts between the commas outside of brackets."""
+    depth = start = 0
+    for index, character in enumerate(text + ","):
+        if character == "[":
+            depth += 1
+        elif character == "]":
+            depth -= 1
+        elif character == "," and depth == 0:
+            if not text[start:index]:
+                raise ValueError("a host list without empty names")
+            yield text[start:index]
+            start = index + 1
+        if depth not in (0, 1):
+            raise ValueError("a host list with closed brackets that are not nested")
+    if depth:
+        raise ValueError("a host list with closed brackets")
+
+
+def _parts(entry: str) -> list[str]:
+    """Split a name at its brackets. The parts with an odd index were inside of brackets."""
+    return entry.replace("]", "[").split("[")
+
+
+def _numbers(text: str) -> Iterator[str]:
+    for span in text.split(","):
+        low, dash, high = span.partition("-")
+        if not all(number.isascii() and number.isdecimal() for number in (low, high if dash else low)):
+            raise ValueError("numbers and ranges in the brackets of a host list")
+        first, last = int(low), int(high if dash else low)
+        if first > last:
+            raise ValueError("ascending ranges in the brackets of a host list")
+        if last - first >= MOST:
+            raise ValueError(f"a host list with at most {MOST} hosts")
+        for number in range(first, last + 1):
+            yield str(number).zfill(len(low))

@@ -1,0 +1,213 @@
+"""Jobs in a real Slurm, started with `srun elasticrun train.py`."""
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from helpers import procs
+from helpers.nodes import READY, WORKERS, Worker
+
+pytestmark = pytest.mark.privileged
+
+CONTRIB = Path(__file__).resolve().parents[2] / "contrib/slurm"
+RANKS = WORKERS / "ranks.py"
+
+
+@pytest.fixture
+def submit(cluster, launch, tmp_path):
+    """Starts a Slurm of N nodes, and a command of a user in it."""
+
+    def start(nodes, *command, **env):
+        slurm = cluster(nodes)
+        return slurm, launch(argv=slurm.prefix(*command), env={**slurm.env, **env}, cwd=tmp_path)
+
+    return start
+
+
+def parsed(lines):
+    return sorted((Worker.parse(line[1]) for line in lines), key=lambda each: each.rank)
+
+
+def workers(launched, count):
+    """The first workers that tell of themselves, by rank."""
+    return parsed(launched.wait_for_lines(READY.pattern, count, "stdout"))
+
+
+def succeed(workers):
+    for each in workers:
+        os.kill(each.pid, signal.SIGUSR1)
+
+
+def ended(slurm, job):
+    """Wait for the end of a job, and return its state."""
+    running = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+    return procs.wait_until(lambda: slurm.job(job)["JobState"], lambda state: state not in running)
+
+
+def test_srun_elasticrun_and_nothing_else(submit):
+    slurm, job = submit(2, "srun", "-N2", "elasticrun", RANKS)
+    found = workers(job, 2)
+    # The ranks have the order of Slurm's nodes.
+    assert [(each.rank, each.host, each.world) for each in found] == [(0, "node2", 2), (1, "node3", 2)]
+    assert {each.run for each in found} == {"1.0"}
+    for number in (0, 1):
+        job.wait_for_line(rf"Slurm job 1: 2 nodes, this is number {number}, meeting at node2:\d+")
+    succeed(found)
+    job.exits(0)
+    for node in slurm.nodes:
+        node.wait_empty()
+
+
+@pytest.mark.slow
+def test_the_other_nodes_continue_without_a_lost_one(submit):
+    slurm, job = submit(
+        3,
+        *("srun", "-N3", "--no-kill", "elasticrun"),
+        *("--nnodes=2:3", "--rdzv-conf=keep_alive_interval=0.4,last_call_timeout=5", RANKS),
+        SLURM_NO_KILL="set",
+    )
+    assert [each.host for each in workers(job, 3)] == ["node2", "node3", "node4"]
+    slurm.nodes[-1].power_off()
+    again = parsed(job.wait_for_lines(READY.pattern, 5, "stdout")[3:])
+    assert [(each.host, each.world) for each in again] == [("node2", 2), ("node3", 2)]
+    succeed(again)
+    job.wait()
+    assert ended(slurm, 1) == "COMPLETED"
+    assert "--no-kill" not in job.stderr
+
+
+def test_a_step_with_fewer_nodes_than_the_job(submit):
+    script = f"#!/bin/sh\nsrun -N1 elasticrun {RANKS}; srun -N2 -r1 elasticrun --max-restarts=1 {RANKS}\n"
+    _, job = submit(3, "salloc", "-N3", "sh", "-c", script)
+    (alone,) = workers(job, 1)
+    assert (alone.host, alone.world) == ("node2", 1)
+    job.wait_for_line("Slurm job 1: 1 node")
+    succeed([alone])
+    pair = parsed(job.wait_for_lines(READY.pattern, 3, "stdout")[1:])
+    assert [(each.host, each.world) for each in pair] == [("node3", 2), ("node4", 2)]
+    assert {each.run for each in pair} == {"1.1"}
+    succeed(pair)
+    job.exits(0)
+
+
+def test_two_jobs_on_the_same_nodes(submit, launch, tmp_path):
+    slurm, first = submit(2, "srun", "-N2", "elasticrun", RANKS)
+    second = launch(argv=slurm.prefix("srun", "-N2", "elasticrun", RANKS), env=slurm.env, cwd=tmp_path)
+    found = [workers(job, 2) for job in (first, second)]
+    assert [{each.host for each in each} for each in found] == [{"node2", "node3"}] * 2
+    assert [{each.run for each in each} for each in found] == [{"1.0"}, {"2.0"}]
+    for job, its in zip((first, second), found, strict=True):
+        succeed(its)
+        job.exits(0)
+
+
+def test_components_of_a_heterogeneous_job_are_nodes_of_one_job(submit):
+    _, job = submit(2, "srun", "-N1", "elasticrun", RANKS, ":", "-N1", "elasticrun", RANKS)
+    found = workers(job, 2)
+    assert [(each.host, each.world) for each in found] == [("node2", 2), ("node3", 2)]
+    succeed(found)
+    job.exits(0)
+
+
+def test_several_tasks_on_a_node_are_a_mistake(submit):
+    _, job = submit(2, "srun", "-N2", "--ntasks-per-node=2", "elasticrun", RANKS)
+    job.exits(2)
+    assert job.stderr.count("SLURM_STEP_TASKS_PER_NODE=2(x2)") == 4
+    assert "--ntasks-per-node=1" in job.stderr
+
+
+def test_without_srun_nothing_is_assumed(submit):
+    _, job = submit(2, "salloc", "-N2", "elasticrun", RANKS)
+    (alone,) = workers(job, 1)
+    assert (alone.host, alone.world) == ("node1", 1)
+    job.wait_for_line("Slurm job 1 is not used: start elasticrun with srun")
+    succeed([alone])
+    job.exits(0)
+
+
+def test_a_batch_script_without_srun_uses_one_node(cluster, tmp_path):
+    slurm, out = cluster(2), tmp_path / "out"
+    slurm.run("sbatch", "-N2", "-o", out, "--wrap", "elasticrun --no-python true")
+    assert ended(slurm, 1) == "COMPLETED"
+    text = out.read_text(encoding="utf-8")
+    assert "Slurm job 1: 1 node\n" in text
+    assert "Slurm job 1 has 2 nodes, but only this one is used: start elasticrun with srun" in text
+
+
+def test_a_signal_before_the_time_limit_reaches_all_workers(submit, worker_script):
+    script = worker_script("""
+        import os, signal
+
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        os.write(1, b"WAITING\\n")
+        signal.sigwait({signal.SIGUSR1})
+        os.write(1, f"SAVED {os.environ['RANK']}\\n".encode())
+    """)
+    slurm, job = submit(2, "srun", "-N2", "elasticrun", "--nproc-per-node=2", script)
+    job.wait_for_lines("^WAITING$", 4, "stdout")
+    # This is how `--signal=USR1@SECONDS` sends the signal, too.
+    slurm.run("scancel", "--signal=USR1", "1")
+    saved = job.wait_for_lines(r"^SAVED (\d)$", 4, "stdout")
+    assert sorted(line[1] for line in saved) == ["0", "1", "2", "3"]
+    job.exits(0)
+
+
+class TestBatchScripts:
+    """The scripts in contrib/."""
+
+    def submit(self, slurm, script, folder, *options, **env):
+        exported = ",".join(["ALL", *(f"{name}={value}" for name, value in env.items())])
+        command = ("sbatch", f"--chdir={folder}", "--gpus-per-node=0", f"--export={exported}", *options)
+        return slurm.run(*command, CONTRIB / script)
+
+    @pytest.mark.slow
+    def test_a_job_with_an_unfit_first_node_is_requeued(self, cluster, worker_script, tmp_path):
+        slurm = cluster(3)
+        worker_script("print('TRAINED', flush=True)", "train.py")
+        # The first node is unfit in the first run of the job.
+        check = tmp_path / "check.sh"
+        check.write_text('#!/bin/sh\n[ "$SLURM_NODEID" != 0 ] || [ -n "$SLURM_RESTART_COUNT" ]\n')
+        check.chmod(0o755)
+        self.submit(
+            slurm,
+            "train.sbatch",
+            tmp_path,
+            *("--nodes=3", "--output=%j-%a.out", "--open-mode=append"),
+            PET_NODE_CHECK=str(check),
+            PET_RDZV_CONF="join_timeout=5",
+        )
+        procs.wait_until(lambda: slurm.job(1)["Restarts"], "1".__eq__)
+        slurm.wait_idle()
+        # Slurm delays the start of a requeued job.
+        slurm.run("scontrol", "update", "JobId=1", "StartTime=now")
+        assert ended(slurm, 1) == "COMPLETED", slurm.job(1)
+        (out,) = tmp_path.glob("*.out")
+        text = out.read_text(encoding="utf-8")
+        assert len(re.findall("^TRAINED$", text, re.MULTILINE)) == 3, text
+
+    @pytest.mark.slow
+    def test_the_next_task_of_an_array_continues(self, cluster, worker_script, tmp_path):
+        slurm = cluster(2)
+        # The first two jobs are stopped, as at their time limit; the third one finishes.
+        worker_script(
+            """
+            import os, subprocess, signal
+
+            task = os.environ["SLURM_ARRAY_TASK_ID"]
+            if os.environ["RANK"] == "0":
+                print("TASK", task, os.environ["TORCHELASTIC_RUN_ID"], flush=True)
+                if task != "3":
+                    step = os.environ["SLURM_JOB_ID"] + ".0"
+                    subprocess.run(["scancel", "--signal=TERM", step], check=True)
+            if task != "3":
+                signal.pause()
+            """,
+            "train.py",
+        )
+        self.submit(slurm, "spares.sbatch", tmp_path, "--nodes=2", "--output=out", "--open-mode=append")
+        procs.wait_until(slurm.queue, "".__eq__)
+        text = (tmp_path / "out").read_text(encoding="utf-8")
+        tasks = re.findall(r"^TASK (\d+) (\S+)$", text, re.MULTILINE)
+        assert tasks == [("1", "1_1.0"), ("2", "1_2.0"), ("3", "1_3.0")], text

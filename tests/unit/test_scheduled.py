@@ -1,0 +1,227 @@
+"""Options from a scheduler's variables: what is found, and what the user's own options override."""
+
+import sys
+
+import pytest
+
+from elasticrs.job.config import UsageError
+from elasticrs.launcher.arguments import parse
+from elasticrs.launcher.scheduled import with_scheduler
+from elasticrs.schedulers.slurm import FIRST_PORT, PORTS, place_of
+
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_NODELIST": "node[1-4]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+    "SLURM_NODEID": "2",
+    # The address of a login node, which is never where the nodes meet.
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
+    # The job has more nodes than this step.
+    "SLURM_JOB_NUM_NODES": "6",
+    "SLURM_JOB_NODELIST": "node[0-5]",
+}
+PORT = FIRST_PORT + 4711 % PORTS
+BATCH = {"SLURM_JOB_ID": "4711", "SLURMD_NODENAME": "node1", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "1"}
+
+
+def scheduled(*argv, **environ):
+    notices = []
+    args = with_scheduler(parse([*argv, "train.py"], environ), environ, notices)
+    return args, notices
+
+
+def changed(*argv, **environ):
+    """The options that the scheduler changes."""
+    before = vars(parse([*argv, "train.py"], environ))
+    after = vars(scheduled(*argv, **environ)[0])
+    return {name: value for name, value in after.items() if value != before[name]}
+
+
+MEETING = {
+    "nnodes": (4, 4),
+    "rdzv_backend": "c10d",
+    "rdzv_endpoint": f"node1:{PORT}",
+    "rdzv_id": "4711.0",
+    "node_rank": 2,
+    "rdzv_conf": {"is_host": "0"},
+}
+
+
+def test_a_step_of_slurm_and_no_option():
+    args, notices = scheduled(**STEP)
+    assert changed(**STEP) == MEETING
+    assert notices == [f"Slurm job 4711: 4 nodes, this is number 2, meeting at node1:{PORT}"]
+    assert args.nproc_per_node == 1
+
+
+def test_the_first_node_hosts_the_store():
+    assert scheduled(**{**STEP, "SLURM_NODEID": "0"})[0].rdzv_conf == {"is_host": "1"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "without", "more"),
+    [
+        (["--nnodes=2:4"], {"nnodes"}, {}),
+        (["--rdzv-id=mine"], {"rdzv_id"}, {}),
+        (["--rdzv-endpoint=login:29400"], {"rdzv_endpoint", "rdzv_conf"}, {}),
+        (["--rdzv-backend=c10d"], {"rdzv_backend"}, {}),
+        (["--rdzv-conf=is_host=1,join_timeout=9"], {"rdzv_conf"}, {}),
+        (["--rdzv-conf=join_timeout=9"], set(), {"rdzv_conf": {"is_host": "0", "join_timeout": "9"}}),
+        # The nodes meet in etcd, which has an endpoint of its own.
+        (["--rdzv-backend=etcd", "--rdzv-endpoint=etcd"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"}, {}),
+        # A rendezvous in a file has a path as its endpoint, and no host.
+        (["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"],
+         {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"}, {}),
+        # torchrun's static rendezvous, with or without its own options.
+        (["--rdzv-backend=static"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"},
+         {"master_addr": "node1", "master_port": PORT}),
+        (["--master-port=29501"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"}, {"master_addr": "node1"}),
+        (["--master-addr=head"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"}, {"master_port": PORT}),
+        (["--node-rank=1", "--rdzv-backend=c10d"], {"rdzv_backend", "node_rank"}, {}),
+        # A back end of another package gets the nodes and the id.
+        (["--rdzv-backend=zeus"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank"}, {}),
+        # A job of one node.
+        (["--standalone"], set(MEETING), {}),
+        (["--nnodes=1"], set(MEETING), {}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)  # fmt: skip
+def test_an_option_overrides_what_was_found(argv, without, more):
+    kept = {name: value for name, value in MEETING.items() if name not in without}
+    assert changed(*argv, **STEP) == {**kept, **more}
+    # A variable counts like the option.
+    variables = {"PET_" + name[2:].upper().replace("-", "_"): value or "1"
+                 for name, _, value in (each.partition("=") for each in argv)}  # fmt: skip
+    assert changed(**STEP, **variables) == {**kept, **more}
+
+
+@pytest.mark.parametrize(
+    ("variables", "workers"),
+    [
+        ({}, 1),
+        ({"SLURM_GPUS_ON_NODE": "8"}, 8),
+        ({"SLURM_GPUS_ON_NODE": "0"}, 1),
+        # Fewer devices than the step has are visible to the task.
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": ""}, 1),
+        ({"SLURM_GPUS_ON_NODE": "4", "ROCR_VISIBLE_DEVICES": "2"}, 1),
+        ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, "gpu"),
+    ],
+)
+def test_there_is_a_worker_for_each_gpu(variables, workers):
+    for environ in (STEP, BATCH):
+        assert scheduled(**environ, **variables)[0].nproc_per_node == workers
+    assert scheduled("--nproc-per-node=3", **STEP, **variables)[0].nproc_per_node == 3
+
+
+@pytest.mark.parametrize(
+    ("variables", "run_id"),
+    [
+        ({"SLURM_STEP_ID": "3"}, "4711.3"),
+        ({"SLURM_RESTART_COUNT": "2"}, "4711.0-restart2"),
+        ({"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "11"}, "4700_11.0"),
+    ],
+)
+def test_each_run_has_an_id_of_its_own(variables, run_id):
+    assert scheduled(**{**STEP, **variables})[0].rdzv_id == run_id
+
+
+def test_jobs_and_steps_on_one_node_meet_at_different_ports():
+    ports = [
+        place_of({**STEP, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
+        for job in range(4700, 4780)
+        for step in range(8)
+    ]
+    assert len(set(ports)) == len(ports)
+    assert {29400, 29500}.isdisjoint(ports)
+
+
+class TestOutsideOfAStep:
+    def test_a_batch_script_of_one_node(self):
+        args, notices = scheduled(**BATCH, SLURM_GPUS_ON_NODE="2")
+        assert (args.nnodes, args.rdzv_backend, args.nproc_per_node) == ((1, 1), "static", 2)
+        assert notices == ["Slurm job 4711: 1 node, 2 workers on this node"]
+
+    def test_a_batch_script_of_several_nodes(self):
+        _, notices = scheduled(**{**BATCH, "SLURM_JOB_NUM_NODES": "3"})
+        assert [("srun" in line) for line in notices] == [False, True]
+
+    def test_the_interactive_step_of_salloc(self):
+        environ = {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA), "SLURMD_NODENAME": "node1"}
+        assert changed(**environ) == {}
+
+    def test_the_shell_of_salloc(self):
+        environ = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_ON_NODE": "2"}
+        assert changed(**environ) == {}
+        assert "is not used" in scheduled(**environ)[1][0]
+
+    @pytest.mark.parametrize(
+        "argv", [["--standalone"], ["--nnodes=1"], ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a"]]
+    )
+    def test_nothing_is_said_if_the_user_has_said_how_the_nodes_meet(self, argv):
+        assert scheduled(*argv, SLURM_JOB_ID="4711", SLURM_JOB_NUM_NODES="3")[1] == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "--ntasks-per-node=1"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "1(x3),2"}, "--ntasks-per-node=1"),
+        ({"SLURM_STEP_NODELIST": "node[1-"}, "SLURM_STEP_NODELIST"),
+        ({"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST"),
+        ({"SLURM_STEP_NODELIST": "node[1-3]"}, "SLURM_STEP_NUM_NODES=4"),
+        ({"SLURM_STEP_NUM_NODES": "many"}, "SLURM_STEP_NUM_NODES=many"),
+        ({"SLURM_NODEID": "4"}, "SLURM_NODEID=4"),
+    ],
+)
+class TestNodesThatCannotMeet:
+    def test_a_refusal_says_why_and_how_to_go_on(self, variables, said):
+        for argv in ([], ["--rdzv-endpoint=login"], ["--nnodes=4"]):
+            with pytest.raises(UsageError, match="--no-scheduler") as refused:
+                scheduled(*argv, **{**STEP, **variables})
+            assert said in str(refused.value)
+
+    @pytest.mark.parametrize(
+        "argv",
+        [["--standalone"], ["--nnodes=1"], ["--nnodes=32", "--rdzv-backend=c10d", "--rdzv-endpoint=node1"],
+         ["--nnodes=2", "--node-rank=1", "--master-addr=node1"]],
+    )  # fmt: skip
+    def test_the_users_own_meeting_is_not_refused(self, variables, said, argv):  # noqa: ARG002
+        assert changed(*argv, **{**STEP, **variables}) == {}
+
+
+class TestLostNodes:
+    """Slurm ends a job with a lost node by default."""
+
+    @pytest.mark.parametrize(
+        ("variables", "words"),
+        [
+            ({}, ["--no-kill"]),
+            ({"SLURM_NO_KILL": "set"}, []),
+            ({"SLURM_NO_KILL": "set", "SLURM_KILL_BAD_EXIT": "1"}, ["SLURM_KILL_BAD_EXIT"]),
+            ({"SLURM_NO_KILL": "set", "SLURM_KILL_BAD_EXIT": "0"}, []),
+        ],
+    )
+    def test_an_elastic_job_gets_a_line_for_each_reason(self, variables, words):
+        environ = {**STEP, "SLURM_NODEID": "0", **variables}
+        _, (_, *lines) = scheduled("--nnodes=2:4", **environ)
+        assert len(lines) == len(words)
+        assert all(word in line for word, line in zip(words, lines, strict=True))
+
+    def test_only_the_first_node_says_it_and_only_for_an_elastic_job(self):
+        assert len(scheduled("--nnodes=2:4", **STEP)[1]) == 1
+        assert len(scheduled(**{**STEP, "SLURM_NODEID": "0"})[1]) == 1
+
+
+def test_no_module_about_schedulers_is_loaded_without_one(monkeypatch):
+    from elasticrs.launcher.arguments import resolve
+
+    for name in [name for name in sys.modules if "schedule" in name and name.startswith("elasticrs")]:
+        monkeypatch.delitem(sys.modules, name)
+    for argv, environ in ((["-m", "this"], {}), (["--no-scheduler", "-m", "this"], STEP)):
+        resolve(parse(argv, environ), {"PATH": "/usr/bin:/bin", **environ})
+        assert not [name for name in sys.modules if name.startswith("elasticrs.schedulers")]
+    job = resolve(parse(["-m", "this"], STEP), {"PATH": "/usr/bin:/bin", **STEP})
+    assert job.rendezvous.run_id == "4711.0"
