@@ -14,7 +14,7 @@ from helpers import procs
 from helpers.procs import HANG
 
 FOREIGN = re.compile(
-    r"PET_|TORCHELASTIC_|TORCH_ELASTIC|ELASTICRS_|SLURM_|(OMP_NUM_THREADS|NO_COLOR|PYTHONUNBUFFERED|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?RANK)$"
+    r"PET_|TORCHELASTIC_|TORCH_ELASTIC|ELASTICRS_|SLURM_|KUBE|(JOB_COMPLETION_INDEX|OMP_NUM_THREADS|NO_COLOR|PYTHONUNBUFFERED|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?RANK)$"
 )
 """Variables of the surrounding environment that would change a launcher, or tear the lines of workers."""
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ AuthType=auth/none
 CredType=cred/none
 MpiDefault=none
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
@@ -76,15 +77,16 @@ def find() -> Programs | None:
     return Programs([], [], slurmctld, slurmd, None) if slurmctld and slurmd else None
 
 
-def environment(
-    programs: Programs, folder: Path, controller: str = "localhost", nodes: str = "localhost"
-) -> dict[str, str]:
-    """Write the configuration to the folder, and return the environment of users."""
+def environment(programs: Programs, folder: Path, **values: str) -> dict[str, str]:
+    """Write the configuration to the folder, and return the environment of users.
+
+    Args:
+        values: values of the configuration.
+    """
     configuration = CONFIGURATION.format(
-        controller=controller,
         folder=folder,
-        nodes=nodes,
         plugins=f"PluginDir={programs.libraries[0]}" if programs.libraries else "",
+        **{"controller": "localhost", "nodes": "localhost", "spool": str(folder), **values},
     )
     (folder / "slurm.conf").write_text(configuration, encoding="utf-8")
     return clean_environment(
@@ -116,7 +118,11 @@ class Slurm:
         self.login, *self.nodes = network.hosts
         (folder / "state").mkdir()
         nodes = ",".join(node.name for node in self.nodes)
-        self.env = environment(programs, folder, self.login.name, nodes)
+        # Sockets in this folder have long names, and the path of a socket has at most 108 bytes.
+        self._spool = tempfile.TemporaryDirectory(prefix="slurm-")
+        self.env = environment(
+            programs, folder, controller=self.login.name, nodes=nodes, spool=self._spool.name
+        )
         self._daemons: list[subprocess.Popen[bytes]] = []
         stepd = ["-d", programs.slurmstepd] if programs.slurmstepd else []
         try:
@@ -192,4 +198,5 @@ class Slurm:
             for process in host.processes():
                 with suppress(ProcessLookupError):
                     host.kill(process.pid)
+        self._spool.cleanup()
         procs.reap_adopted(keep={host.pid for host in (self.login, *self.nodes)})

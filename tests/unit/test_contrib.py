@@ -7,6 +7,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from kubeflow_trainer_api import models
 
 from elasticrs.job.policy_options import ExitCodes
 from elasticrs.launcher.arguments import parse
@@ -17,24 +18,59 @@ KUBERNETES = [
     for path in sorted((CONTRIB / "kubernetes").glob("*.yaml"))
     for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
 ]
-# The schema of a JobSet is not part of Kubernetes, but its template is that of a Job.
-JOBS = [each for each in KUBERNETES if each["kind"] == "Job"] + [
-    {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, "spec": job["template"]["spec"]}
-    for each in KUBERNETES
-    if each["kind"] == "JobSet"
+KINDS = {each["kind"] for each in KUBERNETES}
+CUSTOM = {"JobSet": models.JobsetV1alpha2JobSet, "TrainJob": models.TrainerV1alpha1TrainJob}
+"""Kinds that are not part of Kubernetes, with the models that Kubeflow publishes."""
+
+
+def of_kind(kind):
+    return [each for each in KUBERNETES if each["kind"] == kind]
+
+
+def of_job(name, spec):
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}
+
+
+def pod_of(name, template):
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, **template}
+
+
+JOBS = of_kind("Job") + [
+    of_job(each["metadata"]["name"], job["template"]["spec"])
+    for each in of_kind("JobSet")
     for job in each["spec"]["replicatedJobs"]
+]
+# The schema of a PyTorchJob is not published as a package, but its templates are those of pods.
+PODS = [
+    pod_of("train", replica["template"])
+    for each in of_kind("PyTorchJob")
+    for replica in each["spec"]["pytorchReplicaSpecs"].values()
+]
+PLAIN = [each for each in KUBERNETES if each["kind"] not in {*CUSTOM, "PyTorchJob", "Job"}]
+COMMANDS = [
+    *(job["spec"]["template"]["spec"]["containers"][0]["command"] for job in JOBS),
+    *(pod["spec"]["containers"][0]["command"] for pod in PODS),
+    *(each["spec"]["trainer"]["command"] for each in of_kind("TrainJob")),
 ]
 VERDICT = ExitCodes("verdict")
 
 
-def test_there_is_a_job_and_a_job_set():
-    assert {each["kind"] for each in KUBERNETES} == {"Service", "Job", "JobSet"}
-    assert len(JOBS) == 2
+def test_there_is_a_manifest_of_each_kind():
+    assert {"Service", "Job", "JobSet", "PyTorchJob", "TrainJob"} <= KINDS
+    assert (len(JOBS), len(PODS), len(COMMANDS)) == (3, 2, 6)
 
 
-@pytest.mark.parametrize("document", [each for each in KUBERNETES if each["kind"] == "Service"] + JOBS)
+@pytest.mark.parametrize("document", PLAIN + JOBS + PODS, ids=lambda each: each["kind"])
 def test_a_manifest_has_the_published_schema(document):
     kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize(
+    "document", [each for kind in CUSTOM for each in of_kind(kind)], ids=lambda each: each["kind"]
+)
+def test_a_manifest_of_another_kind_has_the_published_model(document):
+    # The models drop fields that they do not know.
+    assert CUSTOM[document["kind"]].from_dict(document).to_dict() == document
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -46,12 +82,27 @@ def test_a_permanent_failure_fails_the_job_and_a_disruption_is_ignored(job):
     assert failed["onExitCodes"]["containerName"] in names
 
 
-@pytest.mark.parametrize("job", JOBS)
-def test_the_command_line_is_valid_and_asks_for_these_exit_codes(job):
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    program, *arguments = container["command"]
+def test_containers_restart_in_place_except_after_a_verdict():
+    (job,) = [each for each in JOBS if "initContainers" in each["spec"]["template"]["spec"]]
+    (trainer,) = job["spec"]["template"]["spec"]["containers"]
+    (rule,) = trainer["restartPolicyRules"]
+    assert rule["action"] == "RestartAllContainers"
+    assert rule["exitCodes"] == {"operator": "NotIn", "values": [0, VERDICT.permanent, VERDICT.unfit]}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_the_command_line_is_valid_and_asks_for_these_exit_codes(command):
+    program, *arguments = command
     args = parse(arguments, {})
     assert (program, args.exit_codes) == ("elasticrun", "verdict")
+    # The variables of the pods say where the nodes meet.
+    assert args.given.isdisjoint({"rdzv_backend", "rdzv_endpoint", "rdzv_id", "node_rank"})
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_the_number_of_nodes_is_that_of_the_pods(job):
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    args = parse(container["command"][1:], {})
     assert args.nnodes[1] == job["spec"]["parallelism"] == job["spec"]["completions"]
 
 

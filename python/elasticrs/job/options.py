@@ -316,7 +316,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         Option("master-port", "port on node rank 0 (default: 29500 for several nodes, a free one on one "
                "node)", None, PORT),
         Option("local-addr", "address at which other nodes reach this one (default: detected)", None, HOST),
-        Option("no-scheduler", "ignore the variables of Slurm, which set the options above by default",
+        Option("no-scheduler", "ignore the variables of Slurm and Kubernetes, which otherwise set the "
+               "options above",
                False, group=OURS),
         Option("drain", "what a stop signal to this agent stops: node (only this node; the default) or job",
                None, DRAIN, group=OURS),

@@ -34,7 +34,7 @@ _MANY = 32
 """Number of workers per CPU above which the launcher prints a warning, because so many workers are most
 likely a mistake.
 """
-_SCHEDULERS = ("SLURM_JOB_ID",)
+_SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
 """Variables that tell that a scheduler has started this process. They are here, and not in a module about
 schedulers, because a launch without a scheduler should not load such a module.
 """

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from elasticrs.schedulers.place import Place
 
+_DEFAULTS = {option.dest: option.default for option in OPTIONS}
 _OF_STATIC = frozenset(("node_rank", "master_addr", "master_port"))
 
 
@@ -81,7 +82,9 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
     Raises:
         UsageError: the nodes cannot meet as the scheduler started them.
     """
-    if place.problem:
+    nodes = args.nnodes[1] if "nnodes" in given else place.nodes
+    # A job without a number of nodes is a job of this node, until the user says more.
+    if place.problem and nodes is not None:
         if _says_how_to_meet(args, given):
             return {}
         raise UsageError(f"{place.job}: {place.problem}; or use --standalone or --no-scheduler")
@@ -89,7 +92,6 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
     if place.workers is not None:
         found["nproc_per_node"] = place.workers
     if not args.standalone:
-        nodes = args.nnodes[1] if "nnodes" in given else place.nodes
         if place.host and nodes not in (None, 1):
             found |= _meeting(args, place, given)
         if place.nodes is not None:
@@ -107,6 +109,9 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
     kind = BACKENDS.get(backend)
     if kind in (C10D, ETCD, STATIC):
         found["node_rank"] = place.node_rank
+    if kind != STATIC:
+        # The variables of the static rendezvous would have no effect.
+        found |= {name: _DEFAULTS[name] for name in ("master_addr", "master_port") if name in place.owned}
     if "rdzv_endpoint" in given:
         return found
     if kind == STATIC:
@@ -125,7 +130,7 @@ def _line(place: Place, found: Mapping[str, object]) -> str:
         parts.append("1 node" if place.nodes == 1 else f"{place.nodes} nodes")
     if "node_rank" in found:
         parts.append(f"this is number {place.node_rank}")
-    if "rdzv_endpoint" in found or "master_addr" in found:
+    if "rdzv_endpoint" in found or found.get("master_addr") == place.host:
         parts.append(f"meeting at {place.host}:{place.port}")
     # Another line gives the number if it is a word such as `gpu`.
     if isinstance(workers := found.get("nproc_per_node"), int):

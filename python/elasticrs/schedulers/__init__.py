@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
-    """Return the place of this process in the job of a scheduler, or ``None`` without a supported scheduler.
+    """Return the place of this process in the job of a scheduler, or ``None`` if it is in no such job.
 
     Args:
-        environ: environment variables of this process.
+        environ: environment variables of a process that a scheduler has started.
     """
     # Check Slurm first, because its nodes can be pods of Kubernetes.
     if environ.get("SLURM_JOB_ID"):
         from elasticrs.schedulers import slurm
 
         return slurm.place_of(environ)
-    return None
+    from elasticrs.schedulers import kubernetes
+
+    return kubernetes.place_of(environ)

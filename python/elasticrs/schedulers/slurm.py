@@ -67,7 +67,7 @@ def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Place:
         host = hosts[0]
     return Place(
         f"Slurm job {job}",
-        nodes,
+        nodes or 1,
         rank or 0,
         host=host,
         port=_port(environ["SLURM_JOB_ID"], step),
