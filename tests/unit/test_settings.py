@@ -46,7 +46,7 @@ DERIVED = {
         *("cpus", "uninterruptible_state_timeout", "preload"),
     },
     LogSettings: set(),
-    ObserveSettings: {"entry_point", "has_metrics"},
+    ObserveSettings: {"entry_point", "has_metrics", "reports_progress"},
     HandlerSettings: set(),
 }
 """Fields that are no options: the launcher derives their values from options and from the environment."""

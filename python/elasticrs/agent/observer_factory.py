@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from elasticrs.job.config import UsageError
@@ -47,6 +48,10 @@ def make_observers(
         from elasticrs.agent.job_metrics import MetricRecorder
 
         observers.append(MetricRecorder(job))
+    if settings.reports_progress:
+        from elasticrs.agent.job_progress import ProgressReporter
+
+        observers.append(ProgressReporter(os.environ, say))
     # Add the health observer after the metrics observer, so that its server also shows the last metrics.
     return [*observers, *_health(job, server, say, is_asked=True)]
 

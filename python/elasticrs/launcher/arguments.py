@@ -234,7 +234,22 @@ def _observe(
         has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
         health_check_port=_health_port(args, environ, notices),
         health_check_host=host,
+        reports_progress=_reports_progress(args, environ, notices),
     )
+
+
+def _reports_progress(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> bool:
+    name = config.PROGRESS_VARIABLE
+    if environ.get(name, "0") == "0":
+        return False
+    if "KUBEFLOW_TRAINER_SERVER_URL" not in environ:
+        why = "KUBEFLOW_TRAINER_SERVER_URL is not set (feature gate TrainJobStatus of Kubeflow Trainer)"
+    elif args.hang_timeout is None:
+        why = "without --hang-timeout, the training step is not known"
+    else:
+        return True
+    notices.append(f"{name} has no effect: {why}")
+    return False
 
 
 def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> int | None:

@@ -1,0 +1,147 @@
+"""Observer that reports the training step to Kubeflow Trainer, which shows it in the status of the TrainJob.
+
+A thread sends the reports, so a slow or broken server never delays the agent. A report replaces all that the
+TrainJob showed before, also the progress that the script itself has reported. So the user has to ask for the
+reports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import ssl
+import threading
+import time
+import urllib.error
+import urllib.request
+from typing import TYPE_CHECKING
+
+from elasticrs.agent.observer import Observer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from elasticrs import _core
+    from elasticrs.agent.attempt import Attempt, JobResult
+
+INTERVAL = 30.0
+"""Seconds between two reports. The server limits the rate for all jobs of a cluster together."""
+
+TIMEOUT = 10.0
+"""Seconds after which a request fails."""
+
+URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
+"""Variables with the server's address, and with the files of its authority and of the pod's token."""
+
+
+class ProgressReporter(Observer):
+    """Reports the lowest step of the workers on the node of rank 0, and the number of charged restarts.
+
+    Args:
+        environ: environment variables, with those of the server.
+        say: prints a line for the user.
+    """
+
+    def __init__(self, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
+        self._environ, self._say = environ, say
+        self._supervisor: _core.Supervisor | None = None
+        self._attempt: Attempt | None = None
+        self._is_over = threading.Event()
+        self._problem = ""
+        self._fd = -1
+
+    def opened(self, supervisor: _core.Supervisor) -> None:
+        """Start the thread."""
+        self._supervisor = supervisor
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        supervisor.watch_fd(self._fd)
+        thread = threading.Thread(target=self._work, name="elasticrs-progress", daemon=True)
+        # Block all signals in the new thread, so that the main thread receives them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            thread.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def fd_ready(self, fd: int) -> bool:
+        """Print why the thread could not send a report."""
+        if fd != self._fd:
+            return False
+        os.eventfd_read(fd)
+        self._say(f"the progress could not be reported to Kubeflow: {self._problem}; the job continues")
+        return True
+
+    def prepared(self, attempt: Attempt) -> None:
+        """Report the workers of this attempt from now on."""
+        self._attempt = attempt
+
+    def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature
+        """Stop the thread, but do not wait for it."""
+        self._is_over.set()
+
+    def _work(self) -> None:
+        told: Mapping[str, int] | None = None
+        has_failed = False
+        while not self._is_over.wait(INTERVAL):
+            found = self._progress()
+            if found is None or found == told:
+                continue
+            try:
+                send(found, self._environ)
+            except (OSError, ValueError) as error:
+                # A server that is away fails each report, so tell it once.
+                if not has_failed:
+                    self._problem = str(error)
+                    os.eventfd_write(self._fd, 1)
+                has_failed = True
+            else:
+                told, has_failed = found, False
+        os.close(self._fd)
+
+    def _progress(self) -> Mapping[str, int] | None:
+        attempt, supervisor = self._attempt, self._supervisor
+        if attempt is None or supervisor is None:
+            return None
+        return metrics_of(attempt, supervisor.heartbeats())
+
+
+def metrics_of(attempt: Attempt, beats: Iterable[_core.Heartbeat]) -> Mapping[str, int] | None:
+    """Return the metrics to report; ``None`` if another node reports them, or nothing is known yet.
+
+    Args:
+        attempt: current attempt.
+        beats: last heartbeats of the workers of this node.
+    """
+    if 0 not in attempt.shown_ranks().values():
+        return None
+    steps = [beat.step for beat in beats if beat.step is not None]
+    return {"step": min(steps), "restarts": attempt.restarts} if steps else None
+
+
+def send(metrics: Mapping[str, int], environ: Mapping[str, str]) -> None:
+    """Send metrics to the server.
+
+    Args:
+        metrics: values by name.
+        environ: environment variables, with those of the server.
+
+    Raises:
+        OSError: the server cannot be reached or refuses the report, or a file cannot be read.
+        ValueError: the address is not a URL.
+    """
+    listed = [{"name": name, "value": str(value)} for name, value in metrics.items()]
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    body = json.dumps({"trainerStatus": {"metrics": listed, "lastUpdatedTime": now}}).encode()
+    # Read the token each time, because Kubernetes replaces it before it expires.
+    with open(environ[TOKEN], encoding="ascii") as file:
+        token = file.read().strip()
+    request = urllib.request.Request(
+        environ[URL],
+        data=body,
+        headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        method="POST",
+    )
+    context = ssl.create_default_context(cafile=environ.get(CA_CERT))
+    with urllib.request.urlopen(request, timeout=TIMEOUT, context=context) as answer:
+        answer.read()

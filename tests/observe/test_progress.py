@@ -1,0 +1,181 @@
+"""The training step is reported to Kubeflow Trainer, which here is a small server with TLS."""
+
+import http.server
+import json
+import queue
+import signal
+import ssl
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from helpers.launcher import launcher_with
+from helpers.procs import HANG
+from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest
+
+from elasticrs.agent.job_progress import metrics_of
+from elasticrs.launcher.arguments import parse, resolve
+
+PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/team/trainjobs/train/status"
+LAUNCHER = launcher_with("agent.job_progress", INTERVAL=0.05)
+
+
+@contextmanager
+def serving(files, answer):
+    """A server with TLS. ``answer`` gets each request, and returns a status."""
+    requests = queue.Queue()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            requests.put((self.path, self.headers, json.loads(body)))
+            self.send_response(answer())
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(files.cert, files.key)
+    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    server.daemon_threads = False
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield requests, server.server_address[1]
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def job(launch, authority, tmp_path, worker_script):
+    """Starts a job whose rank 0 makes three steps, and each other rank one more; they wait for SIGUSR1."""
+    token = tmp_path / "token"
+    token.write_text("secret\n", encoding="ascii")
+    script = worker_script("""
+        import os, signal
+        from elasticrs.timer import heartbeat
+
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        for step in range(3 + int(os.environ["RANK"])):
+            heartbeat(step)
+        print("STEPPED", flush=True)
+        signal.sigwait({signal.SIGUSR1})
+    """)
+
+    def start(port, *options, ca=authority.ca):
+        env = {
+            "ELASTICRS_KUBEFLOW_PROGRESS": "1",
+            "KUBEFLOW_TRAINER_SERVER_URL": f"https://127.0.0.1:{port}{PATH}",
+            "KUBEFLOW_TRAINER_SERVER_CA_CERT": str(ca),
+            "KUBEFLOW_TRAINER_SERVER_TOKEN": str(token),
+        }
+        started = launch("--hang-timeout=600", *options, script, env=env, argv=LAUNCHER)
+        started.token = token
+        return started
+
+    return start
+
+
+def finish(job):
+    # The agent passes the signal on.
+    job.signal(signal.SIGUSR1)
+    job.exits(0)
+
+
+def until(requests, is_last):
+    """The first request for which this is true."""
+    deadline = time.monotonic() + HANG
+    while True:
+        path, headers, body = requests.get(timeout=deadline - time.monotonic())
+        metrics = {each["name"]: each["value"] for each in body["trainerStatus"]["metrics"]}
+        if is_last(metrics):
+            return path, headers, body, metrics
+
+
+def test_the_lowest_step_is_reported_with_the_token_of_the_pod(job, authority):
+    with serving(authority.issue("kubeflow"), lambda: 200) as (requests, port):
+        started = job(port, "--nproc-per-node=2")
+        path, headers, body, metrics = until(requests, lambda metrics: metrics["step"] == "2")
+        assert (path, headers["Authorization"]) == (PATH, "Bearer secret")
+        assert metrics == {"step": "2", "restarts": "0"}
+        status = TrainerV1alpha1UpdateTrainJobStatusRequest.from_dict(body)
+        assert status.trainer_status.last_updated_time.utcoffset().total_seconds() == 0
+        # What is known already is not sent again.
+        started.wait_for_lines("STEPPED", 2)
+        assert requests.empty()
+        finish(started)
+        assert "progress" not in started.stderr
+
+
+@pytest.mark.parametrize("cause", ["status", "authority", "token"])
+def test_a_report_that_fails_is_told_once_and_the_job_continues(job, authority, cause):
+    statuses = iter([403] * 5)
+    with serving(authority.issue("kubeflow"), lambda: next(statuses, 200)) as (requests, port):
+        # Without this authority, the system's own ones count.
+        started = job(port, ca="/dev/null" if cause == "authority" else authority.ca)
+        if cause == "token":
+            started.token.unlink()
+        line = started.wait_for_line("could not be reported to Kubeflow: (.*); the job continues")
+        if cause == "status":
+            assert "403" in line[1]
+            for _ in range(6):
+                until(requests, lambda metrics: metrics["step"] == "2")
+        finish(started)
+    assert started.stderr.count("could not be reported") == 1
+
+
+def test_a_server_that_does_not_answer_delays_nothing(job, authority):
+    is_over = threading.Event()
+
+    def hang():
+        is_over.wait(HANG)
+        return 200
+
+    with serving(authority.issue("kubeflow"), hang) as (requests, port):
+        started = job(port)
+        until(requests, lambda _: True)
+        finish(started)
+        is_over.set()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "steps", "metrics"),
+    [
+        ([0, 1], [7, 5], {"step": 5, "restarts": 2}),
+        ([0, 1], [7, None], {"step": 7, "restarts": 2}),
+        ([0, 1], [None], None),
+        ([0, 1], [], None),
+        # The node of rank 0 reports.
+        ([2, 3], [7, 5], None),
+    ],
+)
+def test_one_node_reports_what_it_knows(ranks, steps, metrics):
+    attempt = SimpleNamespace(restarts=2, shown_ranks=lambda: dict(enumerate(ranks)))
+    assert metrics_of(attempt, [SimpleNamespace(step=step) for step in steps]) == metrics
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "said"),
+    [
+        (["--hang-timeout=60"], {}, "TrainJobStatus"),
+        ([], {"KUBEFLOW_TRAINER_SERVER_URL": "https://a"}, "--hang-timeout"),
+    ],
+)
+def test_a_line_says_why_nothing_is_reported(argv, variables, said):
+    environ = {"ELASTICRS_KUBEFLOW_PROGRESS": "1", **variables}
+    launched = resolve(parse([*argv, "-m", "this"], environ), {"PATH": "/bin", **environ})
+    assert launched.observe.is_off
+    assert any(said in line for line in launched.notices)
+
+
+def test_nothing_is_reported_unless_the_user_asks_for_it():
+    for environ in ({}, {"ELASTICRS_KUBEFLOW_PROGRESS": "0"}):
+        environ["KUBEFLOW_TRAINER_SERVER_URL"] = "https://a"
+        launched = resolve(parse(["--hang-timeout=60", "-m", "this"], environ), {"PATH": "/bin", **environ})
+        assert launched.observe.is_off
