@@ -193,3 +193,31 @@ def test_it_behaves_as_a_value(tmp_path):
     match failure:
         case ProcessFailure(0, 5, exitcode, _):
             assert exitcode == 1
+
+
+MARKS = [
+    {"message": "m", "timestamp": 1, "retryable": "false"},
+    {"message": "m", "timestamp": 1, "retryable": " False "},
+    {"message": {"message": "m", "extraInfo": {"timestamp": "1", "retryable": "False"}}},
+    {"message": {"retryable": False, "message": "m", "extraInfo": {"timestamp": "1"}}},
+    {"retryable": False},
+    {"message": {"message": "m", "retryable": False}},
+    {"message": None, "retryable": "false"},
+    {"message": "m", "timestamp": "noon", "retryable": False},
+]
+
+
+@pytest.mark.parametrize("content", MARKS, ids=range(len(MARKS)))
+def test_a_mark_counts_as_text_and_without_a_valid_message(tmp_path, content):
+    failure = ProcessFailure(0, 5, 1, write(tmp_path, content))
+    assert not failure.is_retryable
+    assert not failure.more_notes
+
+
+@pytest.mark.parametrize(
+    ("value", "is_clear"), [(True, True), ("True", True), ("no", False), (0, False), (None, False), ([], False)]
+)
+def test_a_mark_that_is_unclear_is_reported_and_ignored(tmp_path, value, is_clear):
+    failure = ProcessFailure(0, 5, 1, write(tmp_path, {"message": "m", "timestamp": 1, "retryable": value}))
+    assert failure.is_retryable
+    assert [repr(value) in note for note in failure.more_notes] == ([] if is_clear else [True])

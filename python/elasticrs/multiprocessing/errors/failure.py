@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs.report.phrases import describe_exit
+from elasticrs.report.phrases import describe_exit, printable
 from elasticrs.workers.logs import fault_file, last_bytes
 
 TYPE_CHECKING = False
@@ -62,7 +62,8 @@ class ProcessFailure:
         is_start_error: true if the program could not be parsed, or lacks a module that it imports at its
             top level.
         is_retryable: false if the worker has marked its error as not worth another attempt, with
-            :class:`elasticrs.errors.NonRetryable` or with ``"retryable": false`` in its error file.
+            :class:`elasticrs.errors.NonRetryable`, or with ``"retryable": false`` or the text ``"false"`` in
+            its error file.
         stack: stacks of all threads after a fault such as SIGSEGV, or the stack of a hung thread; ``None`` if
             there are none.
         more_notes: further lines for the report.
@@ -121,7 +122,10 @@ class ProcessFailure:
         if os.path.isfile(path):
             self.error_file = path
             try:
-                data, message, timestamp = read_error_file(path)
+                data = load_object(path)
+                # Read the facts first, because they are valid even if the message is not.
+                self._read_facts(data)
+                message, timestamp = message_of(data)
             except EmptyFileError as problem:
                 trouble = f"its error file could not be written ({problem}, as on a full disk)"
             except (OSError, ValueError) as problem:
@@ -132,7 +136,6 @@ class ProcessFailure:
                 match data.get("elasticrs"):
                     case {"monotonic_ns": int(recorded_ns), "pid": int(pid)}:
                         self.recorded_ns, self.recorded_pid = recorded_ns, pid
-                self._read_facts(data)
         if not self.message:
             self.message = self._made_up_message(trouble)
 
@@ -144,11 +147,24 @@ class ProcessFailure:
                 self.exception, self.place = exception, place if isinstance(place, str) else None
                 self.is_start_error = facts.get("is_start_error") is True
                 self.is_retryable = facts.get("is_retryable") is not False
-        if data.get("retryable") is False:
+        message = data.get("message")
+        extra = message.get("extraInfo") if isinstance(message, dict) else None
+        for each in (data, message, extra):
+            if isinstance(each, dict) and "retryable" in each:
+                self._read_mark(each["retryable"])
+
+    def _read_mark(self, value: object) -> None:
+        """Read a value of ``retryable``. Accept text as well, because the values of torch's ``extraInfo`` are
+        text.
+        """
+        mark = value.strip().lower() if isinstance(value, str) else value
+        if mark is False or mark == "false":
             self.is_retryable = False
-        match data.get("message"):
-            case {"retryable": False} | {"extraInfo": {"retryable": False}}:
-                self.is_retryable = False
+        elif mark is not True and mark != "true":
+            shown = printable(repr(value), 40)
+            self.more_notes = [
+                f"`retryable` in its error file is {shown}, which is neither true nor false, so it is ignored"
+            ]
 
     def _made_up_message(self, trouble: str) -> str:
         known = self.cause
@@ -203,26 +219,20 @@ class EmptyFileError(ValueError):
     """Raised for an empty error file, which means that the worker created it but could not write to it."""
 
 
-def read_error_file(path: str) -> tuple[dict[str, Any], str | dict[str, Any], int]:
-    """Read an error file, in torch's nested form or in the flat form with ``message`` and ``timestamp``.
-
-    Returns:
-        The whole contents, the message, and the timestamp in seconds since 1970.
+def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
+    """Return the message of an error file with these contents, and the timestamp in seconds since 1970. The
+    contents have torch's nested form, or the flat form with ``message`` and ``timestamp``.
 
     Raises:
-        EmptyFileError: the file is empty.
-        ValueError: the file is not JSON (perhaps it is incomplete), has neither of the two forms, or is too
-            large.
-        OSError: the file cannot be read.
+        ValueError: the contents have neither of the two forms.
     """
-    data = load_object(path)
     if "message" not in data:
         raise ValueError("no `message` in it")
     message = data["message"]
     try:
         if isinstance(message, str):
-            return data, message, int(data.get("timestamp", 0))
-        return data, message, int(message["extraInfo"]["timestamp"])
+            return message, int(data.get("timestamp", 0))
+        return message, int(message["extraInfo"]["timestamp"])
     except (KeyError, TypeError, ValueError, OverflowError) as problem:
         raise ValueError(f"no timestamp in it: {problem!r}") from None
 
