@@ -215,7 +215,8 @@ def test_a_mark_counts_as_text_and_without_a_valid_message(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("value", "is_clear"), [(True, True), ("True", True), ("no", False), (0, False), (None, False), ([], False)]
+    ("value", "is_clear"),
+    [(True, True), ("True", True), ("no", False), (0, False), (None, False), ([], False)],
 )
 def test_a_mark_that_is_unclear_is_reported_and_ignored(tmp_path, value, is_clear):
     failure = ProcessFailure(0, 5, 1, write(tmp_path, {"message": "m", "timestamp": 1, "retryable": value}))

@@ -1,10 +1,14 @@
 """The timeline of a job, for programs."""
 
 import json
+import time
 from types import SimpleNamespace
 
-from elasticrs.agent.attempt import Attempt, phases
+import pytest
+
+from elasticrs.agent.attempt import Attempt, JobResult, phases
 from elasticrs.agent.timeline import records, write
+from elasticrs.job.restart_policy import FailureHistory, RestartSettings
 from elasticrs.workers.plan import Plan
 
 
@@ -82,3 +86,21 @@ def test_the_file_has_a_line_for_each(tmp_path):
     attempts = failed_and_restarted()
     write(str(path), attempts)
     assert [json.loads(line) for line in path.read_text().splitlines()] == records(attempts)
+
+
+@pytest.mark.parametrize(
+    ("delay", "found"), [(0.25, {"delay": 250.0, "rendezvous": 750.0}), (9.0, {"delay": 1000.0})]
+)
+def test_a_delay_of_the_restart_is_a_phase_of_its_own(delay, found):
+    first, second = Attempt(1, 0, None), Attempt(2, 1, None)
+    first.delay, first.stamps = delay, {"ended": 0}
+    second.stamps = {"planned": 1_000_000_000}
+    assert phases(first, second) == found
+
+
+def test_restarts_are_left_again_when_the_window_has_passed():
+    now = time.monotonic()
+    result = JobResult(read_history=lambda: FailureHistory(7, (now - 3601, now - 3599, now - 1)))
+    assert result.restarts == 7
+    assert result.restarts_left(RestartSettings(3, window=3600.0)) == 1
+    assert result.restarts_left(RestartSettings(9)) == 2

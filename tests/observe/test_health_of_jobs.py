@@ -180,15 +180,16 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
     release(job, {int(line[1]): int(line[2]) for line in again})
 
 
-def test_the_number_of_restarts_left_is_unknown_with_a_window(launch, worker_script, samples_of):
+def test_the_number_of_restarts_left_in_a_window(launch, worker_script, samples_of):
     job, port, pids = start(launch, worker_script(WAITS), "--max-restarts=2/1h")
     status = status_of(port)
     assert (status["job"]["max_restarts"], status["job"]["restart_window"]) == (2, 3600)
-    assert status["restarts_left"] is None
-    value = samples_of(port)
-    with pytest.raises(KeyError):
-        value("restarts_left")
-    release(job, pids)
+    assert status["restarts_left"] == samples_of(port)("restarts_left") == 2
+    os.kill(pids[1], signal.SIGKILL)
+    again = job.wait_for_lines(r"here (\d+) (\d+) 1\.", 2)
+    wait_ready(port)
+    assert status_of(port)["restarts_left"] == samples_of(port)("restarts_left") == 1
+    release(job, {int(line[1]): int(line[2]) for line in again})
 
 
 FAILS_TWICE = """

@@ -95,6 +95,16 @@ class Checks:
             require(
                 (slot.round, slot.form, slot.group_rank) == (head.round, head.form, rank), "I-3 slot", slot
             )
+        if before is not None and before.is_judged:
+            require(head.used == before.used, "I-5 a failure was charged twice", head)
+        else:
+            self._charge(before, head)
+        if before is not None:
+            self._places(self.rounds[before.round], agents)
+        self.world.count("rounds")
+
+    def _charge(self, before, head):
+        """What the leader has charged for the end of a round."""
         used = before.used if before else 0
         require(head.used - used in (0, 1), "I-5 the budget's step", head)
         require(head.used <= self._max_restarts(), "I-5 the budget is overspent", head)
@@ -105,8 +115,6 @@ class Checks:
             require(not before.cause["induced"], "I-5 the loss of a node was charged", before)
         if before is not None:
             self._verdict(before, head)
-            self._places(self.rounds[before.round], agents)
-        self.world.count("rounds")
 
     def _places(self, last, agents):
         stay = [agent_of(each) for each in last if agent_of(each) in agents]
@@ -148,6 +156,11 @@ class Checks:
                     require(known is not None and known <= cause["time_ns"], "I-8 first cause", cause, judged)
 
     def _ended(self, before, head):
+        if head.is_judged:
+            require(before.state == "ENDED" and not before.is_judged, "I-1 evaluated after", before)
+            require((before.round, before.form) == (head.round, head.form), "I-2 one content per round", head)
+            self._charge(before, head)
+            return
         require(before is not None and before.state == "RUNNING", "I-1 the end of", before)
         require((before.round, before.form) == (head.round, head.form), "I-2 one content per round", head)
         require(head.used == before.used, "I-5 an end changes the budget", head)
@@ -179,7 +192,7 @@ class Checks:
         elif head.outcome == "aborted":
             require(any(proc.leaving for proc in self.world.procs), "I-1 aborted by nobody")
         elif head.outcome == "failed":
-            require(before.state == "ENDED", "I-1 failed after", before)
+            require(before.state == "ENDED" and not before.is_judged, "I-1 failed after", before)
             self._verdict(before, head)
             if "no restart is left" in head.reason:
                 require(before.used == self._max_restarts(), "I-5 closed with budget left", head)

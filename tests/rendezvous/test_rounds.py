@@ -480,7 +480,8 @@ def test_no_agent_gives_up_during_a_restart_delay():
     b.fail()
     a.send(m.GroupEnded())
     assert 1800 <= a.timers["delay/1"] <= 3600
-    assert "delay" in a.texts[-1]
+    for agent in agents:
+        assert [text for text in agent.texts if "(restart delay)" in text] == [agent.texts[-1]]
     assert min(agent.timers["give_up"] for agent in agents) > 2 * 3600
     a.fire("delay/1")
     assert [start.restarts for start in b.starts] == [0, 1]
@@ -496,6 +497,21 @@ def test_a_node_lost_during_a_restart_delay_does_not_make_the_failure_free():
     a.fire("delay/1")
     assert (cluster.head.state, cluster.head.used, cluster.head.size) == ("RUNNING", 1, 2)
     assert [start.restarts for start in b.starts] == [0, 1]
+
+
+def test_a_new_leader_does_not_judge_again_during_a_restart_delay():
+    policy = RestartSettings(3, first_delay=100.0, longest_delay=100.0)
+    cluster, (a, b, c) = running(3, min_nodes=2, policy=policy)
+    b.fail()
+    end_all((a, c))
+    a.kill()
+    assert (cluster.head.state, cluster.head.used) == ("ENDED", 1)
+    b.fire("delay/1")
+    assert (cluster.head.state, cluster.head.used, cluster.head.size) == ("RUNNING", 1, 2)
+    for agent in (b, c):
+        assert [start.restarts for start in agent.starts] == [0, 1]
+        assert agent.starts[-1].delay == cluster.head.delay > 0
+        assert sum("(restart delay)" in text for text in agent.texts) == 1
 
 
 def test_a_window_is_named_instead_of_a_number_of_restarts_that_are_left():

@@ -70,6 +70,13 @@ def test_no_rule_is_broken_where_workers_ask_for_rounds():
     assert totals["ENDED asked"] > PER_PART / 10
 
 
+def test_no_rule_is_broken_where_restarts_are_delayed():
+    totals = Counter()
+    for seed in range(PER_PART):
+        totals.update(schedules.play(seed, delay=5.0).stats)
+    assert totals["ENDED failure"] > PER_PART / 10
+
+
 def test_the_outcome_does_not_depend_on_the_clocks():
     """But for which failure counts as the first one, and the times that are told."""
 

@@ -95,8 +95,10 @@ class Proc:
 class World(Outages):
     """Everything, and the choices that can be made."""
 
-    def __init__(self, pick, random, *, clocks_agree=False, asks=False):
-        """``pick(weights)`` chooses an index; ``random()`` is a number below 1 for the set-up."""
+    def __init__(self, pick, random, *, clocks_agree=False, asks=False, delay=0.0):
+        """``pick(weights)`` chooses an index; ``random()`` is a number below 1 for the set-up. ``delay`` is
+        the delay of restarts in seconds.
+        """
         self.pick, self.random = pick, random
         self.clocks_agree = clocks_agree
         self.asks = asks
@@ -106,6 +108,7 @@ class World(Outages):
             "min_nodes": least,
             "max_nodes": most,
             "max_restarts": int(random() * 3),
+            "restart_delay": delay,
             "scale_up": random() < 0.7,
             "restart_call_timeout": 1.0 if random() < 0.2 else 0.0,
             "max_node_losses": int(random() * 3) if random() < 0.1 else None,

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import time
+
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.state_machine import Phase
 from elasticrs.host.clock import Clock
 from elasticrs.job.failure_cause import Verdict
+from elasticrs.job.restart_policy import FailureHistory, recent
 from elasticrs.job.value import Record, Value, fresh
 from elasticrs.report import phrases
 from elasticrs.workers.logs import error_file_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.agent.ras import RasQuery
     from elasticrs.diagnosis.values import Diagnosis
     from elasticrs.host.xids import Xid
     from elasticrs.job.failure_cause import Cause
+    from elasticrs.job.restart_policy import RestartSettings
     from elasticrs.workers.logs import LogPaths
     from elasticrs.workers.node_page import Met
     from elasticrs.workers.plan import Plan
@@ -80,6 +84,7 @@ class Attempt(Record):
         why_cold: reason why the workers were started cold despite ``--warm``.
         phases: milliseconds of each phase of the restart that led to this attempt, in order; see
             :func:`phases`.
+        delay: seconds for which the restart policy delayed the next attempt.
         stamps: monotonic nanoseconds of ``planned``, ``imported``, ``started``, ``failure_seen``,
             ``siblings_signalled``, ``stopped``, ``ended`` and ``memory_free``. ``imported`` is set only if
             the start had to wait for the imports, ``stopped`` only if this agent was asked to stop the
@@ -114,6 +119,7 @@ class Attempt(Record):
     warm: bool | None = None
     why_cold: str | None = None
     phases: dict[str, float] = fresh(factory=dict)
+    delay: float = 0.0
     stamps: dict[str, int] = fresh(factory=dict)
 
     @property
@@ -279,10 +285,10 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
 
     The first phase starts when the failure was seen, or, after a failure on another node, when the workers
     were stopped. ``signalling`` lasts until the other workers have been signalled, ``stopping`` until all
-    processes have exited, ``freeing`` until their device memory is free (if it was not at once),
-    ``rendezvous`` until ranks and addresses are known, ``importing`` until the warm nursery is ready (if the
-    start had to wait for it), and ``starting`` until all workers run. If the end of a phase is unknown, its
-    time counts as part of the next phase.
+    processes have exited, ``freeing`` until their device memory is free (if it was not at once), ``delay``
+    for as long as the restart policy delays the restart, ``rendezvous`` until ranks and addresses are known,
+    ``importing`` until the warm nursery is ready (if the start had to wait for it), and ``starting`` until
+    all workers run. If the end of a phase is unknown, its time counts as part of the next phase.
 
     Args:
         failed: the attempt that has ended.
@@ -300,6 +306,11 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     begins = (failed.stamps.get(name) for name in ("failure_seen", "stopped", "ended"))
     last = next((begin for begin in begins if begin is not None), None)
     for name, end in ends.items():
+        if name == "rendezvous" and failed.delay > 0 and last is not None and end is not None:
+            # On several nodes, the leader measures the delay. It starts when the last node is ready, so an
+            # earlier end of the rendezvous means that this node was ready later.
+            delay_ns = max(0, min(int(failed.delay * 1e9), end - last))
+            found["delay"], last = delay_ns / 1e6, last + delay_ns
         if last is not None and end is not None and end > last:
             found[name] = (end - last) / 1e6
             last = end
@@ -322,6 +333,8 @@ class JobResult(Record):
         first_cause: first failure of a job on several nodes; see :mod:`elasticrs.job.failure_cause`.
         clock: wall clock of the nodes' store, as estimated on this node.
         attempts: all attempts, in order.
+        read_history: function that returns the failures of the job so far, on all nodes. Its times are
+            seconds of this node's monotonic clock.
         return_values: return values of the workers, by global rank.
     """
 
@@ -335,4 +348,17 @@ class JobResult(Record):
     first_cause: Cause | None = None
     clock: Clock = Clock()
     attempts: list[Attempt] = fresh(factory=list)
+    read_history: Callable[[], FailureHistory] = FailureHistory
     return_values: dict[int, object] = fresh(factory=dict)
+
+    @property
+    def restarts(self) -> int:
+        """Number of charged restarts, including a restart whose attempt has not started yet."""
+        return max(self.read_history().charged, self.attempts[-1].restarts if self.attempts else 0)
+
+    def restarts_left(self, policy: RestartSettings) -> int:
+        """Return the number of restarts that the budget still allows."""
+        if policy.window is None:
+            return policy.max_restarts - self.restarts
+        now = time.monotonic_ns() / 1e9
+        return max(0, policy.max_restarts - len(recent(policy, self.read_history(), now)))

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from elasticrs.agent import state_machine as machine
 from elasticrs.host.clock import Clock
 from elasticrs.job.config import SAFETY_TICK
+from elasticrs.job.restart_policy import FailureHistory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -62,6 +63,10 @@ class Decisions(ABC):
 
     def open(self, supervisor: _core.Supervisor) -> None:  # noqa: B027 -- nothing to do for one node
         """Pass the supervisor to this object. Called once, before any event other than a signal."""
+
+    def read_history(self) -> FailureHistory:
+        """Return the failures of the job so far, with times in seconds of this node's monotonic clock."""
+        return FailureHistory()
 
     def seconds_left(self) -> float:
         """Return the maximum number of seconds that the loop may wait for events."""
@@ -127,6 +132,9 @@ class OneNode(Decisions):
     @property
     def signum(self) -> int | None:
         return self._state.signum
+
+    def read_history(self) -> FailureHistory:
+        return self._state.history
 
     def observe(self, attempt: Attempt) -> None:
         self._attempt = attempt

@@ -54,7 +54,8 @@ class HealthObserver(Observer):
         self._state: _core.WorkersState = "INIT"
         self._attempt: Attempt | None = None
         self._ranks: dict[int, int | None] = {}
-        self._restarts = 0
+        self._result: JobResult | None = None
+        self._shown_budget = 0, 0
         self._paused: set[int] = set()
         self._last_failure: dict[str, Any] | None = None
         self._earlier_failures: deque[dict[str, Any]] = deque(maxlen=MAX_EARLIER_FAILURES)
@@ -83,9 +84,9 @@ class HealthObserver(Observer):
         if not self._is_asked or fd != self._native.fd:
             return False
         attempt = self._attempt
-        if attempt is not None and (attempt.shown_ranks(), attempt.restarts) != (
+        if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
             self._ranks,
-            self._restarts,
+            self._shown_budget,
         ):
             # Publish the ranks and the restart count again if they have changed. Each round may assign
             # different ranks, and the count includes restarts on other nodes.
@@ -129,6 +130,11 @@ class HealthObserver(Observer):
         """Record that a worker has hung since its last heartbeat."""
         self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
 
+    def quiet(self) -> None:
+        """Publish the number of restarts left again if a restart is no longer within the window."""
+        if self._budget() != self._shown_budget:
+            self._publish()
+
     def paused(self, local_rank: int, is_paused: bool) -> None:
         """Publish whether the worker is paused."""
         (self._paused.add if is_paused else self._paused.discard)(local_rank)
@@ -154,7 +160,7 @@ class HealthObserver(Observer):
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
-        self._attempt = result.attempts[-1]
+        self._result, self._attempt = result, result.attempts[-1]
         self._paused.clear()
         self._is_hang_counted = False
         if self._failed_ns is not None:
@@ -235,14 +241,16 @@ class HealthObserver(Observer):
 
     def _status(self) -> dict[str, Any]:
         job, attempt = self._job, self._attempt
-        self._restarts = restarts = 0 if attempt is None else attempt.restarts
-        settings = job.restart_settings
+        self._shown_budget = restarts, left = self._budget()
         shown = ("run_id", "role", "name", "nproc", "max_restarts")
         return {
             "schema": SCHEMA,
             "host": os.uname().nodename,
             "log_folder": (attempt.paths.run_folder if attempt is not None and attempt.paths else "") or None,
-            "job": {**{name: getattr(job, name) for name in shown}, "restart_window": settings.window},
+            "job": {
+                **{name: getattr(job, name) for name in shown},
+                "restart_window": job.restart_settings.window,
+            },
             "state": self._state,
             "round": None if attempt is None else attempt.round,
             "attempt": None if attempt is None else attempt.name,
@@ -250,14 +258,18 @@ class HealthObserver(Observer):
             "why_cold": None if attempt is None else attempt.why_cold,
             "restart_phases_ms": {} if attempt is None else attempt.phases,
             "restarts": restarts,
-            # The times of earlier restarts are known only to the restart policy.
-            "restarts_left": None if settings.window is not None else settings.max_restarts - restarts,
+            "restarts_left": left,
             "group": None if attempt is None else _group(attempt),
             "workers": [] if attempt is None else self._workers(attempt),
             "slowest": _slowest(list(self._standings.values())),
             "last_failure": self._last_failure,
             "earlier_failures": list(self._earlier_failures),
         }
+
+    def _budget(self) -> tuple[int, int]:
+        """Return the number of restarts that were charged, and the number of restarts that are left."""
+        policy, result = self._job.restart_settings, self._result
+        return (0, policy.max_restarts) if result is None else (result.restarts, result.restarts_left(policy))
 
     def _workers_now(self, attempt: Attempt) -> list[tuple[int, int, int]]:
         """Return the global rank, local rank and pid of each worker, except workers whose rank another worker

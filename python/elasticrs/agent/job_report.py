@@ -70,7 +70,6 @@ def report(
     """
     root = root_cause(failed) if failed else None
     stopped = victims(failed)
-    last = result.attempts[-1] if result.attempts else None
     return {
         "schema": SCHEMA,
         "run_id": job.run_id,
@@ -86,7 +85,7 @@ def report(
         "root_cause": root,
         "failures": [_failure(rank, each, rank in stopped) for rank, each in failed.items()],
         "restarts": {
-            "charged": 0 if last is None else last.restarts,
+            "charged": result.restarts,
             "max": int(job.max_restarts),
             "window": job.restart_settings.window,
         },

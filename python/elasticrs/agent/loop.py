@@ -75,6 +75,7 @@ class Agent:
             self, job, workers, self._console, observers, owns_process=owns_process
         )
         self._result = self._tracker.result
+        self._result.read_history = decisions.read_history
         self._events = self._tracker.events
         self._actions: deque[machine.Action] = deque()
         self._requests = StopRequests()
@@ -247,6 +248,7 @@ class Agent:
             if not self._tracker.wait(left):
                 self._take_signals(self._tracker.supervisor)
                 self._actions.extend(self._decisions.look_around())
+                self._tracker.observers.quiet()
             if self._sleepers is not None:
                 self._look_for_sleepers(self._sleepers)
             if self._delayed_until is not None and time.monotonic() >= self._delayed_until:
@@ -302,6 +304,7 @@ class Agent:
             self._events.append(self._decisions.next_plan(self._tracker.supervisor))
         elif isinstance(action, machine.Delay):
             self._delayed_until = time.monotonic() + action.seconds
+            self._result.attempts[-1].delay = action.seconds
         elif isinstance(action, machine.Start):
             self._start(action)
         elif isinstance(action, machine.Stop):

@@ -75,6 +75,9 @@ class Observer:
         seconds.
         """
 
+    def quiet(self) -> None:
+        """Handle that no event has arrived for some seconds, or that a deadline of the loop has passed."""
+
     def over(self, attempt: Attempt, outcome: str) -> None:
         """Handle the end of an attempt, after all its processes have exited.
 

@@ -17,6 +17,7 @@ from elasticrs.host.background_call import Asked
 from elasticrs.job.config import SAFETY_TICK
 from elasticrs.job.failure_cause import Verdict
 from elasticrs.job.ranks import NodeShare
+from elasticrs.job.restart_policy import FailureHistory
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.driver import Driver
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
@@ -123,6 +124,14 @@ class SeveralNodes(Decisions):
         self._attempt = attempt
         self._first_failure = self._first_word = None
         self._gathers_evidence = False
+
+    def read_history(self) -> FailureHistory:
+        head = None if self._driver is None else self._driver.last_head
+        if head is None:
+            return FailureHistory()
+        found, clock = head.failures, self._clock()
+        times = [clock.to_monotonic(int(at * 1e9)) / 1e9 for at in found.charged_at]
+        return found.replaced(charged_at=tuple(times))
 
     def seconds_left(self) -> float:
         return SAFETY_TICK if self._driver is None else self._driver.seconds_left(SAFETY_TICK)
@@ -309,7 +318,7 @@ class SeveralNodes(Decisions):
 
     def _start(self, action: messages.Start) -> list[machine.Action]:
         if self._attempt is not None and self._attempt.round == action.round - 1:
-            self._attempt.cause = action.earlier
+            self._attempt.cause, self._attempt.delay = action.earlier, action.delay
         driver = self._require_driver()
         trouble = driver.open_store() if action.serves_store else None
         if trouble is not None:

@@ -142,7 +142,7 @@ class Story(Observer):
         if error is not None or not result.attempts:
             return
         took = phrases.duration((time.monotonic_ns() - self._begun_ns) / 1e9)
-        used = result.attempts[-1].restarts
+        used = result.restarts
         if result.phase is Phase.SUCCEEDED:
             if self._tells_all:
                 restarts = f"{used} restart{'s' if used != 1 else ''} charged"

@@ -91,8 +91,7 @@ class EventRunner(Record):
 
     def _run_result(self, job: JobConfig, result: JobResult, decisions: Decisions) -> RunResult:
         group = self._group
-        if result.attempts:
-            self.restarts = result.attempts[-1].restarts
+        self.restarts = result.restarts
         if result.phase is Phase.SUCCEEDED:
             group.state = WorkerState.SUCCEEDED
             return RunResult(WorkerState.SUCCEEDED, return_values=result.return_values)

@@ -109,6 +109,11 @@ class Driver:
         return self._member is not None and self._member.leaving is not None
 
     @property
+    def last_head(self) -> Head | None:
+        """State of the job, as last received; ``None`` before that."""
+        return None if self._member is None else self._member.last_head
+
+    @property
     def job_number(self) -> int:
         """Store revision at which the job's record was created; 0 until this agent has found or created the
         record.

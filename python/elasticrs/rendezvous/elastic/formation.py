@@ -10,7 +10,6 @@ from elasticrs.rendezvous.elastic.leader import close, forget, guards, has_passe
 from elasticrs.rendezvous.elastic.member import Purpose
 from elasticrs.rendezvous.elastic.messages import Announce
 from elasticrs.rendezvous.elastic.records import Head, Slot, encode, master_addr
-from elasticrs.report.phrases import duration
 from elasticrs.store.coordination import Delete, DeletePrefix, Put
 
 TYPE_CHECKING = False
@@ -41,22 +40,24 @@ def slow_members(view: View) -> set[str]:
 
 def decide(member: Member, leader: Leader, view: View) -> None:
     """Make the leader's next decision while no round is running."""
-    settings, head, delay = member.settings, view.head, 0.0
-    settle = settings.settle + 2 * member.more_lease
-    is_settled = not slow_members(view) or has_passed(member, leader, "settle", settle)
-    if head is not None and not is_settled:
-        return
+    settings, head = member.settings, view.head
     alive: list[str] = []
-    if head is not None:
+    if head is not None and not head.is_judged:
+        settle = settings.settle + 2 * member.more_lease
+        if slow_members(view) and not has_passed(member, leader, "settle", settle):
+            return
         judged = _judged(member, leader, view, head)
-        alive, head, delay = judged.alive, judged.head, judged.delay
+        alive, head = judged.alive, judged.head
         if judged.reason is not None:
             close(member, leader, view, head.replaced(outcome="failed", reason=judged.reason), alive)
             return
-    if delay > 0 and not has_passed(member, leader, "delay", delay):
-        if leader.told_delay != view.round:
-            leader.told_delay = view.round
-            member.do(Announce(f"the next round starts in {duration(delay)} (restart delay)"))
+        if head.delay > 0:
+            # Write the evaluation before the next round, so that every node can announce the delay, and a new
+            # leader does not evaluate the round again: a node that is lost during the delay does not explain
+            # the failure.
+            write(member, leader, view, [member.put_head(head)], here(member, alive))
+            return
+    if head is not None and head.delay > 0 and not has_passed(member, leader, "delay", head.delay):
         return
     if _is_time(member, leader, view):
         _form(member, leader, view, head, alive)
@@ -106,12 +107,6 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
     leave, so each of the sets ``slow``, ``missing`` and ``absent`` only grows or only shrinks. Comparing
     their sizes is therefore enough to detect a change.
     """
-    if leader.judged is not None:
-        (head_revision, *_), kept = leader.judged
-        # Keep the verdict during a restart delay, because a node that is lost long after a failure does not
-        # explain it. A verdict that depends on the presence of members must be computed again.
-        if head_revision == view.head_revision and kept.delay > 0 and not kept.alive:
-            return kept
     sizes = len(view.slow), len(view.missing), len(view.absent)
     was_short = member.age.was_short
     rests_on = (view.head_revision, was_short, sizes, frozenset(view.farewells))

@@ -32,7 +32,6 @@ class Leader(Record):
         judged: inputs of the last verdict on an ended round, and that verdict.
         told: number of waiting nodes that was last reported to the user.
         told_more: number of the latest round when the user was told that the leader waits for more nodes.
-        told_delay: number of the latest round when the user was told that the next round is delayed.
         told_damaged: number of damaged records that were reported to the user.
     """
 
@@ -48,7 +47,6 @@ class Leader(Record):
     judged: tuple[RestsOn, Verdict] | None = None
     told: int = -1
     told_more: int = -1
-    told_delay: int = -1
     told_damaged: int = 0
 
     def is_free(self) -> bool:

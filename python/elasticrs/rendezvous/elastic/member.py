@@ -251,6 +251,7 @@ class Member:
     Attributes:
         joining, listener, age: parts of the state that always exist.
         link: connection to the store; ``None`` without a connection.
+        last_head: state of the job, as last received over any connection; ``None`` before that.
         workers: workers that may be running on this node; ``None`` if there are none.
         done: set while this node has finished and waits for the other nodes.
         started_round: last round whose workers were started on this node.
@@ -259,6 +260,7 @@ class Member:
         own_evidence: evidence of this node about the last hang; ``None`` if there is none.
         told_end: number of the last round whose end was reported to the user on this node, and the reported
             text.
+        judged_round: last round for which this agent has seen the leader's evaluation.
         leaving: set once the agent is leaving the job.
         has_exited: true once the agent has left the rendezvous.
         now: the store's wall clock at the current event, in nanoseconds. It is only reported, never compared.
@@ -273,12 +275,14 @@ class Member:
         self.listener = Listener(rendezvous.master_port)
         self.age = RoundAge()
         self.link: Link | None = None
+        self.last_head: Head | None = None
         self.workers: Workers | None = None
         self.done: Done | None = None
         self.started_round = self.finished_round = 0
         self.own_failure: OwnFailure | None = None
         self.own_evidence: OwnEvidence | None = None
         self.told_end = 0, ""
+        self.judged_round = 0
         self.leaving: Leaving | None = None
         self.now = 0
         self.has_exited = False

@@ -144,6 +144,7 @@ class Start(Value):
             :class:`StartFailed` follows if the port cannot be lent to the worker.
         earlier: reason for the end of the previous round. Empty for the first round.
         after_loss: true if the previous round ended because a node was lost.
+        delay: seconds by which the restart policy has delayed this round.
     """
 
     round: int
@@ -155,6 +156,7 @@ class Start(Value):
     serves_store: bool
     earlier: str = ""
     after_loss: bool = False
+    delay: float = 0.0
 
 
 class Stop(Value):

@@ -224,7 +224,8 @@ class Head(Value):
         master: address and port of the round's workers' store.
         end: description of how the round ended, or in state ``RUNNING`` the previous round: ``kind``
             (``failure``, ``lost``, ``left``, ``scale``, ``setup``, ``asked``), ``node``, ``group_rank``,
-            ``message``, ``fatal``, ``charged``.
+            ``message``, ``fatal``. After the leader has evaluated the round, also ``charged`` (true if a
+            restart was charged) and ``delay`` (seconds until the next round, if it is delayed).
         cause: cause of the first failure in that round, over all nodes.
         history: data about earlier failures that the restart policy needs in addition to ``used``; see
             :meth:`failures`.
@@ -283,6 +284,16 @@ class Head(Value):
         if fields.get("end") is not None:
             fields["end"] = validation.fields(fields["end"], _END, ("kind",))
         return Head(**{**fields, "master": tuple(fields.get("master", ("", 0)))})
+
+    @property
+    def is_judged(self) -> bool:
+        """True if the round has ended and the leader has evaluated its end."""
+        return self.state == "ENDED" and "charged" in (self.end or {})
+
+    @property
+    def delay(self) -> float:
+        """Seconds by which the restart policy delays the round after the ended one."""
+        return float((self.end or {}).get("delay", 0.0))
 
     @property
     def failures(self) -> FailureHistory:
@@ -451,6 +462,7 @@ _HEAD = {
 _END = {
     **dict.fromkeys(("node", "message", "member"), _TEXT),
     **dict.fromkeys(("fatal", "charged"), validation.FLAG),
+    "delay": validation.SPAN,
     "kind": validation.one_of("failure", "lost", "left", "scale", "setup", "asked"),
     "group_rank": validation.WHOLE,
 }

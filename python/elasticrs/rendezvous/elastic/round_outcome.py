@@ -47,15 +47,13 @@ class Verdict(Value):
     Args:
         alive: members that must still be registered when the outcome is written. If one of them is lost
             before that, its loss explains the failure, and the round uses no restart.
-        head: head of the ended round, with updated counts.
+        head: head of the ended round, with updated counts and the delay of the next round.
         reason: reason why the job ends; ``None`` if it continues.
-        delay: seconds to wait before the next round.
     """
 
     alive: list[str]
     head: Head
     reason: str | None
-    delay: float = 0.0
 
 
 def is_explained(view: View) -> bool:
@@ -171,6 +169,7 @@ def judge(
     """
     kind, charged = kind_of(head), is_charged(view, head)
     decision = _decide(view, head, policy, was_short, now_ns) if charged else RestartDecision(head.failures)
+    delay = round(decision.delay, 3)
     lost = len(view.missing) - sum(view.rank_of.get(each) in view.missing for each in view.farewells)
     lossy = kind == "lost" or (kind == "failure" and not charged)
     short_losses = head.short_losses
@@ -183,7 +182,7 @@ def judge(
         short_losses=short_losses,
         setups=head.setups + 1 if kind == "setup" else 0,
         cause=diagnosed(view, head, first_cause(view, head)),
-        end={**(head.end or {}), "charged": charged},
+        end={**(head.end or {}), "charged": charged, **({"delay": delay} if delay > 0 else {})},
     )
     reason = _why_not_again(view, counted, settings)
     if reason is None and decision.stop is StopKind.EXHAUSTED:
@@ -192,7 +191,7 @@ def judge(
         reason, counted = decision.reason, counted.replaced(permanent=True)
     elif reason is None:
         counted = counted.with_failures(decision.history)
-    return Verdict(witnesses(view) if charged else [], counted, reason, decision.delay)
+    return Verdict(witnesses(view) if charged else [], counted, reason)
 
 
 def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:

@@ -27,6 +27,7 @@ from elasticrs.rendezvous.elastic.records import (
     silence_of,
 )
 from elasticrs.rendezvous.elastic.validation import DamagedError
+from elasticrs.report.phrases import duration
 from elasticrs.store.coordination import Get, ModifiedAt, Put
 
 TYPE_CHECKING = False
@@ -86,6 +87,7 @@ def take_head(member: Member, link: Link, entry: Entry) -> None:
     head = Head.read(entry)
     is_news = link.head is not None
     link.head, link.head_revision = head, entry.mod_revision
+    member.last_head = head
     if head.round:
         member.joining.has_seen_round = True
     if head.state == "CLOSED":
@@ -117,8 +119,12 @@ def _ended(member: Member, head: Head) -> None:
     if member.workers is not None:
         hung = head.cause if silence_of(head.cause) is not None else None
         _stop(member, end_of(head), hung, planned=_is_planned(head))
-        return
-    look(member)
+    else:
+        look(member)
+    if head.is_judged and member.judged_round < head.round:
+        member.judged_round = head.round
+        if head.delay > 0:
+            member.do(Announce(f"the next round starts in {duration(head.delay)} (restart delay)"))
 
 
 def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
@@ -259,7 +265,12 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
     reasons = (end_of(head, names_pid=False), (head.cause or {}).get("diagnosis")) if head.round > 1 else ()
     earlier = "; ".join(filter(None, reasons))
     after_loss = (head.end or {}).get("kind") == "lost"
-    member.do(Start(head.round, head.used, slot.group_rank, ranks, *head.master, serves, earlier, after_loss))
+    member.do(
+        Start(
+            *(head.round, head.used, slot.group_rank, ranks, *head.master, serves),
+            *(earlier, after_loss, head.delay),
+        )
+    )
 
 
 # --- events of the workers ---
