@@ -10,7 +10,10 @@ def member(agent, node, *, port=29400, host="head", backend="c10d", node_rank=No
     """An agent that has not begun; what is not given has its default, or is as small as can be."""
     sizes = {name: given.pop(name, 1) for name in ("min_nodes", "max_nodes")}
     restarts, delay = given.pop("max_restarts", 0), given.pop("restart_delay", 0.0)
-    policy = given.pop("policy", None) or RestartSettings(restarts, first_delay=delay, longest_delay=delay)
+    most = given.pop("max_excluded_nodes", None)
+    policy = given.pop("policy", None) or RestartSettings(
+        restarts, first_delay=delay, longest_delay=delay, max_excluded_nodes=most
+    )
     known = {"role": "default", "nproc": 1, "policy": policy, "hosts_store": False, "fallback_addr": None}
     known.update((name, given.pop(name)) for name in list(given) if name in known)
     rendezvous = Rendezvous(

@@ -35,6 +35,7 @@ class Checks:
         self.losses = 0
         self.lossy = 0
         self.was_aborted = False
+        self.excluded = set()
         self.keep()
 
     def keep(self):
@@ -77,6 +78,8 @@ class Checks:
 
     def _running(self, before, head):
         config = self.world.config
+        if before is not None:
+            require(before.excluded_agent not in map(agent_of, self._table(head.form)), "I-15 excluded", head)
         require(before is None or before.state == "ENDED", "I-1 a round after", before)
         require(head.round == (before.round if before else 0) + 1, "I-1 the number of a round", head)
         table = self._table(head.form)
@@ -160,6 +163,7 @@ class Checks:
             require(before.state == "ENDED" and not before.is_judged, "I-1 evaluated after", before)
             require((before.round, before.form) == (head.round, head.form), "I-2 one content per round", head)
             self._charge(before, head)
+            self._exclusion(before, head)
             return
         require(before is not None and before.state == "RUNNING", "I-1 the end of", before)
         require((before.round, before.form) == (head.round, head.form), "I-2 one content per round", head)
@@ -176,6 +180,24 @@ class Checks:
             require(self.asked, "asked for by nobody", head)
         if end["kind"] == "scale":
             require(self.world.config["scale_up"], "ended for scale", head)
+
+    def _exclusion(self, before, head):
+        number = head.failures.excluded
+        if head.excluded_agent is None:
+            require(number == before.failures.excluded, "I-15 counted without an exclusion", head)
+            return
+        self.world.count("excluded")
+        self.excluded.add(head.excluded_agent)
+        require(
+            number == before.failures.excluded + 1 <= self.world.config["max_excluded_nodes"], "I-15", head
+        )
+        members = [agent_of(each) for each in self.rounds[head.round]]
+        require(head.excluded_agent in members, "I-15 a node that had no part in the failure", head)
+        entries = self.world.store.under(KEYS.nodes)
+        nodes = {agent_of(each.key[len(KEYS.nodes) :]): Node.decode(each.value) for each in entries}
+        require(not nodes[head.excluded_agent].hosts_store, "I-15 the host of the store", head)
+        here = len(nodes.keys() - {head.excluded_agent})
+        require(here >= self.world.config["min_nodes"], "I-15 too few nodes are left", head)
 
     def done(self):
         names = [each.key[len(KEYS.dones) :].split("/") for each in self.world.store.under(KEYS.dones)]
@@ -301,6 +323,8 @@ class Checks:
             require(head.outcome == "succeeded", "I-7 spare", head)
         if kind in ("left", "aborted", "stuck") and kind == "left":
             require(proc.leaving, "leaves without being asked", proc.name)
+        if kind == "excluded":
+            require(proc.member.agent.agent in self.excluded, "I-15 leaves, but was not excluded", proc.name)
         if kind == "refused":
             differs = proc.member.agent.policy.max_restarts != self.world.config["max_restarts"]
             is_known = differs or self._first_was_other() or self._is_second(proc, outcome)

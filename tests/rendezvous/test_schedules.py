@@ -77,6 +77,13 @@ def test_no_rule_is_broken_where_restarts_are_delayed():
     assert totals["ENDED failure"] > PER_PART / 10
 
 
+def test_no_rule_is_broken_where_nodes_are_unfit():
+    totals = Counter()
+    for seed in range(PER_PART):
+        totals.update(schedules.play(seed, delay=5.0 * (seed % 2), unfit=0.4).stats)
+    assert totals["excluded"] >= totals["exit_excluded"] > PER_PART / 100
+
+
 def test_the_outcome_does_not_depend_on_the_clocks():
     """But for which failure counts as the first one, and the times that are told."""
 

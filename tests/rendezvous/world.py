@@ -95,13 +95,14 @@ class Proc:
 class World(Outages):
     """Everything, and the choices that can be made."""
 
-    def __init__(self, pick, random, *, clocks_agree=False, asks=False, delay=0.0):
+    def __init__(self, pick, random, *, clocks_agree=False, asks=False, delay=0.0, unfit=0.0):
         """``pick(weights)`` chooses an index; ``random()`` is a number below 1 for the set-up. ``delay`` is
-        the delay of restarts in seconds.
+        the delay of restarts in seconds, ``unfit`` how likely a check finds a node unfit.
         """
         self.pick, self.random = pick, random
         self.clocks_agree = clocks_agree
         self.asks = asks
+        self.unfit = unfit
         most = 1 + int(random() * 4)
         least = 1 + int(random() * most)
         self.config = {
@@ -109,6 +110,7 @@ class World(Outages):
             "max_nodes": most,
             "max_restarts": int(random() * 3),
             "restart_delay": delay,
+            "max_excluded_nodes": 2 if unfit else None,
             "scale_up": random() < 0.7,
             "restart_call_timeout": 1.0 if random() < 0.2 else 0.0,
             "max_node_losses": int(random() * 3) if random() < 0.1 else None,
@@ -420,7 +422,8 @@ class World(Outages):
             self.checks.finished(group)
         else:
             cause = self.checks.cause_of(proc, group)
-            event = m.GroupEnded(cause, "workers 1 are left" if group.is_stuck else None)
+            unfit = "the check failed" if self.unfit and self.random() < self.unfit else None
+            event = m.GroupEnded(cause, "workers 1 are left" if group.is_stuck else None, unfit)
         # An exit that the agent had not yet heard of has become part of the end.
         proc.queue = [each for each in proc.queue if not isinstance(each, (m.WorkersDone, m.WorkerFailed))]
         proc.queue.append(event)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from elasticrs.job.failure_cause import Cause, Permanence
 from elasticrs.job.restart_policy import (
+    MAX_SUSPECTS,
     TRANSIENT,
     Evidence,
     FailureHistory,
@@ -116,6 +117,104 @@ class TestDelay:
         assert full / 2 <= decisions(self.SLOW, [Cause()] * failures, jitter=jitter)[-1].delay <= full
 
 
+LIMITED = PLENTY.replaced(max_excluded_nodes=3)
+BROKEN_MOUNT = {
+    "permanence": "start_error",
+    "permanent_rank": 1,
+    "permanent_sign": "ImportError at train.py:3",
+}
+
+
+def excluded(settings: RestartSettings, *failures: Evidence) -> list[str | None]:
+    """Return the node that is excluded after each of these failures."""
+    history, found = FailureHistory(), []
+    for evidence in failures:
+        decision = decide(settings, history, evidence)
+        assert decision.stop is None, decision
+        found.append(decision.exclude)
+        assert ("is excluded from the job" in decision.note) == (decision.exclude is not None)
+        history = decision.history
+    return found
+
+
+def evidence(*unfit: str, nodes: int = 4, available: int = 4, **more: object) -> Evidence:
+    found = tuple((node, f"the check of {node} failed") for node in unfit)
+    known = {"causes": (Cause(exitcode=1),), "ran": 1.0, "min_nodes": 1, **more}
+    return Evidence(nodes=nodes, available=available, unfit=found, **known)
+
+
+class TestExclusion:
+    def test_a_node_that_its_check_found_unfit_is_excluded_at_once(self):
+        decision = decide(LIMITED, FailureHistory(), evidence("node2"))
+        assert (decision.exclude, decision.history.excluded, decision.history.charged) == ("node2", 1, 1)
+        assert decision.note == "node node2 is excluded from the job: the check of node2 failed"
+
+    def test_a_node_that_alone_cannot_start_the_program_is_excluded_the_second_time(self):
+        starts = evidence(causes=(failure(node="node3", exception=None, **BROKEN_MOUNT),))
+        assert excluded(LIMITED, starts, starts) == [None, "node3"]
+        assert "again" in decide(LIMITED, FailureHistory(), starts).note
+
+    def test_a_start_error_that_moves_to_another_node_is_permanent(self):
+        one, other = (failure(node=node, **BROKEN_MOUNT) for node in ("node1", "node2"))
+        history = decide(LIMITED, FailureHistory(), evidence(causes=(one,))).history
+        decision = decide(LIMITED, history, evidence(causes=(other,)))
+        assert (decision.stop, decision.exclude, decision.note) == (StopKind.PERMANENT, None, "")
+        assert "node1 and node2" in decision.reason
+        moved = failure(node="node2", **{**BROKEN_MOUNT, "permanent_sign": "exit code 2"})
+        assert decide(LIMITED, history, evidence(causes=(moved,))).stop is None
+
+    def test_a_start_error_of_a_job_of_one_node_implicates_nobody(self):
+        alone = evidence(nodes=1, causes=(failure(**BROKEN_MOUNT),))
+        decision = decide(LIMITED, FailureHistory(), alone)
+        assert (decision.stop, decision.history.implicated) == (StopKind.PERMANENT, ())
+
+    def test_of_several_unfit_nodes_one_is_excluded_and_one_implicated_twice_goes_first(self):
+        assert excluded(LIMITED, evidence("node2", "node1"), evidence("node3", "node2")) == ["node1", "node2"]
+
+    def test_a_check_goes_before_a_start_error(self):
+        starts = evidence(causes=(failure(node="node1", exception=None, **BROKEN_MOUNT),))
+        both = starts.replaced(unfit=(("node2", "the check failed"),))
+        assert excluded(LIMITED, both, starts) == ["node2", "node1"]
+
+    def test_an_exclusion_starts_the_count_of_equal_failures_again(self):
+        unfit = evidence("node1", causes=(failure(),))
+        fit = evidence(causes=(failure(),))
+        assert excluded(LIMITED, fit, fit, unfit, fit, fit) == [None, None, "node1", None, None]
+
+    @pytest.mark.parametrize(
+        ("settings", "found", "word"),
+        [
+            (LIMITED, evidence("node1", available=3, min_nodes=3), "fewer than 3"),
+            (LIMITED, evidence("node1", "node2", "node3"), "3 of 4"),
+            (LIMITED, evidence("node1", "node2", nodes=2), "2 of 2"),
+            (LIMITED, evidence("node1", bound=(("node1", "it hosts the store"),)), "it hosts the store"),
+            (LIMITED.replaced(max_excluded_nodes=1), evidence("node1", "node2"), "max_excluded_nodes=1"),
+            (LIMITED.replaced(max_excluded_nodes=0), evidence("node1"), "max_excluded_nodes=0"),
+        ],
+        ids=["too few", "most", "both", "bound", "too many", "off"],
+    )
+    def test_nobody_is_excluded_where_that_may_be_wrong(self, settings, found, word):
+        decision = decide(settings, FailureHistory(), found)
+        assert (decision.stop, decision.exclude, decision.history.excluded) == (None, None, 0)
+        assert "node1" in decision.note
+        assert word in decision.note
+
+    def test_another_unfit_node_goes_if_the_first_one_cannot(self):
+        bound = (("node1", "it hosts the store"),)
+        assert excluded(LIMITED, evidence("node1", "node2", bound=bound)) == ["node2"]
+
+    def test_the_only_node_of_a_round_goes_if_there_is_a_spare(self):
+        assert excluded(LIMITED, evidence("node1", nodes=1, available=2)) == ["node1"]
+
+    @pytest.mark.parametrize("settings", [PLENTY, LIMITED])
+    def test_a_job_that_stops_or_cannot_exclude_says_nothing(self, settings):
+        found = evidence("node1")
+        if settings is LIMITED:
+            found = found.replaced(causes=(failure(permanence="exit_code", permanent_sign="exit code 3"),))
+        decision = decide(settings, FailureHistory(), found)
+        assert (decision.exclude, decision.note) == (None, "")
+
+
 CAUSES = st.builds(
     Cause,
     node=st.sampled_from(["node1", "node2", "node3"]),
@@ -142,6 +241,49 @@ def test_the_order_of_the_reports_does_not_matter(first, others, data):
         for rest in (others, shuffled)
     )
     assert one == other
+
+
+NAMES = st.sampled_from([f"node{number}" for number in range(6)])
+FOUND = st.lists(st.tuples(NAMES, st.just("why")), max_size=6, unique_by=lambda each: each[0])
+EVIDENCE = st.builds(
+    Evidence,
+    causes=st.lists(CAUSES, max_size=3, unique_by=lambda cause: (cause.node, cause.permanent_rank)).map(
+        tuple
+    ),
+    nodes=st.integers(1, 6),
+    ran=st.just(1.0),
+    unfit=FOUND.map(tuple),
+    bound=FOUND.map(tuple),
+    available=st.integers(1, 7),
+    min_nodes=st.integers(1, 6),
+)
+
+
+@given(st.lists(EVIDENCE, min_size=1, max_size=12), st.integers(0, 4), st.randoms())
+def test_exclusions_stay_within_their_limits_in_any_order_of_the_reports(failures, most, random):
+    settings = RestartSettings(1000, max_excluded_nodes=most)
+    history, gone = FailureHistory(), 0
+    for found in failures:
+        decision = decide(settings, history, found)
+        first, others = found.causes[:1], list(found.causes[1:])
+        mixed = [list(found.unfit), list(found.bound), others]
+        for each in mixed:
+            random.shuffle(each)
+        unfit, bound, others = map(tuple, mixed)
+        again = found.replaced(causes=(*first, *others), unfit=unfit, bound=bound)
+        assert decide(settings, history, again) == decision
+        if decision.stop is not None:
+            assert (decision.exclude, decision.note) == (None, "")
+            continue
+        assert decision.history.excluded - history.excluded == (decision.exclude is not None)
+        if decision.exclude is not None:
+            gone += 1
+            assert decision.exclude in {*dict(found.unfit), *(cause.node for cause in found.causes)}
+            assert decision.exclude not in dict(found.bound)
+            assert found.available - 1 >= found.min_nodes
+        assert gone == decision.history.excluded <= most
+        assert len(decision.history.implicated) <= MAX_SUSPECTS
+        history = decision.history
 
 
 @given(st.lists(CAUSES, max_size=30), st.integers(0, 5))

@@ -34,6 +34,7 @@ VALUES = {
     "on_failure": "replace",
     "restart_delay": "1s..5m",
     "max_same_failures": 5,
+    "max_excluded_nodes": 2,
     "fatal_exit_codes": "3,40-49",
     "exit_codes": "verdict:7,8",
     "log_prefix": "time",

@@ -39,6 +39,7 @@ class Decisions(ABC):
         clock: wall clock of the nodes' store, as estimated on this node.
         has_taken_part: true if workers of this node ran in the last round.
         has_peers: true if other nodes depend on the outcome of this node.
+        failed_elsewhere: true if the workers of this node were stopped because others have failed.
     """
 
     plan: Plan | None = None
@@ -46,6 +47,7 @@ class Decisions(ABC):
     clock = Clock()
     has_taken_part = True
     has_peers = False
+    failed_elsewhere = False
 
     @property
     @abstractmethod

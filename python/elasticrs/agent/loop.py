@@ -202,11 +202,14 @@ class Agent:
         return result.unfit
 
     def _is_held_for_check(self, event: machine.Event) -> bool:
-        """Start ``--node-check`` if an event reports a failure of this node's workers. Return true if the
-        event has to wait for the result, because no worker may start on an unfit node.
+        """Start ``--node-check`` if an event reports that the workers of this node have ended after a
+        failure, here or on another node. Return true if the event has to wait for the result, because no
+        worker may start on an unfit node.
         """
         match event:
-            case machine.GroupEnded(outcome="failed" | "lost", why_unfit=None):
+            case machine.GroupEnded(why_unfit=None, outcome=outcome) if outcome in ("failed", "lost") or (
+                outcome == "stopped" and self._decisions.failed_elsewhere
+            ):
                 check = None if self._decisions.signum is not None else self._new_check()
                 if check is not None:
                     self._checking = check, event
@@ -218,7 +221,7 @@ class Agent:
         self._checking = None
         self._tracker.supervisor.unwatch_fd(check.fd)
         unfit = self._reported(check.finish())
-        self._actions.extend(self._decisions.step(event.replaced(unfit=unfit)))
+        self._actions.extend(self._decisions.step(event.replaced(found_unfit=unfit)))
 
     def _drive(self) -> None:
         while True:

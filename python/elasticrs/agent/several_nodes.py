@@ -92,6 +92,7 @@ class SeveralNodes(Decisions):
         self._first_word: Cause | None = None
         self._gathers_evidence = False
         self._group_exists = False
+        self._found_unfit: str | None = None
 
     # --- called by the loop ---
 
@@ -117,6 +118,7 @@ class SeveralNodes(Decisions):
             home=self._home,
             found=names.take(),
             keeps_workers=self._keeps_workers,
+            check_timeout=job.node_check_timeout if job.node_check else 0.0,
         )
         return self._translate(self._driver.begin())
 
@@ -124,6 +126,7 @@ class SeveralNodes(Decisions):
         self._attempt = attempt
         self._first_failure = self._first_word = None
         self._gathers_evidence = False
+        self.failed_elsewhere = False
 
     def read_history(self) -> FailureHistory:
         head = None if self._driver is None else self._driver.last_head
@@ -265,6 +268,7 @@ class SeveralNodes(Decisions):
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
         # Report no failure if the workers were stopped because one of them hung in the kernel.
         is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
+        self._found_unfit = event.found_unfit
         if is_failure or self._first_failure is not None or attempt.expired:
             codes = self._job.fatal_codes
             place, clock = self._place(), self._clock()
@@ -279,7 +283,7 @@ class SeveralNodes(Decisions):
 
             evidence = node_evidence(attempt, is_hang=self._gathers_evidence)
         told = None if cause is None else cause.encoded()
-        return self._over(messages.GroupEnded(told, event.why_unfit, evidence))
+        return self._over(messages.GroupEnded(told, event.why_stuck, evidence, event.found_unfit))
 
     def _place(self) -> Place:
         from elasticrs.agent.own_cause import Place
@@ -335,6 +339,7 @@ class SeveralNodes(Decisions):
 
     def _stop(self, action: messages.Stop) -> list[machine.Action]:
         self.phase = machine.Phase.STOPPING
+        self.failed_elsewhere = action.after_failure
         if action.fenced:
             then = "" if self._require_driver().is_leaving else ", then joining again"
             self._console.say(f"{action.why}; killing the workers of round {action.round}{then}")
@@ -367,11 +372,18 @@ class SeveralNodes(Decisions):
         if self.signum is not None:
             self.phase = machine.Phase.STOPPED
             return [machine.Exit(1)]
-        return [machine.ReportFailure(outcome.message, verdict_of(outcome)), machine.Exit(code)]
+        # A node that is unfit but was not excluded should not run the next job either.
+        verdict = verdict_of(outcome, is_unfit=self._found_unfit is not None)
+        return [machine.ReportFailure(outcome.message, verdict), machine.Exit(code)]
 
 
-def verdict_of(outcome: messages.Outcome) -> Verdict:
-    """Return the verdict for the scheduler of this node, from the outcome of a failed job."""
+def verdict_of(outcome: messages.Outcome, *, is_unfit: bool = False) -> Verdict:
+    """Return the verdict for the scheduler of this node, from the outcome of a failed job.
+
+    Args:
+        outcome: the outcome.
+        is_unfit: true if a check has found this node unfit.
+    """
     if outcome.is_permanent:
         return Verdict.PERMANENT
-    return Verdict.UNFIT if outcome.kind == "stuck" else Verdict.FAILED
+    return Verdict.UNFIT if is_unfit or outcome.kind in ("stuck", "excluded") else Verdict.FAILED

@@ -226,6 +226,7 @@ class GroupEnded(Event):
         unfit: reason other than ``stuck_ranks`` why this node cannot be used again; ``None`` if there is
             none.
         evidence: evidence about the failure; empty if the group succeeded.
+        found_unfit: reason why a check of this node has found it unfit; ``None`` if it has not.
     """
 
     outcome: Outcome
@@ -233,11 +234,17 @@ class GroupEnded(Event):
     port_conflict: bool = False
     unfit: str | None = None
     evidence: Evidence = NO_EVIDENCE
+    found_unfit: str | None = None
+
+    @property
+    def why_stuck(self) -> str | None:
+        """Reason why this node cannot run another attempt, whatever its check says; ``None`` if it can."""
+        return phrases.stuck(self.stuck_ranks) if self.stuck_ranks else self.unfit
 
     @property
     def why_unfit(self) -> str | None:
-        """Reason why this node cannot run another attempt; ``None`` if it can."""
-        return phrases.stuck(self.stuck_ranks) if self.stuck_ranks else self.unfit
+        """Reason why this node cannot or should not run another attempt; ``None`` if there is none."""
+        return self.why_stuck or self.found_unfit
 
 
 class SignalReceived(Event):

@@ -88,6 +88,7 @@ class WorkerSettings:
         max_same_failures: number of equal failures without progress after which the job stops, even if
             restarts are left; 0 for no limit. Failures are equal if the same exception is raised at the same
             place, on the same rank or in the same training step.
+        max_excluded_nodes: maximum number of unfit nodes that a job on several nodes excludes; 0 for none.
         fatal_exit_codes: exit codes of workers for which the job stops without a restart, such as
             ``"3,40-49"``.
         exit_codes: exit code for a failed job: the launcher exits with it, and programs find it in
@@ -110,6 +111,7 @@ class WorkerSettings:
     on_failure: OnFailure = "restart"
     restart_delay: str = "0"
     max_same_failures: int = 3
+    max_excluded_nodes: int = 3
     fatal_exit_codes: str = ""
     exit_codes: str = "torchrun"
     log_prefix: str | None = None
@@ -207,7 +209,10 @@ class JobConfig(Record, WorkerSettings):
 
         window = getattr(self.max_restarts, "window", None)
         first, longest = delays(self.restart_delay)
-        return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures)
+        # With `--on-failure replace`, other workers keep running on a node when a round ends, so no node is
+        # excluded.
+        most = None if self.replaces_workers else self.max_excluded_nodes
+        return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
 
     @property
     def fatal_codes(self) -> frozenset[int]:

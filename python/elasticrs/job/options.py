@@ -274,6 +274,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  "with every failure without progress (default 0)", RESTART_DELAY, group=OURS),
         _setting("max-same-failures", "how many equal failures without progress end the job although "
                  "restarts are left (default {default}; 0: no limit)", COUNT, group=OURS),
+        _setting("max-excluded-nodes", "how many unfit nodes the job excludes (default {default})", COUNT,
+                 group=OURS),
         _setting("fatal-exit-codes", "exit codes of workers that end the job without a restart, such as "
                  "3,40-49", FATAL_EXIT_CODES, group=OURS),
         _setting("exit-codes", "exit code of a failed job: torchrun (always 1; the default), verdict (93 if "

@@ -4,13 +4,19 @@ The agent of one node and the leader of a job on several nodes both call :func:`
 judged by one set of rules:
 
 - **POLICY-1** A failure that another attempt would repeat stops the job at once; see :class:`Permanence`. A
-  start error counts only if at least two nodes report one, or if the round has a single node. If only one of
-  several nodes reports a start error, that node may be broken, so the workers are restarted.
+  start error counts only if at least two nodes report one, in the same round or in two consecutive rounds, or
+  if the round has a single node. If only one of several nodes reports a start error, that node may be broken,
+  so the workers are restarted.
 - **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Two
   failures are equal if the same exception was raised at the same place, on the same rank or in the same
   training step (or before the first step). Connection errors do not count, because they are often transient.
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
+- **POLICY-5** At most one node per failure is excluded from the job, and the workers are restarted on the
+  others. A node that its own check has found unfit is excluded at once. A node that alone reports a start
+  error is excluded the second time. No node is excluded if the evidence is thin, if more than
+  ``max_excluded_nodes`` nodes or most nodes of the round would have to go, if fewer than the minimum number
+  of nodes would remain, or if the node cannot go.
 """
 
 from __future__ import annotations
@@ -22,8 +28,6 @@ from elasticrs.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from elasticrs.job.failure_cause import Cause
 
 STEADY = 60.0
@@ -39,6 +43,10 @@ TRANSIENT = frozenset(
 """Types of exceptions that report a lost connection or a timeout."""
 MAX_DOUBLINGS = 30
 """Maximum number of times that a delay is doubled. Prevents an overflow after many failures."""
+MAX_SUSPECTS = 8
+"""Maximum number of nodes for which the history counts how often they were implicated in a failure."""
+IMPLICATED_TWICE = 2
+"""Number of start errors of one node alone after which it is excluded."""
 
 
 class RestartSettings(Value):
@@ -52,6 +60,8 @@ class RestartSettings(Value):
         longest_delay: maximum delay in seconds.
         max_same_failures: number of equal failures without progress after which the job stops; 0 for no
             limit.
+        max_excluded_nodes: maximum number of nodes that are excluded from the job; ``None`` if exclusion is
+            not possible in this job.
     """
 
     max_restarts: int
@@ -59,6 +69,7 @@ class RestartSettings(Value):
     first_delay: float = 0.0
     longest_delay: float = 0.0
     max_same_failures: int = 0
+    max_excluded_nodes: int | None = None
 
 
 class Evidence(Value):
@@ -70,6 +81,10 @@ class Evidence(Value):
         now: current time in seconds, on a clock that all calls share.
         ran: seconds for which the workers ran; ``None`` if unknown.
         jitter: random number from 0 to 1, which shortens a delay by up to a half.
+        unfit: nodes whose own check has found them unfit after this failure, by name, with the reason.
+        bound: nodes that cannot be excluded, by name, with the reason.
+        available: number of nodes that are ready for the next round.
+        min_nodes: minimum number of nodes of a round.
     """
 
     causes: tuple[Cause, ...] = ()
@@ -77,6 +92,10 @@ class Evidence(Value):
     now: float = 0.0
     ran: float | None = None
     jitter: float = 0.0
+    unfit: tuple[tuple[str, str], ...] = ()
+    bound: tuple[tuple[str, str], ...] = ()
+    available: int = 1
+    min_nodes: int = 1
 
 
 NO_EVIDENCE = Evidence()
@@ -95,6 +114,11 @@ class FailureHistory(Value):
         same: number of consecutive failures that equal ``last``.
         reached: highest training step that the job has completed; ``None`` if it is unknown.
         without_progress: number of consecutive failures without progress between them.
+        start_error: node and description of the last failure, if it was a start error on that node alone;
+            otherwise ``None``.
+        implicated: names of suspect nodes, with the number of failures in which they were implicated. The
+            node that was implicated last comes last.
+        excluded: number of excluded nodes.
     """
 
     charged: int = 0
@@ -103,6 +127,9 @@ class FailureHistory(Value):
     same: int = 0
     reached: int | None = None
     without_progress: int = 0
+    start_error: tuple[str, str] | None = None
+    implicated: tuple[tuple[str, int], ...] = ()
+    excluded: int = 0
 
 
 class StopKind(str, Enum):
@@ -124,12 +151,16 @@ class RestartDecision(Value):
         stop: kind of reason to stop the job; ``None`` if the workers are restarted.
         reason: the reason to stop, for the user; empty if the workers are restarted.
         delay: seconds to wait before the restart.
+        exclude: name of the node that is excluded from the job; ``None`` if no node is excluded.
+        note: what the user should know about suspect nodes; empty if there are none.
     """
 
     history: FailureHistory
     stop: StopKind | None = None
     reason: str = ""
     delay: float = 0.0
+    exclude: str | None = None
+    note: str = ""
 
 
 def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
@@ -140,8 +171,11 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
         history: failures before this one.
         evidence: evidence about this failure.
     """
-    after = _with_failure(history, evidence.causes, evidence.ran)
-    reason = why_permanent(evidence) or _why_repeated(settings, after)
+    after = _with_failure(history, evidence)
+    reason = why_permanent(evidence) or _why_start_error_moved(history, after)
+    if reason is None:
+        excluding = exclude(settings, after, evidence)
+        reason = None if excluding.exclude is not None else _why_repeated(settings, after)
     if reason is not None:
         return RestartDecision(after, StopKind.PERMANENT, reason)
     charged_at: tuple[float, ...] = ()
@@ -152,10 +186,62 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
         charged_at = (*charged_at, evidence.now)
     if used >= settings.max_restarts:
         return RestartDecision(after, StopKind.EXHAUSTED, f"no restart is left ({limit}, {used} used)")
-    charged = after.replaced(charged=history.charged + 1, charged_at=charged_at)
+    charged = excluding.history.replaced(charged=history.charged + 1, charged_at=charged_at)
     doublings = min(after.without_progress - 1, MAX_DOUBLINGS)
     delay = min(settings.first_delay * 2**doublings, max(settings.longest_delay, settings.first_delay))
-    return RestartDecision(charged, delay=delay * (1 - evidence.jitter / 2))
+    return excluding.replaced(history=charged, delay=delay * (1 - evidence.jitter / 2))
+
+
+def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
+    """Decide whether a node is excluded from the job (POLICY-5). Call this function directly only for the end
+    of a round that is not charged; :func:`decide` calls it for a failure.
+
+    Args:
+        settings: settings of the policy.
+        history: failures so far, including this one.
+        evidence: evidence about the end of the round.
+
+    Returns:
+        A decision without a delay, which does not charge a restart.
+    """
+    most, unfit = settings.max_excluded_nodes, dict(sorted(evidence.unfit))
+    reasons = dict(unfit)
+    start_error = _start_error_of_one_node(evidence)
+    if start_error is not None:
+        node, sign = start_error
+        reasons.setdefault(node, f"only this node failed to start the program ({sign})")
+    if most is None or not reasons:
+        return RestartDecision(history)
+    times = dict(history.implicated)
+    for node in reasons:
+        # Insert the node again, so that it is the last one.
+        times[node] = times.pop(node, 0) + 1
+    after = history.replaced(implicated=tuple(times.items())[-MAX_SUSPECTS:])
+    certain = [node for node in reasons if node in unfit or times[node] >= IMPLICATED_TWICE]
+    # A node that was implicated more often goes first; of two equal ones, the one that its check found unfit.
+    certain.sort(key=lambda node: (-times[node], node not in unfit, node))
+    bound = dict(evidence.bound)
+    movable = [node for node in certain if node not in bound]
+    kept = certain or list(reasons)
+    why_kept = None
+    if history.excluded + max(1, len(certain)) > most:
+        why_kept = f"max_excluded_nodes={most}, {history.excluded} excluded so far"
+    elif not certain:
+        why_kept = "it is excluded if this happens again"
+    elif 1 < len(certain) > evidence.nodes / 2:
+        why_kept = f"{len(certain)} of {evidence.nodes} nodes would have to go, so the check may be wrong"
+    elif evidence.available - 1 < evidence.min_nodes:
+        why_kept = f"without it, fewer than {evidence.min_nodes} nodes would be left"
+    elif not movable:
+        why_kept = bound[certain[0]]
+    if why_kept is not None:
+        names = ", ".join(kept[:MAX_SUSPECTS])
+        names = f"node {names}" if len(kept) == 1 else f"nodes {names}"
+        note = f"{names} may be unfit, but not excluded ({why_kept}): {reasons[kept[0]]}"
+        return RestartDecision(after, note=note)
+    node = movable[0]
+    after = after.replaced(excluded=history.excluded + 1, same=0)
+    return RestartDecision(after, exclude=node, note=f"node {node} is excluded from the job: {reasons[node]}")
 
 
 def recent(settings: RestartSettings, history: FailureHistory, now: float) -> tuple[float, ...]:
@@ -164,7 +250,8 @@ def recent(settings: RestartSettings, history: FailureHistory, now: float) -> tu
     return tuple(time for time in history.charged_at if time > since)
 
 
-def _with_failure(history: FailureHistory, causes: Sequence[Cause], ran: float | None) -> FailureHistory:
+def _with_failure(history: FailureHistory, evidence: Evidence) -> FailureHistory:
+    causes, ran = evidence.causes, evidence.ran
     steps = [cause.reached for cause in causes if cause.reached is not None]
     reached = max(steps, default=None)
     if reached is None:
@@ -182,7 +269,28 @@ def _with_failure(history: FailureHistory, causes: Sequence[Cause], ran: float |
         same=history.same + 1 if is_same else int(last is not None),
         reached=max(highest, default=None),
         without_progress=1 if has_progressed else history.without_progress + 1,
+        start_error=_start_error_of_one_node(evidence),
     )
+
+
+def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
+    starts = _start_errors(evidence)
+    nodes = {cause.node for cause in starts}
+    if evidence.nodes == 1 or len(nodes) != 1 or starts[0].node is None:
+        return None
+    return starts[0].node, str(starts[0].permanent_sign)
+
+
+def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str | None:
+    """Return the reason to stop the job if two nodes have reported the same start error in two consecutive
+    rounds. ``None`` otherwise. The first node that fails stops the others, perhaps before they fail alike.
+    """
+    if before.start_error is None or now.start_error is None:
+        return None
+    (one, sign), (other, same) = before.start_error, now.start_error
+    if one == other or sign != same:
+        return None
+    return f"workers on nodes {one} and {other} failed while the program started ({sign}): not transient"
 
 
 def _are_same(
@@ -198,18 +306,25 @@ def why_permanent(evidence: Evidence) -> str | None:
     """Return the reason why another attempt would fail in the same way (POLICY-1). Return ``None`` if the
     evidence shows no such reason.
     """
-    # Sort by rank, because the decision may not depend on the order of the reports.
-    known = sorted((cause for cause in evidence.causes if cause.permanence in _KINDS), key=_order)
-    starts = [cause for cause in known if cause.permanence == Permanence.START_ERROR]
+    starts = _start_errors(evidence)
     if starts and len({cause.node for cause in starts}) >= min(2, evidence.nodes):
         first = starts[0]
         return f"{_who(first)} failed while the program started ({first.permanent_sign}): not transient"
-    for cause in known:
+    for cause in _permanent(evidence):
         if cause.permanence == Permanence.NON_RETRYABLE:
             return f"{_who(cause)} raised an error that must not be retried ({cause.permanent_sign})"
         if cause.permanence == Permanence.EXIT_CODE:
             return f"{_who(cause)} exited with a fatal exit code ({cause.permanent_sign})"
     return None
+
+
+def _permanent(evidence: Evidence) -> list[Cause]:
+    # Sort by rank, because the decision may not depend on the order of the reports.
+    return sorted((cause for cause in evidence.causes if cause.permanence in _KINDS), key=_order)
+
+
+def _start_errors(evidence: Evidence) -> list[Cause]:
+    return [cause for cause in _permanent(evidence) if cause.permanence == Permanence.START_ERROR]
 
 
 def _why_repeated(settings: RestartSettings, history: FailureHistory) -> str | None:
@@ -225,9 +340,12 @@ def _why_repeated(settings: RestartSettings, history: FailureHistory) -> str | N
 _KINDS = frozenset(each.value for each in Permanence)
 
 
-def _order(cause: Cause) -> tuple[float, str, str]:
+def _order(cause: Cause) -> tuple[float, str, str, str]:
     rank = cause.permanent_rank
-    return (float("inf") if rank is None else rank, str(cause.permanence), str(cause.node))
+    return (
+        *(float("inf") if rank is None else rank, str(cause.permanence), str(cause.node)),
+        str(cause.permanent_sign),
+    )
 
 
 def _who(cause: Cause) -> str:

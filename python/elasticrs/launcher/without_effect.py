@@ -99,7 +99,7 @@ def _without_policy(args: Namespace) -> Iterator[str]:
     unset = JobConfig.defaults()
     for flag in (
         *("--restart-delay", "--max-same-failures", "--fatal-exit-codes", "--exit-codes", "--report"),
-        *("--node-check", "--node-check-timeout"),
+        *("--node-check", "--node-check-timeout", "--max-excluded-nodes"),
     ):
         name = flag[2:].replace("-", "_")
         if getattr(args, name) != unset[name]:

@@ -119,7 +119,7 @@ class EventRunner(Record):
                 reason=result.message,
             )
         outcome = getattr(decisions, "outcome", None)
-        if outcome is not None and outcome.kind not in {"failed", "stuck"}:
+        if outcome is not None and outcome.kind not in {"failed", "stuck", "excluded"}:
             from elasticrs.rendezvous.elastic.handler import error_of
 
             raise error_of(outcome)

@@ -360,7 +360,7 @@ object.
 
 def _policy_without_effect(spec: WorkerSpec) -> list[str]:
     """Return the settings of the restart policy that a program has changed, and that torch's loop ignores."""
-    names = ("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes")
+    names = ("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes", "max_excluded_nodes")
     found = [
         name
         for name in names

@@ -25,6 +25,11 @@ MEMBERS_PER_TXN = 99
 writes a part of the table of members, so it has 100 operations. The default limit of etcd is 128.
 """
 
+MAX_COMPARED = 50
+"""Maximum number of members whose registration is a condition for an exclusion. A transaction has at most 125
+conditions.
+"""
+
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
 """Seconds until the first message that nodes are missing, and seconds between further messages. If all nodes
 start at about the same time, they join before the first message is due.
@@ -43,7 +48,7 @@ def decide(member: Member, leader: Leader, view: View) -> None:
     settings, head = member.settings, view.head
     alive: list[str] = []
     if head is not None and not head.is_judged:
-        settle = settings.settle + 2 * member.more_lease
+        settle = settings.settle + 2 * member.more_lease + member.agent.check_timeout
         if slow_members(view) and not has_passed(member, leader, "settle", settle):
             return
         judged = _judged(member, leader, view, head)
@@ -51,10 +56,12 @@ def decide(member: Member, leader: Leader, view: View) -> None:
         if judged.reason is not None:
             close(member, leader, view, head.replaced(outcome="failed", reason=judged.reason), alive)
             return
-        if head.delay > 0:
-            # Write the evaluation before the next round, so that every node can announce the delay, and a new
-            # leader does not evaluate the round again: a node that is lost during the delay does not explain
-            # the failure.
+        if head.delay > 0 or head.note:
+            # Write the evaluation before the next round, so that every node can announce the delay and an
+            # excluded node leaves, and a new leader does not evaluate the round again: a node that is lost
+            # during the delay does not explain the failure.
+            if head.excluded_agent is not None:
+                alive = [*alive, *_enough(view, head.excluded_agent, member.rendezvous.min_nodes)]
             write(member, leader, view, [member.put_head(head)], here(member, alive))
             return
     if head is not None and head.delay > 0 and not has_passed(member, leader, "delay", head.delay):
@@ -71,6 +78,14 @@ def decide(member: Member, leader: Leader, view: View) -> None:
     elif not is_short and leader.told_more != view.round:
         leader.told_more = view.round
         _tell_of_more(member, view)
+
+
+def _enough(view: View, excluded: str, count: int) -> list[str]:
+    """Return ``count`` members for the next round, without the excluded agent. They must still be registered
+    when the exclusion is written, so that it does not make the job too small.
+    """
+    others = sorted(member for member in view.candidates if agent_of(member) != excluded)
+    return others[: min(count, MAX_COMPARED)]
 
 
 def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
@@ -103,15 +118,19 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
     """Return the verdict on the ended round. The verdict is cached until one of its inputs changes.
 
     Caching matters because computing the verdict takes time proportional to the number of members, and many
-    replacement nodes may arrive one by one without changing it. Until the next round, members only stop or
-    leave, so each of the sets ``slow``, ``missing`` and ``absent`` only grows or only shrinks. Comparing
-    their sizes is therefore enough to detect a change.
+    replacement nodes may arrive one by one, of which at most one changes it. Until the next round, members
+    only stop or leave, so each of the sets ``slow``, ``missing`` and ``absent`` only grows or only shrinks.
+    Comparing their sizes is therefore enough to detect a change.
     """
     sizes = len(view.slow), len(view.missing), len(view.absent)
     was_short = member.age.was_short
-    rests_on = (view.head_revision, was_short, sizes, frozenset(view.farewells))
+    can_spare = len(view.candidates) > member.rendezvous.min_nodes
+    rests_on = (view.head_revision, was_short, sizes, can_spare, frozenset(view.farewells))
     if leader.judged is None or leader.judged[0] != rests_on:
-        judged = round_outcome.judge(view, head, member.settings, member.agent.policy, was_short, member.now)
+        judged = round_outcome.judge(
+            *(view, head, member.settings, member.agent.policy, was_short, member.now),
+            min_nodes=member.rendezvous.min_nodes,
+        )
         leader.judged = rests_on, judged
     return leader.judged[1]
 

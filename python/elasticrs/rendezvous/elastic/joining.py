@@ -94,6 +94,7 @@ def agreed(member: Member) -> dict[str, Any]:
         "restart_window": None if policy.window is None else f"{policy.window:g}",
         "restart_delay": f"{policy.first_delay:g}..{policy.longest_delay:g}",
         "max_same_failures": policy.max_same_failures,
+        "max_excluded_nodes": policy.max_excluded_nodes,
         "fatal_exit_codes": member.agent.fatal_exit_codes,
         "scale_up": settings.scale_up,
         "max_node_losses": settings.max_node_losses,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.store.coordination import Compare, Operation
 
-    RestsOn: TypeAlias = tuple[int, bool | None, tuple[int, int, int], frozenset[str]]
+    RestsOn: TypeAlias = tuple[int, bool | None, tuple[int, int, int], bool, frozenset[str]]
 
 
 # --- timers ---

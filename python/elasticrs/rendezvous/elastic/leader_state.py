@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.round_outcome import Verdict
     from elasticrs.store.coordination import Changes, Reply
 
-    RestsOn: TypeAlias = tuple[int, bool | None, tuple[int, int, int], frozenset[str]]
+    RestsOn: TypeAlias = tuple[int, bool | None, tuple[int, int, int], bool, frozenset[str]]
 
 
 class Leader(Record):

@@ -48,9 +48,9 @@ class View:
         missing: group ranks whose registration no longer exists and whose workers had not finished.
         slow: registered members of the current round that may still have workers.
         candidates: members that can take part in the next round. They are registered, are the latest
-            registration of their agent, are not leaving, and have no workers.
+            registration of their agent, are neither leaving nor excluded, and have no workers.
         waiting: candidates that are not members of the current round.
-        causes: members whose registration reports a failure on their own node.
+        causes: members whose registration reports a failure on their own node, or that the node is unfit.
         farewells: members that have announced their departure.
         damaged: messages to the user about records that could not be read, by key.
     """
@@ -86,6 +86,10 @@ class View:
     def round(self) -> int:
         """Number of the last round; 0 before the first round."""
         return self.head.round if self.head else 0
+
+    @property
+    def _excluded_agent(self) -> str | None:
+        return None if self.head is None else self.head.excluded_agent
 
     @property
     def forms(self) -> list[str]:
@@ -139,8 +143,14 @@ class View:
         if kind == "evidence":
             self._take_evidence(name, entry)
         elif kind == "head":
+            before = self._excluded_agent
             self.head = None if entry.value is None else Head.read(entry)
             self.head_revision = entry.mod_revision
+            if self._excluded_agent != before:
+                agents = (before, self._excluded_agent)
+                return [
+                    f"{agent}/{each}" for agent in agents if agent for each in self._agents.get(agent, ())
+                ]
         elif kind == "table":
             self._take_table(name, entry)
         elif kind == "done":
@@ -184,7 +194,8 @@ class View:
                 del self._agents[agent_of(member)]
         else:
             self.nodes[member] = node = self._node(member, entry)
-            (self.causes.discard if node.cause is None else self.causes.add)(member)
+            has_reported = node.cause is not None or node.unfit is not None
+            (self.causes.add if has_reported else self.causes.discard)(member)
             self.joined[member] = entry.create_revision
             if incarnation not in siblings:
                 siblings.append(incarnation)
@@ -272,6 +283,7 @@ class View:
         siblings = self._agents[agent_of(member)]
         latest = len(siblings) == 1 or max(siblings) == incarnation_of(member)
         is_known = self.nodes[member] is not UNREADABLE
-        fit = not holds and latest and is_known and member not in self.farewells
+        stays = member not in self.farewells and agent_of(member) != self._excluded_agent
+        fit = not holds and latest and is_known and stays
         (self.candidates.add if fit else self.candidates.discard)(member)
         (self.waiting.add if fit and rank is None else self.waiting.discard)(member)

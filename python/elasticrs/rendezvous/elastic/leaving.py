@@ -156,7 +156,7 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 def outcome_of(member: Member, head: Head) -> Outcome:
     """Return the outcome of a closed job for this agent."""
     own = None if member.leaving is None else member.leaving.outcome
-    if own is not None and own.kind == "stuck":
+    if own is not None and own.kind in ("stuck", "excluded"):
         return own
     if head.outcome == "succeeded":
         if member.finished_round == head.round:

@@ -17,7 +17,7 @@ from enum import Enum
 from elasticrs.job.value import Record, Value, fresh
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.messages import Arm, Disarm, Disconnect, Exit, Stop
-from elasticrs.rendezvous.elastic.records import Node, bound_cause
+from elasticrs.rendezvous.elastic.records import MAX_TEXT, Node, bound_cause, cut
 from elasticrs.store.coordination import Exists, ModifiedAt, Put, Txn, Watch
 
 TYPE_CHECKING = False
@@ -224,6 +224,13 @@ class OwnEvidence(Value):
     content: bytes
 
 
+class FoundUnfit(Value):
+    """Result of a check that has found this node unfit: the last round before the check, and the reason."""
+
+    round: int
+    reason: str
+
+
 class Leaving(Record):
     """State of an agent that is leaving the job.
 
@@ -258,6 +265,7 @@ class Member:
         finished_round: last round whose workers finished on this node.
         own_failure: last failure on this node; ``None`` if there was none.
         own_evidence: evidence of this node about the last hang; ``None`` if there is none.
+        found_unfit: last check that has found this node unfit; ``None`` if there was none.
         told_end: number of the last round whose end was reported to the user on this node, and the reported
             text.
         judged_round: last round for which this agent has seen the leader's evaluation.
@@ -281,6 +289,7 @@ class Member:
         self.started_round = self.finished_round = 0
         self.own_failure: OwnFailure | None = None
         self.own_evidence: OwnEvidence | None = None
+        self.found_unfit: FoundUnfit | None = None
         self.told_end = 0, ""
         self.judged_round = 0
         self.leaving: Leaving | None = None
@@ -395,7 +404,8 @@ class Member:
         """Return the record of this agent's registration. ``cause`` is the cause of a failure on this node in
         the last round whose workers have exited here.
         """
-        agent, registration = self.agent, self.registration
+        agent, registration, unfit = self.agent, self.registration, self.found_unfit
+        idle = 0 if registration is None else registration.idle
         return Node(
             agent.node,
             agent.host,
@@ -403,11 +413,13 @@ class Member:
             agent.role,
             agent.nproc,
             self.listener.port or 0,
-            0 if registration is None else registration.idle,
+            idle,
             self.rendezvous.given_addr,
             agent.fallback_addr,
             self.settings.order_hint,
             bound_cause(cause),
+            cut(unfit.reason, MAX_TEXT) if unfit is not None and unfit.round == idle else None,
+            agent.hosts_store or None,
         )
 
     def end_round(
@@ -438,7 +450,13 @@ class Member:
         return Exists(self.keys.node(registration.member))
 
     def stop(
-        self, why: str, *, fenced: bool = False, hung: Cause | None = None, planned: bool = False
+        self,
+        why: str,
+        *,
+        fenced: bool = False,
+        hung: Cause | None = None,
+        planned: bool = False,
+        after_failure: bool = False,
     ) -> None:
         """Stop the workers if there are any. If they are already being stopped, do nothing unless ``fenced``
         is true, which requests SIGKILL.
@@ -447,7 +465,7 @@ class Member:
         if workers is None or (workers.is_stopping and not fenced):
             return
         workers.is_stopping = True
-        self.do(Stop(workers.round, why, fenced, hung, planned))
+        self.do(Stop(workers.round, why, fenced, hung, planned, after_failure))
 
     def forget_connection(self) -> None:
         """Discard the state of the old connection: requests, registration and leadership."""

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     Cause: TypeAlias = Mapping[str, Any]
     # fmt: off
     OutcomeKind: TypeAlias = Literal[
-        "succeeded", "failed", "closed", "aborted", "timeout", "left", "lost", "stuck", "refused", "spare"
+        "succeeded", "failed", "closed", "aborted", "timeout", "left", "lost", "stuck", "refused", "spare",
+        "excluded"
     ]
     # fmt: on
 
@@ -64,11 +65,14 @@ class GroupEnded(Value):
         stuck: description of the processes that SIGKILL did not end; ``None`` if there are none.
         evidence: facts about the ranks of this node, for the diagnosis of a hang; see
             :mod:`elasticrs.diagnosis.node_evidence`. ``None`` if no rank of the job hung.
+        unfit: reason why a check has found this node unfit; ``None`` if it has not. The leader decides
+            whether the node is excluded.
     """
 
     cause: Cause | None = None
     stuck: str | None = None
     evidence: bytes | None = None
+    unfit: str | None = None
 
 
 class TimerFired(Value):
@@ -170,6 +174,7 @@ class Stop(Value):
         hung: cause of the failure if a worker on another node hangs; otherwise ``None``. The hung worker may
             be waiting for a worker of this node.
         planned: true if there is no failure, for example because a node joins or leaves.
+        after_failure: true if workers on another node have failed.
     """
 
     round: int
@@ -177,6 +182,7 @@ class Stop(Value):
     fenced: bool = False
     hung: Cause | None = None
     planned: bool = False
+    after_failure: bool = False
 
 
 class BindStore(Value):
@@ -217,7 +223,8 @@ class Outcome(Value):
             job); ``aborted`` (an agent has closed the job); ``timeout`` (not enough nodes, or the store could
             not be reached); ``left`` (this agent was asked to leave); ``lost`` (the store was lost);
             ``stuck`` (SIGKILL did not end all workers); ``refused`` (settings, token, version or run id
-            differ); ``spare`` (the job succeeded without this node).
+            differ); ``spare`` (the job succeeded without this node);
+            ``excluded`` (the leader has excluded this node, because it is unfit).
         message: message of one line for the user.
         cause: cause of the job's first failure.
         has_failed: for ``closed``, true if the job had neither succeeded nor been closed by an agent.

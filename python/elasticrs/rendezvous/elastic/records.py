@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 
 from elasticrs.job.policy_options import MAX_IN_WINDOW
-from elasticrs.job.restart_policy import FailureHistory
+from elasticrs.job.restart_policy import MAX_SUSPECTS, FailureHistory
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic import validation
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
-from elasticrs.rendezvous.elastic.keys import is_member
+from elasticrs.rendezvous.elastic.keys import agent_of, is_member
 from elasticrs.rendezvous.elastic.validation import DamagedError, decode
 
 TYPE_CHECKING = False
@@ -176,6 +176,8 @@ class Node(Value):
         idle: last round whose workers are known to have exited on this node.
         cause: cause of a failure on this node in round ``idle``, if this failure may have come before the
             recorded failure.
+        unfit: reason why a check has found the node unfit after round ``idle``; ``None`` if it has not.
+        hosts_store: true if the node's agent hosts the coordination store, which ends with it.
     """
 
     name: str
@@ -189,6 +191,8 @@ class Node(Value):
     fallback_addr: str | None = None
     hint: int | None = None
     cause: dict[str, Any] | None = None
+    unfit: str | None = None
+    hosts_store: bool | None = None
 
     def encode(self) -> bytes:
         """Encode the registration. Fields that are ``None`` are left out."""
@@ -225,7 +229,8 @@ class Head(Value):
         end: description of how the round ended, or in state ``RUNNING`` the previous round: ``kind``
             (``failure``, ``lost``, ``left``, ``scale``, ``setup``, ``asked``), ``node``, ``group_rank``,
             ``message``, ``fatal``. After the leader has evaluated the round, also ``charged`` (true if a
-            restart was charged) and ``delay`` (seconds until the next round, if it is delayed).
+            restart was charged), ``delay`` (seconds until the next round, if it is delayed), ``excluded`` (a
+            member that is excluded from the job), and ``note`` (a line about suspect nodes, for the user).
         cause: cause of the first failure in that round, over all nodes.
         history: data about earlier failures that the restart policy needs in addition to ``used``; see
             :meth:`failures`.
@@ -296,6 +301,19 @@ class Head(Value):
         return float((self.end or {}).get("delay", 0.0))
 
     @property
+    def note(self) -> str:
+        """Line about suspect nodes, for the user; empty if there are none."""
+        return str((self.end or {}).get("note", ""))
+
+    @property
+    def excluded_agent(self) -> str | None:
+        """Agent that was excluded from the job when the last ended round was evaluated; ``None`` if there is
+        none.
+        """
+        member = (self.end or {}).get("excluded")
+        return None if member is None else agent_of(member)
+
+    @property
     def failures(self) -> FailureHistory:
         """The failures of the job so far, for the restart policy."""
         kept = self.history or {}
@@ -307,6 +325,9 @@ class Head(Value):
             kept.get("same", 0),
             kept.get("reached"),
             kept.get("without_progress", 0),
+            (start[0], start[1]) if (start := kept.get("start_error")) else None,
+            tuple((node, times) for node, times in kept.get("implicated", ())),
+            kept.get("excluded", 0),
         )
 
     def with_failures(self, failures: FailureHistory) -> Head:
@@ -319,6 +340,10 @@ class Head(Value):
         if failures.last is not None:
             exception, place, rank, step = failures.last
             kept["last"] = (cut(exception, MAX_NAME), cut(place, MAX_NAME), rank, step)
+        if failures.start_error is not None:
+            kept["start_error"] = [cut(each, MAX_NAME) for each in failures.start_error]
+        if failures.implicated:
+            kept["implicated"] = [(cut(node, MAX_NAME), times) for node, times in failures.implicated]
         if failures.charged_at:
             kept["charged_at"] = [round(time, 3) for time in failures.charged_at]
         return self.replaced(used=failures.charged, history=kept or None)
@@ -447,6 +472,8 @@ _NODE = {
     "idle": _COUNT,
     "hint": validation.INT,
     "cause": validation.ANY,
+    "unfit": _TEXT,
+    "hosts_store": validation.FLAG,
 }
 _HEAD = {
     **dict.fromkeys(("round", "used", "size", "world_size", "losses", "short_losses", "setups"), _COUNT),
@@ -460,7 +487,8 @@ _HEAD = {
     "time_ns": validation.TIME,
 }
 _END = {
-    **dict.fromkeys(("node", "message", "member"), _TEXT),
+    **dict.fromkeys(("node", "message", "member", "note"), _TEXT),
+    "excluded": is_member,
     **dict.fromkeys(("fatal", "charged"), validation.FLAG),
     "delay": validation.SPAN,
     "kind": validation.one_of("failure", "lost", "left", "scale", "setup", "asked"),
@@ -468,7 +496,9 @@ _END = {
 }
 _OPTIONAL_WHOLE = validation.optional(validation.WHOLE)
 _HISTORY = {
-    **dict.fromkeys(("same", "without_progress"), _COUNT),
+    **dict.fromkeys(("same", "without_progress", "excluded"), _COUNT),
+    "start_error": validation.row_of(_NAME, _NAME),
+    "implicated": validation.list_of(validation.row_of(_NAME, _COUNT), MAX_SUSPECTS),
     "charged_at": validation.list_of(validation.SPAN, MAX_IN_WINDOW),
     "last": validation.row_of(_NAME, _NAME, _OPTIONAL_WHOLE, _OPTIONAL_WHOLE),
     "reached": validation.WHOLE,

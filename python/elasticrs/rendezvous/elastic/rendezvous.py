@@ -124,6 +124,8 @@ class ThisAgent(Value):
             to the store has a loopback address and the round has several hosts. ``None`` if there is none.
         keeps_workers: true if the workers keep running when a round ends. The caller of the state machine
             then reports rounds to the user.
+        check_timeout: maximum number of seconds that the check of a node takes after its workers have
+            stopped; 0 if nodes are not checked.
     """
 
     job: str
@@ -137,3 +139,4 @@ class ThisAgent(Value):
     fallback_addr: str | None
     keeps_workers: bool = False
     fatal_exit_codes: str = ""
+    check_timeout: float = 0.0

@@ -14,18 +14,19 @@ from __future__ import annotations
 import zlib
 
 from elasticrs.job.failure_cause import Cause
-from elasticrs.job.restart_policy import STEADY, Evidence, RestartDecision, StopKind, decide
+from elasticrs.job.restart_policy import STEADY, Evidence, RestartDecision, StopKind, decide, exclude
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.announcements import named, nodes
 from elasticrs.rendezvous.elastic.records import blame_of, cut, is_of_same_node, time_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from typing import Any
 
     from elasticrs.job.restart_policy import RestartSettings
     from elasticrs.rendezvous.elastic.leader_view import View
-    from elasticrs.rendezvous.elastic.records import Head
+    from elasticrs.rendezvous.elastic.records import Head, Node
     from elasticrs.rendezvous.elastic.settings import Settings
 
 MAX_DIAGNOSIS = 1024
@@ -88,9 +89,7 @@ def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
     """Return the causes that the members have reported for the round, one for each node. If a node has
     reported twice, the later report counts, because it was made with the error files of the workers.
     """
-    members = [member for member in sorted(view.causes) if member in view.rank_of]
-    told = [view.nodes[member] for member in members]
-    found = [node.cause for node in told if node.idle == head.round and node.cause is not None]
+    found = [node.cause for node in _reports(view, head) if node.cause is not None]
     first = head.cause
     if first is not None and not any(is_of_same_node(cause, first) for cause in found):
         found.insert(0, first)
@@ -137,11 +136,18 @@ def diagnosed(view: View, head: Head, cause: dict[str, Any] | None) -> dict[str,
 
 
 def _decide(
-    view: View, head: Head, policy: RestartSettings, was_short: bool | None, now_ns: int
+    view: View,
+    head: Head,
+    policy: RestartSettings,
+    was_short: bool | None,
+    now_ns: int,
+    min_nodes: int,
+    *,
+    charged: bool,
 ) -> RestartDecision:
-    """Return the restart policy's decision about the failure that ended the round."""
-    first = first_cause(view, head)
-    others = [cause for cause in known_causes(view, head) if cause is not first]
+    """Return the restart policy's decision about the end of a round."""
+    first = first_cause(view, head) if charged else None
+    others = [cause for cause in known_causes(view, head) if cause is not first and charged]
     evidence = Evidence(
         tuple(Cause.decoded(cause) for cause in (first, *others) if cause is not None),
         nodes=head.size,
@@ -149,12 +155,48 @@ def _decide(
         ran=None if was_short is None else 0.0 if was_short else STEADY,
         # Derive the jitter from the round, because a decision must depend only on the contents of the store.
         jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
+        unfit=tuple((node.name, node.unfit) for node in _reports(view, head) if node.unfit is not None),
+        bound=tuple(_bound_nodes(view)),
+        available=len(view.candidates),
+        min_nodes=min_nodes,
     )
-    return decide(policy, head.failures, evidence)
+    # The loss of a node explains the other failures, but not a check that has found a node unfit.
+    return decide(policy, head.failures, evidence) if charged else exclude(policy, head.failures, evidence)
+
+
+def _reports(view: View, head: Head) -> list[Node]:
+    """Return the registrations of members that report a failure or an unfit node after this round."""
+    members = [view.nodes[member] for member in sorted(view.causes) if member in view.rank_of]
+    return [node for node in members if node.idle == head.round]
+
+
+def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
+    """Yield the names of the nodes that cannot be excluded, with the reason."""
+    seen: set[str] = set()
+    for node in view.nodes.values():
+        if node.hosts_store:
+            yield node.name, "it hosts the rendezvous store"
+        elif node.name in seen:
+            yield node.name, "several agents have this name"
+        seen.add(node.name)
+
+
+def _member_of(view: View, name: str) -> str:
+    """Return the member on the node with this name, which is not bound."""
+    return next(
+        member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name
+    )
 
 
 def judge(
-    view: View, head: Head, settings: Settings, policy: RestartSettings, was_short: bool | None, now_ns: int
+    view: View,
+    head: Head,
+    settings: Settings,
+    policy: RestartSettings,
+    was_short: bool | None,
+    now_ns: int,
+    *,
+    min_nodes: int = 1,
 ) -> Verdict:
     """Evaluate an ended round. Call this when every member has stopped or is lost, or when the time
     ``settle`` has passed.
@@ -166,10 +208,13 @@ def judge(
         policy: settings of the restart policy.
         was_short: true if the round ended soon after its start; ``None`` if this agent did not see its start.
         now_ns: current time on the store's wall clock, in nanoseconds.
+        min_nodes: minimum number of nodes of a round.
     """
     kind, charged = kind_of(head), is_charged(view, head)
-    decision = _decide(view, head, policy, was_short, now_ns) if charged else RestartDecision(head.failures)
-    delay = round(decision.delay, 3)
+    decision = _decide(view, head, policy, was_short, now_ns, min_nodes, charged=charged)
+    more: dict[str, Any] = {"delay": round(decision.delay, 3), "note": decision.note}
+    if decision.exclude is not None:
+        more["excluded"] = _member_of(view, decision.exclude)
     lost = len(view.missing) - sum(view.rank_of.get(each) in view.missing for each in view.farewells)
     lossy = kind == "lost" or (kind == "failure" and not charged)
     short_losses = head.short_losses
@@ -182,7 +227,7 @@ def judge(
         short_losses=short_losses,
         setups=head.setups + 1 if kind == "setup" else 0,
         cause=diagnosed(view, head, first_cause(view, head)),
-        end={**(head.end or {}), "charged": charged, **({"delay": delay} if delay > 0 else {})},
+        end={**(head.end or {}), "charged": charged, **{name: each for name, each in more.items() if each}},
     )
     reason = _why_not_again(view, counted, settings)
     if reason is None and decision.stop is StopKind.EXHAUSTED:

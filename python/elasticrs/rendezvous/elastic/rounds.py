@@ -15,7 +15,15 @@ from elasticrs.job.ranks import NodeRanks
 from elasticrs.rendezvous.elastic import leaving
 from elasticrs.rendezvous.elastic.announcements import diagnosis_line, end_of, failure_of, round_line
 from elasticrs.rendezvous.elastic.connecting import fence, fresh_listener, without_workers
-from elasticrs.rendezvous.elastic.member import Done, OwnEvidence, OwnFailure, Phase, Purpose, Workers
+from elasticrs.rendezvous.elastic.member import (
+    Done,
+    FoundUnfit,
+    OwnEvidence,
+    OwnFailure,
+    Phase,
+    Purpose,
+    Workers,
+)
 from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
 from elasticrs.rendezvous.elastic.records import (
     Head,
@@ -118,17 +126,39 @@ def _ended(member: Member, head: Head) -> None:
         member.arm("give_up", member.patience)
     if member.workers is not None:
         hung = head.cause if silence_of(head.cause) is not None else None
-        _stop(member, end_of(head), hung, planned=_is_planned(head))
+        kind = (head.end or {}).get("kind")
+        is_planned = kind in ("scale", "left", "asked")
+        _stop(member, end_of(head), hung, planned=is_planned, after_failure=kind == "failure")
     else:
         look(member)
     if head.is_judged and member.judged_round < head.round:
         member.judged_round = head.round
-        if head.delay > 0:
-            member.do(Announce(f"the next round starts in {duration(head.delay)} (restart delay)"))
+        _announce_verdict(member, head)
+
+
+def _announce_verdict(member: Member, head: Head) -> None:
+    """Tell the user what the leader has decided about the ended round. Leave the job if the leader has
+    excluded this agent.
+    """
+    if head.excluded_agent == member.agent.agent:
+        _leave_excluded(member, head)
+        return
+    if head.note:
+        member.do(Announce(head.note))
+    if head.delay > 0:
+        member.do(Announce(f"the next round starts in {duration(head.delay)} (restart delay)"))
+
+
+def _leave_excluded(member: Member, head: Head) -> None:
+    if member.leaving is None:
+        leaving.leave_with(member, Outcome("excluded", head.note, head.cause))
 
 
 def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
     stop_earlier(member, head)
+    if head.excluded_agent == member.agent.agent:
+        # This agent was away when it was excluded.
+        _leave_excluded(member, head)
     if member.age.seen != head.round:
         member.age.seen = head.round
         member.arm("round_age", member.settings.short_round)
@@ -200,19 +230,21 @@ def age_reached(member: Member) -> None:
     member.age.aged = member.age.seen
 
 
-def _is_planned(head: Head) -> bool:
-    """Return true if a round ended as a planned change, without a failure."""
-    return (head.end or {}).get("kind") in ("scale", "left", "asked")
-
-
-def _stop(member: Member, why: str, hung: Cause | None = None, *, planned: bool = False) -> None:
+def _stop(
+    member: Member,
+    why: str,
+    hung: Cause | None = None,
+    *,
+    planned: bool = False,
+    after_failure: bool = False,
+) -> None:
     """Stop the workers unless they are already being stopped, and record the reason that was reported to the
     user.
     """
     workers = member.workers
     if workers is not None and not workers.is_stopping:
         member.told_end = workers.round, why
-        member.stop(why, hung=hung, planned=planned)
+        member.stop(why, hung=hung, planned=planned, after_failure=after_failure)
 
 
 def is_mine(registration: Registration | None, head: Head) -> bool:
@@ -372,6 +404,8 @@ def group_ended(member: Member, event: GroupEnded) -> None:
         member.own_failure = OwnFailure(member.workers.round, event.cause)
     if event.evidence is not None:
         member.own_evidence = OwnEvidence(member.workers.round, event.evidence)
+    if event.unfit is not None:
+        member.found_unfit = FoundUnfit(member.workers.round, event.unfit)
     if event.stuck is not None:
         # Leave the job, because this node cannot take part in another round. The other nodes continue without
         # it.
