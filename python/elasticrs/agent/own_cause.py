@@ -267,5 +267,11 @@ def not_started(message: str, place: Place, clock: Clock) -> Cause:
     )
 
 
+def no_program(message: str, place: Place, clock: Clock) -> Cause:
+    """Return the cause to report if the program cannot be executed on this node."""
+    cause = not_started(message, place, clock)
+    return cause.replaced(permanence=Permanence.START_ERROR.value, permanent_sign=message[:MAX_LINE])
+
+
 def _end(text: str, limit: int) -> str:
     return text if len(text) <= limit else "…" + text[-limit + 1 :]

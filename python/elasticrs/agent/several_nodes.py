@@ -195,6 +195,13 @@ class SeveralNodes(Decisions):
             self._group_exists = False
             self._console.group_rank = None
             why = event.message.removeprefix(f"{phrases.NOT_STARTED}: ")
+            if event.has_no_program:
+                from elasticrs.agent.own_cause import no_program
+
+                # Report a failure and not only a failed start, because the restart policy has to compare it
+                # with the reports of other nodes: a mount of this node may be broken.
+                cause = no_program(why, self._place(), self._clock())
+                return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
             # Wait for the later event that reports how the group ended.

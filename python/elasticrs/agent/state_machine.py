@@ -161,11 +161,14 @@ class Started(Event):
 class StartFailed(Event):
     """The workers could not be started, for the reason ``message``, and all their processes have exited.
     ``transient`` is true if another try may succeed soon (no memory, no process slots, a killed nursery).
+    ``has_no_program`` is true if the program cannot be executed on this node, which may be different on other
+    nodes.
     """
 
     message: str
     transient: bool = False
     evidence: Evidence = NO_EVIDENCE
+    has_no_program: bool = False
 
 
 class DelayOver(Event):

@@ -51,6 +51,12 @@ if TYPE_CHECKING:
 
 
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
+_NO_PROGRAM = frozenset((
+    *(errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP),
+    # A mount is gone, or its server has failed.
+    *(errno.ESTALE, errno.EIO, errno.ENOTCONN),
+))  # fmt: skip
+"""Errors with which a program cannot be executed on this node, but perhaps on others."""
 
 NVIDIA_DEVICE = "/dev/nvidiactl"
 """Device that exists if NVIDIA's driver is loaded and this process may use its GPUs."""
@@ -383,7 +389,10 @@ class AttemptTracker:
     def _on_start_failed(self, event: _core.StartFailed) -> None:
         self._workers.ended(self.supervisor)
         self.result.message, self.result.start_errno = event.message, event.errno
-        self.events.append(machine.StartFailed(event.message, event.errno in _TRANSIENT))
+        has_no_program = event.stage == "execute" and event.errno in _NO_PROGRAM
+        self.events.append(
+            machine.StartFailed(event.message, event.errno in _TRANSIENT, has_no_program=has_no_program)
+        )
         self.observers.not_started()
 
     def _on_failure(self, event: _core.FailureSeen) -> None:

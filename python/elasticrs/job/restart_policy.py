@@ -236,8 +236,10 @@ def exclude(settings: RestartSettings, history: FailureHistory, evidence: Eviden
         why_kept = bound[certain[0]]
     if why_kept is not None:
         names = ", ".join(kept[:MAX_SUSPECTS])
-        names = f"node {names}" if len(kept) == 1 else f"nodes {names}"
-        note = f"{names} may be unfit, but not excluded ({why_kept}): {reasons[kept[0]]}"
+        who = (
+            f"node {names} may be unfit, but is" if len(kept) == 1 else f"nodes {names} may be unfit, but are"
+        )
+        note = f"{who} not excluded ({why_kept}): {reasons[kept[0]]}"
         return RestartDecision(after, note=note)
     node = movable[0]
     after = after.replaced(excluded=history.excluded + 1, same=0)

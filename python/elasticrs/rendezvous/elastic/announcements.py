@@ -63,6 +63,8 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pi
     """
     told = cause or {}
     where = f"on node {told.get('node') or node or '?'}"
+    if told.get("rank") is None and told.get("permanent_sign"):
+        return f"the workers {where} could not be started: {told['permanent_sign']}"
     if told.get("rank") is None:
         return f"a worker failed {where}"
     pid = f" (pid {told['pid']})" if told.get("pid") and names_pid else ""

@@ -118,9 +118,9 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
     """Return the verdict on the ended round. The verdict is cached until one of its inputs changes.
 
     Caching matters because computing the verdict takes time proportional to the number of members, and many
-    replacement nodes may arrive one by one, of which at most one changes it. Until the next round, members
-    only stop or leave, so each of the sets ``slow``, ``missing`` and ``absent`` only grows or only shrinks.
-    Comparing their sizes is therefore enough to detect a change.
+    replacement nodes may arrive one by one, of which at most one changes the verdict. Until the next round,
+    members only stop or leave, so each of the sets ``slow``, ``missing`` and ``absent`` only grows or only
+    shrinks. Comparing their sizes is therefore enough to detect a change.
     """
     sizes = len(view.slow), len(view.missing), len(view.absent)
     was_short = member.age.was_short

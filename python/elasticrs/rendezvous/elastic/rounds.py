@@ -162,7 +162,8 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
     if member.age.seen != head.round:
         member.age.seen = head.round
         member.arm("round_age", member.settings.short_round)
-        if head.round > 1 and is_news and not member.agent.keeps_workers:
+        tells = member.leaving is None and not member.agent.keeps_workers
+        if head.round > 1 and is_news and tells:
             number, told = member.told_end
             known = told if number == head.round - 1 else None
             diagnosis = diagnosis_line(head)

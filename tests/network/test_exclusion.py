@@ -1,0 +1,155 @@
+"""Unfit nodes in a job on several nodes: who leaves, who takes the place, and when nobody is excluded."""
+
+import pytest
+from helpers.nodes import FAIL, restarts
+
+pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
+
+CHECK = "sh -c 'test ! -e $(uname -n).bad || { echo row remap failure; exit 7; }'"
+"""A node is unfit if the test has created a file with its name."""
+OPTIONS = ("--exit-codes", "verdict", "--node-check", CHECK)
+EXCLUDED = "is excluded from the job"
+KEPT = "may be unfit, but is not excluded"
+
+
+@pytest.fixture
+def with_spare(hosts, multinode):
+    """Makes a job of two nodes and a spare. Returns it, its agents, and the workers of the first round."""
+
+    def make(*options, **how):
+        machines = hosts(3)
+        job = multinode(machines[0], "2", *options, **how)
+        agents = job.start(*machines[:2])
+        workers = job.formed(*agents)
+        agents += job.start(machines[2])
+        job.line(agents[2], "spare")
+        return job, agents, workers
+
+    return make
+
+
+def texts(job):
+    return [agent.launched.stderr for agent in job.agents]
+
+
+@pytest.mark.parametrize("failing", ["node1", "node2"])
+def test_a_spare_takes_the_place_of_an_unfit_node_wherever_the_failure_was(with_spare, tmp_path, failing):
+    job, (first, unfit, spare), workers = with_spare(*OPTIONS)
+    (tmp_path / "node2.bad").touch()
+    job.tell([worker for worker in workers if worker.host == failing], FAIL)
+    again = job.formed(first, spare)
+    assert restarts(again) == {1}
+    assert job.ended(unfit) == [193], job.story("another exit code")
+    assert "node check: row remap failure" in unfit.launched.stderr
+    for text in texts(job):
+        assert text.count(EXCLUDED) == 1, job.story("not said once")
+    job.assert_empty(unfit.host)
+    job.finish((first, spare), again)
+
+
+def test_the_job_shrinks_if_there_is_no_spare(formed, tmp_path):
+    job, (first, second, unfit), workers = formed(3, *OPTIONS, "--restart-delay", "0.5s", nnodes="2:3")
+    (tmp_path / "node3.bad").touch()
+    job.tell(workers[1:2], FAIL)
+    again = job.formed(first, second)
+    assert job.ended(unfit) == [193], job.story("another exit code")
+    for agent in (first, second):
+        assert "(restart delay)" in agent.launched.stderr, job.story("no delay")
+    job.finish((first, second), again)
+
+
+def test_a_node_that_is_needed_stays_and_fails_with_the_code_of_an_unfit_node(formed, tmp_path):
+    job, (first, second), workers = formed(2, *OPTIONS, max_restarts=1)
+    (tmp_path / "node2.bad").touch()
+    job.tell(workers[1:], FAIL)
+    job.tell(job.formed(first, second)[1:], FAIL)
+    assert job.ended() == [1, 193], job.story("other exit codes")
+    for text in texts(job):
+        assert text.count(f"node2 {KEPT} (without it, fewer than 2 nodes") == 1, job.story("not said once")
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"), [(("node2", "node3"), "2 of 3 nodes"), (("node1",), "hosts the rendezvous store")]
+)
+def test_nobody_is_excluded_on_doubtful_evidence_or_where_the_job_would_end(formed, tmp_path, bad, why):
+    job, agents, workers = formed(3, *OPTIONS, nnodes="1:3")
+    for name in bad:
+        (tmp_path / f"{name}.bad").touch()
+    job.tell(workers[1:2], FAIL)
+    again = job.formed(*agents)
+    for text in texts(job):
+        assert text.count(why) == 1, job.story("not said once")
+        assert EXCLUDED not in text
+    job.finish(agents, again)
+
+
+def test_no_more_nodes_are_excluded_than_allowed(formed, tmp_path):
+    job, agents, workers = formed(3, *OPTIONS, "--max-excluded-nodes", "1", nnodes="1:3")
+    for name, kept in (("node3", agents[:2]), ("node2", agents[:2])):
+        (tmp_path / f"{name}.bad").touch()
+        job.tell(workers[1:2], FAIL)
+        workers = job.formed(*kept)
+    assert f"node2 {KEPT} (max_excluded_nodes=1, 1 excluded so far)" in agents[0].launched.stderr
+    job.finish(agents[:2], workers)
+
+
+def test_checks_that_hang_or_print_a_gigabyte(hosts, multinode, tmp_path):
+    machines = hosts(3)
+    job = multinode(machines[0], "2:3", "--exit-codes", "verdict", "--node-check-timeout", "20")
+    hangs = "sh -c 'test ! -e node2.bad || exec sleep 600'"
+    prints = "sh -c 'test ! -e node3.bad || { yes | head -c 1000000000; echo last; exit 3; }'"
+    agents = [
+        job.start(machine, options=("--node-check", check, *more))[0]
+        for machine, check, more in zip(
+            machines, ("true", hangs, prints), ((), ("--node-check-timeout", "1"), ()), strict=True
+        )
+    ]
+    workers = job.formed(*agents)
+    for name in ("node2.bad", "node3.bad"):
+        (tmp_path / name).touch()
+    job.tell(workers[:1], FAIL)
+    again = job.formed(*agents[:2])
+    assert job.ended(agents[2]) == [193], job.story("another exit code")
+    assert "within 1 s" in agents[1].launched.stderr
+    assert "node check: last" in agents[2].launched.stderr
+    assert len(agents[2].launched.stderr) < 20_000
+    job.finish(agents[:2], again)
+
+
+def test_a_node_that_alone_cannot_import_a_module_is_excluded_the_second_time(
+    hosts, multinode, worker_script
+):
+    script = """
+        import os, signal
+        if os.uname().nodename == "node2":
+            import there_is_no_such_module
+        elif os.environ["WORLD_SIZE"] == "2":
+            signal.pause()
+    """
+    machines = hosts(2)
+    job = multinode(machines[0], "1:2", "--exit-codes", "verdict", script=worker_script(script))
+    first, _ = job.start(*machines)
+    assert job.ended() == [0, 193], job.story("other exit codes")
+    assert "round 3 starts with 1 node (restart 2 of 3)" in first.launched.stderr
+    for text in texts(job):
+        assert "ModuleNotFoundError at worker.py" in text, job.story("no reason")
+        assert text.count(KEPT) == 1, job.story("not said once")
+    job.assert_empty()
+
+
+def test_a_node_that_alone_cannot_execute_the_program_is_excluded_the_second_time(hosts, multinode, tmp_path):
+    good, broken = tmp_path / "good", tmp_path / "broken"
+    good.write_text("#!/bin/sh\ntest $WORLD_SIZE = 1 || exec sleep 600\n")
+    broken.write_text("#!/no/such/mount/python\n")
+    for program in (good, broken):
+        program.chmod(0o755)
+    machines = hosts(2)
+    job = multinode(machines[0], "1:2", "--exit-codes", "verdict", "--no-python", script=good)
+    (first,) = job.start(machines[0])
+    job.script = broken
+    job.start(machines[1])
+    assert job.ended() == [0, 193], job.story("other exit codes")
+    assert "round 3 starts with 1 node (restart 2 of 3)" in first.launched.stderr
+    for text in texts(job):
+        assert "/no/such/mount/python" in text or "broken" in text, job.story("no reason")
+    job.assert_empty()
