@@ -232,6 +232,14 @@ class TestNodeCheck:
         launched = launch(*options, worker_script(self.FAILS_ONCE)).exits(0)
         assert ("within 0.3 s" in launched.stderr) == (check != "true")
 
+    def test_each_source_has_its_line_and_one_unfit_source_is_enough(self, launch, worker_script):
+        options = (*self.OPTIONS, "true", "--node-check", "gpud:http://127.0.0.1:1")
+        launched = launch(*options, worker_script("pass")).exits(0)
+        assert "gpud: http://127.0.0.1:1 does not answer" in launched.stderr
+        assert "this node counts as fit" in launched.stderr
+        launched = launch(*options, "--node-check", "false", worker_script("pass")).exits(193)
+        assert "the node check exited with code 1" in launched.stderr
+
     @pytest.mark.parametrize("when", ["before joining", "after a failure"])
     def test_a_signal_ends_the_check_and_the_job(self, launch, worker_script, tmp_path, when):
         first = "test -e checked" if when == "after a failure" else "true"
@@ -295,6 +303,10 @@ def test_no_text_shows_more_restarts_than_are_allowed(run):
         ("--node-check", ""),
         ("--node-check", "sh -c 'open"),
         ("--node-check", "no-such-program --fast"),
+        ("--node-check", "gpdu"),
+        ("--node-check", "gpud:localhost"),
+        ("--node-check", "nvhcd"),
+        ("--max-excluded-nodes", "-1"),
     ],
     ids=" ".join,
 )

@@ -14,6 +14,7 @@ from elasticrs.job.config import UsageError
 from elasticrs.job.options import OPTIONS, OURS
 from elasticrs.launcher.arguments import HelpRequested, parse, resolve
 from elasticrs.launcher.help import COMMON, TOPICS, WIDTH, help_text
+from elasticrs.launcher.parser import get_args_parser
 from elasticrs.rendezvous.elastic import etcd_site
 from elasticrs.rendezvous.elastic.settings import KEYS
 
@@ -45,6 +46,19 @@ def test_every_spelling_is_read(argv):
 @pytest.mark.parametrize("argv", [["-r3"], ["-r", "3"], ["-r=3"], ["--redirect=3"], ["-mr3"]])
 def test_short_options_take_their_value_in_every_form(argv):
     assert parse([*argv, "x.py"], {}).redirects == 3
+
+
+@pytest.mark.parametrize("variable", [{}, {"PET_NODE_CHECK": "false"}])
+def test_an_option_that_repeats_collects_its_values_in_place_of_the_variable(variable, monkeypatch):
+    argv = ["--node-check", "true", "--node-check=sh -c 'exit 0'", "x.py"]
+    values = ("true", "sh -c 'exit 0'")
+    assert parse(argv, variable).node_check == values
+    assert parse(["x.py"], variable).node_check == (("false",) if variable else None)
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    parser = get_args_parser()
+    assert tuple(parser.parse_args(argv).node_check) == values
+    assert parser.parse_args(["x.py"]).node_check == (["false"] if variable else None)
 
 
 @pytest.mark.parametrize("text", ["a=1,b=2", "'a=1,b=2'", '"a=1,b=2"', " 'a=1,b=2' "])

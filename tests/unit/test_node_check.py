@@ -6,11 +6,17 @@ import sys
 import pytest
 from helpers import procs
 
-from elasticrs.host.node_check import MAX_LINES, NodeCheck
+from elasticrs.host.node_check import MAX_LINE, MAX_LINES, NodeCheck
+from elasticrs.job.policy_options import HealthSource
 
 
-def run(*command, timeout=30.0):
-    return NodeCheck(command, timeout).finish()
+def command(*words):
+    return HealthSource("the node check", tuple(words))
+
+
+def run(*words, timeout=30.0):
+    (result,) = NodeCheck([command(*words)], timeout).finish()
+    return result
 
 
 def test_a_command_that_succeeds_finds_the_node_fit():
@@ -35,11 +41,11 @@ def test_a_command_that_hangs_proves_nothing_and_is_killed(tmp_path):
 
 
 def test_a_command_that_is_cancelled_proves_nothing():
-    check = NodeCheck(("sleep", "600"), 600.0)
+    check = NodeCheck([command("sleep", "600")] * 2, 600.0)
     check.cancel()
-    result = check.finish()
-    assert result.unfit is None
-    assert result.problem is not None
+    for result in check.finish():
+        assert result.unfit is None
+        assert result.problem is not None
 
 
 def test_a_command_that_does_not_exist_proves_nothing():
@@ -62,3 +68,19 @@ def test_only_the_end_of_a_huge_output_is_kept():
 def test_a_command_gets_signals_that_the_thread_blocks():
     result = run("sh", "-c", "grep SigBlk /proc/self/status")
     assert int(result.lines[0].split()[1], 16) == 0
+
+
+def test_a_long_line_is_cut():
+    result = run(sys.executable, "-c", "print('x' * 50_000)")
+    assert result.lines == ("x" * MAX_LINE + "…",)
+
+
+def test_all_checks_run_at_the_same_time_and_each_has_its_own_result(tmp_path):
+    for name in "ab":
+        os.mkfifo(tmp_path / name)
+    # Each waits for the other one.
+    waits = [command("sh", "-c", f"{how}; exit {code}") for how, code in (("cat a", 0), ("echo x >a", 3))]
+    sources = [command("sh", "-c", f"cd {tmp_path}; {each.words[2]}") for each in waits]
+    fit, unfit = NodeCheck(sources, 30.0).finish()
+    assert (fit.unfit, fit.lines) == (None, ("x",))
+    assert "3" in unfit.unfit

@@ -181,25 +181,29 @@ class Agent:
         return None if unfit is None else f"{unfit}; this node does not join the job"
 
     def _new_check(self) -> NodeCheck | None:
-        if self._job.node_check is None:
+        if not self._job.node_check:
             return None
         from elasticrs.host.node_check import NodeCheck
-        from elasticrs.job.policy_options import command
+        from elasticrs.job.policy_options import HealthSource
 
         try:
-            return NodeCheck(command(self._job.node_check), self._job.node_check_timeout)
+            sources = [HealthSource.parse(text) for text in self._job.node_check]
+            return NodeCheck(sources, self._job.node_check_timeout)
         except (OSError, RuntimeError) as error:
             self._console.say(f"the node check could not be started: {error}; this node counts as fit")
             return None
 
-    def _reported(self, result: NodeCheckResult) -> str | None:
-        """Print the output of a check that did not succeed. Return the reason why this node is unfit."""
-        if result.unfit is not None or result.problem is not None:
-            for line in result.lines:
-                self._console.say(f"node check: {line}")
-        if result.problem is not None and self._decisions.signum is None:
-            self._console.say(f"{result.problem}; this node counts as fit")
-        return result.unfit
+    def _reported(self, results: Sequence[NodeCheckResult]) -> str | None:
+        """Print the output of checks that did not succeed. Return the reason why this node is unfit; ``None``
+        if no check has found it unfit.
+        """
+        for result in results:
+            if result.unfit is not None or result.problem is not None:
+                for line in result.lines:
+                    self._console.say(f"{result.title}: {line}")
+            if result.problem is not None and self._decisions.signum is None:
+                self._console.say(f"{result.problem}; this node counts as fit")
+        return "; ".join(result.unfit for result in results if result.unfit is not None) or None
 
     def _is_held_for_check(self, event: machine.Event) -> bool:
         """Start ``--node-check`` if an event reports that the workers of this node have ended after a

@@ -1,4 +1,4 @@
-"""Run the user's command that checks whether this node can run workers (``--node-check``)."""
+"""Run the checks that find out whether this node can run workers (``--node-check``)."""
 
 from __future__ import annotations
 
@@ -6,92 +6,146 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from functools import partial
 
 from elasticrs.host.background_call import Asked
 from elasticrs.job.value import Value
-from elasticrs.report.phrases import how_it_ended
+from elasticrs.report.phrases import how_it_ended, printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from elasticrs.job.policy_options import HealthSource
+
 MAX_OUTPUT = 65536
-"""Number of bytes that are kept of a command's output. The beginning of a longer output is dropped."""
+"""Number of bytes that are kept of a check's output. The beginning of a longer output is dropped."""
 MAX_LINES = 20
 """Maximum number of lines of the output that are shown to the user."""
+MAX_LINE = 300
+"""Maximum number of characters of a line that is shown to the user."""
+UNFIT = 1
+"""Exit code of a program of elasticrs that has found the node unfit. Other codes than 0 give no answer."""
+
+_BUILT_IN = """\
+import sys
+sys.path.append(sys.argv.pop(1))
+from elasticrs.host.health_program import main
+sys.exit(main(*sys.argv[1:]))
+"""
 
 
 class NodeCheckResult(Value):
     """Result of a check.
 
     Args:
+        title: what the check is called in lines of its output.
         unfit: reason why this node cannot run workers; ``None`` if it can, or if the check gave no answer.
         problem: reason why the check gave no answer; ``None`` if it did.
-        lines: last lines of the command's output.
+        lines: last lines of the check's output, except the line that is the reason.
     """
 
+    title: str = "node check"
     unfit: str | None = None
     problem: str | None = None
     lines: tuple[str, ...] = ()
 
 
 class NodeCheck:
-    """One run of the command, on a thread of its own.
+    """One run of all checks at the same time, each in a child process and on a thread of its own.
 
     Args:
-        command: program and its arguments.
-        timeout: seconds after which the command is killed. A check that hangs is no proof that the node is
-            broken, so the node counts as fit.
+        sources: the checks.
+        timeout: seconds after which a check is killed. A check that hangs is no proof that the node is
+            broken, so it does not make the node unfit.
 
     Attributes:
-        fd: file descriptor that is readable when the command has finished.
+        fd: file descriptor that is readable when all checks have finished.
 
     Raises:
         OSError: the process has run out of file descriptors.
         RuntimeError: no thread can be started.
     """
 
-    def __init__(self, command: Sequence[str], timeout: float) -> None:
+    def __init__(self, sources: Sequence[HealthSource], timeout: float) -> None:
         self._cancelled = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            self._call = Asked(partial(_run, command, timeout, self._cancelled))
+            self._call = Asked(partial(_run_all, sources, timeout, self._cancelled))
         except BaseException:
             os.close(self._cancelled)
             raise
         self.fd = self._call.fd
 
     def cancel(self) -> None:
-        """Kill the command. :attr:`fd` becomes readable soon."""
+        """Kill the checks. :attr:`fd` becomes readable soon."""
         os.eventfd_write(self._cancelled, 1)
 
-    def finish(self) -> NodeCheckResult:
-        """Wait until the command has finished, release all resources, and return the result."""
+    def finish(self) -> list[NodeCheckResult]:
+        """Wait until all checks have finished, release all resources, and return the results."""
         try:
             self._call.wait()
-            result: NodeCheckResult = self._call.take()
+            results: list[NodeCheckResult] = self._call.take()
         finally:
             self._call.close()
             os.close(self._cancelled)
-        return result
+        return results
 
 
-def _run(command: Sequence[str], timeout: float, cancelled: int) -> NodeCheckResult:
+def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) -> list[NodeCheckResult]:
+    if len(sources) == 1:
+        return [_run(sources[0], timeout, cancelled)]
+    calls: list[Asked] = []
     try:
-        process = _start(command)
-    except OSError as error:
-        return NodeCheckResult(problem=f"the node check could not be started: {error.strerror}")
-    try:
-        output, problem = _watch(process, timeout, cancelled)
+        for source in sources:
+            calls.append(Asked(partial(_run, source, timeout, cancelled)))  # noqa: PERF401 -- close them all
+        for call in calls:
+            call.wait()
+        return [call.take() for call in calls]
+    except (OSError, RuntimeError) as error:
+        # Kill the checks that are running, because without the others they cannot be waited for in time.
+        os.eventfd_write(cancelled, 1)
+        return [NodeCheckResult(problem=f"the node checks could not be started: {error}")]
     finally:
-        _kill(process)
-    lines = tuple(output.decode("utf-8", "replace").splitlines()[-MAX_LINES:])
+        for call in calls:
+            call.wait()
+            call.close()
+
+
+def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResult:
+    title = source.built_in or "node check"
+    try:
+        process = _start(_command(source))
+        try:
+            output, problem = _watch(process, timeout, cancelled)
+        finally:
+            _kill(process)
+    except OSError as error:
+        return NodeCheckResult(title, problem=f"{source.title} could not be run: {error.strerror}")
+    text = output.decode("utf-8", "replace").splitlines()[-MAX_LINES:]
+    lines = tuple(line if len(line) <= MAX_LINE else line[:MAX_LINE] + "…" for line in text)
     if problem is not None:
-        return NodeCheckResult(problem=problem, lines=lines)
+        return NodeCheckResult(title, problem=f"{source.title} {problem}", lines=lines)
     if process.returncode == 0:
-        return NodeCheckResult(lines=lines)
-    return NodeCheckResult(unfit=f"the node check {how_it_ended(process.returncode)}", lines=lines)
+        return NodeCheckResult(title, lines=lines)
+    how = f"{source.title} {how_it_ended(process.returncode)}"
+    if source.built_in is None:
+        return NodeCheckResult(title, unfit=how, lines=lines)
+    reason = f"{source.title}: {printable(lines[-1])}" if lines and process.returncode > 0 else how
+    is_unfit = process.returncode == UNFIT
+    return NodeCheckResult(title, reason if is_unfit else None, None if is_unfit else reason, lines[:-1])
+
+
+def _command(source: HealthSource) -> list[str]:
+    if source.built_in is None:
+        return list(source.words)
+    import elasticrs
+
+    # Isolate the program from the working directory and from variables such as `PYTHONPATH`, which could
+    # replace modules of the standard library.
+    root = os.path.dirname(elasticrs.__path__[0])
+    return [sys.executable, "-I", "-c", _BUILT_IN, root, source.built_in, *source.words]
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -124,9 +178,9 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> 
         while True:
             ready = dict(poll.poll(max(0.0, end - time.monotonic()) * 1000))
             if cancelled in ready:
-                return output, "the node check was cancelled"
+                return output, "was cancelled"
             if not ready or time.monotonic() > end:
-                return output, f"the node check did not finish within {timeout:g} s and was killed"
+                return output, f"did not finish within {timeout:g} s and was killed"
             if stdout in ready:
                 part = os.read(stdout, MAX_OUTPUT)
                 output = (output + part)[-MAX_OUTPUT:]

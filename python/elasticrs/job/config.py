@@ -157,9 +157,9 @@ class JobConfig(Record, WorkerSettings):
         role: role of the workers.
         name: name of the job in the report: the script, the program or the function.
         max_restarts: maximum number of charged restarts.
-        node_check: command that checks whether this node can run workers, before it joins the job and after
-            each failure of its workers; ``None`` for no check.
-        node_check_timeout: seconds after which that command is killed.
+        node_check: sources of facts about the health of this node, before it joins the job and after each
+            failure, as in :meth:`.policy_options.HealthSource.parse`; ``None`` for no check.
+        node_check_timeout: seconds after which a check is killed.
         report: file for the JSON report of the job, as ``"file:PATH"``; ``None`` for no report.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
@@ -186,7 +186,7 @@ class JobConfig(Record, WorkerSettings):
     name: str = ""
     max_restarts: int = 0
     report: str | None = None
-    node_check: str | None = None
+    node_check: Sequence[str] | None = None
     node_check_timeout: float = 60.0
     shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT
     signals: Sequence[int] = ()

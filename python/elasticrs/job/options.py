@@ -54,6 +54,7 @@ class Option(Value):
         group: :data:`OURS` for an option that torchrun does not have.
         has_variable: true if the environment variable ``PET_<NAME>`` also sets the option.
         typed: default as text, if torchrun stores the value of this option as text; otherwise ``None``.
+        repeats: true if the option may be given several times. Its value is a tuple with one item for each.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Option(Value):
     group: str = "torchrun"
     has_variable: bool = True
     typed: str | None = None
+    repeats: bool = False
 
     @property
     def dest(self) -> str:
@@ -203,6 +205,11 @@ def _text_of(parse: Callable[[str], object]) -> Callable[[str], str]:
     return convert
 
 
+def _node_check(text: str) -> tuple[str]:
+    policy_options.HealthSource.parse(text)
+    return (text,)
+
+
 def _warm(text: str) -> str:
     expected = "off, auto, or names of modules separated by commas, such as torch,numpy"
     names = [name.strip() for name in text.split(",")]
@@ -222,7 +229,7 @@ ON_FAILURE = Kind(_one_of("restart", "replace"), "restart|replace", "'restart' o
 MAX_RESTARTS = Kind(policy_options.MaxRestarts.parse, "N|N/DURATION")
 RESTART_DELAY = Kind(_text_of(policy_options.delays), "FIRST..LONGEST")
 REPORT = Kind(policy_options.report_path, "file:PATH")
-NODE_CHECK = Kind(_text_of(policy_options.command), "COMMAND")
+NODE_CHECK = Kind(_node_check, "COMMAND|SOURCE")
 FATAL_EXIT_CODES = Kind(_text_of(policy_options.exit_codes), "CODES")
 EXIT_CODES = Kind(_text_of(policy_options.ExitCodes.parse), "torchrun|verdict|worker")
 STOP_SCOPE = Kind(_one_of("worker", "group"), "worker|group", "'worker' or 'group'")
@@ -281,9 +288,10 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         _setting("exit-codes", "exit code of a failed job: torchrun (always 1; the default), verdict (93 if "
                  "another attempt would fail alike, 193 if this node is unfit, otherwise 1) or worker (that "
                  "of the worker that failed first)", EXIT_CODES, group=OURS),
-        _setting("node-check", "command that checks whether this node can run workers, before it joins the "
-                 "job and after each failure; exit code 0 means yes", NODE_CHECK, group=OURS),
-        _setting("node-check-timeout", "seconds after which that command is killed (default {default})",
+        _setting("node-check", "check of this node before it joins the job and after each failure: a command "
+                 "(exit code 0: fit), nvml, gpud[:URL] or nvhcd:PATH; may be repeated",
+                 NODE_CHECK, group=OURS, repeats=True),
+        _setting("node-check-timeout", "seconds after which a check is killed (default {default})",
                  INTERVAL, group=OURS),
         _setting("on-failure", "action after a worker failed: restart all workers (the default), or replace "
                  "only this worker (for scripts that use elasticrs.train)", ON_FAILURE, group=OURS),

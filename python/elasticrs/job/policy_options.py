@@ -138,6 +138,65 @@ class ExitCodes(Value):
         return ExitCodes(kind, permanent, unfit)
 
 
+BUILT_IN_SOURCES = {"nvml": "nvml", "gpud": "gpud, or gpud:URL with http or https", "nvhcd": "nvhcd:PATH"}
+"""Health sources that are part of elasticrs, with the forms in which they are written."""
+
+
+class HealthSource(Value):
+    """A source of facts about the health of a node.
+
+    Args:
+        title: what the source is called in messages.
+        words: program and its arguments or, for a source of elasticrs, only the arguments.
+        built_in: name of a source of elasticrs; ``None`` for a command of the user.
+    """
+
+    title: str
+    words: tuple[str, ...]
+    built_in: str | None = None
+
+    @staticmethod
+    def parse(text: str) -> HealthSource:
+        """Parse a command line, or ``nvml``, ``gpud``, ``gpud:URL`` or ``nvhcd:PATH``.
+
+        Raises:
+            ValueError: the text has another form.
+        """
+        name, colon, rest = text.strip().partition(":")
+        if name not in BUILT_IN_SOURCES:
+            words = command(text)
+            return HealthSource("the node check", tuple(words))
+        if name == "nvml":
+            is_right = not colon
+        elif name == "nvhcd":
+            is_right = bool(rest)
+        else:
+            is_right = not colon or _is_web_address(rest)
+        if not is_right:
+            raise ValueError(BUILT_IN_SOURCES[name])
+        return HealthSource(name, (rest,) if colon else (), name)
+
+
+def _is_web_address(text: str) -> bool:
+    from urllib.parse import urlsplit
+
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def similar_source(word: str) -> str | None:
+    """Return the health source of elasticrs that the user may have meant with this name of a program; ``None``
+    if there is none.
+    """
+    import difflib
+
+    near = difflib.get_close_matches(word.partition(":")[0].lower(), BUILT_IN_SOURCES, 1, 0.5)
+    return near[0] if near else None
+
+
 def report_path(text: str) -> str:
     """Check the destination of the JSON report, and return it.
 

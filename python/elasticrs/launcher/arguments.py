@@ -13,7 +13,7 @@ import sys
 from elasticrs.job import config
 from elasticrs.job.config import HandlerSettings, JobConfig, LogSettings, ObserveSettings, UsageError
 from elasticrs.job.options import NEWER, OPTIONS, OURS, Option
-from elasticrs.job.policy_options import command as command_of
+from elasticrs.job.policy_options import HealthSource, similar_source
 from elasticrs.job.value import Value
 from elasticrs.launcher.back_end import meeting_of
 from elasticrs.launcher.module_check import why_no_module
@@ -38,6 +38,7 @@ _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
 """Variables that tell that a scheduler has started this process. They are here, and not in a module about
 schedulers, because a launch without a scheduler should not load such a module.
 """
+_REPEATED = frozenset(option.dest for option in OPTIONS if option.repeats)
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
@@ -129,7 +130,9 @@ def split(argv: Sequence[str]) -> tuple[dict[str, object], str | None, list[str]
     arguments = iter(argv)
     for argument in arguments:
         if argument != "--" and argument.startswith("-") and len(argument) > 1:
-            values.update(_read(argument, arguments))
+            for name, value in _read(argument, arguments).items():
+                earlier = values.get(name) if name in _REPEATED else None
+                values[name] = earlier + value if isinstance(earlier, tuple) else value  # type: ignore[operator]
             continue
         script = next(arguments, None) if argument == "--" else argument
         rest = list(arguments)
@@ -173,8 +176,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     )
     template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
     logs = LogSettings.taken_from(args, log_line_prefix_template=template)
-    if args.node_check is not None:
-        _check_program(command_of(args.node_check)[0], "--node-check: program", environ)
+    for text in args.node_check or ():
+        _check_source(HealthSource.parse(text), environ)
     if args.virtual_local_rank:
         _check_devices(nproc, environ)
     if args.hang_startup_timeout is not None and args.hang_timeout is None:
@@ -505,6 +508,25 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
     # Prepend `./` to the name, because Python would treat a name that starts with `-` as an option.
     path = os.path.join(os.curdir, script) if script.startswith("-") else script
     return [python, "-u", path, *args.training_script_args]
+
+
+def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:
+    """Check that a health source can be asked.
+
+    Raises:
+        UsageError: a program or a package is missing.
+    """
+    if source.built_in is None:
+        try:
+            _check_program(source.words[0], "--node-check: program", environ)
+        except UsageError as error:
+            near = similar_source(source.words[0])
+            raise UsageError(f"{error} (did you mean {near}?)" if near else str(error)) from None
+        return
+    from elasticrs.host.health_program import why_unavailable
+
+    if (why := why_unavailable(source.built_in)) is not None:
+        raise UsageError(f"--node-check: got {source.built_in!r}, but {why}")
 
 
 def _check_script(script: str) -> None:

@@ -12,6 +12,7 @@ from elasticrs.job.options import OPTIONS, SHELLS, Option
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Any
 
 OLD_LAUNCHERS = "use_env"
 """Option of torch's older launcher (``torch.distributed.launch``), which torchrun does not have."""
@@ -32,6 +33,18 @@ def get_args_parser() -> argparse.ArgumentParser:
         names = [f"-{option.short}", *spellings] if option.short else list(spellings)
         if option.name == "print-completion":
             parser.add_argument(*names, action=_PrintCompletion, choices=SHELLS, help=option.help)
+        elif option.repeats and option.kind is not None:
+            convert = _converter(option)
+            text = os.environ.get(option.variable)
+            value = option.default if text is None else convert(text)
+            parser.add_argument(
+                *names,
+                action=_Repeat,
+                type=convert,
+                default=value,
+                help=option.help,
+                metavar=option.kind.metavar,
+            )
         elif option.kind is None:
             default = bool(int(os.environ.get(option.variable, "0")))
             parser.add_argument(*names, action="store_true", default=default, help=option.help)
@@ -77,6 +90,20 @@ class _PrintCompletion(argparse.Action):
                 1, f"{option_string} needs the package shtab: pip install 'elasticrs[completion]'{os.linesep}"
             )
         parser.exit()
+
+
+class _Repeat(argparse.Action):
+    """Collects the values of an option that is given several times. They replace the default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,  # noqa: ARG002 -- argparse's signature
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,  # noqa: ARG002
+    ) -> None:
+        earlier = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, [*(() if earlier is self.default else earlier), *values])
 
 
 def _converter(option: Option) -> Callable[[str], object]:

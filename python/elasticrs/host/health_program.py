@@ -1,0 +1,66 @@
+"""Program that asks one of the health sources of elasticrs, in a child process of the agent.
+
+Each source is a module with a function ``main``, which returns 0 if the node is fit and 1 if it is unfit. The
+last line of the output is the reason. Every exception means that there is no answer, with the exit code
+:data:`NO_ANSWER`, because a check that fails says nothing about the node.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NO_ANSWER = 75
+"""Exit code of a check that gave no answer (``EX_TEMPFAIL`` of sysexits.h)."""
+
+MODULES = {
+    "gpud": "elasticrs.host.gpud_check",
+    "nvhcd": "elasticrs.host.nvhcd_check",
+    "nvml": "elasticrs.host.nvml_check",
+}
+"""Module of each source, by the name in :data:`elasticrs.job.policy_options.BUILT_IN_SOURCES`."""
+
+_PACKAGES = {"nvhcd": ("grpc", "the package grpcio is missing: pip install 'elasticrs[nvhcd]'")}
+
+
+class NoAnswerError(Exception):
+    """Raised if a source cannot be reached, or if its answer cannot be understood."""
+
+
+def why_unavailable(name: str) -> str | None:
+    """Return the reason why this installation cannot ask a source; ``None`` if it can."""
+    from importlib.util import find_spec
+
+    if find_spec(MODULES[name]) is None:
+        return "this build of elasticrs does not have this source"
+    package, why = _PACKAGES.get(name, (None, None))
+    return why if package is not None and find_spec(package) is None else None
+
+
+def say(line: str) -> None:
+    """Print a line as UTF-8, whatever the locale is. Replace characters that UTF-8 cannot encode, because the
+    text may come from another program.
+    """
+    sys.stdout.buffer.write(line.encode("utf-8", "replace") + b"\n")
+
+
+def main(name: str, *arguments: str) -> int:
+    """Ask a source and return the exit code.
+
+    Args:
+        name: name of the source.
+        arguments: arguments of the source, for example its address.
+    """
+    from importlib import import_module
+
+    try:
+        ask: Callable[..., int] = import_module(MODULES[name]).main
+        return ask(*arguments)
+    except NoAnswerError as error:
+        say(str(error))
+    except Exception as error:
+        say(f"{type(error).__name__}: {error}")
+    return NO_ANSWER
