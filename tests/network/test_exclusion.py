@@ -68,19 +68,34 @@ def test_a_node_that_is_needed_stays_and_fails_with_the_code_of_an_unfit_node(fo
         assert text.count(f"node2 {KEPT} (without it, fewer than 2 nodes") == 1, job.story("not said once")
 
 
-@pytest.mark.parametrize(
-    ("bad", "why"), [(("node2", "node3"), "2 of 3 nodes"), (("node1",), "hosts the rendezvous store")]
-)
-def test_nobody_is_excluded_on_doubtful_evidence_or_where_the_job_would_end(formed, tmp_path, bad, why):
+def test_nobody_is_excluded_if_most_nodes_are_unfit(formed, tmp_path):
     job, agents, workers = formed(3, *OPTIONS, nnodes="1:3")
-    for name in bad:
+    for name in ("node2", "node3"):
         (tmp_path / f"{name}.bad").touch()
     job.tell(workers[1:2], FAIL)
     again = job.formed(*agents)
     for text in texts(job):
-        assert text.count(why) == 1, job.story("not said once")
+        assert text.count("2 of 3 nodes") == 1, job.story("not said once")
         assert EXCLUDED not in text
     job.finish(agents, again)
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_the_host_of_the_store_stays_without_workers(formed, tmp_path, succeeds):
+    job, (host, *others), workers = formed(3, *OPTIONS, nnodes="2:3", max_restarts=2)
+    (tmp_path / "node1.bad").touch()
+    job.tell(workers[:1], FAIL)
+    again = job.formed(*others)
+    assert "hosts the store" in host.launched.stderr
+    for text in texts(job):
+        assert text.count(EXCLUDED) == 1, job.story("not said once")
+    job.tell(again[:1], FAIL)
+    again = job.formed(*others)
+    if succeeds:
+        job.finish((host, *others), again)
+    else:
+        job.tell(again[:1], FAIL)
+        assert job.ended() == [193, 1, 1], job.story("other exit codes")
 
 
 def test_no_more_nodes_are_excluded_than_allowed(formed, tmp_path):

@@ -194,9 +194,8 @@ class Checks:
         members = [agent_of(each) for each in self.rounds[head.round]]
         require(head.excluded_agent in members, "I-15 a node that had no part in the failure", head)
         entries = self.world.store.under(KEYS.nodes)
-        nodes = {agent_of(each.key[len(KEYS.nodes) :]): Node.decode(each.value) for each in entries}
-        require(not nodes[head.excluded_agent].hosts_store, "I-15 the host of the store", head)
-        here = len(nodes.keys() - {head.excluded_agent})
+        nodes = {agent_of(each.key[len(KEYS.nodes) :]) for each in entries}
+        here = len(nodes - {head.excluded_agent})
         require(here >= self.world.config["min_nodes"], "I-15 too few nodes are left", head)
 
     def done(self):
@@ -360,7 +359,11 @@ class Checks:
                 not live, "I-10 agents are left after the close", [(p.name, p.member.phase) for p in live]
             )
             return
-        fit = [proc for proc in live if not proc.leaving]
+        if head is not None and head.excluded_agent is not None:
+            left = [proc.name for proc in live if proc.member.agent.agent == head.excluded_agent]
+            hosts = [proc.name for proc in live if proc.member.serves_only]
+            require(set(left) <= set(hosts), "I-15 an excluded agent stays", left)
+        fit = [proc for proc in live if not proc.leaving and not proc.member.serves_only]
         if len(fit) < world.config["min_nodes"] or self._first_was_other():
             return
         if world.kinds["static"] and len({proc.member.rendezvous.node_rank for proc in fit}) < len(fit):

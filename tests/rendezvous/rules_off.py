@@ -96,6 +96,7 @@ def verdict_on_a_stale_view(view):
 
 
 _claim = static_ranks.claim
+_decide = round_outcome.decide
 _registered = joining.registered
 _resume = Conn.resume
 
@@ -294,3 +295,38 @@ def refused_by_itself(reply):
 @instead_of(joining.registered)
 def registered_when_it_was_last_put(member, registration, own):
     _registered(member, registration, own.replaced(create_revision=own.mod_revision))
+
+
+# --- exclusion ---
+
+
+@instead_of(formation._enough)
+def a_spare_that_is_lost_makes_the_job_too_small(view, excluded, count):
+    return []
+
+
+@instead_of(rounds._excluded)
+def an_excluded_agent_stays(member, head):
+    return None
+
+
+@instead_of(View.is_excluded)
+def an_excluded_agent_is_a_candidate(self, member):
+    return False
+
+
+@instead_of(round_outcome.decide)
+def exclusions_are_not_counted(policy, history, evidence):
+    decision = _decide(policy, history, evidence)
+    return decision.replaced(history=decision.history.replaced(excluded=0))
+
+
+UNFIT = frozenset(
+    (
+        "a_spare_that_is_lost_makes_the_job_too_small",
+        "an_excluded_agent_stays",
+        "an_excluded_agent_is_a_candidate",
+        "exclusions_are_not_counted",
+    )
+)
+"""Rules that matter only where nodes are unfit."""

@@ -187,7 +187,11 @@ class TestExclusion:
             (LIMITED, evidence("node1", available=3, min_nodes=3), "fewer than 3"),
             (LIMITED, evidence("node1", "node2", "node3"), "3 of 4"),
             (LIMITED, evidence("node1", "node2", nodes=2), "2 of 2"),
-            (LIMITED, evidence("node1", bound=(("node1", "it hosts the store"),)), "it hosts the store"),
+            (
+                LIMITED,
+                evidence("node1", bound=(("node1", "2 agents have this name"),)),
+                "2 agents have this name",
+            ),
             (LIMITED.replaced(max_excluded_nodes=1), evidence("node1", "node2"), "max_excluded_nodes=1"),
             (LIMITED.replaced(max_excluded_nodes=0), evidence("node1"), "max_excluded_nodes=0"),
         ],
@@ -200,7 +204,7 @@ class TestExclusion:
         assert word in decision.note
 
     def test_another_unfit_node_goes_if_the_first_one_cannot(self):
-        bound = (("node1", "it hosts the store"),)
+        bound = (("node1", "2 agents have this name"),)
         assert excluded(LIMITED, evidence("node1", "node2", bound=bound)) == ["node2"]
 
     def test_the_only_node_of_a_round_goes_if_there_is_a_spare(self):

@@ -188,8 +188,8 @@ def _is_web_address(text: str) -> bool:
 
 
 def similar_source(word: str) -> str | None:
-    """Return the health source of elasticrs that the user may have meant with this name of a program; ``None``
-    if there is none.
+    """Return the health source of elasticrs that the user may have meant with this name of a program. Return
+    ``None`` if there is none.
     """
     import difflib
 

@@ -130,6 +130,10 @@ class View:
             given = self.round
         return 0 < given <= self.round and self.nodes[member].idle < given
 
+    def is_excluded(self, member: str) -> bool:
+        """Return true if a registered member was excluded from the job."""
+        return bool(self.nodes[member].serves_only) or agent_of(member) == self._excluded_agent
+
     # --- reading keys ---
 
     def _take(self, entry: Entry) -> Iterable[str]:
@@ -283,7 +287,7 @@ class View:
         siblings = self._agents[agent_of(member)]
         latest = len(siblings) == 1 or max(siblings) == incarnation_of(member)
         is_known = self.nodes[member] is not UNREADABLE
-        stays = member not in self.farewells and agent_of(member) != self._excluded_agent
+        stays = member not in self.farewells and not self.is_excluded(member)
         fit = not holds and latest and is_known and stays
         (self.candidates.add if fit else self.candidates.discard)(member)
         (self.waiting.add if fit and rank is None else self.waiting.discard)(member)

@@ -266,6 +266,8 @@ class Member:
         own_failure: last failure on this node; ``None`` if there was none.
         own_evidence: evidence of this node about the last hang; ``None`` if there is none.
         found_unfit: last check that has found this node unfit; ``None`` if there was none.
+        serves_only: true if this node was excluded from the job, and this agent stays only because it hosts
+            the store.
         told_end: number of the last round whose end was reported to the user on this node, and the reported
             text.
         judged_round: last round for which this agent has seen the leader's evaluation.
@@ -290,6 +292,7 @@ class Member:
         self.own_failure: OwnFailure | None = None
         self.own_evidence: OwnEvidence | None = None
         self.found_unfit: FoundUnfit | None = None
+        self.serves_only = False
         self.told_end = 0, ""
         self.judged_round = 0
         self.leaving: Leaving | None = None
@@ -419,7 +422,7 @@ class Member:
             self.settings.order_hint,
             bound_cause(cause),
             cut(unfit.reason, MAX_TEXT) if unfit is not None and unfit.round == idle else None,
-            agent.hosts_store or None,
+            self.serves_only or None,
         )
 
     def end_round(

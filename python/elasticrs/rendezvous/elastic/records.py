@@ -177,7 +177,8 @@ class Node(Value):
         cause: cause of a failure on this node in round ``idle``, if this failure may have come before the
             recorded failure.
         unfit: reason why a check has found the node unfit after round ``idle``; ``None`` if it has not.
-        hosts_store: true if the node's agent hosts the coordination store, which ends with it.
+        serves_only: true if the node was excluded from the job, and its agent stays only because it hosts the
+            coordination store.
     """
 
     name: str
@@ -192,7 +193,7 @@ class Node(Value):
     hint: int | None = None
     cause: dict[str, Any] | None = None
     unfit: str | None = None
-    hosts_store: bool | None = None
+    serves_only: bool | None = None
 
     def encode(self) -> bytes:
         """Encode the registration. Fields that are ``None`` are left out."""
@@ -473,7 +474,7 @@ _NODE = {
     "hint": validation.INT,
     "cause": validation.ANY,
     "unfit": _TEXT,
-    "hosts_store": validation.FLAG,
+    "serves_only": validation.FLAG,
 }
 _HEAD = {
     **dict.fromkeys(("round", "used", "size", "world_size", "losses", "short_losses", "setups"), _COUNT),

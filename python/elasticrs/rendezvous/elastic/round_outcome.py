@@ -12,6 +12,7 @@ functions of the leader's view. The decision about a failure is made by :mod:`el
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 
 from elasticrs.job.failure_cause import Cause
 from elasticrs.job.restart_policy import STEADY, Evidence, RestartDecision, StopKind, decide, exclude
@@ -172,13 +173,9 @@ def _reports(view: View, head: Head) -> list[Node]:
 
 def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
     """Yield the names of the nodes that cannot be excluded, with the reason."""
-    seen: set[str] = set()
-    for node in view.nodes.values():
-        if node.hosts_store:
-            yield node.name, "it hosts the rendezvous store"
-        elif node.name in seen:
-            yield node.name, "several agents have this name"
-        seen.add(node.name)
+    for name, count in Counter(node.name for node in view.nodes.values()).items():
+        if count > 1:
+            yield name, f"{count} agents have this name"
 
 
 def _member_of(view: View, name: str) -> str:

@@ -137,28 +137,37 @@ def _ended(member: Member, head: Head) -> None:
 
 
 def _announce_verdict(member: Member, head: Head) -> None:
-    """Tell the user what the leader has decided about the ended round. Leave the job if the leader has
-    excluded this agent.
+    """Tell the user what the leader has decided about the ended round. Take no part in further rounds if the
+    leader has excluded this agent.
     """
     if head.excluded_agent == member.agent.agent:
-        _leave_excluded(member, head)
-        return
-    if head.note:
+        _excluded(member, head)
+    elif head.note:
         member.do(Announce(head.note))
-    if head.delay > 0:
+    if head.delay > 0 and member.leaving is None:
         member.do(Announce(f"the next round starts in {duration(head.delay)} (restart delay)"))
 
 
-def _leave_excluded(member: Member, head: Head) -> None:
-    if member.leaving is None:
+def _excluded(member: Member, head: Head) -> None:
+    """Leave the job because this node was excluded. If this agent hosts the store, stay without workers,
+    because the job would end with the store.
+    """
+    if member.leaving is not None or member.serves_only:
+        return
+    if not member.agent.hosts_store:
         leaving.leave_with(member, Outcome("excluded", head.note, head.cause))
+        return
+    member.serves_only = True
+    member.do(Announce(f"{head.note}; this agent stays without workers, because it hosts the store"))
+    if member.registered is not None:
+        say_idle(member, member.registered, member.registered.idle)
 
 
 def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
     stop_earlier(member, head)
     if head.excluded_agent == member.agent.agent:
         # This agent was away when it was excluded.
-        _leave_excluded(member, head)
+        _excluded(member, head)
     if member.age.seen != head.round:
         member.age.seen = head.round
         member.arm("round_age", member.settings.short_round)
