@@ -236,7 +236,7 @@ class TestNodeCheck:
         options = (*self.OPTIONS, "true", "--node-check", "gpud:http://127.0.0.1:1")
         launched = launch(*options, worker_script("pass")).exits(0)
         assert "gpud: http://127.0.0.1:1 does not answer" in launched.stderr
-        assert "this node counts as fit" in launched.stderr
+        assert "counts as passed" in launched.stderr
         launched = launch(*options, "--node-check", "false", worker_script("pass")).exits(193)
         assert "the node check exited with code 1" in launched.stderr
 

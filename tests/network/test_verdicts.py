@@ -77,6 +77,20 @@ def test_a_failure_that_repeats_ends_the_job_on_all_nodes(hosts, multinode, work
     job.assert_empty()
 
 
+def test_a_signal_during_a_restart_delay_does_not_hide_the_charge(hosts, multinode, worker_script):
+    machines = hosts(2)
+    options = ("--restart-delay", "1h", "--drain", "job")
+    job = multinode(machines[0], "2", *options, script=worker_script(SAME_AGAIN))
+    agents = job.start(*machines)
+    for agent in agents:
+        job.line(agent, r"\(restart delay\)")
+    agents[1].signal(signal.SIGTERM)
+    assert job.ended() == [1, 1], job.story("other exit codes")
+    for agent in agents:
+        assert "1 of 3 restarts charged" in agent.launched.stderr, job.story("another number")
+    job.assert_empty()
+
+
 def test_an_unfit_node_leaves_and_the_others_continue(hosts, multinode, worker_script):
     machines = hosts(2)
     script = """

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import elasticrs
 from elasticrs.host import health_program, nvhcd_check
-from elasticrs.host.health_program import NO_ANSWER, NoAnswerError
+from elasticrs.host.health_program import NO_ANSWER, UNFIT, NoAnswerError
 from elasticrs.host.node_check import NodeCheck
 from elasticrs.job.policy_options import HealthSource, similar_source
 
@@ -278,8 +278,22 @@ class TestProgram:
             (tmp_path / "a_health_source.py").write_text(main)
             monkeypatch.setitem(health_program.MODULES, "nvml", "a_health_source")
             monkeypatch.syspath_prepend(tmp_path)
+            monkeypatch.delitem(sys.modules, "a_health_source", raising=False)
 
         return make
+
+    @pytest.mark.parametrize(("result", "code"), [(0, 0), (1, UNFIT)])
+    def test_the_result_becomes_the_exit_code(self, source, result, code):
+        source(f"def main(): return {result}")
+        assert health_program.main("nvml") == code
+
+    def test_a_program_that_cannot_be_imported_is_no_answer(self, monkeypatch, tmp_path):
+        (tmp_path / "elasticrs").mkdir()
+        (tmp_path / "elasticrs" / "__init__.py").touch()
+        monkeypatch.setattr(elasticrs, "__path__", [str(tmp_path / "elasticrs")])
+        result = ask("gpud")
+        assert result.unfit is None
+        assert "ModuleNotFoundError" in result.problem
 
     def test_an_exception_is_no_answer(self, source, capfdbinary):
         source("def main(): raise KeyError('x')")

@@ -358,7 +358,8 @@ class JobResult(Record):
 
     def restarts_left(self, policy: RestartSettings) -> int:
         """Return the number of restarts that the budget still allows."""
-        if policy.window is None:
+        history = self.read_history()
+        if policy.window is None or not history.charged:
+            # With a polled rendezvous handler, there is no history, and no window either.
             return policy.max_restarts - self.restarts
-        now = time.monotonic_ns() / 1e9
-        return max(0, policy.max_restarts - len(recent(policy, self.read_history(), now)))
+        return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

@@ -190,7 +190,7 @@ class Agent:
             sources = [HealthSource.parse(text) for text in self._job.node_check]
             return NodeCheck(sources, self._job.node_check_timeout)
         except (OSError, RuntimeError) as error:
-            self._console.say(f"the node check could not be started: {error}; this node counts as fit")
+            self._console.say(f"the node check could not be started: {error}; this check counts as passed")
             return None
 
     def _reported(self, results: Sequence[NodeCheckResult]) -> str | None:
@@ -202,7 +202,7 @@ class Agent:
                 for line in result.lines:
                     self._console.say(f"{result.title}: {line}")
             if result.problem is not None and self._decisions.signum is None:
-                self._console.say(f"{result.problem}; this node counts as fit")
+                self._console.say(f"{result.problem}; this check counts as passed")
         return "; ".join(result.unfit for result in results if result.unfit is not None) or None
 
     def _is_held_for_check(self, event: machine.Event) -> bool:

@@ -1,8 +1,8 @@
 """Program that asks one of the health sources of elasticrs, in a child process of the agent.
 
 Each source is a module with a function ``main``, which returns 0 if the node is fit and 1 if it is unfit. The
-last line of the output is the reason. Every exception means that there is no answer, with the exit code
-:data:`NO_ANSWER`, because a check that fails says nothing about the node.
+last line of the output is the reason. Every exception means that there is no answer, because a check that
+fails says nothing about the node. The exit code of this program is 0, :data:`UNFIT` or :data:`NO_ANSWER`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+UNFIT = 10
+"""Exit code of a check that has found the node unfit. It is not 1, because Python exits with 1 if this
+program cannot be imported.
+"""
 NO_ANSWER = 75
 """Exit code of a check that gave no answer (``EX_TEMPFAIL`` of sysexits.h)."""
 
@@ -58,7 +62,7 @@ def main(name: str, *arguments: str) -> int:
 
     try:
         ask: Callable[..., int] = import_module(MODULES[name]).main
-        return ask(*arguments)
+        return UNFIT if ask(*arguments) else 0
     except NoAnswerError as error:
         say(str(error))
     except Exception as error:

@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 from elasticrs.host.background_call import Asked
+from elasticrs.host.health_program import UNFIT
 from elasticrs.job.value import Value
 from elasticrs.report.phrases import how_it_ended, printable
 
@@ -26,12 +27,12 @@ MAX_LINES = 20
 """Maximum number of lines of the output that are shown to the user."""
 MAX_LINE = 300
 """Maximum number of characters of a line that is shown to the user."""
-UNFIT = 1
-"""Exit code of a program of elasticrs that has found the node unfit. Other codes than 0 give no answer."""
 
 _BUILT_IN = """\
 import sys
-sys.path.append(sys.argv.pop(1))
+sys.path.insert(0, sys.argv.pop(1))
+import elasticrs
+sys.path.append(sys.path.pop(0))
 from elasticrs.host.health_program import main
 sys.exit(main(*sys.argv[1:]))
 """
@@ -143,7 +144,8 @@ def _command(source: HealthSource) -> list[str]:
     import elasticrs
 
     # Isolate the program from the working directory and from variables such as `PYTHONPATH`, which could
-    # replace modules of the standard library.
+    # replace modules of the standard library. Only this package comes from its own folder first, because
+    # another release of it may be installed.
     root = os.path.dirname(elasticrs.__path__[0])
     return [sys.executable, "-I", "-c", _BUILT_IN, root, source.built_in, *source.words]
 
