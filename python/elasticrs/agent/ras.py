@@ -15,7 +15,6 @@ import _socket
 import os
 import time
 
-from elasticrs.agent.workers import NVIDIA_DRIVER
 from elasticrs.host.background_call import Asked
 from elasticrs.report.phrases import printable
 
@@ -23,7 +22,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from elasticrs.workers.logs import LogPaths
+
 VARIABLE = "NCCL_RAS_ADDR"
+NVIDIA_DRIVER = "/dev/nvidiactl"
+"""Device of NVIDIA's driver. Without it, no process uses NCCL."""
 
 TIME_LIMIT = 1.5
 """Seconds from the start of a query to its end, whatever the service does. Afterwards, the workers are
@@ -71,6 +74,20 @@ class RasAddress:
             return
         self.address = self._socket.getsockname()
         self.variables = {VARIABLE: "%s:%d" % self.address}  # noqa: UP031 -- a tuple of two
+
+    def query(self, paths: LogPaths | None) -> RasQuery | None:
+        """Start a query, because a worker has hung. Its answer goes to a file in the folder of the attempt.
+
+        Return ``None`` if there is no address or no folder, or if no thread can be started.
+        """
+        files = [] if paths is None else [path for path in paths.error_files.values() if path]
+        if self.address is None or not files:
+            return None
+        folder = os.path.dirname(os.path.dirname(files[0]))
+        try:
+            return RasQuery(self.address, os.path.join(folder, "nccl_ras.txt"))
+        except (OSError, RuntimeError):
+            return None  # Only lines of the report are missing.
 
     def close(self) -> None:
         """Release the port. Idempotent."""

@@ -28,6 +28,17 @@ def request_records(attempt: Attempt) -> list[str]:
     return [flight_record_file(path) for path in paths if path and _is_requested(path)]
 
 
+def request_after_lost_peer(attempt: Attempt, text: str) -> None:
+    """Request the flight records of all workers if a worker's exception only reports a lost or silent peer.
+    Do so only once for each attempt.
+    """
+    from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
+
+    if not attempt.has_requested_records and reports_lost_peer(text):
+        attempt.has_requested_records = True
+        request_records(attempt)
+
+
 def _is_requested(error_file: str) -> bool:
     record, requests = flight_record_file(error_file), flight_requests_file(error_file)
     try:

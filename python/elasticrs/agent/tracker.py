@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from elasticrs.agent.ras import RasAddress
     from elasticrs.agent.warming import Warming
     from elasticrs.agent.workers import Leftovers, Workers
-    from elasticrs.diagnosis.values import Diagnosis
     from elasticrs.job.config import JobConfig
     from elasticrs.report.console import Console
     from elasticrs.workers.plan import Plan
@@ -419,25 +418,11 @@ class AttemptTracker:
             from elasticrs.agent.hang_diagnosis import examine
 
             attempt.diagnosis, uses_nccl = examine(attempt)
-            if uses_nccl and attempt.ras is None:
-                self._query_ras(attempt)
+            if uses_nccl and attempt.ras is None and self._ras is not None:
+                attempt.ras = self._ras.query(attempt.paths)
         if self._job.is_multi_node and not self._replaces:
             self.events.append(machine.HangSeen(event.local_rank))
         self.observers.hung(event)
-
-    def _query_ras(self, attempt: Attempt) -> None:
-        """Start to query NCCL's RAS service. The workers that provide it are killed soon."""
-        error_files = [] if attempt.paths is None else list(attempt.paths.error_files.values())
-        address = None if self._ras is None else self._ras.address
-        if address is None or not any(error_files):
-            return
-        from elasticrs.agent.ras import RasQuery
-
-        folder = os.path.dirname(os.path.dirname(next(filter(None, error_files))))
-        try:
-            attempt.ras = RasQuery(address, os.path.join(folder, "nccl_ras.txt"))
-        except (OSError, RuntimeError):
-            return  # Only lines of the report are missing.
 
     def _is_overdue(self, local_rank: int, why: Overdue) -> None:
         self.result.attempts[-1].expired.setdefault(local_rank, why)
@@ -445,13 +430,10 @@ class AttemptTracker:
     def _on_raised(self, event: _core.WorkerRaised) -> None:
         attempt = self.result.attempts[-1]
         attempt.raised[event.local_rank] = event
-        if self._job.hang_timeout is not None and not attempt.has_requested_records:
-            from elasticrs.agent.record_requests import request_records
-            from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
+        if self._job.hang_timeout is not None:
+            from elasticrs.agent.record_requests import request_after_lost_peer
 
-            if reports_lost_peer(event.text):
-                attempt.has_requested_records = True
-                request_records(attempt)
+            request_after_lost_peer(attempt, event.text)
         if event.exit != "begun":
             self._is_overdue(event.local_rank, Overdue(event.seen_ns, raised=event))
 
@@ -542,7 +524,12 @@ class AttemptTracker:
                 outcome = "failed"
         conflict = outcome == "failed" and is_port_conflict(attempt)
         if outcome == "failed" and attempt.diagnosis is None:
-            attempt.diagnosis = _diagnosis_of_failure(attempt)
+            from elasticrs.agent.record_requests import has_records, is_collective_failure
+
+            if has_records(attempt) and is_collective_failure(attempt):
+                from elasticrs.agent.hang_diagnosis import diagnosis_of_failure
+
+                attempt.diagnosis = diagnosis_of_failure(attempt)
         stuck = tuple(event.stuck_ranks)
         if outcome == "lost" and not stuck and "started" not in attempt.stamps:
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
@@ -596,19 +583,6 @@ class AttemptTracker:
 
     def _who(self, local_rank: int, pid: int | None = None) -> str:
         return self.result.attempts[-1].who(local_rank, pid)
-
-
-def _diagnosis_of_failure(attempt: Attempt) -> Diagnosis | None:
-    """Return which ranks made a collective fail; ``None`` if the first failure is another one, or if nothing
-    is known about it.
-    """
-    from elasticrs.agent.record_requests import has_records, is_collective_failure
-
-    if not has_records(attempt) or not is_collective_failure(attempt):
-        return None
-    from elasticrs.agent.hang_diagnosis import diagnosis_of_failure
-
-    return diagnosis_of_failure(attempt)
 
 
 def _log_expired(run_id: str, event: _core.TimerExpired) -> None:

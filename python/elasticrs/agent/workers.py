@@ -44,9 +44,6 @@ NCCL's RAS service is queried.
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Variables with the path of torch's dumped flight records, of which the first that is set counts."""
 
-NVIDIA_DRIVER = "/dev/nvidiactl"
-"""Device of NVIDIA's driver. Without it, no process uses NCCL."""
-
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
@@ -226,6 +223,8 @@ def _is_observed_elsewhere(job: JobConfig, environ: Mapping[str, str]) -> bool:
     """Return true if evidence about a hang is gathered outside of this node's core: on other nodes, or by a
     query to NCCL, which its processes answer.
     """
+    from elasticrs.agent.ras import NVIDIA_DRIVER
+
     may_use_nccl = os.path.exists(NVIDIA_DRIVER) and environ.get("NCCL_RAS_ENABLE") != "0"
     return not job.replaces_workers and (job.is_multi_node or may_use_nccl)
 
