@@ -2,7 +2,8 @@
 
 Each host is a network namespace, so nodes have names and addresses of their own. The programs are those on
 PATH, or those that ``make setup`` has put into the environment. There is no authentication, no accounting and
-no control group, so nothing of the machine is touched.
+no control group, so nothing of the machine is touched. As with control groups, Slurm signals only the tasks
+themselves, because each worker has a process group of its own.
 """
 
 import os
@@ -31,7 +32,7 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
-ProctrackType=proctrack/linuxproc
+ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres

@@ -139,22 +139,41 @@ def test_a_batch_script_without_srun_uses_one_node(cluster, tmp_path):
     assert "Slurm job 1 has 2 nodes, but only this one is used: start elasticrun with srun" in text
 
 
-def test_a_signal_before_the_time_limit_reaches_all_workers(submit, worker_script):
+def test_a_signal_before_the_time_limit_reaches_all_workers_once_they_handle_it(submit, worker_script):
     script = worker_script("""
-        import os, signal
+        import os, signal, sys
 
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        os.write(1, b"WAITING\\n")
-        signal.sigwait({signal.SIGUSR1})
-        os.write(1, f"SAVED {os.environ['RANK']}\\n".encode())
+        print("IMPORTING", flush=True)
+        if os.environ["RANK"] == "3":
+            # This worker is late: the signal would kill it now.
+            open(os.environ["GATE"]).read()
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print("SAVED", os.environ["RANK"], flush=True)))
+        print("READY", flush=True)
+        while True:
+            signal.pause()
     """)
-    slurm, job = submit(2, "srun", "-N2", "elasticrun", "--nproc-per-node=2", script)
-    job.wait_for_lines("^WAITING$", 4, "stdout")
-    # This is how `--signal=USR1@SECONDS` sends the signal, too.
+    gate = script.with_name("gate")
+    os.mkfifo(gate)
+    slurm, job = submit(2, "srun", "-N2", "elasticrun", "--nproc-per-node=2", script, GATE=str(gate))
+    job.wait_for_lines("^IMPORTING$", 4, "stdout")
+    job.wait_for_lines("^READY$", 3, "stdout")
+    # Slurm sends the signal of `--signal=USR1@SECONDS` in the same way.
     slurm.run("scancel", "--signal=USR1", "1")
+    job.wait_for_lines(r"^SAVED (\d)$", 3, "stdout")
+    gate.write_text("")
     saved = job.wait_for_lines(r"^SAVED (\d)$", 4, "stdout")
     assert sorted(line[1] for line in saved) == ["0", "1", "2", "3"]
     job.exits(0)
+
+
+def test_a_cancelled_job_leaves_nothing(submit):
+    slurm, job = submit(2, "srun", "-N2", "elasticrun", "--nproc-per-node=2", RANKS)
+    workers(job, 4)
+    slurm.run("scancel", "1")
+    job.wait()
+    assert ended(slurm, 1) == "CANCELLED"
+    for node in slurm.nodes:
+        node.wait_empty()
 
 
 class TestBatchScripts:
