@@ -192,8 +192,8 @@ wheel: ## sdist, wheel and `pip install .` of a clone, each launched in an empty
 release: ## sdist and wheels for x86-64 and arm64 with glibc 2.17, checked, with their checksums (needs no `make setup`)
 	@$(or $(PYTHON),python3) -m tools.release $(if $(TAG),--tag '$(TAG)')
 
-try-release: ## check the files of a release in dist/, and launch jobs from the wheels for this architecture (needs no Rust)
-	@$(or $(PYTHON),python3) -m tools.release --only check
+try-release: ## check the files of a release in dist/, and launch jobs from the wheels for this architecture; ALL=1: from all
+	@$(or $(PYTHON),python3) -m tools.release --only check $(if $(ALL),--all)
 
 rebuild: ## build the release of this commit again in another folder, and compare the checksums (after `make release`)
 	@$(or $(PYTHON),python3) -m tools.rebuild

@@ -138,12 +138,22 @@ def build(python: Path) -> None:
             places: tuple[str | Path, ...] = ("--sbom-include", bill, "--out", wheel.DIST)
             command = (maturin, "build", *options, *platform_options, *places)
             wheel.run(*command, cwd=sources, variables=variables | flags)
-    sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in wheel.built()]
-    (wheel.DIST / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
+    (wheel.DIST / "SHA256SUMS").write_text(sums(), encoding="utf-8")
 
 
-def check(scratch: Path) -> None:
-    """Check what is in ``dist/``, and launch jobs from the wheels that run on this machine."""
+def sums() -> str:
+    """Return the checksums of the sdist and the wheels in ``dist/``, in the format of ``sha256sum``."""
+    files = wheel.built()
+    return "".join(f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files)
+
+
+def check(scratch: Path, require_all: bool) -> None:
+    """Check what is in ``dist/``, and launch jobs from the wheels that run on this machine.
+
+    With ``require_all``, end this script if there is no Python for one of these wheels.
+    """
+    if (wheel.DIST / "SHA256SUMS").read_text(encoding="utf-8") != sums():
+        sys.exit("release: the files in dist/ do not have the checksums in dist/SHA256SUMS")
     python = install(scratch / "checkers", *CHECKERS)
     wheel.run(python, "-m", "twine", "check", "--strict", *wheel.built())
     for architecture in ARCHITECTURES:
@@ -153,6 +163,8 @@ def check(scratch: Path) -> None:
             versions = {}
             if architecture == platform.machine():
                 versions = wheel.install_everywhere(built, scratch / flavour.tag, flavour.pythons)
+                if require_all and not versions:
+                    sys.exit(f"release: {built.name} was not run: there is no Python {flavour.pythons}")
             launched = f"launches with Python {', '.join(versions)}" if versions else "inspected, but not run"
             print(f"release: {built.name}, {built.stat().st_size / 1e6:.2f} MB, {launched}")
 
@@ -163,6 +175,7 @@ def main() -> None:
     )
     parser.add_argument("--tag", metavar="vVERSION", help="refuse to build another version")
     parser.add_argument("--only", choices=("build", "check"), help="leave out the other step")
+    parser.add_argument("--all", action="store_true", help="require a Python for each wheel of this machine")
     arguments = parser.parse_args()
     if arguments.tag and arguments.tag != f"v{version()}":
         sys.exit(f"release: the tag {arguments.tag} does not match the version {version()} in Cargo.toml")
@@ -177,7 +190,7 @@ def main() -> None:
             except linked.MissingLicenceError as error:
                 sys.exit(f"release: {error}")
         if arguments.only != "build":
-            check(scratch)
+            check(scratch, arguments.all)
 
 
 if __name__ == "__main__":
