@@ -203,6 +203,12 @@ class TestExclusion:
         assert "node1" in decision.note
         assert word in decision.note
 
+    def test_many_unfit_nodes_are_counted(self):
+        names = [f"node{number}" for number in range(1000)]
+        note = decide(LIMITED, FailureHistory(), evidence(*names, nodes=1000, available=1000)).note
+        assert "and 992 more" in note
+        assert len(note) < 300
+
     def test_another_unfit_node_goes_if_the_first_one_cannot(self):
         bound = (("node1", "2 agents have this name"),)
         assert excluded(LIMITED, evidence("node1", "node2", bound=bound)) == ["node2"]

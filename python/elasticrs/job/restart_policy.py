@@ -28,6 +28,8 @@ from elasticrs.job.value import Value
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from elasticrs.job.failure_cause import Cause
 
 STEADY = 60.0
@@ -204,46 +206,58 @@ def exclude(settings: RestartSettings, history: FailureHistory, evidence: Eviden
     Returns:
         A decision without a delay, which does not charge a restart.
     """
-    most, unfit = settings.max_excluded_nodes, dict(sorted(evidence.unfit))
+    unfit = dict(sorted(evidence.unfit))
     reasons = dict(unfit)
     start_error = _start_error_of_one_node(evidence)
     if start_error is not None:
         node, sign = start_error
         reasons.setdefault(node, f"only this node failed to start the program ({sign})")
-    if most is None or not reasons:
+    if settings.max_excluded_nodes is None or not reasons:
         return RestartDecision(history)
     times = dict(history.implicated)
     for node in reasons:
         # Insert the node again, so that it is the last one.
         times[node] = times.pop(node, 0) + 1
     after = history.replaced(implicated=tuple(times.items())[-MAX_SUSPECTS:])
-    certain = [node for node in reasons if node in unfit or times[node] >= IMPLICATED_TWICE]
+    suspects = [node for node in reasons if node in unfit or times[node] >= IMPLICATED_TWICE]
     # A node that was implicated more often goes first; of two equal ones, the one that its check found unfit.
-    certain.sort(key=lambda node: (-times[node], node not in unfit, node))
-    bound = dict(evidence.bound)
-    movable = [node for node in certain if node not in bound]
-    kept = certain or list(reasons)
-    why_kept = None
-    if history.excluded + max(1, len(certain)) > most:
-        why_kept = f"max_excluded_nodes={most}, {history.excluded} excluded so far"
-    elif not certain:
-        why_kept = "it is excluded if this happens again"
-    elif 1 < len(certain) > evidence.nodes / 2:
-        why_kept = f"{len(certain)} of {evidence.nodes} nodes would have to go, so the check may be wrong"
-    elif evidence.available - 1 < evidence.min_nodes:
-        why_kept = f"without it, fewer than {evidence.min_nodes} nodes would be left"
-    elif not movable:
-        why_kept = bound[certain[0]]
+    suspects.sort(key=lambda node: (-times[node], node not in unfit, node))
+    why_kept = _why_kept(settings.max_excluded_nodes, history.excluded, suspects, evidence)
     if why_kept is not None:
-        names = ", ".join(kept[:MAX_SUSPECTS])
-        who = (
-            f"node {names} may be unfit, but is" if len(kept) == 1 else f"nodes {names} may be unfit, but are"
-        )
-        note = f"{who} not excluded ({why_kept}): {reasons[kept[0]]}"
+        kept = suspects or list(reasons)
+        names, are = (f"node {kept[0]}", "is") if len(kept) == 1 else (f"nodes {_named(kept)}", "are")
+        note = f"{names} may be unfit, but {are} not excluded ({why_kept}): {reasons[kept[0]]}"
         return RestartDecision(after, note=note)
-    node = movable[0]
+    bound = dict(evidence.bound)
+    node = next(node for node in suspects if node not in bound)
     after = after.replaced(excluded=history.excluded + 1, same=0)
     return RestartDecision(after, exclude=node, note=f"node {node} is excluded from the job: {reasons[node]}")
+
+
+def _named(nodes: Sequence[str]) -> str:
+    shown = ", ".join(nodes[:MAX_SUSPECTS])
+    return shown if len(nodes) <= MAX_SUSPECTS else f"{shown} and {len(nodes) - MAX_SUSPECTS} more"
+
+
+def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evidence) -> str | None:
+    """Return the reason why no node is excluded; ``None`` if one of the suspects is excluded.
+
+    Args:
+        most: maximum number of excluded nodes.
+        excluded: number of nodes that were excluded before.
+        suspects: nodes that the evidence is sufficient for; empty if it is thin.
+        evidence: evidence about the end of the round.
+    """
+    bound = dict(evidence.bound)
+    if excluded + max(1, len(suspects)) > most:
+        return f"max_excluded_nodes={most}, {excluded} excluded so far"
+    if not suspects:
+        return "it is excluded if this happens again"
+    if 1 < len(suspects) > evidence.nodes / 2:
+        return f"{len(suspects)} of {evidence.nodes} nodes would have to go, so the check may be wrong"
+    if evidence.available - 1 < evidence.min_nodes:
+        return f"without it, fewer than {evidence.min_nodes} nodes would be left"
+    return bound[suspects[0]] if bound.keys() >= set(suspects) else None
 
 
 def recent(settings: RestartSettings, history: FailureHistory, now: float) -> tuple[float, ...]:
