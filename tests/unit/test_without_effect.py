@@ -45,6 +45,13 @@ def notices(*argv, **environ):
         (POLLED, (), {}, []),
         (("--on-failure=replace", "--restart-delay=1s"), (), {}, ["--restart-delay"]),
         ((*SEVERAL, "--on-failure=replace", "--restart-delay=1s"), (), {}, []),
+        ((*SEVERAL, "--on-failure=replace", "--max-excluded-nodes=9"), (), {}, ["--max-excluded-nodes"]),
+        (
+            (*POLLED, "--node-check=true", "--max-excluded-nodes=9"),
+            (),
+            {},
+            ["--node-check", "--max-excluded-nodes"],
+        ),
     ],
 )
 def test_a_setting_without_effect_is_reported(script, before, after, environ, named):

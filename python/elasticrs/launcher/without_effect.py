@@ -53,6 +53,11 @@ def settings_without_effect(
             "--restart-delay has no effect with --on-failure replace on one node: a failed worker "
             "is replaced at once"
         )
+    if args.on_failure == "replace" and args.max_excluded_nodes != JobConfig.defaults()["max_excluded_nodes"]:
+        yield (
+            "--max-excluded-nodes has no effect with --on-failure replace: an unfit node leaves when its "
+            "workers have ended"
+        )
     yield from _filters(args)
     yield from _local_ranks(args.local_ranks_filter, nproc)
     template = args.log_line_prefix_template or environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE") or ""
