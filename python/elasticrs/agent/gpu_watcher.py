@@ -140,10 +140,14 @@ class GpuWatcher(Observer):
             self._say(problem)
         self._problems.clear()
         if self._child is not None and not self._is_blind:
-            limit = MEMORY_LIMIT if self._may_restart(attempt) else ANSWER_LIMIT
             self._held_since = time.monotonic()
-            self._until = self._held_since + (limit if self._has_begun else START_LIMIT)
+            self._until = self._held_since + self._limit(attempt)
             self._was_in_use = bool(self._held)
+
+    def _limit(self, attempt: Attempt) -> float:
+        if not self._has_begun:
+            return START_LIMIT
+        return MEMORY_LIMIT if self._may_restart(attempt) else ANSWER_LIMIT
 
     def seconds_left(self) -> float | None:
         """Return the maximum number of seconds of the delay; ``None`` if there is no delay."""
@@ -232,6 +236,7 @@ class GpuWatcher(Observer):
             self._has_begun = True
             if self._until is not None:
                 self._settle()
+                self._until = time.monotonic() + self._limit(self._result.attempts[-1])
         elif message.get("settled") == self._attempt:
             self._is_settled, self._held = True, message["held"]
             self._was_in_use = self._was_in_use or (bool(self._held) and self._until is not None)
