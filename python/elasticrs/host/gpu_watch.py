@@ -45,7 +45,7 @@ TOLERANCE = 64 << 20
 CALL_LIMIT = 5.0
 """Seconds after which a call of NVML counts as hanging."""
 INIT_LIMIT = 60.0
-"""The same for the initialization, which takes long if no other program uses the driver."""
+"""Seconds after which the initialization counts as hanging. It is slow if nothing else uses the driver."""
 MAX_XIDS = 64
 """Maximum number of different Xids of an attempt."""
 MAX_PIDS = 8
