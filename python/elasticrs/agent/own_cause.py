@@ -254,7 +254,10 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     """Return the text of a failure, with the most informative line last."""
     text = traceback_text(first)
     why = attempt.why_expired(first.local_rank)
-    return text if why is None else f"{text.removeprefix(why).strip()}\n{why}".strip()
+    if why is None:
+        # The note is the evidence about the OOM killer.
+        return f"{text}\n{first.note}" if first.note else text
+    return f"{text.removeprefix(why).strip()}\n{why}".strip()
 
 
 def not_started(message: str, place: Place, clock: Clock) -> Cause:

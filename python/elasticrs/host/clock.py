@@ -22,10 +22,21 @@ class Clock(Value):
         """Convert a time of this node's monotonic clock to the store's wall clock. Both are in
         nanoseconds.
         """
-        return time.time_ns() - time.monotonic_ns() + ns + self.offset_ns
+        return ns + _wall_minus_monotonic() + self.offset_ns
 
     def to_monotonic(self, ns: int) -> int:
         """Convert a time of the store's wall clock to this node's monotonic clock. Both are in
         nanoseconds.
         """
-        return ns - self.offset_ns - time.time_ns() + time.monotonic_ns()
+        return ns - self.offset_ns - _wall_minus_monotonic()
+
+
+def _wall_minus_monotonic() -> int:
+    """Return the difference between the clocks of this node, in nanoseconds. On a busy machine, this thread
+    may be interrupted between two readings, so use the closest of three pairs.
+    """
+    found = []
+    for _ in range(3):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        found.append((after - before, wall - (before + after) // 2))
+    return min(found)[1]
