@@ -56,6 +56,15 @@ def test_a_step_of_slurm_and_no_option():
     assert args.nproc_per_node == 1
 
 
+def test_the_line_says_only_what_was_found():
+    assert scheduled("--master-port=29501", **STEP)[1] == [
+        "Slurm job 4711: 4 nodes, this is number 2, meeting at node1:29501"
+    ]
+    assert scheduled("--nnodes=4", "--rdzv-endpoint=store", **STEP)[1] == ["Slurm job 4711: this is number 2"]
+    explicit = ("--nnodes=4", "--node-rank=1", "--master-addr=node1", "--master-port=1", "--nproc-per-node=2")
+    assert scheduled(*explicit, **STEP)[1] == []
+
+
 def test_the_first_node_hosts_the_store():
     assert scheduled(**{**STEP, "SLURM_NODEID": "0"})[0].rdzv_conf == {"is_host": "1"}
 
@@ -75,13 +84,20 @@ def test_the_first_node_hosts_the_store():
         (["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"],
          {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"}, {}),
         # torchrun's static rendezvous, with or without its own options.
-        (["--rdzv-backend=static"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"},
+        (["--rdzv-backend=static"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"},
          {"master_addr": "node1", "master_port": PORT}),
-        (["--master-port=29501"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"}, {"master_addr": "node1"}),
-        (["--master-addr=head"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"}, {"master_port": PORT}),
+        (["--master-port=29501"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"},
+         {"master_addr": "node1"}),
+        (["--master-addr=head"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"},
+         {"master_port": PORT}),
         (["--node-rank=1", "--rdzv-backend=c10d"], {"rdzv_backend", "node_rank"}, {}),
         # A back end of another package gets the nodes and the id.
         (["--rdzv-backend=zeus"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank"}, {}),
+        # Nodes in other steps have no id of this step.
+        (["--nnodes=5", "--rdzv-backend=c10d", "--rdzv-endpoint=node0"], set(MEETING), {}),
+        (["--nnodes=5", "--rdzv-endpoint=node0"], set(MEETING), {}),
+        (["--nnodes=3:4", "--rdzv-endpoint=store"], {"nnodes", "rdzv_endpoint", "rdzv_conf"}, {}),
+        (["--nnodes=4:5"], {"nnodes"}, {}),
         # A job of one node.
         (["--standalone"], set(MEETING), {}),
         (["--nnodes=1"], set(MEETING), {}),

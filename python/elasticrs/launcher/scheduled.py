@@ -48,7 +48,7 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
         return args
     given = _given(args, environ, place)
     found = found_options(args, place, given)
-    if line := _line(place, found):
+    if line := _line(args, place, found):
         notices.append(line)
     if not _says_how_to_meet(args, given):
         notices += place.notices
@@ -103,13 +103,18 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
 def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str, Any]:
     from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
 
+    if _says_how_to_meet(args, given) and args.nnodes[1] > (place.nodes or args.nnodes[1]):
+        # The scheduler does not know the other nodes, for example because each node has a step of its own. An
+        # id of this step would be different from theirs.
+        return {}
     chosen = STATIC if _OF_STATIC.intersection(given) else C10D
     backend = args.rdzv_backend if "rdzv_backend" in given else chosen
-    found: dict[str, Any] = {"rdzv_backend": backend, "rdzv_id": place.run_id}
+    found: dict[str, Any] = {"rdzv_backend": backend}
     kind = BACKENDS.get(backend)
     if kind in (C10D, ETCD, STATIC):
         found["node_rank"] = place.node_rank
     if kind != STATIC:
+        found["rdzv_id"] = place.run_id
         # The variables of the static rendezvous would have no effect.
         found |= {name: _DEFAULTS[name] for name in ("master_addr", "master_port") if name in place.owned}
     if "rdzv_endpoint" in given:
@@ -124,14 +129,17 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
     return found
 
 
-def _line(place: Place, found: Mapping[str, object]) -> str:
+def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
+    """Return the line that says what was found; empty if nothing was."""
     parts = []
     if "nnodes" in found and place.nodes is not None:
         parts.append("1 node" if place.nodes == 1 else f"{place.nodes} nodes")
     if "node_rank" in found:
         parts.append(f"this is number {place.node_rank}")
-    if "rdzv_endpoint" in found or found.get("master_addr") == place.host:
-        parts.append(f"meeting at {place.host}:{place.port}")
+    if "rdzv_endpoint" in found:
+        parts.append(f"meeting at {found['rdzv_endpoint']}")
+    elif found.get("master_addr") == place.host:
+        parts.append(f"meeting at {place.host}:{found.get('master_port', args.master_port)}")
     # Another line gives the number if it is a word such as `gpu`.
     if isinstance(workers := found.get("nproc_per_node"), int):
         parts.append("1 worker on this node" if workers == 1 else f"{workers} workers on this node")
