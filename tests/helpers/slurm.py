@@ -40,7 +40,7 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmdTimeout=4
+SlurmdTimeout=10
 KillWait=5
 PropagateResourceLimits=NONE
 {plugins}

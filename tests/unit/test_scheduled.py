@@ -3,6 +3,8 @@
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from elasticrs.job.config import UsageError
 from elasticrs.launcher.arguments import parse
@@ -206,6 +208,21 @@ class TestNodesThatCannotMeet:
     )  # fmt: skip
     def test_the_users_own_meeting_is_not_refused(self, variables, said, argv):  # noqa: ARG002
         assert changed(*argv, **{**STEP, **variables}) == {}
+
+
+values = st.sampled_from(
+    ["", "0", "1", "2", "node[1-2]", "1(x2)", "x", "4294967290", "-1", "\u0663", "node1:2"]
+)
+
+
+@given(st.dictionaries(st.sampled_from([*STEP, *BATCH, "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"]), values))
+def test_damaged_variables_are_refused_or_ignored(variables):
+    for environ in (variables, {**STEP, **variables}):
+        try:
+            args, _ = scheduled(**environ)
+        except UsageError:
+            continue
+        assert args.nnodes[0] >= 1
 
 
 class TestLostNodes:

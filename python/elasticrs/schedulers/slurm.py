@@ -23,6 +23,7 @@ STEP_STRIDE = 97
 LARGEST_STEP = 0xFFFFFFF0
 """Largest id of a step that ``srun`` started. Batch scripts and interactive shells have larger ids."""
 
+_STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -54,12 +55,13 @@ def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Place:
     restarts = _number(environ, "SLURM_RESTART_COUNT")
     nodes = _number(environ, "SLURM_STEP_NUM_NODES")
     rank = _number(environ, "SLURM_NODEID")
+    listed = environ.get("SLURM_STEP_NODELIST", "")
     host, problem = "", _problem_of_tasks(environ)
     try:
-        hosts = expand(environ.get("SLURM_STEP_NODELIST", ""))
+        hosts = expand(listed)
     except ValueError as error:
         hosts = []
-        problem = problem or f"SLURM_STEP_NODELIST: got {environ['SLURM_STEP_NODELIST']!r}, expected {error}"
+        problem = problem or f"SLURM_STEP_NODELIST: got {listed!r}, expected {error}"
     if not problem and (nodes is None or rank is None or len(hosts) != nodes or rank >= nodes):
         got = ", ".join(f"{name}={environ.get(name)}" for name in _STEP)
         problem = f"its variables contradict each other ({got})"
@@ -77,9 +79,6 @@ def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Place:
         # One node says it for all.
         elastic_notices=_losses(environ) if rank == 0 else (),
     )
-
-
-_STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
 
 
 def _problem_of_tasks(environ: Mapping[str, str]) -> str:
