@@ -15,7 +15,7 @@ from elasticrs.workers.logs import error_file_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.agent.ras import RasQuery
@@ -278,6 +278,17 @@ class Attempt(Record):
             if worker.exitcode != 0 or worker.local_rank in self.expired or worker.local_rank in self.silent
         ]
         return sorted(failed, key=lambda worker: (worker.local_rank != self.first_failure, worker.seen_ns))
+
+    def fail_silently(self, local_ranks: Collection[int], ended_ns: int) -> None:
+        """Mark workers as failed that exited with 0 before their work was done.
+
+        Args:
+            local_ranks: local ranks of these workers; at least one.
+            ended_ns: monotonic nanoseconds of the end of the attempt.
+        """
+        self.silent = frozenset(local_ranks)
+        self.first_failure = min(self.silent, key=lambda rank: self.exits[rank].seen_ns)
+        self.stamps["failure_seen"] = ended_ns
 
 
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:

@@ -15,6 +15,7 @@ from elasticrs import _core
 from elasticrs.agent import state_machine as machine
 from elasticrs.agent.attempt import Attempt, JobResult, Overdue, phases
 from elasticrs.agent.evidence import oom_kills, read_counters
+from elasticrs.agent.expired_timers import log_expired
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.passed_signals import PassedSignals
 from elasticrs.agent.port_conflict import is_port_conflict
@@ -404,7 +405,7 @@ class AttemptTracker:
         self.observers.failed(attempt)
 
     def _on_timer(self, event: _core.TimerExpired) -> None:
-        _log_expired(self._job.run_id, event)
+        log_expired(self._job.run_id, event)
         if event.signal is not None:
             self._is_overdue(event.local_rank, Overdue(event.seen_ns, timer=event))
         else:
@@ -511,16 +512,16 @@ class AttemptTracker:
     def _tell_end(self, event: _core.GroupEnded, leftovers: Leftovers) -> None:
         attempt = self.result.attempts[-1]
         for rank, channel in zip(event.stuck_ranks, event.wait_channels, strict=False):
-            self._console.say(
-                f"{self._who(rank)} did not exit after SIGKILL (waits in {channel or 'the kernel'})"
-            )
+            place = channel or "the kernel"
+            self._console.say(f"{self._who(rank)} did not exit after SIGKILL (waits in {place})")
         self._name_descendants("could not kill", _named(event.stuck))
         self._name_descendants("kept", _named(event.spared))
         outcome = "stopped" if leftovers.was_stopped else event.outcome
         if outcome == "succeeded":
             ended = [*_named(event.ended), *leftovers.ended]
             self._name_descendants("killed", ended, event.more_ended + leftovers.more_ended)
-            if self._has_silent(attempt, event, leftovers):
+            if leftovers.silent:
+                attempt.fail_silently(leftovers.silent, event.ended_ns)
                 outcome = "failed"
         conflict = outcome == "failed" and is_port_conflict(attempt)
         if outcome == "failed" and attempt.diagnosis is None:
@@ -536,17 +537,6 @@ class AttemptTracker:
             self.not_started(f"the nursery {how}", is_transient=True)
         else:
             self.events.append(machine.GroupEnded(outcome, stuck, conflict, self.why_unfit))
-
-    def _has_silent(self, attempt: Attempt, event: _core.GroupEnded, leftovers: Leftovers) -> bool:
-        """Mark workers as failed if they exited with 0 before their work was done. Return true if there are
-        any.
-        """
-        attempt.silent = frozenset(leftovers.silent)
-        if not attempt.silent:
-            return False
-        attempt.first_failure = min(attempt.silent, key=lambda rank: attempt.exits[rank].seen_ns)
-        attempt.stamps["failure_seen"] = event.ended_ns
-        return True
 
     def _on_paused(self, event: _core.WorkerPaused) -> None:
         name = phrases.signal_name(event.signal)
@@ -583,21 +573,6 @@ class AttemptTracker:
 
     def _who(self, local_rank: int, pid: int | None = None) -> str:
         return self.result.attempts[-1].who(local_rank, pid)
-
-
-def _log_expired(run_id: str, event: _core.TimerExpired) -> None:
-    """Call torch's hook ``log_debug_info_for_expired_timers``, as torch's timer server does. Programs may
-    have replaced the hook with their own function.
-    """
-    from elasticrs.timer import file_based_local_timer as timers
-
-    request = timers.FileTimerRequest(event.pid, event.scope, event.deadline, event.signal or 0)
-    try:
-        timers.log_debug_info_for_expired_timers(run_id, {event.pid: [request.to_json()]})
-    except Exception:
-        import logging
-
-        logging.getLogger("elasticrs.agent").exception("log_debug_info_for_expired_timers failed")
 
 
 def _named(processes: Sequence[_core.Descendant]) -> list[tuple[int, str]]:
