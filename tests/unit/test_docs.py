@@ -67,11 +67,10 @@ TAILS = {
 """Every file and folder of the project, and every end of its path that starts with a whole name."""
 
 FOREIGN = {
-    "evidence",  # a key of the rendezvous
     # Files of the user, of torch and of Python.
     *("hello.py", "script.py", "torch/_ops.py", "dataloader.py", "profile.py", "random.py"),
     # Folders that are created, and keys of the rendezvous.
-    *("dist", "site", "benchmarks/results", "fuzz/artifacts", "done", "nodes"),
+    *("dist", "site", "benchmarks/results", "fuzz/artifacts", "done", "evidence", "nodes"),
 }
 """Names in the pages that look like paths of the project."""
 
