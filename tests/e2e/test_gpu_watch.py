@@ -196,7 +196,7 @@ def test_a_job_without_visible_gpus_has_no_watcher(run, gpus, visible):
 
 def test_a_job_without_nvidias_driver_has_no_watcher(launch, worker_script, gpus):
     argv = gpus.launcher()
-    without = argv[2].replace("tracker.NVIDIA_DEVICE = ", "tracker.NVIDIA_DEVICE = 'no' + ")
+    without = argv[2].replace("nvidia.DEVICE = ", "nvidia.DEVICE = 'no' + ")
     launch("--max-restarts=1", worker_script(FAILS), argv=(*argv[:2], without), env=gpus.environment).exits(1)
     assert not gpus.was_used
 

@@ -53,8 +53,9 @@ def driver(context: Context) -> Iterator[Driver]:
     # Keep the FIFOs open, because a reader would otherwise see the end of the file without a writer.
     kept = [os.open(folder / name, os.O_RDWR | os.O_CLOEXEC) for name in FIFOS]
     program = (
-        "import sys; from elasticrs.launch import main; from elasticrs.agent import gpu_watcher, tracker;"
-        f"tracker.NVIDIA_DEVICE = {str(folder)!r}; gpu_watcher.KERNEL_LOG = {str(folder / 'kmsg')!r};"
+        "import sys; from elasticrs.launch import main;"
+        "from elasticrs.agent import gpu_watcher; from elasticrs.host import nvidia;"
+        f"nvidia.DEVICE = {str(folder)!r}; gpu_watcher.KERNEL_LOG = {str(folder / 'kmsg')!r};"
         "sys.exit(main())"
     )
     variables = {"FAKE_NVML": str(folder), "LD_LIBRARY_PATH": str(folder / "lib")}
@@ -76,7 +77,11 @@ def check_nvml(context: Context) -> Figures:
     with driver(context) as found:
         started = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "elasticrs.host.nvml_check"],
+            [
+                sys.executable,
+                "-c",
+                "import sys; from elasticrs.host.health_program import main; sys.exit(main('nvml'))",
+            ],
             env={**context.environment, **found.variables},
             capture_output=True,
             text=True,

@@ -86,8 +86,9 @@ class FakeGpus:
             **values,
         }
         program = (
-            "import sys; from elasticrs.launch import main; from elasticrs.agent import gpu_watcher, tracker;"
-            f"tracker.NVIDIA_DEVICE = {str(self._folder)!r}; vars(gpu_watcher).update({constants!r});"
+            "import sys; from elasticrs.launch import main;"
+            "from elasticrs.agent import gpu_watcher; from elasticrs.host import nvidia;"
+            f"nvidia.DEVICE = {str(self._folder)!r}; vars(gpu_watcher).update({constants!r});"
             "sys.exit(main())"
         )
         return (sys.executable, "-c", program)

@@ -15,6 +15,7 @@ import time
 from elasticrs.agent.observer import Observer
 from elasticrs.agent.state_machine import Stop
 from elasticrs.host.child_program import command
+from elasticrs.host.nvidia import MEMORY_LIMIT
 from elasticrs.host.xids import Xid
 
 TYPE_CHECKING = False
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 KERNEL_LOG = "/dev/kmsg"
 KERNEL_PID_NAMESPACE = "pid:[4026531836]"
 """Name of the initial pid namespace, whose pids the kernel log contains."""
-MEMORY_LIMIT = 50.0
-"""Seconds to wait for the device memory of dead workers, before workers start again."""
 ANSWER_LIMIT = 1.0
 """Seconds to wait for the last Xids of an attempt if no other attempt can follow."""
 START_LIMIT = 0.0

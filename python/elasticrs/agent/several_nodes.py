@@ -14,6 +14,7 @@ from elasticrs.agent import state_machine as machine
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
 from elasticrs.host.background_call import Asked
+from elasticrs.host.nvidia import MEMORY_LIMIT, are_gpus_visible
 from elasticrs.job.config import SAFETY_TICK
 from elasticrs.job.failure_cause import Verdict
 from elasticrs.job.ranks import NodeShare
@@ -118,7 +119,7 @@ class SeveralNodes(Decisions):
             home=self._home,
             found=names.take(),
             keeps_workers=self._keeps_workers,
-            check_timeout=job.node_check_timeout if job.node_check else 0.0,
+            health_timeout=self._health_timeout(),
         )
         return self._translate(self._driver.begin())
 
@@ -291,6 +292,11 @@ class SeveralNodes(Decisions):
             evidence = node_evidence(attempt, is_hang=self._gathers_evidence)
         told = None if cause is None else cause.encoded()
         return self._over(messages.GroupEnded(told, event.why_stuck, evidence, event.found_unfit))
+
+    def _health_timeout(self) -> float:
+        """Return the maximum number of seconds from the end of the workers until this node is ready again."""
+        check = self._job.node_check_timeout if self._job.node_check else 0.0
+        return check + (MEMORY_LIMIT if are_gpus_visible(os.environ) else 0.0)
 
     def _place(self) -> Place:
         from elasticrs.agent.own_cause import Place

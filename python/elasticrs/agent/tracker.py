@@ -21,6 +21,7 @@ from elasticrs.agent.passed_signals import PassedSignals
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
 from elasticrs.agent.workers import prepare_group, prepare_replacement, warm_nursery, watch_timers
+from elasticrs.host.nvidia import are_gpus_visible
 from elasticrs.report import phrases
 from elasticrs.workers.logs import attempt_name, discard_unused_files
 
@@ -57,9 +58,6 @@ _NO_PROGRAM = frozenset((
     *(errno.ESTALE, errno.EIO, errno.ENOTCONN),
 ))  # fmt: skip
 """Errors with which a program cannot be executed on this node, but perhaps on others."""
-
-NVIDIA_DEVICE = "/dev/nvidiactl"
-"""Device that exists if NVIDIA's driver is loaded and this process may use its GPUs."""
 
 DRAIN_TIMEOUT = 10.0
 """Seconds for which the job waits for a slow console at its end. The log files are complete even if the
@@ -108,7 +106,7 @@ class AttemptTracker:
         self.events: deque[machine.Event] = deque()
         story = Story(job, self.result, console.say, owns_process=owns_process)
         self._gpus: GpuWatcher | None = None
-        if os.path.exists(NVIDIA_DEVICE) and os.environ.get("CUDA_VISIBLE_DEVICES") not in {"", "-1"}:
+        if are_gpus_visible(os.environ):
             from elasticrs.agent.gpu_watcher import GpuWatcher
 
             self._gpus = GpuWatcher(job, self.result, console.say)

@@ -1,8 +1,4 @@
-"""Check with NVML whether the GPUs of this node can run workers: ``python -m elasticrs.host.nvml_check``.
-
-Exit code 0 means fit, 1 unfit. The last line of the output is the result. Without clear evidence, for example
-if NVML is missing or hangs, the result is fit, and the line says why nothing is known.
-"""
+"""Ask NVML, the management library of NVIDIA's driver, whether the GPUs of this node can run workers."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import os
 import sys
 
 from elasticrs.host import nvml
+from elasticrs.host.health_program import NO_ANSWER, UNFIT, NoAnswerError, say
 from elasticrs.host.nvml import NvmlError
 
 TYPE_CHECKING = False
@@ -47,7 +44,7 @@ class Verdict:
         if self.unfit:
             return "; ".join(self.unfit)
         if not self.count:
-            return "NVML shows no GPU; this node counts as fit"
+            return "NVML shows no GPU"
         return f"{self.count} GPU{'s are' if self.count > 1 else ' is'} fit"
 
 
@@ -120,7 +117,11 @@ def problem_of(error: NvmlError) -> str:
 
 
 def main() -> int:
-    """Print the result and return the exit code. If the library hangs, the process exits here."""
+    """Print the result. Return 1 if a GPU is unfit, otherwise 0. If the library hangs, exit.
+
+    Raises:
+        NoAnswerError: the library cannot be used, and nothing proves that a GPU is unfit.
+    """
     verdict, over = Verdict(), _thread.allocate_lock()
     problems: list[str] = []
     libraries: list[Nvml] = []
@@ -141,15 +142,15 @@ def main() -> int:
         where = libraries[0].calling if libraries else "nvmlInit_v2"
         problems.append(f"NVML hangs in {where} (for {LIMIT:g} s)")
     for remark in verdict.remarks:
-        print(remark)
-    code = 1 if verdict.unfit else 0
-    fit = "" if verdict.unfit else "; this node counts as fit"
-    print("; ".join([*verdict.unfit, *problems]) + fit if problems else verdict.line(), flush=True)
+        say(remark)
+    if verdict.unfit or not problems:
+        say("; ".join([verdict.line(), *problems]))
     if not has_answered:
+        if not verdict.unfit:
+            say("; ".join(problems))
+        sys.stdout.flush()
         # A thread that hangs in the driver would keep the interpreter from exiting.
-        os._exit(code)
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        os._exit(UNFIT if verdict.unfit else NO_ANSWER)
+    if problems and not verdict.unfit:
+        raise NoAnswerError("; ".join(problems))
+    return 1 if verdict.unfit else 0

@@ -64,7 +64,7 @@ class Driver:
         home: see :class:`~elasticrs.rendezvous.elastic.meeting_point.MeetingPoint`.
         found: see :class:`~elasticrs.rendezvous.elastic.meeting_point.MeetingPoint`.
         keeps_workers: true if the workers of this node keep running when a round ends.
-        check_timeout: see :class:`~elasticrs.rendezvous.elastic.rendezvous.ThisAgent`.
+        health_timeout: see :class:`~elasticrs.rendezvous.elastic.rendezvous.ThisAgent`.
 
     Raises:
         UsageError: the endpoint cannot be used on this machine.
@@ -83,13 +83,13 @@ class Driver:
         home: Home | None = None,
         found: Found | None = None,
         keeps_workers: bool = False,
-        check_timeout: float = 0.0,
+        health_timeout: float = 0.0,
     ) -> None:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._role, self._nproc = role, nproc
         self._policy, self._fatal_exit_codes = policy, fatal_exit_codes
-        self._keeps_workers, self._check_timeout = keeps_workers, check_timeout
+        self._keeps_workers, self._health_timeout = keeps_workers, health_timeout
         self.meeting_point = MeetingPoint(rendezvous, supervisor, home, found)
         self._member: Member | None = None
         self._timers = Timers()
@@ -136,7 +136,7 @@ class Driver:
         agent = agent.replaced(
             keeps_workers=self._keeps_workers,
             fatal_exit_codes=self._fatal_exit_codes,
-            check_timeout=self._check_timeout,
+            health_timeout=self._health_timeout,
         )
         self._member = Member(self._rendezvous, agent)
         doubt = self.meeting_point.doubt

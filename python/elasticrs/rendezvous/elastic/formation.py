@@ -48,7 +48,7 @@ def decide(member: Member, leader: Leader, view: View) -> None:
     settings, head = member.settings, view.head
     alive: list[str] = []
     if head is not None and not head.is_judged:
-        settle = settings.settle + 2 * member.more_lease + member.agent.check_timeout
+        settle = settings.settle + 2 * member.more_lease + member.agent.health_timeout
         if slow_members(view) and not has_passed(member, leader, "settle", settle):
             return
         judged = _judged(member, leader, view, head)

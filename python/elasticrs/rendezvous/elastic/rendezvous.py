@@ -124,8 +124,8 @@ class ThisAgent(Value):
             to the store has a loopback address and the round has several hosts. ``None`` if there is none.
         keeps_workers: true if the workers keep running when a round ends. The caller of the state machine
             then reports rounds to the user.
-        check_timeout: maximum number of seconds that the check of a node takes after its workers have
-            stopped; 0 if nodes are not checked.
+        health_timeout: maximum number of seconds that the check of a node and the wait for free device memory
+            take after its workers have stopped; 0 if there are none.
     """
 
     job: str
@@ -139,4 +139,4 @@ class ThisAgent(Value):
     fallback_addr: str | None
     keeps_workers: bool = False
     fatal_exit_codes: str = ""
-    check_timeout: float = 0.0
+    health_timeout: float = 0.0
