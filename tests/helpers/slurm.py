@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from helpers import procs
+from helpers.control import INSIDE
 from helpers.hosts import Host, Network
 from helpers.launcher import clean_environment
 
@@ -125,12 +126,16 @@ class Slurm:
             programs, folder, controller=self.login.name, nodes=nodes, spool=self._spool.name
         )
         self._daemons: list[subprocess.Popen[bytes]] = []
+        self._own: set[int] = set()
         stepd = ["-d", programs.slurmstepd] if programs.slurmstepd else []
         try:
             self._start(self.login, programs.slurmctld, "-D", "-i")
             for node in self.nodes:
                 self._start(node, programs.slurmd, "-D", "-N", node.name, *stepd)
             self.wait_idle()
+            for daemon in self._daemons:
+                self._own |= {each.pid for each in procs.descendants(daemon.pid)}
+            procs.bystanders.update(self._own)
         except BaseException:
             self.close()
             raise
@@ -138,7 +143,7 @@ class Slurm:
     def _start(self, host: Host, *command: str) -> None:
         with (self.folder / f"{host.name}.log").open("wb") as log:
             daemon = subprocess.Popen(
-                [*host.prefix(self.folder), *command],
+                [*host.prefix(self.folder), sys.executable, "-I", "-S", INSIDE / "reaper.py", *command],
                 env=self.env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -146,7 +151,7 @@ class Slurm:
                 start_new_session=True,
             )
         self._daemons.append(daemon)
-        procs.bystanders.add(daemon.pid)
+        self._own.add(daemon.pid)
 
     def wait_idle(self) -> None:
         """Wait until all nodes are up, and no job runs on them."""
@@ -186,6 +191,7 @@ class Slurm:
 
     def close(self) -> None:
         """Stop the daemons, kill what still runs on the nodes, and collect it."""
+        procs.bystanders.difference_update(self._own)
         for daemon in self._daemons:
             daemon.send_signal(signal.SIGTERM)
         for daemon in self._daemons:
@@ -194,7 +200,6 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
-            procs.bystanders.discard(daemon.pid)
         for host in (self.login, *self.nodes):
             for process in host.processes():
                 with suppress(ProcessLookupError):
