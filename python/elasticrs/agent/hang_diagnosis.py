@@ -153,13 +153,13 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
     for local_rank, rank in attempt.global_ranks().items():
         found = RankEvidence(rank, os.uname().nodename, NoRecord.LATE)
         error_file = attempt.paths.error_files.get(local_rank, "") if attempt.paths is not None else ""
-        for path in record_files(attempt, local_rank):
-            if time.monotonic() < deadline and os.path.getmtime(path) >= oldest:
-                is_dump = path != flight_record_file(error_file)
-                content = _content(path, MAX_BYTES) if is_dump else None
-                records, groups = _document(error_file) if not is_dump else ((content or b"",), {})
-                found = found._replace(records=records, groups=groups, has_raised=_is_older(error_file, path))
-                break
+        path = next(iter(record_files(attempt, local_rank, oldest)), None)
+        if path is not None and time.monotonic() < deadline:
+            is_dump = path != flight_record_file(error_file)
+            records, groups = ((_content(path, MAX_BYTES) or b"",), {}) if is_dump else _document(error_file)
+            # The record is requested so soon after the exception that both files may have the same time.
+            has_raised = _age(error_file, path) >= 0
+            found = found._replace(records=records, groups=groups, has_raised=has_raised)
         facts.append(observe(found))
     return facts
 
@@ -177,16 +177,16 @@ def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) ->
         records,
         None if stacks is None else stacks[:MAX_TEXT].decode("utf-8", "replace"),
         groups,
-        _is_older(error_file, flight_record_file(error_file)),
+        _age(error_file, flight_record_file(error_file)) > 0,
     )
 
 
-def _is_older(path: str, other: str) -> bool:
-    """Return true if a file exists and is not newer than the other one."""
+def _age(path: str, other: str) -> int:
+    """Return the nanoseconds by which a file is older than the other one. Return -1 if a file is missing."""
     try:
-        return os.stat(path).st_mtime_ns <= os.stat(other).st_mtime_ns
+        return os.stat(other).st_mtime_ns - os.stat(path).st_mtime_ns
     except OSError:
-        return False  # One of the files is missing.
+        return -1  # The worker has raised no exception, or has written no record.
 
 
 def _document(error_file: str) -> tuple[tuple[bytes, ...] | NoRecord, dict[str, list[int]]]:

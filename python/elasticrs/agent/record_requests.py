@@ -52,19 +52,26 @@ def _is_requested(error_file: str) -> bool:
     return True
 
 
-def record_files(attempt: Attempt, local_rank: int) -> list[str]:
-    """Return the paths of a worker's flight records that exist: the requested one and NCCL's dump."""
+def record_files(attempt: Attempt, local_rank: int, since: float = 0.0) -> list[str]:
+    """Return the paths of a worker's flight records that exist: the requested one and NCCL's dump.
+
+    Args:
+        attempt: attempt of the worker.
+        local_rank: local rank of the worker.
+        since: time of the oldest record, on the wall clock in seconds.
+    """
     error_file = attempt.paths.error_files.get(local_rank) if attempt.paths is not None else None
     if not error_file:
         return []
     rank = attempt.plan.ranks[local_rank].global_rank
     paths = flight_record_file(error_file), f"{flight_dumps(error_file)}{rank}"
-    return [path for path in paths if _is_file(path)]
+    return [path for path in paths if _is_file(path, since)]
 
 
-def _is_file(path: str) -> bool:
+def _is_file(path: str, since: float) -> bool:
     try:
-        return stat.S_ISREG(os.lstat(path).st_mode)
+        found = os.lstat(path)
+        return stat.S_ISREG(found.st_mode) and found.st_mtime >= since
     except OSError:
         return False  # The file does not exist.
 
