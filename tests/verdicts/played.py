@@ -259,7 +259,10 @@ class Played:
             return machine.StartFailed(given["not_started"])
         failed = any(worker.exitcode != 0 for worker in attempt.exits.values()) or attempt.expired
         return machine.GroupEnded(
-            "failed" if failed else "succeeded", tuple(given.get("stuck", ())), unfit=given.get("unfit")
+            "failed" if failed else "succeeded",
+            tuple(given.get("stuck", ())),
+            unfit=given.get("unfit"),
+            found_unfit=given.get("found_unfit"),
         )
 
     def _verdict(self, result, phase, actions, restarts):
@@ -311,8 +314,10 @@ class Played:
                 cause = node.caused(attempt, self.job)
                 if cause is not None and attempt.first_failure is not None:
                     agent.send(messages.WorkerFailed(node.first_word(attempt).encoded()))
-            unfit = given.get("unfit") if given.get("on", agent.name) == agent.name else None
-            ended[place] = messages.GroupEnded(None if cause is None else cause.encoded(), unfit)
+            here = given if given.get("on", agent.name) == agent.name else {}
+            ended[place] = messages.GroupEnded(
+                None if cause is None else cause.encoded(), here.get("unfit"), unfit=here.get("found_unfit")
+            )
             if all(worker.exitcode == 0 for worker in attempt.exits.values()):
                 ended[place] = messages.WorkersDone()
         for place, event in ended.items():
