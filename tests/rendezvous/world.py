@@ -423,7 +423,9 @@ class World(Outages):
         else:
             cause = self.checks.cause_of(proc, group)
             unfit = "the check failed" if self.unfit and self.random() < self.unfit else None
-            event = m.GroupEnded(cause, "workers 1 are left" if group.is_stuck else None, unfit)
+            # Evidence about a hang, which the leader cannot read.
+            evidence = b"damaged" if group.round % 2 else None
+            event = m.GroupEnded(cause, "workers 1 are left" if group.is_stuck else None, evidence, unfit)
         # An exit that the agent had not yet heard of has become part of the end.
         proc.queue = [each for each in proc.queue if not isinstance(each, (m.WorkersDone, m.WorkerFailed))]
         proc.queue.append(event)
