@@ -202,12 +202,12 @@ class TestBatchScripts:
         )
         procs.wait_until(lambda: slurm.job(1)["Restarts"], "1".__eq__)
         slurm.wait_idle()
-        # Slurm delays the start of a requeued job.
-        slurm.run("scontrol", "update", "JobId=1", "StartTime=now")
-        assert ended(slurm, 1) == "COMPLETED", slurm.job(1)
+        # Slurm delays the start of a requeued job by two minutes. Within two seconds it would refuse the job.
+        slurm.run("scontrol", "update", "JobId=1", "StartTime=now+3")
+        assert ended(slurm, 1) == "COMPLETED", f"{slurm.job(1)}\n{slurm.logs()}"
         (out,) = tmp_path.glob("*.out")
         text = out.read_text(encoding="utf-8")
-        assert len(re.findall("^TRAINED$", text, re.MULTILINE)) == 3, text
+        assert len(re.findall("^TRAINED$", text, re.MULTILINE)) == 3, text + slurm.logs()
 
     @pytest.mark.slow
     def test_the_next_task_of_an_array_continues(self, cluster, worker_script, tmp_path):

@@ -114,6 +114,7 @@ class TestSlurm:
         def submit(first: int, highest: int) -> subprocess.CompletedProcess[str]:
             programs = {
                 "scontrol": 'echo "scontrol $*"',
+                "sleep": 'echo "sleep $*"',
                 # The first task runs here. The exit code of srun is the highest of all tasks.
                 "srun": f'while [ "${{1#--}}" != "$1" ]; do shift; done; SLURM_PROCID=0 "$@"; exit {highest}',
                 "elasticrun": f'echo "elasticrun $*"; exit {first}',
@@ -145,7 +146,7 @@ class TestSlurm:
             (0, 0, 0, False),
             (1, 1, 1, False),
             (VERDICT.permanent, VERDICT.permanent, VERDICT.permanent, False),
-            (VERDICT.unfit, VERDICT.unfit, 0, True),
+            (VERDICT.unfit, VERDICT.unfit, VERDICT.unfit, True),
             (0, VERDICT.unfit, 0, False),
         ],
         ids=["success", "failure", "permanent", "unfit", "another node was unfit"],
@@ -153,7 +154,7 @@ class TestSlurm:
     def test_the_job_is_requeued_if_its_first_node_was_unfit(self, submit, first, highest, code, is_requeued):
         done = submit(first, highest)
         assert done.returncode == code, done.stderr
-        assert ("scontrol requeue 47" in done.stdout) == is_requeued
+        assert ("scontrol requeue 47\nsleep infinity" in done.stdout) == is_requeued
 
     def test_the_command_line_is_valid(self, submit):
         arguments = next(line for line in submit(0, 0).stdout.splitlines() if line.startswith("elasticrun "))
