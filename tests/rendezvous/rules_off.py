@@ -212,7 +212,7 @@ def leader_writes_without_guards(member, view):
 
 
 @instead_of(Member.stop)
-def stops_are_forgotten(self, why, *, fenced=False, hung=None, planned=False):
+def stops_are_forgotten(self, why, *, fenced=False, hung=None, planned=False, after_failure=False):
     if self.workers is not None:
         self.workers.is_stopping = True
 
