@@ -1,7 +1,8 @@
-"""Watch the NVIDIA GPUs of this node, with a child process: :mod:`elasticrs.host.gpu_watch`.
+"""Watches this node's NVIDIA GPUs through a child process that runs :mod:`elasticrs.host.gpu_watch`.
 
-The watcher adds the Xids of an attempt to its record, and delays the end of an attempt until the device
-memory that the dead workers held is free. Imported only where NVIDIA's driver is loaded. Nothing here blocks.
+The watcher adds Xids to the record of the current attempt, and delays a restart until the dead workers'
+device memory is free. Imported only if workers may use NVIDIA GPUs. Nothing here blocks except
+:meth:`GpuWatcher.close`, which blocks for at most one second.
 """
 
 from __future__ import annotations
@@ -31,27 +32,29 @@ if TYPE_CHECKING:
 
 KERNEL_LOG = "/dev/kmsg"
 KERNEL_PID_NAMESPACE = "pid:[4026531836]"
-"""Name of the initial pid namespace, whose pids the kernel log contains."""
+"""Name of the initial pid namespace. Pids in the kernel log belong to this namespace."""
 ANSWER_LIMIT = 1.0
-"""Seconds to wait for the last Xids of an attempt if no other attempt can follow."""
+"""Seconds to wait for an attempt's last Xids if no further attempt can follow."""
 START_LIMIT = 0.0
-"""Seconds to wait at the end of an attempt for a child process that is still starting. Workers that fail so
-early have hardly used a GPU.
+"""Seconds to wait at the end of an attempt if the child process is still starting. Zero, because workers that
+fail so early have hardly used a GPU.
 """
 _EXIT_LIMIT = 1.0
-"""Seconds that the child process may take to exit after SIGKILL. In a hung driver it takes longer."""
+"""Seconds to wait for the child process to exit after SIGKILL. It takes longer only if it hangs in the
+driver.
+"""
 _WORTH_A_LINE = 1.0
-"""Seconds of waiting that are reported to the user."""
+"""Seconds for which the watcher may wait for device memory without reporting the wait to the user."""
 _MAX_LINES = 4
-"""Maximum number of Xids of an attempt that are printed before a restart."""
+"""Maximum number of an attempt's Xids that are printed before a restart."""
 
 
 class GpuWatcher(Observer):
-    """Controls the child process that watches the GPUs.
+    """Observer that controls the child process and handles its messages.
 
     Args:
         job: configuration of the job.
-        result: result of the job, to whose attempts the Xids are added.
+        result: result of the job. The watcher adds Xids to its attempts.
         say: prints a line for the user.
     """
 
@@ -80,7 +83,7 @@ class GpuWatcher(Observer):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # Use a new session, so that Ctrl-C does not reach the program.
+            # Use a new session, so that Ctrl-C in the terminal does not interrupt the child process.
             start_new_session=True,
         )
         assert self._child.stdin is not None
@@ -97,7 +100,7 @@ class GpuWatcher(Observer):
 
     def started(self) -> None:
         if self._child is None and not self._was_started and self._supervisor is not None:
-            # The workers are already starting, so this does not delay them.
+            # Start the child process only now, so that it does not delay the start of the workers.
             self._was_started = True
             self._start(self._supervisor)
         self._attempt = len(self._result.attempts) - 1
@@ -130,8 +133,8 @@ class GpuWatcher(Observer):
     # --- the end of an attempt ---
 
     def hold(self, attempt: Attempt) -> None:
-        """Delay the end of an attempt, whose workers have exited, until their device memory is free. If no
-        other attempt can follow, wait only for the last Xids.
+        """Delay the end of an attempt whose workers have exited until their device memory is free. If no
+        further attempt can follow, wait only for the last Xids.
         """
         self._read()
         self._settle()
@@ -149,11 +152,13 @@ class GpuWatcher(Observer):
         return MEMORY_LIMIT if self._may_restart(attempt) else ANSWER_LIMIT
 
     def seconds_left(self) -> float | None:
-        """Return the maximum number of seconds of the delay; ``None`` if there is no delay."""
+        """Return the maximum number of seconds until the delay is over; ``None`` if there is no delay."""
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def is_held(self, attempt: Attempt) -> bool:
-        """Return true if the end of an attempt is still delayed."""
+        """Return true if the end of the attempt must still be delayed. If the delay is over, report how long
+        the wait for device memory took.
+        """
         if self._until is None:
             return False
         waits_for_memory = bool(self._held) and self._may_restart(attempt)
@@ -171,10 +176,10 @@ class GpuWatcher(Observer):
             shown = ", ".join(f"{size / (1 << 30):.1f} GiB of GPU {gpu}" for gpu, size in self._held.items())
             self._say(f"dead workers still hold {shown} after {waited:.0f} s; starting workers nevertheless")
         elif waited > _WORTH_A_LINE:
-            self._say(f"waited {waited:.1f} s until the device memory of the dead workers was free")
+            self._say(f"waited {waited:.1f} s until the dead workers' device memory was free")
 
     def stop_waiting(self) -> None:
-        """End the delay, and do not wait for memory any more, because the user wants this node to stop."""
+        """End the delay and do not wait for device memory again, because the user wants this node to stop."""
         self._until = None
         self._is_stopping = True
 
@@ -196,7 +201,8 @@ class GpuWatcher(Observer):
         try:
             os.write(self._child.stdin.fileno(), json.dumps(request).encode() + b"\n")
         except (BrokenPipeError, BlockingIOError):
-            # The child has died, or is stopped. Its death is noticed when its messages end.
+            # The child process has died, or no longer reads its input. If the process has died, `_read` finds
+            # this out at EOF.
             self._is_blind = True
 
     def _read(self) -> None:
@@ -211,7 +217,7 @@ class GpuWatcher(Observer):
         for message in map(json.loads, lines):
             self._take(message)
         if not part:
-            self._problems.append("the process that watches the GPUs has died: their Xids are unknown")
+            self._problems.append("the process that watches the GPUs has died, so their Xids are unknown")
             if self._supervisor is not None:
                 self._supervisor.unwatch_fd(fd)
             self.close()
@@ -241,7 +247,7 @@ class GpuWatcher(Observer):
             self._was_in_use = self._was_in_use or (bool(self._held) and self._until is not None)
 
     def close(self) -> None:
-        """End the child process. Idempotent. The supervisor may not watch its messages any more."""
+        """Kill the child process. Idempotent. The supervisor must no longer watch the child's output."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -250,7 +256,7 @@ class GpuWatcher(Observer):
         assert child.stdout is not None
         child.stdin.close()
         child.stdout.close()
-        # Open this before anything reaps the child.
+        # Open the pidfd before the child is reaped, because its pid may be reused afterwards.
         exit_fd = os.pidfd_open(child.pid)
         child.kill()
         try:
@@ -260,7 +266,7 @@ class GpuWatcher(Observer):
                 child.wait()
             else:
                 self._say(
-                    f"the process that watches the GPUs ({child.pid}) hangs in the driver and is left behind"
+                    f"the process that watches the GPUs ({child.pid}) hangs in the driver; leaving it behind"
                 )
         finally:
             os.close(exit_fd)

@@ -131,7 +131,9 @@ class HealthObserver(Observer):
         self._was_hung((time.monotonic_ns() - event.since_ns) / 1e9)
 
     def quiet(self) -> None:
-        """Publish the number of restarts left again if a restart is no longer within the window."""
+        """Publish the status again if the restart budget has changed, for example because an earlier restart
+        is no longer within the window.
+        """
         if self._budget() != self._shown_budget:
             self._publish()
 
@@ -267,7 +269,7 @@ class HealthObserver(Observer):
         }
 
     def _budget(self) -> tuple[int, int]:
-        """Return the number of restarts that were charged, and the number of restarts that are left."""
+        """Return the numbers of charged and remaining restarts."""
         policy, result = self._job.restart_settings, self._result
         return (0, policy.max_restarts) if result is None else (result.restarts, result.restarts_left(policy))
 

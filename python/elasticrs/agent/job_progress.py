@@ -1,8 +1,8 @@
-"""Observer that reports the training step to Kubeflow Trainer, which shows it in the status of the TrainJob.
+"""Observer that reports the training step to Kubeflow Trainer, which shows it in the TrainJob's status.
 
-A thread sends the reports, so a slow or broken server never delays the agent. A report replaces all that the
-TrainJob showed before, also the progress that the script itself has reported. So the user has to ask for the
-reports.
+A separate thread sends the reports, so a slow or broken server never delays the agent. Each report replaces
+all progress that the TrainJob showed before, including progress that the script itself reported. Therefore,
+the reports are disabled by default.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ if TYPE_CHECKING:
     from elasticrs.agent.attempt import Attempt, JobResult
 
 INTERVAL = 30.0
-"""Seconds between two reports. The server limits the rate for all jobs of a cluster together."""
+"""Seconds between two reports. All jobs in a cluster share the server's rate limit."""
 
 TIMEOUT = 10.0
-"""Seconds after which a request fails."""
+"""Timeout in seconds for each blocking operation of a request."""
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-"""Variables with the server's address, and with the files of its authority and of the pod's token."""
+"""Names of the environment variables that contain the server's address, the path of the server's CA
+certificate, and the path of the pod's token.
+"""
 
 
 class ProgressReporter(Observer):
-    """Reports the lowest step of the workers on the node of rank 0, and the number of charged restarts.
+    """Reports the lowest step of all workers on rank 0's node, and the number of charged restarts.
 
     Args:
-        environ: environment variables, with those of the server.
+        environ: environment variables, including :data:`URL`, :data:`CA_CERT` and :data:`TOKEN`.
         say: prints a line for the user.
     """
 
@@ -65,7 +67,7 @@ class ProgressReporter(Observer):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def fd_ready(self, fd: int) -> bool:
-        """Print why the thread could not send a report."""
+        """Print why a report could not be sent. Return false if ``fd`` belongs to another observer."""
         if fd != self._fd:
             return False
         os.eventfd_read(fd)
@@ -73,7 +75,7 @@ class ProgressReporter(Observer):
         return True
 
     def prepared(self, attempt: Attempt) -> None:
-        """Report the workers of this attempt from now on."""
+        """Report the progress of this attempt from now on."""
         self._attempt = attempt
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature
@@ -90,7 +92,8 @@ class ProgressReporter(Observer):
             try:
                 send(found, self._environ)
             except (OSError, ValueError) as error:
-                # A server that is away fails each report, so tell it once.
+                # Print only the first of several failures in a row, because every report fails while the
+                # server is down.
                 if not has_failed:
                     self._problem = str(error)
                     os.eventfd_write(self._fd, 1)
@@ -107,11 +110,11 @@ class ProgressReporter(Observer):
 
 
 def metrics_of(attempt: Attempt, beats: Iterable[_core.Heartbeat]) -> Mapping[str, int] | None:
-    """Return the metrics to report; ``None`` if another node reports them, or nothing is known yet.
+    """Return the metrics to report; ``None`` if another node reports them, or if no step is known yet.
 
     Args:
         attempt: current attempt.
-        beats: last heartbeats of the workers of this node.
+        beats: last heartbeat of each worker on this node.
     """
     if 0 not in attempt.shown_ranks().values():
         return None
@@ -124,7 +127,7 @@ def send(metrics: Mapping[str, int], environ: Mapping[str, str]) -> None:
 
     Args:
         metrics: values by name.
-        environ: environment variables, with those of the server.
+        environ: environment variables, including :data:`URL`, :data:`CA_CERT` and :data:`TOKEN`.
 
     Raises:
         OSError: the server cannot be reached or refuses the report, or a file cannot be read.

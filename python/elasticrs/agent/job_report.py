@@ -49,7 +49,7 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
         return special.get(result.verdict, result.exit_code)
     if codes.kind == "worker" and failed:
         root = failed[root_cause(failed)]
-        # If the agent stopped the worker after its exception, its exit code only shows the agent's signal.
+        # If the agent killed the worker after an exception, the exit code only reflects the agent's signal.
         code = root.exitcode if root.sent_signal is None else None
         # A shell reports a process that was killed by a signal as 128 plus the number of the signal.
         return result.exit_code if not code else code if code > 0 else 128 - code

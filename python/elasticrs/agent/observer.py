@@ -76,7 +76,9 @@ class Observer:
         """
 
     def quiet(self) -> None:
-        """Handle that no event has arrived for some seconds, or that a deadline of the loop has passed."""
+        """Handle a period without events. Called when the event loop's wait times out, after at most a few
+        seconds.
+        """
 
     def over(self, attempt: Attempt, outcome: str) -> None:
         """Handle the end of an attempt, after all its processes have exited.
