@@ -785,8 +785,8 @@ class Supervisor:
             exit_limit: maximum number of seconds from the return of a worker's program to the exit of its
                 process. ``limit`` does not apply during that time. ``None`` for no limit.
             least: minimum of a learned limit, in seconds. ``None`` for one minute.
-            stop_delay: seconds between the report of a hang and the stop of the workers, in which other nodes
-                gather evidence about their workers.
+            stop_delay: seconds between reporting a hang and stopping the workers, so that other nodes have
+                time to gather evidence about their own workers.
 
         Raises:
             ValueError: a limit is not finite, or not above 0.

@@ -40,8 +40,8 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 
 
 def _add_xids(attempt: Attempt, failed: Mapping[int, ProcessFailure]) -> None:
-    """Add the Xids to the notes of the workers that caused them. If an Xid's worker is unknown, or has not
-    failed, add the Xid to the first failure.
+    """Add each Xid to the notes of the failed workers that caused it. If no failed worker is known to have
+    caused the Xid, add the Xid to the first failure.
     """
     first = next(iter(failed.values()))
     for xid in reversed(attempt.xids.values()):
@@ -69,7 +69,7 @@ def _how(attempt: Attempt, failure: ProcessFailure) -> str:
         return f" {phrases.SILENT}"
     is_oom = probably_oom(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
     told = how_it_failed(failure) + (" (probably by the kernel's OOM killer)" if is_oom else "")
-    # If a worker hung, the time limit is described above, with the diagnosis.
+    # After a hang, omit the diagnosis here: the description of the exceeded time limit already contains it.
     return told if attempt.diagnosis is None or attempt.expired else f"{told}; {attempt.diagnosis.summary}"
 
 

@@ -1,6 +1,6 @@
-"""Evidence about a hang, from the files in which the workers and the core left their evidence.
+"""Diagnoses hangs and failed collectives from the evidence that workers and the core have written to files.
 
-Imported only after a worker hung.
+Imported only after a worker hung or a collective failed.
 """
 
 from __future__ import annotations
@@ -30,30 +30,37 @@ _MAX_RECORDS = 4
 
 _MAX_RANK = 1 << 31
 _MAX_AGE = 600.0
-"""Maximum age of the record of a failed collective, in seconds. NCCL's watchdog writes it some time before
-the process exits.
+"""Maximum age, in seconds, of the flight record of a failed collective. The limit is generous, because NCCL's
+watchdog writes the record some time before the process exits.
 """
 
 _PAUSE = 0.01
 _TIME_LIMIT = 1.0
-"""Seconds after which no further record of a worker is read."""
+"""Maximum number of seconds to spend on reading flight records. Records that have not been read by then are
+skipped.
+"""
 
 _ALL_BYTES, _MOST_BYTES, _LEAST_BYTES = 16 << 20, 32 << 10, 1 << 10
-"""Maximum number of bytes that all nodes of a job send together, and bounds of the share of one node."""
+"""Maximum number of bytes of evidence that all nodes of a job send together, and the upper and lower
+bound of a single node's limit.
+"""
 
 _ALL_STEPS = 1 << 15
-"""Maximum number of collectives of each group that all ranks of a job send together. It limits the time that
-the comparison takes.
+"""Maximum number of collectives that all ranks of a job send together for each process group. This bounds the
+time needed to compare them.
 """
 
 
 def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
-    """Name the ranks that keep the others waiting, if all workers of the job run on this node. Also return
-    true if a worker of this node uses NCCL.
+    """Diagnose a hang: name the ranks that keep the others waiting, if all workers of the job run on this
+    node.
 
-    Call this before the exits of killed workers are recorded. The diagnosis is ``None`` if nothing can be
-    said: no worker has a flight record, no collective was recorded, or the job has workers on other nodes,
-    whose evidence arrives later.
+    Call this before the exits of killed workers are recorded.
+
+    Returns:
+        The diagnosis, and true if a worker on this node uses NCCL. The diagnosis is ``None`` if no worker has
+        a flight record, if the records show neither an incomplete collective nor a rank to blame, or if the
+        job has workers on other nodes, because their evidence arrives later.
     """
     facts = _facts(attempt)
     records = [found.record for found in facts if not isinstance(found.record, NoRecord)]
@@ -62,19 +69,20 @@ def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
 
 
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
-    """Name the ranks of a running job that keep the others waiting. The workers are not disturbed.
+    """Name the ranks of a running job that keep the others waiting, without disturbing the workers.
 
-    No stacks are used, because the signal that requests them interrupts system calls of the program. Only
-    workers whose heartbeats are watched answer. Blocks until all of them have answered, for at most
-    ``seconds``, so the agent's main thread may not call this.
+    The diagnosis does not use stacks, because the signal that requests a stack would interrupt the program's
+    system calls. Only workers whose heartbeats are watched write flight records. This function blocks until
+    all of these workers have written their records, or until ``seconds`` have passed, so the agent's main
+    thread must not call it.
 
     Args:
-        attempt: running attempt, whose workers are all on this node.
-        seconds: time limit for the answers.
+        attempt: running attempt whose workers are all on this node.
+        seconds: maximum number of seconds to wait for the flight records.
 
     Returns:
-        The diagnosis; ``None`` if no rank waits, or if nothing can be said. Collectives take time, so ranks
-        that wait now need not wait a moment later.
+        The diagnosis; ``None`` if no rank is waiting, or if there is not enough evidence. A rank that is
+        waiting is not necessarily stuck, because every collective takes some time.
     """
     requested = request_records(attempt)
     deadline = time.monotonic() + seconds
@@ -84,8 +92,8 @@ def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
 
 
 def diagnosis_of_failure(attempt: Attempt) -> Diagnosis | None:
-    """Name the ranks that made a collective fail, if all workers of the job have run on this node. Call this
-    when the workers have exited. Return ``None`` if nothing can be said.
+    """Name the ranks that made a collective fail, if all workers of the job ran on this node. Call this after
+    the workers have exited. Return ``None`` if there is not enough evidence.
     """
     return _telling(attempt, _facts_of_failure(attempt))
 
@@ -95,13 +103,13 @@ def _telling(attempt: Attempt, facts: list[RankFacts]) -> Diagnosis | None:
 
 
 def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
-    """Return the encoded facts about the ranks of this node, for the diagnosis of all nodes. Call this when
-    the workers have exited. Return ``None`` if there are no facts, or if they are too large.
+    """Return this node's encoded evidence for the diagnosis of the whole job. Call this after the workers
+    have exited. Return ``None`` if the encoding would be too large.
 
     Args:
         attempt: attempt that has ended.
-        is_hang: true if a rank of the job hung, so that the core has gathered evidence about all ranks. False
-            if a collective has failed.
+        is_hang: true if a rank of the job hung; the core has then gathered evidence about all local ranks.
+            False if a collective failed.
     """
     stamps, nodes = attempt.stamps, attempt.plan.ranks[0].group_world_size
     if is_hang:
@@ -112,7 +120,12 @@ def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
 
 
 def limits(nodes: int, world_size: int) -> dict[str, int]:
-    """Return the limits of :func:`elasticrs.diagnosis.node_evidence.encode` for a job of this size."""
+    """Return the limits to pass to :func:`elasticrs.diagnosis.node_evidence.encode`.
+
+    Args:
+        nodes: number of nodes in the job.
+        world_size: number of ranks in the job.
+    """
     return {
         "max_bytes": max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_BYTES // nodes)),
         "max_steps": max(1, min(MAX_ENTRIES, _ALL_STEPS // world_size)),
@@ -120,13 +133,14 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
 
 
 def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
-    """Return the facts about the ranks of this node.
+    """Return the facts about this node's ranks.
 
     Args:
-        attempt: attempt in which a rank hangs.
-        stopped_ns: time at which the workers were stopped. Workers that have exited later were running when
-            the evidence was gathered. ``None`` if the workers have not been stopped yet.
-        has_stacks: false if no stacks were requested, so that stacks in files are outdated.
+        attempt: attempt to diagnose.
+        stopped_ns: time at which the workers were stopped, in nanoseconds of the monotonic clock. Workers
+            that exited later were still running when the evidence was gathered. ``None`` if the workers have
+            not been stopped yet.
+        has_stacks: false if no stacks were requested. Stacks found in files are then outdated and ignored.
     """
     paths = attempt.paths
     if paths is None:
@@ -144,8 +158,8 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
 
 
 def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
-    """Return the facts about the ranks of this node after a collective has failed: from the records that were
-    requested then, and from the dumps of NCCL's watchdog.
+    """Return the facts about this node's ranks after a collective failed. They come from the flight records
+    that the agent requested after the failure, or from the dumps that NCCL's watchdog wrote.
     """
     oldest = time.time() - _MAX_AGE
     deadline = time.monotonic() + _TIME_LIMIT
@@ -157,7 +171,8 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
         if path is not None and time.monotonic() < deadline:
             is_dump = path != flight_record_file(error_file)
             records, groups = ((_content(path, MAX_BYTES) or b"",), {}) if is_dump else _document(error_file)
-            # The record is requested so soon after the exception that both files may have the same time.
+            # Include 0, because the record may be written so soon after the exception that both files have
+            # the same modification time.
             has_raised = _age(error_file, path) >= 0
             found = found._replace(records=records, groups=groups, has_raised=has_raised)
         facts.append(observe(found))
@@ -182,11 +197,13 @@ def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) ->
 
 
 def _age(path: str, other: str) -> int:
-    """Return the nanoseconds by which a file is older than the other one. Return -1 if a file is missing."""
+    """Return by how many nanoseconds the file ``path`` is older than ``other``. Return -1 if either file is
+    missing.
+    """
     try:
         return os.stat(other).st_mtime_ns - os.stat(path).st_mtime_ns
     except OSError:
-        return -1  # The worker has raised no exception, or has written no record.
+        return -1  # The worker has not raised an exception or has not written a record.
 
 
 def _document(error_file: str) -> tuple[tuple[bytes, ...] | NoRecord, dict[str, list[int]]]:

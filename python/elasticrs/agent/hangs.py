@@ -169,7 +169,7 @@ def stack(path: str, *, others: int = 0) -> str | None:
 
 
 def _is_own(frame: Frame) -> bool:
-    """Return true for a frame of the thread of elasticrs that waits for requests."""
+    """Return true if the frame is from elasticrs's own thread, which waits for flight record requests."""
     return frame.file.endswith(_OWN_THREAD)
 
 

@@ -209,15 +209,16 @@ def _permanence(
 
 
 def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
-    """Return true if a worker failed while its program started, less than :data:`STEADY` seconds after the
-    start of the process.
+    """Return true if a worker failed while its program was starting. A failure :data:`STEADY` seconds or more
+    after the start of the workers does not count.
 
     A program that rejects its arguments exits with 2. Exit code 2 counts only if standard output is an empty
     file, because a program that has printed something has started.
     """
     started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
     if started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9:
-        # A module that is imported late may be missing because a file system failed in the meantime.
+        # Do not count this as a start error, because a late import may fail only because a file system has
+        # failed in the meantime.
         return False
     if failure.is_start_error:
         return True
@@ -255,7 +256,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     text = traceback_text(first)
     why = attempt.why_expired(first.local_rank)
     if why is None:
-        # The note is the evidence about the OOM killer.
+        # If no time limit was exceeded, the only possible note is evidence that the OOM killer was at work.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
 

@@ -1,12 +1,12 @@
-"""Queries NCCL's RAS service about a hang, for the report only.
+"""Queries NCCL's RAS service about a hang. Its answer only adds lines to the failure report.
 
-RAS runs in a thread of each process that uses NCCL (2.24 and later). All processes of a job on one node
-listen on the address in ``NCCL_RAS_ADDR``, with ``SO_REUSEPORT``. The default address is the same for all
-jobs, so the agent gives each job its own port. The agent keeps that port bound, also with ``SO_REUSEPORT``
-and without listening: processes of the same user can then share it, and the kernel gives it to no other
-program. If NCCL cannot listen, it continues without RAS.
+Each process that uses NCCL 2.24 or later runs RAS in a thread. All processes of a job on one node listen on
+the address in ``NCCL_RAS_ADDR``, with ``SO_REUSEPORT``. The default address is the same for all jobs, so the
+agent chooses a separate port for each job. The agent reserves the port by binding it with ``SO_REUSEPORT``
+without listening. Processes of the same user can then share the port, and the kernel does not assign it to
+another program. If NCCL cannot listen on the port, NCCL continues without RAS.
 
-RAS may name the wrong side of a hang, so its answer never changes a verdict.
+RAS may blame the waiting ranks instead of the rank that they wait for, so its answer never changes a verdict.
 """
 
 from __future__ import annotations
@@ -26,32 +26,34 @@ if TYPE_CHECKING:
 
 VARIABLE = "NCCL_RAS_ADDR"
 NVIDIA_DRIVER = "/dev/nvidiactl"
-"""Device of NVIDIA's driver. Without it, no process uses NCCL."""
+"""Device file of NVIDIA's driver. If it does not exist, no process uses NCCL."""
 
 TIME_LIMIT = 1.5
-"""Seconds from the start of a query to its end, whatever the service does. Afterwards, the workers are
-killed, and the service with them.
+"""Maximum duration of a query in seconds, whatever the service does. Waiting longer is useless, because the
+workers are killed soon after a hang, and the service dies with them.
 """
 
 MAX_BYTES = 256 << 10
 MAX_NOTES = 5
 MAX_NOTE = 160
 _COLLECT = 1
-"""Seconds that the service may wait for the other processes."""
+"""Seconds that the service may wait for answers from the other processes."""
 
 _REQUEST = f"CLIENT PROTOCOL 2\nTIMEOUT {_COLLECT}\nVERBOSE STATUS\n".encode()
 _GREETING, _ACCEPTED = b"SERVER PROTOCOL ", b"OK\n"
 
 
 class RasAddress:
-    """Address of the RAS service of a job on this node, reserved until :meth:`close`.
+    """Address of a job's RAS service on this node. Its port is reserved until :meth:`close`.
 
     Args:
-        environ: environment of the workers. An address that the user has set is used and not reserved.
-        driver: path that exists if there may be GPUs.
+        environ: environment of the workers. If the user has set ``NCCL_RAS_ADDR``, that address is used, and
+            no port is reserved.
+        driver: path of a file that exists if this node may have GPUs.
 
     Attributes:
-        address: host and port; ``None`` if there are no GPUs, or no port is free.
+        address: host and port; ``None`` if there are no GPUs, if no port is free, or if the address that the
+            user has set is invalid.
         variables: environment variables to add to the workers.
     """
 
@@ -69,16 +71,16 @@ class RasAddress:
                 self._socket.setsockopt(_socket.SOL_SOCKET, option, 1)
             self._socket.bind(("127.0.0.1", 0))
         except OSError:
-            # The job runs without an address of its own, because the answer only adds lines to a report.
+            # Continue without an address, because RAS only adds lines to a report.
             self.close()
             return
         self.address = self._socket.getsockname()
         self.variables = {VARIABLE: "%s:%d" % self.address}  # noqa: UP031 -- a tuple of two
 
     def query(self, paths: LogPaths | None) -> RasQuery | None:
-        """Start a query, because a worker has hung. Its answer goes to a file in the folder of the attempt.
+        """Start a query after a worker has hung. The answer is written to a file in the attempt's log folder.
 
-        Return ``None`` if there is no address or no folder, or if no thread can be started.
+        Return ``None`` if there is no address or no log folder, or if the query cannot be started.
         """
         files = [] if paths is None else [path for path in paths.error_files.values() if path]
         if self.address is None or not files:
@@ -87,7 +89,7 @@ class RasAddress:
         try:
             return RasQuery(self.address, os.path.join(folder, "nccl_ras.txt"))
         except (OSError, RuntimeError):
-            return None  # Only lines of the report are missing.
+            return None  # Continue without a query, because it only adds lines to the report.
 
     def close(self) -> None:
         """Release the port. Idempotent."""
@@ -104,11 +106,11 @@ def _parsed(address: str) -> tuple[str, int] | None:
 
 
 class RasQuery:
-    """A query that runs on a thread of its own.
+    """A query that runs on its own thread.
 
     Args:
         address: host and port of the service.
-        path: file into which the whole answer is written.
+        path: path of the file to which the whole answer is written.
 
     Raises:
         OSError: the process has run out of file descriptors.
@@ -122,11 +124,11 @@ class RasQuery:
         self._notes: list[str] | None = None
 
     def notes(self) -> list[str]:
-        """Return lines for the report. Empty while there is no answer. Never blocks."""
+        """Return lines from the answer for the report. Empty if no answer has arrived yet. Never blocks."""
         return self._finish(0.0) or []
 
     def close(self) -> None:
-        """Wait for the answer, at most until the time limit of the query. Idempotent."""
+        """Wait for the answer, but not longer than the query's time limit. Idempotent."""
         if self._finish(max(0.0, self._deadline - time.monotonic())) is None:
             self._notes = []
             self._asked.close()
@@ -134,7 +136,7 @@ class RasQuery:
     def _finish(self, seconds: float) -> list[str] | None:
         if self._notes is None and self._asked.wait(seconds):
             text = self._asked.take()
-            where = f"NCCL's RAS, which may name the wrong side: {self._path}"
+            where = f"NCCL's RAS, which may blame the wrong ranks: {self._path}"
             self._notes = [] if text is None else [*_notes(text), where]
             self._asked.close()
         return self._notes
@@ -147,17 +149,17 @@ def _answer_in_file(address: tuple[str, int], path: str, deadline: float) -> str
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError:
-            return None  # Say nothing, because the lines for the report name this file.
+            return None  # Omit the answer from the report, because the report would refer to this file.
     return text
 
 
 def query(address: tuple[str, int], deadline: float) -> str | None:
-    """Query a RAS service. Return its answer, which may be incomplete, or ``None`` if there is no service, or
-    if it does not answer by the deadline.
+    """Query a RAS service. Return its answer, which may be incomplete. Return ``None`` if there is no service
+    or if the service does not answer by the deadline.
 
     Args:
         address: host and port of the service.
-        deadline: monotonic time, in seconds.
+        deadline: latest time for the answer, in seconds of the monotonic clock.
     """
     try:
         family, kind, protocol, _, where = _socket.getaddrinfo(*address, 0, _socket.SOCK_STREAM)[0]
@@ -167,7 +169,7 @@ def query(address: tuple[str, int], deadline: float) -> str | None:
             connection.send(_REQUEST)
             received = _received(connection, deadline)
     except OSError:
-        return None  # Most jobs have no such service.
+        return None  # No service answers at this address. Most jobs have no RAS service.
     greeting, _, rest = received.partition(b"\n")
     if not greeting.startswith(_GREETING) or not rest.startswith(_ACCEPTED) or rest == _ACCEPTED:
         return None
@@ -175,7 +177,7 @@ def query(address: tuple[str, int], deadline: float) -> str | None:
 
 
 class _Closing:
-    """Closes a socket, because the sockets of :mod:`_socket` are no context managers."""
+    """Context manager that closes a socket. The sockets of :mod:`_socket` are not context managers."""
 
     def __init__(self, connection: _socket.socket) -> None:
         self._connection = connection
@@ -195,7 +197,9 @@ def _limit(connection: _socket.socket, deadline: float) -> None:
 
 
 def _received(connection: _socket.socket, deadline: float) -> bytes:
-    """Return what the service has sent until it closes the connection, or until the deadline."""
+    """Return the data that arrives until the service closes the connection, the deadline passes, or
+    :data:`MAX_BYTES` have been received.
+    """
     parts, size = [], 0
     try:
         while size < MAX_BYTES:
@@ -206,12 +210,12 @@ def _received(connection: _socket.socket, deadline: float) -> bytes:
             parts.append(part)
             size += len(part)
     except OSError:
-        return b"".join(parts)  # The service has died, or is too slow. Use what it has sent.
+        return b"".join(parts)  # The service has died or is too slow. Use the data received so far.
     return b"".join(parts)
 
 
 def _notes(text: str) -> list[str]:
-    """Return the lines below the headings ``Errors`` and ``Warnings`` of an answer, shortened."""
+    """Return shortened lines from the sections ``Errors`` and ``Warnings`` of an answer."""
     lines = [line.rstrip() for line in text.splitlines()]
     found: list[str] = []
     for heading in ("Errors", "Warnings"):
@@ -222,7 +226,9 @@ def _notes(text: str) -> list[str]:
 
 
 def _section(lines: Sequence[str], heading: str) -> list[str]:
-    """Return the lines of a section. Its heading is underlined, and so is the next one."""
+    """Return the lines of the section with this heading. A line underlined with ``=`` is a heading, so the
+    section ends at the next such line.
+    """
     starts = [
         number
         for number, line in enumerate(lines[:-1])

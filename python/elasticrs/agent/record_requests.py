@@ -1,8 +1,8 @@
-"""Requests the flight records of this node's workers, after a collective has failed in one of them.
+"""Requests flight records from this node's workers, and finds the records that they have written.
 
-A worker that reports a lost or silent peer is still exiting when the agent gets its notice. Until it has
-exited, the other workers are not signalled, so most of them can still write their records. Nothing waits for
-the records.
+A worker whose exception reports a lost or silent peer notifies the agent before it exits. The agent signals
+the other workers only after that worker has exited, so most of them can still write their records. The agent
+does not wait for the records.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ _SIGABRT = 6
 
 
 def request_records(attempt: Attempt) -> list[str]:
-    """Request the flight records of all workers that have a thread for that. Never blocks.
+    """Request a flight record from each worker that has a thread for writing it. Never blocks.
 
-    Return the paths of the files that these workers write.
+    Return the paths of the files to which these workers write their records.
     """
     paths = attempt.paths.error_files.values() if attempt.paths is not None else ()
     return [flight_record_file(path) for path in paths if path and _is_requested(path)]
 
 
 def request_after_lost_peer(attempt: Attempt, text: str) -> None:
-    """Request the flight records of all workers if a worker's exception only reports a lost or silent peer.
-    Do so only once for each attempt.
+    """Request flight records if a worker's exception only reports a lost or silent peer. Do nothing if
+    records have already been requested for this reason in this attempt.
+
+    Args:
+        attempt: running attempt.
+        text: text of the exception.
     """
     from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
 
@@ -43,22 +47,23 @@ def _is_requested(error_file: str) -> bool:
     record, requests = flight_record_file(error_file), flight_requests_file(error_file)
     try:
         if os.path.lexists(record):
-            os.unlink(record)  # It is about a hang from which the worker has recovered.
+            os.unlink(record)  # This older record is about a hang from which the worker has recovered.
         descriptor = os.open(requests, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
-        return False  # No thread of the worker waits for requests.
-    # The thread continues when the FIFO is closed again.
+        return False  # The worker has no thread that waits for requests.
+    # Opening the FIFO is the request. The worker's thread reads until EOF, and then writes the record.
     os.close(descriptor)
     return True
 
 
 def record_files(attempt: Attempt, local_rank: int, since: float = 0.0) -> list[str]:
-    """Return the paths of a worker's flight records that exist: the requested one and NCCL's dump.
+    """Return the paths of a worker's existing flight records: the requested record first, then NCCL's dump.
 
     Args:
         attempt: attempt of the worker.
         local_rank: local rank of the worker.
-        since: time of the oldest record, on the wall clock in seconds.
+        since: earliest modification time of a record, in seconds of the wall clock. Older records are
+            omitted.
     """
     error_file = attempt.paths.error_files.get(local_rank) if attempt.paths is not None else None
     if not error_file:
@@ -82,8 +87,9 @@ def has_records(attempt: Attempt) -> bool:
 
 
 def is_collective_failure(attempt: Attempt) -> bool:
-    """Return true if the first failure may be a collective that has failed because of another rank: an
-    exception that only reports a lost or silent peer, or the end of the process by NCCL's watchdog.
+    """Return true if the first failure may be a collective that failed because of another rank. This is
+    assumed if the exception only reports a lost or silent peer, or if the process died of SIGABRT, because
+    NCCL's watchdog kills its process in this way.
     """
     from elasticrs.agent.first_failure import first_seen
     from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 _STOP_DELAY = 1.0
-"""Seconds between the report of a hang and the stop of the workers, in which other nodes gather evidence, and
-NCCL's RAS service is queried.
+"""Seconds to wait after a hang is reported before the workers are stopped. Meanwhile, other nodes gather
+evidence, and the agent queries NCCL's RAS service.
 """
 
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-"""Variables with the path of torch's dumped flight records, of which the first that is set counts."""
+"""Environment variables that set the path of torch's flight record dumps. Torch uses the first one set."""
 
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
@@ -220,8 +220,8 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None
 
 
 def _is_observed_elsewhere(job: JobConfig, environ: Mapping[str, str]) -> bool:
-    """Return true if evidence about a hang is gathered outside of this node's core: on other nodes, or by a
-    query to NCCL, which its processes answer.
+    """Return true if other nodes or NCCL's RAS service may provide evidence about a hang while the workers
+    are still running.
     """
     from elasticrs.agent.ras import NVIDIA_DRIVER
 
@@ -237,8 +237,8 @@ def prepare_group(
     extra: Mapping[str, str],
 ) -> _core.GroupSpec:
     """Create the log files of an attempt, store their paths in ``attempt``, and return the group of processes
-    to start. If a process cannot be started, the core starts none of them. ``extra`` are environment
-    variables for all workers.
+    to start. If a process cannot be started, the core starts none of them. ``extra`` contains additional
+    environment variables for all workers.
 
     Raises:
         _core.SupervisorError: the supervisor has failed.

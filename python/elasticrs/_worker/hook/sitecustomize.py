@@ -202,8 +202,8 @@ def _install(path: str) -> None:
 
 
 class _OptimizerImport:
-    """Import finder that detects the import of torch's optimizers, so that their steps send heartbeats, and a
-    thread waits to write torch's flight record.
+    """Import finder that detects the import of torch's optimizers. After the import, each optimizer step
+    sends a heartbeat, and a thread waits for requests to write torch's flight record.
     """
 
     name = "torch.optim.optimizer"
