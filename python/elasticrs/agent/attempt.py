@@ -67,12 +67,12 @@ class Attempt(Record):
         raised: uncaught exception that each worker reported, by local rank.
         expired: time limits that made the agent stop workers, by local rank: timers, heartbeat deadlines, or
             ``--exit-timeout``.
-        diagnosis: which ranks keep the others waiting, if a worker hung or a collective failed and there is
-            evidence about it.
-        ras: query to NCCL's RAS service, if a worker that uses NCCL hung.
-        has_requested_records: true if the flight records were requested because a collective failed.
+        diagnosis: diagnosis that names the ranks that keep the others waiting. ``None`` unless a worker hung
+            or a collective failed, and there is enough evidence.
+        ras: query to NCCL's RAS service. ``None`` unless a worker hung and a worker on this node uses NCCL.
+        has_requested_records: true if the agent has requested flight records because a collective failed.
         heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
-        xids: errors that NVIDIA's driver has reported since the start of the attempt, by GPU and code.
+        xids: Xid errors that NVIDIA's driver has reported since the start of the attempt, by GPU and code.
         oom_kills: counters of the kernel's OOM killer at the start of the attempt.
         oom_kills_after: the same counters after the attempt failed.
         signalled: number of other workers that were signalled because of the first failure.
@@ -84,11 +84,11 @@ class Attempt(Record):
         why_cold: reason why the workers were started cold despite ``--warm``.
         phases: milliseconds of each phase of the restart that led to this attempt, in order; see
             :func:`phases`.
-        delay: seconds for which the restart policy delayed the next attempt.
+        delay: seconds by which the restart policy delayed the next attempt.
         stamps: monotonic nanoseconds of ``planned``, ``imported``, ``started``, ``failure_seen``,
             ``siblings_signalled``, ``stopped``, ``ended`` and ``memory_free``. ``imported`` is set only if
             the start had to wait for the imports, ``stopped`` only if this agent was asked to stop the
-            workers, and ``memory_free`` only if the dead workers' device memory was not free at once.
+            workers, and ``memory_free`` only if the agent waited for dead workers to release device memory.
     """
 
     round: int
@@ -280,11 +280,11 @@ class Attempt(Record):
         return sorted(failed, key=lambda worker: (worker.local_rank != self.first_failure, worker.seen_ns))
 
     def fail_silently(self, local_ranks: Collection[int], ended_ns: int) -> None:
-        """Mark workers as failed that exited with 0 before their work was done.
+        """Mark these workers as failed, because they exited with 0 before their work was done.
 
         Args:
-            local_ranks: local ranks of these workers; at least one.
-            ended_ns: monotonic nanoseconds of the end of the attempt.
+            local_ranks: local ranks of the workers; at least one.
+            ended_ns: time at which the attempt ended, in nanoseconds of the monotonic clock.
         """
         self.silent = frozenset(local_ranks)
         self.first_failure = min(self.silent, key=lambda rank: self.exits[rank].seen_ns)
@@ -296,10 +296,11 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
 
     The first phase starts when the failure was seen, or, after a failure on another node, when the workers
     were stopped. ``signalling`` lasts until the other workers have been signalled, ``stopping`` until all
-    processes have exited, ``freeing`` until their device memory is free (if it was not at once), ``delay``
-    for as long as the restart policy delays the restart, ``rendezvous`` until ranks and addresses are known,
-    ``importing`` until the warm nursery is ready (if the start had to wait for it), and ``starting`` until
-    all workers run. If the end of a phase is unknown, its time counts as part of the next phase.
+    processes have exited, ``freeing`` until their device memory is free (omitted if it was free
+    immediately), ``delay`` until the restart policy's delay is over, ``rendezvous`` until ranks and addresses
+    are known, ``importing`` until the warm nursery is ready (if the start had to wait for it), and
+    ``starting`` until all workers run. If the end of a phase is unknown, its time counts as part of the next
+    phase.
 
     Args:
         failed: the attempt that has ended.
@@ -318,8 +319,8 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     last = next((begin for begin in begins if begin is not None), None)
     for name, end in ends.items():
         if name == "rendezvous" and failed.delay > 0 and last is not None and end is not None:
-            # On several nodes, the leader measures the delay. It starts when the last node is ready, so an
-            # earlier end of the rendezvous means that this node was ready later.
+            # In a job on several nodes, the leader measures the delay. If this node became ready after the
+            # delay had started, count only the part of the delay for which this node waited.
             delay_ns = max(0, min(int(failed.delay * 1e9), end - last))
             found["delay"], last = delay_ns / 1e6, last + delay_ns
         if last is not None and end is not None and end > last:
@@ -344,8 +345,8 @@ class JobResult(Record):
         first_cause: first failure of a job on several nodes; see :mod:`elasticrs.job.failure_cause`.
         clock: wall clock of the nodes' store, as estimated on this node.
         attempts: all attempts, in order.
-        read_history: function that returns the failures of the job so far, on all nodes. Its times are
-            seconds of this node's monotonic clock.
+        read_history: function that returns the history of the job's failures on all nodes. The times in the
+            history are seconds of this node's monotonic clock.
         return_values: return values of the workers, by global rank.
     """
 
@@ -364,13 +365,13 @@ class JobResult(Record):
 
     @property
     def restarts(self) -> int:
-        """Number of charged restarts, including a restart whose attempt has not started yet."""
+        """Number of charged restarts. Includes a restart whose attempt has not started yet."""
         return max(self.read_history().charged, self.attempts[-1].restarts if self.attempts else 0)
 
     def restarts_left(self, policy: RestartSettings) -> int:
-        """Return the number of restarts that the budget still allows."""
+        """Return the number of restarts left in the restart budget."""
         history = self.read_history()
         if policy.window is None or not history.charged:
-            # With a polled rendezvous handler, there is no history, and no window either.
+            # A polled rendezvous handler has neither a failure history nor a restart window.
             return policy.max_restarts - self.restarts
         return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

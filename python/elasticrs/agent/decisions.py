@@ -39,7 +39,7 @@ class Decisions(ABC):
         clock: wall clock of the nodes' store, as estimated on this node.
         has_taken_part: true if workers of this node ran in the last round.
         has_peers: true if other nodes depend on the outcome of this node.
-        failed_elsewhere: true if the workers of this node were stopped because others have failed.
+        failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
     """
 
     plan: Plan | None = None
@@ -67,7 +67,7 @@ class Decisions(ABC):
         """Pass the supervisor to this object. Called once, before any event other than a signal."""
 
     def read_history(self) -> FailureHistory:
-        """Return the failures of the job so far, with times in seconds of this node's monotonic clock."""
+        """Return the history of the job's failures. Its times are seconds of this node's monotonic clock."""
         return FailureHistory()
 
     def seconds_left(self) -> float:

@@ -8,8 +8,12 @@ if TYPE_CHECKING:
 
 
 def log_expired(run_id: str, event: _core.TimerExpired) -> None:
-    """Call torch's hook ``log_debug_info_for_expired_timers``, as torch's timer server does. Programs may
-    have replaced the hook with their own function.
+    """Call the hook ``log_debug_info_for_expired_timers`` for a timer, as torch's timer server does. The
+    program may have replaced the hook with a function of its own.
+
+    Args:
+        run_id: identifier of the job.
+        event: the expired timer.
     """
     from elasticrs.timer import file_based_local_timer as timers
 

@@ -194,8 +194,8 @@ class Agent:
             return None
 
     def _reported(self, results: Sequence[NodeCheckResult]) -> str | None:
-        """Print the output of checks that did not succeed. Return the reason why this node is unfit; ``None``
-        if no check has found it unfit.
+        """Print the output of checks that did not pass. Return the reason why this node is unfit; ``None`` if
+        no check found it unfit.
         """
         for result in results:
             if result.unfit is not None or result.problem is not None:
@@ -206,9 +206,9 @@ class Agent:
         return "; ".join(result.unfit for result in results if result.unfit is not None) or None
 
     def _is_held_for_check(self, event: machine.Event) -> bool:
-        """Start ``--node-check`` if an event reports that the workers of this node have ended after a
-        failure, here or on another node. Return true if the event has to wait for the result, because no
-        worker may start on an unfit node.
+        """Start the node check if the event reports that this node's workers have exited after a failure on
+        this or another node. Return true if the check was started. The event must then wait for the result,
+        because workers must not be started on an unfit node.
         """
         match event:
             case machine.GroupEnded(why_unfit=None, outcome=outcome) if outcome in ("failed", "lost") or (

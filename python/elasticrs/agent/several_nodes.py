@@ -199,8 +199,8 @@ class SeveralNodes(Decisions):
             if event.has_no_program:
                 from elasticrs.agent.own_cause import no_program
 
-                # Report a failure and not only a failed start, because the restart policy has to compare it
-                # with the reports of other nodes: a mount of this node may be broken.
+                # Report this as a failure, not only as a failed start, because the restart policy compares
+                # the failures of all nodes. If only this node fails, one of its mounts may be broken.
                 cause = no_program(why, self._place(), self._clock())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
@@ -241,8 +241,8 @@ class SeveralNodes(Decisions):
         return self._tell(messages.Leave(reason, close=ends_the_job))
 
     def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:
-        """Report the hang to the other nodes before the worker is killed, because workers that wait for it
-        fail as soon as it is dead, and then there is no evidence about them.
+        """Report the hang to the other nodes before the hung worker is killed. Once it is dead, the workers
+        that wait for it fail and can no longer provide evidence.
         """
         self._gathers_evidence = True
         attempt = self._attempt
@@ -294,7 +294,9 @@ class SeveralNodes(Decisions):
         return self._over(messages.GroupEnded(told, event.why_stuck, evidence, event.found_unfit))
 
     def _health_timeout(self) -> float:
-        """Return the maximum number of seconds from the end of the workers until this node is ready again."""
+        """Return the maximum number of seconds that the node check and the wait for free device memory may
+        take after this node's workers have exited.
+        """
         check = self._job.node_check_timeout if self._job.node_check else 0.0
         return check + (MEMORY_LIMIT if are_gpus_visible(os.environ) else 0.0)
 
@@ -385,17 +387,17 @@ class SeveralNodes(Decisions):
         if self.signum is not None:
             self.phase = machine.Phase.STOPPED
             return [machine.Exit(1)]
-        # A node that is unfit but was not excluded should not run the next job either.
+        # Report an unfit node even if it was not excluded, because it should not run the next job either.
         verdict = verdict_of(outcome, is_unfit=self._found_unfit is not None)
         return [machine.ReportFailure(outcome.message, verdict), machine.Exit(code)]
 
 
 def verdict_of(outcome: messages.Outcome, *, is_unfit: bool = False) -> Verdict:
-    """Return the verdict for the scheduler of this node, from the outcome of a failed job.
+    """Return the verdict on a failed job that this node's agent reports to the scheduler.
 
     Args:
-        outcome: the outcome.
-        is_unfit: true if a check has found this node unfit.
+        outcome: outcome of the job for this node.
+        is_unfit: true if a check found this node unfit.
     """
     if outcome.is_permanent:
         return Verdict.PERMANENT

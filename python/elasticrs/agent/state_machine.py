@@ -161,8 +161,8 @@ class Started(Event):
 class StartFailed(Event):
     """The workers could not be started, for the reason ``message``, and all their processes have exited.
     ``transient`` is true if another try may succeed soon (no memory, no process slots, a killed nursery).
-    ``has_no_program`` is true if the program cannot be executed on this node, which may be different on other
-    nodes.
+    ``has_no_program`` is true if the program cannot be executed on this node, although other nodes may be
+    able to execute it.
     """
 
     message: str
@@ -176,7 +176,7 @@ class DelayOver(Event):
 
 
 class HangSeen(Event):
-    """Event: a worker of a job on several nodes has hung. It is still running, and is killed later."""
+    """A worker of a job on several nodes has hung. The worker has not been killed yet."""
 
     local_rank: int
 
@@ -229,7 +229,7 @@ class GroupEnded(Event):
         unfit: reason other than ``stuck_ranks`` why this node cannot be used again; ``None`` if there is
             none.
         evidence: evidence about the failure; empty if the group succeeded.
-        found_unfit: reason why a check of this node has found it unfit; ``None`` if it has not.
+        found_unfit: reason why a check found this node unfit; ``None`` if no check did.
     """
 
     outcome: Outcome
@@ -241,12 +241,14 @@ class GroupEnded(Event):
 
     @property
     def why_stuck(self) -> str | None:
-        """Reason why this node cannot run another attempt, whatever its check says; ``None`` if it can."""
+        """Reason why this node cannot run another attempt, regardless of its checks; ``None`` if it can."""
         return phrases.stuck(self.stuck_ranks) if self.stuck_ranks else self.unfit
 
     @property
     def why_unfit(self) -> str | None:
-        """Reason why this node cannot or should not run another attempt; ``None`` if there is none."""
+        """Reason why this node cannot run another attempt, or should not because a check found it unfit.
+        ``None`` if it can run another attempt.
+        """
         return self.why_stuck or self.found_unfit
 
 

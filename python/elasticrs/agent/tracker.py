@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 _TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 _NO_PROGRAM = frozenset((
     *(errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP),
-    # A mount is gone, or its server has failed.
+    # The mount is gone, or the file server has failed.
     *(errno.ESTALE, errno.EIO, errno.ENOTCONN),
 ))  # fmt: skip
-"""Errors with which a program cannot be executed on this node, but perhaps on others."""
+"""Error numbers that mean that this node cannot execute the program, although other nodes may be able to."""
 
 DRAIN_TIMEOUT = 10.0
 """Seconds for which the job waits for a slow console at its end. The log files are complete even if the
@@ -255,7 +255,7 @@ class AttemptTracker:
         self._follow_workers()
 
     def stop_waiting(self) -> None:
-        """Do not wait for the device memory of workers that have exited, because the job is to stop."""
+        """Stop waiting for dead workers to release device memory, because the user wants the job to stop."""
         if self._gpus is not None:
             self._gpus.stop_waiting()
             self._follow_workers()

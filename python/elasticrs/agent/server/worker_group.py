@@ -235,9 +235,9 @@ class RunResult:
         return_values: return values of the workers' functions.
         failures: failures of the failed workers.
         verdict: verdict on the failure, as in :class:`elasticrs.errors.JobFailedError`; ``None`` if the
-            workers have not failed, or if hooks decided about restarts.
-        exit_code: exit code for this verdict; also ``None`` without a verdict.
-        reason: reason why the workers were not restarted; ``None`` if their failures say everything.
+            workers did not fail, or if the agent's polling hooks decided about restarts.
+        exit_code: exit code of the launcher for this failure; ``None`` if ``verdict`` is ``None``.
+        reason: reason why the workers were not restarted; ``None`` if the failures alone explain it.
     """
 
     state: WorkerState
