@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 def observe(found: RankEvidence) -> RankFacts:
     """Parse the evidence about one rank. Pure function.
 
-    A record that cannot be parsed counts as missing, so no input raises an exception.
+    A record that cannot be parsed counts as missing and does not raise an exception.
     """
     record = _parsed(found)
     return RankFacts(found.rank, found.node, record, main_thread(found.stacks) if found.stacks else ())
 
 
 def diagnose(evidence: Iterable[RankEvidence]) -> Diagnosis:
-    """Name the ranks that keep a job from making progress. Pure function; no input raises an exception.
+    """Name the ranks that keep a job from making progress. Pure function that raises no exceptions.
 
     Args:
         evidence: evidence about each rank of the job, in any order.
@@ -40,10 +40,11 @@ def diagnose(evidence: Iterable[RankEvidence]) -> Diagnosis:
 
 
 def judge(facts: Iterable[RankFacts]) -> Diagnosis:
-    """Name the ranks that keep a job from making progress. Pure function.
+    """Name the ranks that keep a job from making progress, based on evidence that is already parsed. Pure
+    function.
 
     Args:
-        facts: facts about each rank of the job, in any order.
+        facts: parsed evidence about each rank of the job, in any order.
     """
     by_rank = {found.rank: found for found in sorted(facts, key=lambda found: found.rank)}
     matched = match({rank: found.record for rank, found in by_rank.items()})
@@ -69,24 +70,26 @@ def judge(facts: Iterable[RankFacts]) -> Diagnosis:
 
 
 def diagnose_nodes(nodes: Sequence[tuple[str, bytes | None]], world_size: int) -> Diagnosis | None:
-    """Name the ranks that keep a job from making progress, from the evidence of all nodes. Pure function.
+    """Name the ranks that keep a job from making progress, based on the evidence from all nodes. Pure
+    function.
 
-    Evidence that cannot be decoded counts as missing, so no bytes raise an exception.
+    Evidence that cannot be decoded counts as missing and does not raise an exception.
 
     Args:
-        nodes: name of each node, and the facts about its ranks as encoded by
-            :func:`.node_evidence.encode`, in the order of group ranks. ``None`` if the node did not answer.
+        nodes: each node's name and evidence, in the order of the nodes' group ranks. The evidence is the
+            result of :func:`.node_evidence.encode`; ``None`` if the node did not answer.
         world_size: number of ranks in the job.
 
     Returns:
-        The diagnosis; ``None`` if the evidence does not show that any rank waits.
+        The diagnosis; ``None`` if the evidence shows neither a stuck collective nor a rank to blame.
     """
     facts: dict[int, RankFacts] = {}
     silent: list[str] = []
     first = 0
 
     def lose(end: int) -> None:
-        # Ranks are assigned in the order of the nodes, so the ranks in a gap belong to the nodes in it.
+        # Ranks are assigned in node order, so the ranks in a gap belong to the silent nodes at that position.
+        # If several adjacent nodes are silent, it is unknown which of these ranks belong to which node.
         name = silent[0] if len(silent) == 1 else ""
         facts.update({rank: RankFacts(rank, name, NoRecord.LOST) for rank in range(first, end)})
         silent.clear()
@@ -104,8 +107,8 @@ def diagnose_nodes(nodes: Sequence[tuple[str, bytes | None]], world_size: int) -
 
 
 def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
-    """Return the diagnosis; ``None`` if no rank has a flight record, or if no collective is incomplete and no
-    rank is to blame.
+    """Diagnose parsed evidence. Return ``None`` if no rank has a flight record, or if the diagnosis contains
+    neither a stuck collective nor a rank to blame.
     """
     facts = list(facts)
     if all(isinstance(found.record, NoRecord) for found in facts):
@@ -115,8 +118,14 @@ def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
 
 
 def blames_others(diagnosis: Diagnosis, rank: int) -> str | None:
-    """Return a line for the report if the flight records blame other ranks than the one that the heartbeats
-    blame; ``None`` otherwise.
+    """Return a line for the report if the heartbeats and the flight records blame different ranks.
+
+    Args:
+        diagnosis: diagnosis based on the flight records. Culprits that are only possible are ignored.
+        rank: rank that the heartbeats blame.
+
+    Returns:
+        The line; ``None`` if the flight records blame ``rank`` as well, or no rank at all.
     """
     blamed = sorted(
         {
@@ -135,7 +144,7 @@ def _decoded(encoded: bytes | None) -> list[RankFacts]:
     try:
         return [] if encoded is None else decode(encoded)
     except NodeEvidenceError:
-        return []  # The evidence of this node is missing. The diagnosis says so.
+        return []  # Treat this node's evidence as missing.
 
 
 def _parsed(found: RankEvidence) -> RankRecord | NoRecord:

@@ -2,7 +2,7 @@
 collectives of a process.
 
 ``torch._C._distributed_c10d._dump_fr_trace_json`` (gloo) and ``_dump_nccl_trace_json`` (NCCL) write this
-JSON. NCCL's watchdog writes the same data as a pickle, which is read without unpickling it.
+JSON. NCCL's watchdog writes the same data as a pickle, which is parsed without being unpickled.
 
 - **REC-1** Whatever the bytes are, :func:`parse` returns a record whose fields have the declared types, or
   raises :class:`FlightRecordError`.
@@ -37,7 +37,7 @@ MAX_DIMENSIONS = 64
 """Maximum number of dimensions of a tensor, as in torch. This limit also bounds the product of the sizes."""
 
 _PICKLE = b"\x80"
-"""First byte of a pickle. No JSON starts with it."""
+"""First byte of a pickle. No JSON document starts with this byte."""
 
 _MAJOR = "2"
 """Major version of the format. Torch increases this version when an existing field changes."""
@@ -128,7 +128,7 @@ def parse(data: bytes) -> FlightRecord:
     """Parse the flight record of one rank.
 
     Args:
-        data: JSON or a pickle, as torch writes it. Unknown fields are ignored. The pickle is read by
+        data: JSON or a pickle, as written by torch. Unknown fields are ignored. A pickle is parsed by
             :mod:`.pickled` and never unpickled.
 
     Raises:

@@ -1,12 +1,12 @@
-"""Encodes the facts about the ranks of one node, so that a node can send them to another one.
+"""Encodes and decodes the facts about one node's ranks, so that nodes can exchange them.
 
-The encoding is compressed JSON. Equal values are written once: ranks that have made the same calls, or whose
-main threads have the same stack, share one entry of a table.
+The encoding is compressed JSON. Each distinct value is stored once in a table: ranks that have made the same
+calls, or whose main threads have the same stack, share a table entry.
 
-- **NODE-1** An encoding has at most the requested number of bytes. To get there, the latest calls are kept.
-- **NODE-2** Whatever the bytes are, :func:`decode` returns facts whose fields have the declared types, or
-  raises :class:`NodeEvidenceError`. Time and memory are limited by :data:`MAX_DECODED` and
-  :data:`MAX_STEPS`.
+- **NODE-1** An encoding never exceeds the requested number of bytes. If necessary, the earliest collectives
+  and the outermost stack frames are left out.
+- **NODE-2** For any input, :func:`decode` either returns facts whose fields have the declared types or raises
+  :class:`NodeEvidenceError`. :data:`MAX_DECODED` and :data:`MAX_STEPS` limit its time and memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 VERSION = 1
 MAX_DECODED = 4 << 20
-"""Maximum size of the JSON in bytes, and maximum number of ranks in all lists of members together."""
+"""Maximum size of the JSON in bytes. Also the maximum total number of ranks in all member lists."""
 
 MAX_STEPS = 100_000
-"""Maximum number of collectives in all records of one encoding."""
+"""Maximum total number of collectives in one encoding."""
 
 MAX_FRAMES = 48
-"""Maximum number of frames of a stack that are sent. The innermost ones are kept."""
+"""Maximum number of frames to encode per stack. The innermost frames are kept."""
 
 _FEWEST_FRAMES = 12
 _MAX_NUMBER = 1 << 63
@@ -41,23 +41,23 @@ _COMPLETE, _STARTED = 1, 2
 
 
 class NodeEvidenceError(ValueError):
-    """The bytes are not an encoding of facts about ranks."""
+    """Raised if bytes are not a valid encoding of facts about ranks."""
 
 
 # --- encoding ---
 
 
 def encode(facts: Sequence[RankFacts], *, max_bytes: int, max_steps: int) -> bytes | None:
-    """Encode the facts about the ranks of one node.
+    """Encode the facts about one node's ranks.
 
     Args:
-        facts: facts about each rank. All ranks have the same node.
-        max_bytes: maximum size of the result in bytes.
-        max_steps: maximum number of collectives to keep for each rank and group, at least 1. The latest ones
-            are kept, and the first one that has not completed.
+        facts: facts about each rank. All ranks must belong to the same node.
+        max_bytes: maximum size of the encoding in bytes.
+        max_steps: maximum number of collectives to keep per rank and group, at least 1. The latest
+            collectives are kept. The first incomplete collective is kept even if it is not among them.
 
     Returns:
-        The encoding; ``None`` if even the shortest one has more than ``max_bytes`` bytes.
+        The encoding; ``None`` if even the shortest encoding exceeds ``max_bytes`` or :data:`MAX_DECODED`.
     """
     while True:
         steps, frames = max(1, max_steps), MAX_FRAMES if max_steps > 1 else _FEWEST_FRAMES
@@ -71,7 +71,7 @@ def encode(facts: Sequence[RankFacts], *, max_bytes: int, max_steps: int) -> byt
 
 
 class _Encoder:
-    """Builds the document, and its tables of distinct values with their indexes."""
+    """Builds the JSON document, including the tables that store each distinct value once."""
 
     def __init__(self, max_steps: int, max_frames: int) -> None:
         self._max_steps, self._max_frames = max_steps, max_frames
@@ -110,7 +110,9 @@ class _Encoder:
         return self._records.setdefault(json.dumps(fields), len(self._records))
 
     def _runs(self, group: GroupSteps) -> list[list[int]]:
-        """Return the collectives as runs of equal calls: first number, count, index of the call, flags."""
+        """Return the collectives as runs of consecutive, equal steps. A run is a list of the first sequence
+        number, the number of collectives, the call's index in the table of calls, and the flags.
+        """
         numbers = sorted(group.steps)
         kept = numbers[-self._max_steps :]
         first = next((seq for seq in numbers if not group.steps[seq].is_complete), kept[0])
@@ -137,7 +139,9 @@ class _Encoder:
 
 
 def _ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """Return ascending ranks as ranges: first, last, step. The groups of a mesh are one range each."""
+    """Compress ascending ranks to ranges, each a list of the first rank, the last rank, and the step. Evenly
+    spaced ranks, such as those of a process group in a device mesh, need only one range.
+    """
     found: list[list[int]] = []
     for rank in ranks:
         if found:
@@ -153,14 +157,16 @@ def _ranges(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def decode(encoded: bytes) -> list[RankFacts]:
-    """Decode the facts about the ranks of one node.
+    """Decode the facts about one node's ranks.
 
     Raises:
-        NodeEvidenceError: the bytes are not an encoding of this version, or exceed a limit.
+        NodeEvidenceError: the bytes are not a valid encoding of this version, or the decoded data exceeds a
+            limit.
     """
     try:
         return _Decoder(_document(encoded)).facts()
-    # The decoder checks each value where it is used. Other errors mean that a list has a wrong length.
+    # The decoder checks the types of values itself. It relies on Python's own exceptions for missing keys,
+    # lists of the wrong length, and indexes out of range.
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError) as error:
         raise NodeEvidenceError(f"{type(error).__name__}: {error}") from error
 
@@ -172,7 +178,7 @@ def _document(encoded: bytes) -> dict[str, Any]:
     except zlib.error as error:
         raise NodeEvidenceError(str(error)) from error
     if not stream.eof or stream.unused_data:
-        raise NodeEvidenceError(f"{len(encoded)} bytes are incomplete, or have more than {MAX_DECODED}")
+        raise NodeEvidenceError(f"not a complete zlib stream of at most {MAX_DECODED} decompressed bytes")
     document = json.loads(text)
     if type(document) is not dict or document.get("version") != VERSION:
         raise NodeEvidenceError("unknown version")
@@ -180,7 +186,7 @@ def _document(encoded: bytes) -> dict[str, Any]:
 
 
 class _Decoder:
-    """Checks a document and converts it to facts. Equal records are converted once."""
+    """Validates a document and converts it to facts. Converts each distinct record only once."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
@@ -241,7 +247,7 @@ class _Decoder:
                 made = _at(self._calls, call), bool(_count(flags) & _COMPLETE), bool(flags & _STARTED)
                 step = self._made[call, flags] = Step(*made)
             if not (type(first) is type(count) is int and 0 <= first < _MAX_NUMBER and count > 0):
-                raise NodeEvidenceError(f"{first!r:.40} and {count!r:.40} are no numbers of collectives")
+                raise NodeEvidenceError(f"{first!r:.40} and {count!r:.40} are not a range of collectives")
             self._steps += count
             if self._steps > MAX_STEPS:
                 raise NodeEvidenceError(f"more than {MAX_STEPS} collectives")
@@ -250,14 +256,14 @@ class _Decoder:
             else:
                 steps.update(dict.fromkeys(range(first, first + count), step))
         if not steps:
-            raise NodeEvidenceError("a group without collectives")
+            raise NodeEvidenceError("a group has no collectives")
         return steps
 
     def _ranks_of(self, ranges: Any) -> tuple[int, ...]:
         found: list[int] = []
         for first, last, step in _list(ranges):
             if _count(step) == 0 or _count(last) < _count(first) or (found and first <= found[-1]):
-                raise NodeEvidenceError("the members of a group are not ascending")
+                raise NodeEvidenceError("the members of a group are not in ascending order")
             ranks = range(first, last + 1, step)
             self._members += len(ranks)
             if self._members > MAX_DECODED:

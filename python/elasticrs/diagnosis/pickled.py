@@ -1,11 +1,11 @@
-"""Reads the pickles in which torch writes flight records to files, without unpickling them.
+"""Parses the pickled flight records that torch writes to files, without unpickling them.
 
-Unpickling could run code from the worker. This reader accepts only the operations that build lists,
-dictionaries, text and numbers, so no input can import or call anything.
+Unpickling could run code supplied by the worker. This parser accepts only the opcodes that build lists,
+dictionaries, text, numbers, booleans and ``None``, so no input can import or call anything.
 
-- **PICKLE-1** Whatever the bytes are, :func:`plain` returns lists, dictionaries, text, numbers, booleans and
-  ``None``, or raises :class:`PickledError`. No object is part of two others.
-- **PICKLE-2** Time and memory are limited by :data:`MAX_OPERATIONS`. The caller limits the number of bytes.
+- **PICKLE-1** For any input, :func:`plain` either returns a value built from these types or raises
+  :class:`PickledError`. No list or dictionary in the result is contained in two others.
+- **PICKLE-2** :data:`MAX_OPERATIONS` limits time and memory. The caller limits the size of the input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 MAX_OPERATIONS = 1_000_000
-"""Maximum number of operations and of copied items. 2,000 entries without stacks take 110,000 operations."""
+"""Maximum number of opcodes plus copied items. A record of 2,000 entries without stacks needs 110,000."""
 
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _VALUES = frozenset(("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"))
@@ -27,25 +27,26 @@ _MARK = object()
 
 
 class PickledError(ValueError):
-    """The bytes are not a pickle that consists of plain values."""
+    """Raised if bytes are not a pickle that consists of plain values."""
 
 
 def plain(data: bytes) -> object:
-    """Return the value that a pickle contains. Tuples become lists.
+    """Parse a pickle and return its value. Tuples become lists.
 
     Raises:
-        PickledError: the pickle is damaged or too large, or contains an operation that builds other objects.
+        PickledError: the pickle is damaged or too large, or contains an opcode that this parser rejects.
     """
     reader = _Reader()
     try:
         for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
             if count + reader.copied > MAX_OPERATIONS:
-                raise PickledError(f"more than {MAX_OPERATIONS} operations")
+                raise PickledError(f"more than {MAX_OPERATIONS} opcodes and copied items")
             reader.take(operation.name, argument)
         return reader.result()
     except PickledError:
         raise
-    # `genops` raises `ValueError`. The other errors mean that an operation found no value, or a wrong one.
+    # `genops` raises `ValueError` for malformed input. The other exceptions mean that an opcode's operand was
+    # missing or had the wrong type.
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise PickledError(f"{type(error).__name__}: {error}") from error
 
@@ -55,10 +56,10 @@ class _Reader:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self.copied = 0
-        """Number of items in copies of containers."""
+        """Total number of items in all copied containers."""
 
     def take(self, name: str, argument: Any) -> None:
-        """Carry out one operation."""
+        """Execute one opcode."""
         stack = self._stack
         if name in _VALUES:
             stack.append(argument)
@@ -83,17 +84,18 @@ class _Reader:
             items = [self._value(), self._value()][::-1] if name == "SETITEM" else self._marked()
             _of(dict, stack[-1]).update(zip(map(_key, items[::2]), items[1::2], strict=True))
         elif name not in ("PROTO", "FRAME", "STOP"):
-            raise PickledError(f"it contains the operation {name}")
+            raise PickledError(f"it contains the opcode {name}")
 
     def _copy(self, value: Any) -> Any:
-        """Return a memorized value. Containers are copied if they contain no others. So no container becomes
-        part of itself, and a short pickle cannot describe a large value.
+        """Return a memoized value. Copy a list or dictionary, so that it cannot become part of itself. Reject
+        one that contains other lists or dictionaries, because nested copies would let a short pickle describe
+        an exponentially large value.
         """
         if type(value) not in (list, dict):
             return value
         items = value.values() if type(value) is dict else value
         if any(type(item) in (list, dict) for item in items):
-            raise PickledError("it contains a nested value twice")
+            raise PickledError("it uses a nested list or dictionary twice")
         self.copied += len(value)
         return value.copy()
 
@@ -103,7 +105,7 @@ class _Reader:
     def _value(self) -> Any:
         value = self._stack.pop()
         if value is _MARK:
-            raise PickledError("an operation lacks a value")
+            raise PickledError("an opcode lacks an operand")
         return value
 
     def _marked(self) -> list[Any]:
@@ -115,17 +117,17 @@ class _Reader:
 
     def result(self) -> object:
         if len(self._stack) != 1 or self._stack[0] is _MARK:
-            raise PickledError(f"{len(self._stack)} values are left")
+            raise PickledError("it does not end with a single value")
         return self._stack[0]
 
 
 def _of(kind: type, value: Any) -> Any:
     if type(value) is not kind:
-        raise PickledError(f"a {type(value).__name__} instead of a {kind.__name__}")
+        raise PickledError(f"found a {type(value).__name__} instead of a {kind.__name__}")
     return value
 
 
 def _key(key: Any) -> Any:
     if type(key) not in (str, int):
-        raise PickledError(f"a key of the type {type(key).__name__}")
+        raise PickledError(f"a dictionary key has the type {type(key).__name__}")
     return key

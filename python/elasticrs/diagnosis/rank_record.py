@@ -1,7 +1,7 @@
-"""Reduces the flight records of one rank to the facts that are compared between ranks.
+"""Reduces one rank's flight records to the facts that a diagnosis compares between ranks.
 
-Torch records more than that about each operation, so the reduced record is also the form in which nodes send
-the records of their ranks to each other.
+Nodes also exchange their ranks' records in this reduced form, because torch's own records contain many
+details that a diagnosis does not use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from elasticrs.diagnosis.values import Frame, NoRecord
 
 DEFAULT_GROUP = "default_pg"
-"""Torch's description of the default group, which contains all ranks."""
+"""Torch's description of the default process group, which contains all ranks."""
 
 _NAMES = {
     "_all_gather_base": "all_gather",
@@ -33,74 +33,76 @@ _NAMES = {
     "all_to_all_single": "all_to_all",
     "ALLTOALL_BASE": "all_to_all",
 }
-"""Common names for the variants of an operation, because ranks may take part in the same collective through
-different variants.
+"""Maps the variants of an operation to a common name, because ranks may call different variants for the same
+collective.
 """
 
 _SAME_ON_ALL_RANKS = frozenset(("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"))
-"""Operations whose input has the same number and type of elements on all ranks."""
+"""Operations whose input has the same element count and element type on all ranks."""
 
 
 class Step(NamedTuple):
-    """One collective of one rank."""
+    """A collective as recorded by one rank."""
 
     call: Call
     is_complete: bool
     is_started: bool
-    """True if the device has started the collective."""
+    """True if the collective has started on the rank's device."""
 
 
 class GroupSteps(NamedTuple):
-    """The collectives of one rank in one process group."""
+    """One rank's collectives in one process group."""
 
     description: str
     steps: Mapping[int, Step]
-    """Steps, keyed by the number of the collective. There is at least one."""
+    """Steps, keyed by the collective's sequence number. Never empty."""
 
 
 class Transfer(NamedTuple):
-    """A point-to-point operation that has not completed."""
+    """An incomplete point-to-point operation."""
 
     group: str
     description: str
-    """Description that the program gave the group."""
+    """The group's description, as set by the program."""
     peer: int | None
-    """Rank of the peer in the group. ``None`` if it is unknown."""
+    """The peer's rank within the group. ``None`` if unknown."""
 
 
 class RankRecord(NamedTuple):
-    """The reduced flight records of one rank, and further facts about it."""
+    """One rank's reduced flight records, and other facts about the rank."""
 
     groups: Mapping[tuple[str, str], GroupSteps]
-    """Collectives, keyed by the backend and the name of the group."""
+    """Collectives, keyed by the group's backend and name."""
     members: Mapping[str, tuple[int, ...]] = {}
-    """Global ranks of each process group, by the name of the group, as far as they are known."""
+    """Global ranks of each process group's members, keyed by group name. Groups whose members are unknown are
+    left out.
+    """
     transfers: tuple[Transfer, ...] = ()
     is_truncated: bool = False
-    """True if older operations were overwritten, because a buffer of torch was full."""
+    """True if torch's buffer was full, so that older operations were overwritten."""
     has_raised: bool = False
 
 
 class RankFacts(NamedTuple):
-    """The parsed evidence about one rank."""
+    """Parsed evidence about one rank."""
 
     rank: int
     node: str
-    """Name of the rank's node. Empty if it is unknown."""
+    """Name of the rank's node. Empty if unknown."""
     record: RankRecord | NoRecord
-    """The reduced flight records, or the reason why there is none."""
+    """The reduced flight records, or the reason why there are none."""
     frames: tuple[Frame, ...] = ()
-    """Frames of the main thread, innermost first. Empty if the stack is unknown."""
+    """The main thread's stack frames, innermost first. Empty if the stack is unknown."""
 
 
 def reduced(
     records: Sequence[FlightRecord], groups: Mapping[str, Sequence[int]], *, has_raised: bool
 ) -> RankRecord:
-    """Reduce the flight records of one rank.
+    """Reduce one rank's flight records.
 
     Args:
-        records: records of the rank, one for each recorder of torch.
-        groups: global ranks of each process group by its name, as reported by the worker.
+        records: the rank's flight records, one from each of torch's recorders.
+        groups: global ranks of each process group's members, keyed by group name, as reported by the worker.
         has_raised: true if the rank's program raised an exception before the records were taken.
     """
     drafts = _drafts(records)
@@ -114,8 +116,8 @@ def reduced(
     )
     if has_raised:
         for draft in drafts.values():
-            # Mark the last collective as incomplete, because torch marks a failed collective as retired, like
-            # a completed one.
+            # Mark the last collective as incomplete, because it may have caused the exception. Torch marks
+            # failed and completed collectives alike as retired, so the record does not tell them apart.
             last = max(draft.steps)
             draft.steps[last] = draft.steps[last]._replace(is_complete=False)
     members = {name: tuple(sorted(set(ranks))) for name, ranks in groups.items()}
@@ -132,7 +134,7 @@ def reduced(
 
 
 class _Draft(NamedTuple):
-    """Steps of one rank in a group, while the entries of the record are being read."""
+    """One rank's steps in one group, collected while the record's entries are being read."""
 
     group_id: int
     description: str
@@ -149,8 +151,8 @@ def _drafts(records: Sequence[FlightRecord]) -> dict[tuple[str, str], _Draft]:
             key = entry.backend, entry.group_name
             draft = drafts.get(key)
             if draft is None or entry.group_id > draft.group_id:
-                # Use only the latest group of this name, because a program that creates its groups again uses
-                # the same names.
+                # Keep only the latest group with this name, because a program that recreates its groups
+                # reuses their names.
                 draft = drafts[key] = _Draft(entry.group_id, entry.group_description, {})
             if entry.group_id == draft.group_id:
                 draft.steps[entry.collective_seq_id] = reader.read(
@@ -160,14 +162,20 @@ def _drafts(records: Sequence[FlightRecord]) -> dict[tuple[str, str], _Draft]:
 
 
 class _CallReader:
-    """Converts entries to steps. Equal calls share one object, because most entries repeat the same call."""
+    """Converts entries to steps. Creates one object for all equal calls, because most entries repeat an
+    earlier call.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, Sizes, tuple[str, ...]], Call] = {}
 
     def read(self, entry: Entry, earlier: Step | None) -> Step:
-        """Convert an entry. A coalesced collective has several entries; ``earlier`` is the step of the
-        entries that were already converted.
+        """Convert an entry to a step.
+
+        Args:
+            entry: the entry.
+            earlier: step built from the earlier entries of the same collective, because a coalesced
+                collective has several entries; ``None`` if this is the first entry.
         """
         key = entry.operation, entry.input_sizes, entry.input_dtypes
         call = self._calls.get(key)
@@ -187,8 +195,8 @@ class _CallReader:
 
 
 def _peer(operation: str) -> int | None:
-    """Return the peer's rank in the group, from the name of an operation such as ``send 0->1`` or ``recv
-    0<-1``.
+    """Parse the peer's rank within the group from the name of an operation, such as ``send 0->1`` or
+    ``recv 0<-1``. Return ``None`` if the name contains no rank.
     """
     for arrow in ("->", "<-"):
         _, found, peer = operation.partition(arrow)

@@ -1,7 +1,7 @@
 """Parses and merges the stacks of ranks.
 
-The input is the output of ``faulthandler`` or ``py-spy dump``, alone or in a hang file of the agent. A
-diagnosis uses only the main thread, because background threads differ between ranks for no relevant reason.
+The input is the output of ``faulthandler`` or ``py-spy dump``, alone or in one of the agent's hang files. A
+diagnosis uses only the main thread, because differences between the ranks' background threads are irrelevant.
 """
 
 from __future__ import annotations
@@ -32,15 +32,19 @@ _WAITING = ("/torch/distributed/distributed_c10d.py", "/torch/distributed/_funct
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """Return the frames of the main thread, innermost first. Empty if the text has no stack."""
+    """Return the main thread's frames, innermost first. Return an empty tuple if the text contains no
+    stack.
+    """
     return next(threads(text), ())
 
 
 def threads(text: str) -> Iterator[tuple[Frame, ...]]:
-    """Return the frames of each thread, innermost first. The main thread comes first.
+    """Iterate over the stacks of all threads, starting with the main thread. A stack is a tuple of frames,
+    innermost first.
 
-    For ``faulthandler``, the main thread is the thread marked as current, or else the last thread. For
-    ``py-spy``, it is the thread named ``MainThread``, or else the first thread.
+    In the output of ``faulthandler``, the main thread is the thread marked as current or, if no thread is
+    marked, the last thread. In the output of ``py-spy``, it is the thread named ``MainThread`` or, if no
+    thread has this name, the first thread.
     """
     lines = text[:MAX_TEXT].splitlines()
     headers = [number for number, line in enumerate(lines) if _HEADER.match(line)]
@@ -54,7 +58,7 @@ def threads(text: str) -> Iterator[tuple[Frame, ...]]:
 
 
 def frame_of(line: str) -> Frame | None:
-    """Parse a frame as ``faulthandler`` writes it. Return ``None`` if the text is none."""
+    """Parse a line of ``faulthandler`` output. Return ``None`` if the line does not describe a frame."""
     written = _FRAME.fullmatch(line)
     return None if written is None else Frame(written[1], int(written[2]), written[3])
 
@@ -72,7 +76,7 @@ def _frames(lines: Sequence[str], header: int, *, is_spied: bool) -> tuple[Frame
 
 def _spied_frame(line: str) -> Frame | None:
     spied = _SPIED.fullmatch(line)
-    # Remove the name of the class, because `faulthandler` writes only the name of the function.
+    # Remove the class name, because `faulthandler` writes only the function name.
     return None if spied is None else Frame(spied[2], int(spied[3]), spied[1].rpartition(".")[2])
 
 
