@@ -1,5 +1,5 @@
 """Exceptions that a worker raises to control how the launcher reacts to the worker's failure, and the base
-class of the exceptions for a failed job.
+class of the exceptions that the launcher raises for a failed job.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ class NonRetryable(Exception):  # noqa: N818 -- the name says what the launcher 
 
 
 class JobFailedError(Exception):
-    """Base class of the exceptions that :class:`~elasticrs.launcher.elastic_launch` raises for a failed job:
-    :class:`~elasticrs.multiprocessing.errors.ChildFailedError` if workers failed, and a ``RuntimeError`` if
-    they could not be started.
+    """Base class of the exceptions that :class:`~elasticrs.launcher.elastic_launch` raises for a failed job.
+
+    The exception is a :class:`~elasticrs.multiprocessing.errors.ChildFailedError` if workers failed, or a
+    ``RuntimeError`` if the workers could not be started.
 
     Attributes:
-        verdict: advice to a scheduler: ``"failed"`` if another attempt may succeed, ``"permanent"`` if it
-            would fail in the same way, ``"unfit"`` if this node cannot run the job.
-        exit_code: exit code for this verdict, as chosen by ``LaunchConfig(exit_codes=…)``.
-        reason: reason why the job was not restarted, as one line; ``None`` if the workers' failures say
-            everything.
+        verdict: advice to a scheduler: ``"failed"`` if another attempt may succeed, ``"permanent"`` if every
+            other attempt would fail in the same way, or ``"unfit"`` if this node cannot run the job.
+        exit_code: exit code for this verdict, as configured with ``LaunchConfig(exit_codes=…)``.
+        reason: one line that says why the job was not restarted; ``None`` if the workers' failures are a
+            sufficient explanation.
     """
 
     verdict: str = "failed"

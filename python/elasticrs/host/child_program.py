@@ -1,4 +1,4 @@
-"""Start programs of this package in child processes, with nothing but the standard library."""
+"""Run this package's modules in child processes that can import only the package and the standard library."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ sys.exit(main(*sys.argv[1:]))
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Return the command line that calls the function ``main`` of a module of this package.
+    """Return a command line that calls the ``main`` function of one of this package's modules.
 
-    The options of Python keep out everything that could change or delay the program: variables such as
-    ``PYTHONPATH``, the working directory, and site packages.
+    Python's options exclude everything that could change or slow down the program: environment variables such
+    as ``PYTHONPATH``, modules in the working directory, and site packages.
+
+    Args:
+        module: full name of the module.
+        arguments: arguments of ``main``.
     """
     import elasticrs
 

@@ -32,8 +32,10 @@ class Clock(Value):
 
 
 def _wall_minus_monotonic() -> int:
-    """Return the difference between the clocks of this node, in nanoseconds. On a busy machine, this thread
-    may be interrupted between two readings, so use the closest of three pairs.
+    """Return this node's wall-clock time minus its monotonic time, in nanoseconds.
+
+    On a busy machine, the thread may be preempted between reading the two clocks. Therefore, read both clocks
+    three times and use the reading that took the least time.
     """
     found = []
     for _ in range(3):

@@ -1,9 +1,9 @@
 """Count the workers that a node can run, and find its visible GPUs, without importing torch.
 
-Three sources are tried in this order: the driver's files, NVML on a Windows Subsystem for Linux (which has no
-such files), and torch. NVML runs in a short-lived child process, because it leaves threads and file
-descriptors in its process. If torch has not been imported yet, it also runs in a child process. The result
-names its source.
+Three sources are tried in this order: the driver's files; NVML, but only on Windows Subsystem for Linux,
+where these files do not exist; and torch. NVML runs in a short-lived child process, because it would leave
+threads and file descriptors behind in the calling process. Torch also runs in a child process unless it has
+already been imported. The result names the source that was used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 DRIVER = "/proc/driver/nvidia/gpus"
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 WSL_DEVICE = "/dev/dxg"
-"""Device that exists on a Windows Subsystem for Linux with GPUs."""
+"""Device file that exists on Windows Subsystem for Linux if the machine has a GPU."""
 CHILD_TIMEOUT = 120.0
 """Time limit in seconds for a child process to import torch and count devices. The import takes long on a
 cold network file system.
@@ -160,8 +160,8 @@ def visible_indices(environ: Mapping[str, str], uuids: Sequence[str], name: str 
     text = environ.get(name)
     if text is None:
         return list(range(len(uuids)))
-    # As in torch, the list ends at the first entry of another kind. A repeated entry shows no devices at all,
-    # even behind a device that does not exist.
+    # Like torch, ignore the first entry of a different kind and all entries after it. A repeated entry hides
+    # all devices, even if the repetition follows an entry for a device that does not exist.
     entries = [entry.strip() for entry in text.split(",")]
     listed = list(takewhile(lambda entry: _kind(entry) == _kind(entries[0]), entries))
     names = {int(entry) if _is_ordinal(entry) else entry for entry in listed}
@@ -173,7 +173,7 @@ def visible_indices(environ: Mapping[str, str], uuids: Sequence[str], name: str 
         if index is None:
             break
         if index in found:
-            # Two entries that are prefixes of one UUID.
+            # Two different entries are prefixes of the same UUID. Treat them as a repeated entry.
             return []
         found.append(index)
     return found
@@ -281,7 +281,7 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
             command("elasticrs.host.nvml"), capture_output=True, text=True, check=False, timeout=CHILD_TIMEOUT
         )
     except (subprocess.TimeoutExpired, OSError):
-        # The driver hangs, or there is no process left. Torch may still be able to count the devices.
+        # The driver hangs, or the child process cannot be started. Torch may still be able to count devices.
         return 0
     return len(visible_indices(environ, done.stdout.split()))
 

@@ -1,25 +1,27 @@
-"""Program that watches the NVIDIA GPUs of a node for an agent. It reports Xids, and the device memory that
-dead workers still hold. :mod:`elasticrs.agent.gpu_watcher` starts it.
+"""Program that monitors a node's NVIDIA GPUs for the agent. The program reports Xids (error codes of NVIDIA's
+driver) and the device memory that dead workers still hold. :mod:`elasticrs.agent.gpu_watcher` starts it.
 
-Requests and messages are JSON objects, one in each line. Requests come on standard input:
+Requests and messages are JSON objects, one per line. The program reads requests from standard input:
 
-- ``{"begin": N}``: attempt N begins. Forget earlier Xids. The memory in use belongs to others.
+- ``{"begin": N}``: attempt N begins. Forget earlier Xids. Do not attribute memory that is already in use to
+  the attempt's workers.
 - ``{"workers": [PID, …]}``: pids of the attempt's workers.
-- ``{"settle": N}``: the workers of attempt N exit. Report all Xids, and report when their memory is free.
+- ``{"settle": N}``: attempt N is ending. Report all Xids and the memory that its workers still hold, and send
+  another report when this memory is free.
 
-Messages go to standard output:
+The program writes messages to standard output:
 
-- ``{"begun": N}``: the memory in use at the beginning of attempt N is known.
+- ``{"begun": N}``: the memory in use at the beginning of attempt N has been measured.
 - ``{"xid": {…}, "attempt": N}``: an Xid that is new or has changed, with the fields of
   :class:`elasticrs.host.xids.Xid`.
-- ``{"settled": N, "held": {GPU: BYTES}}``: memory that dead workers still hold. If there is any, another such
-  message follows when it is free.
-- ``{"problem": TEXT}``: something cannot be watched. With ``"is_blind": true``, no message about memory
-  follows.
+- ``{"settled": N, "held": {GPU: BYTES}}``: memory that dead workers still hold. If they hold any, another
+  message of this kind follows when all of it is free.
+- ``{"problem": TEXT}``: description of something that cannot be monitored. If the message contains
+  ``"is_blind": true``, no more messages about memory follow.
 
-The program exits when standard input is closed.
+The program exits at EOF on standard input.
 
-Calls of NVML run on threads of their own, because they may hang in the driver.
+NVML is called on separate threads, because its functions may hang in the driver.
 """
 
 from __future__ import annotations
@@ -41,40 +43,46 @@ if TYPE_CHECKING:
     from elasticrs.host.nvml import Device, Nvml
 
 TOLERANCE = 64 << 20
-"""Bytes of device memory by which the memory in use may differ before and after an attempt."""
+"""Growth of a GPU's memory in use since the beginning of an attempt, in bytes, that is not attributed to the
+attempt's workers.
+"""
 CALL_LIMIT = 5.0
-"""Seconds after which a call of NVML counts as hanging."""
+"""Seconds after which an NVML call counts as hung."""
 INIT_LIMIT = 60.0
-"""Seconds after which the initialization counts as hanging. It is slow if nothing else uses the driver."""
+"""Seconds after which NVML's initialization counts as hung. It is slow if no other process uses the
+driver.
+"""
 MAX_XIDS = 64
-"""Maximum number of different Xids of an attempt."""
+"""Maximum number of different Xids to record per attempt."""
 MAX_PIDS = 8
-"""Maximum number of pids that are kept for each Xid."""
+"""Maximum number of pids to record per Xid."""
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.25
 _EVENT_WAIT = 3600.0
 _MAX_ANCESTORS = 16
 _RECORD_SIZE = 8192
-"""Size of the kernel log's records, which are read one at a time."""
+"""Buffer size in bytes for one record of the kernel log. Each read returns a single record."""
 
 
 def send(**message: Any) -> None:
-    """Send a message to the agent, in a single write."""
+    """Send a message to the agent in a single write."""
     os.write(1, (json.dumps(message) + "\n").encode())
 
 
 class Workers:
-    """The workers of an attempt.
+    """An attempt's workers.
 
     Attributes:
-        pids: their pids.
+        pids: pids of the workers.
     """
 
     def __init__(self) -> None:
         self.pids: frozenset[int] = frozenset()
 
     def of(self, pid: int) -> int | None:
-        """Return the pid of the worker that is this process or one of its ancestors; ``None`` if none is."""
+        """Return the pid of the worker that a process belongs to, which is the process itself or one of its
+        ancestors. Return ``None`` if the process belongs to no worker.
+        """
         for _ in range(_MAX_ANCESTORS):
             if pid in self.pids:
                 return pid
@@ -87,21 +95,24 @@ class Workers:
 
 
 class Memory:
-    """Device memory that no living process of others holds. Runs on the thread that calls NVML."""
+    """Measures the device memory that an attempt's workers hold. Used on the thread that calls NVML."""
 
     def __init__(self, library: Nvml, gpus: list[Device], workers: Workers) -> None:
         self._library = library
         self._workers = workers
-        # The memory of a divided GPU belongs to several jobs, whose processes this one cannot see.
+        # Leave out GPUs that are divided into MIG slices. Other jobs may use some of the slices, and their
+        # processes are not visible here.
         self._gpus = [gpu for gpu in gpus if not library.is_divided(gpu)]
         self._before: dict[int, int] = {}
 
     def remember(self) -> None:
-        """Remember the memory that is in use before the workers use any."""
+        """Record how much memory is in use before the workers use any."""
         self._before = self._unclaimed()
 
     def held(self) -> dict[int, int]:
-        """Return the bytes that workers hold, dead or alive, by GPU. Leave out GPUs without such memory."""
+        """Return the bytes of device memory that living and dead workers hold, keyed by GPU. Leave out GPUs
+        on which workers hold no memory.
+        """
         held = {gpu: used - self._before.get(gpu, 0) for gpu, used in self._unclaimed().items()}
         return {gpu: size for gpu, size in held.items() if size > TOLERANCE}
 
@@ -117,15 +128,16 @@ class Memory:
 
 
 class Calls:
-    """The thread that calls NVML, and the thread that waits for its events.
+    """The thread that makes the calls to NVML, and a second thread that waits for NVML's events.
 
     Attributes:
-        requests: requests of the agent for this thread.
-        results: results for the main thread, as pairs of a name and a value.
-        fd: file descriptor that is readable when there are results.
-        since: time since when a call is running; ``None`` if none is.
-        limit: seconds that the call may take.
-        function: name of the function that is called.
+        requests: the agent's requests, each a name and a value. The first thread handles them.
+        results: results for the main thread, each a name and a value.
+        fd: file descriptor that becomes readable when a result is added.
+        since: start time of the current call, in seconds of the monotonic clock; ``None`` if no call is
+            running.
+        limit: seconds after which the current call counts as hung.
+        function: name of the NVML function that is being called.
     """
 
     def __init__(self, workers: Workers) -> None:
@@ -203,7 +215,7 @@ def _visible(gpus: list[Device]) -> list[Device]:
 
 
 class Xids:
-    """The Xids of an attempt."""
+    """The Xids that occurred during an attempt."""
 
     def __init__(self, workers: Workers, *, has_kernel_pids: bool) -> None:
         self._workers = workers
@@ -213,18 +225,19 @@ class Xids:
         self._changed: set[tuple[int, int]] = set()
 
     def begin(self, attempt: int) -> None:
-        """Forget all Xids, because an attempt begins."""
+        """Forget all Xids. Called when a new attempt begins."""
         self._attempt = attempt
         self._seen.clear()
         self._changed.clear()
 
     def add(self, gpu: int, code: int, record: xids.LogRecord | None = None) -> None:
-        """Add an Xid. If it is new, or of another process, report it now. Otherwise only count it.
+        """Add an Xid. Report it immediately if the Xid is new or its record names a new process. Otherwise
+        only count it.
 
         Args:
             gpu: number of the GPU.
-            code: the Xid.
-            record: record of the kernel log; ``None`` if NVML has reported the Xid.
+            code: error code of the Xid.
+            record: the Xid's record in the kernel log; ``None`` if NVML reported the Xid.
         """
         key = gpu, code
         is_new = key not in self._seen
@@ -241,7 +254,7 @@ class Xids:
             self.report()
 
     def _add_process(self, entry: dict[str, Any], pid: int | None) -> bool:
-        """Add a process to an Xid. Return true if it is new."""
+        """Add a process to an Xid's entry. Return true if the process was added."""
         if pid is None or pid in entry["pids"] or len(entry["pids"]) >= MAX_PIDS:
             return False
         entry["pids"].append(pid)
@@ -254,18 +267,19 @@ class Xids:
         """Report the Xids that have changed since the last report."""
         for key in sorted(self._changed):
             entry = dict(self._seen[key])
-            # NVML reports an error once, while the kernel log may have several records for it.
+            # Prefer NVML's count, because NVML reports each error once, while the kernel log may contain
+            # several records for one error.
             events, records = entry.pop("events"), entry.pop("records")
             send(xid={**entry, "count": events or records}, attempt=self._attempt)
         self._changed.clear()
 
 
 class Watch:
-    """The program's main thread.
+    """Event loop of the program's main thread.
 
     Args:
         kernel_log: path of the kernel log.
-        has_kernel_pids: true if the kernel log has the same pids as this process.
+        has_kernel_pids: true if the pids in the kernel log are valid in this process's pid namespace.
     """
 
     def __init__(self, kernel_log: str, *, has_kernel_pids: bool) -> None:
@@ -281,7 +295,7 @@ class Watch:
         self._poll.register(self._calls.fd, select.POLLIN)
 
     def run(self) -> None:
-        """Serve the agent until it closes standard input."""
+        """Handle requests, NVML's results and kernel log records until the agent closes standard input."""
         while True:
             ready = dict(self._poll.poll(1000 * CALL_LIMIT))
             if self._log is not None and self._log in ready:
@@ -340,7 +354,7 @@ class Watch:
         self._has_failed = True
         send(problem=f"{why}: the use of device memory is unknown", is_blind=True)
         if not self._numbers:
-            # Use the addresses in the driver's files. Their order is the one of nvidia-smi.
+            # Number the GPUs as in the driver's files, because their order is the same as in nvidia-smi.
             known = devices.visible_gpus(os.environ)
             self._know({xids.address_of(gpu.address): index for index, gpu in enumerate(known)})
 
@@ -357,7 +371,8 @@ class Watch:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            return  # The kernel has dropped records that were not read in time. Go on with the next one.
+            # The kernel has dropped records that were not read in time. The next read continues after them.
+            return
         if not text:
             self._poll.unregister(log)
             return
@@ -377,7 +392,7 @@ def _open_log(path: str) -> int | None:
     try:
         os.lseek(log, 0, os.SEEK_END)
     except OSError:
-        return log  # A FIFO has no earlier records to skip.
+        return log  # The path names a FIFO, which has no earlier records to skip.
     return log
 
 
@@ -386,7 +401,7 @@ def main(kernel_log: str, kernel_pid_namespace: str) -> int:
 
     Args:
         kernel_log: path of the kernel log.
-        kernel_pid_namespace: name of the pid namespace whose pids the kernel log contains.
+        kernel_pid_namespace: name of the pid namespace to which the kernel log's pids belong.
     """
     own = os.readlink("/proc/self/ns/pid")
     try:
@@ -395,5 +410,5 @@ def main(kernel_log: str, kernel_pid_namespace: str) -> int:
         # The agent has died.
         os._exit(1)
     sys.stdout.flush()
-    # Threads that wait in the driver would keep the interpreter from exiting.
+    # Skip the interpreter's shutdown, which could hang if another thread is blocked in the driver.
     os._exit(0)

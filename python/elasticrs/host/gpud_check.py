@@ -1,4 +1,4 @@
-"""Ask GPUd, a daemon that watches the GPUs of a node, for the states of its components."""
+"""Query GPUd, a daemon that monitors a node's GPUs, for the health of the node's components."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ URL = "https://127.0.0.1:15132"
 """Default address of GPUd."""
 PORT = 15132
 MAX_ANSWER = 16 << 20
-"""Maximum size of an answer in bytes."""
+"""Maximum size of a response in bytes."""
 _HARMLESS = {"IGNORE_NO_ACTION_REQUIRED", "CHECK_USER_APP_AND_GPU"}
-"""Repair actions that do not suggest that the node is broken."""
+"""Suggested repair actions that do not indicate a broken node."""
 
 
 def main(url: str = URL) -> int:
-    """Print the unhealthy states. Return 1 if one of them makes the node unfit, otherwise 0.
+    """Print the unhealthy states. Return 1 if any of them makes the node unfit; otherwise return 0.
 
-    GPUd reports problems that do not affect a job as degraded, and they do not count here.
+    Ignore degraded states, because GPUd uses them for problems that do not affect jobs.
 
     Raises:
-        NoAnswerError: GPUd does not answer, or not with a list of states.
+        NoAnswerError: GPUd cannot be reached, or its response is not a list of component states.
     """
     reasons = []
     for component, state in _states(_get(url)):
@@ -71,13 +71,14 @@ def _context(host: str) -> Any:
 
     context = ssl.create_default_context()
     if host in ("localhost", "::1") or host.startswith("127."):
-        # GPUd signs its certificate itself, and nobody else can answer at this address.
+        # Do not verify GPUd's certificate, because it is self-signed. This is a loopback address, so the
+        # responding process runs on this node.
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
 
 
 def _states(body: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each state with the name of its component."""
+    """Yield each state, together with the name of its component."""
     try:
         components = json.loads(body)
     except (ValueError, RecursionError):
