@@ -1,19 +1,20 @@
-//! A library with the functions of NVML that elasticrs calls. It plays GPUs that a test describes with files.
+//! Fake NVML library for tests. It implements the NVML functions that elasticrs calls, and simulates GPUs that a test
+//! describes in files.
 //!
-//! A test puts the library on `LD_LIBRARY_PATH` as `libnvidia-ml.so.1` and names a folder in `FAKE_NVML`. Every call
-//! reads the files anew, so a test can change them at any time. A missing file means the default.
+//! A test puts the library on `LD_LIBRARY_PATH` as `libnvidia-ml.so.1` and sets `FAKE_NVML` to the folder that contains
+//! the files. Every call rereads the files, so the test can change them at any time. All files are optional.
 //!
 //! | file | contents |
 //! | --- | --- |
-//! | `count` | number of GPUs; 1 by default. GPU N has the PCI address `00000000:00:0X.0` with X = N + 6 |
+//! | `count` | number of GPUs; 1 by default. The PCI address of GPU N is `00000000:00:0X.0` with X = N + 6 |
 //! | `fails` | lines `FUNCTION CODE`: the function returns this code |
-//! | `hangs` | lines `FUNCTION N`: the function does not return from its call N (from 1) on |
-//! | `calls` | a FIFO, into which the library writes the name of each function when it is called |
-//! | `events` | a FIFO; each line `GPU XID` is an event, and `lost` reports that a GPU is lost |
-//! | `gpuN/fieldF` | value of the field F; a field without a file is not supported |
-//! | `gpuN/memory` | bytes in use; with a second number Q, query Q + 1 finds them free and replaces the file by `0` |
-//! | `gpuN/processes` | lines `PID BYTES` |
-//! | `gpuN/mig` | 1 if the GPU is divided into slices |
+//! | `hangs` | lines `FUNCTION N`: the function hangs in its Nth call (counted from 1) and all later calls |
+//! | `calls` | FIFO to which the library writes the name of each function that is called |
+//! | `events` | FIFO from which the library reads one event per line: `GPU XID`, or `lost` if a GPU is lost |
+//! | `gpuN/fieldF` | value of field F; without this file, the field is not supported |
+//! | `gpuN/memory` | bytes in use; if a number Q follows, query Q + 1 returns 0 and overwrites the file with `0` |
+//! | `gpuN/processes` | lines `PID BYTES`: a process that uses the GPU, and the memory that the process uses |
+//! | `gpuN/mig` | 1 if the GPU is divided into MIG slices |
 #![allow(non_snake_case)]
 
 use std::collections::HashMap;
@@ -92,19 +93,20 @@ pub struct Event {
     compute_instance: c_uint,
 }
 
-// The sizes in the header file of NVML, for 64-bit machines.
+// Check that the sizes are the same as in NVML's C header on 64-bit machines.
 const _: () = {
     assert!(size_of::<Field>() == 40 && size_of::<Pci>() == 68 && size_of::<Memory>() == 40);
     assert!(size_of::<Process>() == 24 && size_of::<Event>() == 32);
 };
 
-/// The FIFO with events, and the bytes of it that do not form a line yet.
+/// The event FIFO, and the bytes read from it that do not yet form a complete line.
 static EVENTS: Mutex<Option<(File, Vec<u8>)>> = Mutex::new(None);
 
-/// Number of queries of each GPU's memory since the contents of its file have changed.
+/// Contents of each GPU's `memory` file, and the number of queries since the contents last changed. Keyed by the GPU's
+/// handle.
 static QUERIES: Mutex<Option<HashMap<usize, (String, u64)>>> = Mutex::new(None);
 
-/// Number of calls of each function.
+/// Number of calls to each function, keyed by the function's name.
 static CALLS: Mutex<Option<HashMap<String, u64>>> = Mutex::new(None);
 
 fn path(name: &str) -> PathBuf {
@@ -124,7 +126,8 @@ fn lines(name: &str) -> Vec<Vec<String>> {
     text.lines().map(|line| line.split_whitespace().map(str::to_owned).collect()).collect()
 }
 
-/// Called at the start of each function. Returns the code that the test has chosen, or hangs if it has chosen that.
+/// Called at the start of each function. Returns the code that the test chose for the function, or hangs if the test
+/// requested a hang.
 fn enter(function: &str) -> c_int {
     let calls = CALLS.lock().map_or(0, |mut calls| {
         let calls = calls.get_or_insert_default().entry(function.to_owned()).or_default();
@@ -133,7 +136,7 @@ fn enter(function: &str) -> c_int {
     });
     let mut options = OpenOptions::new();
     if let Ok(mut fifo) = options.write(true).custom_flags(libc::O_NONBLOCK).open(path("calls")) {
-        // Ignore an error, because a full FIFO means that the test does not read it.
+        // Ignore a failed write, because it means that the test is not reading the FIFO.
         let _ = writeln!(fifo, "{function}");
     }
     for line in lines("hangs") {
@@ -156,7 +159,8 @@ fn enter(function: &str) -> c_int {
     SUCCESS
 }
 
-/// Calls `answer` with the output argument unless the test has chosen another code for the function.
+/// Calls `answer` with the output argument and returns its code. If the test chose an error code for the function,
+/// returns that code instead.
 fn answer<T>(function: &str, out: Option<&mut T>, answer: impl FnOnce(&mut T) -> c_int) -> c_int {
     match (enter(function), out) {
         (SUCCESS, Some(out)) => answer(out),
@@ -165,7 +169,7 @@ fn answer<T>(function: &str, out: Option<&mut T>, answer: impl FnOnce(&mut T) ->
     }
 }
 
-/// Returns the number of a GPU from its handle. A handle is the number plus 1, because it may not be null.
+/// Converts a GPU's handle to its number. A handle is the number plus 1, because a handle must not be null.
 fn index(device: usize) -> usize {
     device.wrapping_sub(1)
 }
@@ -183,7 +187,7 @@ pub extern "C" fn nvmlInit_v2() -> c_int {
     enter("nvmlInit_v2")
 }
 
-/// Returns a text for a code.
+/// Returns the description of an error code.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlErrorString(code: c_int) -> *const c_char {
     match code {
@@ -212,7 +216,7 @@ pub extern "C" fn nvmlDeviceGetHandleByIndex_v2(index: c_uint, device: Option<&m
     })
 }
 
-/// Returns the identifier of a GPU.
+/// Returns a GPU's UUID.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlDeviceGetUUID(device: usize, uuid: Option<&mut [u8; UUID_SIZE]>, length: c_uint) -> c_int {
     answer("nvmlDeviceGetUUID", uuid, |uuid| {
@@ -236,11 +240,11 @@ pub extern "C" fn nvmlDeviceGetPciInfo_v3(device: usize, pci: Option<&mut Pci>) 
     })
 }
 
-/// Fills in the values of fields.
+/// Fills in the values of the requested fields.
 ///
 /// # Safety
 ///
-/// `fields` points to `count` fields that nothing else uses during the call.
+/// `fields` must be null or point to an array of `count` fields. No other code may access the array during the call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetFieldValues(device: usize, count: c_int, fields: *mut Field) -> c_int {
     let code = enter("nvmlDeviceGetFieldValues");
@@ -248,7 +252,7 @@ pub unsafe extern "C" fn nvmlDeviceGetFieldValues(device: usize, count: c_int, f
     if code != SUCCESS || fields.is_null() {
         return if code == SUCCESS { INVALID_ARGUMENT } else { code };
     }
-    // SAFETY: the caller passes an array of `count` fields and does not use it during the call.
+    // SAFETY: the caller passes an array of `count` fields and does not access the array during the call.
     let fields = unsafe { std::slice::from_raw_parts_mut(fields, count) };
     for field in fields {
         let value = number(&format!("gpu{}/field{}", index(device), field.number));
@@ -259,7 +263,7 @@ pub unsafe extern "C" fn nvmlDeviceGetFieldValues(device: usize, count: c_int, f
     SUCCESS
 }
 
-/// Returns the memory in use.
+/// Returns the number of bytes in use in a GPU's memory.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: usize, memory: Option<&mut Memory>) -> c_int {
     answer("nvmlDeviceGetMemoryInfo_v2", memory, |memory| {
@@ -286,7 +290,8 @@ pub extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: usize, memory: Option<&mut 
 ///
 /// # Safety
 ///
-/// `processes` points to `count` processes that nothing else uses during the call.
+/// `processes` must be null or point to an array of `count` processes. No other code may access the array during the
+/// call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
     device: usize,
@@ -297,7 +302,7 @@ pub unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
         if processes.is_null() {
             return INVALID_ARGUMENT;
         }
-        // SAFETY: the caller passes an array of `count` processes and does not use it during the call.
+        // SAFETY: the caller passes an array of `count` processes and does not access the array during the call.
         let processes = unsafe { std::slice::from_raw_parts_mut(processes, *count as usize) };
         let lines = lines(&format!("gpu{}/processes", index(device)));
         for (process, line) in processes.iter_mut().zip(&lines) {
@@ -310,7 +315,7 @@ pub unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
     })
 }
 
-/// Returns whether a GPU is divided into slices.
+/// Returns whether a GPU is divided into MIG slices.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlDeviceGetMigMode(
     device: usize,
@@ -336,7 +341,7 @@ pub extern "C" fn nvmlEventSetCreate(events: Option<&mut usize>) -> c_int {
     })
 }
 
-/// Adds events of a GPU to the set. Fails if the test has created no FIFO for events.
+/// Adds a GPU's events to the set. Fails if the test has not created the event FIFO.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlDeviceRegisterEvents(_device: usize, _kinds: u64, _events: usize) -> c_int {
     match enter("nvmlDeviceRegisterEvents") {
@@ -361,11 +366,11 @@ pub extern "C" fn nvmlEventSetWait_v2(_events: usize, event: Option<&mut Event>,
     })
 }
 
-/// Returns the next line of the FIFO; `None` if there is none in time.
+/// Returns the next line from the event FIFO. Returns `None` if no line arrives within the time limit.
 fn next_line(milliseconds: c_uint) -> Option<String> {
     let mut events = EVENTS.lock().ok()?;
     if events.is_none() {
-        // Open the FIFO for reading and writing, because a reader would otherwise see its end without a writer.
+        // Open the FIFO for reading and writing. Otherwise, a read would return EOF while no writer has it open.
         let mut options = OpenOptions::new();
         let fifo = options.read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path("events")).ok()?;
         *events = Some((fifo, Vec::new()));

@@ -49,8 +49,10 @@ pub struct UnsupportedKernel {
 }
 
 /// Checks that the kernel has the required features: `pidfd_open` (Linux 5.3) and `waitid` on a pidfd (Linux 5.4). A
-/// kernel with these features also has `CLONE_PIDFD` (Linux 5.2). Also checks for child subreapers (Linux 3.4), because
-/// qemu-user, which emulates the system calls of single programs, lacks them and `CLONE_PIDFD`.
+/// kernel with these features also has `CLONE_PIDFD` (Linux 5.2).
+///
+/// Also checks for child subreapers (Linux 3.4) to detect qemu-user, which emulates system calls and supports neither
+/// child subreapers nor `CLONE_PIDFD`.
 pub fn check_floor() -> Result<(), UnsupportedKernel> {
     prctl::get_child_subreaper()
         .map_err(|source| UnsupportedKernel { call: "prctl(PR_GET_CHILD_SUBREAPER)", source })?;

@@ -7,7 +7,7 @@ use libc::{sock_filter, sock_fprog};
 
 use super::{Problem, Request};
 
-/// Offsets in `struct seccomp_data`: the system call number, and the lower halves of the first and fourth argument.
+/// Offsets in `struct seccomp_data` of the system call number and the lower halves of the first and fourth arguments.
 const NUMBER: u32 = 0;
 const FIRST_ARGUMENT: u32 = 16;
 const FOURTH_ARGUMENT: u32 = 16 + 3 * 8;
@@ -18,8 +18,9 @@ const JUMP_IF_EQUAL: u16 = 0x15;
 const RETURN: u16 = 0x06;
 
 /// `old-kernel NAME[,NAME…] PROGRAM [ARGUMENT …]`: executes the program under a filter that denies the named system
-/// calls. The name `group_signal` denies only calls of `pidfd_send_signal` with flags, and `subreaper` only the calls of
-/// `prctl` for child subreapers, as qemu-user does. Descendants of the program inherit the filter.
+/// calls. The name `group_signal` denies only calls to `pidfd_send_signal` with flags. The name `subreaper` denies only
+/// the `prctl` calls for child subreapers, which qemu-user does not support either. Descendants of the program inherit
+/// the filter.
 pub(super) fn run(request: &mut Request) -> Result<std::convert::Infallible, Problem> {
     let filter = request.next()?.split(',').map(denial).collect::<Result<Vec<_>, _>>()?.concat();
     deny([filter, vec![statement(RETURN, libc::SECCOMP_RET_ALLOW)]].concat())?;

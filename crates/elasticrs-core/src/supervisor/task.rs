@@ -126,7 +126,7 @@ enum Wake {
 
 impl Task {
     fn new(config: Config, shared: Shared) -> Result<Self, SupervisorError> {
-        // Check first, because the error of a call that the kernel does not have says nothing about the cause.
+        // Check the kernel first: if it lacks a required system call, that call's error would not explain the cause.
         check_floor().map_err(LaunchError::from)?;
         if config.owns_process {
             nix::sys::prctl::set_child_subreaper(true).map_err(io::Error::from)?;

@@ -64,8 +64,8 @@ pub struct Limits {
     pub startup: Option<Duration>,
     /// Time limit from the return of a rank's program to the exit of its process. `None` if there is no limit.
     pub exit: Option<Duration>,
-    /// Time between the report of a hang and the stop of the workers, in which the other nodes gather evidence about
-    /// their workers. Zero if there are no other nodes.
+    /// Delay between reporting a hang and stopping the workers. During the delay, the other nodes gather evidence about
+    /// their own workers. Zero if there are no other nodes.
     pub stop_delay: Duration,
 }
 
@@ -236,7 +236,7 @@ impl Watch {
         self.limits.exit
     }
 
-    /// Returns the time between the report of a hang and the stop of the workers.
+    /// Returns the delay between reporting a hang and stopping the workers.
     pub fn stop_delay(&self) -> Duration {
         self.limits.stop_delay
     }
@@ -412,10 +412,9 @@ impl Watch {
     }
 }
 
-/// Returns the ranks in `late` that have not given a sign of activity since they were found to be late. `seen` contains
-/// the current heartbeats, and `line` is the time of the last output line of any rank.
-///
-/// A rank may recover while evidence is being gathered.
+/// Returns the ranks in `late` that have still shown no activity since they were found to be late. The other ranks have
+/// recovered while evidence was being gathered. `seen` contains the current heartbeats, and `line` is the time of the
+/// last output line of any rank.
 pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>) -> Vec<Overdue> {
     let somebody_beats = seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {

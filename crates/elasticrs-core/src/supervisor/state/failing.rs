@@ -51,7 +51,7 @@ impl Group {
     }
 
     /// Kills a failed worker without a grace period. Also stops the other workers, unless the group replaces failed
-    /// workers. `why` is the event that describes the failure. `None` if it has already been reported.
+    /// workers. `why` is the event that reports the failure, or `None` if the failure has already been reported.
     pub(super) fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Option<Event>, effects: &mut Vec<Effect>) {
         let Some(member) = self.working(local_rank) else { return };
         let worker = member.pid;

@@ -37,13 +37,13 @@ pub(super) enum PendingAction {
     /// Stop the group because a rank on another node hangs. If that rank is waiting for a local worker, report that
     /// worker first.
     Stop(StopPolicy, RemoteHang, HangCheck),
-    /// Kill the hung worker with this local rank, which has already been reported, and stop the others.
+    /// Kill a hung worker that has already been reported, and stop the other workers.
     KillHung {
         local_rank: u32,
         seen: Stamp,
         due: u64,
     },
-    /// Stop the group. All evidence has been gathered.
+    /// Stop the group after a delay. This node's evidence has already been gathered.
     StopLater {
         policy: StopPolicy,
         due: u64,
@@ -93,7 +93,8 @@ impl PendingAction {
         }
     }
 
-    /// Returns the time at which a delayed action is due, in nanoseconds. `None` if the action waits for evidence.
+    /// Returns the time at which a delayed action is due, in nanoseconds. Returns `None` if the action is waiting for
+    /// evidence instead.
     fn due(&self) -> Option<u64> {
         match self {
             Self::KillHung { due, .. } | Self::StopLater { due, .. } => Some(*due),
@@ -118,7 +119,7 @@ impl Group {
         self.look(effects);
     }
 
-    /// Takes the delayed actions if they are due. Otherwise, checks the heartbeats.
+    /// Carries out the delayed actions if they are due. Otherwise, checks the heartbeats.
     pub(super) fn on_check(&mut self, effects: &mut Vec<Effect>) {
         let due = self.waiting.iter().flatten().find_map(PendingAction::due);
         if due.is_some_and(|due| due <= self.snapshot.at.0) {
@@ -199,8 +200,9 @@ impl Group {
         self.look(effects);
     }
 
-    /// Reports the worker that hangs at once, but kills it and stops the others only after a delay. In this time, the
-    /// other nodes gather evidence about their workers, which would fail as soon as their peers are killed.
+    /// Immediately reports the hung worker, but kills it and stops the other workers only after a delay. The delay lets
+    /// the other nodes gather evidence about their own workers, because those workers fail as soon as their peers are
+    /// killed.
     fn report_and_delay(
         &mut self,
         actions: Vec<PendingAction>,
@@ -327,8 +329,8 @@ impl Group {
         self.verdict(&check, evidence, blame).filter(|_| !is_outdated)
     }
 
-    /// Returns the local worker that a rank on another node waits for, if there is one. Also returns true if the limit
-    /// of a local worker has passed.
+    /// Returns the local worker, if any, that a rank on another node is waiting for, and whether a local worker has
+    /// exceeded its time limit.
     fn judge_beside(
         &self,
         check: HangCheck,

@@ -160,10 +160,10 @@ fn who_may_keep_another_node_waiting_is_told_and_gets_its_grace() {
     assert_eq!(signals(&effects), PIDS.map(|pid| (pid, Signal::TERM)), "nobody is watched");
 }
 
-/// Limits of a job on several nodes.
+/// Time limits for a job that runs on several nodes.
 pub(super) const DELAYED: Limits = Limits { stop_delay: Duration::from_secs(1), ..FOUR_SECONDS };
 
-/// Returns the group of [`silent`], whose workers are stopped one second after a hang was reported.
+/// Returns the group from [`silent`], with its workers set to be stopped one second after a hang is reported.
 fn silent_beside_others() -> Group {
     let mut group = silent();
     let _ = group.on_input(Input::Watch(DELAYED));
@@ -185,7 +185,7 @@ fn other_nodes_have_time_to_gather_evidence_before_the_kill() {
     let effects = group.on_input(LOOK);
     assert_eq!(effects[0], to_group(102, Signal::KILL));
     assert_eq!(signals(&effects)[1..4], [100, 101, 103].map(|pid| (pid, Signal::TERM)));
-    assert!(matches!(reports(&effects)[..], []), "it is reported only once: {effects:?}");
+    assert!(matches!(reports(&effects)[..], []), "the hang is reported only once: {effects:?}");
     assert!(effects.iter().any(|effect| matches!(effect, Effect::ReportFailure { local_rank: 2, .. })));
 }
 
@@ -196,7 +196,7 @@ fn a_failure_or_another_stop_ends_the_delay() {
     let effects = group.on_input(exited(100, FAILED));
     let failures: Vec<_> = effects.iter().filter(|effect| matches!(effect, Effect::ReportFailure { .. })).collect();
     assert_eq!(effects[0], to_group(102, Signal::KILL));
-    assert!(matches!(failures[..], [Effect::ReportFailure { local_rank: 2, .. }]), "it hung first: {effects:?}");
+    assert!(matches!(failures[..], [Effect::ReportFailure { local_rank: 2, .. }]), "rank 2 hung first: {effects:?}");
     let mut group = silent_beside_others();
     let _ = group.on_input(Input::Evidence(Vec::new()));
     assert_eq!(group.on_input(Input::Stop(TERM_30))[0], to_group(102, Signal::KILL));
