@@ -1,8 +1,9 @@
-"""Program that asks one of the health sources of elasticrs, in a child process of the agent.
+"""Program that queries one built-in health source. The agent runs it in a child process.
 
-Each source is a module with a function ``main``, which returns 0 if the node is fit and 1 if it is unfit. The
-last line of the output is the reason. Every exception means that there is no answer, because a check that
-fails says nothing about the node. The exit code of this program is 0, :data:`UNFIT` or :data:`NO_ANSWER`.
+Each health source is a module whose function ``main`` returns 0 if the node is fit and 1 if it is unfit. The
+last line that ``main`` prints is the reason. An exception from ``main`` means that the source gave no answer,
+because a check that fails to run says nothing about the node. This program exits with 0, :data:`UNFIT` or
+:data:`NO_ANSWER`.
 """
 
 from __future__ import annotations
@@ -14,49 +15,51 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 UNFIT = 10
-"""Exit code of a check that has found the node unfit. It is not 1, because Python exits with 1 if this
-program cannot be imported.
+"""Exit code if the health source found the node unfit. The code is not 1, because Python itself exits with 1
+if this program cannot be imported.
 """
 NO_ANSWER = 75
-"""Exit code of a check that gave no answer (``EX_TEMPFAIL`` of sysexits.h)."""
+"""Exit code if the health source gave no answer (``EX_TEMPFAIL`` in sysexits.h)."""
 
 MODULES = {
     "gpud": "elasticrs.host.gpud_check",
     "nvhcd": "elasticrs.host.nvhcd_check",
     "nvml": "elasticrs.host.nvml_check",
 }
-"""Module of each source, by the name in :data:`elasticrs.job.policy_options.BUILT_IN_SOURCES`."""
+"""Module of each health source, keyed by the name in
+:data:`elasticrs.job.policy_options.BUILT_IN_SOURCES`.
+"""
 
 _PACKAGES = {"nvhcd": ("grpc", "the package grpcio is missing: pip install 'elasticrs[nvhcd]'")}
 
 
 class NoAnswerError(Exception):
-    """Raised if a source cannot be reached, or if its answer cannot be understood."""
+    """Raised if a health source cannot be reached, or if its reply cannot be interpreted."""
 
 
 def why_unavailable(name: str) -> str | None:
-    """Return the reason why this installation cannot ask a source; ``None`` if it can."""
+    """Return the reason why this installation cannot query a health source; ``None`` if it can."""
     from importlib.util import find_spec
 
     if find_spec(MODULES[name]) is None:
-        return "this build of elasticrs does not have this source"
+        return "this build of elasticrs does not include this source"
     package, why = _PACKAGES.get(name, (None, None))
     return why if package is not None and find_spec(package) is None else None
 
 
 def say(line: str) -> None:
-    """Print a line as UTF-8, whatever the locale is. Replace characters that UTF-8 cannot encode, because the
-    text may come from another program.
+    """Print a line as UTF-8, regardless of the locale. Replace characters that UTF-8 cannot encode, because
+    the text may come from another program.
     """
     sys.stdout.buffer.write(line.encode("utf-8", "replace") + b"\n")
 
 
 def main(name: str, *arguments: str) -> int:
-    """Ask a source and return the exit code.
+    """Query a health source and return the exit code.
 
     Args:
-        name: name of the source.
-        arguments: arguments of the source, for example its address.
+        name: name of the health source.
+        arguments: arguments for the health source, for example its address.
     """
     from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""Run the checks that find out whether this node can run workers (``--node-check``)."""
+"""Run the checks that decide whether this node can run workers (``--node-check``)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from elasticrs.job.policy_options import HealthSource
 
 MAX_OUTPUT = 65536
-"""Number of bytes that are kept of a check's output. The beginning of a longer output is dropped."""
+"""Maximum number of bytes of a check's output that are kept. The beginning of longer output is dropped."""
 MAX_LINES = 20
 """Maximum number of lines of the output that are shown to the user."""
 MAX_LINE = 300
-"""Maximum number of characters of a line that is shown to the user."""
+"""Maximum length of an output line that is shown to the user, in characters. Longer lines are truncated."""
 
 _BUILT_IN = """\
 import sys
@@ -42,10 +42,10 @@ class NodeCheckResult(Value):
     """Result of a check.
 
     Args:
-        title: what the check is called in lines of its output.
+        title: name of the check, shown before each line of its output.
         unfit: reason why this node cannot run workers; ``None`` if it can, or if the check gave no answer.
         problem: reason why the check gave no answer; ``None`` if it did.
-        lines: last lines of the check's output, except the line that is the reason.
+        lines: last lines of the check's output, without the line that became the reason.
     """
 
     title: str = "node check"
@@ -55,15 +55,15 @@ class NodeCheckResult(Value):
 
 
 class NodeCheck:
-    """One run of all checks at the same time, each in a child process and on a thread of its own.
+    """A single run of all checks, concurrently. Each check has its own child process and its own thread.
 
     Args:
-        sources: the checks.
-        timeout: seconds after which a check is killed. A check that hangs is no proof that the node is
-            broken, so it does not make the node unfit.
+        sources: checks to run.
+        timeout: seconds after which a check is killed. A hanging check does not make the node unfit, because
+            it does not prove that the node is broken.
 
     Attributes:
-        fd: file descriptor that is readable when all checks have finished.
+        fd: file descriptor that becomes readable when all checks have finished.
 
     Raises:
         OSError: the process has run out of file descriptors.
@@ -80,7 +80,7 @@ class NodeCheck:
         self.fd = self._call.fd
 
     def cancel(self) -> None:
-        """Kill the checks. :attr:`fd` becomes readable soon."""
+        """Kill all checks. :attr:`fd` becomes readable soon afterwards."""
         os.eventfd_write(self._cancelled, 1)
 
     def finish(self) -> list[NodeCheckResult]:
@@ -105,7 +105,7 @@ def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) ->
             call.wait()
         return [call.take() for call in calls]
     except (OSError, RuntimeError) as error:
-        # Kill the checks that are running, because without the others they cannot be waited for in time.
+        # Kill the checks that did start. Otherwise the code below would wait until they finish or time out.
         os.eventfd_write(cancelled, 1)
         return [NodeCheckResult(problem=f"the node checks could not be started: {error}")]
     finally:
@@ -143,9 +143,9 @@ def _command(source: HealthSource) -> list[str]:
         return list(source.words)
     import elasticrs
 
-    # Isolate the program from the working directory and from variables such as `PYTHONPATH`, which could
-    # replace modules of the standard library. Only this package comes from its own folder first, because
-    # another release of it may be installed.
+    # Isolate the program from the working directory and from variables such as `PYTHONPATH`, because modules
+    # found there could shadow the standard library. Put the folder of this package first in the search path
+    # only while the package itself is imported, because another release of the package may be installed.
     root = os.path.dirname(elasticrs.__path__[0])
     return [sys.executable, "-I", "-c", _BUILT_IN, root, source.built_in, *source.words]
 

@@ -1,7 +1,7 @@
-"""Ask the health check daemon of a site, which serves NVIDIA's ``nvhcd.proto`` on a Unix socket.
+"""Query a site's health check daemon, a service that implements NVIDIA's ``nvhcd.proto`` on a Unix socket.
 
-The messages are encoded here, because they have four fields, and generated code would need a fixed release of
-protobuf.
+This module decodes the daemon's reply without protobuf. The reply has only four fields, and generated code
+would require a particular release of protobuf.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 METHOD = "/nvhcd.HealthCheckService/RunHealthCheck"
 NO_ARGUMENTS = b""
-"""Encoded request without arguments for the daemon's script."""
+"""Encoded request that passes no arguments to the daemon's script."""
 _SUCCESS, _EXIT_CODE, _OUTPUT, _ERROR = 1, 2, 3, 4
 
 
 def main(path: str) -> int:
-    """Let the daemon run its check. Print the result, and return 0 if the node is fit, otherwise 1.
+    """Have the daemon run its check. Return 0 if the node is fit; otherwise print the reason and return 1.
 
     Args:
         path: path of the daemon's socket.
 
     Raises:
-        NoAnswerError: the daemon does not answer, could not run its check, or answers something else.
+        NoAnswerError: the daemon does not reply, could not run its check, or sends a malformed reply.
     """
-    # Keep grpc's own log out of the output, whose last line is the reason.
+    # Silence grpc's own log, because the last line of this program's output must be the reason.
     os.environ["GRPC_VERBOSITY"] = "NONE"
     import grpc
 
@@ -42,10 +42,10 @@ def main(path: str) -> int:
 
 
 def report(reply: bytes) -> int:
-    """Print the result in the daemon's reply, and return the exit code.
+    """Evaluate the daemon's reply. Return 0 if the node is fit; otherwise print the reason and return 1.
 
     Raises:
-        NoAnswerError: the reply has no result.
+        NoAnswerError: the reply is malformed, or says that the check could not be run.
     """
     numbers: dict[int, int] = {}
     texts: dict[int, str] = {}
@@ -64,17 +64,18 @@ def report(reply: bytes) -> int:
         raise NoAnswerError(
             f"the check could not be run: {text}" if text else "the reply is not a HealthCheckResponse"
         )
-    # Negative numbers are encoded as 64 bits.
+    # Protobuf encodes a negative number as an unsigned 64-bit number (two's complement).
     code = code - (1 << 64) if code >= 1 << 63 else code
     say(f"the check exited with code {code}{': ' if text else ''}{' '.join(text.split())}")
     return 1
 
 
 def decode(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and the value of each field of a protobuf message. The value is a number or bytes.
+    """Yield the number and the value of each field in a protobuf message. The value of a varint field is an
+    integer. The values of all other fields are bytes.
 
     Raises:
-        ValueError: the bytes are not a message.
+        ValueError: the bytes are not a protobuf message.
     """
     position = 0
     while position < len(message):
@@ -89,18 +90,18 @@ def decode(message: bytes) -> Iterator[tuple[int, int | bytes]]:
         elif kind in (1, 5):
             size = 8 if kind == 1 else 4
         else:
-            raise ValueError(f"wire type {kind}")
+            raise ValueError(f"unknown wire type {kind}")
         if not number or size > len(message) - position:
-            raise ValueError("the message ends early")
+            raise ValueError("invalid or truncated field")
         yield number, message[position : position + size]
         position += size
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """Decode a number of variable length. Return it, and the position after it."""
+    """Decode a varint. Return the number and the position of the first byte after the varint."""
     value = 0
     for index, byte in enumerate(message[position : position + 10]):
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value, position + index + 1
-    raise ValueError("the number does not end")
+    raise ValueError("unterminated varint")

@@ -1,4 +1,4 @@
-"""Facts about NVIDIA's driver that need no library, so that every launch can ask for them."""
+"""Cheap facts about NVIDIA's driver. Every launch can check them, because no library has to be loaded."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEVICE = "/dev/nvidiactl"
-"""Device that exists if NVIDIA's driver is loaded and this process may use its GPUs."""
+"""Device file that exists if NVIDIA's driver is loaded and this process may use the GPUs."""
 
 MEMORY_LIMIT = 50.0
-"""Seconds to wait for the device memory of dead workers, before workers start again."""
+"""Maximum number of seconds for which a restart waits until the device memory of dead workers is free."""
 
 
 def are_gpus_visible(environ: Mapping[str, str]) -> bool:

@@ -1,7 +1,7 @@
-"""Calls of NVML, the management library of NVIDIA's driver, through :mod:`ctypes`.
+""":mod:`ctypes` bindings for NVML, the management library of NVIDIA's driver.
 
 Use this module only in child processes. A call may hang in the driver, and the library starts threads and
-opens file descriptors that stay after its shutdown.
+opens file descriptors that it does not release when it is shut down.
 """
 
 from __future__ import annotations
@@ -27,25 +27,29 @@ RESET_REQUIRED = 16
 VERSION_MISMATCH = 18
 
 ECC_UNCORRECTABLE = 4
-"""Field: number of uncorrectable memory errors since the driver was loaded or the GPU was reset."""
+"""Id of the field with the number of uncorrectable memory errors since the driver was loaded or the GPU was
+last reset.
+"""
 REMAP_PENDING = 144
-"""Field: 1 if a faulty row of the memory is replaced at the next reset."""
+"""Id of the field that is 1 if a faulty memory row will be replaced at the next reset."""
 REMAP_FAILURE = 145
-"""Field: 1 if a faulty row of the memory could not be replaced."""
+"""Id of the field that is 1 if a faulty memory row could not be replaced."""
 RECOVERY_ACTION = 230
-"""Field: what the driver needs before the GPU can be used again, as a key of :data:`RECOVERY_ACTIONS`."""
+"""Id of the field with the recovery action that the GPU needs before it can be used again. Its values are the
+keys of :data:`RECOVERY_ACTIONS`.
+"""
 
 RECOVERY_ACTIONS = {
     0: "nothing",
     1: "a reset of the GPU",
     2: "a reboot of the node",
-    3: "an end of the traffic between GPUs (drain P2P)",
-    4: "an end of its jobs and a reset of the GPU (drain and reset)",
+    3: "an end to the peer-to-peer traffic between GPUs (drain P2P)",
+    4: "an end to the jobs on the GPU, and then a reset (drain and reset)",
     5: "a recovery of the IMEX domain",
     6: "a reset of the GPU's PCIe bus",
     7: "a reboot of the system",
 }
-"""Recovery actions as text for users, by the numbers that the driver uses."""
+"""Recovery actions as text for users, keyed by the driver's numbers."""
 
 _XID_EVENT = 8
 _UNSIGNED_TYPES = {1: ctypes.c_uint, 2: ctypes.c_ulong, 3: ctypes.c_ulonglong, 4: ctypes.c_longlong}
@@ -54,12 +58,12 @@ _MAX_PROCESSES = 1024
 
 
 class NvmlError(Exception):
-    """Raised if a call fails.
+    """Raised if a call to NVML fails.
 
     Attributes:
-        function: name of the function; ``dlopen`` if the library cannot be loaded.
-        code: return value of the function. :data:`FUNCTION_NOT_FOUND` also stands for a function that this
-            version of the library does not have.
+        function: name of the function that failed; ``dlopen`` if the library cannot be loaded.
+        code: return value of the function. :data:`FUNCTION_NOT_FOUND` is also used if the installed version
+            of the library does not have the function.
     """
 
     def __init__(self, function: str, code: int, text: str) -> None:
@@ -125,8 +129,8 @@ class Device(Value):
     """A GPU.
 
     Args:
-        handle: handle of the library.
-        index: number of the GPU, as ``nvidia-smi`` shows it.
+        handle: the library's handle for the GPU.
+        index: number of the GPU in ``nvidia-smi``.
         uuid: identifier of the form ``GPU-…``.
         address: PCI address, such as ``00000000:3B:00.0``.
     """
@@ -138,14 +142,15 @@ class Device(Value):
 
 
 class Nvml:
-    """The library, initialized.
+    """The loaded and initialized NVML library.
 
     Attributes:
-        calling: name of the function that is being called; empty between two calls. Waiting for an event does
-            not count.
+        calling: name of the function that is being called; empty between two calls. Calls that wait for an
+            event are not recorded.
 
     Raises:
-        NvmlError: the library is missing, or the driver is not loaded or does not match.
+        NvmlError: the library is missing or cannot be initialized, for example because the driver is not
+            loaded or has a different version.
     """
 
     def __init__(self) -> None:
@@ -163,7 +168,7 @@ class Nvml:
         return number.value
 
     def device(self, index: int) -> Device:
-        """Return a GPU by its number.
+        """Return the GPU with this number.
 
         Raises:
             NvmlError: the GPU cannot be used, for example with the code :data:`GPU_IS_LOST`.
@@ -175,8 +180,8 @@ class Nvml:
         return Device(handle.value or 0, index, uuid.value.decode("ascii", "replace"), pci.address.decode())
 
     def fields(self, device: Device, names: Iterable[int]) -> dict[int, int]:
-        """Return the values of fields by their numbers. Fields that the GPU or the driver does not have are
-        left out.
+        """Return the values of fields, keyed by their numbers. Omit fields that the GPU or the driver does
+        not support.
         """
         fields = (_Field * len(wanted := tuple(names)))()
         for field, number in zip(fields, wanted, strict=True):
@@ -189,8 +194,8 @@ class Nvml:
         }
 
     def used_memory(self, device: Device) -> int:
-        """Return the number of bytes of device memory in use. With old drivers this contains the memory that
-        the driver reserves for itself.
+        """Return the number of bytes of device memory in use. With old drivers, the number includes the
+        memory that the driver reserves for itself.
         """
         memory = _MemoryWithoutReserve(version=ctypes.sizeof(_MemoryWithoutReserve) | 2 << 24)
         handle = ctypes.c_void_p(device.handle)
@@ -205,8 +210,8 @@ class Nvml:
         return int(memory.used)
 
     def processes(self, device: Device) -> dict[int, int]:
-        """Return the bytes of device memory that processes hold, by pid. In a container, the processes of
-        others may be missing, and the pids may be those of the host.
+        """Return the number of bytes of device memory that each process holds, keyed by pid. In a container,
+        processes outside the container may be missing, and the pids may be the host's.
         """
         found, number = (_Process * _MAX_PROCESSES)(), ctypes.c_uint(_MAX_PROCESSES)
         handle = ctypes.c_void_p(device.handle)
@@ -216,7 +221,7 @@ class Nvml:
             if error.code not in (FUNCTION_NOT_FOUND, NOT_SUPPORTED, INSUFFICIENT_SIZE):
                 raise
             return {}
-        # The driver reports the largest number if it does not know how much a process holds.
+        # The driver reports the largest 64-bit number if it does not know how much memory a process holds.
         unknown = 2**64 - 1
         return {each.pid: each.used for each in found[: number.value] if each.used != unknown}
 
@@ -233,10 +238,10 @@ class Nvml:
         return current.value == 1
 
     def watch_xids(self, devices: Iterable[Device]) -> XidEvents:
-        """Start to collect the Xids of GPUs.
+        """Start collecting the Xids of GPUs.
 
         Raises:
-            NvmlError: none of the GPUs reports events, or the library has no events.
+            NvmlError: none of the GPUs can report events, or the library does not support events.
         """
         events = ctypes.c_void_p()
         self._call("nvmlEventSetCreate", ctypes.byref(events))
@@ -257,7 +262,7 @@ class Nvml:
         try:
             function = getattr(self._library, name)
         except AttributeError:
-            raise NvmlError(name, FUNCTION_NOT_FOUND, "this version of NVML does not have it") from None
+            raise NvmlError(name, FUNCTION_NOT_FOUND, "this version of NVML lacks the function") from None
         if not is_wait:
             self.calling = name
         code = function(*arguments)
@@ -276,12 +281,12 @@ class Nvml:
 
 
 class XidEvents(Value):
-    """Xids that NVML reports for GPUs.
+    """Receiver for the Xids that NVML reports about a set of GPUs.
 
     Args:
         nvml: the library.
-        events: handle of the set of events.
-        devices: GPUs whose events are reported.
+        events: handle of NVML's event set.
+        devices: GPUs in the event set.
     """
 
     nvml: Nvml
@@ -289,7 +294,8 @@ class XidEvents(Value):
     devices: list[Device]
 
     def wait(self, seconds: float) -> tuple[Device, int] | None:
-        """Wait for an Xid. Return the GPU and the Xid; ``None`` if none came within ``seconds``.
+        """Wait for an Xid. Return the GPU and the Xid; ``None`` if no Xid arrives within ``seconds``, or if
+        an event of another type arrives first.
 
         Raises:
             NvmlError: a GPU is lost, or the driver failed.
@@ -309,7 +315,7 @@ class XidEvents(Value):
 
 
 def main() -> int:
-    """Print the identifiers of all GPUs, one in each line. Return the exit code."""
+    """Print the UUIDs of all GPUs, one per line. Return the exit code."""
     try:
         library = Nvml()
         print(*(library.device(index).uuid for index in range(library.count())), sep="\n")

@@ -1,4 +1,4 @@
-"""Ask NVML, the management library of NVIDIA's driver, whether the GPUs of this node can run workers."""
+"""Check with NVML, the management library of NVIDIA's driver, whether this node's GPUs can run workers."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ if TYPE_CHECKING:
     from elasticrs.host.nvml import Nvml
 
 LIMIT = 40.0
-"""Seconds that the calls may take together. The initialization takes long if the driver was not loaded."""
+"""Time limit for all NVML calls together, in seconds. The limit is long because initializing the library is
+slow if the driver is not loaded yet.
+"""
 
 _FIELDS = (nvml.RECOVERY_ACTION, nvml.REMAP_FAILURE, nvml.REMAP_PENDING, nvml.ECC_UNCORRECTABLE)
 _PROOFS = {
     nvml.GPU_IS_LOST: "it has fallen off the bus or is not accessible",
     nvml.RESET_REQUIRED: "it needs a reset before it can be used again",
 }
-"""Return values of a function that prove that the GPU cannot be used."""
+"""Return values of NVML functions that prove that a GPU cannot be used, with the reason as text for users."""
 
 
 class Verdict:
-    """What is known about the GPUs.
+    """Results of the check so far.
 
     Attributes:
-        unfit: a reason for each GPU that cannot run workers.
+        unfit: reasons why GPUs cannot run workers, one for each unfit GPU.
         remarks: facts that do not make a GPU unfit.
         count: number of GPUs that were examined.
     """
@@ -40,7 +42,7 @@ class Verdict:
         self.count = 0
 
     def line(self) -> str:
-        """Return the result as one sentence."""
+        """Return the results as a single line of text."""
         if self.unfit:
             return "; ".join(self.unfit)
         if not self.count:
@@ -49,7 +51,7 @@ class Verdict:
 
 
 def examine(library: Nvml, verdict: Verdict) -> None:
-    """Examine all GPUs.
+    """Examine all GPUs and add the results to ``verdict``.
 
     Raises:
         NvmlError: the library cannot count the GPUs.
@@ -73,10 +75,12 @@ def examine(library: Nvml, verdict: Verdict) -> None:
 
 
 def why_unfit(fields: dict[int, int]) -> str | None:
-    """Return the reason why a GPU with these fields cannot run workers; ``None`` if it can.
+    """Return the reason why a GPU with these field values cannot run workers; ``None`` if it can.
 
-    If the driver reports a recovery action, that action takes all errors into account. Otherwise the other
-    fields must agree, because an uncorrectable error alone may have been repaired.
+    A GPU is unfit if the driver requests a recovery action, or if a faulty memory row could not be replaced.
+    Older drivers do not report recovery actions. With them, a GPU is also unfit if it has uncorrectable
+    memory errors and a faulty row that will be replaced at the next reset. Either alone proves nothing,
+    because the damage may have been repaired.
     """
     action = fields.get(nvml.RECOVERY_ACTION)
     if action in nvml.RECOVERY_ACTIONS and action != 0:
@@ -84,43 +88,44 @@ def why_unfit(fields: dict[int, int]) -> str | None:
     if fields.get(nvml.REMAP_FAILURE):
         return "a faulty row of its memory could not be replaced"
     if action is None and fields.get(nvml.REMAP_PENDING) and fields.get(nvml.ECC_UNCORRECTABLE):
-        return "its memory has uncorrectable errors, and faulty rows that are replaced at the next reset"
+        return "its memory has uncorrectable errors, and a faulty row will be replaced only at the next reset"
     return None
 
 
 def remarks(fields: dict[int, int]) -> list[str]:
-    """Return facts that do not make a GPU unfit, but that an administrator should know."""
+    """Return facts that an administrator should know, although they do not make a GPU unfit."""
     found = []
     action = fields.get(nvml.RECOVERY_ACTION)
     if action is None:
         found.append("the driver does not report a recovery action")
     elif action not in nvml.RECOVERY_ACTIONS:
-        found.append(f"the driver asks for the recovery action {action}, which is not known here")
+        found.append(f"the driver asks for recovery action {action}, which elasticrs does not know")
     if errors := fields.get(nvml.ECC_UNCORRECTABLE):
         found.append(f"{errors} uncorrectable memory error{'s' if errors > 1 else ''} since the last reset")
     if fields.get(nvml.REMAP_PENDING):
-        found.append("a faulty row of the memory is replaced at the next reset")
+        found.append("a faulty memory row will be replaced at the next reset")
     return found
 
 
 def problem_of(error: NvmlError) -> str:
-    """Return the sentence for a library that cannot be used."""
+    """Return the message for the user if NVML fails with this error."""
     if error.code == nvml.LIBRARY_NOT_FOUND:
         return f"NVML is not available ({error})"
     if error.code == nvml.DRIVER_NOT_LOADED:
         return "the NVIDIA driver is not loaded"
     if error.code == nvml.VERSION_MISMATCH:
-        return "NVML and the loaded driver are of different versions; a reboot usually helps"
+        return "NVML and the loaded driver have different versions; a reboot usually helps"
     if error.code == nvml.FUNCTION_NOT_FOUND:
-        return f"this version of NVML cannot tell ({error})"
+        return f"NVML does not support this check ({error})"
     return f"NVML failed ({error})"
 
 
 def main() -> int:
-    """Print the result. Return 1 if a GPU is unfit, otherwise 0. If the library hangs, exit.
+    """Run the check and print its result. Return 1 if a GPU is unfit, otherwise 0. If a call to NVML hangs,
+    do not return, but exit the process.
 
     Raises:
-        NoAnswerError: the library cannot be used, and nothing proves that a GPU is unfit.
+        NoAnswerError: NVML cannot be used, and no GPU has been found unfit.
     """
     verdict, over = Verdict(), _thread.allocate_lock()
     problems: list[str] = []
@@ -149,7 +154,7 @@ def main() -> int:
         if not verdict.unfit:
             say("; ".join(problems))
         sys.stdout.flush()
-        # A thread that hangs in the driver would keep the interpreter from exiting.
+        # Skip the normal exit, because the thread that hangs in the driver would block it.
         os._exit(UNFIT if verdict.unfit else NO_ANSWER)
     if problems and not verdict.unfit:
         raise NoAnswerError("; ".join(problems))

@@ -1,6 +1,7 @@
-"""Xids, the errors that NVIDIA's driver reports: their records in the kernel log, and what follows from them.
+"""Parse Xids (error codes of NVIDIA's driver) in kernel log records, and look up the recommended actions.
 
-What follows is in ``xids.json``, with its source and date. The file is read when it is first needed.
+The actions are in ``xids.json``, with a link to NVIDIA's catalog and the date of its content. The file is
+read on first use.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ _PROCESS = re.compile(r"\bpid='?(\d+|<unknown>)'?,?\s*(?:name=[^,]*,?\s*)?")
 _ANNOUNCEMENT = re.compile(r"to 0x([0-9a-fA-F]+)(?: \(([^)]*)\))?")
 _NVLINK = re.compile(r"(\w+)\s+(Fatal|Nonfatal)\b(?:[^(]*\(0x([0-9a-fA-F]+))?")
 _MAX_DETAIL = 200
-"""Maximum number of characters that are kept of a record's detail."""
+"""Maximum length of the detail that is kept from a record, in characters."""
 
 _known: dict[int, dict[str, Any]] = {}
 _catalog: dict[str, Any] = {}
 
 
 class LogRecord(Value):
-    """An Xid in the kernel log.
+    """Record of an Xid in the kernel log.
 
     Args:
-        address: domain, bus and device number of the GPU on the PCI bus.
+        address: PCI domain, bus and device number of the GPU.
         code: the Xid.
-        pid: pid of the process whose work failed; ``None`` if the record names none.
-        detail: rest of the record.
+        pid: pid of the process whose work on the GPU failed; ``None`` if the record contains no pid.
+        detail: rest of the record's first line, shortened.
     """
 
     address: tuple[int, int, int]
@@ -45,15 +46,16 @@ class LogRecord(Value):
 
 
 class Xid(Value):
-    """An Xid of a GPU during an attempt, which may have come several times.
+    """All occurrences of an Xid on one GPU during an attempt.
 
     Args:
         code: the Xid.
-        gpu: number of the GPU, as ``nvidia-smi`` shows it.
-        count: how often it came.
-        pids: pids of the processes whose work failed, as far as they are known.
-        workers: pids of the workers that are these processes or their ancestors.
-        detail: text of the driver; empty if only NVML has reported the Xid.
+        gpu: number of the GPU in ``nvidia-smi``.
+        count: number of occurrences.
+        pids: known pids of the processes whose work on the GPU failed.
+        workers: pids of the workers to which these processes belong. Each worker is one of the processes or
+            an ancestor of one.
+        detail: text from the driver's kernel log record; empty if only NVML has reported the Xid.
     """
 
     code: int
@@ -64,7 +66,7 @@ class Xid(Value):
     detail: str = ""
 
     def note(self) -> str:
-        """Return a line for the failure report."""
+        """Return a line about this Xid for the failure report."""
         found = meaning(self.code, self.detail)
         who = [f"GPU {self.gpu}"]
         if self.pids:
@@ -75,12 +77,12 @@ class Xid(Value):
 
 
 class Meaning(Value):
-    """What an Xid means.
+    """Description of an Xid, with the recommended action.
 
     Args:
-        text: the error.
-        action: what follows, as a key of ``actions`` in ``xids.json``.
-        advice: the same as text for users.
+        text: description of the error.
+        action: recommended action, as a key of ``actions`` in ``xids.json``.
+        advice: recommended action as text for users.
     """
 
     text: str
@@ -89,7 +91,7 @@ class Meaning(Value):
 
 
 def address_of(text: str) -> tuple[int, int, int]:
-    """Return domain, bus and device number of a PCI address such as ``00000000:3B:00.0``.
+    """Return the domain, bus and device number of a PCI address such as ``00000000:3B:00.0``.
 
     Raises:
         ValueError: the text is not a PCI address.
@@ -99,7 +101,7 @@ def address_of(text: str) -> tuple[int, int, int]:
 
 
 def parse(record: str) -> LogRecord | None:
-    """Return the Xid of a record of the kernel log; ``None`` if the record is about something else."""
+    """Parse a kernel log record. Return ``None`` if the record is not about an Xid."""
     found = _RECORD.search(record)
     if found is None:
         return None
@@ -112,23 +114,24 @@ def parse(record: str) -> LogRecord | None:
 
 
 def meaning(code: int, detail: str = "") -> Meaning:
-    """Return what an Xid means.
+    """Return the description of an Xid and the recommended action.
 
     Args:
         code: the Xid.
-        detail: text of the driver. For Xids 144 to 150 and 154 it decides what follows.
+        detail: text from the driver's record. The recommended action for Xids 144 to 150 and 154 depends on
+            this text.
     """
     _load()
     entry = _known.get(code)
     if entry is None:
-        return _meaning(f"not in the catalog of {_catalog['date']}", "support")
+        return _meaning(f"not in NVIDIA's catalog of {_catalog['date']}", "support")
     text, action = entry["text"], entry.get("action", "driver")
     if "by_announcement" in entry and (found := _ANNOUNCEMENT.search(detail)):
         action = entry["by_announcement"].get(str(int(found[1], 16)), action)
         text += f": {found[2]}" if found[2] else ""
     elif "by_severity" in entry and (found := _NVLINK.search(detail)):
         unit, severity, information = found.groups()
-        # Bits 20 to 25 of the first number are the subcode.
+        # Bits 20 to 25 of the first number in parentheses are the subcode.
         subcode = None if information is None else int(information, 16) >> 20 & 0x3F
         action = entry["by_severity"][severity]
         action = entry.get("by_unit", {}).get(f"{unit} {severity}", action)
