@@ -88,14 +88,14 @@ class WorkerSettings:
         max_same_failures: number of equal failures without progress after which the job stops, even if
             restarts are left; 0 for no limit. Failures are equal if the same exception is raised at the same
             place, on the same rank or in the same training step.
-        max_excluded_nodes: maximum number of unfit nodes that a job on several nodes excludes; 0 for none.
+        max_excluded_nodes: maximum number of unfit nodes that a job on several nodes may exclude; 0 for none.
         fatal_exit_codes: exit codes of workers for which the job stops without a restart, such as
             ``"3,40-49"``.
-        exit_codes: exit code for a failed job: the launcher exits with it, and programs find it in
-            :class:`elasticrs.errors.JobFailedError`. ``"torchrun"``: always 1. ``"verdict"``: 93 if
-            another attempt would fail in the same way, 193 if this node is unfit, otherwise 1;
-            ``"verdict:PERMANENT,UNFIT"`` for other numbers. ``"worker"``: the exit code of the worker that
-            failed first, or 128 plus the number of the signal that killed it.
+        exit_codes: exit code for a failed job. The launcher exits with this code, and programs can read it
+            from :class:`elasticrs.errors.JobFailedError`. ``"torchrun"``: always 1. ``"verdict"``: 93 if
+            another attempt would fail in the same way, 193 if this node is unfit, otherwise 1.
+            ``"verdict:PERMANENT,UNFIT"`` uses other codes than 93 and 193. ``"worker"``: the exit code of the
+            worker that failed first, or 128 plus the number of the signal that killed it.
         log_prefix: ``"time"`` adds the time to the prefix of elasticrs's own lines, ``"none"`` does not, and
             ``"auto"`` adds it unless the lines are written to a terminal. If ``None``, the value comes from
             ``PET_LOG_PREFIX``; the default is ``"auto"``.
@@ -157,8 +157,9 @@ class JobConfig(Record, WorkerSettings):
         role: role of the workers.
         name: name of the job in the report: the script, the program or the function.
         max_restarts: maximum number of charged restarts.
-        node_check: sources of facts about the health of this node, before it joins the job and after each
-            failure, as in :meth:`.policy_options.HealthSource.parse`; ``None`` for no check.
+        node_check: health checks of this node, which run before the node joins the job and after each
+            failure. Each item has a form that :meth:`.policy_options.HealthSource.parse` accepts. ``None``
+            for no check.
         node_check_timeout: seconds after which a check is killed.
         report: file for the JSON report of the job, as ``"file:PATH"``; ``None`` for no report.
         shutdown_timeout: seconds between the first signal and SIGKILL.
@@ -209,8 +210,8 @@ class JobConfig(Record, WorkerSettings):
 
         window = getattr(self.max_restarts, "window", None)
         first, longest = delays(self.restart_delay)
-        # With `--on-failure replace`, other workers keep running on a node when a round ends, so no node is
-        # excluded.
+        # Exclude no node with `--on-failure replace`, because the other workers on a node may keep running
+        # when a round ends.
         most = None if self.replaces_workers else self.max_excluded_nodes
         return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
 

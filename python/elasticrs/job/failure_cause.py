@@ -59,7 +59,7 @@ class Cause(Value):
             stopped while it was exiting.
         message: shortened traceback or other description of the failure.
         lines: last lines of the worker's stderr, shortened.
-        xids: errors that NVIDIA's driver has reported on that node during the attempt, as text.
+        xids: Xids (errors of NVIDIA's driver) of that node during the attempt, one line of text for each.
         ground: for a hung worker, the reason for blaming it instead of another worker that missed its
             deadline (see ``WorkerHung``).
         silence: seconds since the worker's last heartbeat.
@@ -78,8 +78,8 @@ class Cause(Value):
         is_consequence: true if the exception only reports that a peer is lost or does not answer; otherwise
             ``None``.
         reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
-        diagnosis: which ranks kept the others waiting, from the evidence of all nodes; see
-            :mod:`elasticrs.diagnosis`. ``None`` without such evidence.
+        diagnosis: text that says which ranks kept the others waiting, according to the evidence from all
+            nodes; see :mod:`elasticrs.diagnosis`. ``None`` if no diagnosis was possible.
     """
 
     node: str | None = None

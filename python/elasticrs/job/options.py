@@ -54,7 +54,8 @@ class Option(Value):
         group: :data:`OURS` for an option that torchrun does not have.
         has_variable: true if the environment variable ``PET_<NAME>`` also sets the option.
         typed: default as text, if torchrun stores the value of this option as text; otherwise ``None``.
-        repeats: true if the option may be given several times. Its value is a tuple with one item for each.
+        repeats: true if the option may be given several times. The value of such an option is a tuple with
+            one item per occurrence.
     """
 
     name: str
@@ -281,15 +282,15 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  "with every failure without progress (default 0)", RESTART_DELAY, group=OURS),
         _setting("max-same-failures", "how many equal failures without progress end the job although "
                  "restarts are left (default {default}; 0: no limit)", COUNT, group=OURS),
-        _setting("max-excluded-nodes", "how many unfit nodes the job excludes (default {default})", COUNT,
-                 group=OURS),
+        _setting("max-excluded-nodes", "maximum number of unfit nodes that the job excludes (default "
+                 "{default})", COUNT, group=OURS),
         _setting("fatal-exit-codes", "exit codes of workers that end the job without a restart, such as "
                  "3,40-49", FATAL_EXIT_CODES, group=OURS),
         _setting("exit-codes", "exit code of a failed job: torchrun (always 1; the default), verdict (93 if "
                  "another attempt would fail alike, 193 if this node is unfit, otherwise 1) or worker (that "
                  "of the worker that failed first)", EXIT_CODES, group=OURS),
-        _setting("node-check", "check of this node before it joins the job and after each failure: a command "
-                 "(exit code 0: fit), nvml, gpud[:URL] or nvhcd:PATH; may be repeated",
+        _setting("node-check", "health check of this node, before it joins the job and after each failure: a "
+                 "command (exit code 0: fit), nvml, gpud[:URL] or nvhcd:PATH; may be repeated",
                  NODE_CHECK, group=OURS, repeats=True),
         _setting("node-check-timeout", "seconds after which a check is killed (default {default})",
                  INTERVAL, group=OURS),
@@ -326,8 +327,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
         Option("master-port", "port on node rank 0 (default: 29500 for several nodes, a free one on one "
                "node)", None, PORT),
         Option("local-addr", "address at which other nodes reach this one (default: detected)", None, HOST),
-        Option("no-scheduler", "ignore the variables of Slurm and Kubernetes, which otherwise set the "
-               "options above",
+        Option("no-scheduler", "ignore the environment variables of Slurm and Kubernetes, which otherwise "
+               "provide defaults for the options above",
                False, group=OURS),
         Option("drain", "what a stop signal to this agent stops: node (only this node; the default) or job",
                None, DRAIN, group=OURS),
@@ -398,7 +399,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                "(default 0.1)", config.DEFAULT_MONITOR_INTERVAL, INTERVAL),
     ),
     "Other": (
-        Option("check", "say what changes for a command line of torchrun, without running it", None,
+        Option("check", "report what would change for a torchrun command line, without running it", None,
                Kind(str, "torchrun ARGS…"), has_variable=False, group=OURS),
         Option("print-completion", "print a completion script for bash, zsh or tcsh, and exit (needs shtab)",
                None, SHELL, has_variable=False),

@@ -139,16 +139,16 @@ class ExitCodes(Value):
 
 
 BUILT_IN_SOURCES = {"nvml": "nvml", "gpud": "gpud, or gpud:URL with http or https", "nvhcd": "nvhcd:PATH"}
-"""Health sources that are part of elasticrs, with the forms in which they are written."""
+"""Accepted forms of each built-in health source, keyed by the source's name."""
 
 
 class HealthSource(Value):
-    """A source of facts about the health of a node.
+    """A health check of a node: a built-in health source, or a command of the user.
 
     Args:
-        title: what the source is called in messages.
-        words: program and its arguments or, for a source of elasticrs, only the arguments.
-        built_in: name of a source of elasticrs; ``None`` for a command of the user.
+        title: name of the health source in messages.
+        words: the user's program and its arguments. For a built-in source, only its arguments.
+        built_in: name of the built-in source; ``None`` for a command of the user.
     """
 
     title: str
@@ -157,10 +157,10 @@ class HealthSource(Value):
 
     @staticmethod
     def parse(text: str) -> HealthSource:
-        """Parse a command line, or ``nvml``, ``gpud``, ``gpud:URL`` or ``nvhcd:PATH``.
+        """Parse ``nvml``, ``gpud``, ``gpud:URL``, ``nvhcd:PATH``, or the command line of a program.
 
         Raises:
-            ValueError: the text has another form.
+            ValueError: the text has none of these forms.
         """
         name, colon, rest = text.strip().partition(":")
         if name not in BUILT_IN_SOURCES:
@@ -188,8 +188,8 @@ def _is_web_address(text: str) -> bool:
 
 
 def similar_source(word: str) -> str | None:
-    """Return the health source of elasticrs that the user may have meant with this name of a program. Return
-    ``None`` if there is none.
+    """Return the built-in health source whose name is similar to a program's name, in case the user misspelt
+    the source. Return ``None`` if no name is similar.
     """
     import difflib
 

@@ -3,20 +3,21 @@
 The agent of one node and the leader of a job on several nodes both call :func:`decide`, so that a failure is
 judged by one set of rules:
 
-- **POLICY-1** A failure that another attempt would repeat stops the job at once; see :class:`Permanence`. A
-  start error counts only if at least two nodes report one, in the same round or in two consecutive rounds, or
-  if the round has a single node. If only one of several nodes reports a start error, that node may be broken,
-  so the workers are restarted.
+- **POLICY-1** A failure that another attempt would repeat stops the job immediately; see
+  :class:`Permanence`. A start error stops the job only if at least two nodes report one in the same round, if
+  two nodes report the same one in consecutive rounds, or if the round has a single node. If only one of
+  several nodes reports a start error, that node may be broken, so the workers are restarted.
 - **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Two
   failures are equal if the same exception was raised at the same place, on the same rank or in the same
   training step (or before the first step). Connection errors do not count, because they are often transient.
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
 - **POLICY-5** At most one node per failure is excluded from the job, and the workers are restarted on the
-  others. A node that its own check has found unfit is excluded at once. A node that alone reports a start
-  error is excluded the second time. No node is excluded if the evidence is thin, if more than
-  ``max_excluded_nodes`` nodes or most nodes of the round would have to go, if fewer than the minimum number
-  of nodes would remain, or if the node cannot go.
+  remaining nodes. A node is excluded immediately if its own check has found it unfit. If a node is the only
+  one to report a start error, it is excluded when it is implicated for the second time. No node is excluded
+  if the evidence is insufficient, if more than ``max_excluded_nodes`` nodes in total or more than half of the
+  round's nodes would have to be excluded, if fewer than the minimum number of nodes would remain, or if all
+  suspect nodes are in ``Evidence.bound``.
 """
 
 from __future__ import annotations
@@ -46,9 +47,11 @@ TRANSIENT = frozenset(
 MAX_DOUBLINGS = 30
 """Maximum number of times that a delay is doubled. Prevents an overflow after many failures."""
 MAX_SUSPECTS = 8
-"""Maximum number of nodes for which the history counts how often they were implicated in a failure."""
+"""Maximum number of suspect nodes in the history. Also the maximum number of nodes that a message names."""
 IMPLICATED_TWICE = 2
-"""Number of start errors of one node alone after which it is excluded."""
+"""Number of failures in which a node must be implicated before it is excluded. A node that its own check
+found unfit is excluded earlier.
+"""
 
 
 class RestartSettings(Value):
@@ -62,8 +65,8 @@ class RestartSettings(Value):
         longest_delay: maximum delay in seconds.
         max_same_failures: number of equal failures without progress after which the job stops; 0 for no
             limit.
-        max_excluded_nodes: maximum number of nodes that are excluded from the job; ``None`` if exclusion is
-            not possible in this job.
+        max_excluded_nodes: maximum number of nodes to exclude from the job; ``None`` if this job never
+            excludes nodes.
     """
 
     max_restarts: int
@@ -83,10 +86,10 @@ class Evidence(Value):
         now: current time in seconds, on a clock that all calls share.
         ran: seconds for which the workers ran; ``None`` if unknown.
         jitter: random number from 0 to 1, which shortens a delay by up to a half.
-        unfit: nodes whose own check has found them unfit after this failure, by name, with the reason.
-        bound: nodes that cannot be excluded, by name, with the reason.
+        unfit: names of the nodes whose own check found them unfit after this failure, each with the reason.
+        bound: names of the nodes that cannot be excluded, each with the reason.
         available: number of nodes that are ready for the next round.
-        min_nodes: minimum number of nodes of a round.
+        min_nodes: minimum number of nodes in a round.
     """
 
     causes: tuple[Cause, ...] = ()
@@ -116,11 +119,11 @@ class FailureHistory(Value):
         same: number of consecutive failures that equal ``last``.
         reached: highest training step that the job has completed; ``None`` if it is unknown.
         without_progress: number of consecutive failures without progress between them.
-        start_error: node and description of the last failure, if it was a start error on that node alone;
-            otherwise ``None``.
-        implicated: names of suspect nodes, with the number of failures in which they were implicated. The
-            node that was implicated last comes last.
-        excluded: number of excluded nodes.
+        start_error: name of the node and description of the error, if the last failure was a start error that
+            only this node reported; otherwise ``None``.
+        implicated: names of suspect nodes, each with the number of failures in which the node was implicated.
+            The most recently implicated node is last.
+        excluded: number of nodes excluded so far.
     """
 
     charged: int = 0
@@ -153,8 +156,8 @@ class RestartDecision(Value):
         stop: kind of reason to stop the job; ``None`` if the workers are restarted.
         reason: the reason to stop, for the user; empty if the workers are restarted.
         delay: seconds to wait before the restart.
-        exclude: name of the node that is excluded from the job; ``None`` if no node is excluded.
-        note: what the user should know about suspect nodes; empty if there are none.
+        exclude: name of the node to exclude from the job; ``None`` to exclude no node.
+        note: message to the user about suspect nodes; empty if there is nothing to say about them.
     """
 
     history: FailureHistory
@@ -195,8 +198,9 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
 
 
 def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide whether a node is excluded from the job (POLICY-5). Call this function directly only for the end
-    of a round that is not charged; :func:`decide` calls it for a failure.
+    """Decide which node is excluded from the job, if any (POLICY-5). :func:`decide` calls this function for a
+    failure that is charged to the restart budget. Call the function directly only if a round ended without
+    charging a restart.
 
     Args:
         settings: settings of the policy.
@@ -204,7 +208,7 @@ def exclude(settings: RestartSettings, history: FailureHistory, evidence: Eviden
         evidence: evidence about the end of the round.
 
     Returns:
-        A decision without a delay, which does not charge a restart.
+        A decision that has no delay and charges no restart.
     """
     unfit = dict(sorted(evidence.unfit))
     reasons = dict(unfit)
@@ -216,11 +220,11 @@ def exclude(settings: RestartSettings, history: FailureHistory, evidence: Eviden
         return RestartDecision(history)
     times = dict(history.implicated)
     for node in reasons:
-        # Insert the node again, so that it is the last one.
+        # Remove and reinsert the node, so that it becomes the last one.
         times[node] = times.pop(node, 0) + 1
     after = history.replaced(implicated=tuple(times.items())[-MAX_SUSPECTS:])
     suspects = [node for node in reasons if node in unfit or times[node] >= IMPLICATED_TWICE]
-    # A node that was implicated more often goes first; of two equal ones, the one that its check found unfit.
+    # Nodes implicated more often come first. Among equals, nodes that their own check found unfit come first.
     suspects.sort(key=lambda node: (-times[node], node not in unfit, node))
     why_kept = _why_kept(settings.max_excluded_nodes, history.excluded, suspects, evidence)
     if why_kept is not None:
@@ -240,23 +244,23 @@ def _named(nodes: Sequence[str]) -> str:
 
 
 def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evidence) -> str | None:
-    """Return the reason why no node is excluded; ``None`` if one of the suspects is excluded.
+    """Return the reason why no node can be excluded; ``None`` if one of the suspects can be.
 
     Args:
         most: maximum number of excluded nodes.
         excluded: number of nodes that were excluded before.
-        suspects: nodes that the evidence is sufficient for; empty if it is thin.
+        suspects: nodes with enough evidence against them for an exclusion; may be empty.
         evidence: evidence about the end of the round.
     """
     bound = dict(evidence.bound)
     if excluded + max(1, len(suspects)) > most:
         return f"max_excluded_nodes={most}, {excluded} excluded so far"
     if not suspects:
-        return "it is excluded if this happens again"
+        return "it will be excluded if this happens again"
     if 1 < len(suspects) > evidence.nodes / 2:
-        return f"{len(suspects)} of {evidence.nodes} nodes would have to go, so the check may be wrong"
+        return f"{len(suspects)} of {evidence.nodes} nodes would be excluded, so the check may be wrong"
     if evidence.available - 1 < evidence.min_nodes:
-        return f"without it, fewer than {evidence.min_nodes} nodes would be left"
+        return f"without it, fewer than {evidence.min_nodes} nodes would remain"
     return bound[suspects[0]] if bound.keys() >= set(suspects) else None
 
 
@@ -298,8 +302,9 @@ def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
 
 
 def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str | None:
-    """Return the reason to stop the job if two nodes have reported the same start error in two consecutive
-    rounds. ``None`` otherwise. The first node that fails stops the others, perhaps before they fail alike.
+    """Return the reason to stop the job if two different nodes reported the same start error in two
+    consecutive rounds; otherwise ``None``. Such an error probably affects every node. Only one node per round
+    reports it, because its failure may stop the other nodes before they fail in the same way.
     """
     if before.start_error is None or now.start_error is None:
         return None
@@ -335,7 +340,7 @@ def why_permanent(evidence: Evidence) -> str | None:
 
 
 def _permanent(evidence: Evidence) -> list[Cause]:
-    # Sort by rank, because the decision may not depend on the order of the reports.
+    # Sort by rank, because the decision must not depend on the order of the reports.
     return sorted((cause for cause in evidence.causes if cause.permanence in _KINDS), key=_order)
 
 
