@@ -170,8 +170,10 @@ def launch_agent(
         Return values of the functions on this node, by global rank. The values are ``None`` for programs.
 
     Raises:
-        ChildFailedError: workers failed. Like the exception for workers that could not be started, it is an
-            :class:`elasticrs.errors.JobFailedError` with the verdict and the exit code.
+        ChildFailedError: workers failed. This exception is an :class:`elasticrs.errors.JobFailedError`, which
+            contains the verdict and the exit code.
+        RuntimeError: the workers could not be started. This exception is also an
+            :class:`elasticrs.errors.JobFailedError`.
         SignalException: a signal stopped the job.
         ValueError: the configuration is invalid.
         SystemExit: this process is a worker that is still importing the main module, because the main module

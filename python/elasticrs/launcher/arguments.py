@@ -35,8 +35,8 @@ _MANY = 32
 likely a mistake.
 """
 _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST")
-"""Variables that tell that a scheduler has started this process. They are here, and not in a module about
-schedulers, because a launch without a scheduler should not load such a module.
+"""Environment variables that show that a scheduler has started this process. They are defined here and not
+in :mod:`elasticrs.schedulers`, so that a launch without a scheduler does not import that package.
 """
 _REPEATED = frozenset(option.dest for option in OPTIONS if option.repeats)
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
@@ -60,7 +60,7 @@ class CheckRequested(Exception):  # noqa: N818 -- not an error
     """Raised if the user has asked for ``--check``.
 
     Args:
-        words: command line to check, with its program.
+        words: command line to check, including the program.
     """
 
     def __init__(self, words: list[str]) -> None:
@@ -121,8 +121,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
 
 def split(argv: Sequence[str]) -> tuple[dict[str, object], str | None, list[str]]:
-    """Split the command line into the values of the given options, the script, and the script's arguments.
-    The script is ``None`` if there is none. For exceptions see :func:`parse`.
+    """Split the command line into options, script, and arguments of the script. Return the options as a
+    dictionary that contains only those on the command line. The script is ``None`` if it is missing.
+    The exceptions are those of :func:`parse`.
     """
     values: dict[str, object] = {}
     script: str | None = None
@@ -209,10 +210,10 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
 
 
 def check_limits(launch: Launch) -> None:
-    """Check that the limits of this process allow the workers of a job.
+    """Check that this process's resource limits are high enough for the workers of a job.
 
     Raises:
-        UsageError: a limit is too low.
+        UsageError: a resource limit is too low.
     """
     from elasticrs.workers import process
     from elasticrs.workers.logs import followed_files
@@ -246,9 +247,9 @@ def _reports_progress(args: Namespace, environ: Mapping[str, str], notices: list
     if environ.get(name, "0") == "0":
         return False
     if "KUBEFLOW_TRAINER_SERVER_URL" not in environ:
-        why = "KUBEFLOW_TRAINER_SERVER_URL is not set (feature gate TrainJobStatus of Kubeflow Trainer)"
+        why = "KUBEFLOW_TRAINER_SERVER_URL is not set (see Kubeflow Trainer's feature gate TrainJobStatus)"
     elif args.hang_timeout is None:
-        why = "without --hang-timeout, the training step is not known"
+        why = "the training step is known only with --hang-timeout"
     else:
         return True
     notices.append(f"{name} has no effect: {why}")
@@ -511,10 +512,10 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
 
 
 def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:
-    """Check that a health source can be asked.
+    """Check that a health source can be queried.
 
     Raises:
-        UsageError: a program or a package is missing.
+        UsageError: the program or a required package is missing.
     """
     if source.built_in is None:
         try:
