@@ -27,7 +27,7 @@ use crate::names;
 use crate::processes::Worker;
 use crate::source::{Heartbeat, Readings, Source};
 
-/// Maximum number of connections at the same time. See HEALTH-2.
+/// Maximum number of simultaneous connections. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
 /// Time limit for a client to send its request. The same limit applies to reading the response. See HEALTH-1.
 pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
@@ -73,8 +73,8 @@ struct Shared {
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
-/// Answer of the agent's loop that passes through the supervisor's runtime. Dropping this value records the answer, so
-/// the answer is also recorded if the runtime stops before it runs the task.
+/// A sign of life of the agent's loop, on its way through the supervisor's runtime. Dropping this value records it, so
+/// it is also recorded if the runtime stops before it runs the task.
 struct Answer {
     shared: Arc<Shared>,
     age: Duration,

@@ -63,7 +63,7 @@ def error_document(error: BaseException, written_by: str) -> str:
 
 
 def failure_facts(error: BaseException) -> "dict[str, object]":
-    """Return facts about an uncaught exception for the restart policy.
+    """Return what the restart policy needs to know about an uncaught exception.
 
     Returns:
         ``exception``: qualified name of its type. ``place``: file name and line where it was raised, such as

@@ -54,7 +54,7 @@ to the rendezvous of the nodes.
 
 
 class MemberWorkers(OneNode):
-    """Makes the decisions of the agent of a single-node job whose workers are members of a rendezvous.
+    """Makes the decisions for a single-node job whose workers are members of a rendezvous.
 
     Args:
         job: configuration of the job.

@@ -383,7 +383,7 @@ def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tu
 
 
 def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the signals that a program has requested to be passed on to the workers; ``None`` if ``names``
+    """Return the signals that a program wants passed on to the workers; ``None`` if ``names``
     is ``None``.
 
     Raises:

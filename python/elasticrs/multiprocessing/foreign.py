@@ -32,7 +32,7 @@ def replaced_factory() -> Callable[..., Any] | None:
 
 
 class ForeignPrograms(Record):
-    """The programs of one context, which are run by a user's handlers.
+    """The programs of one context, run by the user's handlers.
 
     Attributes:
         handlers: handlers by local rank.

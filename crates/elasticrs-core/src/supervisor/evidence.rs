@@ -148,7 +148,7 @@ pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &Gath
 /// Evidence about one worker that is still being gathered.
 struct Examination {
     subject: Subject,
-    /// Pid of the process that gets the request for its stacks: the worker, or its first descendant with a handler for
+    /// Pid of the process that is asked for its stacks: the worker, or its first descendant with a handler for
     /// the signal.
     target: i32,
     status: Option<Status>,

@@ -503,8 +503,8 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     })
 }
 
-/// Returns the index of the local rank that the rank `remote` on another node is waiting for, and the reason for
-/// blaming it. `None` if the rank on the other node is itself to blame.
+/// If `remote`, a rank on another node, is waiting for a local rank, returns the index of that local rank and the reason
+/// for blaming it. `None` if `remote` is itself to blame.
 pub fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize, Ground)> {
     let RemoteHang { step, frame, .. } = remote;
     // Put the rank of the other node first, so that it is blamed if several ranks are equally suspect.

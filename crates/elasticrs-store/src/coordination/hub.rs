@@ -39,7 +39,7 @@ use crate::types::{LostKind, OpResult, StoreId, Txn, WatchFrom};
 /// Maximum number of watches of a client.
 const MAX_WATCHES: usize = 1024;
 
-/// Bytes that an absent session takes in addition to its keys.
+/// Bytes that an absent session occupies in addition to its keys.
 const ABSENT_COST: usize = 512;
 
 /// Delay before freed memory is returned to the kernel, because it may be needed again soon.

@@ -343,7 +343,7 @@ struct PeerRecord {
     unwritten: Option<String>,
 }
 
-/// A stream that records data for error messages while it is in use.
+/// A stream that, while it is in use, records what error messages need.
 struct Recorder<S> {
     stream: S,
     record: Rc<RefCell<PeerRecord>>,

@@ -182,7 +182,7 @@ impl Links {
         }
     }
 
-    /// Waits until the card of the session `peer` is gone from etcd. If the peer cannot be reached, there is no other
+    /// Waits until etcd no longer has the card of the session `peer`. If the peer cannot be reached, there is no other
     /// sign of its end.
     async fn gone(&self, peer: &Card) {
         loop {

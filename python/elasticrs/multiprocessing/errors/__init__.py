@@ -61,7 +61,7 @@ class ChildFailedError(JobFailedError):
         return type(self), (self.name, self.failures), self.__dict__
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """Return the global rank and the failure of the root cause; see :mod:`.root_cause` for the rules."""
+        """Return the rank whose failure is the root cause, and that failure; see :mod:`.root_cause`."""
         from elasticrs.multiprocessing.errors.root_cause import root_cause
 
         rank = root_cause(self.failures)

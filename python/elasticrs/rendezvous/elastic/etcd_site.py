@@ -152,7 +152,7 @@ class EtcdSite(Value):
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """Lease time, expressed as keep-alive settings of elasticrs's own store. A lease lasts five
+        """Keep-alive settings with the lease time of elasticrs's own store. A lease lasts five
         keep-alive intervals.
         """
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}

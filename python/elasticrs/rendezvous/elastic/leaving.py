@@ -24,7 +24,7 @@ MAX_REASON = 256
 
 
 def leave(member: Member, event: Leave) -> None:
-    """Handle a request to this agent to leave the job or to close it."""
+    """Handle a request that this agent leave the job, or close the job for all nodes."""
     if member.phase is Phase.EXIT:
         return
     reason = cut(event.reason, MAX_REASON)

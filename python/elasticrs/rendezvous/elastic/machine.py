@@ -89,7 +89,8 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
             text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
             leaving.leave_with(member, Outcome("failed", text))
         case messages.StoreHosted():
-            # The agent now hosts the store. Only its description changes, because it has no connection yet.
+            # The agent now hosts the store. Only the agent's description changes, because it is not yet
+            # connected.
             member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
         case messages.Leave():
             leaving.leave(member, event)

@@ -403,7 +403,7 @@ class Slot(Value):
         return Slot(*validation.row(decode(value), _SLOT))
 
     def fits(self, head: Head, nproc: int) -> bool:
-        """Return true if the ranks of this slot, for ``nproc`` workers, are within the round of the head."""
+        """Return true if all ranks of this slot, with ``nproc`` workers, belong to the head's round."""
         return (
             all(head.master)
             and self.group_rank < head.size <= head.world_size

@@ -69,7 +69,7 @@ def is_explained(view: View) -> bool:
 
 
 def is_charged(view: View, head: Head) -> bool:
-    """Return true if the end of the round uses a restart."""
+    """Return true if the end of the round counts against the maximum number of restarts."""
     return kind_of(head) == "failure" and not is_explained(view)
 
 

@@ -73,8 +73,8 @@ def _number(value: object, expected: str) -> float:
 
 
 def seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
-    """Return a function that converts a setting to a duration of ``low`` to ``high`` seconds. With ``above``,
-    the duration must be longer than ``low``.
+    """Return a function that parses a setting as a duration between ``low`` and ``high`` seconds. With
+    ``above``, the duration must be longer than ``low``.
     """
     if high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
