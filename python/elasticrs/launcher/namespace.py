@@ -9,8 +9,8 @@ if TYPE_CHECKING:
 
 class Namespace:
     """Values of all options, as attributes with the options' names in underscore form. Similar to
-    ``argparse.Namespace``. The attribute ``given`` of a parsed command line has the names of the options that
-    it sets.
+    ``argparse.Namespace``. After parsing, the attribute ``given`` contains the names of the options that the
+    command line sets.
     """
 
     def __init__(self, **values: object) -> None:

@@ -93,7 +93,7 @@ class _PrintCompletion(argparse.Action):
 
 
 class _Repeat(argparse.Action):
-    """Collects the values of an option that is given several times. They replace the default."""
+    """Collects the values of an option that may be repeated. These values replace the default value."""
 
     def __call__(
         self,

@@ -1,15 +1,15 @@
-"""Options that the user has not set get their values from the scheduler.
+"""Fill in options that the user has not set from the scheduler's environment variables.
 
-::
+The options that are filled in depend on the rendezvous back end::
 
     --standalone, or at most one node     only the number of workers
-    c10d, elasticrs                       nodes, endpoint, id, place in the order of nodes, host of the store
-    etcd                                  nodes, id, place in the order of nodes
-    static                                nodes, rank of this node, address and port of rank 0
-    another back end                      nodes, id
+    c10d, elasticrs                       number of nodes, endpoint, run id, node order, host of the store
+    etcd                                  number of nodes, run id, node order
+    static                                number of nodes, this node's rank, address and port of rank 0
+    another back end                      number of nodes, run id
 
-The back end is c10d, unless the user has set it, or one of the options that only ``static`` has. Such a
-command line keeps torchrun's meaning.
+The default back end is c10d. If the user has set an option that torchrun uses only with its static rendezvous,
+the default is ``static``, so that the command line keeps its meaning in torchrun.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ _OF_STATIC = frozenset(("node_rank", "master_addr", "master_port"))
 
 
 def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> Namespace:
-    """Return the options with the values that the variables of a scheduler give. Lines for the user, which
-    say what was found, are added to ``notices``.
+    """Return the options, with values from the scheduler's environment variables filled in. Add lines that
+    report these values to ``notices``.
 
     Args:
-        args: parsed command line, which contains the names of the options that it sets (``given``).
+        args: parsed command line. Its attribute ``given`` contains the names of the options that it sets.
         environ: environment variables of this process.
-        notices: lines for the user.
+        notices: list to which lines for the user are added.
 
     Raises:
-        UsageError: the nodes cannot meet as the scheduler started them. The message is one line for the user.
+        UsageError: the scheduler has started the nodes in a way that prevents a rendezvous. The message is
+            one line for the user.
     """
     from elasticrs.schedulers import place_of
 
@@ -59,31 +60,31 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
 
 
 def _given(args: Namespace, environ: Mapping[str, str], place: Place) -> frozenset[str]:
-    """Return the names of the options that the user has set, on the command line or with a variable."""
+    """Return the names of the options that the user has set on the command line or in ``PET_`` variables."""
     variables = {option.dest for option in OPTIONS if option.has_variable and option.variable in environ}
     return frozenset((*(variables - place.owned), *args.given))
 
 
 def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
-    """Return true if the user has said how many nodes there are and where they meet."""
+    """Return true if the user has set the number of nodes and, for several nodes, their meeting point."""
     is_alone = args.nnodes[1] == 1
     has_address = not {"rdzv_endpoint", "master_addr"}.isdisjoint(given)
     return args.standalone or ("nnodes" in given and (is_alone or has_address))
 
 
 def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict[str, Any]:
-    """Return values for options that the user has not set, by the options' names.
+    """Return values from the scheduler for options that the user has not set, keyed by option name.
 
     Args:
         args: parsed command line.
-        place: place of this process in a job of a scheduler.
+        place: place of this process in a scheduler's job.
         given: names of the options that the user has set.
 
     Raises:
-        UsageError: the nodes cannot meet as the scheduler started them.
+        UsageError: the scheduler has started the nodes in a way that prevents a rendezvous.
     """
     nodes = args.nnodes[1] if "nnodes" in given else place.nodes
-    # A job without a number of nodes is a job of this node, until the user says more.
+    # If neither the user nor the scheduler gives the number of nodes, run a job on this node only.
     if place.problem and nodes is not None:
         if _says_how_to_meet(args, given):
             return {}
@@ -96,7 +97,7 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
             found |= _meeting(args, place, given)
         if place.nodes is not None:
             found["nnodes"] = (place.nodes, place.nodes)
-    # The settings of the rendezvous have been merged one by one.
+    # Keep `rdzv_conf` even if the user has set it, because the user's settings are already merged into it.
     return {name: value for name, value in found.items() if name not in given or name == "rdzv_conf"}
 
 
@@ -104,8 +105,8 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
     from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
 
     if _says_how_to_meet(args, given) and args.nnodes[1] > (place.nodes or args.nnodes[1]):
-        # The scheduler does not know the other nodes, for example because each node has a step of its own. An
-        # id of this step would be different from theirs.
+        # The user wants more nodes than the scheduler reports, for example because each node runs its own
+        # step. Each step would then lead to a different run id.
         return {}
     chosen = STATIC if _OF_STATIC.intersection(given) else C10D
     backend = args.rdzv_backend if "rdzv_backend" in given else chosen
@@ -115,7 +116,7 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
         found["node_rank"] = place.node_rank
     if kind != STATIC:
         found["rdzv_id"] = place.run_id
-        # The variables of the static rendezvous would have no effect.
+        # Reset options that the scheduler has set, because they affect only the static rendezvous.
         found |= {name: _DEFAULTS[name] for name in ("master_addr", "master_port") if name in place.owned}
     if "rdzv_endpoint" in given:
         return found
@@ -123,14 +124,15 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
         found |= {"master_addr": place.host, "master_port": place.port}
     elif kind == C10D and not is_in_file(args.rdzv_conf):
         found["rdzv_endpoint"] = f"{place.host}:{place.port}"
-        # The name may resolve to several addresses, or to none of this machine's own, so do not guess.
+        # Set `is_host`, because the address does not identify the host: its name may resolve to several
+        # addresses, or to an address that no interface of the host has.
         host = {"is_host": "1" if place.node_rank == 0 else "0"}
         found["rdzv_conf"] = {**host, **args.rdzv_conf}
     return found
 
 
 def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
-    """Return the line that says what was found; empty if nothing was."""
+    """Return a line that reports the values found in the scheduler's variables; empty if there are none."""
     parts = []
     if "nnodes" in found and place.nodes is not None:
         parts.append("1 node" if place.nodes == 1 else f"{place.nodes} nodes")
@@ -140,7 +142,7 @@ def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
         parts.append(f"meeting at {found['rdzv_endpoint']}")
     elif found.get("master_addr") == place.host:
         parts.append(f"meeting at {place.host}:{found.get('master_port', args.master_port)}")
-    # Another line gives the number if it is a word such as `gpu`.
+    # If the value is a word such as `gpu`, another line reports the number of workers.
     if isinstance(workers := found.get("nproc_per_node"), int):
         parts.append("1 worker on this node" if workers == 1 else f"{workers} workers on this node")
     return f"{place.job}: {', '.join(parts)}" if parts else ""

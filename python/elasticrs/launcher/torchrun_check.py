@@ -1,7 +1,7 @@
 """``elasticrun --check torchrun ARGS…``: describe how elasticrun would run a command line of torchrun.
 
-The command line is parsed and checked as for a launch, but nothing is started. Torch is not needed. The
-differences are those of ``docs/compatibility.md`` that this command line can notice.
+The command line is parsed and checked as for a launch, but no process is started, and torch is not needed.
+The description lists those differences from ``docs/compatibility.md`` that affect this command line.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _MODULES = (["torch.distributed.run"], [_OLD_LAUNCHER])
 
 
 class _Command(Value):
-    """A command line of torchrun, and the job that elasticrun makes of it.
+    """A torchrun command line, and the job that elasticrun would run for it.
 
     Args:
         program: ``torchrun`` or ``torch.distributed.launch``.
         args: values of all options.
         given: names of the options that the command line or the environment sets.
-        launch: the job.
-        environ: environment of the launcher.
+        launch: job that elasticrun would run.
+        environ: environment variables of the launcher.
     """
 
     program: str
@@ -46,14 +46,14 @@ class _Command(Value):
 
     @property
     def backend(self) -> str:
-        """Back end with which the nodes meet: ``c10d``, ``etcd`` or ``static``; empty without other nodes,
-        and with a handler that is polled.
+        """Rendezvous back end: ``c10d``, ``etcd`` or ``static``. Empty if the job has a single node or polls
+        a rendezvous handler.
         """
         return "" if self.launch.rendezvous is None else str(self.launch.rendezvous.backend)
 
     @property
     def is_elastic(self) -> bool:
-        """True if the rendezvous assigns the ranks."""
+        """True if the rendezvous is elastic, so that it assigns the ranks."""
         return self.backend in ("c10d", "etcd")
 
     @property
@@ -63,12 +63,13 @@ class _Command(Value):
 
 
 class _Difference(Value):
-    """A difference between the launchers.
+    """A difference between torchrun and elasticrun.
 
     Args:
-        subject: option or subject that differs.
+        subject: option, variable or feature that differs.
         text: description of the difference.
-        applies: true for a command line that can notice the difference; ``None`` if every one can.
+        applies: function that returns true if the difference affects a command line; ``None`` if the
+            difference affects all command lines.
     """
 
     subject: str
@@ -140,7 +141,7 @@ _DIFFERENCES = (
     ),
     _Difference(
         "--nproc-per-node",
-        "counted from the driver's files; torch is asked only if these do not help",
+        "counted from the driver's files; torch is queried only if they do not help",
         lambda command: command.args.nproc_per_node in ("gpu", "auto"),
     ),
     _Difference("--tee", "a line that is written in parts is shown as one line", _if_given("tee")),
@@ -189,14 +190,16 @@ def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
     """Compare how torchrun and elasticrun run a command line.
 
     Args:
-        words: the command line, with the program: ``torchrun`` or ``python -m torch.distributed.run``.
-        environ: environment of the launcher, with defaults in ``PET_*`` variables.
+        words: the command line, including the program, such as ``torchrun`` or ``python -m
+            torch.distributed.run``.
+        environ: environment variables of the launcher. ``PET_*`` variables set option defaults.
 
     Returns:
-        The text for the user, and the exit code: 0 if elasticrun would run the job here, otherwise 2.
+        The text for the user, and the exit code: 0 if elasticrun would run the job on this machine, otherwise
+        2.
 
     Raises:
-        UsageError: the words are not a command line of torchrun.
+        UsageError: the words are not a torchrun command line, or the command line runs no job.
     """
     program, argv = _program(words)
     try:
@@ -204,7 +207,7 @@ def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
         launch = resolve(args, environ)
         check_limits(launch)
     except (CheckRequested, HelpRequested):
-        raise UsageError("--check: this command line prints a text and runs no job") from None
+        raise UsageError("--check: this command line only prints text; it runs no job") from None
     except UsageError as error:
         return f"elasticrun would not run this here: {error}{os.linesep}", 2
     given = split(argv)[0].keys() | {
@@ -216,10 +219,10 @@ def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def _program(words: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Split the words into the name of torch's launcher and its arguments.
+    """Split a command line into the name of torch's launcher and the launcher's arguments.
 
     Raises:
-        UsageError: the words do not start with a launcher of torch.
+        UsageError: the command line does not start with one of torch's launchers.
     """
     first = os.path.basename(words[0])
     if first == _TORCHRUN:

@@ -55,8 +55,8 @@ def settings_without_effect(
         )
     if args.on_failure == "replace" and args.max_excluded_nodes != JobConfig.defaults()["max_excluded_nodes"]:
         yield (
-            "--max-excluded-nodes has no effect with --on-failure replace: an unfit node leaves when its "
-            "workers have ended"
+            "--max-excluded-nodes has no effect with --on-failure replace: an unfit node leaves once its "
+            "workers have exited"
         )
     yield from _filters(args)
     yield from _local_ranks(args.local_ranks_filter, nproc)

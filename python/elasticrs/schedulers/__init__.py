@@ -1,7 +1,7 @@
-"""What the variables of a scheduler say about a job: its nodes, the place of this process among them, and
-where the nodes meet.
+"""Detection of a scheduler's job from environment variables: the job's nodes, the place of this process among
+the nodes, and the address at which the nodes meet.
 
-The modules are pure: they take the environment and return a :class:`~elasticrs.schedulers.place.Place`.
+Each module reads the environment and returns a :class:`~elasticrs.schedulers.place.Place`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
-    """Return the place of this process in the job of a scheduler, or ``None`` if it is in no such job.
+    """Return the place of this process in a scheduler's job, or ``None`` if no scheduler's job is detected.
 
     Args:
-        environ: environment variables of a process that a scheduler has started.
+        environ: environment variables of this process.
     """
-    # Check Slurm first, because its nodes can be pods of Kubernetes.
+    # Check for Slurm first, because Slurm nodes can themselves run in Kubernetes pods.
     if environ.get("SLURM_JOB_ID"):
         from elasticrs.schedulers import slurm
 

@@ -1,5 +1,5 @@
-"""Host lists of Slurm, such as ``node[1-3,7]-ib[0-1],login``. Slurm's own program for them (``scontrol``) is
-often missing in containers.
+"""Expansion of Slurm host lists such as ``node[1-3,7]-ib[0-1],login``. Slurm's own program for this task,
+``scontrol``, is often missing in containers.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MOST = 1 << 20
-"""Maximum number of hosts in a list. Without it, a damaged list such as ``n[1-99999999999]`` would use up the
-memory.
+"""Maximum number of hosts in a list. Without this limit, a damaged list such as ``n[1-99999999999]`` would
+exhaust memory.
 """
 
 
 def expand(text: str) -> list[str]:
-    """Return the hosts of a list, in its order.
+    """Expand a host list into host names, in the list's order.
 
-    Several ranges in one name give all combinations, and the last range varies fastest. A number has at least
-    as many digits as the first number of its range, so ``n[08-11]`` starts with ``n08``.
+    If a name has several bracketed parts, the result contains all combinations, and the last part varies
+    fastest. Numbers are padded with zeros to the width of the first number in their range, so ``n[08-11]``
+    starts with ``n08``.
 
     Args:
-        text: comma-separated names. Brackets in them hold comma-separated numbers and ranges.
+        text: comma-separated names. A name may have brackets with comma-separated numbers and ranges.
 
     Raises:
-        ValueError: the text is not such a list, or it has more than :data:`MOST` hosts.
+        ValueError: the text is not a valid host list, or it has more than :data:`MOST` hosts. The message
+            says what was expected.
     """
     found: list[str] = []
     for entry in _entries(text):
@@ -39,7 +41,7 @@ def expand(text: str) -> list[str]:
 
 
 def _entries(text: str) -> Iterator[str]:
-    """Yield the parts between the commas outside of brackets."""
+    """Split a host list at the commas outside brackets, and yield the parts."""
     depth = start = 0
     for index, character in enumerate(text + ","):
         if character == "[":
@@ -58,7 +60,7 @@ def _entries(text: str) -> Iterator[str]:
 
 
 def _parts(entry: str) -> list[str]:
-    """Split a name at its brackets. The parts with an odd index were inside of brackets."""
+    """Split a name at its brackets. Parts with an odd index are the contents of brackets."""
     return entry.replace("]", "[").split("[")
 
 

@@ -1,15 +1,17 @@
-"""A pod of Kubernetes: of an indexed Job, of a JobSet, or of Kubeflow.
+"""Detection of Kubernetes pods that belong to an indexed Job, a JobSet, or a Kubeflow job.
+
+Each kind of job is recognised by variables and names in the pod:
 
 =====================  ===================================================================================
 Kubeflow Trainer (v2)  ``PET_NNODES``, ``PET_NODE_RANK``, ``PET_MASTER_ADDR``, ``PET_MASTER_PORT``, and an
                        address of the form ``NAME-node-0-0.NAME``
 PyTorchJob             the same variables, and an address of the form ``NAME-master-0``
 indexed Job, JobSet    ``JOB_COMPLETION_INDEX``, and a host name that ends with this number. No variable
-                       has the number of pods
+                       contains the number of pods
 =====================  ===================================================================================
 
-With the variables of Kubeflow, torchrun uses its static rendezvous. The form of the address tells whether
-Kubeflow has set them, or a user who wants that rendezvous.
+Kubeflow's variables make torchrun use its static rendezvous. A user who wants that rendezvous may set the
+same variables. The form of the address shows whether Kubeflow or the user has set them.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ _OWNED = frozenset(name[4:].lower() for name in (*_OF_KUBEFLOW, "PET_NPROC_PER_N
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
-    """Return the place of this process in its job, or ``None`` if its pod does not belong to such a job.
+    """Return the place of this process in its job, or ``None`` if no job of a supported kind is detected.
 
     Args:
-        environ: environment variables of this process, with ``KUBERNETES_SERVICE_HOST``.
+        environ: environment variables of this process.
     """
     if not all(map(environ.get, _OF_KUBEFLOW)):
         return _in_an_indexed_job(environ)
@@ -41,7 +43,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if name and address.endswith(f".{name}"):
         return _in_kubeflow(f"TrainJob {name}", name, environ)
     name = _name_in(address, "-master-0")
-    # This operator sets the variables of workers, too.
+    # The PyTorchJob operator also sets the variables of the workers, such as `RANK`.
     if name and environ.get("MASTER_ADDR") == address and environ.get("RANK") == environ["PET_NODE_RANK"]:
         return _in_kubeflow(f"PyTorchJob {name}", name, environ)
     return None
@@ -49,7 +51,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
 
 def _in_kubeflow(job: str, name: str, environ: Mapping[str, str]) -> Place | None:
     numbers = [environ[variable] for variable in ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT")]
-    # An elastic PyTorchJob has a range as its number of nodes. It chooses the rendezvous itself.
+    # Ignore an elastic PyTorchJob, in which `PET_NNODES` is a range, because it sets the rendezvous itself.
     if not all(number.isascii() and number.isdecimal() for number in numbers):
         return None
     nodes, rank, port = map(int, numbers)
@@ -75,32 +77,33 @@ def _in_an_indexed_job(environ: Mapping[str, str]) -> Place | None:
         problem=""
         if domain
         else "pods cannot find each other by name without a headless service: create one, "
-        "and set spec.subdomain of the pods to its name",
+        "and set the pods' spec.subdomain to its name",
     )
 
 
 def _domain_of(host: str) -> str:
-    """Return the domain of this pod; empty if it has none."""
+    """Return this pod's DNS domain; empty if the pod has none."""
     try:
         with open(HOSTS, encoding="utf-8", errors="replace") as file:
             names = [name for line in file for name in line.partition("#")[0].split()[1:]]
     except OSError:
-        # An image without this file has no names either.
+        # Without a readable hosts file, the pod's domain is unknown.
         return ""
     return next((name[len(host) + 1 :] for name in names if name.startswith(f"{host}.")), "")
 
 
 def _name_in(text: str, suffix: str) -> str:
-    """Return the text before the suffix; empty if the text does not end with the suffix."""
+    """Return the text without the suffix; empty if the text does not end with the suffix."""
     return text[: -len(suffix)] if text.endswith(suffix) else ""
 
 
 def _workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return a worker for each GPU that the device plugin gave to the container; ``None`` if it does not say.
-    Images set the variable to ``all``, which says nothing.
+    """Return the number of GPUs that the device plugin assigned to the container, which is the number of
+    workers. Return ``gpu`` for MIG slices, so that they are counted later. Return ``None`` if the number is
+    unknown: images set the variable to ``all``, which does not show the assigned GPUs.
     """
     devices = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
     if devices[0].startswith("MIG-"):
-        # Slices are not counted as devices; see `elasticrs.host.devices`.
+        # Do not count MIG slices as devices; see `elasticrs.host.devices`.
         return "gpu"
     return len(devices) if all(device.startswith("GPU-") for device in devices) else None

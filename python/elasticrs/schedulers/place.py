@@ -1,4 +1,4 @@
-"""The place of a process in a job of a scheduler."""
+"""The place of a process in a scheduler's job."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ if TYPE_CHECKING:
 
 
 class Place(Value):
-    """Nodes of a job, and the place of this process among them.
+    """Place of this process in a scheduler's job, and the job's nodes.
 
     Args:
         job: name of the job for messages, such as ``Slurm job 4711``.
-        nodes: number of nodes; ``None`` if the scheduler does not say.
-        node_rank: number of this node, from 0.
-        host: name of the node with rank 0; empty if there is only this node.
-        port: port at which the nodes meet on that host.
-        run_id: name of this run for the rendezvous.
-        workers: number of workers on this node, or a word for ``--nproc-per-node``; ``None`` if the scheduler
-            does not say.
-        problem: why the nodes cannot meet, and what to do about it; empty if they can. It matters only if the
-            user has not said how they meet.
+        nodes: number of nodes; ``None`` if unknown.
+        node_rank: rank of this node, starting from 0.
+        host: name of the node with rank 0; empty if this node is the only one, or if the name is unknown.
+        port: port on ``host`` at which the nodes meet.
+        run_id: run id for the rendezvous.
+        workers: number of workers on this node, or a word that ``--nproc-per-node`` accepts; ``None`` if
+            unknown.
+        problem: reason why the nodes cannot meet, with a remedy; empty if they can. The problem is ignored if
+            the user has set the number of nodes and the meeting point.
         notices: further lines for the user.
-        elastic_notices: lines for a job that continues without a lost node.
-        owned: options whose ``PET_`` variables the scheduler has set, and not the user; see
+        elastic_notices: lines that are shown only if the job can continue without a lost node.
+        owned: names of the options whose ``PET_`` variables were set by the scheduler, not by the user; see
             :attr:`elasticrs.job.options.Option.dest`.
     """
 

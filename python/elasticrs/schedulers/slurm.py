@@ -1,8 +1,8 @@
-"""A job of Slurm. The variables of its step describe the nodes, because a step (``srun``) may have fewer
-nodes than the job. A process that ``srun`` did not start is alone: a batch script, or the shell of
-``salloc``.
+"""Detection of a Slurm job. The nodes are read from the step's variables, because a step (``srun``) may use
+fewer nodes than the job. A process that ``srun`` did not start, such as a batch script or an ``salloc``
+shell, uses this node only.
 
-``SLURM_LAUNCH_NODE_IPADDR`` is never used: it is the address of ``srun``, which may run on a login node.
+``SLURM_LAUNCH_NODE_IPADDR`` is not used. It is the address of ``srun``, which may run on a login node.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 FIRST_PORT, PORTS = 29600, 3000
-"""Range from which the port of a step is chosen. It is above the ports that users of torchrun write (29400,
-29500), and below the ports that Linux gives to outgoing connections (from 32768).
+"""First port and number of ports in the range from which a step's port is chosen. The range lies above the
+usual torchrun ports (29400, 29500), and below Linux's ephemeral ports (from 32768).
 """
 STEP_STRIDE = 97
-"""Distance between the ports of two steps of a job, so that jobs with consecutive ids do not meet them."""
+"""Port distance between consecutive steps. It keeps a job's steps off the ports of jobs with the next ids."""
 LARGEST_STEP = 0xFFFFFFF0
-"""Largest id of a step that ``srun`` started. Batch scripts and interactive shells have larger ids."""
+"""Largest id of a step started by ``srun``. Batch scripts and interactive shells have larger step ids."""
 
 _STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -44,7 +44,7 @@ def place_of(environ: Mapping[str, str]) -> Place:
 
 def _outside_of_a_step(job: str, environ: Mapping[str, str]) -> Place:
     if "SLURMD_NODENAME" not in environ:
-        # The shell of `salloc` often runs on a login node, so nothing about this machine is known.
+        # This is an `salloc` shell. It often runs on a login node, which is not part of the job.
         return Place(job, None, notices=(f"{job} is not used: start elasticrun with srun",))
     nodes = _number(environ, "SLURM_JOB_NUM_NODES") or 1
     why = f"{job} has {nodes} nodes, but only this one is used: start elasticrun with srun to use all of them"
@@ -76,15 +76,17 @@ def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Place:
         run_id=f"{job}.{step}" + (f"-restart{restarts}" if restarts else ""),
         workers=_workers(environ),
         problem=problem,
-        # One node says it for all.
+        # Only one node shows these lines, so that they do not appear once per node.
         elastic_notices=_losses(environ) if rank == 0 else (),
     )
 
 
 def _problem_of_tasks(environ: Mapping[str, str]) -> str:
-    """Return a message if ``srun`` starts several tasks on a node, and with them several agents."""
+    """Return an error message if ``srun`` starts several tasks, and so several agents, on a node. Otherwise
+    return an empty string.
+    """
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    # The format is `8(x2),4`: 8 tasks on each of two nodes, 4 on a third one.
+    # For example, `8(x2),4` means 8 tasks on each of two nodes and 4 tasks on a third node.
     if all(entry.partition("(")[0] == "1" for entry in tasks.split(",")):
         return ""
     return (
@@ -94,31 +96,33 @@ def _problem_of_tasks(environ: Mapping[str, str]) -> str:
 
 
 def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a line for each setting with which Slurm would end the job when a node is lost. The options of
-    ``sbatch`` and ``srun`` set no variables, so only what the user has exported is known.
+    """Return a warning line for each setting that makes Slurm end the job when a node is lost. Slurm does not
+    export these options of ``sbatch`` and ``srun``, so only variables that the user has set are checked.
     """
     lines = []
     if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
         lines.append("SLURM_KILL_BAD_EXIT ends the job as soon as one node leaves it: set it to 0")
     if environ.get("SLURM_NO_KILL") != "set":
         lines.append(
-            "Slurm ends this job when one of its nodes fails, unless both sbatch and srun have --no-kill "
-            "(SLURM_NO_KILL=set replaces the option of srun, and hides this line)"
+            "Slurm ends this job when one of its nodes fails, unless --no-kill is given to both sbatch and "
+            "srun (SLURM_NO_KILL=set is equivalent to srun's option, and hides this line)"
         )
     return tuple(lines)
 
 
 def _workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return a worker for each GPU that Slurm gave to this task; ``None`` if it gave none."""
+    """Return the number of GPUs that this task may use, which is the number of workers. Return ``gpu`` for
+    MIG slices, so that they are counted later. Return ``None`` if Slurm has assigned no GPUs.
+    """
     gpus = _number(environ, "SLURM_GPUS_ON_NODE")
     if not gpus:
         return None
-    # The task may see fewer GPUs than its step has (`--gpu-bind`).
+    # With `--gpu-bind`, the task may see only some of the step's GPUs on this node.
     seen = next((environ[name] for name in _DEVICES if name in environ), None)
     if seen is None:
         return gpus
     if seen.startswith("MIG-"):
-        # Slices are not counted as devices; see `elasticrs.host.devices`.
+        # Do not count MIG slices as devices; see `elasticrs.host.devices`.
         return "gpu"
     return min(gpus, len(list(filter(None, seen.split(","))))) or None
 
