@@ -8,7 +8,7 @@ from elasticrs.errors import JobFailedError
 
 
 class NotStartedError(JobFailedError, RuntimeError):
-    """Raised if processes could not be started."""
+    """Raised if worker processes could not be started."""
 
 
 class _NotFoundError(NotStartedError, FileNotFoundError):

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def beat_with_steps(optimizers: object) -> None:
-    """Register a hook that torch calls after each step of any optimizer, unless this version of torch has no
-    such hooks, or ``ELASTICRS_AUTO_HEARTBEAT`` is 0. Start the thread that writes torch's flight record when
-    the agent requests it.
+    """Register a hook that torch calls after each step of any optimizer. Do not register the hook if this
+    version of torch does not support step hooks, or if ``ELASTICRS_AUTO_HEARTBEAT`` is 0. In any case, start
+    the thread that writes torch's flight record when the agent requests it.
 
     Args:
         optimizers: the module ``torch.optim.optimizer``. Other parts of torch may not be imported yet.

@@ -172,8 +172,8 @@ def flight_requests_file(error_file: str) -> str:
 
 
 def flight_dumps(error_file: str) -> str:
-    """Return the path, without the rank at its end, of the file into which NCCL's watchdog writes torch's
-    flight record when a collective times out (``TORCH_FR_DUMP_TEMP_FILE``).
+    """Return the path prefix of torch's flight record (``TORCH_FR_DUMP_TEMP_FILE``). NCCL's watchdog writes
+    the record when a collective times out, and appends the rank to the prefix.
     """
     return f"{error_file}.flight_dump_"
 

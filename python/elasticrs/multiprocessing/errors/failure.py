@@ -61,9 +61,9 @@ class ProcessFailure:
             unknown.
         is_start_error: true if the program could not be parsed, or lacks a module that it imports at its
             top level.
-        is_retryable: false if the worker has marked its error as not worth another attempt, with
-            :class:`elasticrs.errors.NonRetryable`, or with ``"retryable": false`` or the text ``"false"`` in
-            its error file.
+        is_retryable: false if the worker has marked its error as not worth another attempt. A worker does so
+            with :class:`elasticrs.errors.NonRetryable`, or with ``"retryable": false`` in its error file. The
+            string ``"false"`` has the same effect.
         stack: stacks of all threads after a fault such as SIGSEGV, or the stack of a hung thread; ``None`` if
             there are none.
         more_notes: further lines for the report.
@@ -123,7 +123,8 @@ class ProcessFailure:
             self.error_file = path
             try:
                 data = load_object(path)
-                # Read the facts first, because they are valid even if the message is not.
+                # Read the facts before the message, because an invalid message raises an exception, and the
+                # facts are valid even then.
                 self._read_facts(data)
                 message, timestamp = message_of(data)
             except EmptyFileError as problem:
@@ -154,8 +155,8 @@ class ProcessFailure:
                 self._read_mark(each["retryable"])
 
     def _read_mark(self, value: object) -> None:
-        """Read a value of ``retryable``. Accept text as well, because the values of torch's ``extraInfo`` are
-        text.
+        """Evaluate the field ``retryable`` of an error file. Accept strings as well as booleans, because
+        torch writes the values of ``extraInfo`` as strings.
         """
         mark = value.strip().lower() if isinstance(value, str) else value
         if mark is False or mark == "false":
@@ -220,11 +221,11 @@ class EmptyFileError(ValueError):
 
 
 def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
-    """Return the message of an error file with these contents, and the timestamp in seconds since 1970. The
-    contents have torch's nested form, or the flat form with ``message`` and ``timestamp``.
+    """Return the message and the timestamp (seconds since 1970) from the contents of an error file. The
+    contents may have torch's nested form, or the flat form with ``message`` and ``timestamp``.
 
     Raises:
-        ValueError: the contents have neither of the two forms.
+        ValueError: the contents have neither form.
     """
     if "message" not in data:
         raise ValueError("no `message` in it")
