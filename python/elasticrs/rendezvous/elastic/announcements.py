@@ -112,8 +112,8 @@ def round_line(head: Head, policy: RestartSettings, told: str | None = None) -> 
 
 
 def diagnosis_line(head: Head) -> str | None:
-    """Return text that says why the previous round hung or failed, from the evidence of all nodes. Return
-    ``None`` if there is no such evidence.
+    """Return text that explains why the previous round hung or failed, based on evidence from all nodes.
+    Return ``None`` if the round has no diagnosis.
     """
     diagnosis = (head.cause or {}).get("diagnosis")
     how = "failed" if blame_of(head.cause) is None else "hung"

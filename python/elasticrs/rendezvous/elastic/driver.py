@@ -112,7 +112,7 @@ class Driver:
 
     @property
     def last_head(self) -> Head | None:
-        """State of the job, as last received; ``None`` before that."""
+        """Last received state of the job; ``None`` if none has been received yet."""
         return None if self._member is None else self._member.last_head
 
     @property

@@ -26,8 +26,8 @@ writes a part of the table of members, so it has 100 operations. The default lim
 """
 
 MAX_COMPARED = 50
-"""Maximum number of members whose registration is a condition for an exclusion. A transaction has at most 125
-conditions.
+"""Maximum number of members that must still be registered when an exclusion is written. Each of them is a
+condition of the transaction, which has at most 125 conditions.
 """
 
 FIRST_NEWS, LATER_NEWS = 1.0, 30.0
@@ -57,9 +57,9 @@ def decide(member: Member, leader: Leader, view: View) -> None:
             close(member, leader, view, head.replaced(outcome="failed", reason=judged.reason), alive)
             return
         if head.delay > 0 or head.note:
-            # Write the evaluation before the next round, so that every node can announce the delay and an
-            # excluded node leaves, and a new leader does not evaluate the round again: a node that is lost
-            # during the delay does not explain the failure.
+            # Write the evaluation before the next round starts, so that every node can announce the delay and
+            # an excluded node can leave. It also keeps a new leader from evaluating the round again. A second
+            # evaluation could wrongly attribute the failure to a node that was lost during the delay.
             if head.excluded_agent is not None:
                 alive = [*alive, *_enough(view, head.excluded_agent, member.rendezvous.min_nodes)]
             write(member, leader, view, [member.put_head(head)], here(member, alive))
@@ -81,8 +81,8 @@ def decide(member: Member, leader: Leader, view: View) -> None:
 
 
 def _enough(view: View, excluded: str, count: int) -> list[str]:
-    """Return ``count`` members for the next round, without the excluded agent. They must still be registered
-    when the exclusion is written, so that it does not make the job too small.
+    """Return up to ``count`` candidates for the next round, without the excluded agent. They must still be
+    registered when the exclusion is written; otherwise too few nodes might remain.
     """
     others = sorted(member for member in view.candidates if agent_of(member) != excluded)
     return others[: min(count, MAX_COMPARED)]
@@ -117,10 +117,10 @@ def _tell_of_more(member: Member, view: View) -> None:
 def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.Verdict:
     """Return the verdict on the ended round. The verdict is cached until one of its inputs changes.
 
-    Caching matters because computing the verdict takes time proportional to the number of members, and many
-    replacement nodes may arrive one by one, of which at most one changes the verdict. Until the next round,
-    members only stop or leave, so each of the sets ``slow``, ``missing`` and ``absent`` only grows or only
-    shrinks. Comparing their sizes is therefore enough to detect a change.
+    Caching matters because computing the verdict takes time proportional to the number of members. Many
+    replacement nodes may arrive one by one, but an arrival changes the verdict only if it makes a node
+    dispensable. Until the next round, members only stop or leave, so each of the sets ``slow``, ``missing``
+    and ``absent`` only grows or only shrinks. Comparing their sizes is therefore enough to detect a change.
     """
     sizes = len(view.slow), len(view.missing), len(view.absent)
     was_short = member.age.was_short

@@ -126,7 +126,7 @@ class Keys:
         return f"{self.dones}{round}/{group_rank}"
 
     def evidence(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the key in which a member writes its evidence about a hang in a round."""
+        """Return the key under which a member stores its evidence for the diagnosis of a round."""
         return f"{self.evidences}{round}/{group_rank}"
 
 

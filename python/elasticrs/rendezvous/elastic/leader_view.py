@@ -50,7 +50,7 @@ class View:
         candidates: members that can take part in the next round. They are registered, are the latest
             registration of their agent, are neither leaving nor excluded, and have no workers.
         waiting: candidates that are not members of the current round.
-        causes: members whose registration reports a failure on their own node, or that the node is unfit.
+        causes: members whose registration reports that their own node has had a failure or is unfit.
         farewells: members that have announced their departure.
         damaged: messages to the user about records that could not be read, by key.
     """
@@ -108,14 +108,14 @@ class View:
             self._refresh(member)
 
     def evidence_of(self, group_rank: int) -> bytes | None:
-        """Return the evidence about a hang that a member of the current round has written. Return ``None`` if
-        there is none.
+        """Return the evidence that a member of the current round has written for the round's diagnosis.
+        Return ``None`` if the member has written none.
         """
         return self._evidences.get((self.round, group_rank))
 
     @property
     def has_evidence(self) -> bool:
-        """True if at least one node has written evidence about a hang in the current round."""
+        """True if at least one node has written evidence for the diagnosis of the current round."""
         return any(number == self.round for number, _ in self._evidences)
 
     def holds(self, member: str) -> bool:
@@ -131,7 +131,7 @@ class View:
         return 0 < given <= self.round and self.nodes[member].idle < given
 
     def is_excluded(self, member: str) -> bool:
-        """Return true if a registered member was excluded from the job."""
+        """Return true if a registered member has been excluded from the job."""
         return bool(self.nodes[member].serves_only) or agent_of(member) == self._excluded_agent
 
     # --- reading keys ---

@@ -218,14 +218,14 @@ class OwnFailure(Value):
 
 
 class OwnEvidence(Value):
-    """Evidence of this node about a hang in a round, which is not in the store yet."""
+    """Evidence of the local node for the diagnosis of a round, not yet written to the store."""
 
     round: int
     content: bytes
 
 
 class FoundUnfit(Value):
-    """Result of a check that has found this node unfit: the last round before the check, and the reason."""
+    """Result of a check that found this node unfit: the last round before the check, and the reason."""
 
     round: int
     reason: str
@@ -258,19 +258,18 @@ class Member:
     Attributes:
         joining, listener, age: parts of the state that always exist.
         link: connection to the store; ``None`` without a connection.
-        last_head: state of the job, as last received over any connection; ``None`` before that.
+        last_head: last state of the job received over any connection; ``None`` if none has been received yet.
         workers: workers that may be running on this node; ``None`` if there are none.
         done: set while this node has finished and waits for the other nodes.
         started_round: last round whose workers were started on this node.
         finished_round: last round whose workers finished on this node.
         own_failure: last failure on this node; ``None`` if there was none.
-        own_evidence: evidence of this node about the last hang; ``None`` if there is none.
-        found_unfit: last check that has found this node unfit; ``None`` if there was none.
-        serves_only: true if this node was excluded from the job, and this agent stays only because it hosts
-            the store.
+        own_evidence: this node's evidence that has not been written to the store; ``None`` if there is none.
+        found_unfit: last check that found this node unfit; ``None`` if no check has.
+        serves_only: true if this node has been excluded from the job, but this agent stays to host the store.
         told_end: number of the last round whose end was reported to the user on this node, and the reported
             text.
-        judged_round: last round for which this agent has seen the leader's evaluation.
+        judged_round: last round whose evaluation by the leader this agent has seen.
         leaving: set once the agent is leaving the job.
         has_exited: true once the agent has left the rendezvous.
         now: the store's wall clock at the current event, in nanoseconds. It is only reported, never compared.

@@ -63,10 +63,10 @@ class GroupEnded(Value):
     Args:
         cause: cause of the first failure on this node, with more details than in :class:`WorkerFailed`.
         stuck: description of the processes that SIGKILL did not end; ``None`` if there are none.
-        evidence: facts about the ranks of this node, for the diagnosis of a hang; see
-            :mod:`elasticrs.diagnosis.node_evidence`. ``None`` if no rank of the job hung.
-        unfit: reason why a check has found this node unfit; ``None`` if it has not. The leader decides
-            whether the node is excluded.
+        evidence: facts about this node's ranks, for the diagnosis of a hang or a failed collective; see
+            :mod:`elasticrs.diagnosis.node_evidence`. ``None`` if there are none.
+        unfit: reason why a check found this node unfit; ``None`` if no check did. The leader decides whether
+            to exclude the node.
     """
 
     cause: Cause | None = None
@@ -148,7 +148,7 @@ class Start(Value):
             :class:`StartFailed` follows if the port cannot be lent to the worker.
         earlier: reason for the end of the previous round. Empty for the first round.
         after_loss: true if the previous round ended because a node was lost.
-        delay: seconds by which the restart policy has delayed this round.
+        delay: restart delay before this round, in seconds.
     """
 
     round: int
@@ -174,7 +174,7 @@ class Stop(Value):
         hung: cause of the failure if a worker on another node hangs; otherwise ``None``. The hung worker may
             be waiting for a worker of this node.
         planned: true if there is no failure, for example because a node joins or leaves.
-        after_failure: true if workers on another node have failed.
+        after_failure: true if the round has ended because workers failed, usually on another node.
     """
 
     round: int
@@ -224,7 +224,7 @@ class Outcome(Value):
             not be reached); ``left`` (this agent was asked to leave); ``lost`` (the store was lost);
             ``stuck`` (SIGKILL did not end all workers); ``refused`` (settings, token, version or run id
             differ); ``spare`` (the job succeeded without this node);
-            ``excluded`` (the leader has excluded this node, because it is unfit).
+            ``excluded`` (the leader has excluded this node because it appears to be unfit).
         message: message of one line for the user.
         cause: cause of the job's first failure.
         has_failed: for ``closed``, true if the job had neither succeeded nor been closed by an agent.

@@ -136,19 +136,20 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
 
 
 def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return true if the same agent has reported both causes. Several agents may run on one node."""
+    """Return true if the same agent reported both causes. Agents on one node differ in their group rank."""
     return all(one.get(name) == other.get(name) for name in ("node", "group_rank"))
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
     """Return true if this node's failure may have come before the recorded failure, and must therefore be
-    reported to the leader. A node always completes its own report.
+    reported to the leader. Also return true if the recorded failure is an earlier report by the same agent,
+    because the new report completes it.
     """
     if recorded:
         if is_of_same_node(own, recorded):
             return True
-        # A report without a message was made before the worker's error file was read, so it may still turn
-        # out to be a consequence.
+        # A report without a message was made before the worker's error file was read. The error file may show
+        # that the reported failure is a consequence of another failure.
         may_be_consequence = recorded.get("is_consequence") or recorded.get("message") is None
         if may_be_consequence and not own.get("is_consequence"):
             return True
@@ -176,8 +177,8 @@ class Node(Value):
         idle: last round whose workers are known to have exited on this node.
         cause: cause of a failure on this node in round ``idle``, if this failure may have come before the
             recorded failure.
-        unfit: reason why a check has found the node unfit after round ``idle``; ``None`` if it has not.
-        serves_only: true if the node was excluded from the job, and its agent stays only because it hosts the
+        unfit: reason why a check found the node unfit after round ``idle``; ``None`` if no check did.
+        serves_only: true if the node has been excluded from the job, but its agent stays to host the
             coordination store.
     """
 
@@ -229,9 +230,9 @@ class Head(Value):
         master: address and port of the round's workers' store.
         end: description of how the round ended, or in state ``RUNNING`` the previous round: ``kind``
             (``failure``, ``lost``, ``left``, ``scale``, ``setup``, ``asked``), ``node``, ``group_rank``,
-            ``message``, ``fatal``. After the leader has evaluated the round, also ``charged`` (true if a
-            restart was charged), ``delay`` (seconds until the next round, if it is delayed), ``excluded`` (a
-            member that is excluded from the job), and ``note`` (a line about suspect nodes, for the user).
+            ``message``, ``fatal``. When the leader evaluates the round, it adds ``charged`` (true if a
+            restart was charged) and, where they apply, ``delay`` (seconds until the next round), ``excluded``
+            (member that was excluded from the job) and ``note`` (line for the user about suspect nodes).
         cause: cause of the first failure in that round, over all nodes.
         history: data about earlier failures that the restart policy needs in addition to ``used``; see
             :meth:`failures`.
@@ -293,23 +294,23 @@ class Head(Value):
 
     @property
     def is_judged(self) -> bool:
-        """True if the round has ended and the leader has evaluated its end."""
+        """True if the round has ended and the leader has evaluated it."""
         return self.state == "ENDED" and "charged" in (self.end or {})
 
     @property
     def delay(self) -> float:
-        """Seconds by which the restart policy delays the round after the ended one."""
+        """Restart delay after the last ended round, in seconds."""
         return float((self.end or {}).get("delay", 0.0))
 
     @property
     def note(self) -> str:
-        """Line about suspect nodes, for the user; empty if there are none."""
+        """Line for the user about suspect nodes; empty if there are none."""
         return str((self.end or {}).get("note", ""))
 
     @property
     def excluded_agent(self) -> str | None:
-        """Agent that was excluded from the job when the last ended round was evaluated; ``None`` if there is
-        none.
+        """Agent that was excluded from the job after the last ended round; ``None`` if no agent was excluded
+        then.
         """
         member = (self.end or {}).get("excluded")
         return None if member is None else agent_of(member)

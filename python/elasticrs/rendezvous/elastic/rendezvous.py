@@ -124,8 +124,8 @@ class ThisAgent(Value):
             to the store has a loopback address and the round has several hosts. ``None`` if there is none.
         keeps_workers: true if the workers keep running when a round ends. The caller of the state machine
             then reports rounds to the user.
-        health_timeout: maximum number of seconds that the check of a node and the wait for free device memory
-            take after its workers have stopped; 0 if there are none.
+        health_timeout: maximum number of seconds that this node needs, after its workers have stopped, for
+            the node check and for the wait until device memory is free. 0 if it does neither.
     """
 
     job: str

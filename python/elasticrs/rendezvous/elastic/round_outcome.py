@@ -34,10 +34,10 @@ MAX_DIAGNOSIS = 1024
 """Maximum length of a diagnosis, in bytes."""
 
 MAX_DIAGNOSED = 1 << 17
-"""Maximum number of ranks in a diagnosis. Further ranks are ignored."""
+"""Maximum number of ranks in a diagnosis. Any further ranks are ignored."""
 
 _SIGABRT = 6
-"""Signal with which NCCL's watchdog ends a process whose collective has failed."""
+"""Signal that kills a process when NCCL's watchdog aborts it after a failed collective (SIGABRT)."""
 
 MAX_SETUPS = 3
 """Maximum number of consecutive rounds whose workers fail to start."""
@@ -49,7 +49,7 @@ class Verdict(Value):
     Args:
         alive: members that must still be registered when the outcome is written. If one of them is lost
             before that, its loss explains the failure, and the round uses no restart.
-        head: head of the ended round, with updated counts and the delay of the next round.
+        head: head of the ended round, with updated counts and the restart delay.
         reason: reason why the job ends; ``None`` if it continues.
     """
 
@@ -87,8 +87,8 @@ def kind_of(head: Head) -> str:
 
 
 def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
-    """Return the causes that the members have reported for the round, one for each node. If a node has
-    reported twice, the later report counts, because it was made with the error files of the workers.
+    """Return the causes that members have reported for the round, one per agent. If an agent has reported
+    twice, use its later report, because that report includes the contents of the workers' error files.
     """
     found = [node.cause for node in _reports(view, head) if node.cause is not None]
     first = head.cause
@@ -103,7 +103,7 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
     if not known:
         return None
     known = [cause for cause in known if not cause.get("is_consequence")] or known
-    # Order equal times by rank, because the result may not depend on the order of the reports.
+    # Break ties in time by rank, because the result must not depend on the order of the reports.
     first = min(
         known, key=lambda cause: (time_of(cause) is None, time_of(cause) or 0, cause.get("rank") or 0)
     )
@@ -114,10 +114,11 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
 
 
 def diagnosed(view: View, head: Head, cause: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Add the diagnosis to the cause of a round's failure, if nodes have written evidence, and the cause is a
-    hang or a collective that failed.
+    """Return the cause of a round's failure with a diagnosis added. Return the cause unchanged if no node has
+    written evidence, if the cause is neither a hang nor a failed collective, or if the evidence is not
+    sufficient for a diagnosis.
 
-    The text says if it blames another rank than the cause does.
+    If the diagnosis of a hang blames a different rank than the cause, the added text says so.
     """
     if cause is None or not view.has_evidence:
         return cause
@@ -146,7 +147,9 @@ def _decide(
     *,
     charged: bool,
 ) -> RestartDecision:
-    """Return the restart policy's decision about the end of a round."""
+    """Return the restart policy's decision about the end of a round. If the round is not ``charged``, decide
+    only whether to exclude a node.
+    """
     first = first_cause(view, head) if charged else None
     others = [cause for cause in known_causes(view, head) if cause is not first and charged]
     evidence = Evidence(
@@ -161,25 +164,26 @@ def _decide(
         available=len(view.candidates),
         min_nodes=min_nodes,
     )
-    # The loss of a node explains the other failures, but not a check that has found a node unfit.
+    # Evaluate the node checks even if the round is not charged. The loss of a node can explain failures on
+    # other nodes, but not the result of a check that found a node unfit.
     return decide(policy, head.failures, evidence) if charged else exclude(policy, head.failures, evidence)
 
 
 def _reports(view: View, head: Head) -> list[Node]:
-    """Return the registrations of members that report a failure or an unfit node after this round."""
+    """Return the members' registrations that report a failure in this round or an unfit node after it."""
     members = [view.nodes[member] for member in sorted(view.causes) if member in view.rank_of]
     return [node for node in members if node.idle == head.round]
 
 
 def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
-    """Yield the names of the nodes that cannot be excluded, with the reason."""
+    """Yield the names of nodes that cannot be excluded, each with the reason."""
     for name, count in Counter(node.name for node in view.nodes.values()).items():
         if count > 1:
             yield name, f"{count} agents have this name"
 
 
 def _member_of(view: View, name: str) -> str:
-    """Return the member on the node with this name, which is not bound."""
+    """Return the member on the node with this name. The caller ensures that the node is not bound."""
     return next(
         member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name
     )
@@ -205,7 +209,7 @@ def judge(
         policy: settings of the restart policy.
         was_short: true if the round ended soon after its start; ``None`` if this agent did not see its start.
         now_ns: current time on the store's wall clock, in nanoseconds.
-        min_nodes: minimum number of nodes of a round.
+        min_nodes: minimum number of nodes in a round.
     """
     kind, charged = kind_of(head), is_charged(view, head)
     decision = _decide(view, head, policy, was_short, now_ns, min_nodes, charged=charged)

@@ -137,8 +137,8 @@ def _ended(member: Member, head: Head) -> None:
 
 
 def _announce_verdict(member: Member, head: Head) -> None:
-    """Tell the user what the leader has decided about the ended round. Take no part in further rounds if the
-    leader has excluded this agent.
+    """Announce the leader's decision about the ended round to the user. If the leader has excluded this
+    agent, take no part in further rounds.
     """
     if head.excluded_agent == member.agent.agent:
         _excluded(member, head)
@@ -149,8 +149,8 @@ def _announce_verdict(member: Member, head: Head) -> None:
 
 
 def _excluded(member: Member, head: Head) -> None:
-    """Leave the job because this node was excluded. If this agent hosts the store, stay without workers,
-    because the job would end with the store.
+    """Leave the job because this node has been excluded. If this agent hosts the store, stay without workers
+    instead, because the job cannot continue without the store.
     """
     if member.leaving is not None or member.serves_only:
         return
@@ -166,7 +166,7 @@ def _excluded(member: Member, head: Head) -> None:
 def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
     stop_earlier(member, head)
     if head.excluded_agent == member.agent.agent:
-        # This agent was away when it was excluded.
+        # This agent was disconnected when it was excluded.
         _excluded(member, head)
     if member.age.seen != head.round:
         member.age.seen = head.round
@@ -468,10 +468,11 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _evidence(member: Member, number: int) -> list[Put]:
-    """Return the write of this node's evidence about a hang in a round. Empty if there is none.
+    """Return the store write that publishes this node's evidence for the diagnosis of a round; empty if there
+    is no evidence for this round.
 
-    The evidence is written together with the report that this node is idle, because the leader waits for that
-    report anyway.
+    The evidence is written in the same transaction as the report that this node is idle, because the leader
+    waits for that report anyway.
     """
     evidence, member.own_evidence = member.own_evidence, None
     slot = None if member.registration is None else member.registration.slot
