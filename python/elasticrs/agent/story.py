@@ -185,8 +185,10 @@ class Story(Observer):
             return
         first = first_seen(attempt)
         who = attempt.who(first, attempt.pids[first]) + how_it_failed(attempt, first)
-        others = "the other rank" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks"
-        self._say(f"{who}; stopping {others}: errors below are side effects")
+        others = (
+            "the other rank: its" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks: their"
+        )
+        self._say(f"{who}; stopping {others} errors are side effects")
 
     def _cause(self, attempt: Attempt) -> str:
         """Return the reason why an attempt ended, and store it for the report."""
