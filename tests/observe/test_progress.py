@@ -4,6 +4,7 @@ import http.server
 import json
 import queue
 import signal
+import socket
 import ssl
 import threading
 import time
@@ -15,7 +16,7 @@ from helpers.launcher import launcher_with
 from helpers.procs import HANG
 from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest
 
-from elasticrs.agent.job_progress import metrics_of
+from elasticrs.agent.job_progress import metrics_of, send
 from elasticrs.launcher.arguments import parse, resolve
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/team/trainjobs/train/status"
@@ -128,6 +129,38 @@ def test_a_report_that_fails_is_told_once_and_the_job_continues(job, authority, 
                 until(requests, lambda metrics: metrics["step"] == "2")
         finish(started)
     assert started.stderr.count("could not be reported") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "variables", "said"),
+    [
+        (b"nonsense\r\n\r\n", {}, "BadStatusLine"),
+        (b"", {"KUBEFLOW_TRAINER_SERVER_TOKEN": ""}, "KUBEFLOW_TRAINER_SERVER_TOKEN is not set"),
+        (b"", {"KUBEFLOW_TRAINER_SERVER_URL": "http://a\nb/"}, "InvalidURL"),
+    ],
+)
+def test_every_failure_of_a_report_is_an_error_with_a_reason(tmp_path, answer, variables, said):
+    (tmp_path / "token").write_text("secret", encoding="ascii")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        environ = {
+            "KUBEFLOW_TRAINER_SERVER_URL": f"http://127.0.0.1:{server.getsockname()[1]}/",
+            "KUBEFLOW_TRAINER_SERVER_TOKEN": str(tmp_path / "token"),
+            **variables,
+        }
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        if answer:
+            thread.start()
+        with pytest.raises((OSError, ValueError), match=said):
+            send({"step": 1}, environ)
+        if answer:
+            thread.join()
 
 
 def test_a_server_that_does_not_answer_delays_nothing(job, authority):

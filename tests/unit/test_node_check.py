@@ -1,11 +1,14 @@
 """The command that checks whether a node can run workers."""
 
 import os
+import signal
+import subprocess
 import sys
 
 import pytest
 from helpers import procs
 
+from elasticrs.host import node_check
 from elasticrs.host.node_check import MAX_LINE, MAX_LINES, NodeCheck
 from elasticrs.job.policy_options import HealthSource
 
@@ -58,6 +61,56 @@ def test_a_process_that_keeps_the_output_open_delays_nothing_and_is_killed(tmp_p
     result = run("sh", "-c", 'sleep 600 & echo $! >"$0"; exit 0', tmp_path / "pid")
     assert (result.unfit, result.problem) == (None, None)
     procs.wait_gone(int((tmp_path / "pid").read_text()))
+
+
+def refuse(*_):
+    raise PermissionError(1, os.strerror(1))
+
+
+def test_the_result_of_a_command_of_another_user_counts(monkeypatch):
+    # As with sudo: the agent may not signal the command, not even when it has exited.
+    monkeypatch.setattr(node_check.os, "killpg", refuse)
+    result = run("sh", "-c", "echo GPU 3 is broken; exit 3")
+    assert "3" in result.unfit
+    assert (result.problem, result.lines) == (None, ("GPU 3 is broken",))
+
+
+@pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
+def test_a_command_that_cannot_be_killed_does_not_hold_up_the_agent(monkeypatch, tmp_path):
+    monkeypatch.setattr(node_check.os, "killpg", refuse)
+    monkeypatch.setattr(node_check, "EXIT_LIMIT", 0.01)
+    result = run("sh", "-c", 'echo $$ >"$0"; exec sleep 600', tmp_path / "pid", timeout=0.5)
+    pid = int((tmp_path / "pid").read_text())
+    assert result.unfit is None
+    assert result.problem.endswith(f"0.5 s, and process {pid} cannot be killed")
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_command_does_not_outlive_an_agent_that_is_killed(tmp_path):
+    program = """
+import sys
+from elasticrs.host import node_check
+from elasticrs.job.policy_options import HealthSource
+
+watch = node_check._watch
+
+def tell(*arguments):
+    print("watching", flush=True)
+    return watch(*arguments)
+
+node_check._watch = tell
+script = "sleep 600 & echo $$ $! >$0; wait"
+source = HealthSource("the node check", ("sh", "-c", script, sys.argv[1]))
+node_check.NodeCheck([source], 600.0).finish()
+"""
+    os.mkfifo(pids := tmp_path / "pids")
+    with subprocess.Popen([sys.executable, "-c", program, pids], stdout=subprocess.PIPE) as agent:
+        started = [int(word) for word in pids.read_text(encoding="ascii").split()]
+        assert agent.stdout.readline() == b"watching\n"
+        agent.kill()
+    procs.assert_gone(started)
+    procs.reap_adopted()
 
 
 def test_only_the_end_of_a_huge_output_is_kept():

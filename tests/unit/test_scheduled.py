@@ -258,3 +258,9 @@ def test_no_module_about_schedulers_is_loaded_without_one(monkeypatch):
         assert not [name for name in sys.modules if name.startswith("elasticrs.schedulers")]
     job = resolve(parse(["-m", "this"], STEP), {"PATH": "/usr/bin:/bin", **STEP})
     assert job.rendezvous.run_id == "4711.0"
+
+
+@pytest.mark.parametrize("name", [name for name, value in STEP.items() if value.isdecimal()])
+def test_a_number_that_is_too_long_is_no_number(name):
+    place = place_of({**STEP, name: "9" * 5000})
+    assert FIRST_PORT <= place.port < FIRST_PORT + PORTS or not place.host

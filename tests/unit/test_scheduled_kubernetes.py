@@ -169,3 +169,14 @@ class TestIndexedJob:
         environ = {**INDEXED, **change, "PET_NNODES": "4"}
         before = vars(parse(["train.py"], environ))
         assert vars(scheduled(**environ)[0]) == before
+
+
+@pytest.mark.parametrize("name", ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT", "JOB_COMPLETION_INDEX"])
+def test_a_number_that_is_too_long_is_no_number(name):
+    number = "9" * 5000
+    of_kubeflow = name.startswith("PET_")
+    environ = (
+        {**TRAIN_JOB, name: number} if of_kubeflow else {**INDEXED, "HOSTNAME": f"a-{number}", name: number}
+    )
+    found = kubernetes.place_of(environ)
+    assert found is None or not found.job.startswith("TrainJob")

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import TYPE_CHECKING
 
 from elasticrs.agent.observer import Observer
@@ -30,6 +31,9 @@ INTERVAL = 30.0
 
 TIMEOUT = 10.0
 """Timeout in seconds for each blocking operation of a request."""
+
+_MAX_ANSWER = 65536
+"""Number of bytes of the server's answer that are read."""
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 """Names of the environment variables that contain the server's address, the path of the server's CA
@@ -130,13 +134,16 @@ def send(metrics: Mapping[str, int], environ: Mapping[str, str]) -> None:
         environ: environment variables, including :data:`URL`, :data:`CA_CERT` and :data:`TOKEN`.
 
     Raises:
-        OSError: the server cannot be reached or refuses the report, or a file cannot be read.
-        ValueError: the address is not a URL.
+        OSError: the server cannot be reached, refuses the report or does not speak HTTP, or a file cannot be
+            read.
+        ValueError: the address is not a URL, or the variable with the file of the token is missing.
     """
     listed = [{"name": name, "value": str(value)} for name, value in metrics.items()]
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     body = json.dumps({"trainerStatus": {"metrics": listed, "lastUpdatedTime": now}}).encode()
     # Read the token each time, because Kubernetes replaces it before it expires.
+    if not environ.get(TOKEN):
+        raise ValueError(f"{TOKEN} is not set")
     with open(environ[TOKEN], encoding="ascii") as file:
         token = file.read().strip()
     request = urllib.request.Request(
@@ -146,5 +153,8 @@ def send(metrics: Mapping[str, int], environ: Mapping[str, str]) -> None:
         method="POST",
     )
     context = ssl.create_default_context(cafile=environ.get(CA_CERT))
-    with urllib.request.urlopen(request, timeout=TIMEOUT, context=context) as answer:
-        answer.read()
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT, context=context) as answer:
+            answer.read(_MAX_ANSWER)
+    except HTTPException as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

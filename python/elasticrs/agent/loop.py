@@ -177,7 +177,9 @@ class Agent:
             self._take_signals(None)
             if self._events:
                 check.cancel()
-        unfit = self._reported(check.finish())
+        results = check.finish()
+        # A signal has cancelled the checks, so their results are not used.
+        unfit = None if self._events else self._reported(results)
         return None if unfit is None else f"{unfit}; this node does not join the job"
 
     def _new_check(self) -> NodeCheck | None:

@@ -237,7 +237,8 @@ class Writer:
     def evidence(self, stuck: Sequence[StuckCollective], stacks: Sequence[MergedStack]) -> tuple[str, ...]:
         """Return one line for each incomplete collective, and one line for each distinct stack."""
         lines = []
-        for collective in stuck:
+        # Further lines are only counted, because a hostile record may describe thousands of groups.
+        for collective in stuck[:MAX_LINES]:
             operation = printable(collective.operation)
             parts = [f"{collective.backend} {operation} {self._name(collective, stuck)}"]
             for ranks, what in (
@@ -249,12 +250,12 @@ class Writer:
                     parts.append(f"; {what}: {ranks_text(ranks)}")
             parts += [f"; {ranks_text(side.ranks)}: {printable(str(side.call))}" for side in collective.sides]
             lines.append("".join(parts))
-        for merged in stacks:
+        for merged in stacks[:MAX_LINES]:
             frames = " < ".join(map(short, merged.frames[:MAX_FRAMES]))
             more = f" < {len(merged.frames) - MAX_FRAMES} more" if len(merged.frames) > MAX_FRAMES else ""
             lines.append(f"{ranks_text(merged.ranks)}: {frames}{more}")
-        if len(lines) > MAX_LINES:
-            lines[MAX_LINES - 1 :] = [f"and {len(lines) - MAX_LINES + 1} more"]
+        if (total := len(stuck) + len(stacks)) > MAX_LINES:
+            lines[MAX_LINES - 1 :] = [f"and {total - MAX_LINES + 1} more"]
         return tuple(lines)
 
 

@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 from elasticrs.host.background_call import Asked
+from elasticrs.host.child_program import command as program
 from elasticrs.host.health_program import UNFIT
 from elasticrs.job.value import Value
 from elasticrs.report.phrases import how_it_ended, printable
@@ -27,6 +28,11 @@ MAX_LINES = 20
 """Maximum number of lines of the output that are shown to the user."""
 MAX_LINE = 300
 """Maximum length of an output line that is shown to the user, in characters. Longer lines are truncated."""
+EXIT_LIMIT = 2.0
+"""Seconds that a killed command may take to exit. In a hung driver it takes longer. A command of another
+user, such as ``sudo``, cannot be killed.
+"""
+_PAUSE = 0.01
 
 _BUILT_IN = """\
 import sys
@@ -117,13 +123,20 @@ def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) ->
 def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResult:
     title = source.built_in or "node check"
     try:
-        process = _start(_command(source))
+        guard = _Guard()
         try:
-            output, problem = _watch(process, timeout, cancelled)
+            process = _start(_command(source))
+            try:
+                guard.watch(process.pid)
+                output, problem = _watch(process, timeout, cancelled)
+            finally:
+                has_exited = _end(process, guard)
         finally:
-            _kill(process)
+            guard.close()
     except OSError as error:
         return NodeCheckResult(title, problem=f"{source.title} could not be run: {error.strerror}")
+    if problem is not None:
+        problem += " and was killed" if has_exited else f", and process {process.pid} cannot be killed"
     text = output.decode("utf-8", "replace").splitlines()[-MAX_LINES:]
     lines = tuple(line if len(line) <= MAX_LINE else line[:MAX_LINE] + "…" for line in text)
     if problem is not None:
@@ -136,6 +149,38 @@ def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResul
     reason = f"{source.title}: {printable(lines[-1])}" if lines and process.returncode > 0 else how
     is_unfit = process.returncode == UNFIT
     return NodeCheckResult(title, reason if is_unfit else None, None if is_unfit else reason, lines[:-1])
+
+
+class _Guard:
+    """Process that kills the command if this process dies first; see :mod:`elasticrs.host.group_guard`.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            program("elasticrs.host.group_guard"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def watch(self, group: int) -> None:
+        """Kill this process group if this process dies before :meth:`close`."""
+        assert self._process.stdin is not None
+        try:
+            os.write(self._process.stdin.fileno(), str(group).encode())
+        except BrokenPipeError:
+            return  # The guard has been killed. The command is still watched by this process.
+
+    def close(self) -> None:
+        """End the guard. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
 
 def _command(source: HealthSource) -> list[str]:
@@ -182,7 +227,7 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> 
             if cancelled in ready:
                 return output, "was cancelled"
             if not ready or time.monotonic() > end:
-                return output, f"did not finish within {timeout:g} s and was killed"
+                return output, f"did not finish within {timeout:g} s"
             if stdout in ready:
                 part = os.read(stdout, MAX_OUTPUT)
                 output = (output + part)[-MAX_OUTPUT:]
@@ -196,20 +241,44 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> 
         os.close(pidfd)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the command and the processes that it has left in its process group.
+def _end(process: subprocess.Popen[bytes], guard: _Guard) -> bool:
+    """Kill the command and the processes that it has left in its process group. Return false if the command
+    is still running after :data:`EXIT_LIMIT` seconds.
 
     The command has not been reaped yet, so its process group id cannot have been reused.
     """
+    _kill_group(process.pid)
+    guard.close()
+    exit_fd = os.pidfd_open(process.pid)
     try:
-        os.killpg(process.pid, signal.SIGKILL)
+        poll = select.poll()
+        poll.register(exit_fd, select.POLLIN)
+        has_exited = bool(poll.poll(1000 * EXIT_LIMIT))
     finally:
-        process.wait()
+        os.close(exit_fd)
         if process.stdout is not None:
             process.stdout.close()
-    # If this process is a subreaper, it is now the parent of the processes that the command has left behind.
+    if has_exited:
+        process.wait()
+        _reap_group(process.pid)
+    return has_exited
+
+
+def _kill_group(group: int) -> None:
     try:
-        while True:
-            os.waitid(os.P_PGID, process.pid, os.WEXITED)
+        os.killpg(group, signal.SIGKILL)
+    except PermissionError:
+        return  # Only processes of another user are left. If the command has exited, its result counts.
+
+
+def _reap_group(group: int) -> None:
+    """Reap the processes that the command has left behind, if this process is a subreaper and has become
+    their parent.
+    """
+    end = time.monotonic() + EXIT_LIMIT
+    try:
+        while time.monotonic() < end:
+            if os.waitid(os.P_PGID, group, os.WEXITED | os.WNOHANG) is None:
+                time.sleep(_PAUSE)
     except ChildProcessError:
         return

@@ -4,6 +4,10 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
+from elasticrs.schedulers.place import number_in
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +36,7 @@ def expand(text: str) -> list[str]:
     for entry in _entries(text):
         names = [""]
         for number, part in enumerate(_parts(entry)):
-            choices = list(_numbers(part)) if number % 2 else [part]
+            choices = list(islice(_numbers(part), MOST + 1)) if number % 2 else [part]
             if len(found) + len(names) * len(choices) > MOST:
                 raise ValueError(f"a host list with at most {MOST} hosts")
             names = [name + choice for name in names for choice in choices]
@@ -67,9 +71,9 @@ def _parts(entry: str) -> list[str]:
 def _numbers(text: str) -> Iterator[str]:
     for span in text.split(","):
         low, dash, high = span.partition("-")
-        if not all(number.isascii() and number.isdecimal() for number in (low, high if dash else low)):
+        first, last = number_in(low), number_in(high if dash else low)
+        if first is None or last is None:
             raise ValueError("numbers and ranges in the brackets of a host list")
-        first, last = int(low), int(high if dash else low)
         if first > last:
             raise ValueError("ascending ranges in the brackets of a host list")
         if last - first >= MOST:

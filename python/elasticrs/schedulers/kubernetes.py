@@ -17,7 +17,7 @@ same variables. The form of the address shows whether Kubeflow or the user has s
 from __future__ import annotations
 
 from elasticrs.job.config import DEFAULT_PORT
-from elasticrs.schedulers.place import Place
+from elasticrs.schedulers.place import Place, number_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,26 +50,28 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
 
 
 def _in_kubeflow(job: str, name: str, environ: Mapping[str, str]) -> Place | None:
-    numbers = [environ[variable] for variable in ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT")]
+    nodes, rank, port = (
+        number_in(environ[variable]) for variable in ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT")
+    )
     # Ignore an elastic PyTorchJob, in which `PET_NNODES` is a range, because it sets the rendezvous itself.
-    if not all(number.isascii() and number.isdecimal() for number in numbers):
+    if nodes is None or rank is None or port is None:
         return None
-    nodes, rank, port = map(int, numbers)
     host = environ["PET_MASTER_ADDR"]
     return Place(job, nodes, rank, host=host, port=port, run_id=name, owned=_OWNED)
 
 
 def _in_an_indexed_job(environ: Mapping[str, str]) -> Place | None:
     index = environ.get("JOB_COMPLETION_INDEX", "")
+    rank = number_in(index)
     host = environ.get("HOSTNAME", "")
     name = _name_in(host, f"-{index}")
-    if not (index.isascii() and index.isdecimal() and name):
+    if rank is None or not name:
         return None
     domain = _domain_of(host)
     return Place(
         f"Job {name}",
         None,
-        int(index),
+        rank,
         host=f"{name}-0.{domain}" if domain else "",
         port=DEFAULT_PORT,
         run_id=name,

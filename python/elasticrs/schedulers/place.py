@@ -9,6 +9,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+MAX_DIGITS = 18
+"""Maximum number of digits of a number in a variable. Longer ones cannot be numbers of a scheduler."""
+
+
+def number_in(text: str) -> int | None:
+    """Return the number that a variable contains; ``None`` if it contains something else."""
+    is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
+    return int(text) if is_number else None
+
+
 class Place(Value):
     """Place of this process in a scheduler's job, and the job's nodes.
 

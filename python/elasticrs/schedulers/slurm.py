@@ -8,7 +8,7 @@ shell, uses this node only.
 from __future__ import annotations
 
 from elasticrs.schedulers.host_list import expand
-from elasticrs.schedulers.place import Place
+from elasticrs.schedulers.place import Place, number_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -128,10 +128,8 @@ def _workers(environ: Mapping[str, str]) -> int | str | None:
 
 
 def _port(job: str, step: int) -> int:
-    number = int(job) if job.isdecimal() else 0
-    return FIRST_PORT + (number + STEP_STRIDE * step) % PORTS
+    return FIRST_PORT + ((number_in(job) or 0) + STEP_STRIDE * step) % PORTS
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "")
-    return int(text) if text.isascii() and text.isdecimal() else None
+    return number_in(environ.get(name, ""))
