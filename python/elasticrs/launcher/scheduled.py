@@ -8,8 +8,8 @@ The options that are filled in depend on the rendezvous back end::
     static                                number of nodes, this node's rank, address and port of rank 0
     another back end                      number of nodes, run id
 
-The default back end is c10d. If the user has set an option that torchrun uses only with its static rendezvous,
-the default is ``static``, so that the command line keeps its meaning in torchrun.
+The default back end is c10d. If the user has set an option that torchrun uses only with its static
+rendezvous, the default is ``static``, so that the command line means the same as in torchrun.
 """
 
 from __future__ import annotations

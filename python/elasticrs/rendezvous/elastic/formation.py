@@ -118,8 +118,8 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
     """Return the verdict on the ended round. The verdict is cached until one of its inputs changes.
 
     Caching matters because computing the verdict takes time proportional to the number of members. Many
-    replacement nodes may arrive one by one, but an arrival changes the verdict only if it makes a node
-    dispensable. Until the next round, members only stop or leave, so each of the sets ``slow``, ``missing``
+    replacement nodes may arrive one by one, but an arrival changes the verdict only if the job can then spare
+    a node. Until the next round, members only stop or leave, so each of the sets ``slow``, ``missing``
     and ``absent`` only grows or only shrinks. Comparing their sizes is therefore enough to detect a change.
     """
     sizes = len(view.slow), len(view.missing), len(view.absent)

@@ -183,7 +183,9 @@ def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _member_of(view: View, name: str) -> str:
-    """Return the member on the node with this name. The caller ensures that the node is not bound."""
+    """Return the member on the node with this name. The name is unique, because a node whose name several
+    agents share cannot be excluded.
+    """
     return next(
         member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name
     )
