@@ -249,6 +249,8 @@ class TestNodeCheck:
         (tmp_path / "fifo").read_text()
         launched.signal(signal.SIGTERM)
         launched.exits(1)
+        assert "SIGTERM" in launched.stderr
+        assert "counts as passed" not in launched.stderr
         assert procs.wait_gone(int((tmp_path / "pid").read_text()))
         procs.reap_adopted()
 

@@ -178,8 +178,11 @@ class Agent:
             if self._events:
                 check.cancel()
         results = check.finish()
-        # A signal has cancelled the checks, so their results are not used.
-        unfit = None if self._events else self._reported(results)
+        if self._events and isinstance(first := self._events[0], machine.SignalReceived):
+            # The results are not used, because the signal has cancelled the checks.
+            self._console.say(f"{phrases.signal_name(first.signum)} received: the node check was cancelled")
+            return None
+        unfit = self._reported(results)
         return None if unfit is None else f"{unfit}; this node does not join the job"
 
     def _new_check(self) -> NodeCheck | None:
