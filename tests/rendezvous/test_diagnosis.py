@@ -89,6 +89,21 @@ def test_the_text_says_if_heartbeats_and_records_blame_different_ranks():
     assert told(agents)[0].endswith("the heartbeats blame rank 3, but the flight records blame rank 5")
 
 
+@given(st.permutations(range(NODES)))
+@settings(max_examples=25, deadline=None)
+def test_the_rank_that_the_records_blame_is_the_cause_if_it_has_hung_too(order):
+    """Each node has one rank, so the heartbeats only tell which rank has been silent the longest."""
+    cluster, agents = running(NODES, max_restarts=0)
+    hung = [{**HUNG, "rank": rank, "ground": "oldest", "time_ns": 9 + rank} for rank in range(NODES)]
+    agents[order[0]].send(m.WorkerFailed(hung[order[0]]))
+    for number in order:
+        agents[number].send(m.GroupEnded(hung[number], None, EVIDENCE[number]))
+    assert cluster.head.state == "CLOSED"
+    for agent in agents:
+        assert agent.outcome.cause["rank"] == 5
+        assert "blame" not in agent.outcome.cause["diagnosis"]
+
+
 def test_evidence_is_removed_when_the_next_round_starts():
     cluster, agents = running(NODES, max_restarts=2)
     hang(agents, range(NODES))

@@ -73,7 +73,7 @@ struct Shared {
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
-/// A sign of life of the agent's loop, on its way through the supervisor's runtime. Dropping this value records it, so
+/// A reply of the agent's loop, on its way through the supervisor's runtime. Dropping this value records it, so
 /// it is also recorded if the runtime stops before it runs the task.
 struct Answer {
     shared: Arc<Shared>,

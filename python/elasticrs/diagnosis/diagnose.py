@@ -10,7 +10,7 @@ from elasticrs.diagnosis.node_evidence import NodeEvidenceError, decode
 from elasticrs.diagnosis.paragraph import Writer
 from elasticrs.diagnosis.rank_record import RankFacts, reduced
 from elasticrs.diagnosis.stacks import main_thread, merge
-from elasticrs.diagnosis.values import Confidence, Diagnosis, NoRecord
+from elasticrs.diagnosis.values import Diagnosis, NoRecord
 from elasticrs.report.phrases import ranks_text
 
 TYPE_CHECKING = False
@@ -127,14 +127,7 @@ def blames_others(diagnosis: Diagnosis, rank: int) -> str | None:
     Returns:
         The line; ``None`` if the flight records blame ``rank`` as well, or no rank at all.
     """
-    blamed = sorted(
-        {
-            other
-            for culprit in diagnosis.culprits
-            if culprit.confidence is not Confidence.POSSIBLE
-            for other in culprit.ranks
-        }
-    )
+    blamed = sorted(diagnosis.blamed())
     if not blamed or rank in blamed:
         return None
     return f"the heartbeats blame rank {rank}, but the flight records blame {ranks_text(blamed)}"

@@ -188,6 +188,11 @@ class Diagnosis(NamedTuple):
     evidence: tuple[str, ...]
     """Lines for people with the evidence for the summary."""
 
+    def blamed(self) -> set[int]:
+        """Return the ranks to blame, without those that are only possible culprits."""
+        sure = (culprit for culprit in self.culprits if culprit.confidence is not Confidence.POSSIBLE)
+        return {rank for culprit in sure for rank in culprit.ranks}
+
     def as_json(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values. ``docs/design/diagnosis.md`` has the schema. Ranks are written
         as inclusive spans, ``[[0, 3], [8, 31]]``.

@@ -113,28 +113,35 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
     return min(hung, key=lambda each: each[0])[1]
 
 
-def diagnosed(view: View, head: Head, cause: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the cause of a round's failure with a diagnosis added. Return the cause unchanged if no node has
-    written evidence, if the cause is neither a hang nor a failed collective, or if the evidence is not
+def diagnosed(
+    view: View, head: Head, cause: dict[str, Any] | None
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the cause of a round's failure and the text of its diagnosis. The text is ``None`` if no node
+    wrote evidence, if the cause is neither a hang nor a failed collective, or if the evidence is not
     sufficient for a diagnosis.
 
-    If the diagnosis of a hang blames a different rank than the cause, the added text says so.
+    The flight records may blame another rank than the heartbeats, which are weak evidence if each node has
+    only one rank. If that rank has hung as well, return its cause. Otherwise the text says so.
     """
     if cause is None or not view.has_evidence:
-        return cause
-    is_collective = cause.get("is_consequence") or cause.get("exitcode") == -_SIGABRT
-    if blame_of(cause) is None and not is_collective:
-        return cause
+        return cause, None
+    is_hang = blame_of(cause) is not None
+    if not is_hang and not cause.get("is_consequence") and cause.get("exitcode") != -_SIGABRT:
+        return cause, None
     from elasticrs.diagnosis.diagnose import blames_others, diagnose_nodes
 
     nodes = [(seat.name, view.evidence_of(rank)) for rank, seat in enumerate(view.seats)]
     diagnosis = diagnose_nodes(nodes, min(head.world_size, MAX_DIAGNOSED))
     if diagnosis is None:
-        return cause
-    rank = cause.get("rank")
-    doubt = None if rank is None or blame_of(cause) is None else blames_others(diagnosis, rank)
-    text = "; ".join(filter(None, (diagnosis.summary, doubt)))
-    return {**cause, "diagnosis": cut(text, MAX_DIAGNOSIS)}
+        return cause, None
+    doubt, rank = None, cause.get("rank")
+    if is_hang and rank is not None and (doubt := blames_others(diagnosis, rank)) is not None:
+        blamed = diagnosis.blamed()
+        others = [other for other in known_causes(view, head) if other.get("rank") in blamed]
+        hung = [(blame, other) for other in others if (blame := blame_of(other)) is not None]
+        if hung:
+            cause, doubt = min(hung, key=lambda each: each[0])[1], None
+    return cause, cut("; ".join(filter(None, (diagnosis.summary, doubt))), MAX_DIAGNOSIS)
 
 
 def _decide(
@@ -144,13 +151,14 @@ def _decide(
     was_short: bool | None,
     now_ns: int,
     min_nodes: int,
+    first: dict[str, Any] | None,
     *,
     charged: bool,
 ) -> RestartDecision:
-    """Return the restart policy's decision about the end of a round. If the round is not ``charged``, decide
-    only whether to exclude a node.
+    """Return the restart policy's decision about the end of a round, whose first cause is ``first``. If the
+    round is not ``charged``, decide only whether to exclude a node.
     """
-    first = first_cause(view, head) if charged else None
+    first = first if charged else None
     others = [cause for cause in known_causes(view, head) if cause is not first and charged]
     evidence = Evidence(
         tuple(Cause.decoded(cause) for cause in (first, *others) if cause is not None),
@@ -214,7 +222,8 @@ def judge(
         min_nodes: minimum number of nodes in a round.
     """
     kind, charged = kind_of(head), is_charged(view, head)
-    decision = _decide(view, head, policy, was_short, now_ns, min_nodes, charged=charged)
+    first, diagnosis = diagnosed(view, head, first_cause(view, head))
+    decision = _decide(view, head, policy, was_short, now_ns, min_nodes, first, charged=charged)
     more: dict[str, Any] = {"delay": round(decision.delay, 3), "note": decision.note}
     if decision.exclude is not None:
         more["excluded"] = _member_of(view, decision.exclude)
@@ -229,7 +238,7 @@ def judge(
         losses=head.losses + lost,
         short_losses=short_losses,
         setups=head.setups + 1 if kind == "setup" else 0,
-        cause=diagnosed(view, head, first_cause(view, head)),
+        cause=first if first is None or diagnosis is None else {**first, "diagnosis": diagnosis},
         end={**(head.end or {}), "charged": charged, **{name: each for name, each in more.items() if each}},
     )
     reason = _why_not_again(view, counted, settings)
