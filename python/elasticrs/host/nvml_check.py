@@ -34,11 +34,13 @@ class Verdict:
         unfit: reasons why GPUs cannot run workers, one for each unfit GPU.
         remarks: facts that do not make a GPU unfit.
         count: number of GPUs that were examined.
+        unexamined: errors of GPUs that could not be examined.
     """
 
     def __init__(self) -> None:
         self.unfit: list[str] = []
         self.remarks: list[str] = []
+        self.unexamined: list[str] = []
         self.count = 0
 
     def line(self) -> str:
@@ -57,15 +59,15 @@ def examine(library: Nvml, verdict: Verdict) -> None:
         NvmlError: the library cannot count the GPUs.
     """
     for index in range(library.count()):
-        verdict.count += 1
         try:
             device = library.device(index)
             fields = library.fields(device, _FIELDS)
+            verdict.count += 1
         except NvmlError as error:
             if error.code in _PROOFS:
                 verdict.unfit.append(f"GPU {index} is unfit: {_PROOFS[error.code]} ({error})")
             else:
-                verdict.remarks.append(f"GPU {index} could not be examined: {error}")
+                verdict.unexamined.append(f"GPU {index} could not be examined: {error}")
             continue
         name = f"GPU {index} ({device.address})"
         reason = why_unfit(fields)
@@ -146,6 +148,7 @@ def main() -> int:
     if not has_answered:
         where = libraries[0].calling if libraries else "nvmlInit_v2"
         problems.append(f"NVML hangs in {where} (for {LIMIT:g} s)")
+    problems += verdict.unexamined
     for remark in verdict.remarks:
         say(remark)
     if verdict.unfit or not problems:
