@@ -73,8 +73,8 @@ struct Shared {
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
-/// A reply of the agent's loop, on its way through the supervisor's runtime. Dropping this value records it, so
-/// it is also recorded if the runtime stops before it runs the task.
+/// A reply from the agent's loop, on its way through the supervisor's runtime. The reply is recorded when this value is
+/// dropped, and therefore also if the runtime stops before it runs the task.
 struct Answer {
     shared: Arc<Shared>,
     age: Duration,

@@ -8,7 +8,7 @@ use nix::sys::socket::{Shutdown, shutdown};
 use tokio::net::TcpStream;
 use tokio::task::yield_now;
 
-/// Reads the next bytes into `buffer` and returns their number. Returns 0 if the peer has closed the connection.
+/// Reads the next bytes into `buffer` and returns how many were read; 0 if the peer has closed the connection.
 pub async fn read(stream: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
         stream.readable().await?;

@@ -31,7 +31,9 @@ _MAX_EARLIER = 8
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """Return the failure of each unsuccessful worker, by global rank. The first failure comes first."""
+    """Return a dictionary from the global rank of each failed worker to its failure, with the first failure
+    first.
+    """
     ranks = attempt.global_ranks()
     found = {ranks[worker.local_rank]: _failure(attempt, worker) for worker in attempt.failed_exits()}
     if found and attempt.xids:

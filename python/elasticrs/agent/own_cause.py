@@ -217,8 +217,8 @@ def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
     """
     started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
     if started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9:
-        # Do not count this as a start error, because a late import may fail only because a file system has
-        # failed in the meantime.
+        # Do not count this as a start error: a late import may fail merely because a file system has failed
+        # since the start.
         return False
     if failure.is_start_error:
         return True

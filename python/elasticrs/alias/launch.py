@@ -1,4 +1,4 @@
-"""Main program of ``python -m torch.distributed.launch`` under the alias.
+"""Main program of ``python -m torch.distributed.launch`` if the alias for torch's modules is active.
 
 As in torch, each script gets ``--local-rank=N`` before its arguments, unless ``--use-env`` is given.
 Everything else is the same as in :mod:`elasticrs.launch`.

@@ -27,7 +27,7 @@ _MARK = object()
 
 
 class PickledError(ValueError):
-    """Raised if bytes are not a pickle that consists of plain values."""
+    """Raised if the data is not a pickle of only plain values."""
 
 
 def plain(data: bytes) -> object:

@@ -25,9 +25,7 @@ class Clock(Value):
         return ns + _wall_minus_monotonic() + self.offset_ns
 
     def to_monotonic(self, ns: int) -> int:
-        """Convert a time of the store's wall clock to this node's monotonic clock. Both are in
-        nanoseconds.
-        """
+        """Convert a time on the store's wall clock to this node's monotonic clock. Unit: nanoseconds."""
         return ns - self.offset_ns - _wall_minus_monotonic()
 
 

@@ -510,8 +510,9 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Return the maximum number of seconds between two heartbeats (``None`` if it is learned), and the
-    minimum of a learned limit. The argument is a number of seconds, ``"auto"`` or ``"auto:SECONDS"``.
+    """Return two numbers of seconds: the maximum time between two heartbeats, ``None`` if it is to be
+    learned, and the minimum for a learned one. The argument is a number of seconds, ``"auto"`` or
+    ``"auto:SECONDS"``.
 
     Raises:
         ValueError: the value has another form.

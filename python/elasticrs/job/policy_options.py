@@ -143,7 +143,7 @@ BUILT_IN_SOURCES = {"nvml": "nvml", "gpud": "gpud, or gpud:URL with http or http
 
 
 class HealthSource(Value):
-    """A health check of a node: a built-in health source, or a command of the user.
+    """A health check of a node: a built-in health source, or a command that the user supplies.
 
     Args:
         title: name of the health source in messages.

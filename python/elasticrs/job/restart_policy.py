@@ -224,7 +224,7 @@ def exclude(settings: RestartSettings, history: FailureHistory, evidence: Eviden
         times[node] = times.pop(node, 0) + 1
     after = history.replaced(implicated=tuple(times.items())[-MAX_SUSPECTS:])
     suspects = [node for node in reasons if node in unfit or times[node] >= IMPLICATED_TWICE]
-    # Nodes implicated more often come first. Among equals, nodes that their own check found unfit come first.
+    # Nodes implicated more often come first. Among equals, nodes that failed their own check come first.
     suspects.sort(key=lambda node: (-times[node], node not in unfit, node))
     why_kept = _why_kept(settings.max_excluded_nodes, history.excluded, suspects, evidence)
     if why_kept is not None:

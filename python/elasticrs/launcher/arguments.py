@@ -121,9 +121,9 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
 
 def split(argv: Sequence[str]) -> tuple[dict[str, object], str | None, list[str]]:
-    """Split the command line into options, script, and arguments of the script. Return the options as a
-    dictionary that contains only those on the command line. The script is ``None`` if it is missing.
-    The exceptions are those of :func:`parse`.
+    """Split the command line into options, script, and arguments of the script. Return only the options on
+    the command line, as a dictionary. The script is ``None`` if it is missing. Raises the same exceptions as
+    :func:`parse`.
     """
     values: dict[str, object] = {}
     script: str | None = None
@@ -438,7 +438,7 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
 
 
 def _check_replace(args: Namespace, meeting: Meeting) -> None:
-    """Check that single workers of this job can be replaced.
+    """Check that individual workers of this job can be replaced.
 
     Raises:
         UsageError: the job does not support replacement.

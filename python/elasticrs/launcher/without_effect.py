@@ -98,8 +98,8 @@ def _replaced_by_standalone(args: Namespace) -> Iterator[str]:
 
 
 def _without_policy(args: Namespace) -> Iterator[str]:
-    """Yield a warning for each option about failures that has no effect with a polled rendezvous handler,
-    because torch's own loop then restarts after every failure as long as restarts are left.
+    """Yield a warning for each option for failures that has no effect. With a polled rendezvous handler,
+    torch's loop decides: it restarts after every failure until no restarts are left.
     """
     unset = JobConfig.defaults()
     for flag in (

@@ -500,8 +500,8 @@ class ForkServer(Kept):
 
 
 class _RunForked(Value):
-    """Runs multiprocessing's ``process`` in a forked copy of this process, with ``env`` added to the
-    environment. The pipe ``sentinel`` is closed when the program exits.
+    """Runs ``process``, an object of multiprocessing, in a fork of this process, with ``env`` added to the
+    environment. The pipe ``sentinel`` is closed when the fork exits.
     """
 
     process: BaseProcess

@@ -124,8 +124,8 @@ class Participant:
         return self._member.passed()
 
     def announce_end(self) -> None:
-        """Announce that the training has finished on this worker. The other workers complete the steps that
-        this worker has completed, before they leave the round.
+        """Announce that the training has finished on this worker. The other workers catch up with the last
+        step of this worker before they leave the round.
         """
         self._member.announce_end()
 

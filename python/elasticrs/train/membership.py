@@ -553,8 +553,8 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """Return true if a member died before it was out of the round. The ``here`` key of such a member has
-    disappeared, and there is no ``out`` key for it.
+    """Return true if a member died before it left the round: its ``here`` key has disappeared, and it has no
+    ``out`` key.
     """
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 

@@ -98,7 +98,7 @@ impl LineSplitter {
             return Some(idle.min(oldest + GROWING));
         }
         let due = self.shown_at.map_or(oldest + IDLE, |at| (at + PROGRESS_INTERVAL).max(oldest + IDLE));
-        // Show a state that is still being written only if no byte has arrived for a while, because it may be
+        // If a state is still being written, show it only after no byte has arrived for a while, because it may be
         // incomplete.
         Some(if self.state.is_empty() { due.max(idle) } else { due })
     }

@@ -41,7 +41,7 @@ use memchr::memmem;
 
 use super::watch::wait_channel;
 
-/// Time limit for gathering evidence from all ranks together.
+/// Total time limit for gathering evidence from all ranks.
 pub const LIMIT: Duration = Duration::from_secs(2);
 /// Time limit within [`LIMIT`] for a worker to write its stacks and its flight record. `py-spy` gets the remaining time.
 const ANSWERS: Duration = Duration::from_millis(1200);

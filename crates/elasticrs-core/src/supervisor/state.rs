@@ -517,7 +517,7 @@ impl Group {
         if policy.is_hard() {
             return self.kill(effects);
         }
-        // Signal running members first, because the group has stopped only when they have exited.
+        // Signal the running members first: the group does not count as stopped until they have exited.
         for ended in [false, true] {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
             for member in members.filter(|m| Some(m.pid) != but) {

@@ -180,8 +180,8 @@ impl Sweep {
             self.pause = Duration::ZERO;
             return Verdict::GoOn;
         }
-        // Running workers, exempt processes and processes that a tracer holds may stay. Do not wait for `ECHILD` in
-        // this case.
+        // Running workers, spared processes, and processes held by a tracer may remain as children. If there are any,
+        // do not wait for `ECHILD`.
         let may_stay = self.left_by.is_some() || !look.exempt.is_empty() || !look.held.is_empty();
         let only_harmless = is_quiet && !look.cleaners && may_stay;
         self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));

@@ -46,7 +46,7 @@ const CHUNK: usize = 1 << 20;
 /// Minimum growth of a file before it is replaced, in bytes. The file must also have doubled in size.
 const GROWTH: u64 = 4 << 20;
 
-/// Error while the state file is opened, read or written.
+/// Error while opening, reading or writing the state file.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     #[error("cannot {doing} the state {path}: {why}", path = path.display(), why = words(source))]
@@ -302,7 +302,7 @@ impl StateFile {
             // Another file is at `path`. If `held` is `None`, that file was created after the store had looked for one.
             // Otherwise it has replaced `held`.
             Ok(false) if begun.path.exists() => Err((Errno::EWOULDBLOCK.into(), Harm::Unknown)),
-            // There is no file at `path`, because the file `held` was removed.
+            // `path` no longer exists: the file that `held` refers to was removed.
             Ok(false) => Err((Errno::ENOENT.into(), Harm::Unknown)),
             Err(error) => Err((error, Harm::Unknown)),
         };

@@ -161,8 +161,7 @@ impl<A: Message + Default> Answers<A> {
                 Body::Open(stream) => match stream.data().await {
                     Some(bytes) => {
                         let bytes = bytes?;
-                        // These bytes are moved to the buffer, so allow the server to send the same number of bytes
-                        // again.
+                        // These bytes have been moved to the buffer, so allow the server to send that many more.
                         stream.flow_control().release_capacity(bytes.len())?;
                         self.buffer.extend_from_slice(&bytes);
                     }

@@ -69,8 +69,8 @@ impl WorkerStore {
         })
     }
 
-    /// Same as [`Self::serve`], but serves the clients on another thread. This thread (`on`) only waits for the first
-    /// client. When a client connects, the task that serves the store is passed to `hand_over`.
+    /// Same as [`Self::serve`], but another thread serves the clients. The thread `on` only waits for the first client,
+    /// and then passes the task that serves the store to `hand_over`.
     pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();

@@ -54,7 +54,7 @@ pub enum Closed {
     Socket(#[from] io::Error),
 }
 
-/// State that all tasks of a store share. No task borrows it across an `await`.
+/// The state shared by all tasks of a store. No task borrows it across an `await`.
 pub(super) struct Hub {
     pub(super) map: Map,
     pub(super) peers: HashMap<Id, Rc<Peer>>,

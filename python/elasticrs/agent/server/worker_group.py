@@ -168,7 +168,7 @@ class WorkerGroup:
 
     @property
     def store(self) -> Any:
-        """Store that the nodes of the round share. It is opened when this property is first read."""
+        """The store shared by the nodes of the round. It is opened when this property is first read."""
         if self._open_store is not None:
             self.store = self._open_store()
         return self._store

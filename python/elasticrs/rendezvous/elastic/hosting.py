@@ -179,9 +179,9 @@ def _is_own_name(host: str, resolver: Resolver) -> bool:
 
 
 def listening_address(host: str, resolver: Resolver) -> str | None:
-    """Return the address on which a server must listen to be reachable under this host name or address;
-    ``None`` if the host is another machine. If the name has only loopback addresses on this machine, although
-    it is not a loopback name, return the address of all interfaces.
+    """Return the address that a server must listen on to be reachable at this host name or address; ``None``
+    if the host is another machine. If a name that is not a loopback name has only loopback addresses on this
+    machine, return the wildcard address.
 
     Raises:
         OSError: the name cannot be resolved.

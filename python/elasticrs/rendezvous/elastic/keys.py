@@ -141,8 +141,8 @@ def incarnation_of(member: str) -> int:
 
 
 def is_member(name: str) -> bool:
-    """Return true if part of a key is a valid member name. The check is necessary, because other programs may
-    write arbitrary keys.
+    """Return true if this component of a key is a valid member name. The check is necessary, because other
+    programs may write arbitrary keys.
     """
     agent, _, incarnation = name.rpartition("/")
     return bool(agent) and number_of(incarnation) is not None

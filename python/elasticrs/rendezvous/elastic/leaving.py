@@ -24,7 +24,7 @@ MAX_REASON = 256
 
 
 def leave(member: Member, event: Leave) -> None:
-    """Handle a request that this agent leave the job, or close the job for all nodes."""
+    """Handle one of two requests: that this agent leaves the job, or that the job is closed for all nodes."""
     if member.phase is Phase.EXIT:
         return
     reason = cut(event.reason, MAX_REASON)

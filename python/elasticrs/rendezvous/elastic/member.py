@@ -218,7 +218,9 @@ class OwnFailure(Value):
 
 
 class OwnEvidence(Value):
-    """Evidence of the local node for the diagnosis of a round, not yet written to the store."""
+    """Evidence that this node has gathered for the diagnosis of a round, but has not yet written to the
+    store.
+    """
 
     round: int
     content: bytes

@@ -309,9 +309,7 @@ class Head(Value):
 
     @property
     def excluded_agent(self) -> str | None:
-        """Agent that was excluded from the job after the last ended round; ``None`` if no agent was excluded
-        then.
-        """
+        """Agent that was excluded from the job after the most recently ended round; ``None`` if none was."""
         member = (self.end or {}).get("excluded")
         return None if member is None else agent_of(member)
 

@@ -32,9 +32,9 @@ def claim(member: Member, registration: Registration, node_rank: int) -> tuple[C
 
 
 def refused(member: Member, entry: Entry | None) -> None:
-    """Handle a rejected registration (transaction T1) because the node rank is taken: close the connection,
-    so that the agent retries on a new one. ``entry`` is the key of the rank; ``None`` if the rank is free
-    again.
+    """Handle a registration (transaction T1) that was rejected because the node rank is taken. Close the
+    connection, so that the agent retries on a new one. ``entry`` is the key of the rank; ``None`` if the rank
+    is free again.
     """
     joining = member.joining
     joining.claim = None

@@ -228,7 +228,7 @@ fn any_txn() -> impl Strategy<Value = Txn> {
     parts.prop_map(|(compares, then, otherwise)| Txn { compares, then, otherwise })
 }
 
-/// Returns the keys and the next write of a new client of the model.
+/// Returns the keys of a new client of the model, and the write that the client makes first.
 fn begin(etcd: &mut Etcd) -> (Keys, Write) {
     let keys = Keys { prefix: "/run/".into(), lease: 7, job_lease: 8 };
     let marker = etcd.txn(&keys.begin()).header.unwrap().revision;
