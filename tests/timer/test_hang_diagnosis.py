@@ -23,7 +23,11 @@ REDUCE = "distributed.all_reduce(ones)"
 HANGS = {
     "does_not_enter": "load_batch()",
     "calls_another": "distributed.barrier()",
-    "holds_the_gil": "import ctypes; ctypes.PyDLL(None).sleep(1000)",
+    # Unlike `sleep`, waiting for a lock goes on after the signal that requests the stacks.
+    "holds_the_gil": (
+        "import ctypes; lock = ctypes.create_string_buffer(64); take = ctypes.PyDLL(None).pthread_mutex_lock;"
+        " take(lock); take(lock)"
+    ),
 }
 
 
