@@ -64,7 +64,7 @@ pub struct Pci {
     address: [u8; 32],
 }
 
-/// Memory of a GPU, with the layout of `nvmlMemory_v2_t`.
+/// A GPU's memory figures, laid out like `nvmlMemory_v2_t`.
 #[repr(C)]
 pub struct Memory {
     version: c_uint,
@@ -74,7 +74,7 @@ pub struct Memory {
     used: u64,
 }
 
-/// Process that uses a GPU, with the layout of `nvmlProcessInfo_t`.
+/// A process that uses a GPU, laid out like `nvmlProcessInfo_t`.
 #[repr(C)]
 pub struct Process {
     pid: c_uint,
@@ -83,7 +83,7 @@ pub struct Process {
     compute_instance: c_uint,
 }
 
-/// Event of a GPU, with the layout of `nvmlEventData_t`.
+/// GPU event, with the layout of `nvmlEventData_t`.
 #[repr(C)]
 pub struct Event {
     device: usize,

@@ -74,7 +74,7 @@ struct Shared {
 }
 
 /// A reply from the agent's loop, on its way through the supervisor's runtime. The reply is recorded when this value is
-/// dropped, and therefore also if the runtime stops before it runs the task.
+/// dropped, so it is recorded even if the runtime stops before running the task.
 struct Answer {
     shared: Arc<Shared>,
     age: Duration,

@@ -67,7 +67,7 @@ class Decisions(ABC):
         """Pass the supervisor to this object. Called once, before any event other than a signal."""
 
     def read_history(self) -> FailureHistory:
-        """Return the history of the job's failures. Its times are seconds of this node's monotonic clock."""
+        """Return the history of the job's failures. Times are in seconds on this node's monotonic clock."""
         return FailureHistory()
 
     def seconds_left(self) -> float:

@@ -115,8 +115,8 @@ def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def read_counters(paths: Iterable[str]) -> dict[str, int]:
-    """Read the OOM kill counters from these files. Leave out files without one. The result of an earlier call
-    can be passed as ``paths``, to read the same counters again.
+    """Read the OOM kill counters from these files, leaving out files that have none. To read the same
+    counters again, pass the result of an earlier call as ``paths``.
     """
     counts = {}
     for path in paths:

@@ -31,8 +31,8 @@ _MAX_EARLIER = 8
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """Return a dictionary from the global rank of each failed worker to its failure, with the first failure
-    first.
+    """Return a dictionary that maps the global rank of each failed worker to its failure. The first failure
+    comes first.
     """
     ranks = attempt.global_ranks()
     found = {ranks[worker.local_rank]: _failure(attempt, worker) for worker in attempt.failed_exits()}

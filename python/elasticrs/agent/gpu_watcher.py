@@ -133,7 +133,7 @@ class GpuWatcher(Observer):
     # --- the end of an attempt ---
 
     def hold(self, attempt: Attempt) -> None:
-        """Delay the end of an attempt whose workers have exited until their device memory is free. If no
+        """Once the workers have exited, delay the end of the attempt until their device memory is free. If no
         further attempt can follow, wait only for the last Xids.
         """
         self._read()
@@ -201,8 +201,8 @@ class GpuWatcher(Observer):
         try:
             os.write(self._child.stdin.fileno(), json.dumps(request).encode() + b"\n")
         except (BrokenPipeError, BlockingIOError):
-            # The child process has died, or no longer reads its input. If the process has died, `_read` finds
-            # this out at EOF.
+            # The child process has died or no longer reads its input. If it has died, `_read` notices this at
+            # EOF.
             self._is_blind = True
 
     def _read(self) -> None:

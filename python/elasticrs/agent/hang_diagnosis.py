@@ -52,8 +52,8 @@ time needed to compare them.
 
 
 def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
-    """Diagnose a hang: name the ranks that keep the others waiting, if all workers of the job run on this
-    node.
+    """If all of the job's workers run on this node, diagnose a hang: name the ranks that keep the others
+    waiting.
 
     Call this before the exits of killed workers are recorded.
 
@@ -69,7 +69,7 @@ def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
 
 
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
-    """Name the ranks of a running job that keep the others waiting, without disturbing the workers.
+    """In a running job, name the ranks that keep the others waiting, without disturbing the workers.
 
     The diagnosis does not use stacks, because the signal that requests a stack would interrupt the program's
     system calls. Only workers whose heartbeats are watched write flight records. This function blocks until
@@ -197,13 +197,13 @@ def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) ->
 
 
 def _age(path: str, other: str) -> int:
-    """Return by how many nanoseconds the file ``path`` is older than ``other``. Return -1 if either file is
+    """Return how much older the file ``path`` is than ``other``, in nanoseconds. Return -1 if either file is
     missing.
     """
     try:
         return os.stat(other).st_mtime_ns - os.stat(path).st_mtime_ns
     except OSError:
-        return -1  # The worker has not raised an exception or has not written a record.
+        return -1  # Either the worker raised no exception, or it did not write a record.
 
 
 def _document(error_file: str) -> tuple[tuple[bytes, ...] | NoRecord, dict[str, list[int]]]:

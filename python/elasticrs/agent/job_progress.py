@@ -42,7 +42,7 @@ certificate, and the path of the pod's token.
 
 
 class ProgressReporter(Observer):
-    """Reports the lowest step of all workers on rank 0's node, and the number of charged restarts.
+    """Reports the lowest step among all workers on rank 0's node, and the number of charged restarts.
 
     Args:
         environ: environment variables, including :data:`URL`, :data:`CA_CERT` and :data:`TOKEN`.
@@ -79,7 +79,7 @@ class ProgressReporter(Observer):
         return True
 
     def prepared(self, attempt: Attempt) -> None:
-        """Report the progress of this attempt from now on."""
+        """From now on, report the progress of this attempt."""
         self._attempt = attempt
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature

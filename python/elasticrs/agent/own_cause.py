@@ -256,7 +256,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     text = traceback_text(first)
     why = attempt.why_expired(first.local_rank)
     if why is None:
-        # If no time limit was exceeded, the only possible note is evidence that the OOM killer was at work.
+        # If no time limit was exceeded, the only thing left to note is evidence of the OOM killer.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
 

@@ -71,7 +71,7 @@ class RasAddress:
                 self._socket.setsockopt(_socket.SOL_SOCKET, option, 1)
             self._socket.bind(("127.0.0.1", 0))
         except OSError:
-            # Continue without an address, because RAS only adds lines to a report.
+            # Continue without an address, because all that RAS does is add lines to a report.
             self.close()
             return
         self.address = self._socket.getsockname()
@@ -89,7 +89,7 @@ class RasAddress:
         try:
             return RasQuery(self.address, os.path.join(folder, "nccl_ras.txt"))
         except (OSError, RuntimeError):
-            return None  # Continue without a query, because it only adds lines to the report.
+            return None  # Continue without the query, because it would only add lines to the report.
 
     def close(self) -> None:
         """Release the port. Idempotent."""
@@ -124,11 +124,13 @@ class RasQuery:
         self._notes: list[str] | None = None
 
     def notes(self) -> list[str]:
-        """Return lines from the answer for the report. Empty if no answer has arrived yet. Never blocks."""
+        """Return the lines from the answer to show in the report; empty if no answer has arrived yet. Never
+        blocks.
+        """
         return self._finish(0.0) or []
 
     def close(self) -> None:
-        """Wait for the answer, but not longer than the query's time limit. Idempotent."""
+        """Wait for the answer, but no longer than the query's time limit. Idempotent."""
         if self._finish(max(0.0, self._deadline - time.monotonic())) is None:
             self._notes = []
             self._asked.close()
@@ -149,7 +151,7 @@ def _answer_in_file(address: tuple[str, int], path: str, deadline: float) -> str
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError:
-            return None  # Omit the answer from the report, because the report would refer to this file.
+            return None  # Omit the answer from the report, which would otherwise refer to this file.
     return text
 
 
@@ -215,7 +217,7 @@ def _received(connection: _socket.socket, deadline: float) -> bytes:
 
 
 def _notes(text: str) -> list[str]:
-    """Return shortened lines from the sections ``Errors`` and ``Warnings`` of an answer."""
+    """Return shortened lines from the ``Errors`` and ``Warnings`` sections of an answer."""
     lines = [line.rstrip() for line in text.splitlines()]
     found: list[str] = []
     for heading in ("Errors", "Warnings"):

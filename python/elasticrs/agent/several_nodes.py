@@ -199,8 +199,8 @@ class SeveralNodes(Decisions):
             if event.has_no_program:
                 from elasticrs.agent.own_cause import no_program
 
-                # Report this as a failure, not only as a failed start, because the restart policy compares
-                # the failures of all nodes. If only this node fails, one of its mounts may be broken.
+                # Report this as a failure, not just as a failed start, because the restart policy compares
+                # the failures of all nodes: if only this node fails, one of its mounts may be broken.
                 cause = no_program(why, self._place(), self._clock())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
@@ -393,7 +393,7 @@ class SeveralNodes(Decisions):
 
 
 def verdict_of(outcome: messages.Outcome, *, is_unfit: bool = False) -> Verdict:
-    """Return the verdict on a failed job that this node's agent reports to the scheduler.
+    """Return the verdict that this node's agent reports to the scheduler for a failed job.
 
     Args:
         outcome: outcome of the job for this node.

@@ -176,7 +176,7 @@ class DelayOver(Event):
 
 
 class HangSeen(Event):
-    """A worker of a job on several nodes has hung. The worker has not been killed yet."""
+    """A worker of a multi-node job has hung but has not been killed yet."""
 
     local_rank: int
 
@@ -241,13 +241,13 @@ class GroupEnded(Event):
 
     @property
     def why_stuck(self) -> str | None:
-        """Reason why this node cannot run another attempt, regardless of its checks; ``None`` if it can."""
+        """Reason why this node cannot run another attempt even if its checks pass; ``None`` if it can."""
         return phrases.stuck(self.stuck_ranks) if self.stuck_ranks else self.unfit
 
     @property
     def why_unfit(self) -> str | None:
-        """Reason why this node cannot run another attempt, or should not because a check found it unfit.
-        ``None`` if it can run another attempt.
+        """Why this node cannot run another attempt, or why it should not (a check found it unfit). ``None``
+        if it can run another attempt.
         """
         return self.why_stuck or self.found_unfit
 

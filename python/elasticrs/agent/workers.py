@@ -94,7 +94,7 @@ class WorkerSetup(Value):
 
 
 class Leftovers(Value):
-    """Facts about how the workers ended that the core cannot report.
+    """Facts that the core cannot report about how the workers ended.
 
     Args:
         ended: pid and name of the first few leftover processes that had to be killed and that the core had

@@ -110,8 +110,8 @@ class _Encoder:
         return self._records.setdefault(json.dumps(fields), len(self._records))
 
     def _runs(self, group: GroupSteps) -> list[list[int]]:
-        """Return the collectives as runs of consecutive, equal steps. A run is a list of the first sequence
-        number, the number of collectives, the call's index in the table of calls, and the flags.
+        """Return the collectives as runs of consecutive, identical steps. Each run is a list: the first
+        sequence number, the number of collectives, the call's index in the table of calls, and the flags.
         """
         numbers = sorted(group.steps)
         kept = numbers[-self._max_steps :]
@@ -139,8 +139,8 @@ class _Encoder:
 
 
 def _ranges(ranks: Sequence[int]) -> list[list[int]]:
-    """Compress ascending ranks to ranges, each a list of the first rank, the last rank, and the step. Evenly
-    spaced ranks, such as those of a process group in a device mesh, need only one range.
+    """Compress ascending ranks into ranges, each a list of the first rank, the last rank, and the step.
+    Evenly spaced ranks, such as those of a process group in a device mesh, need only one range.
     """
     found: list[list[int]] = []
     for rank in ranks:

@@ -27,7 +27,7 @@ _MARK = object()
 
 
 class PickledError(ValueError):
-    """Raised if the data is not a pickle of only plain values."""
+    """Raised if the data is not a pickle that contains only plain values."""
 
 
 def plain(data: bytes) -> object:

@@ -117,7 +117,7 @@ def reduced(
     if has_raised:
         for draft in drafts.values():
             # Mark the last collective as incomplete, because it may have caused the exception. Torch marks
-            # failed and completed collectives alike as retired, so the record does not tell them apart.
+            # both failed and completed collectives as retired, so the record does not tell them apart.
             last = max(draft.steps)
             draft.steps[last] = draft.steps[last]._replace(is_complete=False)
     members = {name: tuple(sorted(set(ranks))) for name, ranks in groups.items()}
@@ -162,9 +162,7 @@ def _drafts(records: Sequence[FlightRecord]) -> dict[tuple[str, str], _Draft]:
 
 
 class _CallReader:
-    """Converts entries to steps. Creates one object for all equal calls, because most entries repeat an
-    earlier call.
-    """
+    """Converts entries to steps. Equal calls share one object, because most entries repeat earlier calls."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, Sizes, tuple[str, ...]], Call] = {}

@@ -189,7 +189,7 @@ class Diagnosis(NamedTuple):
     """Lines for people with the evidence for the summary."""
 
     def blamed(self) -> set[int]:
-        """Return the ranks to blame, without those that are only possible culprits."""
+        """Return the ranks to blame, leaving out those that are merely possible culprits."""
         sure = (culprit for culprit in self.culprits if culprit.confidence is not Confidence.POSSIBLE)
         return {rank for culprit in sure for rank in culprit.ranks}
 

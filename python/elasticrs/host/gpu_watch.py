@@ -110,7 +110,7 @@ class Memory:
         self._before = self._unclaimed()
 
     def held(self) -> dict[int, int]:
-        """Return the bytes of device memory that living and dead workers hold, keyed by GPU. Leave out GPUs
+        """Return how many bytes of device memory living and dead workers hold, keyed by GPU. Leave out GPUs
         on which workers hold no memory.
         """
         held = {gpu: used - self._before.get(gpu, 0) for gpu, used in self._unclaimed().items()}
@@ -354,7 +354,7 @@ class Watch:
         self._has_failed = True
         send(problem=f"{why}: the use of device memory is unknown", is_blind=True)
         if not self._numbers:
-            # Number the GPUs as in the driver's files, because their order is the same as in nvidia-smi.
+            # Number the GPUs as the driver's files do, because those files use the same order as nvidia-smi.
             known = devices.visible_gpus(os.environ)
             self._know({xids.address_of(gpu.address): index for index, gpu in enumerate(known)})
 

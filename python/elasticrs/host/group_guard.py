@@ -1,4 +1,4 @@
-"""Program that kills a process group when the program that started it has died, even by SIGKILL.
+"""Program that kills a process group once the program that started the group has died, even by SIGKILL.
 
 The number of the group comes on standard input, which the starter keeps open. A starter that has ended the
 group kills this program first, because the number may belong to another group afterwards. A starter that dies

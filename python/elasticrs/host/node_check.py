@@ -61,7 +61,7 @@ class NodeCheckResult(Value):
 
 
 class NodeCheck:
-    """A single run of all checks, concurrently. Each check has its own child process and its own thread.
+    """A single, concurrent run of all checks. Each check has its own child process and its own thread.
 
     Args:
         sources: checks to run.
@@ -173,7 +173,7 @@ class _Guard:
         try:
             os.write(self._process.stdin.fileno(), str(group).encode())
         except BrokenPipeError:
-            return  # The guard has been killed. The command is still watched by this process.
+            return  # The guard has been killed, but this process still watches the command.
 
     def close(self) -> None:
         """End the guard. Idempotent."""
@@ -189,8 +189,8 @@ def _command(source: HealthSource) -> list[str]:
     import elasticrs
 
     # Isolate the program from the working directory and from variables such as `PYTHONPATH`, because modules
-    # found there could shadow the standard library. Put the folder of this package first in the search path
-    # only while the package itself is imported, because another release of the package may be installed.
+    # found there could shadow the standard library. Another release of this package may be installed, so put
+    # this package's folder first in the search path, but only while the package itself is being imported.
     root = os.path.dirname(elasticrs.__path__[0])
     return [sys.executable, "-I", "-c", _BUILT_IN, root, source.built_in, *source.words]
 
@@ -268,7 +268,7 @@ def _kill_group(group: int) -> None:
     try:
         os.killpg(group, signal.SIGKILL)
     except PermissionError:
-        return  # Only processes of another user are left. If the command has exited, its result counts.
+        return  # Only another user's processes are left. If the command has exited, use its result.
 
 
 def _reap_group(group: int) -> None:

@@ -1,4 +1,6 @@
-"""Cheap facts about NVIDIA's driver. Every launch can check them, because no library has to be loaded."""
+"""Facts about NVIDIA's driver that are cheap to obtain. Every launch can check them, because no library has
+to be loaded.
+"""
 
 from __future__ import annotations
 

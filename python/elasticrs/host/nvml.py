@@ -180,8 +180,8 @@ class Nvml:
         return Device(handle.value or 0, index, uuid.value.decode("ascii", "replace"), pci.address.decode())
 
     def fields(self, device: Device, names: Iterable[int]) -> dict[int, int]:
-        """Return the values of fields, keyed by their numbers. Omit fields that the GPU or the driver does
-        not support.
+        """Return field values, keyed by field number. Omit fields that the GPU or the driver does not
+        support.
         """
         fields = (_Field * len(wanted := tuple(names)))()
         for field, number in zip(fields, wanted, strict=True):
@@ -281,7 +281,7 @@ class Nvml:
 
 
 class XidEvents(Value):
-    """Receiver for the Xids that NVML reports about a set of GPUs.
+    """Receiver of the Xids that NVML reports for a set of GPUs.
 
     Args:
         nvml: the library.

@@ -95,7 +95,7 @@ def why_unfit(fields: dict[int, int]) -> str | None:
 
 
 def remarks(fields: dict[int, int]) -> list[str]:
-    """Return facts that an administrator should know, although they do not make a GPU unfit."""
+    """Return facts that an administrator should know but that do not make a GPU unfit."""
     found = []
     action = fields.get(nvml.RECOVERY_ACTION)
     if action is None:
@@ -110,7 +110,7 @@ def remarks(fields: dict[int, int]) -> list[str]:
 
 
 def problem_of(error: NvmlError) -> str:
-    """Return the message for the user if NVML fails with this error."""
+    """Return the message to show the user if NVML fails with this error."""
     if error.code == nvml.LIBRARY_NOT_FOUND:
         return f"NVML is not available ({error})"
     if error.code == nvml.DRIVER_NOT_LOADED:
@@ -123,8 +123,8 @@ def problem_of(error: NvmlError) -> str:
 
 
 def main() -> int:
-    """Run the check and print its result. Return 1 if a GPU is unfit, otherwise 0. If a call to NVML hangs,
-    do not return, but exit the process.
+    """Run the check and print its result. Return 1 if a GPU is unfit, otherwise 0. If an NVML call hangs,
+    exit the process instead of returning.
 
     Raises:
         NoAnswerError: NVML cannot be used, and no GPU has been found unfit.

@@ -210,7 +210,7 @@ class JobConfig(Record, WorkerSettings):
 
         window = getattr(self.max_restarts, "window", None)
         first, longest = delays(self.restart_delay)
-        # Exclude no node with `--on-failure replace`, because the other workers on a node may keep running
+        # With `--on-failure replace`, exclude no node, because the other workers on a node may keep running
         # when a round ends.
         most = None if self.replaces_workers else self.max_excluded_nodes
         return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
@@ -510,9 +510,8 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Return two numbers of seconds: the maximum time between two heartbeats, ``None`` if it is to be
-    learned, and the minimum for a learned one. The argument is a number of seconds, ``"auto"`` or
-    ``"auto:SECONDS"``.
+    """Parse a number of seconds, ``"auto"`` or ``"auto:SECONDS"``. Return two numbers of seconds: the maximum
+    time between two heartbeats (``None`` if it is to be learned), and the minimum for a learned maximum.
 
     Raises:
         ValueError: the value has another form.

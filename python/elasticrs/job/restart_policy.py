@@ -303,8 +303,8 @@ def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
 
 def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str | None:
     """Return the reason to stop the job if two different nodes reported the same start error in two
-    consecutive rounds; otherwise ``None``. Such an error probably affects every node. Only one node per round
-    reports it, because its failure may stop the other nodes before they fail in the same way.
+    consecutive rounds; otherwise ``None``. Such an error probably affects every node, even though only one
+    node per round reports it: that node's failure may stop the others before they fail in the same way.
     """
     if before.start_error is None or now.start_error is None:
         return None

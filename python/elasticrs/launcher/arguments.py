@@ -121,8 +121,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
 
 def split(argv: Sequence[str]) -> tuple[dict[str, object], str | None, list[str]]:
-    """Split the command line into options, script, and arguments of the script. Return only the options on
-    the command line, as a dictionary. The script is ``None`` if it is missing. Raises the same exceptions as
+    """Split the command line into options, script, and script arguments. The options are a dictionary of only
+    those given on the command line. The script is ``None`` if it is missing. Raises the same exceptions as
     :func:`parse`.
     """
     values: dict[str, object] = {}

@@ -284,7 +284,7 @@ def _print_check(words: Sequence[str]) -> int:
 
 
 def _print(text: str) -> int:
-    """Write a text to standard output. Return the launcher's exit code."""
+    """Write text to standard output. Return the launcher's exit code."""
     left = text.encode()
     try:
         while left:

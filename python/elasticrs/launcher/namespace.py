@@ -8,9 +8,9 @@ if TYPE_CHECKING:
 
 
 class Namespace:
-    """Values of all options, as attributes with the options' names in underscore form. Similar to
-    ``argparse.Namespace``. After parsing, the attribute ``given`` contains the names of the options that the
-    command line sets.
+    """Values of all options, as attributes named after the options in underscore form. Similar to
+    ``argparse.Namespace``. After parsing, the attribute ``given`` contains the names of the options set on
+    the command line.
     """
 
     def __init__(self, **values: object) -> None:

@@ -1,4 +1,4 @@
-"""Fill in options that the user has not set from the scheduler's environment variables.
+"""Use the scheduler's environment variables to fill in options that the user has not set.
 
 The options that are filled in depend on the rendezvous back end::
 
@@ -73,7 +73,7 @@ def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
 
 
 def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict[str, Any]:
-    """Return values from the scheduler for options that the user has not set, keyed by option name.
+    """Return the scheduler's values for options that the user has not set, keyed by option name.
 
     Args:
         args: parsed command line.
@@ -106,7 +106,7 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
 
     if _says_how_to_meet(args, given) and args.nnodes[1] > (place.nodes or args.nnodes[1]):
         # The user wants more nodes than the scheduler reports, for example because each node runs its own
-        # step. Each step would then lead to a different run id.
+        # step. The steps would then get different run ids.
         return {}
     chosen = STATIC if _OF_STATIC.intersection(given) else C10D
     backend = args.rdzv_backend if "rdzv_backend" in given else chosen
@@ -142,7 +142,7 @@ def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
         parts.append(f"meeting at {found['rdzv_endpoint']}")
     elif found.get("master_addr") == place.host:
         parts.append(f"meeting at {place.host}:{found.get('master_port', args.master_port)}")
-    # If the value is a word such as `gpu`, another line reports the number of workers.
+    # If the value is a word such as `gpu`, the number of workers is reported on a separate line.
     if isinstance(workers := found.get("nproc_per_node"), int):
         parts.append("1 worker on this node" if workers == 1 else f"{workers} workers on this node")
     return f"{place.job}: {', '.join(parts)}" if parts else ""

@@ -1,4 +1,4 @@
-"""``elasticrun --check torchrun ARGS…``: describe how elasticrun would run a command line of torchrun.
+"""``elasticrun --check torchrun ARGS…``: describe how elasticrun would run a torchrun command line.
 
 The command line is parsed and checked as for a launch, but no process is started, and torch is not needed.
 The description lists those differences from ``docs/compatibility.md`` that affect this command line.
@@ -53,7 +53,7 @@ class _Command(Value):
 
     @property
     def is_elastic(self) -> bool:
-        """True if the rendezvous is elastic, so that it assigns the ranks."""
+        """True if the rendezvous is elastic, in which case it assigns the ranks."""
         return self.backend in ("c10d", "etcd")
 
     @property

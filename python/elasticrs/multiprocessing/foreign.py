@@ -32,7 +32,7 @@ def replaced_factory() -> Callable[..., Any] | None:
 
 
 class ForeignPrograms(Record):
-    """The programs of one context, run by the user's handlers.
+    """One context's programs, which the user's handlers run.
 
     Attributes:
         handlers: handlers by local rank.

@@ -500,7 +500,7 @@ class ForkServer(Kept):
 
 
 class _RunForked(Value):
-    """Runs ``process``, an object of multiprocessing, in a fork of this process, with ``env`` added to the
+    """Runs ``process``, a multiprocessing object, in a fork of this process, with ``env`` added to the
     environment. The pipe ``sentinel`` is closed when the fork exits.
     """
 

@@ -43,7 +43,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if name and address.endswith(f".{name}"):
         return _in_kubeflow(f"TrainJob {name}", name, environ)
     name = _name_in(address, "-master-0")
-    # The PyTorchJob operator also sets the variables of the workers, such as `RANK`.
+    # The PyTorchJob operator also sets the workers' variables, such as `RANK`.
     if name and environ.get("MASTER_ADDR") == address and environ.get("RANK") == environ["PET_NODE_RANK"]:
         return _in_kubeflow(f"PyTorchJob {name}", name, environ)
     return None
@@ -53,7 +53,8 @@ def _in_kubeflow(job: str, name: str, environ: Mapping[str, str]) -> Place | Non
     nodes, rank, port = (
         number_in(environ[variable]) for variable in ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT")
     )
-    # Ignore an elastic PyTorchJob, in which `PET_NNODES` is a range, because it sets the rendezvous itself.
+    # Ignore an elastic PyTorchJob (one whose `PET_NNODES` is a range), because it configures the rendezvous
+    # itself.
     if nodes is None or rank is None or port is None:
         return None
     host = environ["PET_MASTER_ADDR"]
@@ -95,14 +96,14 @@ def _domain_of(host: str) -> str:
 
 
 def _name_in(text: str, suffix: str) -> str:
-    """Return the text without the suffix; empty if the text does not end with the suffix."""
+    """Return the text without the suffix, or an empty string if the text does not end with it."""
     return text[: -len(suffix)] if text.endswith(suffix) else ""
 
 
 def _workers(environ: Mapping[str, str]) -> int | str | None:
     """Return the number of GPUs that the device plugin assigned to the container, which is the number of
-    workers. Return ``gpu`` for MIG slices, so that they are counted later. Return ``None`` if the number is
-    unknown: images set the variable to ``all``, which does not show the assigned GPUs.
+    workers. For MIG slices, return ``gpu``, so that they are counted later. Return ``None`` if the number is
+    unknown: images set the variable to ``all``, which says nothing about the assigned GPUs.
     """
     devices = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
     if devices[0].startswith("MIG-"):

@@ -1,4 +1,4 @@
-"""The place of a process in a scheduler's job."""
+"""The position of a process in a scheduler's job."""
 
 from __future__ import annotations
 

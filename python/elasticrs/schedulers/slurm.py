@@ -28,7 +28,7 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
-    """Return the place of this process in its job.
+    """Return this process's position in its job.
 
     Args:
         environ: environment variables of this process, with ``SLURM_JOB_ID``.
@@ -111,7 +111,7 @@ def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return the number of GPUs that this task may use, which is the number of workers. Return ``gpu`` for
+    """Return the number of workers, which is the number of GPUs that this task may use. Return ``gpu`` for
     MIG slices, so that they are counted later. Return ``None`` if Slurm has assigned no GPUs.
     """
     gpus = _number(environ, "SLURM_GPUS_ON_NODE")

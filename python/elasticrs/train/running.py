@@ -350,7 +350,7 @@ class _Run:
             return self._judge(error)
 
     def _begin_state(self) -> None:
-        """Load the newest checkpoint, if any, because no worker holds a state from this run of the job."""
+        """Load the newest checkpoint, if any, because no worker holds state from this run of the job."""
         is_found = self._checkpoints is not None and self._checkpoints.load_checkpoint(
             self._state, self._rank
         )

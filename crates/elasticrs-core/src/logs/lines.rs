@@ -98,8 +98,8 @@ impl LineSplitter {
             return Some(idle.min(oldest + GROWING));
         }
         let due = self.shown_at.map_or(oldest + IDLE, |at| (at + PROGRESS_INTERVAL).max(oldest + IDLE));
-        // If a state is still being written, show it only after no byte has arrived for a while, because it may be
-        // incomplete.
+        // A state that is still being written may be incomplete, so show it only once no bytes have arrived for a
+        // while.
         Some(if self.state.is_empty() { due.max(idle) } else { due })
     }
 

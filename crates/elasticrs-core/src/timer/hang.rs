@@ -158,8 +158,8 @@ pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     Some(Duration::from_nanos(nanoseconds).max(least))
 }
 
-/// Time that does not count as silence of a rank, for example because the group was suspended. It is subtracted from
-/// the silence that began at `since`. After the rank's next sign of activity, it no longer applies.
+/// Time that does not count towards a rank's silence, for example because the group was suspended. It is subtracted
+/// from the silence that began at `since`, and no longer applies after the rank's next sign of activity.
 #[derive(Debug, Clone, Copy, Default)]
 struct Credit {
     since: u64,
@@ -418,8 +418,8 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>)
     let somebody_beats = seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
-        // If the program has returned, use the last heartbeat before that. The return does not count as activity,
-        // because the signal that requests the stacks may have interrupted the call in which the program hung.
+        // If the program has returned, use the last heartbeat before its return. The return itself does not count as
+        // activity: the signal that requests the stacks may have interrupted the call in which the program hung.
         (_, Some(RankState::Heartbeat(beat))) if beat.is_exiting => {
             beat.before_exit.is_none_or(|last| last <= overdue.since)
         }

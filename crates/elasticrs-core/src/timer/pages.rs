@@ -150,7 +150,7 @@ mod tests {
         put(&page, TIMES + 3, 1001);
         put(&page, TIMES + 4, 1501);
         assert_eq!(page.read(2000), RankState::Heartbeat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
-        // The time given to this read is earlier than the last heartbeat.
+        // The time passed to this read is earlier than the last heartbeat.
         assert_eq!(page.read(1400), RankState::Heartbeat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
     }
 

@@ -343,7 +343,7 @@ struct PeerRecord {
     unwritten: Option<String>,
 }
 
-/// A stream that, while it is in use, records what error messages need.
+/// A stream that, as it is used, records the information that error messages need.
 struct Recorder<S> {
     stream: S,
     record: Rc<RefCell<PeerRecord>>,

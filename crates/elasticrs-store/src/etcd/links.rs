@@ -182,8 +182,8 @@ impl Links {
         }
     }
 
-    /// Waits until etcd no longer has the card of the session `peer`. If the peer cannot be reached, there is no other
-    /// sign of its end.
+    /// Waits until the card of the session `peer` is gone from etcd. If the peer cannot be reached, nothing else shows
+    /// that it has ended.
     async fn gone(&self, peer: &Card) {
         loop {
             sleep(LOOK).await;

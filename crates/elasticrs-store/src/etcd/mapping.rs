@@ -287,8 +287,8 @@ impl Keys {
         }
     }
 
-    /// Returns a request for the key with this prefix that was created at the revision `created`. If there are several
-    /// such keys, the request returns the last one in the order of names.
+    /// Returns a request for the key with this prefix that was created at revision `created`. If there are several such
+    /// keys, the request returns the last one by name.
     pub(super) fn last_made(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,

@@ -40,7 +40,7 @@ def _step_aside() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
     elif len(entries) == 1:
         os.environ.pop("PYTHONPATH", None)
-    else:  # The path has this folder twice if the user's variable is set but empty.
+    else:  # The path contains this folder twice if the user's variable is set but empty.
         os.environ["PYTHONPATH"] = ""
 
 

@@ -81,8 +81,8 @@ def decide(member: Member, leader: Leader, view: View) -> None:
 
 
 def _enough(view: View, excluded: str, count: int) -> list[str]:
-    """Return up to ``count`` candidates for the next round, without the excluded agent. They must still be
-    registered when the exclusion is written; otherwise too few nodes might remain.
+    """Return up to ``count`` candidates for the next round, leaving out the excluded agent. The candidates
+    must still be registered when the exclusion is written; otherwise, too few nodes might remain.
     """
     others = sorted(member for member in view.candidates if agent_of(member) != excluded)
     return others[: min(count, MAX_COMPARED)]

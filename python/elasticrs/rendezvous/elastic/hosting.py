@@ -180,8 +180,8 @@ def _is_own_name(host: str, resolver: Resolver) -> bool:
 
 def listening_address(host: str, resolver: Resolver) -> str | None:
     """Return the address that a server must listen on to be reachable at this host name or address; ``None``
-    if the host is another machine. If a name that is not a loopback name has only loopback addresses on this
-    machine, return the wildcard address.
+    if the host is another machine. Return the wildcard address for a non-loopback name that has only loopback
+    addresses on this machine.
 
     Raises:
         OSError: the name cannot be resolved.

@@ -24,7 +24,7 @@ MAX_REASON = 256
 
 
 def leave(member: Member, event: Leave) -> None:
-    """Handle one of two requests: that this agent leaves the job, or that the job is closed for all nodes."""
+    """Handle a request for this agent to leave the job, or a request to close the job for all nodes."""
     if member.phase is Phase.EXIT:
         return
     reason = cut(event.reason, MAX_REASON)

@@ -89,8 +89,7 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
             text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
             leaving.leave_with(member, Outcome("failed", text))
         case messages.StoreHosted():
-            # The agent now hosts the store. Only the agent's description changes, because it is not yet
-            # connected.
+            # The agent now hosts the store. It is not yet connected, so only its description changes.
             member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
         case messages.Leave():
             leaving.leave(member, event)

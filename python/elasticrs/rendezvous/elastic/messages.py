@@ -192,7 +192,7 @@ class BindStore(Value):
 
 
 class CloseStore(Value):
-    """Action: close the workers' store if this node hosts it, or the listener that was reserved for it."""
+    """Action: close the workers' store (if this node hosts it) or the listener that was reserved for it."""
 
 
 class Arm(Value):

@@ -141,9 +141,9 @@ def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Return true if this node's failure may have come before the recorded failure, and must therefore be
-    reported to the leader. Also return true if the recorded failure is an earlier report by the same agent,
-    because the new report completes it.
+    """Return true if this node's failure must be reported to the leader: either it may have preceded the
+    recorded failure, or the recorded failure is an earlier report by the same agent, which the new report
+    completes.
     """
     if recorded:
         if is_of_same_node(own, recorded):
@@ -299,7 +299,7 @@ class Head(Value):
 
     @property
     def delay(self) -> float:
-        """Restart delay after the last ended round, in seconds."""
+        """Restart delay after the most recently ended round, in seconds."""
         return float((self.end or {}).get("delay", 0.0))
 
     @property
@@ -402,7 +402,7 @@ class Slot(Value):
         return Slot(*validation.row(decode(value), _SLOT))
 
     def fits(self, head: Head, nproc: int) -> bool:
-        """Return true if all ranks of this slot, with ``nproc`` workers, belong to the head's round."""
+        """Return true if all ranks of this slot, which has ``nproc`` workers, belong to the head's round."""
         return (
             all(head.master)
             and self.group_rank < head.size <= head.world_size

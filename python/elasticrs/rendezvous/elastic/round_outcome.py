@@ -155,7 +155,7 @@ def _decide(
     *,
     charged: bool,
 ) -> RestartDecision:
-    """Return the restart policy's decision about the end of a round, whose first cause is ``first``. If the
+    """Return the restart policy's decision after a round has ended with ``first`` as its first cause. If the
     round is not ``charged``, decide only whether to exclude a node.
     """
     first = first if charged else None
@@ -172,13 +172,15 @@ def _decide(
         available=len(view.candidates),
         min_nodes=min_nodes,
     )
-    # Evaluate the node checks even if the round is not charged. The loss of a node can explain failures on
-    # other nodes, but not the result of a check that found a node unfit.
+    # Evaluate the node checks even if the round is not charged: the loss of a node can explain failures on
+    # other nodes, but not why a check found a node unfit.
     return decide(policy, head.failures, evidence) if charged else exclude(policy, head.failures, evidence)
 
 
 def _reports(view: View, head: Head) -> list[Node]:
-    """Return the members' registrations that report a failure in this round or an unfit node after it."""
+    """Return the registrations of members that report a failure in this round, or an unfit node after this
+    round.
+    """
     members = [view.nodes[member] for member in sorted(view.causes) if member in view.rank_of]
     return [node for node in members if node.idle == head.round]
 
@@ -191,8 +193,8 @@ def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _member_of(view: View, name: str) -> str:
-    """Return the member on the node with this name. The name is unique, because a node whose name several
-    agents share cannot be excluded.
+    """Return the member on the node with this name. The name is unique here: a node whose name is shared by
+    several agents cannot be excluded.
     """
     return next(
         member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name

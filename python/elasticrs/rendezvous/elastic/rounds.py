@@ -149,8 +149,8 @@ def _announce_verdict(member: Member, head: Head) -> None:
 
 
 def _excluded(member: Member, head: Head) -> None:
-    """Leave the job because this node has been excluded. If this agent hosts the store, stay without workers
-    instead, because the job cannot continue without the store.
+    """Leave the job because this node has been excluded. If this agent hosts the store, stay in the job
+    without workers instead, because the job cannot continue without the store.
     """
     if member.leaving is not None or member.serves_only:
         return
@@ -166,7 +166,7 @@ def _excluded(member: Member, head: Head) -> None:
 def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
     stop_earlier(member, head)
     if head.excluded_agent == member.agent.agent:
-        # This agent was disconnected when it was excluded.
+        # This agent was excluded while it was disconnected.
         _excluded(member, head)
     if member.age.seen != head.round:
         member.age.seen = head.round

@@ -58,7 +58,7 @@ impl GuardedSockets {
         }
     }
 
-    /// Passes the fence and duplicates of all held sockets to a new nursery and its sentinel.
+    /// Gives a new nursery and its sentinel the fence, along with duplicates of all held sockets.
     pub(super) fn equip(&self, nursery: &mut Nursery) {
         self.equip_one(nursery);
         if let Some(guard) = &mut nursery.sentinel {
@@ -66,7 +66,7 @@ impl GuardedSockets {
         }
     }
 
-    /// Same as [`Self::equip`], but for a nursery without a sentinel, or for a new sentinel of a nursery.
+    /// Like [`Self::equip`], but for a nursery without a sentinel, or for a nursery's new sentinel.
     pub(super) fn equip_one(&self, nursery: &mut Nursery) {
         let mut send = |request, fds: io::Result<Vec<OwnedFd>>| match fds {
             Ok(fds) => nursery.send(&request, fds),

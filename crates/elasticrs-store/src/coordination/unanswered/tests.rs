@@ -191,7 +191,7 @@ proptest! {
                 prop_assert!(before < Some(change.mod_revision), "{} was told twice", change.key);
             }
         }
-        // Applying all events delivered to the user results in the current entries of each watch.
+        // Applying all the events delivered to the user yields each watch's current entries.
         for (watch, watched) in &mut world.unanswered.watches {
             let there = world.state.snapshot(watch).unwrap();
             prop_assert_eq!(watched.catch_up(world.state.revision(), there), None);

@@ -228,7 +228,7 @@ fn any_txn() -> impl Strategy<Value = Txn> {
     parts.prop_map(|(compares, then, otherwise)| Txn { compares, then, otherwise })
 }
 
-/// Returns the keys of a new client of the model, and the write that the client makes first.
+/// Returns the keys of a new client of the model, and the client's first write.
 fn begin(etcd: &mut Etcd) -> (Keys, Write) {
     let keys = Keys { prefix: "/run/".into(), lease: 7, job_lease: 8 };
     let marker = etcd.txn(&keys.begin()).header.unwrap().revision;

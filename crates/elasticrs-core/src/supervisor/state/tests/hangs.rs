@@ -163,7 +163,7 @@ fn who_may_keep_another_node_waiting_is_told_and_gets_its_grace() {
 /// Time limits for a job that runs on several nodes.
 pub(super) const DELAYED: Limits = Limits { stop_delay: Duration::from_secs(1), ..FOUR_SECONDS };
 
-/// Returns the group from [`silent`], with its workers set to be stopped one second after a hang is reported.
+/// Returns the group from [`silent`], configured to stop its workers one second after a hang is reported.
 fn silent_beside_others() -> Group {
     let mut group = silent();
     let _ = group.on_input(Input::Watch(DELAYED));
