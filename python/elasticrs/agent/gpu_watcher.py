@@ -247,7 +247,9 @@ class GpuWatcher(Observer):
             self._was_in_use = self._was_in_use or (bool(self._held) and self._until is not None)
 
     def close(self) -> None:
-        """Kill the child process. Idempotent. The supervisor must no longer watch the child's output."""
+        """Kill the child process. Idempotent. Before this, the supervisor must stop watching the child's
+        output.
+        """
         child, self._child = self._child, None
         if child is None:
             return

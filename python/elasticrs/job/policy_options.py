@@ -188,8 +188,8 @@ def _is_web_address(text: str) -> bool:
 
 
 def similar_source(word: str) -> str | None:
-    """Return the built-in health source whose name is similar to a program's name, in case the user misspelt
-    the source. Return ``None`` if no name is similar.
+    """Return the built-in health source that the user may have meant, if a program's name looks like a
+    misspelling of one. Return ``None`` if no name is similar.
     """
     import difflib
 

@@ -32,7 +32,7 @@ def replaced_factory() -> Callable[..., Any] | None:
 
 
 class ForeignPrograms(Record):
-    """One context's programs, which the user's handlers run.
+    """The programs of one context. The user's handlers run them.
 
     Attributes:
         handlers: handlers by local rank.

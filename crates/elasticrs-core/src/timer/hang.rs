@@ -411,7 +411,7 @@ impl Watch {
     }
 }
 
-/// Returns the ranks in `late` that have still shown no activity since they were found to be late. The other ranks have
+/// Returns the ranks in `late` that have shown no activity since they were found to be late. The rest of `late`
 /// recovered while evidence was being gathered. `seen` contains the current heartbeats, and `line` is the time of the
 /// last output line of any rank.
 pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>) -> Vec<Overdue> {

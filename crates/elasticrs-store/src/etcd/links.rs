@@ -182,8 +182,8 @@ impl Links {
         }
     }
 
-    /// Waits until the card of the session `peer` is gone from etcd. If the peer cannot be reached, nothing else shows
-    /// that it has ended.
+    /// Waits until the card of the session `peer` is gone from etcd. When the peer is unreachable, this is the only
+    /// sign that it has ended.
     async fn gone(&self, peer: &Card) {
         loop {
             sleep(LOOK).await;

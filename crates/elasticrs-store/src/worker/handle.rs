@@ -69,8 +69,8 @@ impl WorkerStore {
         })
     }
 
-    /// Like [`Self::serve`], but another thread serves the clients. The thread `on` only waits for the first client,
-    /// and then gives `hand_over` the task that serves the store.
+    /// Like [`Self::serve`], but the thread `on` only waits for the first client. It then passes the task that serves
+    /// the store to `hand_over`, which runs the task on another thread.
     pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();

@@ -58,7 +58,7 @@ impl GuardedSockets {
         }
     }
 
-    /// Gives a new nursery and its sentinel the fence, along with duplicates of all held sockets.
+    /// Passes the fence, and duplicates of all held sockets, to a new nursery and its sentinel.
     pub(super) fn equip(&self, nursery: &mut Nursery) {
         self.equip_one(nursery);
         if let Some(guard) = &mut nursery.sentinel {
@@ -66,7 +66,7 @@ impl GuardedSockets {
         }
     }
 
-    /// Like [`Self::equip`], but for a nursery without a sentinel, or for a nursery's new sentinel.
+    /// Like [`Self::equip`], but for a nursery that either has no sentinel or has just been given a new one.
     pub(super) fn equip_one(&self, nursery: &mut Nursery) {
         let mut send = |request, fds: io::Result<Vec<OwnedFd>>| match fds {
             Ok(fds) => nursery.send(&request, fds),
