@@ -176,6 +176,11 @@ def test_a_job_that_succeeds_or_is_stopped_has_a_report_too(run, launch, worker_
     assert (ended.code, ended.report["outcome"], ended.report["signal"]) == (1, "stopped", signal.SIGTERM)
 
 
+def test_a_worker_without_an_exception_has_no_message_in_the_report(run):
+    (failure,) = run("raise SystemExit(3)", nproc=1).report["failures"]
+    assert (failure["exit_code"], failure["message"]) == (3, None)
+
+
 class TestTerminationLog:
     @pytest.fixture
     def log(self, tmp_path):

@@ -9,6 +9,7 @@ import os
 
 from elasticrs.agent.state_machine import Phase
 from elasticrs.job.failure_cause import Verdict
+from elasticrs.multiprocessing.errors.failure import TORCH_HINT
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
 
 TYPE_CHECKING = False
@@ -106,7 +107,7 @@ def _failure(rank: int, failure: ProcessFailure, was_stopped: bool) -> dict[str,
         "was_stopped": was_stopped,
         "exception": failure.exception,
         "place": failure.place,
-        "message": None if message is None else str(message)[-_MAX_TEXT:],
+        "message": None if message in (None, TORCH_HINT) else str(message)[-_MAX_TEXT:],
         "time": failure.wall_ns / 1e9,
         "failed_ns": failed_ns(failure),
         "error_file": failure.error_file if os.path.isfile(failure.error_file) else None,

@@ -17,7 +17,8 @@ NOT_AVAILABLE = "<N/A>"
 """Placeholder for the path of a missing error file."""
 
 _NO_MESSAGE = "<NONE>"
-_TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+"""Message of a worker that recorded no exception, as in torch."""
 _FAULTS = frozenset({4, 6, 7, 8, 11})
 """Signals for which :mod:`faulthandler` writes the stack: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
 _STACK_LIMIT = 16384
@@ -178,7 +179,7 @@ class ProcessFailure:
             traits = {"category": "system_terminated_error", "retryability": "False"}
             self.error_file_data["errorTraits"] = traits
             # Torch's hint explains how to get an error file. Omit the hint, because there is an error file.
-            known = describe_exit(self.exitcode) if trouble else _TORCH_HINT
+            known = describe_exit(self.exitcode) if trouble else TORCH_HINT
         return f"{known}; {trouble}" if trouble else known
 
     def signal_number(self) -> int:
