@@ -136,8 +136,9 @@ fn enter(function: &str) -> c_int {
     });
     let mut options = OpenOptions::new();
     if let Ok(mut fifo) = options.write(true).custom_flags(libc::O_NONBLOCK).open(path("calls")) {
-        // Ignore a failed write, because it means that the test is not reading the FIFO.
-        let _ = writeln!(fifo, "{function}");
+        // Write the line at once, because several threads write lines. Ignore a failed write, because it means that the
+        // test is not reading the FIFO.
+        let _ = fifo.write_all(format!("{function}\n").as_bytes());
     }
     for line in lines("hangs") {
         if let [name, first] = line.as_slice()
