@@ -487,11 +487,17 @@ def test_no_agent_gives_up_during_a_restart_delay():
     assert [start.restarts for start in b.starts] == [0, 1]
 
 
-def test_a_node_lost_during_a_restart_delay_does_not_make_the_failure_free():
+def in_a_restart_delay():
+    """A job of three nodes that waits before the restart after a failure on the second node."""
     policy = RestartSettings(3, first_delay=100.0, longest_delay=100.0)
-    cluster, (a, b, c) = running(3, min_nodes=2, policy=policy)
-    b.fail()
-    end_all((a, c))
+    cluster, agents = running(3, min_nodes=2, policy=policy)
+    agents[1].fail()
+    end_all((agents[0], agents[2]))
+    return cluster, agents
+
+
+def test_a_node_lost_during_a_restart_delay_does_not_make_the_failure_free():
+    cluster, (a, b, c) = in_a_restart_delay()
     c.kill()
     assert cluster.head.state == "ENDED"
     a.fire("delay/1")
@@ -500,10 +506,7 @@ def test_a_node_lost_during_a_restart_delay_does_not_make_the_failure_free():
 
 
 def test_a_new_leader_does_not_judge_again_during_a_restart_delay():
-    policy = RestartSettings(3, first_delay=100.0, longest_delay=100.0)
-    cluster, (a, b, c) = running(3, min_nodes=2, policy=policy)
-    b.fail()
-    end_all((a, c))
+    cluster, (a, b, c) = in_a_restart_delay()
     a.kill()
     assert (cluster.head.state, cluster.head.used) == ("ENDED", 1)
     b.fire("delay/1")

@@ -15,6 +15,7 @@ import _socket
 import os
 import time
 
+from elasticrs.host import nvidia
 from elasticrs.host.background_call import Asked
 from elasticrs.report.phrases import printable
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from elasticrs.workers.logs import LogPaths
 
 VARIABLE = "NCCL_RAS_ADDR"
-NVIDIA_DRIVER = "/dev/nvidiactl"
-"""Device file of NVIDIA's driver. If it does not exist, no process uses NCCL."""
-
 TIME_LIMIT = 1.5
 """Maximum duration of a query in seconds, whatever the service does. Waiting longer is useless, because the
 workers are killed soon after a hang, and the service dies with them.
@@ -57,7 +55,7 @@ class RasAddress:
         variables: environment variables to add to the workers.
     """
 
-    def __init__(self, environ: Mapping[str, str], driver: str = NVIDIA_DRIVER) -> None:
+    def __init__(self, environ: Mapping[str, str], driver: str = nvidia.DEVICE) -> None:
         self._socket: _socket.socket | None = None
         self.variables: dict[str, str] = {}
         self.address: tuple[str, int] | None = _parsed(environ.get(VARIABLE, ""))
@@ -163,9 +161,11 @@ def query(address: tuple[str, int], deadline: float) -> str | None:
         address: host and port of the service.
         deadline: latest time for the answer, in seconds of the monotonic clock.
     """
+    from contextlib import closing
+
     try:
         family, kind, protocol, _, where = _socket.getaddrinfo(*address, 0, _socket.SOCK_STREAM)[0]
-        with _Closing(_socket.socket(family, kind | _socket.SOCK_CLOEXEC, protocol)) as connection:
+        with closing(_socket.socket(family, kind | _socket.SOCK_CLOEXEC, protocol)) as connection:
             _limit(connection, deadline)
             connection.connect(where)
             connection.send(_REQUEST)
@@ -176,19 +176,6 @@ def query(address: tuple[str, int], deadline: float) -> str | None:
     if not greeting.startswith(_GREETING) or not rest.startswith(_ACCEPTED) or rest == _ACCEPTED:
         return None
     return rest[len(_ACCEPTED) :].decode("utf-8", "replace")
-
-
-class _Closing:
-    """Context manager that closes a socket. The sockets of :mod:`_socket` are not context managers."""
-
-    def __init__(self, connection: _socket.socket) -> None:
-        self._connection = connection
-
-    def __enter__(self) -> _socket.socket:
-        return self._connection
-
-    def __exit__(self, *error: object) -> None:
-        self._connection.close()
 
 
 def _limit(connection: _socket.socket, deadline: float) -> None:

@@ -525,7 +525,7 @@ class AttemptTracker:
         if outcome == "failed" and attempt.diagnosis is None:
             from elasticrs.agent.record_requests import has_records, is_collective_failure
 
-            if has_records(attempt) and is_collective_failure(attempt):
+            if is_collective_failure(attempt) and has_records(attempt):
                 from elasticrs.agent.hang_diagnosis import diagnosis_of_failure
 
                 attempt.diagnosis = diagnosis_of_failure(attempt)

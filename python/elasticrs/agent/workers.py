@@ -9,6 +9,7 @@ import sys
 from abc import ABC, abstractmethod
 
 from elasticrs import _core
+from elasticrs.host import nvidia
 from elasticrs.job.config import UsageError, hang_limits
 from elasticrs.job.value import Value
 from elasticrs.workers.environment import virtual_local_rank, warm_environment, worker_env
@@ -223,9 +224,7 @@ def _is_observed_elsewhere(job: JobConfig, environ: Mapping[str, str]) -> bool:
     """Return true if other nodes or NCCL's RAS service may provide evidence about a hang while the workers
     are still running.
     """
-    from elasticrs.agent.ras import NVIDIA_DRIVER
-
-    may_use_nccl = os.path.exists(NVIDIA_DRIVER) and environ.get("NCCL_RAS_ENABLE") != "0"
+    may_use_nccl = os.path.exists(nvidia.DEVICE) and environ.get("NCCL_RAS_ENABLE") != "0"
     return not job.replaces_workers and (job.is_multi_node or may_use_nccl)
 
 

@@ -1,29 +1,35 @@
-"""Run this package's modules in child processes that can import only the package and the standard library."""
+"""Run this package's modules in child processes, isolated from the user's environment."""
 
 from __future__ import annotations
 
 import os
 import sys
 
+# Another release of this package may be installed, so put this package's folder first in the search path, but
+# only while the package itself is imported.
 _PROGRAM = """\
 import sys
 sys.path.insert(0, sys.argv.pop(1))
+import elasticrs
+sys.path.append(sys.path.pop(0))
 from {module} import main
 sys.exit(main(*sys.argv[1:]))
 """
 
 
-def command(module: str, *arguments: str) -> list[str]:
+def command(module: str, *arguments: str, has_site_packages: bool = False) -> list[str]:
     """Return a command line that calls the ``main`` function of one of this package's modules.
 
-    Python's options exclude everything that could change or slow down the program: environment variables such
-    as ``PYTHONPATH``, modules in the working directory, and site packages.
+    The program ignores environment variables such as ``PYTHONPATH`` and the working directory, because
+    modules found there could shadow the standard library.
 
     Args:
         module: full name of the module.
         arguments: arguments of ``main``.
+        has_site_packages: true if the program may import installed packages, which slows down its start.
     """
     import elasticrs
 
     root = os.path.dirname(elasticrs.__path__[0])
-    return [sys.executable, "-I", "-S", "-c", _PROGRAM.format(module=module), root, *arguments]
+    options = ("-I",) if has_site_packages else ("-I", "-S")
+    return [sys.executable, *options, "-c", _PROGRAM.format(module=module), root, *arguments]

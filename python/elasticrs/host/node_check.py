@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from functools import partial
 
@@ -33,15 +32,6 @@ EXIT_LIMIT = 2.0
 user, such as ``sudo``, cannot be killed.
 """
 _PAUSE = 0.01
-
-_BUILT_IN = """\
-import sys
-sys.path.insert(0, sys.argv.pop(1))
-import elasticrs
-sys.path.append(sys.path.pop(0))
-from elasticrs.host.health_program import main
-sys.exit(main(*sys.argv[1:]))
-"""
 
 
 class NodeCheckResult(Value):
@@ -186,13 +176,7 @@ class _Guard:
 def _command(source: HealthSource) -> list[str]:
     if source.built_in is None:
         return list(source.words)
-    import elasticrs
-
-    # Isolate the program from the working directory and from variables such as `PYTHONPATH`, because modules
-    # found there could shadow the standard library. Another release of this package may be installed, so put
-    # this package's folder first in the search path, but only while the package itself is being imported.
-    root = os.path.dirname(elasticrs.__path__[0])
-    return [sys.executable, "-I", "-c", _BUILT_IN, root, source.built_in, *source.words]
+    return program("elasticrs.host.health_program", source.built_in, *source.words, has_site_packages=True)
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:

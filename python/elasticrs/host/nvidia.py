@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEVICE = "/dev/nvidiactl"
-"""Device file that exists if NVIDIA's driver is loaded and this process may use the GPUs."""
+"""Device file that exists if NVIDIA's driver is loaded and this process may use its GPUs. Without it, no
+process uses NCCL.
+"""
 
 MEMORY_LIMIT = 50.0
 """Maximum number of seconds for which a restart waits until the device memory of dead workers is free."""

@@ -16,7 +16,7 @@ from elasticrs.job.value import Value, defaults_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from dataclasses import KW_ONLY
     from typing import Any
 
@@ -413,6 +413,11 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
 OPTIONS = tuple(option for options in SECTIONS.values() for option in options)
 
 _BY_DEST = {option.dest: option for option in OPTIONS}
+
+
+def set_by_variables(environ: Mapping[str, str]) -> set[str]:
+    """Return the names of the options that ``PET_*`` variables set, in underscore form."""
+    return {option.dest for option in OPTIONS if option.has_variable and option.variable in environ}
 
 
 def check(settings: WorkerSettings) -> None:

@@ -110,21 +110,6 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
         HelpRequested: the user has asked for ``--help``, ``--version`` or ``--print-completion``.
         CheckRequested: the user has asked for ``--check``.
     """
-    values, script, rest = split(argv)
-    given = frozenset(values)
-    values = {**_defaults(environ, values), **values}
-    if isinstance(values["signals_to_handle"], str):
-        values["signals_to_handle"] = config.parse_signals(config.DEFAULT_SIGNALS)
-    if script is None:
-        raise UsageError("no script given: elasticrun [options] script [arguments of the script]")
-    return Namespace(**values, given=given, training_script=script, training_script_args=rest)
-
-
-def split(argv: Sequence[str]) -> tuple[dict[str, object], str | None, list[str]]:
-    """Split the command line into options, script, and script arguments. The options are a dictionary of only
-    those given on the command line. The script is ``None`` if it is missing. Raises the same exceptions as
-    :func:`parse`.
-    """
     values: dict[str, object] = {}
     script: str | None = None
     rest: list[str] = []
@@ -137,7 +122,13 @@ def split(argv: Sequence[str]) -> tuple[dict[str, object], str | None, list[str]
             continue
         script = next(arguments, None) if argument == "--" else argument
         rest = list(arguments)
-    return values, script, rest
+    given = frozenset(values)
+    values = {**_defaults(environ, values), **values}
+    if isinstance(values["signals_to_handle"], str):
+        values["signals_to_handle"] = config.parse_signals(config.DEFAULT_SIGNALS)
+    if script is None:
+        raise UsageError("no script given: elasticrun [options] script [arguments of the script]")
+    return Namespace(**values, given=given, training_script=script, training_script_args=rest)
 
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:

@@ -15,7 +15,7 @@ rendezvous, the default is ``static``, so that the command line means the same a
 from __future__ import annotations
 
 from elasticrs.job.config import UsageError
-from elasticrs.job.options import OPTIONS
+from elasticrs.job.options import OPTIONS, set_by_variables
 from elasticrs.launcher.namespace import Namespace
 
 TYPE_CHECKING = False
@@ -61,8 +61,7 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
 
 def _given(args: Namespace, environ: Mapping[str, str], place: Place) -> frozenset[str]:
     """Return the names of the options that the user has set on the command line or in ``PET_`` variables."""
-    variables = {option.dest for option in OPTIONS if option.has_variable and option.variable in environ}
-    return frozenset((*(variables - place.owned), *args.given))
+    return frozenset((*(set_by_variables(environ) - place.owned), *args.given))
 
 
 def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:

@@ -10,9 +10,9 @@ import os
 import shlex
 
 from elasticrs.job.config import UsageError
-from elasticrs.job.options import OPTIONS, OURS
+from elasticrs.job.options import OPTIONS, OURS, set_by_variables
 from elasticrs.job.value import Value
-from elasticrs.launcher.arguments import CheckRequested, HelpRequested, check_limits, parse, resolve, split
+from elasticrs.launcher.arguments import CheckRequested, HelpRequested, check_limits, parse, resolve
 from elasticrs.launcher.help import wrapped
 
 TYPE_CHECKING = False
@@ -210,10 +210,7 @@ def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
         raise UsageError("--check: this command line only prints text; it runs no job") from None
     except UsageError as error:
         return f"elasticrun would not run this here: {error}{os.linesep}", 2
-    given = split(argv)[0].keys() | {
-        option.dest for option in OPTIONS if option.has_variable and option.variable in environ
-    }
-    names = frozenset(name.replace("_", "-") for name in given)
+    names = frozenset(name.replace("_", "-") for name in args.given | set_by_variables(environ))
     command = _Command(program, args, names, launch, environ)
     return os.linesep.join(_lines(command, argv)) + os.linesep, 0
 
