@@ -143,12 +143,16 @@ def test_a_signal_before_the_time_limit_reaches_all_workers_once_they_handle_it(
     script = worker_script("""
         import os, signal, sys
 
-        print("IMPORTING", flush=True)
+        def tell(text):
+            # A single write, because the lines of other workers may come between two.
+            os.write(1, f"{text}\\n".encode())
+
+        tell("IMPORTING")
         if os.environ["RANK"] == "3":
             # This worker is late: the signal would kill it now.
             open(os.environ["GATE"]).read()
-        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(print("SAVED", os.environ["RANK"], flush=True)))
-        print("READY", flush=True)
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(tell("SAVED " + os.environ["RANK"])))
+        tell("READY")
         while True:
             signal.pause()
     """)
