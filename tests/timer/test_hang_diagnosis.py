@@ -156,6 +156,20 @@ def test_the_rank_that_made_a_collective_time_out_is_named(run):
 
 
 @pytest.mark.torch
+def test_a_record_that_is_written_before_the_exception_is_recorded_counts(run):
+    reduce = "    distributed.all_reduce(ones)\n"
+    raises_late = f"""    try:
+    {reduce}    except RuntimeError:
+        while rank == 2 and not os.path.exists(os.environ["TORCHELASTIC_ERROR_FILE"] + ".flight"):
+            select.select([], [], [], 0.01)
+        raise
+"""
+    head, _, _ = TIMES_OUT.rpartition(reduce)
+    launched = run(head + raises_late, "--hang-timeout=600").exits(1)
+    says(launched.stderr, "2 of 3 ranks wait in all_reduce #2 of the default group", "; rank 1 did not enter")
+
+
+@pytest.mark.torch
 def test_a_collective_that_fails_because_a_peer_crashed_gets_no_diagnosis(run):
     launched = run(TIMES_OUT.replace("threading.Event().wait()", "os._exit(3)"), "--hang-timeout=600").exits(
         1

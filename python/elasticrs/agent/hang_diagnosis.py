@@ -34,6 +34,11 @@ _MAX_AGE = 600.0
 watchdog writes the record some time before the process exits.
 """
 
+_RAISING_NS = 1_000_000_000
+"""Maximum time from a failed collective until its exception is in the error file, in nanoseconds. Torch marks
+the collective as retired before Python raises the exception, and the record may be written in between.
+"""
+
 _PAUSE = 0.01
 _TIME_LIMIT = 1.0
 """Maximum number of seconds to spend on reading flight records. Records that have not been read by then are
@@ -171,9 +176,8 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
         if path is not None and time.monotonic() < deadline:
             is_dump = path != flight_record_file(error_file)
             records, groups = ((_content(path, MAX_BYTES) or b"",), {}) if is_dump else _document(error_file)
-            # Include 0, because the record may be written so soon after the exception that both files have
-            # the same modification time.
-            has_raised = _age(error_file, path) >= 0
+            age_ns = _age(error_file, path)
+            has_raised = age_ns is not None and age_ns >= -_RAISING_NS
             found = found._replace(records=records, groups=groups, has_raised=has_raised)
         facts.append(observe(found))
     return facts
@@ -192,18 +196,18 @@ def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) ->
         records,
         None if stacks is None else stacks[:MAX_TEXT].decode("utf-8", "replace"),
         groups,
-        _age(error_file, flight_record_file(error_file)) > 0,
+        (_age(error_file, flight_record_file(error_file)) or 0) > 0,
     )
 
 
-def _age(path: str, other: str) -> int:
-    """Return how much older the file ``path`` is than ``other``, in nanoseconds. Return -1 if either file is
-    missing.
+def _age(path: str, other: str) -> int | None:
+    """Return how much older the file ``path`` is than ``other``, in nanoseconds. Return ``None`` if either
+    file is missing.
     """
     try:
         return os.stat(other).st_mtime_ns - os.stat(path).st_mtime_ns
     except OSError:
-        return -1  # Either the worker raised no exception, or it did not write a record.
+        return None  # Either the worker raised no exception, or it did not write a record.
 
 
 def _document(error_file: str) -> tuple[tuple[bytes, ...] | NoRecord, dict[str, list[int]]]:
