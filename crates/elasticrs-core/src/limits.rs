@@ -7,7 +7,8 @@ use elasticrs_nursery::descriptors;
 use nix::sys::resource::{Resource, getrlimit};
 use nix::unistd::geteuid;
 
-/// Number of file descriptors that the agent needs in addition to one for each worker.
+/// File descriptors that the agent needs for itself, not counting those for workers, log files, timers and
+/// heartbeats.
 const OWN_DESCRIPTORS: u64 = 64;
 
 /// Error: the requested number of processes exceeds a limit of the machine.
@@ -22,7 +23,7 @@ pub enum TooMany {
     },
     #[error("an agent with {of} needs {needed} descriptors, RLIMIT_NOFILE allows {allowed}: raise it (ulimit -n)")]
     Descriptors {
-        /// Workers and files that need the file descriptors, such as `2 workers and 1 log file`.
+        /// Items that need file descriptors, such as `2 workers and 1 log file`.
         of: String,
         /// Number of required file descriptors, including the agent's own.
         needed: u64,
@@ -76,8 +77,8 @@ fn pids_files() -> Vec<PathBuf> {
     pids_files_of(&read("/proc/self/cgroup"), &read("/proc/self/mountinfo"))
 }
 
-/// Returns the paths of the `pids.max` files for the control group in `cgroup` and all of its ancestors. Omits files
-/// that are not visible through any mount in `mountinfo`.
+/// Returns the `pids.max` files of the process's control group and its ancestors. The arguments are the contents
+/// of `/proc/self/cgroup` and `/proc/self/mountinfo`. Omits control groups that no mount makes visible.
 fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     // A line of `/proc/self/cgroup` looks like `8:pids:/path` in cgroup v1, and like `0::/path` in cgroup v2.
     let path_of = |controller: &str| {
@@ -97,8 +98,9 @@ fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     mountinfo.lines().find_map(|line| below_mount(line, path, kind)).unwrap_or_default()
 }
 
-/// Returns the `pids.max` files for `path` and its ancestors, if this line of `mountinfo` describes the mount that
-/// contains the control group. A line has the format `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE SUPER`.
+/// Returns the `pids.max` files of the control group `path` and its ancestors if this line of `mountinfo`
+/// describes a mount that contains it. A line has the format `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE
+/// SUPER`.
 fn below_mount(line: &str, path: &str, kind: &str) -> Option<Vec<PathBuf>> {
     let (before, after) = line.split_once(" - ")?;
     let mut after = after.split(' ');

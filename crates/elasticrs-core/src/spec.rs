@@ -22,7 +22,7 @@ impl StopPolicy {
     }
 }
 
-/// Processes to which the first signal of a stop is sent. SIGKILL is always sent to the whole process group.
+/// Processes that receive the first stop signal. SIGKILL is always sent to the whole process group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StopScope {
     /// Signal the worker first, and the rest of its process group once the worker has exited, because the worker needs
@@ -41,7 +41,7 @@ pub enum Descendants {
     Keep,
 }
 
-/// Description of all workers of one attempt on this node.
+/// Description of the workers to start on this node.
 #[derive(Debug)]
 pub struct GroupSpec {
     /// The workers, in the order of their local ranks `0..n`.
@@ -51,7 +51,7 @@ pub struct GroupSpec {
     /// Policy for stopping the other workers when the first worker fails. The core applies it without waiting for
     /// Python.
     pub on_failure: StopPolicy,
-    /// Processes of a worker that get the first signal of every stop, including `on_failure`.
+    /// Processes of a worker that receive the first signal of any stop, including a stop after a failure.
     pub stop_scope: StopScope,
     /// Policy for descendants that are still running after all workers have exited with code 0. In failed and stopped
     /// groups, descendants are killed at once.
@@ -60,7 +60,7 @@ pub struct GroupSpec {
     pub start_deadline: Duration,
     /// Signals that the workers ignore, because they were already ignored when the agent was started (`nohup`).
     pub keep_ignored: Vec<Signal>,
-    /// True if a failing worker does not stop the others. Its leftover processes are killed, and a replacement may be
-    /// started.
+    /// True if a failing worker does not stop the others. The leftover processes of the failed worker are killed, and
+    /// a replacement may be started.
     pub replaces: bool,
 }

@@ -43,8 +43,8 @@ impl Console {
         Self { given: Some([stdout, stderr]) }
     }
 
-    /// Uses duplicates of descriptors 1 and 2. They are made when the first stream is followed. If a descriptor is
-    /// closed at that time, its output is reported as lost.
+    /// Uses duplicates of descriptors 1 and 2, made when the first stream is followed. If a descriptor is closed at
+    /// that time, its output is reported as lost.
     pub fn inherited() -> Self {
         Self { given: None }
     }
@@ -58,14 +58,14 @@ impl Console {
     }
 }
 
-/// Returns the error number of an I/O error. Returns `EIO` for an error without a number, which does not come from a
-/// system call.
+/// Returns the error number of an I/O error, or `EIO` if the error did not come from a system call and has no
+/// number.
 pub(super) fn errno_of(error: &std::io::Error) -> Errno {
     error.raw_os_error().map_or(Errno::EIO, Errno::from_raw)
 }
 
-/// An open file to which lines are written. Standard output and standard error use the same output if they are the same
-/// file.
+/// An open file that lines are written to. If standard output and standard error are the same file, they share
+/// one `Output`.
 #[derive(Debug)]
 pub(super) struct Output {
     name: Name,
@@ -92,8 +92,8 @@ enum Name {
     Free,
 }
 
-/// A position in the bytes of an output, up to which a stream's bytes have been queued. When the output has written its
-/// first `end` bytes, the first `taken` bytes of the stream are on the console.
+/// A pair of positions in an output and in one of its streams. Once the output has written its first `end` bytes,
+/// the first `taken` bytes of the stream are on the console.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mark {
     end: u64,
@@ -165,12 +165,12 @@ impl Output {
         self.fd.is_err() && !self.is_free()
     }
 
-    /// Records that a stream uses this destination. The loss of a destination without streams is not reported.
+    /// Records that a stream uses this destination, because only the loss of a destination in use is reported.
     pub(super) fn mark_used(&mut self) {
         self.is_used = true;
     }
 
-    /// On the first call after this destination was lost, returns the notice about the loss. Otherwise, returns `None`.
+    /// Returns a notice if this destination is in use and was lost. Returns the notice only once.
     pub(super) fn take_loss(&mut self) -> Option<Notice> {
         let errno = *self.fd.as_ref().err()?;
         let is_news = self.is_used && !std::mem::replace(&mut self.loss_reported, true);
@@ -191,8 +191,7 @@ impl Output {
         self.buffer.len() - self.sent
     }
 
-    /// Returns the number of bytes that this output has accepted so far. `written` returns how many of them have been
-    /// written.
+    /// Returns the number of bytes that this output has accepted so far, including those that are still buffered.
     pub(super) fn accepted(&self) -> u64 {
         self.accepted
     }
@@ -209,7 +208,7 @@ impl Output {
         }
     }
 
-    /// Adds a mark: once all bytes accepted so far have been written, `taken` bytes of the stream have been shown.
+    /// Records that the first `taken` bytes of the stream have been shown once all bytes accepted so far are written.
     pub(super) fn mark(&mut self, stream: StreamId, taken: u64) {
         self.marks.push_back(Mark { end: self.accepted, stream, taken });
     }
@@ -226,7 +225,7 @@ impl Output {
         (self.pending() > 0).then(|| fd.as_fd())
     }
 
-    /// Writes the buffered bytes as long as the descriptor has space.
+    /// Writes buffered bytes until the buffer is empty or the descriptor cannot accept more.
     pub(super) fn flush(&mut self) {
         while self.pending() > 0 {
             let Ok(fd) = &self.fd else { break };
@@ -249,7 +248,8 @@ impl Output {
         self.sent = 0;
     }
 
-    /// Frees the buffer space of the bytes that have been written. Called before more bytes are added.
+    /// Drops bytes that have already been written once they fill half of the buffer. Called before more bytes are
+    /// added.
     pub(super) fn compact(&mut self) {
         if self.sent > HIGH_WATER / 2 {
             self.buffer.drain(..self.sent);

@@ -33,26 +33,25 @@ use super::lines::{LineSplitter, Unit};
 use super::matching::LineFilter;
 use super::{Notice, Notify, StreamId, StreamInfo, To};
 
-/// Number of bytes that are read from a file in one turn.
+/// Maximum number of bytes to read from a file in one turn.
 const BLOCK: usize = 64 * 1024;
 
-/// Number of rounds without new data after which a file is watched by inotify again. The first number applies to busy
-/// files (see [`BUSY`]), the second to all others.
+/// Number of consecutive empty reads after which the follower waits for inotify again instead of reading the file
+/// in every round. The first number is for busy files (see [`BUSY`]), the second for all others.
 const QUIET_ROUNDS: (u8, u8) = (4, 1);
 
-/// A file is busy if its last two arrivals of data were less than this time apart.
+/// A file is busy if less than this time passed between its last two reads that returned data.
 const BUSY: Duration = Duration::from_millis(2);
 
-/// Interval between checks for a full file system. A check is made only while data arrives, and once after the last
-/// data.
+/// Interval between checks for a full file system. After data stops arriving, one last check is made.
 const SPACE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Minimum and maximum polling interval. The interval starts at the minimum when data arrives, and grows to the maximum
-/// while files are idle.
+/// Minimum and maximum polling interval. The interval is reset to the minimum when data arrives, and doubles up
+/// to the maximum while all files are idle.
 const POLL: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(1));
 
-/// Magic numbers in `statfs` of the network file systems and FUSE, on which inotify may miss changes: NFS, SMB, SMB2,
-/// CIFS, FUSE, AFS, Coda, Ceph, 9P, Lustre, GPFS, `BeeGFS`.
+/// `statfs` magic numbers of file systems on which inotify may miss changes: NFS, SMB, SMB2, CIFS, FUSE, AFS,
+/// Coda, Ceph, 9P, Lustre, GPFS, `BeeGFS`.
 const CHANGES_UNSEEN: [u32; 12] = [
     0x6969,
     0x517b,
@@ -102,13 +101,13 @@ struct Followed {
     /// Number of bytes read so far. `shown` is how many of these bytes are on the console.
     taken: u64,
     shown: u64,
-    /// Value of [`Output::accepted`] after the last byte of this file.
+    /// Value of [`Output::accepted`] when bytes of this file were last passed to the output.
     put_until: u64,
     is_queued: bool,
     is_polled: bool,
-    /// Number of rounds without new data. `None` if the file is not read in every round.
+    /// Number of consecutive rounds without new data. `None` while the file waits for inotify or for the next poll.
     quiet_rounds: Option<u8>,
-    /// Number of rounds without new data after which the file is watched again.
+    /// Value of `quiet_rounds` at which the file is watched by inotify again.
     patience: u8,
     last_data: Option<Instant>,
     /// Value of [`StreamInfo::is_stalled`] at the last [`Follower::settle`].
@@ -120,7 +119,7 @@ struct Followed {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     Open,
-    /// The writers of the file are gone, so the stream ends at the end of the file.
+    /// All writers of the file are gone, so the stream is complete once the file has been read to its end.
     Finishing,
     /// All bytes of the file have been passed to the output, or the output is lost.
     Finished,
@@ -168,7 +167,7 @@ impl Follower {
         follower
     }
 
-    /// Reports, the first time, that files are polled instead because this user has no inotify instances or watches left.
+    /// Reports that files are polled because inotify failed with this error. Only the first call reports it.
     fn report_polling(&mut self, errno: Errno) {
         if !std::mem::replace(&mut self.polling_reported, true) {
             (self.notify)(Notice::Polling { errno });
@@ -227,7 +226,7 @@ impl Follower {
     /// Sets a watch on a file. If that fails, the file is polled instead.
     fn watch(&mut self, id: StreamId) {
         let Some(file) = self.files.get_mut(&id) else { return };
-        // Use the open descriptor, because if the log was renamed, its path may refer to another file.
+        // Watch the open descriptor rather than the path, because after a rename the path may refer to another file.
         let path = format!("/proc/self/fd/{}", file.file.as_raw_fd());
         let flags = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_ONESHOT;
         match self.inotify.as_ref().map(|inotify| inotify.add_watch(path.as_str(), flags)) {
@@ -243,7 +242,8 @@ impl Follower {
         }
     }
 
-    /// Makes the stream end at the end of its file, because its writers are gone.
+    /// Records that the writers of a stream are gone, so the stream is complete once its file has been read to the
+    /// end.
     pub(super) fn finish(&mut self, id: StreamId) {
         let Some(file) = self.files.get_mut(&id) else { return };
         if file.phase == Phase::Open {
@@ -264,7 +264,7 @@ impl Follower {
         }
     }
 
-    /// Queues the files that `is_wanted` accepts, so that they are read next. Returns their number.
+    /// Queues all files that satisfy `is_wanted` for reading, and returns their number.
     fn enqueue_all(&mut self, is_wanted: impl Fn(&Followed) -> bool) -> usize {
         let wanted: Vec<StreamId> = self.files.iter().filter(|(_, f)| is_wanted(f)).map(|(id, _)| *id).collect();
         for id in &wanted {
@@ -273,7 +273,7 @@ impl Follower {
         wanted.len()
     }
 
-    /// Handles the next events from inotify, at most one buffer at a time.
+    /// Handles pending inotify events, at most one buffer of them per call.
     pub(super) fn take_events(&mut self) {
         let Some(Ok(events)) = self.inotify.as_ref().map(Inotify::read_events) else { return };
         for event in events {
@@ -304,18 +304,19 @@ impl Follower {
         self.enqueue(id);
     }
 
-    /// Queues all active files to be read again.
+    /// Queues the files that are read in every round.
     pub(super) fn begin_round(&mut self) {
         self.enqueue_all(|file| file.quiet_rounds.is_some());
     }
 
-    /// True if another round of reading is needed, because at least one active file has an output that accepts data.
+    /// True if another round of reading is needed: a file that is read in every round has an output with room for
+    /// more data.
     pub(super) fn has_active(&self, outputs: &mut [Output]) -> bool {
         self.files.values().any(|file| file.quiet_rounds.is_some() && file.ready_output(outputs).is_some())
     }
 
-    /// Handles the loss of an output. The streams of this output are followed until they finish, but are not shown
-    /// anymore.
+    /// Handles the loss of an output. Its streams are no longer read or shown, but remain registered until they
+    /// finish.
     pub(super) fn drop_output(&mut self, lost: usize) {
         let streams: Vec<StreamId> =
             self.files.iter().filter(|(_, file)| file.output == Some(lost)).map(|(id, _)| *id).collect();
@@ -379,8 +380,8 @@ impl Follower {
         outputs_of.into_iter().any(|output| output.is_none_or(|index| outputs[index].has_room()))
     }
 
-    /// Performs the actions that are due now: shows bytes that have waited long enough, checks for a full file system,
-    /// and polls files.
+    /// Performs the actions that are due: shows text that was held back, checks for full file systems, and polls
+    /// files.
     pub(super) fn tick(&mut self, outputs: &mut [Output], now: Instant) {
         for file in self.files.values_mut() {
             if let Some(output) = file.ready_output(outputs) {
@@ -436,8 +437,7 @@ impl Follower {
         if streams.is_empty() {
             self.watches.remove(&watch);
             if let Some(inotify) = &self.inotify {
-                // Ignore an error, because it means that the kernel has already removed the watch together with the
-                // file.
+                // Ignore an error, because it only means that the kernel has already removed the watch.
                 let _gone_already = inotify.rm_watch(watch);
             }
         }
@@ -551,12 +551,12 @@ impl Followed {
         self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
     }
 
-    /// Publishes whether the file may have unread data. Call this only after writing as much pending output as
-    /// possible, because a file whose output is full counts as stalled.
+    /// Publishes whether the file may have unread data. Write as much pending output as possible before this call,
+    /// because a full output is reported as a stall.
     fn publish_stall(&mut self, outputs: &[Output]) {
         let is_stalled = self.unread > 0 || self.output.is_none_or(|index| !outputs[index].has_room());
         if self.is_stalled && !is_stalled && self.info.read_at.load(Ordering::Relaxed) > 0 {
-            // Measure the time without output from now, because the writer may have stopped at any time during the
+            // Measure the writer's silence from now on, because it is unknown when the writer last wrote during the
             // stall.
             self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
         }
@@ -583,7 +583,7 @@ fn show<'a>(
 }
 
 fn changes_unseen(file: &File) -> bool {
-    // Poll the file if the type of its file system is unknown. Polling costs one wake-up per second.
+    // Poll the file if the type of its file system is unknown, because polling is cheap: one wake-up per second.
     let Ok(fs) = fstatfs(file) else { return true };
     // The width of the type depends on the platform, but the magic numbers have 32 bits.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the magic number has 32 bits")]

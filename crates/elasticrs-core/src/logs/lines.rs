@@ -28,7 +28,7 @@ pub const IDLE: Duration = Duration::from_millis(250);
 /// starts when the first byte of the line arrives.
 pub const GROWING: Duration = Duration::from_secs(1);
 
-/// Minimum time between showing two states of the same progress bar.
+/// Minimum time between two displayed states of the same progress bar.
 pub const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A piece of text for the console, without prefix and newline.
@@ -51,11 +51,12 @@ pub struct LineSplitter {
     state: Vec<u8>,
     /// The last state of the progress bar that was shown.
     shown: Vec<u8>,
-    /// True if the last byte was `\r`, which may be half of a line end or the start of the next state.
+    /// True if the last byte was `\r`. The next byte shows whether it belongs to `\r\n` or starts a new state of a
+    /// progress bar.
     carriage_return: bool,
-    /// True if text on this line was overwritten.
+    /// True if a lone `\r` has overwritten text on this line, as in a progress bar.
     progress: bool,
-    /// True if parts of this line were passed on.
+    /// True if part of this line has already been emitted.
     open: bool,
     /// Arrival times of the oldest and the newest byte that have not been shown.
     waiting: Option<(Instant, Instant)>,
@@ -83,14 +84,14 @@ impl LineSplitter {
         self.extend(rest, &mut emit);
         self.waiting = match self.waiting {
             _ if !self.has_unshown() => None,
-            // Keep the arrival time of the oldest byte only if no line ended in `bytes`. Otherwise, that byte may have
-            // been emitted, and the current line has only just started.
+            // Keep the arrival time of the oldest byte only if no line ended in `bytes`. Otherwise, the oldest byte may
+            // have been emitted, and the current line has only just started.
             Some((oldest, _)) if rest.len() == bytes.len() || self.progress => Some((oldest, now)),
             _ => Some((now, now)),
         };
     }
 
-    /// Returns the time at which [`Self::tick`] must be called if no byte arrives earlier.
+    /// Returns the time at which [`Self::tick`] must be called unless more bytes arrive first.
     pub fn deadline(&self) -> Option<Instant> {
         let (oldest, newest) = self.waiting?;
         let idle = newest + IDLE;
@@ -129,7 +130,7 @@ impl LineSplitter {
         self.waiting = self.has_unshown().then_some((now, newest));
     }
 
-    /// Emits the remaining bytes of a stream that has ended, and adds a newline if the last line has none.
+    /// Emits the remaining bytes of a finished stream. If the last line is unterminated, adds a newline.
     pub fn finish(&mut self, mut emit: impl FnMut(Unit<'_>)) {
         if !self.is_at_line_start() {
             self.end_line(&mut emit, false);
@@ -179,7 +180,7 @@ impl LineSplitter {
         self.text.extend_from_slice(bytes);
     }
 
-    /// Handles a lone `\r`: the text before it is one finished rendering of a progress bar, and the next one starts.
+    /// Handles a lone `\r`: the text before it is a complete state of a progress bar, and a new state starts.
     fn overwrite(&mut self, emit: &mut impl FnMut(Unit<'_>)) {
         self.carriage_return = false;
         self.progress = true;
@@ -244,7 +245,7 @@ pub struct Screen<Stream> {
 }
 
 impl<Stream: Copy + Eq> Screen<Stream> {
-    /// Appends a unit of `stream` to the destination's text.
+    /// Appends a unit of `stream` to `out`.
     pub fn put(&mut self, stream: Stream, prefix: &[u8], unit: Unit<'_>, out: &mut Vec<u8>) {
         let goes_on = self.open == Some(stream);
         let (bytes, ends) = match unit {

@@ -295,7 +295,7 @@ proptest! {
         prop_assert_eq!(seen, written.map(|text| text.replace('\n', "")));
     }
 
-    /// While some bytes have not been shown, there is a deadline. A tick at the deadline shows all bytes, or sets a
+    /// While any bytes have not been shown, a deadline is set. A tick at the deadline shows all of them or sets a
     /// later deadline.
     #[test]
     fn deadlines_are_met_and_end(steps in prop::collection::vec(("[ab\r\n ]{0,5}", 0..400_u64), 0..40)) {

@@ -1,7 +1,7 @@
 //! Copies lines that contain a given text to another file.
 //!
-//! - **MATCHING-1** Lines are selected and copied whole, even if a line is written slowly and in parts. A line longer
-//!   than [`LONGEST`] is split into pieces of about that length, and each piece counts as a line.
+//! - **MATCHING-1** Lines are matched and copied whole, even if they arrive slowly and in parts. A line longer
+//!   than [`LONGEST`] is split into pieces of about that length, and each piece is treated as a line.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,10 +12,10 @@ use memchr::memmem::Finder;
 
 use super::lines::Unit;
 
-/// Number of bytes at which an unfinished line is no longer held back.
+/// Maximum length, in bytes, of an unfinished line that is held back.
 pub(super) const LONGEST: usize = 1024 * 1024;
 
-/// Selects the lines of a stream to copy, and the file to copy them to. Several streams may share a file.
+/// Selects which lines of a stream to copy, and to which file. Several streams can share a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MatchingLines {
     /// File to append the lines to. It is created with mode 0644 if it does not exist.
@@ -45,7 +45,7 @@ impl LineFilter {
         Self { contains, line: Vec::new() }
     }
 
-    /// Adds a unit. If the line is now complete and matches, emits it as [`Unit::Whole`].
+    /// Adds a unit. If it completes a line and the line matches, emits the line as [`Unit::Whole`].
     pub(super) fn pass(&mut self, unit: Unit<'_>, emit: impl FnOnce(Unit<'_>)) {
         match unit {
             Unit::Whole(line) => {
@@ -68,8 +68,8 @@ impl LineFilter {
         self.line.clear();
     }
 
-    /// Returns the number of bytes of the unfinished line that the filter holds back. The filter decides whether to
-    /// copy the line when it is complete.
+    /// Returns the number of bytes held back. They belong to an unfinished line, which is matched once it is
+    /// complete.
     pub(super) fn held(&self) -> usize {
         self.line.len()
     }

@@ -61,8 +61,8 @@ use follow::{Opened, Sink};
 use pump::{Command, Pump};
 use totals::LogCounts;
 
-/// Maximum time that [`Logs::follow`] waits for the logs thread to close the files of finished streams if no descriptor
-/// is free.
+/// Maximum time that [`Logs::follow`] waits for a free descriptor. The logs thread frees descriptors by closing
+/// the files of finished streams.
 const CLOSING: Duration = Duration::from_secs(5);
 
 /// Standard output or standard error of the agent.
@@ -103,11 +103,11 @@ pub enum Notice {
     /// A log file, or a file that lines are copied to, cannot be opened, read or written, or its file system is full
     /// (`ENOSPC`).
     LogTrouble { local_rank: u32, path: PathBuf, errno: Errno },
-    /// Inotify is unavailable, so files are polled at intervals of 20 ms (busy) to 1 s (idle).
+    /// Inotify is unavailable, so files are polled: every 20 ms while data arrives, and at most 1 s apart when idle.
     Polling { errno: Errno },
-    /// The console cannot be written to anymore. Log files are still written.
+    /// Writing to the console failed, so it is no longer used. Log files are still written.
     ConsoleLost {
-        /// The lost output. Standard output if standard output and standard error are the same file.
+        /// The lost output. If standard output and standard error are the same file, this is standard output.
         to: Dest,
         errno: Errno,
     },
@@ -119,8 +119,8 @@ pub enum Notice {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotDrained {
     pub stream: LogStream,
-    /// Number of bytes in the file that had not reached the console at the last count by the logs thread. If a block
-    /// (64 KiB) is only partly written, all of its bytes count as not written.
+    /// Number of bytes in the file that have not reached the console, as last counted by the logs thread. A block (64
+    /// KiB) that is only partly written is counted in full.
     pub bytes: u64,
 }
 
@@ -148,8 +148,8 @@ struct Shared {
     commands: Mutex<Vec<Command>>,
     /// Followed streams. A finished stream is removed once all of it has been written.
     streams: Mutex<BTreeMap<StreamId, Arc<StreamInfo>>>,
-    /// Notifies waiters when a finished stream is fully written and its file is closed, or when the thread has exited.
-    /// `closed` is for blocking threads, and `changed` for futures.
+    /// Notifies waiters when a finished stream is fully written and its file is closed, or when the thread has
+    /// exited. `closed` wakes threads, and `changed` wakes futures.
     closed: Condvar,
     changed: tokio::sync::watch::Sender<()>,
     is_gone: AtomicBool,
@@ -162,17 +162,16 @@ struct StreamInfo {
     is_finishing: AtomicBool,
     /// Counters of the bytes and lines read. `None` if the stream does not go to the console.
     counts: Option<Arc<LogCounts>>,
-    /// Number of bytes in the file that had not reached the console at the last count by the logs thread.
+    /// Number of bytes in the file that have not reached the console, as last counted by the logs thread.
     behind: AtomicU64,
     /// Time of the last read that returned data, in nanoseconds of the monotonic clock. 0 if no data has been read.
     read_at: AtomicU64,
-    /// True if the logs thread has stopped reading the file until the file's destination accepts more data. The file
-    /// may then have unread data.
+    /// True if the file may contain unread data, for example because its destination is full.
     is_stalled: AtomicBool,
 }
 
 impl Logs {
-    /// Creates the handle. The thread is started and files are opened only when streams are followed.
+    /// Creates the handle. The first call to [`Self::follow`] starts the thread.
     pub fn new(console: Console, notify: impl Fn(Notice) + Send + Sync + 'static) -> io::Result<Self> {
         let shared = Shared {
             next_id: AtomicU64::new(0),
@@ -239,13 +238,14 @@ impl Logs {
     }
 
     /// Returns the time of the last data from any unfinished stream. Returns `now` if an unfinished stream may have
-    /// unread data, because its destination is full or lost. `None` if no unfinished stream has received data.
+    /// unread data, for example because its destination is full. `None` if no unfinished stream has received data
+    /// yet.
     pub fn last_written(&self, now: Stamp) -> Option<Stamp> {
         let all = lock(&self.shared.streams);
         let open = all.values().filter(|info| !info.is_finishing.load(Ordering::Relaxed));
         open.filter_map(|info| {
-            // Read `is_stalled` before `read_at`. If `is_stalled` is false because a stall has just ended, `read_at`
-            // then includes the data that ended the stall.
+            // Read `is_stalled` before `read_at`, because the logs thread updates `read_at` before it clears
+            // `is_stalled`.
             let is_stalled = info.is_stalled.load(Ordering::Acquire);
             let read_at = info.read_at.load(Ordering::Relaxed);
             (read_at > 0).then_some(if is_stalled { now } else { Stamp(read_at) })
@@ -253,7 +253,8 @@ impl Logs {
         .max()
     }
 
-    /// Makes each of these streams end at the end of its file. Call this when all writers of the streams are gone.
+    /// Marks these streams as finished: each one is complete once its file has been read to the end. Call this when
+    /// all writers of the streams are gone.
     pub fn finish(&self, streams: &[StreamId]) {
         let all = lock(&self.shared.streams);
         streams.iter().filter_map(|id| all.get(id)).for_each(|info| info.is_finishing.store(true, Ordering::Relaxed));
@@ -288,9 +289,8 @@ impl Logs {
         self.shared.not_drained()
     }
 
-    /// Stops the logs thread and closes all files. Output that has not been written to the console yet is not shown
-    /// anymore. If the thread is stuck in a write, waits only briefly, and the thread exits when the write returns.
-    /// Idempotent.
+    /// Stops the logs thread and closes all files. Output that has not reached the console is no longer shown. If the
+    /// thread is stuck in a write, waits only briefly, and the thread exits when the write returns. Idempotent.
     pub fn close(&self) {
         let thread = std::mem::replace(&mut *lock(&self.thread), Thread::Closed);
         let Thread::Started { thread, .. } = thread else { return };
@@ -340,8 +340,8 @@ impl Shared {
         self.changed.send_replace(());
     }
 
-    /// Opens a file. If no descriptor is free, waits for the files of finished streams to be closed, at most until the
-    /// deadline, and tries again.
+    /// Opens a file. If no descriptor is free, waits until files of finished streams are closed or the deadline
+    /// passes, and then tries once more.
     fn open_until<T>(&self, deadline: Instant, open: impl Fn() -> io::Result<T>) -> io::Result<T> {
         match open() {
             Err(error) if error.raw_os_error() == Some(libc::EMFILE) => {
@@ -388,8 +388,8 @@ fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
 /// Opens a log file and returns it with its size. Creates the file if it does not exist, so that it can be followed
 /// before the worker starts.
 fn open(stream: &LogStream) -> io::Result<(File, u64)> {
-    // Open the file for writing as well, because std requires that for O_CREAT. Opening a FIFO for reading and writing
-    // never blocks.
+    // Also open the file for writing, because std requires write access for O_CREAT. In addition, opening a FIFO for
+    // reading and writing never blocks.
     let options = &mut OpenOptions::new();
     let file = options.read(true).append(true).create(true).mode(0o644).open(&stream.path)?;
     let stat = file.metadata()?;

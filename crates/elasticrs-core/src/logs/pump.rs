@@ -1,6 +1,6 @@
-//! The logs thread, which waits for events, reads the files and writes to the console. While streams are followed, only
-//! this thread accesses the files and the console. Therefore, a console that nothing reads, or a log directory on a
-//! dead network mount, cannot block the supervisor.
+//! The logs thread, which waits for events, reads the files and writes to the console. While streams are
+//! followed, only this thread accesses the files and the console. Therefore, neither a stuck console nor a log
+//! directory on a dead network mount can block the supervisor.
 
 use std::ops::ControlFlow;
 use std::os::fd::AsFd;
@@ -30,8 +30,8 @@ pub(super) struct Pump {
     notify: Notify,
 }
 
-/// Pause between two rounds of reading the active files. Handling all lines of half a millisecond at once is much
-/// cheaper than handling each line separately, and the delay is not noticeable.
+/// Pause between two rounds of reading. Handling all lines of half a millisecond at once is much cheaper than
+/// handling each line separately, and the delay is not noticeable.
 const ROUND: Duration = Duration::from_micros(500);
 
 /// Events that have woken up the logs thread.
@@ -91,7 +91,7 @@ impl Pump {
     }
 
     fn take_commands(&mut self, now: Instant) -> ControlFlow<()> {
-        // Clear the wake-up once, even if it was set several times, because all queued commands are handled together.
+        // Clear the wake-up before taking the commands, so that a command that is queued later sets it again.
         self.shared.wake.clear();
         let commands = std::mem::take(&mut *lock(&self.shared.commands));
         for command in commands {

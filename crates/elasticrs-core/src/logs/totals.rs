@@ -24,14 +24,16 @@ impl LogCounts {
     }
 }
 
-/// Counters of the streams that go to the console, by local rank and destination. Each counter covers all attempts.
+/// Counters of the streams that go to the console, by local rank and destination. They are not reset when workers
+/// are restarted.
 #[derive(Debug, Default)]
 pub struct LogTotals {
     streams: Mutex<BTreeMap<(u32, Dest), Arc<LogCounts>>>,
 }
 
 impl LogTotals {
-    /// Returns the numbers of bytes and newlines read so far, for every stream that was ever followed to the console.
+    /// Returns the numbers of bytes and newlines read so far from each stream that goes to the console, including
+    /// finished streams.
     pub fn all(&self) -> Vec<((u32, Dest), u64, u64)> {
         let streams = lock(&self.streams);
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);

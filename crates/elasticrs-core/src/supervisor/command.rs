@@ -27,10 +27,11 @@ use crate::timer::hang::{Limits, RemoteHang};
 /// Configuration of a supervisor.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Programs for the nursery, in order of preference. The first one that can be executed is used.
+    /// Programs for the nursery (the process that starts the workers), in order of preference. The first one that can
+    /// be executed is used.
     pub nursery: Vec<NurseryImage>,
-    /// True if the supervisor may control the whole calling process. The process then becomes a child subreaper. If the
-    /// nursery is lost, the supervisor kills all orphans that this process adopts.
+    /// True if the supervisor may control the whole calling process. The supervisor then makes the process a child
+    /// subreaper. If the nursery is lost, the supervisor kills every orphan that the process adopts.
     pub owns_process: bool,
 }
 
@@ -54,7 +55,7 @@ pub enum SupervisorError {
     /// This worker cannot be replaced at the moment.
     #[error("local rank {local_rank} cannot be replaced: {reason}")]
     Replace { local_rank: u32, reason: &'static str },
-    /// The descriptor passed for the page is not a heartbeat page, or the worker was not adopted in rank order.
+    /// The passed descriptor is not a heartbeat page, or the workers were not adopted in rank order.
     #[error("no page for the heartbeats of local rank {local_rank}")]
     Page {
         local_rank: u32,
@@ -64,7 +65,7 @@ pub enum SupervisorError {
     /// The FIFO for the timers could not be created, or the supervisor already has a FIFO.
     #[error("could not watch timers{}", if path.as_os_str().is_empty() { String::new() } else { format!(" at {}", path.display()) })]
     Timers {
-        /// Requested path of the FIFO. Empty if no path was given and the FIFO was to be created in a new directory.
+        /// Requested path of the FIFO. Empty if the FIFO was to be created in a new directory.
         path: PathBuf,
         #[source]
         source: io::Error,
@@ -85,8 +86,8 @@ pub(super) type Reply<T> = SyncSender<T>;
 pub(super) enum Command {
     Start(Box<GroupSpec>, Reply<Result<(), SupervisorError>>),
     Adopt(Adopted, Reply<Result<(), SupervisorError>>),
-    /// Start a replacement for a failed worker. The second field contains the descriptors that the replacement
-    /// inherits. `pass_fds` contains indices into this field.
+    /// Start a replacement for a failed worker. The second field holds the descriptors that the replacement inherits.
+    /// `pass_fds` refers to them by index.
     Replace(Box<ProcessSpec>, Vec<OwnedFd>, Reply<Result<(), SupervisorError>>),
     Stop(StopPolicy, Option<RemoteHang>),
     Signal(Signal, Option<Vec<u32>>),
@@ -98,7 +99,7 @@ pub(super) enum Command {
     Drain(Duration, Reply<Vec<NotDrained>>),
     Spawn(Task),
     Guard(Guarded),
-    /// Read timer records from the FIFO to which this descriptor refers.
+    /// Read timer records from this FIFO.
     WatchTimers(OwnedFd, Reply<io::Result<()>>),
     WatchHangs(Limits),
     KeepEvidence(Vec<EvidenceFiles>, Option<PathBuf>),
@@ -111,7 +112,7 @@ pub(super) enum Command {
     Panic,
 }
 
-/// A change to the set of sockets that the nursery holds.
+/// A change to the sockets that the nursery keeps open for the agent.
 pub(super) enum Guarded {
     Hold(OwnedFd),
     /// Hold a link to another agent. The first link of a session replaces the links of the previous session.
@@ -133,7 +134,7 @@ pub(super) enum Guarded {
     Release(Release),
 }
 
-/// A process that Python started and that joins the group. See [`super::Supervisor::adopt`].
+/// A process that Python started and that is added to the group. See [`super::Supervisor::adopt`].
 pub(super) struct Adopted {
     pub(super) local_rank: u32,
     pub(super) pid: i32,

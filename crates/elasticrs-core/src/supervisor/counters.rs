@@ -1,4 +1,5 @@
-//! Counters and heartbeats for status displays. Other threads can read them without asking the runtime thread.
+//! Counters and heartbeats for status displays. Other threads can read them without waiting for the runtime
+//! thread.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -48,7 +49,7 @@ impl TimerCounts {
     }
 }
 
-/// An expired timer counts as late if it is handled more than this number of nanoseconds after its deadline.
+/// An expired timer is late if it is handled more than this number of nanoseconds after its deadline.
 pub const LATE_NS: u64 = 10_000_000;
 
 /// Memory pages that contain the workers' heartbeats. If no group is running, these are the pages of the last group.
@@ -80,7 +81,8 @@ impl Heartbeat {
     }
 }
 
-/// Measures how long the agent's event loop has been handling its current event. Waiting for an event does not count.
+/// Measures how long the agent's event loop has been handling its current event. Time spent waiting for an event
+/// is not included.
 #[derive(Debug)]
 pub struct Turn {
     /// Time at which the loop started to handle the current event, in nanoseconds of the monotonic clock. [`WAITS`] if

@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 pub enum Timer {
     /// Deadline by which all workers must be running.
     Start,
-    /// Next check of the fence deadline while workers are being started. The nursery cannot check the deadline while it
-    /// is blocked starting a worker.
+    /// Next check of the fence (the deadline for killing all workers) during a start. The supervisor checks it
+    /// because the nursery is blocked while it starts a worker.
     Fence,
-    /// Deadline for the imports of a warm nursery.
+    /// Deadline for a warm nursery to finish its module imports.
     Warm,
-    /// Notice to the user about an import that is still running.
+    /// Time at which the user is notified that an import is still running.
     SlowImport,
     /// End of the grace period, which starts with the first stop signal. Workers that are still running then get
     /// SIGKILL.
     Kill,
     /// Deadline for workers to exit after SIGKILL. Once it has passed, the supervisor stops waiting for the workers.
     GiveUp,
-    /// Deadline for the result of a sweep, which cleans up leftover processes.
+    /// Deadline for a sweep to finish. A sweep cleans up leftover processes.
     Sweep,
     /// Next check for dead workers whose exits the nursery has not reported.
     Check,
@@ -27,7 +27,8 @@ pub enum Timer {
     Hang,
     /// Next progress check of the worker with this local rank, which is exiting after an uncaught exception.
     Exit(u32),
-    /// Notice to the user that the worker with this local rank is paused, which means that a signal has stopped it.
+    /// Time at which the user is notified that the worker with this local rank is paused, because a signal has
+    /// stopped it.
     Paused(u32),
     /// Deadline for the failed worker with this local rank to exit.
     Condemned(u32),
@@ -52,7 +53,7 @@ impl Deadlines {
         self.armed.push((timer, after(now, delay)));
     }
 
-    /// Like [`Self::arm`], but can only move a deadline to an earlier time.
+    /// Like [`Self::arm`], but keeps the current deadline of the timer if that is earlier.
     pub(super) fn hasten(&mut self, timer: Timer, delay: Duration, now: Instant) {
         let sooner = self.armed.iter().all(|(t, at)| *t != timer || after(now, delay) < *at);
         if sooner {
@@ -76,7 +77,7 @@ impl Deadlines {
         self.armed.iter().map(|(_, at)| *at).min()
     }
 
-    /// Removes the earliest deadline and returns its timer. `None` if no deadline has passed.
+    /// Removes the earliest deadline that has passed and returns its timer. `None` if no deadline has passed.
     pub(super) fn expired(&mut self, now: Instant) -> Option<Timer> {
         if self.frozen_at.is_some() {
             return None;

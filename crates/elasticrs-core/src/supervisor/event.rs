@@ -15,12 +15,12 @@ use crate::timer::hang::{Ground, Missed};
 /// Something that happened to the group, a worker, the nursery, or the supervisor itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// The imports of a [warm](elasticrs_nursery::launch::Warm) nursery are complete, or the nursery has exited. If it
-    /// has exited, later workers are started by a cold nursery.
+    /// A [warm](elasticrs_nursery::launch::Warm) nursery has finished its module imports, or has exited. If it has
+    /// exited, a cold nursery, which imports nothing, starts all later workers.
     Warmed {
         failure: Option<NurseryExit>,
-        /// True if this is the second nursery, which [`super::Supervisor::import_beside`] started and which has not
-        /// taken over yet.
+        /// True if this is the second nursery, started by [`super::Supervisor::import_beside`], and it has not taken
+        /// over yet.
         is_beside: bool,
     },
     /// All workers of the group are running their programs.
@@ -45,15 +45,16 @@ pub enum Event {
         /// started the worker.
         usage: Option<Usage>,
     },
-    /// The processes of a failed worker are gone, except those listed in `swept`, so a replacement may be started.
-    /// Reported once for each failed worker, but only if the group [replaces](crate::spec::GroupSpec::replaces) failed
-    /// workers.
+    /// The processes of a failed worker are gone, except those listed in `swept`. A replacement can now be started.
+    /// Reported once for each failed worker, and only in a group that [replaces](crate::spec::GroupSpec::replaces)
+    /// failed workers.
     WorkerSwept { local_rank: u32, swept: SweepOutcome, at: Stamp },
     /// A replacement for a failed worker is running.
     WorkerReplaced { local_rank: u32, pid: i32, started: Stamp },
     /// A replacement for a failed worker could not be started.
     ReplaceFailed(StartFailure),
-    /// The first worker of the group has failed. The other workers have already been signalled.
+    /// A worker has failed, and the other workers have already been signalled. Reported only for the first failure in
+    /// a group.
     FailureSeen {
         local_rank: u32,
         /// Time at which the supervisor noticed the failure.
@@ -62,24 +63,26 @@ pub enum Event {
         signalled: Stamp,
         siblings: u32,
     },
-    /// A worker, or one of its descendants, did not release an expiration timer in time. If the timer has a signal, the
-    /// worker counts as failed, and [`Self::FailureSeen`] follows unless the group replaces failed workers.
+    /// A worker, or one of its descendants, did not release an expiration timer in time. If the timer has a signal,
+    /// the worker is considered failed. [`Self::FailureSeen`] then follows, except in a group that replaces failed
+    /// workers.
     TimerExpired(TimerExpired),
-    /// A worker missed its heartbeat deadline and counts as failed. [`Self::FailureSeen`] follows unless the group
-    /// replaces failed workers. If the group is being stopped because a worker on another node hangs, this event only
-    /// names the local worker that may be the cause.
+    /// A worker missed its heartbeat deadline and is considered failed. [`Self::FailureSeen`] follows, except in a
+    /// group that replaces failed workers. If the group is being stopped because of a hang on another node, this
+    /// event only names the local worker that may be the cause.
     WorkerHung(Box<WorkerHung>),
-    /// A worker has recorded an uncaught exception. Sent again if the worker does not exit in time afterwards.
+    /// A worker has recorded an uncaught exception. Sent again if the worker then does not exit in time.
     WorkerRaised(WorkerRaised),
-    /// Workers get SIGKILL, because they did not exit within their grace period, or because they stalled while they
-    /// were exiting.
+    /// Workers are being killed with SIGKILL, because they did not exit within their grace period or made no progress
+    /// while exiting.
     WorkersKilled(WorkersKilled),
     /// A worker has been stopped for one second by a signal that the supervisor did not send.
     WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
     /// A worker that was reported as paused is running again.
     WorkerResumed { local_rank: u32, pid: i32 },
-    /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing all workers and their
-    /// descendants. Reported immediately, even if no group is running. A running group ends with [`Outcome::Stopped`].
+    /// The fence deadline has passed. Because the agent's lease may expire soon, the nursery is killing all workers
+    /// and their descendants. Reported immediately, even if no group is running. A running group ends with
+    /// [`Outcome::Stopped`].
     Fenced { at: Stamp },
     /// All processes of the group are gone, except those listed in `stuck_workers` and `swept`.
     GroupEnded {
@@ -140,18 +143,18 @@ pub struct TimerExpired {
     pub deadline_ms: u64,
     /// Number of other active timers of the same process.
     pub others: u32,
-    /// Signal that was sent to the process. `None` if the timer has no signal. The expiry is then only reported.
+    /// Signal that was sent to the process. `None` if the timer has no signal, so that its expiry is only reported.
     pub signal: Option<Signal>,
     pub seen: Stamp,
 }
 
-/// An uncaught exception that was recorded by a worker, or by one of its descendants, just before exiting.
+/// An uncaught exception, recorded by a worker or one of its descendants just before it exits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerRaised {
     pub local_rank: u32,
     /// Pid of the process that recorded the exception: the worker or one of its descendants.
     pub pid: i32,
-    /// Last part of the traceback. Empty if the process sent no traceback.
+    /// End of the traceback. Empty if the process sent no traceback.
     pub text: String,
     /// Time at which the process recorded the exception. If the process did not send that time, the time at which the
     /// supervisor received the report.
@@ -166,16 +169,16 @@ pub struct WorkerRaised {
 pub enum ExitStage {
     /// The exception has just been recorded.
     Begun,
-    /// The time limit for the exit has passed, but the exit is making progress. The worker counts as failed, but still
-    /// gets the same grace period as the other workers. [`Event::FailureSeen`] follows unless the group replaces failed
-    /// workers.
+    /// The time limit for the exit has passed, but the exit is making progress. The worker is considered failed, but
+    /// gets the same grace period as the other workers. [`Event::FailureSeen`] follows, except in a group that
+    /// replaces failed workers.
     Slow,
-    /// The time limit for the exit has passed, and the exit makes no progress. The worker counts as failed and is
-    /// killed immediately. [`Event::FailureSeen`] follows unless the group replaces failed workers.
+    /// The time limit for the exit has passed, and the exit makes no progress. The worker is considered failed and is
+    /// killed immediately. [`Event::FailureSeen`] follows, except in a group that replaces failed workers.
     Stalled,
 }
 
-/// Workers that did not exit in time and therefore get SIGKILL.
+/// Workers that did not exit in time and are therefore killed with SIGKILL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkersKilled {
     /// Local rank and pid of each worker.
@@ -217,7 +220,7 @@ pub struct WorkerHung {
     pub since: Stamp,
     pub limit: Duration,
     pub seen: Stamp,
-    /// Reason for blaming this worker instead of another late worker.
+    /// Reason for blaming this worker rather than another late worker.
     pub ground: Ground,
     /// All running workers, ordered by local rank.
     pub ranks: Vec<RankSeen>,
@@ -241,7 +244,8 @@ pub struct RankSeen {
 /// Outcome of cleaning up the processes that workers left behind.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct SweepOutcome {
-    /// Processes that had to be signalled. The list is limited; `more` counts the rest.
+    /// Processes that had to be signalled. The list has a limited length, and `more` is the number of processes that
+    /// did not fit.
     pub ended: Vec<Descendant>,
     /// Number of processes that had to be signalled but are not listed in `ended`.
     pub more: u32,

@@ -55,8 +55,8 @@ const MAX_DESCENDANTS: usize = 64;
 const MAX_STACKS: usize = 256 * 1024;
 /// Maximum number of bytes of the stack file that are searched for the traceback of a crash.
 const MAX_ANSWER: u64 = 16 * 1024 * 1024;
-/// Text that starts the traceback of a crash in the output of `faulthandler`. Stacks that are written on
-/// [`stack_signal`] do not contain it.
+/// Text with which `faulthandler` starts the traceback of a crash. Stacks requested with [`stack_signal`] do not
+/// contain it.
 const CRASH: &[u8] = b"Fatal Python error";
 
 /// Returns the signal that makes a worker write its Python stacks. `python/elasticrs/_worker/hook/sitecustomize.py`
@@ -86,7 +86,7 @@ impl EvidenceFiles {
     }
 }
 
-/// A worker about which evidence is to be gathered.
+/// A worker to gather evidence about.
 #[derive(Debug, Clone)]
 pub(super) struct Subject {
     pub(super) local_rank: u32,
@@ -103,17 +103,18 @@ pub struct WorkerEvidence {
     pub state: char,
     /// Kernel function in which the process waits. Empty if the process is running or the function cannot be read.
     pub wait_channel: String,
-    /// Innermost Python frame of the thread that wrote its stack, usually the main thread. `None` if it is unknown.
+    /// Innermost Python frame of the thread that handled the signal, usually the main thread. `None` if it is
+    /// unknown.
     pub frame: Option<String>,
     /// Reason why the report could not be written. `None` if it was written.
     pub problem: Option<String>,
 }
 
-/// Deadline for gathering evidence, with a flag that cancels the gathering earlier.
+/// Deadline for gathering evidence, and a flag to cancel it earlier.
 #[derive(Debug)]
 pub(super) struct GatheringLimit {
     pub(super) deadline: Instant,
-    /// True if the evidence is no longer needed, so that threads should stop gathering it (**EVI-5**).
+    /// True if the evidence is no longer needed, so the threads must stop (**EVI-5**).
     pub(super) is_cancelled: AtomicBool,
 }
 
@@ -127,7 +128,7 @@ impl GatheringLimit {
     }
 }
 
-/// Gathers the evidence about all subjects. Returns when `limit` is over at the latest, unless a file system does not
+/// Gathers the evidence about all subjects. Returns by the deadline of `limit` unless a file system does not
 /// respond.
 pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &GatheringLimit) -> Vec<WorkerEvidence> {
     let mut examinations: Vec<Examination> = subjects.into_iter().map(Examination::begin).collect();
@@ -148,8 +149,7 @@ pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &Gath
 /// Evidence about one worker that is still being gathered.
 struct Examination {
     subject: Subject,
-    /// Pid of the process that is asked for its stacks: the worker, or its first descendant with a handler for
-    /// the signal.
+    /// Pid of the process that writes its stacks: the worker, or its first descendant with a handler for the signal.
     target: i32,
     status: Option<Status>,
     kernel: String,
@@ -203,11 +203,12 @@ impl Examination {
     fn begin(subject: Subject) -> Self {
         let asked = target_of(subject.pid);
         let target = asked.as_ref().map_or(subject.pid, |(pid, _)| *pid);
-        // Read the state before the signal disturbs the process.
+        // Read the state before sending the signal, because the signal changes the state.
         let (status, kernel) = (Status::of(subject.pid), kernel_side(target));
         let answer = asked.filter(|(pid, _)| can_answer(*pid));
         let answer = answer.and_then(|(_, pidfd)| ask(&pidfd, &subject.files.as_ref()?.stacks).ok());
-        // Remove a record of an earlier request, because it is about a worker that recovered (**EVI-6**).
+        // Remove the record of an earlier request, because it is about a hang from which the worker recovered
+        // (**EVI-6**).
         let removed = subject.files.as_ref().map(|files| fs::remove_file(files.flight_record()));
         let is_removed = removed.is_some_and(|removed| removed.map_or_else(|error| is_missing(&error), |()| true));
         let record = if is_removed && can_answer(target) { Record::Due } else { Record::Done };
@@ -267,8 +268,8 @@ impl Examination {
         }
     }
 
-    /// Moves the new stacks out of the stack file. Leaves the file unchanged if it contains the traceback of a crash
-    /// (**EVI-4**).
+    /// Reads the new stacks and removes them from the stack file. Leaves the file unchanged if it contains the
+    /// traceback of a crash (**EVI-4**).
     fn read(&self, answer: Answer) -> io::Result<String> {
         let start = answer.start;
         let (stacks, has_crash) = answer.read()?;
@@ -332,8 +333,8 @@ fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
 /// Requests a worker's flight record, and returns the path of the file to which the worker will write it. Fails if no
 /// thread of the worker is waiting for a request.
 fn request_record(files: &EvidenceFiles) -> io::Result<PathBuf> {
-    // Opening a FIFO for writing without blocking fails if no reader has opened it or is opening it. The thread of the
-    // worker needs no data: it continues because its FIFO has been opened.
+    // A non-blocking open for writing fails if no thread is reading the FIFO or is blocked opening it. No data is
+    // needed, because the open itself unblocks the worker's thread.
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
     let requests = File::options().write(true).custom_flags(flags).open(files.flight_requests())?;
     if !requests.metadata()?.file_type().is_fifo() {
@@ -347,8 +348,8 @@ fn is_missing(error: &io::Error) -> bool {
 }
 
 impl Answer {
-    /// Returns the new stacks, and true if the traceback of a crash follows them. The signal may cause a crash by
-    /// itself, because it interrupts the system call in which the process was waiting.
+    /// Returns the new stacks, and true if the output contains the traceback of a crash. The signal itself can lead
+    /// to a crash, because it interrupts the system call in which the process was waiting.
     fn read(mut self) -> io::Result<(String, bool)> {
         let mut bytes = Vec::new();
         self.file.seek(SeekFrom::Start(self.start))?;
@@ -558,7 +559,7 @@ mod tests {
             fs::write(&partial, "a record").unwrap();
             fs::rename(partial, answered).unwrap();
         });
-        // The thread is not asked before it opens the FIFO.
+        // Repeat the request, because it fails until the thread is opening the FIFO.
         while !record.exists() {
             examine();
         }

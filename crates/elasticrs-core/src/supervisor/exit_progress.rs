@@ -21,8 +21,8 @@ const MAX_THREADS: usize = 256;
 /// A worker is busy if it spends at least 1/`BUSY_SHARE` of the time on a CPU or waiting for a CPU. Threads that only
 /// poll spend less.
 const BUSY_SHARE: u32 = 20;
-/// Number of bytes that a worker must read between two samples for the reads to count as progress. Threads that poll
-/// `/proc` for monitoring read less.
+/// Minimum number of bytes read between two samples that is considered progress. Threads that poll `/proc` for
+/// monitoring read less.
 const MANY_BYTES: u64 = 64 * 1024;
 /// Fields of `/proc/PID/stat` that hold CPU time in clock ticks: the user and system time of the process, followed by
 /// the user and system time of its reaped children.
@@ -34,7 +34,7 @@ pub(super) struct Sample {
     at: Instant,
     /// CPU time in clock ticks.
     cpu: u64,
-    /// Total time for which threads were ready to run but had no CPU, in nanoseconds.
+    /// Total time that threads were ready to run but waited for a CPU, in nanoseconds.
     delayed: u64,
     read: u64,
     written: u64,
@@ -92,7 +92,7 @@ pub(super) fn progressed(before: &Sample, after: &Sample, ticks_per_second: u64)
         || after.read.saturating_sub(before.read) >= MANY_BYTES
 }
 
-/// Returns the number of clock ticks per second, the unit of CPU times in `/proc`.
+/// Returns the number of clock ticks per second. `/proc` reports CPU times in clock ticks.
 pub(super) fn ticks_per_second() -> u64 {
     let ticks = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten();
     ticks.and_then(|ticks| u64::try_from(ticks).ok()).unwrap_or(100)

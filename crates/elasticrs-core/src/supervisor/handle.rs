@@ -60,8 +60,8 @@ impl Keeper {
     pub fn hold_beside(&self, connection: BorrowedFd<'_>) -> impl Future<Output = bool> + use<> {
         let (held, is_held) = oneshot::channel();
         let is_sent = self.send_duplicate(connection, false, |connection| Guarded::Beside(connection, held));
-        // An error means that there is no nursery, or that the nursery is exiting together with its workers. In both
-        // cases, the next nursery gets the connection.
+        // Treat an error as success. It means that the nursery is gone or is exiting together with its workers, and the
+        // next nursery gets the connection.
         async move { is_sent && is_held.await.unwrap_or(true) }
     }
 
@@ -105,8 +105,8 @@ pub struct Supervisor {
     commands: UnboundedSender<Command>,
     shared: Shared,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// FIFO for timer records. The handle creates and removes the FIFO, because these operations can block. The runtime
-    /// thread only has a descriptor of the FIFO.
+    /// FIFO for timer records. The handle creates and removes the FIFO, because these operations can block and the
+    /// runtime thread must not block. The runtime thread only has a descriptor of the FIFO.
     timers: Mutex<Option<Fifo>>,
     owner: u32,
 }
@@ -174,14 +174,14 @@ impl Supervisor {
         self.ask(|reply| Command::Adopt(adopted, reply))?
     }
 
-    /// Stops the group. Call it again to shorten the grace period or to send a stronger signal.
+    /// Stops the group. A later call can shorten the grace period or send a stronger signal.
     /// [`super::Event::GroupEnded`] follows.
     pub fn stop(&self, policy: StopPolicy) -> Result<(), SupervisorError> {
         self.send(Command::Stop(policy, None))
     }
 
-    /// Stops the group because a worker on another node hangs. If heartbeats are watched, gathers evidence about all
-    /// workers first, and if a local worker may be the cause, reports it as [`super::Event::WorkerHung`].
+    /// Stops the group because a worker on another node hangs. If workers are watched for hangs, first gathers
+    /// evidence about all of them. If a local worker may be the cause, reports [`super::Event::WorkerHung`].
     pub fn stop_for_hang(&self, policy: StopPolicy, remote: RemoteHang) -> Result<(), SupervisorError> {
         self.send(Command::Stop(policy, Some(remote)))
     }
@@ -194,7 +194,7 @@ impl Supervisor {
 
     /// Forwards a signal that this process has received to the workers with these local ranks.
     /// [`GroupSpec::stop_scope`] determines which processes of a worker get the signal. A worker that dies from the
-    /// signal counts as failed. Does nothing while workers are being started.
+    /// signal is considered failed. Does nothing while workers are being started.
     pub fn forward(&self, signal: Signal, local_ranks: Vec<u32>) -> Result<(), SupervisorError> {
         self.send(Command::Forward(signal, local_ranks))
     }
@@ -215,11 +215,10 @@ impl Supervisor {
         self.send(Command::ImportBeside(limit))
     }
 
-    /// Stops the first nursery and makes the second nursery start all later groups. If no second nursery has finished
-    /// its imports, or if a group exists, changes nothing and returns false.
+    /// Replaces the first nursery with the second one, which then starts all later groups. Does nothing and returns
+    /// false if there is no second nursery whose imports are complete, or if a group exists.
     ///
-    /// # Errors
-    /// [`SupervisorError::Closed`], [`SupervisorError::Forked`].
+    /// # Errors [`SupervisorError::Closed`], [`SupervisorError::Forked`].
     pub fn take_over(&self) -> Result<bool, SupervisorError> {
         self.ask(Command::TakeOver)
     }
@@ -229,16 +228,16 @@ impl Supervisor {
         self.send(Command::Resume)
     }
 
-    /// Copies the output in these log files to the console as it is written, until the group has ended and all output
-    /// is copied. Opens the files, so it may block on a dead network file system.
+    /// Copies these log files to the console as they are written. Copying stops once the group has finished and all
+    /// output is copied. Opens the files, so it may block on a dead network file system.
     pub fn follow(&self, streams: Vec<LogStream>) -> Result<(), SupervisorError> {
         self.check_owner()?;
         self.shared.logs.follow(streams)?;
         Ok(())
     }
 
-    /// Blocks until the log files of ended groups are fully copied to the console, or until `timeout` elapses. Returns
-    /// the files that are not fully copied.
+    /// Blocks until the log files of finished groups are fully copied to the console, or until `timeout` elapses.
+    /// Returns the files that are not fully copied.
     pub fn drain(&self, timeout: Duration) -> Result<Vec<NotDrained>, SupervisorError> {
         self.ask(|reply| Command::Drain(timeout, reply))
     }
@@ -276,14 +275,14 @@ impl Supervisor {
         Ok(timers.insert(fifo).path().to_owned())
     }
 
-    /// Detects workers that hang, in all later groups. Each worker gets a heartbeat page (`ELASTICRS_HEARTBEAT`).
+    /// Enables hang detection for all later groups. Each worker gets a heartbeat page (`ELASTICRS_HEARTBEAT`).
     /// [`super::Event::WorkerHung`] reports a worker that hangs. See [`crate::timer::hang`].
     pub fn watch_hangs(&self, limits: Limits) -> Result<(), SupervisorError> {
         self.send(Command::WatchHangs(limits))
     }
 
     /// Sets the evidence files of each worker, ordered by local rank, for all later groups. Evidence is written if a
-    /// worker hangs, does not release a timer in time, or makes no progress with its exit. `py_spy` is the program that
+    /// worker hangs, does not release a timer in time, or stalls while it exits. `py_spy` is the program that
     /// inspects workers that do not write their stacks.
     pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
         self.send(Command::KeepEvidence(files, py_spy))
@@ -332,13 +331,13 @@ impl Supervisor {
         Arc::clone(&self.shared.fence)
     }
 
-    /// Returns the counters. They can still be read after the supervisor has ended.
+    /// Returns the counters. They can still be read after the supervisor has been closed.
     pub fn counters(&self) -> Counters {
         self.shared.counters.clone()
     }
 
-    /// Returns a function with which a task passed to [`Self::spawn`] reports a message to the user. The message
-    /// becomes an [`super::Event::Degraded`].
+    /// Returns a function that reports a message to the user as [`super::Event::Degraded`]. Tasks that are passed to
+    /// [`Self::spawn`] use it.
     pub fn teller(&self) -> impl Fn(String) + Send + 'static {
         let queue = Arc::clone(&self.shared.queue);
         move |message| queue.push(super::Event::Degraded { message })
@@ -365,7 +364,7 @@ impl Supervisor {
         self.check_owner()?;
         let thread = lock(&self.thread).take();
         if let Some(thread) = thread {
-            // Ignore an error, because it means that the runtime has already ended.
+            // Ignore an error, because it only means that the runtime has already stopped.
             let _ = self.commands.send(Command::Close { keep_descendants });
             // Ignore an error, because a panic of the thread was already reported as an event.
             let _ = thread.join();
@@ -391,8 +390,8 @@ impl Supervisor {
     }
 }
 
-/// Runs tasks on the runtime thread, where a busy store cannot delay them: for example, the client that holds the
-/// lease, and the task that waits for the first client of the workers' store.
+/// Runs tasks on the runtime thread, so that a busy store cannot delay them. Examples are the client that holds
+/// the lease, and the task that waits for the first client of the workers' store.
 impl Spawn for Supervisor {
     fn spawn(&self, task: Task) -> bool {
         Self::spawn(self, task).is_ok()
@@ -452,8 +451,8 @@ mod tests {
         supervisor.owner += 1;
         drop(supervisor);
         assert!(path.exists());
-        // The nursery exits, because dropping the last handle ends the runtime thread. The nursery is then reaped by
-        // that thread or by this call.
+        // Dropping the last handle stops the runtime thread, so the nursery exits. Reap the nursery here unless the
+        // runtime thread has already reaped it.
         while wait().is_ok() {}
     }
 }

@@ -31,12 +31,12 @@ use tokio::sync::oneshot;
 
 use super::watch;
 
-/// Event that [`Nursery::next`] returns about a nursery.
+/// Event returned by [`Nursery::next`].
 #[derive(Debug)]
 pub(super) enum NurseryEvent {
     /// A reply from the nursery, and the descriptors that came with it.
     Reply(Reply, Vec<OwnedFd>),
-    /// The nursery has exited. This event comes after all replies of the nursery.
+    /// The nursery has exited, and all of its replies have been returned.
     Died(WorkerExit),
     /// The nursery did not exit in time after SIGKILL, because its control group is frozen or because it hangs in the
     /// kernel.
@@ -72,14 +72,15 @@ pub(super) struct Nursery {
 pub(super) struct Import {
     pub(super) warm: Arc<Warm>,
     pub(super) since: u64,
-    /// Way in which an imported module broke the nursery's link: the module executed another program, or closed the
-    /// nursery's descriptors. `None` if neither was detected.
+    /// Reason why the nursery lost its link: an imported module executed another program, or closed the nursery's
+    /// descriptors. `None` if neither was detected.
     pub(super) failure: Option<ImportFailure>,
     /// True if the import was stopped because the sentinel was lost.
     pub(super) is_unguarded: bool,
 }
 
-/// The sentinel, which cleans up if the nursery cannot, and a memory page that the sentinel shares with the nursery.
+/// The sentinel (a process that cleans up if the nursery cannot), and the memory page that it shares with the
+/// nursery.
 #[derive(Debug)]
 pub(super) struct Guard {
     pub(super) sentinel: Box<Nursery>,
@@ -181,8 +182,8 @@ impl Nursery {
         }
     }
 
-    /// Stops using the link after an error, and kills the nursery. Usually, the nursery is already exiting. Otherwise,
-    /// it might never exit by itself.
+    /// Stops using the link after an error, and kills the nursery, because it might otherwise never exit. Usually,
+    /// the nursery is already exiting.
     fn give_up(&mut self) {
         self.link_is_open = false;
         self.waiting.clear();
@@ -202,7 +203,7 @@ impl Nursery {
         let _ = pidfd::send_signal(self.pidfd.get_ref(), libc::SIGKILL);
     }
 
-    /// Kills a nursery that does not respond. The exit of this nursery is then handled like any other exit.
+    /// Kills a nursery that does not respond. Its exit is then handled like that of any other nursery.
     pub(super) fn kill_hung(&mut self) {
         self.hung = true;
         self.kill();
@@ -274,7 +275,7 @@ impl Nursery {
             }
             let ending = self.ending;
             let wants_to_write = self.link.get_ref().has_unsent();
-            // Clear the readiness before the next read. A frame that arrives after the read then sets it again.
+            // Clear the readiness before the next read, so that a frame that arrives after the read sets it again.
             // `readable` fails only if the runtime is shutting down, and this future is not polled after that.
             tokio::select! {
                 biased;
@@ -308,12 +309,12 @@ impl Nursery {
             self.send(&Request::Leave, Vec::new());
         }
         if self.import.is_some() {
-            // Kill the nursery. It has no workers yet, and it would not read the request during its imports.
+            // Kill the nursery, because it does not read requests during its imports. It has no workers yet.
             self.kill();
         }
         let Self { link, pidfd, sentinel, .. } = self;
-        // If the request to leave is still unsent, closing the link drops the request. The nursery then hangs or is
-        // dead, so it could not handle the request anyway.
+        // Closing the link drops the request to leave if it is still unsent. In that case, the nursery hangs or is
+        // dead, and could not handle the request anyway.
         drop(link);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
             let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);

@@ -1,4 +1,5 @@
-//! Queue of events for the agent. A wait for the next event also ends when a watched descriptor becomes readable.
+//! Queue of events for the agent. Waiting for the next event also ends when a watched descriptor becomes
+//! readable.
 
 use std::collections::VecDeque;
 use std::io;
@@ -62,11 +63,11 @@ impl Queue {
         lock(&self.watched).retain(|w| *w != fd);
     }
 
-    /// Blocks until there is an event, a watched descriptor is readable, or `timeout` elapses. Only one thread may call
-    /// it at a time.
+    /// Blocks until there is an event, a watched descriptor is readable, or `timeout` elapses. Only one thread may
+    /// call it at a time.
     ///
-    /// Watched descriptors take precedence over events, because a readable descriptor announces a signal. The caller
-    /// must drain the descriptor.
+    /// Watched descriptors take precedence over events, because a readable descriptor means that a signal has
+    /// arrived. The caller must drain the descriptor.
     pub fn next(&self, timeout: Option<Duration>) -> io::Result<Next> {
         let mut fds = lock(&self.watched).clone();
         fds.push(self.wake.as_raw_fd());

@@ -58,8 +58,8 @@ pub(super) struct Starting {
     stop: Option<StopPolicy>,
     /// The group, while it waits for the nursery to finish its imports. `None` once the workers are being started.
     waiting: Option<GroupSpec>,
-    /// Inputs about workers that already run while others are still being started. These inputs are handled after the
-    /// start.
+    /// Inputs about running workers that arrive while other workers are still being started. They are handled after
+    /// the start.
     early: Vec<Input>,
 }
 
@@ -108,8 +108,7 @@ impl Starting {
     }
 
     /// Records that the start has exceeded its deadline. The nursery starts workers in order, so the first worker
-    /// without an answer is the one that hangs. If the stage is [`Stage::NextFork`], the second worker without an
-    /// answer is the one that hangs.
+    /// without an answer is the one that hangs. At [`Stage::NextFork`], it is the second one.
     pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: String) {
         let mut waiting = (0..).zip(&self.answers).filter(|(_, answer)| matches!(answer, Answer::Awaited));
         let (behind, stage) = match stage {
@@ -130,7 +129,8 @@ impl Starting {
         self.nursery = Some(exit);
     }
 
-    /// Records a request to stop the group. Among several requests, the one with the shortest grace period is used.
+    /// Records a request to stop the group. If there are several requests, the one with the shortest grace period
+    /// applies.
     pub(super) fn stop(&mut self, policy: StopPolicy) {
         if self.stop.is_none_or(|earlier| policy.grace <= earlier.grace) {
             self.stop = Some(policy);
@@ -153,8 +153,8 @@ impl Starting {
         self.failure.is_some()
     }
 
-    /// Returns why the group was not started, once the sweep is complete. `Ok` contains the failure of the start. `Err`
-    /// contains the outcome of a group that was stopped or lost before all workers were running.
+    /// Returns why the group was not started: `Ok` with the failure of the start, or `Err` with the outcome of a
+    /// group that was stopped or lost before all workers were running. Called once the sweep is complete.
     pub(super) fn take_outcome(&mut self) -> Result<StartFailure, (Outcome, Option<NurseryExit>)> {
         match (self.failure.take(), self.stop) {
             (Some(failure), _) => Ok(failure),

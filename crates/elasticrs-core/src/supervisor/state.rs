@@ -38,10 +38,11 @@ pub enum Input {
     Stop(StopPolicy),
     /// The caller requests a stop of the group because a rank on another node hangs.
     StopForHang(StopPolicy, RemoteHang),
-    /// The caller requests that a signal is sent to the workers with these local ranks. `None` means all workers.
+    /// The caller requests that a signal be sent to the workers with these local ranks. `None` means all workers.
     Signal(Signal, Option<Vec<u32>>),
-    /// The agent has received this signal and forwards it to the running workers with these local ranks. The group is
-    /// not being stopped, so a worker that exits because of the signal is handled like any other exiting worker.
+    /// The agent has received this signal and forwards it to the running workers with these local ranks. Forwarding
+    /// does not stop the group, so a worker that exits because of the signal is handled like any other exiting
+    /// worker.
     Forward(Signal, Vec<u32>),
     /// Suspend the group and pause its deadlines.
     Suspend,
@@ -55,24 +56,25 @@ pub enum Input {
     NurseryLost(NurseryExit),
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
     Fenced,
-    /// Pids of members that are dead although their exits have not been reported yet. Must come before each input that
-    /// may make the group send signals. Otherwise, a worker that died by itself would be reported as if the group had
+    /// Pids of members that are dead although their exits have not been reported yet. Must precede each input that
+    /// can make the group send signals. Otherwise, a worker that died by itself would be reported as if the group had
     /// stopped it.
     Dead(Vec<i32>),
     /// A member, or one of its descendants, did not release a timer in time.
     TimerExpired(TimerExpired),
     /// Start watching all current members for hangs.
     Watch(Limits),
-    /// The workers' heartbeats and last output, required before each input that [`Group::needs_snapshot`] names.
+    /// The workers' heartbeats and last output. Required before each input for which [`Group::needs_snapshot`]
+    /// returns true.
     Snapshot(Snapshot),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<WorkerEvidence>),
     /// A member, or one of its descendants, has recorded an uncaught exception.
     Raised(WorkerRaised),
-    /// The exit of a member was sampled because [`Timer::Exit`] expired. `progressed` is true if the member has made
-    /// progress since the previous sample, and `None` for the first sample.
+    /// A member was sampled during its exit, because [`Timer::Exit`] expired. `progressed` is true if the member has
+    /// made progress since the previous sample, and `None` for the first sample.
     ExitSampled { local_rank: u32, progressed: Option<bool> },
-    /// A process that Python started has joined the group.
+    /// A process that Python started was added to the group.
     Adopted { local_rank: u32, pid: i32 },
     /// Result of [`Effect::SweepWorker`].
     WorkerSwept(SweepOutcome, Stamp),
@@ -84,7 +86,7 @@ pub enum Input {
     ReplaceFailed(StartFailure),
 }
 
-/// An action for the executor, which carries out actions in the order in which they are returned.
+/// An action for the executor. The executor carries out actions in the order in which they are returned.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Effect {
     /// Send a signal to a worker, or to its process group.
@@ -94,7 +96,8 @@ pub enum Effect {
         to: StopScope,
         signal: Signal,
     },
-    /// Send a signal only to this process, whose timer has expired. It is a worker or a descendant of a worker.
+    /// Send a signal only to this process, because its timer has expired. The process is a worker or a descendant of
+    /// a worker.
     SignalProcess { pid: i32, signal: Signal },
     /// Set a deadline.
     Arm(Timer, Duration),
@@ -116,11 +119,12 @@ pub enum Effect {
         give_up: Duration,
     },
     /// Kill the processes that this worker left behind when it exited. Answered by [`Input::WorkerSwept`], unless a
-    /// [`Self::Sweep`] replaces it. Only one such clean-up runs at a time.
+    /// [`Self::Sweep`] replaces it first. At most one of these clean-ups runs at a time.
     SweepWorker { local_rank: u32, pid: i32, give_up: Duration },
     /// Gather evidence about all members. Answered by [`Input::Evidence`].
     TakeEvidence { title: String },
-    /// Report a failure to Python. The executor adds the time at which it sent the signals of the preceding effects.
+    /// Report a failure to Python. The executor adds the time at which it had sent the signals that precede this
+    /// effect.
     ReportFailure {
         local_rank: u32,
         seen: Stamp,
@@ -133,7 +137,7 @@ pub enum Effect {
     ReportEnd(GroupOutcome),
 }
 
-/// Result of a group that has ended. See [`Event::GroupEnded`].
+/// Result of a finished group. See [`Event::GroupEnded`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupOutcome {
     pub outcome: Outcome,
@@ -145,14 +149,14 @@ pub struct GroupOutcome {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
-    /// The group is not being stopped, so its workers may run.
+    /// The group is not being stopped, and workers may be running.
     Running,
     /// The stop signal was sent. SIGKILL follows at [`Timer::Kill`].
     Stopping,
     /// SIGKILL was sent. The supervisor stops waiting for the workers at [`Timer::GiveUp`].
     Killing,
     /// All workers have exited, or did not exit after SIGKILL. Their descendants are being cleaned up. `lingering` is
-    /// true while the descendants may still keep running.
+    /// true while the descendants are still allowed to run.
     Sweeping { lingering: bool },
     /// The end of the group was reported.
     Finished,
@@ -169,7 +173,7 @@ pub struct Group {
     stop_signal: Option<Signal>,
     /// Time between the first stop signal and SIGKILL.
     grace: Duration,
-    /// Outcome of the group. It is a success unless an event that stops the group sets another value.
+    /// Outcome of the group: a success, until an event that stops the group changes the value.
     outcome: Outcome,
     nursery: Option<NurseryExit>,
     suspended: bool,
@@ -231,7 +235,7 @@ impl Group {
         self.members.iter().filter(|m| !m.ended).map(|m| m.pid)
     }
 
-    /// Returns true if this input may make the group signal its members, so that [`Input::Dead`] must come first.
+    /// Returns true if this input may make the group signal its members. [`Input::Dead`] must then come first.
     pub fn may_signal(&self, input: &Input) -> bool {
         match input {
             Input::Exited { exit, .. } => {
@@ -335,15 +339,15 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Records which members are dead without a reported exit. Skips a member if a pending action will judge what the
-    /// member did while it was alive.
+    /// Records which members are dead although their exits have not been reported. Skips a member if a pending action
+    /// concerns it, because the action needs the member to be considered running.
     fn on_dead(&mut self, pids: &[i32]) {
         for index in 0..self.members.len() {
             self.members[index].dead |= pids.contains(&self.members[index].pid) && !self.is_to_be_judged(index);
         }
     }
 
-    /// Signals the remaining processes in the group of a worker that has exited during a stop, because the worker no
+    /// Signals the rest of a worker's process group after the worker has exited during a stop, because the worker no
     /// longer needs these processes. Does nothing after the last worker's exit, because the sweep then cleans up.
     fn stop_rest_of(&mut self, pid: i32, effects: &mut Vec<Effect>) {
         let Some(signal) = self.stop_signal.filter(|_| self.phase == Phase::Stopping) else { return };
@@ -391,7 +395,7 @@ impl Group {
                 self.begin_stop(policy, None, effects);
                 self.sweep_when_all_have_ended(effects);
             }
-            // Send the new signal. The deadline is only moved to an earlier time.
+            // Send the new signal. The deadline can only become earlier.
             Phase::Stopping => self.begin_stop(policy, None, effects),
             Phase::Sweeping { lingering: true } => {
                 self.outcome = Outcome::Stopped;
@@ -497,27 +501,27 @@ impl Group {
         self.forget_places();
         match self.phase {
             Phase::Running => self.outcome = Outcome::Lost,
-            // Request the sweep again, because the lost nursery will not complete the first one. This process then
-            // sweeps.
+            // Request a new sweep, because the lost nursery will not complete the pending one. This process performs
+            // the new sweep.
             Phase::Sweeping { .. } => return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects),
             Phase::Stopping | Phase::Killing | Phase::Finished => {}
         }
-        // Kill the workers that Python started. Those that the nursery started die with it.
+        // Kill all workers, because those that Python started do not die together with the nursery.
         if self.phase != Phase::Killing {
             self.kill(effects);
         }
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Sends the stop signal to every worker except the one with the pid `but`, which has already received a signal or
-    /// has a grace period to exit by itself. Also signals the process groups of workers that have exited, because their
-    /// leftover processes may still occupy an accelerator.
+    /// Sends the stop signal to every worker except the one with the pid `but`, which was already signalled or is
+    /// exiting by itself. Also signals the process groups of workers that have exited, because their leftover
+    /// processes may still occupy an accelerator.
     fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>, effects: &mut Vec<Effect>) {
         self.on_resume(effects);
         if policy.is_hard() {
             return self.kill(effects);
         }
-        // Signal the running members first: the group does not count as stopped until they have exited.
+        // Signal the running members first, because the group has to wait for their exits.
         for ended in [false, true] {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
             for member in members.filter(|m| Some(m.pid) != but) {
@@ -528,7 +532,7 @@ impl Group {
         for member in self.members.iter().filter(|m| !m.ended && (m.adopted || m.pause != Pause::Running)) {
             effects.push(to_group(member.pid, Signal::CONT));
         }
-        // Use `Hasten`, which keeps an earlier deadline that was set by a previous stop request.
+        // Use `Hasten`, so that a later stop request cannot postpone the deadline.
         effects.push(Effect::Hasten(Timer::Kill, policy.grace));
         self.grace = if self.phase == Phase::Stopping { self.grace.min(policy.grace) } else { policy.grace };
         (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));
@@ -551,8 +555,8 @@ impl Group {
         }
     }
 
-    /// Returns true if all members have exited and no replacement can follow: no replacement is being started, and none
-    /// may be requested anymore. While the group is running, a replacement may be requested for a failed member.
+    /// Returns true if all members have exited and none will be replaced. While the group is running, a failed member
+    /// can still be replaced. Otherwise, only a replacement that is already being started can follow.
     fn all_have_ended(&self) -> bool {
         let is_over =
             |m: &Member| m.place == Place::Taken || m.place != Place::Promised && self.phase != Phase::Running;

@@ -59,11 +59,10 @@ use watchdog::{Watchdog, WatchdogEvent};
 
 /// Time limit for a nursery to kill its remaining processes and exit when the supervisor is closed.
 const CLOSE_LIMIT: Duration = Duration::from_secs(35);
-/// Time after the fence deadline in which the nursery can notice the deadline by itself, before the supervisor checks
-/// it.
+/// Time that the nursery gets to notice a passed fence deadline before the supervisor checks it.
 const FENCE_SLACK: Duration = Duration::from_millis(100);
-/// Time that a sweep may take beyond its own time limits. After that, the nursery or thread that performs it counts as
-/// hung.
+/// Extra time for a sweep beyond its own time limits. After that, the nursery or thread that performs the sweep
+/// is considered hung.
 const SWEEP_SLACK: Duration = Duration::from_secs(5);
 
 /// Creates the supervisor's task and runs it until the supervisor is closed. Sends the result of the creation through
@@ -78,8 +77,8 @@ pub(super) async fn run(
         Ok(task) => task,
         Err(error) => return drop(ready.send(Err(error))),
     };
-    // Ignore an error, which means that the creator of the supervisor has stopped waiting. The inbox is then closed as
-    // well, so the task ends.
+    // Ignore an error, which means that the creator of the supervisor has stopped waiting. In that case, the inbox
+    // is closed too, so the task stops.
     let _ = ready.send(Ok(()));
     // Run the loop as a separate task. Otherwise, each wake-up of another task on this thread would poll everything
     // that this loop waits for.
@@ -97,8 +96,8 @@ struct Task {
     guard: GuardedSockets,
     current: Current,
     deadlines: Deadlines,
-    /// Futures of other components. See [`super::Supervisor::spawn`]. Fields are dropped in order, so this field comes
-    /// after the nurseries: the futures must be dropped later.
+    /// Futures of other components. See [`super::Supervisor::spawn`]. This field is declared after the nurseries,
+    /// because fields are dropped in order and the futures must be dropped after the nurseries.
     tasks: JoinSet<()>,
     retired: Retired,
     sweeps: Sweeps,
@@ -126,7 +125,7 @@ enum Wake {
 
 impl Task {
     fn new(config: Config, shared: Shared) -> Result<Self, SupervisorError> {
-        // Check the kernel first: if it lacks a required system call, that call's error would not explain the cause.
+        // Check the kernel first, because the error of a missing system call would not explain the cause.
         check_floor().map_err(LaunchError::from)?;
         if config.owns_process {
             nix::sys::prctl::set_child_subreaper(true).map_err(io::Error::from)?;
@@ -357,8 +356,8 @@ impl Task {
         }
     }
 
-    /// Handles the notices that have arrived. Also called before an exit is recorded, because a worker whose notice has
-    /// not been read yet would otherwise seem to have exited without an exception.
+    /// Handles the notices about uncaught exceptions that have arrived. Also called before an exit is recorded.
+    /// Otherwise, a worker whose notice is still unread would seem to have exited without an exception.
     fn on_notices(&mut self) {
         if self.current.is_starting() {
             // Leave the notices in the socket until the pids of all workers are known.
@@ -561,10 +560,10 @@ impl Task {
         self.input(Input::WorkerSwept(swept, Stamp::now()));
     }
 
-    // --- the end ----------------------------------------------------------------------------------------------
+    // --- closing ----------------------------------------------------------------------------------------------
 
-    /// Closes the supervisor. Its nursery kills all remaining processes, or with `keep_descendants` leaves them running
-    /// if no group exists.
+    /// Closes the supervisor. The nursery kills all remaining processes. With `keep_descendants`, the nursery leaves
+    /// them running if no group exists.
     async fn close(mut self, keep_descendants: bool) {
         self.evidence.cancel(&mut self.retired);
         self.second.stop(&mut self.retired);
@@ -575,8 +574,8 @@ impl Task {
                 self.shared.queue.degraded(message);
             }
         } else if let Some(sweep) = self.sweeps.take_own() {
-            // Wait for the sweep that this process started when the nursery was lost. SIGKILL has already been sent to
-            // all of the processes.
+            // Wait for the sweep that this process started when the nursery was lost. All processes have already been
+            // sent SIGKILL.
             let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
         }
         self.retired.finish().await;

@@ -29,9 +29,9 @@ pub(super) struct MemberExit {
 /// Time limit for a parent to send the status of a child after the child's exit.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
 
-/// Waits for the exit of a process. If it is a child of this process, its status is read without reaping it, because
-/// Python reaps the children that it started. The status of any other process is read from `status`, and is unknown if
-/// `status` is `None`.
+/// Waits for the exit of a process. Reads the status of a child of this process without reaping the child,
+/// because Python reaps the children that it started. Reads the status of any other process from the pipe
+/// `status`. If `status` is `None`, that status is unknown.
 pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<OwnedFd>) -> MemberExit {
     let seen_by_epoll = match register(Arc::clone(&pidfd), Interest::READABLE) {
         Ok(watched) => watched.readable().await.is_ok(),
@@ -52,8 +52,8 @@ pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<Own
     MemberExit { pid, exit, seen }
 }
 
-/// Reads the status of an exited process from the pipe. The process's parent writes the status to it as four bytes, as
-/// returned by `wait4`.
+/// Reads the status of an exited process from a pipe. The process's parent has written the four bytes that
+/// `wait4` returned.
 async fn status_from_parent(status: OwnedFd) -> Option<WorkerExit> {
     let pipe = register(status, Interest::READABLE).ok()?;
     // The pipe also becomes readable if the writer exits without writing anything.
@@ -74,10 +74,9 @@ pub(super) fn ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
     fds.iter().map(|fd| any && fd.any() == Some(true)).collect()
 }
 
-/// Reaps the zombies that this process has adopted because it is pid 1. Never reaps a nursery.
+/// Reaps the zombies that this process has adopted because it is pid 1.
 ///
-/// Python reaps the children that it started itself. If this function finds a child of that kind among the zombies, it
-/// stops early.
+/// Stops as soon as it finds a zombie that is a nursery or that Python started, because other code reaps those.
 pub(super) fn reap_orphans(nurseries: &[i32]) {
     let started_by_us = |pid: Pid| {
         // All other children are orphans. They are in other sessions, because they were started by descendants of a
@@ -115,8 +114,8 @@ pub(super) fn child_that_starts(pid: i32, others: &[i32]) -> Option<i32> {
 
 /// Kills the processes that a lost nursery left behind. Blocks for at most about `give_up`.
 ///
-/// `adopted` are children of this process that must not be killed, because Python reaps them. `sessions` are the pids
-/// of the lost workers, each of which led its own session.
+/// `adopted` are children of this process that must not be killed, because Python reaps them. `sessions` are the
+/// pids of the lost workers, which were session leaders.
 pub(super) fn sweep_after_loss(
     token: Token,
     owns_process: bool,

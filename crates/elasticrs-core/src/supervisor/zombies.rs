@@ -15,9 +15,9 @@ use std::time::Instant;
 use elasticrs_nursery::tree::{Status, children_of_self, descendants, describe, newest_pid};
 use elasticrs_sys::procfs;
 
-/// Minimum number of zombie children for which a process is reported. It is a quarter of 1024, the smallest process
-/// limit that is commonly set for containers. A program that starts one helper for each CPU usually stays below it,
-/// even if all of its helpers are zombies until it waits for them.
+/// Minimum number of zombie children for which a process is reported. It is a quarter of 1024, the smallest
+/// process limit that is commonly set for containers. A program that starts one helper for each CPU usually has
+/// fewer zombies, even if it waits for its helpers only at the end.
 const MANY: usize = 256;
 /// Scans take at most 1/`SHARE` of the time, regardless of the number of processes.
 const SHARE: u32 = 100;
@@ -33,27 +33,27 @@ pub(super) struct Subjects {
 /// State of the scan between two calls.
 #[derive(Debug, Default)]
 pub(super) struct Scanner {
-    /// Pids of the workers that were already reported. Also the pid of the agent if it was reported.
+    /// Pids of the processes that were already reported: workers and possibly the agent.
     reported: BTreeSet<i32>,
     /// Data from the last scan. `None` if there was no scan yet.
     last: Option<Last>,
     rest_until: Option<Instant>,
 }
 
-/// Data from the last scan, from which the next call decides if another scan is needed.
+/// Data from the last scan, used to decide whether another scan is needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Last {
     /// Newest pid at the start of the scan.
     newest: i32,
-    /// Largest number of descendants of any worker, or the number of the agent's children if it is larger. Zombies are
-    /// included.
+    /// Largest number of descendants of any worker, or the number of the agent's children if that is larger. Zombies
+    /// are included.
     processes: usize,
 }
 
 impl Last {
-    /// Returns true if a process may have [`MANY`] zombie children, given the number of processes in the last scan and
-    /// the number of processes started since then. `newest` is the newest pid now. Also returns true if pids have
-    /// wrapped around, or if `newest` is zero, as in some sandboxes.
+    /// Returns true if a process may have [`MANY`] zombie children by now, according to the last scan and the number
+    /// of processes started since then. `newest` is the current newest pid. Also returns true if pids have wrapped
+    /// around, or if `newest` is zero, as in some sandboxes.
     fn may_be_many(self, newest: i32) -> bool {
         let started = usize::try_from(newest - self.newest);
         newest <= 0 || started.is_ok_and(|started| started + self.processes >= MANY) || newest < self.newest
@@ -61,8 +61,9 @@ impl Last {
 }
 
 impl Scanner {
-    /// Returns a message for each worker that has at least [`MANY`] zombie children, or that has a descendant with that
-    /// many, and a message for the agent if it has that many itself. Reports each worker, and the agent, only once.
+    /// Returns a message for each worker if the worker or one of its descendants has at least [`MANY`] zombie
+    /// children. Also returns a message for the agent if the agent has that many. Each worker, and the agent, is
+    /// reported only once.
     pub(super) fn scan(&mut self, subjects: &Subjects) -> Vec<String> {
         let begun = Instant::now();
         let newest = newest_pid();
@@ -183,7 +184,7 @@ sys.stdin.read()
     }
 
     fn scan(scanner: &mut Scanner, workers: &[(u32, i32)]) -> Vec<String> {
-        // Make the scan due at once, as if the pause were over and processes had been started.
+        // Reset the scanner, so that it does not skip the scan.
         (scanner.rest_until, scanner.last) = (None, None);
         scanner.scan(&Subjects { workers: workers.to_vec(), agent: false })
     }

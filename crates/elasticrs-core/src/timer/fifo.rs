@@ -59,7 +59,8 @@ impl Fifo {
                 })
             }
         }?;
-        // Ignore an error. If the pipes of this user already use too much memory, the FIFO keeps its smaller capacity.
+        // Ignore an error, because the FIFO also works with its default capacity. The call fails if the pipes of this
+        // user already use too much memory.
         let _ = fcntl(&*file, FcntlArg::F_SETPIPE_SZ(CAPACITY));
         Ok(Self { path, directory, file })
     }

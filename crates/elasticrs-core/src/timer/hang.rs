@@ -40,9 +40,9 @@ pub const LOOK_FOR_ABSENT: Duration = Duration::from_millis(100);
 const SLACK: Duration = Duration::from_secs(1);
 /// Shortest limit that can be learned, unless the user sets another minimum.
 pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
-/// Limit for steps until the durations of [`ENOUGH_STEPS`] steps are known.
+/// Time limit for a step until the durations of [`ENOUGH_STEPS`] steps are known.
 pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
-/// Number of step durations that must be known before a limit is learned from them.
+/// Number of step durations that must be known before a limit is learned.
 pub const ENOUGH_STEPS: usize = 16;
 
 /// Time limit between two heartbeats of a rank.
@@ -50,8 +50,8 @@ pub const ENOUGH_STEPS: usize = 16;
 pub enum StepLimit {
     /// A fixed limit.
     Fixed(Duration),
-    /// A limit that is learned from the durations of the job's steps, see [`learned`]. The field contains the minimum
-    /// of the limit.
+    /// A limit that is learned from the durations of the job's steps, see [`learned`]. The field is the minimum of
+    /// the learned limit.
     Learned(Duration),
 }
 
@@ -78,8 +78,8 @@ pub struct Beat {
     /// True if the program has returned and the process is exiting. In that case, `last` is the time at which the
     /// program returned.
     pub is_exiting: bool,
-    /// Time of the last heartbeat before the program returned. `None` if the process is not exiting, or if there was
-    /// none.
+    /// Time of the last heartbeat before the program returned. `None` if the process is not exiting, or if it sent no
+    /// heartbeat.
     pub before_exit: Option<u64>,
     /// Durations of the most recent steps, in nanoseconds.
     pub steps: Vec<u64>,
@@ -115,7 +115,7 @@ pub enum Missed {
     Section,
     /// The exit of the rank's process after the program had returned.
     Exit,
-    /// The next output line of any rank. Used only if no rank sends heartbeats. All ranks then miss it together.
+    /// The next output line of any rank. Used only if no rank sends heartbeats, so all ranks miss it together.
     Line,
 }
 
@@ -138,7 +138,8 @@ pub struct Overdue {
 pub enum Verdict {
     /// No rank hangs. The next check is due at this time.
     LookAgain(u64),
-    /// At least one rank hangs. These are all late ranks, starting with the one that has been silent the longest.
+    /// At least one rank hangs. The field contains all late ranks, starting with the one that has been silent the
+    /// longest.
     Hung(Vec<Overdue>),
 }
 
@@ -158,8 +159,8 @@ pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     Some(Duration::from_nanos(nanoseconds).max(least))
 }
 
-/// Time that does not count towards a rank's silence, for example because the group was suspended. It is subtracted
-/// from the silence that began at `since`, and no longer applies after the rank's next sign of activity.
+/// Time to subtract from a rank's silence, for example because the group was suspended. It applies only to the
+/// silence that began at `since`, and expires with the rank's next sign of activity.
 #[derive(Debug, Clone, Copy, Default)]
 struct Credit {
     since: u64,
@@ -171,8 +172,8 @@ impl Credit {
         if self.since == since { self.amount } else { 0 }
     }
 
-    /// Adds `amount` to the credit for the silence since `since`. The credit never exceeds the length of that silence,
-    /// from `since` to `now`.
+    /// Adds `amount` to the credit for the silence that began at `since`. The credit cannot exceed the length of this
+    /// silence up to `now`.
     fn add(&mut self, since: u64, amount: u64, now: u64) {
         let amount = self.of(since).saturating_add(amount).min(now.saturating_sub(since));
         *self = Self { since, amount };
@@ -201,7 +202,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Creates the state for a group with this number of ranks that was started at the time `started`.
+    /// Creates the state for a group of `ranks` ranks that was started at the time `started`.
     pub fn new(limits: Limits, ranks: usize, started: u64) -> Self {
         Self {
             limits,
@@ -254,7 +255,7 @@ impl Watch {
     }
 
     /// Returns true if a check that was made at the time `looked` is still valid. A check is invalid if the group was
-    /// suspended during the check or later, because all processes were stopped then.
+    /// suspended during the check or later, because all processes were stopped during the suspension.
     pub fn holds(&self, looked: u64) -> bool {
         self.frozen_at.is_none() && self.thawed <= looked
     }
@@ -272,8 +273,8 @@ impl Watch {
         Verdict::Hung(late)
     }
 
-    /// Returns the local ranks that may be to blame for a rank on another node that has been silent for `silence`
-    /// nanoseconds. These are the ranks that have been silent for at least half of `silence`, or for at least half of
+    /// Returns the local ranks that may be to blame for the silence of a rank on another node, which has lasted
+    /// `silence` nanoseconds. These ranks have been silent for at least half of `silence`, or for at least half of
     /// their own limit. The rank that has been silent the longest comes first.
     pub fn suspects(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
@@ -299,8 +300,8 @@ impl Watch {
         self.unwatched_reported.then_some((ranks, limit))
     }
 
-    /// Returns the ranks that are still exiting although their program has returned and the time limit for a step has
-    /// passed since then, and that limit. Returns each rank only once, and `None` if there are no such ranks.
+    /// Returns the ranks that are still exiting although their program returned longer ago than the time limit for a
+    /// step. Also returns this limit. Each rank is returned only once. `None` if there are no such ranks.
     pub fn still_exiting(&mut self, now: u64, seen: &[RankState]) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         let is_late = |rank: usize, last: u64| {
@@ -377,7 +378,7 @@ impl Watch {
         }
     }
 
-    /// For each rank with a limit, returns the expected event, the time at which the limit starts, and the limit.
+    /// Returns the expected event, the start of the time limit, and the limit, for each rank that has a limit.
     fn terms(&self, seen: &[RankState], line: Option<u64>, step: Duration) -> Vec<Overdue> {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
         let mut terms = Vec::new();
@@ -418,8 +419,9 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>)
     let somebody_beats = seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
-        // If the program has returned, use the last heartbeat before its return. The return itself does not count as
-        // activity: the signal that requests the stacks may have interrupted the call in which the program hung.
+        // If the program has returned, use the last heartbeat before its return. The return itself is not a sign of
+        // activity, because the signal that requests the stacks may have interrupted the call in which the program
+        // hung.
         (_, Some(RankState::Heartbeat(beat))) if beat.is_exiting => {
             beat.before_exit.is_none_or(|last| last <= overdue.since)
         }
@@ -453,14 +455,14 @@ pub struct RemoteHang {
     pub frame: Option<String>,
 }
 
-/// Reason for blaming a rank. The strongest reason comes first.
+/// Reason for blaming a rank, ordered from the strongest to the weakest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Ground {
     /// The rank was stopped by a signal.
     Stopped,
     /// The rank is at an earlier step than all others.
     Behind,
-    /// All other ranks are at the same place in the program or wait in torch, but this rank does not.
+    /// The rank is the only one at a different place in the program, or the only one that is not waiting in torch.
     Elsewhere,
     /// The rank has been silent the longest, and it is the only late rank at its place in the program.
     Apart,
@@ -501,8 +503,8 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     })
 }
 
-/// If `remote`, a rank on another node, is waiting for a local rank, returns the index of that local rank and the reason
-/// for blaming it. `None` if `remote` is itself to blame.
+/// Returns the index of the local rank that `remote`, a rank on another node, is waiting for, and the reason for
+/// blaming it. `None` if `remote` itself is to blame.
 pub fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize, Ground)> {
     let RemoteHang { step, frame, .. } = remote;
     // Put the rank of the other node first, so that it is blamed if several ranks are equally suspect.
@@ -512,8 +514,8 @@ pub fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize,
     Some((index.checked_sub(1)?, ground))
 }
 
-/// Considers the late ranks whose place in the program is known. If there are three or more such ranks, and all but one
-/// are at the same place, returns that one. Otherwise, returns the only rank that is not waiting in torch.
+/// Finds the late rank that differs from all others. Among three or more ranks with a known place in the program,
+/// this is the only rank at a different place. Otherwise, it is the only rank that is not waiting in torch.
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     let placed: Vec<(usize, &str)> =
@@ -535,7 +537,7 @@ fn only<'a>(placed: &[(usize, &'a str)], is: impl Fn(&str) -> bool) -> Option<(u
     found.next().copied().filter(|_| found.next().is_none())
 }
 
-/// Returns true if this frame is one in which torch waits for other ranks: in a collective, or during a backward pass.
+/// Returns true if torch waits for other ranks in this frame: in a collective, or during a backward pass.
 fn waits(frame: &str) -> bool {
     frame.contains("/torch/distributed/") || frame.ends_with(" in _engine_run_backward")
 }

@@ -32,8 +32,8 @@ impl Group {
         effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), between_samples(limit))));
     }
 
-    /// Handles a new sample of a worker that is exiting after an uncaught exception. `progressed` says whether the
-    /// worker has made progress since the previous sample. It is `None` for the first sample.
+    /// Handles a new sample of a worker that is exiting after an uncaught exception. `progressed` is true if the
+    /// worker has made progress since the previous sample, and `None` for the first sample.
     pub(super) fn on_exit_sampled(&mut self, local_rank: u32, progressed: Option<bool>, effects: &mut Vec<Effect>) {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
         let Some(raised) = member.and_then(|m| m.raised.clone()) else { return };

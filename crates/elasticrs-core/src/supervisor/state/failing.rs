@@ -88,7 +88,7 @@ impl Group {
         u32::try_from(siblings).unwrap_or(u32::MAX)
     }
 
-    /// Marks a member as failed and sets its deadline to exit. The other members keep running.
+    /// Marks a member as failed and sets the deadline for its exit. The other members keep running.
     fn condemn(&mut self, index: usize, limit: Duration, seen: Stamp, effects: &mut Vec<Effect>) {
         let member = &mut self.members[index];
         member.condemned = Some(seen);

@@ -63,8 +63,8 @@ impl PendingAction {
         matches!((self, other), (Self::Timer(one), Self::Timer(other)) if one.local_rank == other.local_rank)
     }
 
-    /// Returns true if this action judges what the member did, or did not do, while it was alive. Such an action must
-    /// be taken before the member's exit is handled.
+    /// Returns true if this action is about something that the member did or failed to do, such as a missed
+    /// heartbeat. The action must then be taken before the member's exit is handled.
     fn concerns(&self, member: usize, local_rank: u32) -> bool {
         match self {
             Self::Timer(timer) => timer.local_rank == local_rank,
@@ -104,7 +104,7 @@ impl PendingAction {
 }
 
 impl Group {
-    /// Returns true if this input may lead to a decision based on heartbeats, so that [`Input::Snapshot`] must come
+    /// Returns true if this input may lead to a decision based on heartbeats. [`Input::Snapshot`] must then come
     /// first.
     pub fn needs_snapshot(&self, input: &Input) -> bool {
         let looks = |input: &Input| {
@@ -171,8 +171,8 @@ impl Group {
     /// without evidence.
     pub(super) fn take_evidence(&mut self, action: PendingAction, effects: &mut Vec<Effect>) {
         if let Some(waiting) = &mut self.waiting {
-            // Queue at most one expired timer of each rank, because the first one already decides what happens to the
-            // rank, and a rank may have any number of timers.
+            // Queue at most one expired timer for each rank. The first one decides what happens to the rank, and a rank
+            // can have any number of timers.
             if !waiting.iter().any(|earlier| earlier.is_of_same_rank(&action)) {
                 waiting.push(action);
             }
@@ -242,7 +242,8 @@ impl Group {
         }
     }
 
-    /// Takes all pending actions now, without evidence. A worker counts as hung if its limit had passed.
+    /// Takes all pending actions now, without waiting for evidence. A worker whose limit has passed is considered
+    /// hung.
     pub(super) fn settle(&mut self, effects: &mut Vec<Effect>) {
         let waiting = self.waiting.take().unwrap_or_default();
         self.carry_out_all(waiting, &[], effects);
@@ -280,7 +281,7 @@ impl Group {
         }
     }
 
-    /// Returns true if a pending action judges what this member did while it was alive.
+    /// Returns true if a pending action concerns this member and must be taken before the member's exit is handled.
     pub(super) fn is_to_be_judged(&self, index: usize) -> bool {
         self.waiting.iter().flatten().any(|action| action.concerns(index, self.members[index].local_rank))
     }
@@ -292,8 +293,7 @@ impl Group {
         effects: &mut Vec<Effect>,
     ) {
         if actions.iter().any(|action| matches!(action, PendingAction::Stop(..))) {
-            // Drop the results of local checks, because the stop request considers the local ranks as well as the rank
-            // on the other node.
+            // Drop the results of local checks, because the stop request already takes the local ranks into account.
             actions.retain(|action| !matches!(action, PendingAction::Hung(_)));
         }
         for action in actions {
@@ -329,8 +329,8 @@ impl Group {
         self.verdict(&check, evidence, blame).filter(|_| !is_outdated)
     }
 
-    /// Returns the local worker, if any, that a rank on another node is waiting for, and whether a local worker has
-    /// exceeded its time limit.
+    /// Returns the local worker that a rank on another node is waiting for, if there is one. The flag is true if a
+    /// local worker has exceeded its time limit.
     fn judge_beside(
         &self,
         check: HangCheck,
@@ -346,8 +346,8 @@ impl Group {
         self.members.iter().any(|member| member.runs() && member.condemned.is_some())
     }
 
-    /// Kills a worker that hangs. The worker gets no grace period, because it would not save anything: it has already
-    /// been silent for longer than its limit.
+    /// Kills a worker that hangs. The worker gets no grace period, because a worker that has been silent for longer
+    /// than its limit would not save anything.
     fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
         self.fail_at_once(hung.local_rank, hung.seen, Some(Event::WorkerHung(hung.into())), effects);
     }
@@ -374,8 +374,8 @@ impl Group {
         check.late.iter().any(|overdue| overdue.is_due && self.members[overdue.rank].runs())
     }
 
-    /// Decides which of the late ranks is to blame, and adds the state of all running ranks. Returns `None` if no
-    /// running rank is to blame.
+    /// Decides which of the late ranks is to blame, and returns it with the state of all running ranks. Returns
+    /// `None` if no running rank is to blame.
     fn verdict(
         &self,
         HangCheck { late, seen, at }: &HangCheck,
@@ -425,8 +425,8 @@ fn ranks_are(local_ranks: &[u32]) -> String {
     if local_ranks.len() == 1 { format!("local rank {names} is") } else { format!("local ranks {names} are") }
 }
 
-/// Returns the message about ranks whose program returned longer ago than the limit for a step, but whose processes are
-/// still exiting.
+/// Returns the message about ranks that are still exiting although their program returned longer ago than the
+/// time limit for a step.
 fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) -> String {
     let (ranks_are, step) = (ranks_are(local_ranks), step.as_secs_f64());
     let limit = exit.map_or_else(

@@ -16,7 +16,7 @@ pub(super) enum Pause {
     Reported,
 }
 
-/// State of a place in a group that replaces failed workers. See [`super::replacing`].
+/// State of a worker's place in a group that replaces failed workers, as described in [`super::replacing`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Place {
     #[default]
@@ -35,15 +35,15 @@ pub(super) struct Member {
     /// True if the process is dead but its exit has not been reported yet.
     pub(super) dead: bool,
     pub(super) sent: Option<Signal>,
-    /// Signal that asked the worker to exit within its grace period. `None` if there was no such signal: a worker that
-    /// is exiting slowly after an uncaught exception gets the grace period without a signal.
+    /// Signal that asked the worker to exit within its grace period. `None` if no signal was sent, for example
+    /// because the worker is exiting slowly after an uncaught exception.
     asked_by: Option<Signal>,
     /// Last signal that was sent to the worker's whole process group.
     group_sent: Option<Signal>,
     pub(super) pause: Pause,
     pub(super) raised: Option<WorkerRaised>,
-    /// Time at which the worker was found to have failed although it was still running. It then counts as failed
-    /// whatever its exit code, and the other workers continue. `None` for all other workers.
+    /// Time at which the worker was found to have failed while it was still running, in a group that replaces failed
+    /// workers. The worker is considered failed even if it exits with code 0. `None` for all other workers.
     pub(super) condemned: Option<Stamp>,
     pub(super) place: Place,
 }
@@ -70,13 +70,13 @@ impl Member {
         self.send(signal, to)
     }
 
-    /// Records a signal that is sent to the worker because its timer has expired. The signal asks the worker to exit
-    /// within the grace period.
+    /// Records the signal of an expired timer that is sent to the worker. The signal asks the worker to exit within
+    /// its grace period.
     pub(super) fn is_stopped_by(&mut self, signal: Signal) {
         (self.asked_by, self.sent) = (Some(signal), Some(signal));
     }
 
-    /// Returns the reason for killing the worker at the end of its grace period.
+    /// Returns the reason for killing the worker after its grace period.
     pub(super) fn why_overdue(&self) -> KillReason {
         self.asked_by.map_or(KillReason::SlowExit, KillReason::AfterSignal)
     }

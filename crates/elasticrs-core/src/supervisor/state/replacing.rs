@@ -14,7 +14,7 @@ use super::{Effect, Event, GIVE_UP_AFTER, Group, Phase, SweepOutcome, Timer};
 use crate::spec::StopScope;
 use crate::supervisor::event::StartFailure;
 
-/// Time limit for replacements that are still being started when the group is killed.
+/// Time limit for pending starts of replacements when the group is killed.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
 
 impl Group {
@@ -51,14 +51,14 @@ impl Group {
         self.replaces && self.phase == Phase::Running && !self.members[index].adopted
     }
 
-    /// Returns the index of the member with this pid. `None` if there is no such member, or if the other members do not
-    /// continue when it fails. See [`Self::survives`].
+    /// Returns the index of the member with this pid if the other members continue when it fails. Otherwise, returns
+    /// `None`. See [`Self::survives`].
     pub(super) fn survivable(&self, pid: i32) -> Option<usize> {
         self.members.iter().position(|m| m.pid == pid && !m.ended).filter(|&index| self.survives(index))
     }
 
-    /// Handles the exit of a failed member. Its leftover processes are cleaned up once the processes of members that
-    /// failed earlier are gone.
+    /// Handles the exit of a failed member. Leftover processes are cleaned up for one member at a time, in the order
+    /// of the failures.
     pub(super) fn leave(&mut self, index: usize, effects: &mut Vec<Effect>) {
         self.members[index].place = Place::Left;
         if let Some(watch) = &mut self.watch {
@@ -136,7 +136,8 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Forgets all clean-ups and starts of replacements, because the nursery that should have carried them out is lost.
+    /// Forgets all pending clean-ups and starts of replacements, because the nursery that would have performed them
+    /// is lost.
     pub(super) fn forget_places(&mut self) {
         self.left.clear();
         for member in self.members.iter_mut().filter(|m| m.place == Place::Promised) {

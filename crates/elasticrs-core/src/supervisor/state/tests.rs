@@ -433,7 +433,7 @@ fn any_input() -> impl Strategy<Value = Input> {
     ]
 }
 
-/// Model of the executor, updated by the effects of the group.
+/// Model of the executor. Records the effects that the group returns.
 #[derive(Default)]
 struct Seen {
     exits: BTreeSet<u32>,
@@ -512,8 +512,8 @@ impl Seen {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Checks that any history of inputs leads to the end of the group. When all exits have been reported and each
-    /// sweep has been answered, the group has ended exactly once.
+    /// Checks that the group finishes after any sequence of inputs. Once all exits are reported and all sweeps are
+    /// answered, the group must have finished exactly once.
     #[test]
     fn every_history_can_be_brought_to_its_end(
         history in prop::collection::vec((any_input(), 0..5_u64, prop::array::uniform4(prop::option::of(0..5_u64))), 0..40),

@@ -13,12 +13,12 @@ use crate::supervisor::zombies::{Scanner, Subjects};
 /// Time between two checks of the workers, the nursery and the sentinel.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Workers of a group that were dead at the last check although their exits had not been reported.
+/// Workers that were dead at the last check although their exits had not been reported.
 #[derive(Debug, Default)]
 pub(super) struct Unreported {
     /// Pids of the workers that the nursery should have reaped.
     dead: Vec<i32>,
-    /// Pids of the workers that a tracer holds.
+    /// Pids of the workers that cannot be reaped yet, because a tracer holds them.
     held: Vec<i32>,
 }
 
@@ -42,11 +42,12 @@ pub(super) enum NurseryAction {
 }
 
 impl Unreported {
-    /// Compares a check with the previous one. `dead` contains the workers without a reported exit that are not held by
-    /// a tracer, and `held` contains those that are. `is_starting` is true while a replacement is being started.
+    /// Compares a check with the previous one. `dead` and `held` contain the dead workers whose exits have not been
+    /// reported. A tracer holds those in `held`. `is_starting` is true while a replacement is being started.
     pub(super) fn check(&mut self, dead: Vec<i32>, held: Vec<(i32, Held)>, is_starting: bool) -> CheckOutcome {
         // Unreported exits usually mean that the nursery hangs. While a replacement is being started, however, the
-        // nursery may only be blocked by that start. Do not kill it then, because the start has its own deadline.
+        // nursery may only be waiting for that start. Do not kill the nursery in that case, because the start has its
+        // own deadline.
         let is_overdue = !is_starting && dead.iter().any(|pid| self.dead.contains(pid));
         let action = if is_overdue { NurseryAction::Kill } else { NurseryAction::Resume };
         let nursery = (!dead.is_empty()).then_some(action);

@@ -42,8 +42,8 @@ impl Current {
         }
     }
 
-    /// Waits for the next exit of a member whose exit the nursery does not report. Returns `None` if there is no such
-    /// member. Cancel-safe.
+    /// Waits for the next exit that the nursery cannot report, such as the exit of a process that Python started.
+    /// Returns `None` if there is no such member. Cancel-safe.
     pub(super) async fn next_exit(&mut self) -> Option<MemberExit> {
         self.running_mut()?.next_exit().await
     }

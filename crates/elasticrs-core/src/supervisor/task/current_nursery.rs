@@ -1,4 +1,4 @@
-//! The nursery that the agent uses, and the token that identifies the processes that a nursery leaves behind.
+//! The current nursery, and the token that identifies the processes that it leaves behind.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::supervisor::nursery_io::{Import, Nursery, NurseryEvent};
 /// Time after which the user is notified that workers are waiting for an import.
 const SLOW_IMPORT: Duration = Duration::from_secs(5);
 
-/// The nursery that starts the workers. After a nursery was lost, there is none until the next group starts.
+/// The nursery that starts the workers. If it is lost, there is no nursery until the next group starts.
 #[derive(Debug)]
 pub(super) struct CurrentNursery {
     nursery: Option<Nursery>,

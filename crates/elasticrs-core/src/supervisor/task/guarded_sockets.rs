@@ -1,5 +1,5 @@
-//! Gives the nursery the resources that it holds for the agent: the connection of the agent's lease, the links to other
-//! agents, and the fence, which is the deadline for killing all workers.
+//! Passes resources of the agent to the nursery: the connection of the agent's lease, the links to other agents,
+//! and the fence, which is the deadline for killing all workers.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -14,7 +14,8 @@ use crate::supervisor::command::Guarded;
 use crate::supervisor::nursery_io::Nursery;
 use crate::supervisor::queue::Queue;
 
-/// Sockets that the nursery holds. This process keeps them open as well, so that it can pass them to the next nursery.
+/// Sockets that the nursery holds. This process also keeps them open, so that it can pass them to the next
+/// nursery.
 #[derive(Debug)]
 pub(super) struct GuardedSockets {
     connections: Connections,
@@ -27,7 +28,7 @@ impl GuardedSockets {
         Self { connections: Connections::default(), fence, queue }
     }
 
-    /// Changes the set of held sockets in this process and in the nursery. Reports an event if the change fails.
+    /// Changes the set of held sockets in this process and in the nursery. Reports a failure as an event.
     pub(super) fn change(&mut self, guarded: Guarded, mut nursery: Option<&mut Nursery>) {
         match guarded {
             Guarded::Hold(socket) => {
@@ -39,8 +40,7 @@ impl GuardedSockets {
             Guarded::Beside(socket, held) => {
                 if !self.hold(Held { socket, word: None }, true, nursery.as_deref_mut()) {
                     // Release the newest socket in this process, because the nursery does not hold it. Otherwise, a
-                    // later request to release the newest socket would close different sockets in this process and in
-                    // the nursery.
+                    // later `Release::Newest` would close different sockets in this process and in the nursery.
                     self.connections.release(Release::Newest);
                     let _ = held.send(false);
                 } else if let Some(nursery) = nursery {
@@ -66,7 +66,7 @@ impl GuardedSockets {
         }
     }
 
-    /// Like [`Self::equip`], but for a nursery that either has no sentinel or has just been given a new one.
+    /// Like [`Self::equip`], but for one process: a nursery without its sentinel, or a new sentinel.
     pub(super) fn equip_one(&self, nursery: &mut Nursery) {
         let mut send = |request, fds: io::Result<Vec<OwnedFd>>| match fds {
             Ok(fds) => nursery.send(&request, fds),
@@ -138,7 +138,7 @@ mod tests {
         guard.change(Guarded::Hold(socket()), None);
         guard.change(Guarded::Beside(socket(), sender), None);
         assert_eq!(guard.connections.all().len(), 2);
-        // No nursery exists, so the caller does not wait for one.
+        // No nursery exists, so the channel is closed without a value.
         assert!(receiver.blocking_recv().is_err());
         guard.change(Guarded::Release(Release::Older), None);
         assert_eq!(guard.connections.all().len(), 1);

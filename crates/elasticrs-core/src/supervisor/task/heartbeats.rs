@@ -24,12 +24,12 @@ const PAGE_FD: i32 = 198;
 /// The workers' heartbeat pages.
 #[derive(Debug, Default)]
 pub(super) struct Heartbeats {
-    /// Time limits for the workers. `None` if they are not watched for hangs.
+    /// Time limits for hang detection. `None` if workers are not watched for hangs.
     pub(super) limits: Option<Limits>,
     /// Heartbeat page of each worker, ordered by local rank. The pages are kept after the end of a group, until the
     /// next group starts.
     pages: Vec<Arc<HeartbeatPage>>,
-    /// The same pages, for readers on other threads.
+    /// Copies of the references in `pages`, for readers on other threads.
     published: Arc<counters::Heartbeats>,
 }
 
@@ -84,7 +84,8 @@ impl Heartbeats {
         Snapshot { at, seen: self.seen(running, at.0), line: logs.last_written(at).map(|line| line.0) }
     }
 
-    /// Members that Python started come last, and may have no page.
+    /// Returns the heartbeats of the members, in member order. Members that Python started come last. They may have
+    /// no page, and are then missing from the result.
     fn seen(&self, running: &Running, now: u64) -> Vec<RankState> {
         let read = |pid| match running.group.watched_rank_of(pid) {
             Some(local_rank) => {
@@ -97,8 +98,8 @@ impl Heartbeats {
 }
 
 fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::Result<Arc<HeartbeatPage>> {
-    // Use only the lower half of the descriptor numbers that are allowed in the worker. The start of the worker needs
-    // the upper half, because it first moves the passed descriptors above all target numbers.
+    // Use only the lower half of the descriptor numbers that the worker may use. The upper half must stay free,
+    // because the start of the worker first moves the passed descriptors above all target numbers.
     let half = i32::try_from(limits::descriptors_of_workers() / 2).unwrap_or(i32::MAX);
     let page = HeartbeatPage::new(Stamp::now().0)?;
     let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);

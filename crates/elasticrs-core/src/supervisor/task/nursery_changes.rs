@@ -94,9 +94,9 @@ impl Task {
         }
     }
 
-    /// Stops waiting for a nursery that does not exit after SIGKILL. Kills the workers, because they do not die by
-    /// themselves before the nursery does, and sweeps its descendants as far as possible. The SIGKILL for the nursery
-    /// stays pending, so the nursery dies as soon as the kernel can kill it.
+    /// Stops waiting for a nursery that does not exit after SIGKILL. Kills the workers, because they die by
+    /// themselves only when the nursery dies. Sweeps the nursery's descendants as far as possible. The SIGKILL stays
+    /// pending, so the nursery dies as soon as the kernel can kill it.
     pub(super) fn give_up_nursery(&mut self) {
         if let Some(nursery) = self.nursery.get() {
             nursery.hung = false;

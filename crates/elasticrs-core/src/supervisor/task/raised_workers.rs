@@ -30,9 +30,8 @@ use crate::supervisor::watch;
 /// Maximum length of a notice in bytes. The hook never sends more. Longer notices are truncated.
 const MAX_TEXT: usize = 4096;
 
-/// Maximum number of notices to receive in one go. A limit is needed, because any process in the network namespace may
-/// send notices, and because each notice is expensive: to find the worker from which the sender descends, `/proc` must
-/// be read.
+/// Maximum number of notices to receive at once. The limit is needed because any process in the network namespace
+/// can send notices. Each notice is expensive, because finding the sender's worker requires reading `/proc`.
 const SLICE: usize = 64;
 
 /// Maximum time to remember that a sender is not a worker. It is short, because the kernel may reuse the sender's pid
@@ -51,7 +50,7 @@ pub(in crate::supervisor) fn open_notices() -> io::Result<(OwnedFd, String)> {
     Ok((notices, String::from_utf8_lossy(name).into_owned()))
 }
 
-/// Workers that have recorded an uncaught exception, whose exits are watched.
+/// Workers that have recorded an uncaught exception and whose exits are being watched.
 #[derive(Debug, Default)]
 pub(super) struct RaisedWorkers {
     limit: Option<Duration>,
@@ -59,12 +58,12 @@ pub(super) struct RaisedWorkers {
     /// Processes that have recorded an uncaught exception.
     raised: Vec<Raised>,
     strangers: Strangers,
-    /// Samples in progress. The result is the local rank of the worker, and its sample, or `None` if sampling timed
-    /// out.
+    /// Samples in progress. Each task returns the local rank of the worker, and the sample, or `None` if sampling
+    /// timed out.
     sampling: JoinSet<(u32, Option<Sample>)>,
 }
 
-/// Event that [`RaisedWorkers::next`] returns.
+/// Event returned by [`RaisedWorkers::next`].
 #[derive(Debug, Clone, Copy)]
 pub(super) enum RaisedEvent {
     /// The socket may contain notices.
@@ -92,7 +91,7 @@ struct Strangers {
 
 impl Strangers {
     /// Returns the local rank of the worker to which the process belongs. `None` if there is no such worker. Calls
-    /// `look_up`, which reads `/proc`, only if the process is not already known to be a stranger.
+    /// `look_up`, which reads `/proc`, unless the process is already known to be a stranger.
     fn worker_of(&mut self, pid: i32, now: Instant, look_up: impl FnOnce(i32) -> Option<u32>) -> Option<u32> {
         if self.since.is_some_and(|since| now.saturating_duration_since(since) >= STRANGER_LIFETIME) {
             *self = Self::default();
@@ -169,7 +168,7 @@ impl RaisedWorkers {
         found
     }
 
-    /// Records the exception that a notice is about, and watches the process that recorded it. Returns `None` if the
+    /// Records the exception that a notice reports, and watches the process that recorded it. Returns `None` if the
     /// process does not belong to a worker, or if another process of the same worker is already being watched.
     pub(super) fn add(&mut self, notice: Notice, running: &Running) -> Option<WorkerRaised> {
         let Notice { pid, recorded, text, .. } = notice;
@@ -205,8 +204,8 @@ impl RaisedWorkers {
         self.raised.retain(|raised| raised.local_rank != local_rank);
     }
 
-    /// Returns true if the worker has made progress since its previous sample. `None` if progress cannot be determined,
-    /// for example because this is the first sample. A sample that has timed out counts as no progress.
+    /// Returns true if the worker has made progress since its previous sample. `None` if progress cannot be
+    /// determined, for example because this is the first sample. A sample that timed out is treated as no progress.
     pub(super) fn progressed(&mut self, local_rank: u32, sample: Option<Sample>) -> Option<bool> {
         let raised = self.raised.iter_mut().find(|raised| raised.local_rank == local_rank)?;
         let is_first = !std::mem::replace(&mut raised.is_sampled, true);
@@ -221,7 +220,7 @@ impl RaisedWorkers {
     }
 
     /// Forgets which senders are not workers. Called when a process becomes a worker, because its pid may be among
-    /// those senders: another process may have used the pid before, or the worker may have sent a notice before it was
+    /// the strangers: an earlier process may have used the pid, or the worker may have sent a notice before it was
     /// adopted.
     pub(super) fn forget_strangers(&mut self) {
         self.strangers = Strangers::default();
@@ -260,8 +259,9 @@ impl Notice {
         }
     }
 
-    /// Returns true if the sender's user may run a worker: the user of the agent (`own`), or root, because a worker may
-    /// use `sudo`. If the agent runs as root, any user is accepted, because workers may have dropped their privileges.
+    /// Returns true if a worker may run as the sender's user. That is the agent's user (`own`), or root, because a
+    /// worker may use `sudo`. An agent that runs as root accepts any user, because workers may have dropped their
+    /// privileges.
     fn may_be_a_worker(&self, own: Uid) -> bool {
         own.is_root() || [own.as_raw(), 0].contains(&self.uid)
     }

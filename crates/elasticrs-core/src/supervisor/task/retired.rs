@@ -21,7 +21,7 @@ impl Retired {
         self.add(async { _ = nursery.end(false, CLOSE_LIMIT).await });
     }
 
-    /// Makes the sentinel of a lost nursery clean up in its place.
+    /// Makes the sentinel of a lost nursery clean up in place of the nursery.
     pub(super) fn add_sentinel(&mut self, sentinel: Nursery) {
         self.add(sentinel.end_what_it_guards(CLOSE_LIMIT));
     }

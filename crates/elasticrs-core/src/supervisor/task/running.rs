@@ -29,12 +29,12 @@ const MAX_DEPTH: usize = 64;
 pub(super) struct Running {
     pub(super) group: Group,
     pub(super) terms: Terms,
-    /// Error of a replacement whose start hung and was killed. It is reported once the start has failed. `None` if no
-    /// start hangs.
+    /// Error of a replacement whose start hung and was killed. The error is reported once the start has failed.
+    /// `None` if no start hangs.
     pub(super) hung: Option<StartFailure>,
     pub(super) unreported: Unreported,
     members: Vec<Member>,
-    /// Tasks that wait for exits of members that the nursery does not report.
+    /// Tasks that wait for exits that the nursery does not report.
     exits: JoinSet<MemberExit>,
 }
 
@@ -77,7 +77,7 @@ impl Running {
         self.exits.spawn(watch::until_exit(pid, pidfd, status));
     }
 
-    /// Puts a replacement that the nursery started in the place of a failed worker.
+    /// Replaces a failed worker with a new worker that the nursery has started.
     pub(super) fn replace(&mut self, local_rank: u32, pid: i32, pidfd: OwnedFd) {
         self.hung = None;
         for exited in self.members.iter_mut().filter(|member| member.pid == pid) {
@@ -104,7 +104,7 @@ impl Running {
         self.members.iter().filter(|member| !member.adopted).map(|member| member.pid).collect()
     }
 
-    /// Returns the pids of the members that are dead although their exits have not been reported yet.
+    /// Returns the pids of the members that are dead but whose exits have not been reported yet.
     pub(super) fn dead(&self) -> Vec<i32> {
         let living: BTreeSet<i32> = self.group.living().collect();
         let living = self.members.iter().filter(|member| living.contains(&member.pid));
@@ -142,7 +142,7 @@ impl Running {
         Subjects { workers, agent }
     }
 
-    /// Watches the exits of the workers that a lost nursery no longer reports.
+    /// Watches for the exits of the remaining workers, because the lost nursery no longer reports them.
     pub(super) fn watch_exits(&mut self) {
         for member in self.members.iter().filter(|member| !member.adopted) {
             if self.group.living().any(|pid| pid == member.pid) {
@@ -151,8 +151,8 @@ impl Running {
         }
     }
 
-    /// Waits for the next exit of a member whose exit the nursery does not report. Returns `None` if there is no such
-    /// member. Cancel-safe.
+    /// Waits for the next exit that the nursery cannot report, such as the exit of a process that Python started.
+    /// Returns `None` if there is no such member. Cancel-safe.
     pub(super) async fn next_exit(&mut self) -> Option<MemberExit> {
         self.exits.join_next().await.map(or_panic)
     }
@@ -177,7 +177,7 @@ impl Running {
             _ => {}
         }
         // Ignore errors. ESRCH means that the process has exited. After any other error, for example because the worker
-        // is a set-uid program, the worker keeps running. It is reported later, by its local rank.
+        // is a set-uid program, the worker keeps running and is later reported as stuck.
         let _ = match delivery {
             Delivery::GroupByNursery => Ok(()),
             Delivery::Group => pidfd::send_group_signal(&member.pidfd, signal.number()),
@@ -214,8 +214,8 @@ impl Member {
         }
     }
 
-    /// Kills the other processes in this member's process group, except those that clean up after the member. Does not
-    /// ask the nursery, because Python started the member.
+    /// Kills the other processes in this member's process group, except those that clean up after the member. The
+    /// nursery cannot do this, because Python started the member.
     fn kill_rest_of_group(&self) {
         let rest = cleaner::others_in_groups(self.pid, |group| group == self.pid);
         // If the member has exited, do not signal the processes, because its pid may identify another process group by
@@ -242,8 +242,8 @@ mod tests {
         use Delivery::*;
         let (worker, adopted) = (member(false, true), member(true, true));
         let cases = [
-            // Each case: the member, the signal, true if the kernel supports signals to groups, true if there is a
-            // nursery, and the expected delivery.
+            // Columns: member, signal, true if the kernel supports signals to groups, true if there is a nursery,
+            // expected delivery.
             (&worker, Signal::TERM, true, true, Group),
             (&worker, Signal::TERM, true, false, Group),
             (&worker, Signal::TERM, false, true, GroupByNursery),

@@ -62,7 +62,7 @@ impl SecondNursery {
         nursery.next().await
     }
 
-    /// Starts a second nursery, and stops an earlier second nursery. `limit` is the time limit for the imports.
+    /// Starts a second nursery, after stopping an earlier one. `limit` is the time limit for the imports.
     pub(super) fn launch(&mut self, limit: Duration, images: &mut Images, retired: &mut Retired) {
         self.stop(retired);
         if !images.can_be_warm() {
@@ -75,8 +75,8 @@ impl SecondNursery {
                 self.running = Some(Second { nursery, until, nice });
                 return;
             }
-            // The warm program could not be executed, so a cold nursery was launched instead. A cold second nursery is
-            // not needed.
+            // The warm program could not be executed, so a cold nursery was launched instead. Stop it, because only a
+            // warm second nursery is useful.
             Ok(nursery) => retired.add_nursery(nursery),
             Err(_) => {}
         }
@@ -143,7 +143,7 @@ impl SecondNursery {
         self.report_failure(exit, images);
     }
 
-    /// Reports the loss of the nursery. Every later nursery is cold.
+    /// Reports the loss of the nursery, and makes every later nursery cold.
     fn report_failure(&self, exit: NurseryExit, images: &mut Images) {
         images.forget_warm();
         self.queue.push(Event::Warmed { failure: Some(exit), is_beside: true });

@@ -25,12 +25,12 @@ use crate::supervisor::start::{Starting, Terms};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 
-/// Time limit for a hanging start to fail, after SIGKILL was sent to the starting process.
+/// Time limit for a hanging start to fail after its process was sent SIGKILL.
 const KILL_LIMIT: Duration = Duration::from_secs(5);
 const FENCED: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 
 impl Task {
-    // --- a group ----------------------------------------------------------------------------------------------
+    // --- starting a group -------------------------------------------------------------------------------------
 
     pub(super) fn begin_start(&mut self, mut spec: GroupSpec) -> Result<(), SupervisorError> {
         if !self.current.is_idle() {
@@ -147,8 +147,8 @@ impl Task {
                 }
             };
             starting.hung(stage, wait_channel);
-            // If the hanging child can be killed, it dies together with the nursery. `on_nursery_death` sweeps until
-            // the child is gone or the time limit has passed.
+            // Killing the nursery also kills the hanging child, if the kernel can kill the child at all.
+            // `on_nursery_death` sweeps until the child is gone or the time limit has passed.
             nursery.kill();
         }
     }
@@ -268,9 +268,9 @@ impl Task {
         self.input(Input::ReplaceFailed(failure));
     }
 
-    /// Handles a replacement whose start has exceeded its deadline and blocks the nursery. Kills the hanging child
-    /// first. The start then fails, or, if the worker has started in the meantime, the worker fails. If the nursery
-    /// stays blocked, kills the nursery, and all workers die with it.
+    /// Handles a replacement whose start has exceeded its deadline and blocks the nursery. First kills the hanging
+    /// child, so that the start fails. If the worker has started in the meantime, the worker fails instead. If the
+    /// nursery stays blocked, the next call kills it, and all workers die with it.
     pub(super) fn on_hung_replace(&mut self, local_rank: u32) {
         let Current::Running(running) = &mut self.current else { return };
         let Some(nursery) = self.nursery.get() else { return };
@@ -302,6 +302,6 @@ impl Task {
 /// Kills a process if it is a child of `parent`. Returns true if SIGKILL was sent.
 fn kill_child(parent: i32, child: i32) -> bool {
     let Ok(pidfd) = pidfd::open(child) else { return false };
-    // Check the parent after opening the pidfd, because the pid could be reused between a check and the opening.
+    // Check the parent after opening the pidfd. Otherwise, the pid could be reused between the two steps.
     Status::of(child).is_some_and(|status| status.parent == parent) && pidfd::send_signal(&pidfd, libc::SIGKILL).is_ok()
 }

@@ -22,7 +22,7 @@ pub(super) struct Sweeps {
     /// no such request.
     worker: Option<(u32, u32)>,
     own: Option<JoinHandle<SweepOutcome>>,
-    /// Maximum time limit for a sweep by this process.
+    /// Upper bound for the time limit of a sweep that this process performs.
     own_limit: Duration,
 }
 
@@ -91,8 +91,8 @@ impl Sweeps {
         self.worker = None;
     }
 
-    /// Makes later sweeps by this process give up early. The lost nursery could not be killed, and its workers cannot
-    /// exit before it does.
+    /// Makes later sweeps by this process give up early, because the lost nursery could not be killed and its workers
+    /// cannot exit before it does.
     pub(super) fn shorten_own(&mut self) {
         self.own_limit = HOPELESS_SWEEP;
     }
@@ -102,7 +102,7 @@ impl Sweeps {
         self.own_limit = Duration::MAX;
     }
 
-    /// Runs `sweep` on another thread. Passes `give_up` to `sweep`, or the maximum time limit if that is shorter.
+    /// Runs `sweep` on another thread. Passes it `give_up`, or the upper bound if that is shorter.
     pub(super) fn start_own(
         &mut self,
         give_up: Duration,

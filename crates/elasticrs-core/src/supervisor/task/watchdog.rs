@@ -35,14 +35,14 @@ use crate::timer::table::{Due, Terms, Timers, on_monotonic};
 
 /// Number of bytes to read at once. The clock is checked after each read.
 const PIECE: usize = libc::PIPE_BUF;
-/// Maximum time to read before other tasks of the runtime get their turn, so that reading does not delay the stop of a
-/// group. The last read may exceed this limit. The limit is a time and not a number of records, because the cost of a
-/// record depends on the process that wrote it.
+/// Maximum time to read before other tasks of the runtime get their turn, so that reading does not delay the stop
+/// of a group. The last read may exceed this limit. The limit is a time rather than a number of records, because
+/// some records take much longer to process than others.
 const SLICE: Duration = Duration::from_millis(1);
 /// Maximum number of bytes to read before expired timers are handled. Without this limit, a process that writes all the
 /// time could prevent a hung worker from being killed.
 const MAX_DRAIN: usize = 2 * CAPACITY as usize;
-/// Maximum number of processes that may have timers at the same time. Each of them uses a descriptor.
+/// Maximum number of processes that can have timers at the same time. Each process occupies a descriptor.
 const MAX_PROCESSES: usize = 512;
 
 /// A process that may set timers: a worker or a descendant of one.
@@ -80,8 +80,8 @@ pub(super) struct Watchdog {
     lines: Lines,
     timers: Timers,
     bound: HashMap<i32, Bound>,
-    /// Pids that were found not to belong to a worker during the current read. They are kept so that `/proc` is read
-    /// only once for each pid.
+    /// Pids that were found not to belong to any worker during the current read. Caching them avoids reading `/proc`
+    /// more than once for each pid.
     strangers: HashSet<i32>,
     exits: JoinSet<()>,
     complaints: Complaints,
@@ -224,8 +224,8 @@ impl Watchdog {
         };
     }
 
-    /// Reads the available data, at most about `limit` bytes. Stops after the first read that ends at least `slice`
-    /// after the start of the call. Reports rejected records to `report`.
+    /// Reads the available data, about `limit` bytes at most. Stops after the read during which `slice` elapses.
+    /// Reports rejected records to `report`.
     fn read(&mut self, limit: usize, slice: Duration, running: Option<&Running>, report: &mut impl FnMut(String)) {
         self.forget_ended();
         self.strangers.clear();

@@ -183,7 +183,7 @@ fn a_limit_of_nearly_nothing_leaves_time_between_the_looks() {
 
 #[test]
 fn a_stopped_agent_or_machine_makes_nobody_hung() {
-    // No rank ran from second 3 to second 103, so this time does not count (HANG-2).
+    // No rank ran from second 3 to second 103, so this time must not be counted (HANG-2).
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 103, 200, &[beat(2)], None), Some((112, vec![0])));

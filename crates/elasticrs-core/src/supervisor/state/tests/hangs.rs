@@ -223,7 +223,7 @@ fn waiting_for_one() -> Group {
     group
 }
 
-/// Returns the input with the heartbeats of this group one second later, after rank 2 has exited.
+/// Returns the heartbeats of the group from [`waiting_for_one`] one second later, after rank 2 has exited.
 fn without_rank_2() -> Input {
     let Input::Snapshot(mut snapshot) = snapshot(6, [Some(6), Some(0), None, Some(6)]) else { unreachable!() };
     snapshot.seen[2] = RankState::Exited;

@@ -179,8 +179,8 @@ fn a_slow_exit_that_outlasts_its_grace_is_not_killed_for_want_of_progress() {
     let _ = group.on_input(raised(2));
     let effects = group.on_input(sampled(2, Some(true)));
     assert_eq!(signals(&effects), [], "it is left alone");
-    // Signal 10 comes from the user and does not ask the worker to exit. The event about the kill therefore does not
-    // name signal 10 as the cause.
+    // Signal 10 was sent by the user and is not a request to exit, so it must not be reported as the reason for the
+    // kill.
     let _ = group.on_input(Input::Signal(Signal::new(10).expect("it exists"), Some(vec![2])));
     let effects = group.on_input(Input::Expired(Timer::Condemned(2)));
     assert_eq!(killed(&effects), [(vec![2], KillReason::SlowExit, 30)]);
@@ -206,15 +206,15 @@ fn what_python_has_started_is_not_replaced() {
     assert!(effects.iter().any(|e| matches!(e, Effect::ReportFailure { local_rank: 4, .. })));
 }
 
-/// A step of a random history of a group. The numbers are local ranks.
+/// A step of a randomly generated test. The numbers are local ranks.
 #[derive(Debug, Clone)]
 enum Step {
     Exit(u32, WorkerExit),
     Other(Input),
     AnswerSweep,
     Replace(u32),
-    /// Answer to the request for a replacement: the pid of the replacement, which may be the pid of an earlier worker,
-    /// or `None` if the start has failed.
+    /// Answer to the request for a replacement: the pid of the replacement, or `None` if the start has failed. The
+    /// pid may be that of an earlier worker.
     AnswerStart(u32, Option<i32>),
     Time(u32),
 }
@@ -385,7 +385,7 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Checks **SUP-9**, and that any history of inputs leads to exactly one end of the group.
+    /// Checks **SUP-9**, and that the group finishes exactly once after any sequence of inputs.
     #[test]
     fn every_history_of_a_group_that_replaces_can_be_brought_to_its_end(
         history in prop::collection::vec(any_step(), 0..60),
