@@ -1,4 +1,4 @@
-"""Entry points ``python -m elasticrs.launch`` and ``elasticrun``, with the function names of
+"""Entry points ``python -m elasticrs.launch`` and ``elasticrun``. The functions have the same names as in
 ``torch.distributed.launch``.
 
 The implementation is in :mod:`elasticrs.launcher.command_line`.
@@ -14,12 +14,12 @@ _program = "/" + (sys.argv or [""])[0]
 _is_command = __name__ == "__main__" or _program.endswith(("/elasticrun", "/elasticrs/__main__.py"))
 _ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
 if _ends_by_sigint:
-    # Until signal handlers are installed, let Ctrl-C kill this process without a traceback, like other
-    # signals.
+    # Until the signal handlers are installed, let Ctrl-C kill this process directly instead of raising
+    # `KeyboardInterrupt`, which would print a traceback.
     _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 if _is_command:
-    # Collect garbage less often. The agent creates few objects and hardly any reference cycles, and the
-    # default threshold of 700 objects costs 2 ms per launch.
+    # Run the garbage collector less often, because the agent creates hardly any reference cycles. The default
+    # threshold of 700 objects costs 2 ms per launch.
     gc.set_threshold(20_000)
 
 from elasticrs import lazy  # noqa: E402
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
-    # Import argparse lazily, because the command line does not use it.
+    # Import argparse lazily, because `elasticrun` does not use it.
     return lazy(__name__, name, {"elasticrs.run": ("get_args_parser", "run")})
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Launch a job and wait until it has ended.
+    """Launch a job and wait until it has finished.
 
     Args:
         args: command line without the program name. With a command line, the job runs as in :func:`launch`,
@@ -60,7 +60,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. A mistake in it raises ``SystemExit`` with exit code 2, as in argparse.
+    """Parse a command line. As with argparse, an invalid command line raises ``SystemExit`` with exit code 2.
 
     Args:
         args: arguments without the program name; ``sys.argv[1:]`` if ``None``.
@@ -78,7 +78,7 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def launch(args: Any) -> None:
-    """Run the job that a namespace from :func:`parse_args` describes.
+    """Run the job described by a namespace from :func:`parse_args`.
 
     Unless ``use_env`` is set, ``--local-rank=N`` is inserted before the arguments of the script.
 

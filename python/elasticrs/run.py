@@ -1,5 +1,5 @@
-"""Entry point ``python -m elasticrs.run``, and torch's functions behind its command line
-(``torch.distributed.run``).
+"""Entry point of ``python -m elasticrs.run``, with the functions that torch's own launcher
+(``torch.distributed.run``) provides.
 
 This module is for programs that extend torchrun. They use its parser, fill in a namespace and call
 :func:`run`, or pass a list of arguments to :func:`main`. The command line itself uses
@@ -64,14 +64,14 @@ _ANY_PORT = "localhost:0"
 
 def __getattr__(name: str) -> object:
     if name == "metadata":
-        # Provide `metadata`, because some programs patch `metadata.entry_points` in torchrun's module to add
-        # classes for `--logs-specs`.
+        # Provide `metadata`, because some programs patch `metadata.entry_points` of torchrun's module to add
+        # `--logs-specs` classes.
         return importlib.import_module("importlib.metadata")
     return lazy(__name__, name, _HOMES)
 
 
 def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line. A mistake in it raises ``SystemExit`` with exit code 2, as in argparse.
+    """Parse a command line. As with argparse, an invalid command line raises ``SystemExit`` with exit code 2.
 
     Args:
         args: arguments without the program name; ``sys.argv[1:]`` if ``None``.
@@ -80,7 +80,7 @@ def parse_args(args: Sequence[str] | None) -> argparse.Namespace:
 
 
 def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
-    """Return the minimum and maximum number of nodes in ``N`` or ``MIN:MAX``.
+    """Parse ``N`` or ``MIN:MAX``. Return the minimum and maximum number of nodes.
 
     Raises:
         RuntimeError: the text has more than two parts.
@@ -92,13 +92,13 @@ def parse_min_max_nnodes(nnodes: str) -> tuple[int, int]:
 
 
 def _check_parts(nnodes: str) -> None:
-    # Torch raises a RuntimeError for too many parts, and a ValueError for every other mistake.
+    # Raise the same errors as torch: RuntimeError for too many parts, and ValueError for every other mistake.
     if nnodes.count(":") > 1:
         raise RuntimeError(f'nnodes={nnodes} is not in "MIN:MAX" format')
 
 
 def determine_local_world_size(nproc_per_node: str | int) -> int:
-    """Return the number of workers for a value of ``--nproc-per-node`` on this machine.
+    """Convert a value of ``--nproc-per-node`` to the number of workers on this machine.
 
     Args:
         nproc_per_node: a number, ``cpu``, ``gpu``, ``xpu``, ``auto``, or the name of a device from an
@@ -118,7 +118,7 @@ def determine_local_world_size(nproc_per_node: str | int) -> int:
 
 
 def get_rdzv_endpoint(args: Any) -> str:
-    """Return the endpoint of the rendezvous. For ``static`` without an endpoint, it is the address and port
+    """Return the rendezvous endpoint. For ``static`` without an endpoint, use the address and port
     of rank 0.
     """
     if args.rdzv_backend == "static" and not args.rdzv_endpoint:
@@ -128,14 +128,14 @@ def get_rdzv_endpoint(args: Any) -> str:
 
 
 def get_use_env(args: Any) -> bool:
-    """Return true if workers read their local rank from the environment and not from a ``--local-rank``
-    argument. True if ``args`` has no ``use_env``.
+    """Return true if workers read their local rank from the environment instead of a ``--local-rank``
+    argument. This is the default if ``args`` has no ``use_env``.
     """
     return bool(getattr(args, OLD_LAUNCHERS, True))
 
 
 def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str, list[str]]:
-    """Convert a namespace into the arguments of :class:`~elasticrs.launcher.api.elastic_launch`.
+    """Convert an argparse namespace into the arguments of :class:`~elasticrs.launcher.api.elastic_launch`.
 
     As in torch, ``OMP_NUM_THREADS`` is set in this process if there are several workers and the variable is
     not set.
@@ -158,7 +158,7 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
     if "OMP_NUM_THREADS" not in os.environ and nproc > 1:
         _say(values, "OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what your job needs")
         os.environ["OMP_NUM_THREADS"] = "1"
-    # Most options have the same name as a field of `LaunchConfig`.
+    # Copy the options that share a name with a field of `LaunchConfig`, as most of them do.
     names = {field.name for field in fields(LaunchConfig)} & {option.dest for option in OPTIONS}
     configuration = LaunchConfig(**{
         **{name: getattr(values, name) for name in names},
@@ -210,7 +210,7 @@ def run(args: Any) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Launch a job and wait until it has ended. This is torchrun's entry point.
+    """Launch a job and wait until it finishes. This is torchrun's entry point.
 
     Args:
         args: command line without the program name. If ``None``, the calling process is the launcher: this
@@ -233,9 +233,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _values(args: Any) -> Namespace:
-    """Return the converted values of all options. Options that are missing in the namespace get their
-    defaults.
-    """
+    """Return the converted values of all options. Options missing in the namespace get their defaults."""
     found: dict[str, object] = {}
     for option in OPTIONS:
         value = getattr(args, option.dest, None)
@@ -249,7 +247,7 @@ def _values(args: Any) -> Namespace:
             except ValueError as error:
                 raise UsageError(f"{option.flag}: got {value!r}, expected {error}") from None
         found[option.dest] = value
-    # The launcher's API expects names of signals.
+    # Keep signal names, because the launcher's API expects names instead of numbers.
     found["signals_to_handle"] = getattr(args, "signals_to_handle", None) or defaults.DEFAULT_SIGNALS
     found["signals_to_forward"] = getattr(args, "signals_to_forward", None)
     script = getattr(args, "training_script", "")
@@ -259,7 +257,7 @@ def _values(args: Any) -> Namespace:
 
 def _health_check_server(values: Namespace) -> HealthCheckServer | None:
     if values.health_check_port is None:
-        # The agent itself reads `TORCHELASTIC_HEALTH_CHECK_PORT`.
+        # Open no server here, because the agent itself reads `TORCHELASTIC_HEALTH_CHECK_PORT`.
         return None
     from elasticrs.agent.observer_factory import open_server
 
@@ -273,7 +271,7 @@ def _rdzv_configs(values: Namespace) -> dict[str, Any]:
     if values.rdzv_backend == "static":
         configs["rank"] = values.node_rank
     elif values.node_rank != 0:
-        # Order the nodes by their node ranks. Torch ignores the node rank for this back end.
+        # Order the nodes by their node ranks, which torch ignores for this back end.
         configs.setdefault("order_hint", values.node_rank)
     if values.drain is not None:
         configs["drain"] = values.drain

@@ -71,8 +71,8 @@ def _context(host: str) -> Any:
 
     context = ssl.create_default_context()
     if host in ("localhost", "::1") or host.startswith("127."):
-        # Do not verify GPUd's certificate, because it is self-signed. This is a loopback address, so the
-        # responding process runs on this node.
+        # Do not verify GPUd's certificate, because it is self-signed. Skipping the check is safe here: the
+        # host is a loopback address, so the peer runs on this node.
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     return context
 

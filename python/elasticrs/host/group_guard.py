@@ -1,4 +1,5 @@
-"""Program that kills a process group once the program that started the group has died, even by SIGKILL.
+"""Program that kills a process group as soon as the program that started the group dies, even if that program
+is killed with SIGKILL.
 
 The number of the group comes on standard input, which the starter keeps open. A starter that has ended the
 group kills this program first, because the number may belong to another group afterwards. A starter that dies
@@ -12,7 +13,7 @@ import signal
 
 
 def main() -> int:
-    """Wait for the end of standard input, and then kill the group. Return the exit code."""
+    """Wait until standard input is closed, and then kill the group. Return the exit code."""
     group = b""
     while part := os.read(0, 64):
         group += part
@@ -20,5 +21,5 @@ def main() -> int:
         if group:
             os.killpg(int(group), signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        return 0  # The group has ended, or it belongs to another user.
+        return 0  # The group no longer exists, or its processes belong to another user.
     return 0

@@ -51,7 +51,8 @@ class NodeCheckResult(Value):
 
 
 class NodeCheck:
-    """A single, concurrent run of all checks. Each check has its own child process and its own thread.
+    """One concurrent run of all checks. Each check runs in a child process that is watched by a separate
+    thread.
 
     Args:
         sources: checks to run.
@@ -101,7 +102,8 @@ def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) ->
             call.wait()
         return [call.take() for call in calls]
     except (OSError, RuntimeError) as error:
-        # Kill the checks that did start. Otherwise the code below would wait until they finish or time out.
+        # Kill the checks that did start, because the ``finally`` block would otherwise wait until they finish
+        # or time out.
         os.eventfd_write(cancelled, 1)
         return [NodeCheckResult(problem=f"the node checks could not be started: {error}")]
     finally:
@@ -142,7 +144,8 @@ def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResul
 
 
 class _Guard:
-    """Process that kills the command if this process dies first; see :mod:`elasticrs.host.group_guard`.
+    """Helper process that kills the command if this process dies first. See
+    :mod:`elasticrs.host.group_guard`.
 
     Raises:
         OSError: the process cannot be started.
@@ -158,12 +161,12 @@ class _Guard:
         )
 
     def watch(self, group: int) -> None:
-        """Kill this process group if this process dies before :meth:`close`."""
+        """Have the guard kill ``group`` if the current process dies before it calls :meth:`close`."""
         assert self._process.stdin is not None
         try:
             os.write(self._process.stdin.fileno(), str(group).encode())
         except BrokenPipeError:
-            return  # The guard has been killed, but this process still watches the command.
+            return  # The guard was killed. Continue, because it is needed only if this process dies.
 
     def close(self) -> None:
         """End the guard. Idempotent."""
@@ -180,7 +183,7 @@ def _command(source: HealthSource) -> list[str]:
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    # Unblock all signals, which are blocked in this thread, because the command inherits the mask.
+    # Unblock all signals, because the command inherits this thread's signal mask, which blocks them.
     blocked = signal.pthread_sigmask(signal.SIG_SETMASK, ())
     try:
         return subprocess.Popen(
@@ -195,8 +198,8 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> tuple[bytes, str | None]:
-    """Read a command's output until the command exits or has to be killed. Return the output, and the reason
-    for killing the command; ``None`` if it exited.
+    """Read the command's output until it exits, exceeds the timeout, or is cancelled. Return the output, and
+    the reason for killing the command (``None`` if it exited by itself).
     """
     assert process.stdout is not None
     stdout, pidfd = process.stdout.fileno(), os.pidfd_open(process.pid)
@@ -218,16 +221,16 @@ def _watch(process: subprocess.Popen[bytes], timeout: float, cancelled: int) -> 
                 if not part:
                     poll.unregister(stdout)
             elif pidfd in ready:
-                # Do not wait for the end of the output, because a process that the command has left behind
-                # may keep it open.
+                # Do not read until end-of-file, because a leftover process of the command may keep the pipe
+                # open.
                 return output, None
     finally:
         os.close(pidfd)
 
 
 def _end(process: subprocess.Popen[bytes], guard: _Guard) -> bool:
-    """Kill the command and the processes that it has left in its process group. Return false if the command
-    is still running after :data:`EXIT_LIMIT` seconds.
+    """Kill the command and the rest of its process group. Return false if the command has not exited after
+    :data:`EXIT_LIMIT` seconds.
 
     The command has not been reaped yet, so its process group id cannot have been reused.
     """
@@ -252,12 +255,12 @@ def _kill_group(group: int) -> None:
     try:
         os.killpg(group, signal.SIGKILL)
     except PermissionError:
-        return  # Only another user's processes are left. If the command has exited, use its result.
+        return  # The remaining processes belong to another user, so this process cannot kill them.
 
 
 def _reap_group(group: int) -> None:
-    """Reap the processes that the command has left behind, if this process is a subreaper and has become
-    their parent.
+    """Reap the leftover processes of the command's group. They are children of this process only if it is a
+    subreaper.
     """
     end = time.monotonic() + EXIT_LIMIT
     try:

@@ -1,4 +1,4 @@
-"""Choose CPUs near the GPU of each worker (``--numa-binding``), with the same class names as
+"""Choose CPUs near each worker's GPU (``--numa-binding``). The class names match those in
 ``torch.numa.binding``.
 
 All data comes from sysfs, without torch and without the ``numactl`` program. The affinity itself is set in
@@ -72,7 +72,7 @@ def cpus_by_local_rank(
     driver: str = devices.DRIVER,
     allowed: Iterable[int] | None = None,
 ) -> list[list[int]]:
-    """Return the CPUs of each worker of this node, by local rank.
+    """Return the CPUs for each worker on this node, indexed by local rank.
 
     Args:
         mode: set of CPUs to which a worker is bound.
@@ -100,8 +100,8 @@ def cpus_by_local_rank(
 
 
 class _Machine:
-    """Topology of the machine, as described by sysfs. ``addresses`` are the PCI addresses of the visible
-    GPUs, in order.
+    """Topology of the machine according to sysfs. ``addresses`` lists the PCI addresses of the visible GPUs,
+    in index order.
     """
 
     def __init__(self, sysfs: str, allowed: set[int], addresses: list[str]) -> None:
@@ -110,7 +110,7 @@ class _Machine:
         self.node_of = [self._node_of_gpu(address) for address in addresses]
 
     def peers(self, gpu: int) -> list[int]:
-        """Return all GPUs that have the same NUMA node as this GPU, including this GPU."""
+        """Return the indexes of all GPUs on the same NUMA node as ``gpu``, including ``gpu`` itself."""
         return [other for other, node in enumerate(self.node_of) if node == self.node_of[gpu]]
 
     def cpus_of_node(self, node: int) -> set[int]:
@@ -118,8 +118,8 @@ class _Machine:
         return _numbers(self._read("devices/system/node", f"node{node}", "cpulist")) & self._allowed
 
     def nodes_of_socket(self, node: int) -> list[int]:
-        """Return all NUMA nodes in the socket of this node. A node without usable CPUs is not assigned to any
-        socket.
+        """Return the NUMA nodes on the same socket as ``node``, including ``node`` itself. Other nodes
+        without usable CPUs are left out, because their socket is unknown.
         """
         socket = self._socket_of(node)
         if socket is None:
@@ -128,12 +128,12 @@ class _Machine:
         return [other for other in sorted(nodes) if self._socket_of(other) == socket]
 
     def core_of(self, cpu: int) -> int:
-        """Return the physical core of a CPU, represented by the lowest CPU number of that core."""
+        """Return the physical core of a CPU, identified by the lowest CPU number on that core."""
         return min(_numbers(self._read(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")))
 
     def complex_of(self, cpu: int) -> int:
-        """Return the group of CPUs that share the last-level data cache of a CPU, represented by the lowest
-        CPU number of the group.
+        """Return the group of CPUs that share their last-level data cache with ``cpu``. The lowest CPU number
+        in the group identifies it.
         """
         folder = f"devices/system/cpu/cpu{cpu}/cache"
         last, shared = 0, {cpu}
@@ -179,14 +179,15 @@ def _exclusive(machine: _Machine, gpu: int) -> set[int]:
         raise ValueError(f"NUMA node {node} has {len(cores)} usable cores for {len(peers)} GPUs")
     share, more = divmod(len(cores), len(peers))
     place = peers.index(gpu)
-    # If the cores do not divide evenly, the first GPUs get an additional core each.
+    # If the cores do not divide evenly, the first GPUs get one extra core each.
     start = place * share + min(place, more)
     return set().union(*cores[start : start + share + (place < more)])
 
 
 def _core_complex(machine: _Machine, gpu: int) -> set[int]:
     complexes = _grouped(_node(machine, gpu), machine.complex_of)
-    # Put the largest group first. A group is smaller if the agent may not use some of its CPUs.
+    # Assign the largest complexes first. Their sizes can differ, because the agent may not be allowed to use
+    # all CPUs of a complex.
     order = sorted(complexes.items(), key=lambda item: (-len(item[1]), item[0]))
     return order[machine.peers(gpu).index(gpu) % len(order)][1] if order else set()
 
@@ -207,7 +208,7 @@ def _grouped(cpus: Iterable[int], key: Callable[[int], int]) -> dict[int, set[in
 
 
 def _numbers(text: str) -> set[int]:
-    """Return the numbers in a list such as ``0-2,4``."""
+    """Parse a list of numbers and ranges, such as ``0-2,4``."""
     found: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

@@ -29,7 +29,7 @@ def main(path: str) -> int:
     Raises:
         NoAnswerError: the daemon does not reply, could not run its check, or sends a malformed reply.
     """
-    # Silence grpc's own log, because the last line of this program's output must be the reason.
+    # Silence grpc's logging, because the caller reads the reason from the last line of this program's output.
     os.environ["GRPC_VERBOSITY"] = "NONE"
     import grpc
 
@@ -71,8 +71,8 @@ def report(reply: bytes) -> int:
 
 
 def decode(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the number and the value of each field in a protobuf message. The value of a varint field is an
-    integer. The values of all other fields are bytes.
+    """Yield the number and the value of each field in a protobuf message. The value is an integer for varint
+    fields, and bytes for all others.
 
     Raises:
         ValueError: the bytes are not a protobuf message.
@@ -98,7 +98,7 @@ def decode(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """Decode a varint. Return the number and the position of the first byte after the varint."""
+    """Decode a varint. Return its value and the position of the next byte after it."""
     value = 0
     for index, byte in enumerate(message[position : position + 10]):
         value |= (byte & 0x7F) << (7 * index)

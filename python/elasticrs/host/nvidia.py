@@ -1,6 +1,4 @@
-"""Facts about NVIDIA's driver that are cheap to obtain. Every launch can check them, because no library has
-to be loaded.
-"""
+"""Checks for NVIDIA's driver that load no library. They are cheap enough to run at every launch."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class Nvml:
 
 
 class XidEvents(Value):
-    """Receiver of the Xids that NVML reports for a set of GPUs.
+    """Receiver for the Xids (NVIDIA error codes) that NVML reports for a set of GPUs.
 
     Args:
         nvml: the library.
@@ -294,8 +294,8 @@ class XidEvents(Value):
     devices: list[Device]
 
     def wait(self, seconds: float) -> tuple[Device, int] | None:
-        """Wait for an Xid. Return the GPU and the Xid; ``None`` if no Xid arrives within ``seconds``, or if
-        an event of another type arrives first.
+        """Wait for an Xid, and return it with its GPU. Return ``None`` if no Xid arrives within ``seconds``,
+        or if a different event arrives first.
 
         Raises:
             NvmlError: a GPU is lost, or the driver failed.

@@ -95,7 +95,7 @@ def why_unfit(fields: dict[int, int]) -> str | None:
 
 
 def remarks(fields: dict[int, int]) -> list[str]:
-    """Return facts that an administrator should know but that do not make a GPU unfit."""
+    """Return findings that an administrator should see but that do not make the GPU unfit."""
     found = []
     action = fields.get(nvml.RECOVERY_ACTION)
     if action is None:

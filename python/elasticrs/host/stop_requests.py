@@ -16,7 +16,7 @@ KEYBOARD = frozenset((signal.SIGINT, signal.SIGQUIT))
 
 
 class StopRequests:
-    """Decides whether a stop signal is a new request."""
+    """Detector for stop signals that only repeat an earlier request."""
 
     __slots__ = ("_came", "_first")
 

@@ -1,5 +1,5 @@
-"""Count devices with torch, either with a function for processes that have imported torch, or as a program
-that imports torch.
+"""Count torch devices. Processes that have imported torch call :func:`count`; all others run this file as a
+program, which imports torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def count(torch: Any, word: str) -> tuple[str, int]:
 
 if __name__ == "__main__":
     if sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
-        # Remove this folder from the path, because its modules would hide other modules with the same names.
+        # Remove this folder from the import path, because its modules would hide top-level modules with the
+        # same names.
         del sys.path[0]
     import torch
 

@@ -1,1 +1,1 @@
-"""The user's request: options, settings, ranks, and the restart budget."""
+"""Description of the requested job: options, settings, ranks, and restart budget."""

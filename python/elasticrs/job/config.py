@@ -63,7 +63,7 @@ class UsageError(ValueError):
 
 @shared_fields
 class WorkerSettings:
-    """Settings of the workers that torch does not have, for the command line and for programs.
+    """Worker settings that do not exist in torch, available on the command line and in the Python API.
     :class:`JobConfig`, :class:`~elasticrs.launcher.LaunchConfig` and
     :class:`~elasticrs.agent.server.WorkerSpec` inherit them.
 
@@ -119,9 +119,9 @@ class WorkerSettings:
 
 @shared_fields
 class UnresolvedSettings:
-    """Further settings of the workers that torch does not have. :class:`~elasticrs.launcher.LaunchConfig` and
-    :class:`~elasticrs.agent.server.WorkerSpec` inherit them. :class:`JobConfig` contains their final values
-    in other fields, because the final values depend on the program or on other settings.
+    """More worker settings that do not exist in torch. Their defaults depend on the program or on other
+    settings, so :class:`JobConfig` stores only the resolved values. :class:`~elasticrs.launcher.LaunchConfig`
+    and :class:`~elasticrs.agent.server.WorkerSpec` inherit these settings.
 
     Args:
         signals_to_forward: names of signals, separated by commas. The agent passes these signals on to the
@@ -148,7 +148,7 @@ def worker_settings(source: WorkerSettings) -> dict[str, Any]:
 
 
 class JobConfig(Record, WorkerSettings):
-    """Configuration of one job, for the agent of one node. :class:`WorkerSettings` describes the inherited
+    """Configuration of a job, as seen by the agent of one node. See :class:`WorkerSettings` for the inherited
     fields.
 
     Args:
@@ -210,14 +210,14 @@ class JobConfig(Record, WorkerSettings):
 
         window = getattr(self.max_restarts, "window", None)
         first, longest = delays(self.restart_delay)
-        # With `--on-failure replace`, exclude no node, because the other workers on a node may keep running
+        # With `--on-failure replace`, never exclude a node, because its other workers may still be running
         # when a round ends.
         most = None if self.replaces_workers else self.max_excluded_nodes
         return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
 
     @property
     def fatal_codes(self) -> frozenset[int]:
-        """Exit codes of workers for which the job stops without a restart."""
+        """Worker exit codes that stop the job without a restart."""
         return exit_codes(self.fatal_exit_codes)
 
     @property
@@ -281,13 +281,13 @@ class ObserveSettings(Value):
 
     @property
     def is_off(self) -> bool:
-        """True if there is no receiver for events, metrics, health checks or progress."""
+        """True if the job has no consumer for events, metrics, health checks or progress."""
         has_receiver = self.has_metrics or self.reports_progress
         return self.event_log_handler == "null" and not has_receiver and self.health_check_port is None
 
 
 class HandlerSettings(Value):
-    """Settings of a rendezvous handler that is polled, and of the agent that polls it.
+    """Settings for a rendezvous handler that has to be polled, and for the agent that polls it.
 
     Args:
         rdzv_backend: name of the back end.
@@ -363,7 +363,7 @@ def parse_forwarded(names: str) -> tuple[int, ...]:
 
 
 def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tuple[int, ...]:
-    """Return the signals that are passed on to the workers.
+    """Return the signals that the agent passes on to the workers.
 
     Args:
         given: requested signals. If ``None``, SIGUSR1 and SIGUSR2 are passed on, except if they stop the job.
@@ -383,8 +383,8 @@ def forwarded_signals(given: Sequence[int] | None, handled: Sequence[int]) -> tu
 
 
 def forwarded_by_name(names: str | None, handled: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the signals that a program wants passed on to the workers; ``None`` if ``names``
-    is ``None``.
+    """Parse a comma-separated list of signals to pass on to the workers. Return ``None`` if ``names`` is
+    ``None``.
 
     Raises:
         ValueError: the value is invalid. The message contains the value and what is expected.
@@ -410,7 +410,8 @@ def health_port(text: str) -> int:
 
 
 def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the number of seconds in ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``, or the default.
+    """Return the value of ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT`` in seconds, or the default if the variable is
+    unset or empty.
 
     Raises:
         UsageError: the variable has an invalid value.
@@ -419,7 +420,8 @@ def shutdown_timeout_from(environ: Mapping[str, str]) -> float:
 
 
 def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the number of seconds in ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT``, or the default.
+    """Return the value of ``TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT`` in seconds, or the default if the variable
+    is unset or empty.
 
     Raises:
         UsageError: the variable has an invalid value.
@@ -428,7 +430,7 @@ def exit_barrier_timeout_from(environ: Mapping[str, str]) -> float:
 
 
 def log_prefix_from(environ: Mapping[str, str]) -> str:
-    """Return the value of ``PET_LOG_PREFIX``, or the default.
+    """Return the value of ``PET_LOG_PREFIX``, or the default if the variable is unset or empty.
 
     Raises:
         UsageError: the value is invalid.
@@ -440,8 +442,8 @@ def log_prefix_from(environ: Mapping[str, str]) -> str:
 
 
 def uninterruptible_state_timeout_from(environ: Mapping[str, str]) -> float:
-    """Return the number of seconds in ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT``. Return 0, which
-    disables the check, if the variable is not set or, as in torch, if its value is not a number.
+    """Return the value of ``TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT`` in seconds. If the variable is not
+    set or (as in torch) is not a number, return 0, which disables the check.
     """
     try:
         return float(environ.get(UNINTERRUPTIBLE_STATE_VARIABLE, "0"))
@@ -460,8 +462,8 @@ def _seconds_from(environ: Mapping[str, str], name: str, default: float) -> floa
 
 
 def parse_streams(text: str) -> int | dict[int, int]:
-    """Parse a value of ``--redirects`` or ``--tee``: ``0`` for none, ``1`` for stdout, ``2`` for stderr,
-    ``3`` for both, or such a number for each local rank, as in ``0:1,12:3``. Unlike in torch, ranks can have
+    """Parse a value of ``--redirects`` or ``--tee``: ``0`` (none), ``1`` (stdout), ``2`` (stderr), ``3``
+    (both), or one such number for each local rank, such as ``0:1,12:3``. Unlike torch, accept ranks with
     several digits.
 
     Raises:
@@ -489,7 +491,7 @@ def check_start_method(name: str) -> None:
 
 
 def default_stop_scope(entrypoint: object) -> str:
-    """Return the default of ``stop_scope``, the processes that receive the first signal of a stop.
+    """Return the default for ``stop_scope``, which selects the processes that receive the first stop signal.
 
     ``"worker"`` for functions and Python programs, because a worker may need its helper processes while it
     saves. ``"group"`` for other programs, such as shells, because they do not pass signals on.
@@ -499,8 +501,8 @@ def default_stop_scope(entrypoint: object) -> str:
 
 
 def _is_named_python(program: object) -> bool:
-    """Return true if a program has a usual name of a Python interpreter: ``python``, ``python3``,
-    ``python3.13t``.
+    """Return true if the program's file name is that of a Python interpreter, such as ``python``, ``python3``
+    or ``python3.13t``.
     """
     if not isinstance(program, str):
         return False
@@ -510,8 +512,8 @@ def _is_named_python(program: object) -> bool:
 
 
 def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
-    """Parse a number of seconds, ``"auto"`` or ``"auto:SECONDS"``. Return two numbers of seconds: the maximum
-    time between two heartbeats (``None`` if it is to be learned), and the minimum for a learned maximum.
+    """Parse a number of seconds, ``"auto"`` or ``"auto:SECONDS"``. Return the heartbeat timeout and its
+    minimum, in seconds. With ``"auto"``, the timeout is ``None``, because it is derived from the heartbeats.
 
     Raises:
         ValueError: the value has another form.

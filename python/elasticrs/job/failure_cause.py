@@ -1,5 +1,5 @@
-"""Description of a failure: one schema for the restart policy, the messages between nodes, events, the status
-page and reports.
+"""Description of a failure. The restart policy, messages between nodes, events, the status page and reports
+all use it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Verdict(str, Enum):
 
 
 class Cause(Value):
-    """Facts about the first failure of a round. Each unknown fact is ``None``.
+    """Facts about the first failure in a round. Unknown facts are ``None``.
 
     Args:
         node: name of the failed worker's node in the rendezvous.
@@ -114,7 +114,7 @@ class Cause(Value):
 
     @staticmethod
     def decoded(fields: Mapping[str, Any]) -> Cause:
-        """Build a cause from a received message. Ignore unknown fields, because another node may run a
+        """Create a cause from a received message. Ignore unknown fields, because the other node may run a
         different release.
 
         Args:

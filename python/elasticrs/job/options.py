@@ -71,7 +71,7 @@ class Option(Value):
 
     @property
     def dest(self) -> str:
-        """Name of the option's attribute in a namespace."""
+        """Name of the option's attribute in an argparse namespace."""
         return self.name.replace("-", "_")
 
     @property
@@ -81,7 +81,7 @@ class Option(Value):
 
     @property
     def default_as_typed(self) -> object:
-        """Default value in the form that torchrun's namespaces contain."""
+        """Default value in the form in which it appears in torchrun's namespaces."""
         if self.typed is not None:
             return self.typed
         return list(self.default) if isinstance(self.default, tuple) else self.default
@@ -99,7 +99,7 @@ class Option(Value):
 
     @property
     def flag(self) -> str:
-        """Name of the option as it is typed, such as ``--tee``."""
+        """Name of the option on the command line, such as ``--tee``."""
         return "--" + self.name
 
     @property
@@ -150,7 +150,7 @@ def _nodes(text: str) -> tuple[int, int]:
 
 
 def _workers(text: str) -> int | str:
-    # Accept any identifier, because extensions of torch can add devices.
+    # Accept any identifier, because torch extensions can add device types.
     return text if text.isidentifier() else _whole("a whole number from 1, cpu, gpu, xpu or auto", 1)(text)
 
 
@@ -158,8 +158,7 @@ def _pairs(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     text = text.strip()
     if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1] and text[0] not in text[1:-1]:
-        # Remove quotes that are still present if no shell has processed the arguments, for example in a YAML
-        # list.
+        # Remove quotes that no shell has removed, for example if the arguments come from a YAML list.
         text = text[1:-1]
     for entry in filter(None, text.split(",")):
         key, _, value = entry.partition("=")
@@ -197,7 +196,7 @@ def _hang_timeout(text: str) -> float | str:
 
 
 def _text_of(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a function that checks text with ``parse`` and returns the text itself."""
+    """Return a converter that validates text with ``parse``, but returns the text unchanged."""
 
     def convert(text: str) -> str:
         parse(text)
@@ -262,8 +261,8 @@ _DEFAULTS = {
 
 
 def _setting(name: str, text: str, kind: Kind | None = None, **more: Any) -> Option:
-    """Return an option for the setting with the same name. The option gets the setting's default, which also
-    replaces ``{default}`` in the help.
+    """Return the option for the setting of this name. The default comes from the setting, and replaces
+    ``{default}`` in the help text.
     """
     default = _DEFAULTS[name.replace("-", "_")]
     if "{default}" in text:
@@ -416,14 +415,13 @@ _BY_DEST = {option.dest: option for option in OPTIONS}
 
 
 def set_by_variables(environ: Mapping[str, str]) -> set[str]:
-    """Return the names of the options that ``PET_*`` variables set, in underscore form."""
+    """Return the attribute names of all options that are set by ``PET_*`` variables."""
     return {option.dest for option in OPTIONS if option.has_variable and option.variable in environ}
 
 
 def check(settings: WorkerSettings) -> None:
-    """Check the values that a program has passed for the fields of ``WorkerSettings`` and
-    ``UnresolvedSettings``, by the rules of the command line. ``None`` is always allowed. Convert
-    ``max_restarts`` if it is text such as ``"3/1h"``.
+    """Validate the fields of ``WorkerSettings`` and ``UnresolvedSettings`` by the rules of the command line.
+    ``None`` is always valid. A ``max_restarts`` string such as ``"3/1h"`` is converted.
 
     Raises:
         ValueError: a value is invalid. The message contains the value and what is expected.
@@ -434,7 +432,7 @@ def check(settings: WorkerSettings) -> None:
             continue
         expected = kind.needs
         try:
-            # Reject a number that is passed as text, because only the command line accepts text for numbers.
+            # Reject numbers passed as strings. They are valid only on the command line.
             is_right = isinstance(kind.convert(str(value)), int | float) != isinstance(value, str)
         except ValueError as error:
             expected, is_right = expected or str(error), False

@@ -15,7 +15,7 @@ _LONGEST = 30 * 86400.0
 
 
 class MaxRestarts(int):
-    """Maximum number of restarts, for the whole job or within a window of time.
+    """Maximum number of restarts, in total or within a time window.
 
     It is a subclass of ``int``, because programs expect an ``int`` as in torchrun.
 
@@ -143,7 +143,7 @@ BUILT_IN_SOURCES = {"nvml": "nvml", "gpud": "gpud, or gpud:URL with http or http
 
 
 class HealthSource(Value):
-    """A health check of a node: a built-in health source, or a command that the user supplies.
+    """A node health check: a built-in health source, or a command supplied by the user.
 
     Args:
         title: name of the health source in messages.
@@ -188,8 +188,8 @@ def _is_web_address(text: str) -> bool:
 
 
 def similar_source(word: str) -> str | None:
-    """Return the built-in health source that the user may have meant, if a program's name looks like a
-    misspelling of one. Return ``None`` if no name is similar.
+    """Return the name of the built-in health source that ``word`` seems to misspell; ``None`` if no name is
+    similar.
     """
     import difflib
 
@@ -198,7 +198,7 @@ def similar_source(word: str) -> str | None:
 
 
 def report_path(text: str) -> str:
-    """Check the destination of the JSON report, and return it.
+    """Check that the destination of the JSON report is valid, and return it.
 
     Raises:
         ValueError: the text is not ``file:PATH``.
@@ -209,7 +209,7 @@ def report_path(text: str) -> str:
 
 
 def command(text: str) -> list[str]:
-    """Split a command line into a program and its arguments, by the rules of a shell.
+    """Split a command line into a program and its arguments, as a shell would.
 
     Raises:
         ValueError: the text is empty, or a quote is not closed.

@@ -1,4 +1,4 @@
-"""Modules that are imported once, before the workers are forked (``--warm``)."""
+"""Modules to import once, before the workers are forked (``--warm``)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from elasticrs.job.value import Value
 
 
 class Preload(Value):
-    """Imports to perform before the workers are forked. See :mod:`elasticrs.workers.warm` for the form of
+    """Imports to perform before the workers are forked. :mod:`elasticrs.workers.warm` describes the format of
     the steps.
 
     Args:

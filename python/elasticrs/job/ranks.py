@@ -1,4 +1,4 @@
-"""Assign ranks to workers. The functions are pure and have the same result on every node, as in torch.
+"""Assign ranks to workers. As in torch, every node computes the same assignment. All functions are pure.
 
 Global ranks are assigned in the order of group ranks. Role ranks are assigned in the same order, but only
 count workers with the same role.
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class NodeShare(Value):
-    """Contribution of a node to a round: the role of its workers and their number."""
+    """Role and number of the workers that one node contributes to a round."""
 
     role: str
     local_world_size: int
 
 
 class WorkerRanks(Value):
-    """Ranks of one worker, and the world sizes that belong to them."""
+    """Ranks of a worker, and the corresponding world sizes."""
 
     role: str
     local_rank: int
@@ -35,8 +35,8 @@ class WorkerRanks(Value):
 
 
 def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
-    """Return the ranks of a node's workers, by local rank. ``nodes`` contains the nodes of the round, in the
-    order of their group ranks.
+    """Return the ranks of one node's workers, indexed by local rank. ``nodes`` lists the nodes of the round
+    in the order of their group ranks.
 
     Raises:
         IndexError: no node has this group rank.
@@ -47,7 +47,7 @@ def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
 
 
 class NodeRanks(Value):
-    """Ranks of a node's first worker, and the world sizes of the round.
+    """Ranks of a node's first worker, and the world sizes that all of the node's workers share.
 
     Args:
         group_rank: group rank of the node.
@@ -66,8 +66,8 @@ class NodeRanks(Value):
     role_world_size: int
 
     def workers(self, me: NodeShare) -> list[WorkerRanks]:
-        """Return the ranks of this node's workers, by local rank. ``me`` is the node's contribution to the
-        round.
+        """Return the ranks of this node's workers, indexed by local rank. ``me`` is the node's contribution
+        to the round.
         """
         return [
             WorkerRanks(
@@ -86,7 +86,7 @@ class NodeRanks(Value):
 
 
 def node_ranks(nodes: Sequence[NodeShare]) -> list[NodeRanks]:
-    """Return the ranks of each node's first worker, in the order of group ranks. Takes linear time."""
+    """Return the ranks of each node's first worker, in the order of group ranks. This takes linear time."""
     sizes: dict[str, int] = {}
     for node in nodes:
         sizes[node.role] = sizes.get(node.role, 0) + node.local_world_size

@@ -1,4 +1,4 @@
-"""Decide whether a job can replace single workers (``--on-failure replace``)."""
+"""Decide whether a job supports replacing individual workers (``--on-failure replace``)."""
 
 from __future__ import annotations
 

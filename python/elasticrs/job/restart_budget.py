@@ -1,5 +1,5 @@
-"""Rules that decide if a failure is charged to the restart budget, or belongs to an earlier failure that was
-already charged.
+"""Rules that decide whether a failure is charged to the restart budget. A consequence of an earlier failure
+is not charged again.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 
 
 def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
-    """Return true if a worker has not taken part in another rendezvous since the last failure was charged. In
-    this case, a failure of the worker belongs to the failure that was already charged, and is not charged
-    again.
+    """Return true if a worker has not joined a new rendezvous since the last charged failure. A failure of
+    this worker is then a consequence of the charged one, so it is not charged again.
     """
     at = then[place] if place < len(then) else None
     return at is not None and now[place : place + 1] == (at,)
 
 
 def without(then: Meetings, place: int) -> Meetings:
-    """Return the rounds with the entry of one worker set to ``None``, because the worker was replaced."""
+    """Return a copy of ``then`` in which the entry of one worker is ``None``, because the worker was
+    replaced.
+    """
     return tuple(None if each == place else at for each, at in enumerate(then))

@@ -1,4 +1,4 @@
-"""The restart policy: a pure function of the earlier failures, the evidence from all nodes, and the settings.
+"""The restart policy: a pure function of the settings, the earlier failures, and the evidence from all nodes.
 
 The agent of one node and the leader of a job on several nodes both call :func:`decide`, so that a failure is
 judged by one set of rules:
@@ -108,7 +108,7 @@ NO_EVIDENCE = Evidence()
 
 
 class FailureHistory(Value):
-    """Summary of the failures of a job so far, as input for later decisions.
+    """Summary of a job's failures so far, as input for later decisions.
 
     Args:
         charged: number of charged restarts.
@@ -138,7 +138,7 @@ class FailureHistory(Value):
 
 
 class StopKind(str, Enum):
-    """Kind of reason to stop the job instead of restarting its workers."""
+    """Kind of reason for stopping the job instead of restarting its workers."""
 
     PERMANENT = "permanent"
     """Another attempt would fail in the same way."""
@@ -169,7 +169,8 @@ class RestartDecision(Value):
 
 
 def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide whether the workers are restarted after a failure that is charged to the restart budget.
+    """Decide whether to restart the workers after a failure. If they are restarted, the failure is charged to
+    the restart budget.
 
     Args:
         settings: settings of the policy.
@@ -198,9 +199,8 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
 
 
 def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide which node is excluded from the job, if any (POLICY-5). :func:`decide` calls this function for a
-    failure that is charged to the restart budget. Call the function directly only if a round ended without
-    charging a restart.
+    """Decide which node to exclude from the job, if any (POLICY-5). :func:`decide` already calls this
+    function. Call it directly only after a round that ends without charging a restart.
 
     Args:
         settings: settings of the policy.
@@ -220,11 +220,13 @@ def exclude(settings: RestartSettings, history: FailureHistory, evidence: Eviden
         return RestartDecision(history)
     times = dict(history.implicated)
     for node in reasons:
-        # Remove and reinsert the node, so that it becomes the last one.
+        # Remove and reinsert the node to move it to the end, because only the last ``MAX_SUSPECTS`` entries
+        # are kept.
         times[node] = times.pop(node, 0) + 1
     after = history.replaced(implicated=tuple(times.items())[-MAX_SUSPECTS:])
     suspects = [node for node in reasons if node in unfit or times[node] >= IMPLICATED_TWICE]
-    # Nodes implicated more often come first. Among equals, nodes that failed their own check come first.
+    # Sort by how often each node was implicated, in descending order. On a tie, a node that failed its own
+    # check comes first.
     suspects.sort(key=lambda node: (-times[node], node not in unfit, node))
     why_kept = _why_kept(settings.max_excluded_nodes, history.excluded, suspects, evidence)
     if why_kept is not None:
@@ -244,7 +246,7 @@ def _named(nodes: Sequence[str]) -> str:
 
 
 def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evidence) -> str | None:
-    """Return the reason why no node can be excluded; ``None`` if one of the suspects can be.
+    """Return the reason why none of the suspects can be excluded; ``None`` if one of them can.
 
     Args:
         most: maximum number of excluded nodes.
@@ -265,7 +267,7 @@ def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evide
 
 
 def recent(settings: RestartSettings, history: FailureHistory, now: float) -> tuple[float, ...]:
-    """Return the times of the charges that are within the window, in seconds."""
+    """Return the times of the restarts that were charged within the window, in seconds."""
     since = now - settings.window if settings.window is not None else now
     return tuple(time for time in history.charged_at if time > since)
 
@@ -302,9 +304,9 @@ def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
 
 
 def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str | None:
-    """Return the reason to stop the job if two different nodes reported the same start error in two
-    consecutive rounds; otherwise ``None``. Such an error probably affects every node, even though only one
-    node per round reports it: that node's failure may stop the others before they fail in the same way.
+    """Return the reason to stop if two nodes reported the same start error in consecutive rounds; otherwise
+    ``None``. The error probably affects every node. Only one node per round reports it, because its failure
+    stops the others before they fail too.
     """
     if before.start_error is None or now.start_error is None:
         return None
@@ -319,7 +321,8 @@ def _are_same(
 ) -> bool:
     if one is None or one[:2] != other[:2]:
         return False
-    # Without heartbeats, the steps are unknown. Two unknown steps count as equal.
+    # Without heartbeats, the step is unknown (``None``) in every failure. Two unknown steps are considered
+    # equal.
     return one[2] == other[2] or one[3] == other[3]
 
 
@@ -340,7 +343,7 @@ def why_permanent(evidence: Evidence) -> str | None:
 
 
 def _permanent(evidence: Evidence) -> list[Cause]:
-    # Sort by rank, because the decision must not depend on the order of the reports.
+    # Sort by rank, because the decision must not depend on the order in which reports arrive.
     return sorted((cause for cause in evidence.causes if cause.permanence in _KINDS), key=_order)
 
 

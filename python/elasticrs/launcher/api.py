@@ -43,8 +43,8 @@ __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
 @dataclass
 @with_settings
 class LaunchConfig(WorkerSettings, UnresolvedSettings):
-    """Configuration of a job, with torch's fields and defaults. Its keyword-only fields, which torch does not
-    have, are described in :class:`~elasticrs.job.config.WorkerSettings` and
+    """Configuration of a job, with torch's fields and defaults. The keyword-only fields do not exist in
+    torch. See :class:`~elasticrs.job.config.WorkerSettings` and
     :class:`~elasticrs.job.config.UnresolvedSettings`.
 
     Args:
@@ -148,7 +148,7 @@ class elastic_launch:  # noqa: N801 -- torch's name
         self._health_check_server = health_check_server
 
     def __call__(self, *args: Any) -> dict[int, Any]:
-        """Run the job with these arguments of the entrypoint; see :func:`launch_agent`."""
+        """Run the job, and pass ``args`` to the entrypoint. See :func:`launch_agent`."""
         return launch_agent(self._config, self._entrypoint, list(args), self._health_check_server)
 
 
@@ -158,7 +158,7 @@ def launch_agent(
     args: list[Any],
     health_check_server: HealthCheckServer | None = None,
 ) -> dict[int, Any]:
-    """Run the agent of this node until the job has ended.
+    """Run this node's agent until the job has finished.
 
     Args:
         config: configuration of the job. If its ``run_id`` is empty, it is set to a random name.
@@ -211,7 +211,8 @@ def launch_agent(
         health_check_server=health_check_server,
         signals_to_handle=config.signals_to_handle,
     )
-    # As in torch, set the variable for agents and contexts that this program or its children create later.
+    # As in torch, set the variable for agents and process contexts that this program or its children create
+    # later.
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = config.signals_to_handle
     alive_callback = getattr(health_check_server, "alive_callback", None)
     if isinstance(alive_callback, _AliveCallbackProxy):
@@ -235,8 +236,8 @@ def launch_agent(
 
 
 def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
-    """Run an agent and record an event for its outcome. As in torch, this is the last event of a job, and the
-    launcher records it.
+    """Run the agent and record the last event of the job, which describes its outcome. As in torch, the
+    launcher records this event.
     """
     try:
         result = agent.run()
@@ -249,9 +250,9 @@ def run_agent(agent: LocalElasticAgent, destination: str) -> RunResult:
 
 @contextmanager
 def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
-    """Return a context manager that shuts down a rendezvous handler after its job. If a signal stopped this
-    node, the handler stays open, because shutting it down would end the job on all nodes. An error of the
-    handler only causes a warning, because the outcome of the job is already known.
+    """Return a context manager that shuts down the rendezvous handler after the job. After a signal, the
+    handler stays open, because shutting it down would stop the job on all nodes. Errors of the handler only
+    cause a warning, because the job's outcome is already known.
     """
     is_signalled = False
     try:

@@ -43,7 +43,7 @@ _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
 class HelpRequested(Exception):  # noqa: N818 -- not an error
-    """Raised if the user has asked for ``--help``, ``--version`` or ``--print-completion``.
+    """Raised if the user asks for ``--help``, ``--version`` or ``--print-completion``.
 
     Args:
         what: ``help``, ``version``, or the name of the shell to print completions for.
@@ -57,7 +57,7 @@ class HelpRequested(Exception):  # noqa: N818 -- not an error
 
 
 class CheckRequested(Exception):  # noqa: N818 -- not an error
-    """Raised if the user has asked for ``--check``.
+    """Raised if the user asks for ``--check``.
 
     Args:
         words: command line to check, including the program.
@@ -69,7 +69,7 @@ class CheckRequested(Exception):  # noqa: N818 -- not an error
 
 
 class Launch(Value):
-    """A job that is ready to run, and the command of its workers.
+    """A job that is ready to run, with the command that its workers execute.
 
     Args:
         job: configuration for the agent.
@@ -132,7 +132,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
 
 def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
-    """Convert the options into a job. Check everything that can be checked before any process is started.
+    """Convert the options into a job. Check everything that can be checked before a process is started.
 
     Raises:
         UsageError: the command line has a mistake. The message is one line for the user.
@@ -201,7 +201,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
 
 
 def check_limits(launch: Launch) -> None:
-    """Check that this process's resource limits are high enough for the workers of a job.
+    """Check that the resource limits of this process are high enough for the job's workers.
 
     Raises:
         UsageError: a resource limit is too low.
@@ -225,7 +225,7 @@ def _observe(
         args,
         entry_point=os.path.basename(command[0]),
         rdzv_backend="c10d" if meeting.rendezvous is None else meeting.rendezvous.backend,
-        # Metrics of a command-line job are recorded only if `static_init.py` exists; see `elasticrs.metrics`.
+        # Command-line jobs record metrics only if `static_init.py` exists; see `elasticrs.metrics`.
         has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
         health_check_port=_health_port(args, environ, notices),
         health_check_host=host,
@@ -255,7 +255,7 @@ def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]
     try:
         return config.health_port(text)
     except ValueError as error:
-        # As in torch, the job runs without a health check server if the port is invalid.
+        # As in torch, an invalid port only disables the health check server.
         notices.append(
             f"no health check server: TORCHELASTIC_HEALTH_CHECK_PORT: got {text!r}, expected {error}"
         )
@@ -287,8 +287,8 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     found = _BY_LETTER.get(letter)
     if found is None:
         near = _suggestion(argument[1:])
-        # Name only the first letter in the error, because several short options may be written as one word.
-        # Name the whole word if it resembles a long option.
+        # Report only the first letter, because the word may combine several short options. Report the whole
+        # word if it resembles a long option.
         raise UsageError(f"unknown option {argument if near != _ALL else '-' + letter}{near}")
     if found.is_flag:
         more = _read("-" + tail, arguments) if tail else {}
@@ -298,7 +298,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
 
 
 def _help(word: str, *, is_exact: bool) -> HelpRequested:
-    """Create the exception for a request for help on a topic.
+    """Create the exception that reports a request for help on a topic.
 
     Args:
         word: text after ``--help=``, or the argument after ``--help``, which may be the script instead.
@@ -321,8 +321,8 @@ def _find(typed: str) -> Option:
     if name in ("help", "version"):
         raise HelpRequested(name)
     candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
-    # If an abbreviation matches several options, prefer those of torchrun, because an abbreviation that is
-    # unambiguous in torchrun must also work here.
+    # If an abbreviation matches several options, prefer torchrun's options, because every abbreviation that
+    # torchrun accepts must also work here.
     torchs = [option for option in candidates if option.group != OURS]
     if not torchs and name and "help".startswith(name):
         raise HelpRequested("help")
@@ -344,8 +344,7 @@ def _suggestion(name: str) -> str:
 
 def _value(option: Option, arguments: Iterator[str]) -> str:
     text = next(arguments, None)
-    # As in argparse, text that looks like an option is not accepted as a value, unless it is a negative
-    # number or contains a space.
+    # Like argparse, reject values that look like options. Negative numbers and text with spaces are accepted.
     if text is None or (text.startswith("-") and len(text) > 1 and " " not in text and not _is_number(text)):
         example = f"{option.flag} {option.kind.metavar if option.kind is not None else ''}"
         raise UsageError(f"{option.flag}: a value is missing, as in {example}")
@@ -368,7 +367,7 @@ def _convert(option: Option, name: str, text: str) -> object:
 
 
 def _defaults(environ: Mapping[str, str], given: Mapping[str, object]) -> dict[str, object]:
-    """Return the default of each option. Ignore the environment variables of options that were given."""
+    """Return the default of each option. For options in ``given``, ignore the environment variable."""
     found: dict[str, object] = {}
     for option in OPTIONS:
         found[option.dest] = option.default
@@ -429,7 +428,7 @@ def _cpus(mode: str | None, nproc: int, environ: Mapping[str, str]) -> list[list
 
 
 def _check_replace(args: Namespace, meeting: Meeting) -> None:
-    """Check that individual workers of this job can be replaced.
+    """Check that the job supports replacing individual workers.
 
     Raises:
         UsageError: the job does not support replacement.

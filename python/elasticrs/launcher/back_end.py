@@ -1,5 +1,5 @@
-"""Choose the rendezvous back end for a command line, by torch's rules. The back end determines the address of
-the workers' store, and the nodes that take part.
+"""Choose the rendezvous back end for a command line by the same rules as torch. The back end determines the
+participating nodes and the address of the workers' store.
 
 ::
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Meeting(Value):
-    """Rendezvous of the nodes, and address of the workers' store.
+    """Rendezvous of a job's nodes, together with the address of the workers' store.
 
     Args:
         run_id: name of the job.
@@ -44,14 +44,12 @@ class Meeting(Value):
 
     @property
     def lets_workers_meet(self) -> bool:
-        """True if the workers can have their own rendezvous in the store that contains the nodes'
-        rendezvous.
-        """
+        """True if the workers can hold their own rendezvous in the store that the nodes use for theirs."""
         return self.handler is None and (self.rendezvous is None or not self.rendezvous.is_static)
 
 
 def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
-    """Choose the back end for a command line and check its settings. Lines for the user are added to
+    """Choose the back end for a command line and check its settings. Add messages for the user to
     ``notices``.
 
     Raises:
@@ -70,8 +68,8 @@ def meeting_of(args: Namespace, environ: Mapping[str, str], grace: float, notice
 
 
 def is_alone(args: Any) -> bool:
-    """Return true if the job has a single node and no rendezvous, either because of ``--standalone`` or by
-    default.
+    """Return true if the job runs on a single node without a rendezvous, either because of ``--standalone``
+    or by default.
 
     Raises:
         UsageError: ``--standalone`` is combined with several nodes.
@@ -86,8 +84,8 @@ def is_alone(args: Any) -> bool:
 
 def _alone(args: Namespace, environ: Mapping[str, str], grace: float, notices: list[str]) -> Meeting:
     if args.rdzv_conf or args.node_rank != 0:
-        # Check the settings, although there is no rendezvous. Ignore the given back end and endpoint, because
-        # torch replaces them for such a job.
+        # Check the settings even though there is no rendezvous. As in torch, the given back end and endpoint
+        # are ignored.
         _describe("static", args, environ, grace, notices)
     return Meeting(config.random_run_id(), args.local_addr or "localhost")
 
@@ -110,7 +108,7 @@ def _elastic(args: Namespace, environ: Mapping[str, str], grace: float, notices:
     rendezvous = _describe(args.rdzv_backend, args, environ, grace, notices)
     if args.master_port is not None:
         notices.append("--master-port has no effect: only the static rendezvous uses it")
-    # The endpoint's port belongs to the nodes' rendezvous, so the workers' store gets a new port for every
+    # The endpoint's port is taken by the nodes' rendezvous, so the workers' store gets a new port for every
     # attempt.
     return Meeting(args.rdzv_id, args.local_addr or "localhost", None, rendezvous)
 

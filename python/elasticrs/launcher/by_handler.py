@@ -1,4 +1,4 @@
-"""Run command-line jobs with a rendezvous handler that must be polled.
+"""Run command-line jobs whose rendezvous handler must be polled.
 
 Such a handler comes from a package (``--rdzv-backend`` is the name of an entry point, or of a handler that a
 program has registered), or is ``c10d`` with ``store_type=file``. The agent uses torch's polling loop with the
@@ -57,7 +57,7 @@ def run_by_handler(
     signals: SignalPipe | None,
     write: Callable[[str], object],
 ) -> int:
-    """Run the job until it has ended, and return the exit code.
+    """Run the job to completion, and return the exit code.
 
     Args:
         launch: job to run.
@@ -112,7 +112,7 @@ def run_by_handler(
 
 
 class _Lines(logging.Handler):
-    """Logging handler that prints the agent's warnings as lines for the user."""
+    """Logging handler that prints the agent's warnings on the user's console."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -135,7 +135,8 @@ def _make_agent(
         job.nproc,
         handler,
         entrypoint=observe.entry_point,
-        # The launcher has already said that a window has no effect here.
+        # Drop the time window of `max_restarts`. It has no effect here, and the launcher has already warned
+        # about it.
         max_restarts=int(job.max_restarts),
         monitor_interval=settings.monitor_interval,
         local_addr=settings.local_addr,
@@ -145,7 +146,7 @@ def _make_agent(
     )
     agent = LocalElasticAgent(
         spec,
-        # The agent does not use this object, because the workers set below choose their own log files.
+        # Required, but unused: the workers (set below) choose their own log files.
         DefaultLogsSpecs(os.devnull),
         exit_barrier_timeout=settings.exit_barrier_timeout,
         shutdown_timeout=job.shutdown_timeout,
@@ -182,8 +183,8 @@ def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
 
 
 def _is_no_place_for_a_file(error: BaseException | None, settings: HandlerSettings) -> TypeGuard[OSError]:
-    """Return true if the error means that the user's path is unusable, such as the path of a directory.
-    Return false if it means that the file system has failed.
+    """Return true if the user's path is unusable, for example because it is a directory. Return false if the
+    file system has failed.
     """
     is_in_a_file = settings.rdzv_backend == C10D and is_in_file(settings.rdzv_conf)
     is_given = is_in_a_file and settings.rdzv_endpoint.strip()

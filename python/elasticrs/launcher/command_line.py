@@ -1,4 +1,4 @@
-"""Implementation of the command line, which parses options, runs the job, and returns an exit code. See
+"""Implementation of the command line: parse the options, run the job, and return an exit code. See
 :mod:`elasticrs.launch`.
 
 The exit code is 0 if every worker exited with 0, and 1 if the job failed or a signal stopped it. The exit
@@ -39,7 +39,7 @@ _FIRST_SIGNALS = (
 
 
 def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> int:
-    """Launch a job, wait until it has ended, and return the exit code.
+    """Launch a job, wait until it has finished, and return the exit code.
 
     Args:
         args: command line without the program name; ``sys.argv[1:]`` if ``None``.
@@ -47,14 +47,14 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
             :mod:`elasticrs.launch`.
     """
     _open_standard_descriptors()
-    # Install the signal handlers before the slow imports, so that no signal kills the process without a
-    # clean-up.
+    # Install the signal handlers before the slow imports, because a signal during the imports would otherwise
+    # kill the process without cleanup.
     signals = _catch_first_signals(ends_by_sigint)
     try:
         return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
     finally:
         if signals is not None:
-            # Ignore signals from now on, because a signal while the interpreter shuts down would change the
+            # Ignore signals from now on, because a signal during the interpreter's shutdown would change the
             # exit code.
             signals.close(ignore=args is None)
 
@@ -62,8 +62,8 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
 def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
     if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
-    # Install Python's default handler first, because forked functions restore the handler that preceded the
-    # launcher's own handler. Block the signal meanwhile, because Ctrl-C would otherwise raise an exception
+    # Install Python's default handler first, because workers that run forked functions restore the handler
+    # that preceded the launcher's. Block SIGINT meanwhile, because Ctrl-C would otherwise raise an exception
     # here.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -98,8 +98,8 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
 
 
 def _look_here_last() -> None:
-    """Move the working directory to the end of ``sys.path``. ``python -m`` has put it first, so that this
-    process would import a ``json.py`` beside the user's script instead of the standard module.
+    """Move the working directory to the end of ``sys.path``. ``python -m`` puts it first, so a ``json.py``
+    beside the user's script would hide the standard module.
     """
     try:
         here = os.getcwd()
@@ -188,8 +188,8 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
 def _tell_failure(
     launch: Launch, result: JobResult, console: Console, write: Callable[[str], bool]
 ) -> str | None:
-    """Print the failure report, and below it a summary line that repeats the root cause. Return the root
-    cause in one line; ``None`` if nothing is known about it.
+    """Print the failure report, followed by a summary line with the root cause. Return the root cause as one
+    line; ``None`` if it is unknown.
     """
     headline = None
     is_read = True
@@ -206,20 +206,20 @@ def _tell_failure(
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
         if is_read:
-            # Wait until the summary line has been written, because `say` only queues it. Do not wait if the
-            # report could not be written, because there is no reader.
+            # Wait until the summary line has been written, because `say` only queues it. Skip the wait if the
+            # report could not be written, because the output then has no reader.
             write("")
     return headline
 
 
 def _has_raised(result: JobResult) -> bool:
-    """Return true if the job was stopped while a rank was still exiting because of an exception."""
+    """Return true if the job was stopped while a rank that had raised an exception was still exiting."""
     return bool(result.attempts and result.attempts[-1].raised and result.attempts[-1].first_failure is None)
 
 
 def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
-    """Return a function that creates the files of an attempt, and a function that removes the temporary
-    folder at the end of the job if it contains no files.
+    """Return two functions: one creates the log files of an attempt, the other removes the temporary log
+    folder after the job if it contains no files.
     """
     if launch.logs.logs_specs is None:
         from elasticrs.agent.workers import directory_logs
@@ -230,7 +230,7 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
     from elasticrs.multiprocessing.plugins import attempt_logs, make_logs_specs
 
     specs = make_logs_specs(launch.logs, launch.job.nproc)
-    # If the user's log class has no `_remove_if_empty`, an empty log folder is not removed.
+    # A user-defined log class may lack `_remove_if_empty`. In that case, an empty log folder is not removed.
     return attempt_logs(specs), getattr(specs, "_remove_if_empty", lambda: None)
 
 
@@ -303,8 +303,8 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
 
 
 def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequence[int]) -> bool:
-    """Write a text and wait until it has been written. Return false if the reader took too long or a signal
-    arrived.
+    """Write text, and wait until it has been written. Return false if the reader takes too long or a signal
+    arrives.
 
     Any signal except SIGTSTP and the signals in ``others`` interrupts the wait, so that the user can stop a
     launcher whose reader has stopped reading.
@@ -323,10 +323,10 @@ def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequ
 
 
 def _open_standard_descriptors() -> None:
-    """Open the standard file descriptors (0 to 2) that are closed. Without this, the next opened file would
-    get one of these numbers, and workers would inherit the file.
+    """Open those standard file descriptors (0 to 2) that are closed. Otherwise, the next file to be opened
+    would get one of these numbers, and the workers would inherit it.
     """
-    # The kernel assigns the lowest free number to a new file descriptor.
+    # The kernel assigns the lowest free number, so this loop ends once descriptors 0 to 2 are all open.
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

@@ -109,7 +109,7 @@ def _settings() -> Iterator[str]:
 
 def _rows(keys: Iterable[Key]) -> Iterator[str]:
     for key in keys:
-        # Skip those settings of torch that have defaults, because the text after the table describes them.
+        # Skip torch's settings that have a default, because the text below the table describes them.
         if key.is_stored or key.default is None:
             yield from _row(f"  {key.name}", key.help + _default(key.default))
 
@@ -131,8 +131,8 @@ def _row(head: str, text: str) -> Iterator[str]:
 
 
 def wrapped(text: str, indent: str) -> Iterator[str]:
-    """Yield the text in lines of whole words. ``textwrap`` is not used, because it imports ``re``, which
-    takes milliseconds.
+    """Wrap the text at word boundaries, and yield the lines. ``textwrap`` is not used, because it imports
+    ``re``, which takes milliseconds.
     """
     line = indent
     for word in text.split():

@@ -20,9 +20,8 @@ def why_no_module(name: str) -> str | None:
     try:
         return _why_not(name)
     except Exception:
-        # The check itself failed, for example because an import hook of another package raised an exception,
-        # or because a file in a zip archive cannot be read. The module may still be importable. If not,
-        # Python reports the error in the worker.
+        # The check itself failed, for example because an import hook raised an exception. The module may
+        # still be importable. If not, Python reports the error in the worker.
         return None
 
 
@@ -39,8 +38,8 @@ def _why_not(name: str) -> str | None:
         if depth == len(parts):
             break
         if places is None:
-            # Do not reject names such as `os.path`, because some modules register submodules when they are
-            # imported.
+            # Do not reject names such as `os.path`, because a module that is not a package may register
+            # submodules when it is imported.
             return f"{part!r} is a file, not a package{_hint(name)}" if name.endswith(".py") else None
         if _changes_its_path(found):
             return None

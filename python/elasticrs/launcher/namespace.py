@@ -8,9 +8,8 @@ if TYPE_CHECKING:
 
 
 class Namespace:
-    """Values of all options, as attributes named after the options in underscore form. Similar to
-    ``argparse.Namespace``. After parsing, the attribute ``given`` contains the names of the options set on
-    the command line.
+    """Values of all options, similar to ``argparse.Namespace``. Each attribute is named after its option,
+    with underscores. After parsing, ``given`` contains the names of the options set on the command line.
     """
 
     def __init__(self, **values: object) -> None:

@@ -1,5 +1,5 @@
-"""Report the outcome of a job: return the exit code, and write the JSON report and the termination message of
-a pod.
+"""Report the outcome of a job: return the exit code, and write the JSON report and the pod's termination
+message.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ empty, no message is written.
 
 
 def conclude(job: JobConfig, result: JobResult, headline: str | None, say: Callable[[str], None]) -> int:
-    """Write the JSON report and the termination message of a job that has ended, and return the exit code of
-    the launcher. A file that cannot be written is reported in one line.
+    """Write the JSON report and the termination message of a finished job, and return the launcher's exit
+    code. Print a line for each file that cannot be written.
 
     Args:
         job: configuration of the job.
@@ -52,7 +52,7 @@ def conclude(job: JobConfig, result: JobResult, headline: str | None, say: Calla
 
 
 def conclude_stopped(job: JobConfig, result: JobResult, why: str, say: Callable[[str], None]) -> int:
-    """Do the same as :func:`conclude` for a job whose supervisor has failed.
+    """Like :func:`conclude`, but for a job whose supervisor has failed.
 
     Args:
         job: configuration of the job.
@@ -64,14 +64,14 @@ def conclude_stopped(job: JobConfig, result: JobResult, why: str, say: Callable[
     try:
         return conclude(job, result, why, say)
     except (OSError, ImportError) as error:
-        # The imports fail if this process has no free file descriptor.
+        # The lazy imports fail if this process has run out of file descriptors.
         say(f"the outcome of the job could not be written: {error}")
         return 1
 
 
 def _termination_log() -> str | None:
-    """Return the path of the pod's termination log. Return ``None`` if there is none, or if the launcher's
-    error file has the same path.
+    """Return the path of the pod's termination log. Return ``None`` if no writable log exists, or if it is
+    also the launcher's error file.
     """
     path = os.environ.get(TERMINATION_LOG_VARIABLE, TERMINATION_LOG)
     is_usable = bool(path) and os.path.isfile(path) and os.access(path, os.W_OK)

@@ -93,7 +93,7 @@ class _PrintCompletion(argparse.Action):
 
 
 class _Repeat(argparse.Action):
-    """Collects the values of an option that may be repeated. These values replace the default value."""
+    """Argparse action for a repeatable option. The values that the user gives replace the default."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""Use the scheduler's environment variables to fill in options that the user has not set.
+"""Fill in options that the user has not set, using the scheduler's environment variables.
 
 The options that are filled in depend on the rendezvous back end::
 
@@ -30,8 +30,8 @@ _OF_STATIC = frozenset(("node_rank", "master_addr", "master_port"))
 
 
 def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> Namespace:
-    """Return the options, with values from the scheduler's environment variables filled in. Add lines that
-    report these values to ``notices``.
+    """Return the options, completed with values from the scheduler's environment variables. Add a line that
+    reports these values to ``notices``.
 
     Args:
         args: parsed command line. Its attribute ``given`` contains the names of the options that it sets.
@@ -65,7 +65,9 @@ def _given(args: Namespace, environ: Mapping[str, str], place: Place) -> frozens
 
 
 def _says_how_to_meet(args: Namespace, given: Collection[str]) -> bool:
-    """Return true if the user has set the number of nodes and, for several nodes, their meeting point."""
+    """Return true if the user has specified how the nodes meet: ``--standalone``, or the number of nodes and,
+    for several nodes, an address.
+    """
     is_alone = args.nnodes[1] == 1
     has_address = not {"rdzv_endpoint", "master_addr"}.isdisjoint(given)
     return args.standalone or ("nnodes" in given and (is_alone or has_address))
@@ -83,7 +85,8 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
         UsageError: the scheduler has started the nodes in a way that prevents a rendezvous.
     """
     nodes = args.nnodes[1] if "nnodes" in given else place.nodes
-    # If neither the user nor the scheduler gives the number of nodes, run a job on this node only.
+    # Ignore the problem if neither the user nor the scheduler gives the number of nodes, because the job then
+    # runs on this node only.
     if place.problem and nodes is not None:
         if _says_how_to_meet(args, given):
             return {}
@@ -96,7 +99,8 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
             found |= _meeting(args, place, given)
         if place.nodes is not None:
             found["nnodes"] = (place.nodes, place.nodes)
-    # Keep `rdzv_conf` even if the user has set it, because the user's settings are already merged into it.
+    # Keep `rdzv_conf` even if the user has set it, because the new value already includes the user's
+    # settings.
     return {name: value for name, value in found.items() if name not in given or name == "rdzv_conf"}
 
 
@@ -104,8 +108,8 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
     from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
 
     if _says_how_to_meet(args, given) and args.nnodes[1] > (place.nodes or args.nnodes[1]):
-        # The user wants more nodes than the scheduler reports, for example because each node runs its own
-        # step. The steps would then get different run ids.
+        # Ignore the scheduler's values if the user wants more nodes than it reports, for example because each
+        # node runs a separate step. Otherwise, each step would get a different run id.
         return {}
     chosen = STATIC if _OF_STATIC.intersection(given) else C10D
     backend = args.rdzv_backend if "rdzv_backend" in given else chosen
@@ -115,7 +119,7 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
         found["node_rank"] = place.node_rank
     if kind != STATIC:
         found["rdzv_id"] = place.run_id
-        # Reset options that the scheduler has set, because they affect only the static rendezvous.
+        # Reset these options if the scheduler has set them, because only the static rendezvous uses them.
         found |= {name: _DEFAULTS[name] for name in ("master_addr", "master_port") if name in place.owned}
     if "rdzv_endpoint" in given:
         return found
@@ -123,15 +127,15 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
         found |= {"master_addr": place.host, "master_port": place.port}
     elif kind == C10D and not is_in_file(args.rdzv_conf):
         found["rdzv_endpoint"] = f"{place.host}:{place.port}"
-        # Set `is_host`, because the address does not identify the host: its name may resolve to several
-        # addresses, or to an address that no interface of the host has.
+        # Set `is_host`, because the host cannot recognize its own address reliably: its name may resolve to
+        # several addresses, or to an address that none of its interfaces has.
         host = {"is_host": "1" if place.node_rank == 0 else "0"}
         found["rdzv_conf"] = {**host, **args.rdzv_conf}
     return found
 
 
 def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
-    """Return a line that reports the values found in the scheduler's variables; empty if there are none."""
+    """Return a line that reports the values taken from the scheduler's variables; empty if there are none."""
     parts = []
     if "nnodes" in found and place.nodes is not None:
         parts.append("1 node" if place.nodes == 1 else f"{place.nodes} nodes")
@@ -141,7 +145,7 @@ def _line(args: Namespace, place: Place, found: Mapping[str, object]) -> str:
         parts.append(f"meeting at {found['rdzv_endpoint']}")
     elif found.get("master_addr") == place.host:
         parts.append(f"meeting at {place.host}:{found.get('master_port', args.master_port)}")
-    # If the value is a word such as `gpu`, the number of workers is reported on a separate line.
+    # Omit a value such as `gpu`, because the resulting number of workers is reported on a separate line.
     if isinstance(workers := found.get("nproc_per_node"), int):
         parts.append("1 worker on this node" if workers == 1 else f"{workers} workers on this node")
     return f"{place.job}: {', '.join(parts)}" if parts else ""

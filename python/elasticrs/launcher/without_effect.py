@@ -99,7 +99,7 @@ def _replaced_by_standalone(args: Namespace) -> Iterator[str]:
 
 def _without_policy(args: Namespace) -> Iterator[str]:
     """Yield a warning for each failure-handling option that has no effect. With a polled rendezvous handler,
-    torch's loop makes the decisions: it restarts after every failure until no restarts are left.
+    torch's loop restarts the workers after every failure until no restarts are left.
     """
     unset = JobConfig.defaults()
     for flag in (
@@ -145,9 +145,7 @@ def _unknown_names(template: str) -> Iterator[str]:
 
 
 def hint_for_missing_script(script: str) -> str:
-    """Return a hint for a script that does not exist, which guesses the user's mistake. The hint may be
-    empty.
-    """
+    """Guess why the script does not exist, and return a hint for the user. The hint may be empty."""
     if script[:1] in {"\u2010", "\u2011", "\u2012", "\u2013", "\u2014", "\u2212"}:
         plain = script.lstrip("\u2010\u2011\u2012\u2013\u2014\u2212-")
         return f"; it starts with a typographic dash instead of '-': type --{plain}"

@@ -1,4 +1,4 @@
-"""The metrics API of torch: named numbers in groups, with a handler for each group.
+"""Torch's metrics API. A metric is a named number in a group, and each group has a handler.
 
 Every number is passed to the group's handler and to all sinks of this process. An example of a sink is the
 registry behind ``/metrics`` of a health check server.
@@ -131,26 +131,28 @@ def configure(handler: MetricHandler, group: str | None = None) -> None:
 
 
 def add_sink(sink: Callable[[str, str, float], None]) -> None:
-    """Add a sink, which receives the group, name and value of every metric of this process. Not in torch."""
+    """Add a sink, which receives the group, name and value of every metric of this process. This function
+    does not exist in torch.
+    """
     global _sinks  # noqa: PLW0603 -- process-wide
     _sinks = (*_sinks, sink)
 
 
 def remove_sink(sink: Callable[[str, str, float], None]) -> None:
-    """Remove a sink that :func:`add_sink` has added. Idempotent."""
+    """Remove a sink that was added with :func:`add_sink`. Idempotent."""
     global _sinks  # noqa: PLW0603 -- process-wide
     _sinks = tuple(each for each in _sinks if each != sink)
 
 
 def has_listener(group: str) -> bool:
-    """Return true if a handler or a sink receives the metrics of a group. Not in torch."""
+    """Return true if the group has a handler or a sink. This function does not exist in torch."""
     return bool(_sinks) or not isinstance(
         _metrics_map.get(group, _default_metrics_handler), NullMetricHandler
     )
 
 
 def getStream(group: str) -> MetricStream:  # noqa: N802 -- torch's name
-    """Return the stream of a group, with the current handler of the group."""
+    """Return the metric stream of a group, bound to the group's current handler."""
     return MetricStream(group, _metrics_map.get(group, _default_metrics_handler))
 
 
@@ -162,8 +164,8 @@ def _get_metric_name(fn: Callable[..., Any]) -> str:
 
 
 def prof(fn: Callable[..., Any] | None = None, group: str = "torchelastic") -> Any:
-    """Decorate a function to record its metrics: ``NAME.success`` or ``NAME.failure`` is 1, and
-    ``NAME.duration.ms`` is the elapsed time.
+    """Decorate a function to record metrics for each call: ``NAME.success`` or ``NAME.failure`` (always 1),
+    and ``NAME.duration.ms``.
 
     Works with and without arguments: ``@prof`` and ``@prof(group="mine")``. The name of a method includes its
     class. The name of a function includes the last part of its module.

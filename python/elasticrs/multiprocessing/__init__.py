@@ -93,7 +93,7 @@ def start_processes(
     filters = (duplicate_stdout_filters, duplicate_stderr_filters)
     context: PContext | None = None
     try:
-        # If a signal arrives inside this block, its exception is raised at the end of the block.
+        # A signal that arrives inside this block raises its exception at the end of the block.
         with interrupts.held():
             if isinstance(entrypoint, str):
                 context = api.SubprocessContext(name, entrypoint, args, envs, *logs, numa_options, *filters)
@@ -102,7 +102,8 @@ def start_processes(
                     name, entrypoint, args, envs, start_method, *logs, numa_options, *filters
                 )
             context.start()
-        # Return inside the `try`, so that a signal that arrives before the return also closes the context.
+        # Return inside the `try`, so that the context is also closed if a signal arrives just before the
+        # return.
         return context
     except BaseException:
         if context is not None:

@@ -1,4 +1,4 @@
-"""Start worker processes and direct their output, with torch's public names.
+"""Start worker processes and redirect their output. The public names are the same as in torch.
 
 Differences from torch: The directory of an attempt is never deleted. Torch deletes the directory of an
 earlier round that had the same restart count. Local ranks may have several digits. Signal handlers are
@@ -70,7 +70,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Import these classes only when they are needed, because their modules import this module.
+    # Import these classes lazily, because their modules import this one.
     return lazy(__name__, name, _HOMES)
 
 
@@ -97,7 +97,7 @@ class Std(IntFlag):
 
     @classmethod
     def from_str(cls, vm: str) -> Std | dict[int, Std]:
-        """Parse ``"3"`` (the value for all ranks) or ``"0:3,1:0"`` (local ranks and their values).
+        """Parse ``"3"`` (a value for all ranks) or ``"0:3,1:0"`` (a value for each local rank).
 
         Raises:
             ValueError: the text has another form.
@@ -112,7 +112,7 @@ class Std(IntFlag):
 
 
 def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[int, Std]:
-    """Return the streams that are chosen for each local rank. Ranks that the mapping leaves out get ``NONE``.
+    """Return the streams for each local rank. Ranks that are missing from the mapping get ``NONE``.
 
     Args:
         val_or_map: streams for all ranks, or streams by local rank.
@@ -125,7 +125,7 @@ def to_map(val_or_map: Std | Mapping[int, Std], local_world_size: int) -> dict[i
 
 @dataclass
 class LogsDest:
-    """Paths of log files by local rank. An empty path means the console."""
+    """Paths of log files, keyed by local rank. An empty path means the console."""
 
     stdouts: dict[int, str] = field(default_factory=dict)
     stderrs: dict[int, str] = field(default_factory=dict)
@@ -160,7 +160,8 @@ class LogsSpecs(ABC):
 
     @abstractmethod
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the log files of an attempt. Called once for each attempt, before its workers are started.
+        """Return the log files of an attempt. This method is called once per attempt, before the workers are
+        started.
 
         Args:
             envs: variables that the agent adds to the environment, by local rank. This method adds
@@ -174,7 +175,7 @@ class LogsSpecs(ABC):
 
 
 class DefaultLogsSpecs(LogsSpecs):
-    """Chooses log files with the default layout.
+    """Default implementation of :class:`LogsSpecs`.
 
     ``<log_dir>/<run_id>_<host>_XXXX/attempt_<n>/<local_rank>/{stdout.log,stderr.log,error.json}``
 
@@ -225,8 +226,8 @@ class DefaultLogsSpecs(LogsSpecs):
         )
 
     def _remove_if_empty(self, attempt: str | None = None) -> None:
-        """If the base directory is temporary and contains no files, remove it. If ``attempt`` is given,
-        remove only the folder of that attempt and its empty parents.
+        """Remove the base directory if it is temporary and contains no files. If ``attempt`` is given, remove
+        only that attempt's folder and its empty parents.
         """
         if self._is_temporary:
             logs.remove_if_empty(attempt or self.root_log_dir, levels=2 if attempt else 0)
@@ -241,8 +242,8 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
             self._run_log_dir = logs.make_private_directory(self.root_log_dir, logs.run_prefix(run_id))
-        # Create the folder again, because an earlier job that used this object may have removed the empty
-        # folder.
+        # Recreate the folder if necessary, because an earlier job that used this object may have removed it
+        # when it was empty.
         logs.make_again(self._run_log_dir, is_temporary=self._is_temporary)
         attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         if os.path.exists(attempt) and env.get("ELASTICRS_ROUND"):
@@ -272,7 +273,7 @@ class DefaultLogsSpecs(LogsSpecs):
 
 @dataclass
 class RunProcsResult:
-    """Result of a group of processes, by local rank."""
+    """Result of a group of processes, keyed by local rank."""
 
     return_values: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, ProcessFailure] = field(default_factory=dict)
@@ -285,8 +286,8 @@ class RunProcsResult:
 
 
 def _terminate_process_handler(signum: int, frame: FrameType | None) -> None:  # noqa: ARG001 -- signal handler's signature
-    """Raise :class:`SignalException`, but not while that could cause an event to be lost. If the program is
-    already cleaning up after an earlier :class:`SignalException`, speed up the clean-up instead.
+    """Raise :class:`SignalException`, but defer it while it could cause an event to be lost. If the program
+    is already cleaning up after an earlier :class:`SignalException`, speed up the clean-up instead.
     """
     if _clean_ups:
         hurry, requests = _clean_ups[-1]
@@ -311,7 +312,7 @@ def _validate_full_rank(d: dict[int, Any], nprocs: int, what: str) -> None:
 def get_std_cm(
     std_rd: str, redirect_fn: Callable[[str], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
-    """Return a context manager that redirects a stream, or that does nothing if no file is given.
+    """Return a context manager that redirects a stream to a file; it does nothing if no file is given.
 
     Args:
         std_rd: path of the file; empty for no redirection.
@@ -330,8 +331,8 @@ _clean_ups: list[tuple[Callable[[], None], StopRequests]] = []
 
 @contextmanager
 def clean_up(hurry: Callable[[], None]) -> Iterator[None]:
-    """Return a context manager for the code that closes a :class:`PContext`. If a :class:`SignalException` is
-    already being handled, a further stop signal calls ``hurry`` instead of raising another exception.
+    """Return a context manager to use while closing a :class:`PContext`. If the program is already handling a
+    :class:`SignalException`, another stop signal calls ``hurry`` instead of raising an exception.
     """
     error = sys.exc_info()[1]
     while error is not None and not isinstance(error, SignalException):
@@ -371,7 +372,7 @@ def _release(caught: list[int]) -> None:
 
 
 class PContext(ABC):
-    """Base class of groups of processes that are started, monitored and stopped together.
+    """Base class for a group of processes that are started, monitored and stopped together.
 
     Args:
         name: name in the prefix of the processes' lines on the console.
@@ -422,13 +423,14 @@ class PContext(ABC):
         self._stdout_tail = TailLog(name, stdouts, sys.stdout, self._prefixes)
         self._stderr_tail = TailLog(name, stderrs, sys.stderr, self._prefixes)
         self._tail_logs = [self._stdout_tail, self._stderr_tail]
-        # User classes that were written for older releases do not have these fields.
+        # User-defined classes that were written for older releases may lack these fields.
         filtered = [getattr(logs_dest, name, "") for name in ("filtered_stdout", "filtered_stderr")]
         self.filtered_stdout = self._copy(stdouts, filtered[0], duplicate_stdout_filters)
         self.filtered_stderr = self._copy(stderrs, filtered[1], duplicate_stderr_filters)
 
     def _copy(self, files: dict[int, str], path: str, needles: list[str] | None) -> TextIO | None:
-        # Do not copy lines if the path of the copy is below the null device. Torch fails in this case.
+        # Do not copy lines if the copy's path is below `/dev/null`, where no file can be created. Torch fails
+        # in this case.
         if not needles or not path or path.startswith(os.devnull + os.sep):
             return None
         copy = open(path, "a", encoding="utf-8", errors="replace", buffering=1)  # noqa: SIM115 -- see `close`
@@ -457,8 +459,8 @@ class PContext(ABC):
 
     @abstractmethod
     def _poll(self) -> RunProcsResult | None:
-        """Return the result if all processes have succeeded or one has failed. Return ``None`` while they
-        run.
+        """Return the result if one process has failed or all have succeeded. Return ``None`` while they are
+        still running.
         """
 
     @abstractmethod

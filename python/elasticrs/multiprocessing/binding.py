@@ -1,4 +1,4 @@
-"""Choose the CPUs that workers are bound to, from the options of the Python API."""
+"""Choose the CPUs to bind workers to, based on the options of the Python API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] | None:
-    """Return the CPUs of each worker by local rank. Return ``None`` if workers are not bound to CPUs.
+    """Return the CPUs for each worker, indexed by local rank. Return ``None`` if workers are not bound to
+    CPUs.
 
     Raises:
         ValueError, OSError: the workers cannot be bound, and the options require that they are.
@@ -21,7 +22,8 @@ def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] 
     from elasticrs.host.numa import cpus_by_local_rank
 
     try:
-        # Use the value of the enum member, because torch's modes are a different enum with the same values.
+        # Pass the value instead of the enum member, because torch's enum is a different class with the same
+        # values.
         return cpus_by_local_rank(options.affinity_mode.value, nproc, os.environ)
     except (ValueError, OSError) as error:
         if not options.should_fall_back_if_binding_fails:

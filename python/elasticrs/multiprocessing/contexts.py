@@ -1,4 +1,4 @@
-"""The two concrete subclasses of :class:`~elasticrs.multiprocessing.api.PContext`, for programs and for
+"""The two concrete subclasses of :class:`~elasticrs.multiprocessing.api.PContext`: one for programs, one for
 functions.
 """
 
@@ -39,8 +39,8 @@ _LOOK = 0.1
 
 
 class _SupervisedContext(PContext):
-    """Base class of the contexts for programs and for functions. It runs a process group under the core's
-    supervisor. ``how`` contains the positional arguments of :class:`PContext`.
+    """Common base class of the contexts for programs and functions. The core's supervisor runs the processes.
+    ``how`` contains the positional arguments of :class:`PContext`.
     """
 
     def __init__(self, *how: Any, numa_options: NumaOptions | None = None) -> None:
@@ -50,8 +50,8 @@ class _SupervisedContext(PContext):
         self._result: RunProcsResult | None = None
 
     def _show_by_core(self) -> None:
-        """Let the core copy the processes' lines to the console, except to ``sys.stdout`` or ``sys.stderr``
-        if the program has replaced it.
+        """Let the core copy the processes' output to the console. Skip ``sys.stdout`` or ``sys.stderr`` if
+        the program has replaced it.
         """
         self._streams: list[LogStream] = []
         replaced = replaced_streams()
@@ -64,7 +64,7 @@ class _SupervisedContext(PContext):
 
     @abstractmethod
     def _return_values(self) -> dict[int, Any]:
-        """Return the return values of the processes, after all of them exited with 0."""
+        """Return the processes' return values. Called after all processes have exited with code 0."""
 
     def _processes(self) -> SupervisedGroup:
         if self._group is None:
@@ -77,8 +77,8 @@ class _SupervisedContext(PContext):
         for line in processes.take_trouble():
             logger.warning("%s", line)
         if self._result is None and processes.end is not None:
-            # Close everything before unpickling the return values, because unpickling may run code of the
-            # user that raises an exception.
+            # Close everything before unpickling the return values, because unpickling runs user code, which
+            # may raise an exception.
             self.close()
             self._result = self._make_result(processes)
         return self._result
@@ -113,7 +113,7 @@ class _SupervisedContext(PContext):
         return failure_of(ended, *files, cause=cause)
 
     def _unknown_end(self) -> str:
-        """Return the cause to report for a process whose exit status is unknown."""
+        """Return the cause of failure to report for a process whose exit status is unknown."""
         return "its exit status is unknown"
 
     def _environment(self, rank: int) -> dict[str, str]:
@@ -126,8 +126,8 @@ class _SupervisedContext(PContext):
         return dict(self._processes().pids)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Stop all processes; see the base class. If a stop signal arrives while a :class:`SignalException`
-        is being handled, it raises no exception and ends the wait before ``timeout`` seconds have passed.
+        """Stop all processes; see the base class. If a :class:`SignalException` is being handled, a further
+        stop signal raises no exception. Instead, it cuts the wait of ``timeout`` seconds short.
         """
         with clean_up(self._hurry):
             super().close(death_sig, timeout)
@@ -207,7 +207,7 @@ class SubprocessContext(_SupervisedContext):
     def _return_values(self) -> dict[int, Any]:
         return dict.fromkeys(range(self.nprocs))
 
-    # --- programs that a user's handlers have started ---
+    # --- programs started by a user's handlers ---
 
     def _poll(self) -> RunProcsResult | None:
         if self._foreign is None:
@@ -343,8 +343,8 @@ def _wrap(
     queue_finished_reading_event: Any,
     numa_options: NumaOptions | None = None,
 ) -> None:
-    """Run a function in the calling process as the worker with this local rank. elasticrs itself does not
-    call this function. It exists for programs that call torch's function of the same name.
+    """Run a function in the calling process, as the worker with this local rank. elasticrs does not use this
+    function; it exists for programs that call torch's function of the same name.
     """
     from elasticrs.multiprocessing.errors import record
     from elasticrs.multiprocessing.redirects import redirect_stderr, redirect_stdout

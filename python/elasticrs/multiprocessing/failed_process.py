@@ -1,4 +1,4 @@
-"""Create a :class:`ProcessFailure` from the exit and the files of a failed process."""
+"""Create a :class:`ProcessFailure` from the exit and the output files of a failed process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAIL_LINES = 50
 def failure_of(
     ended: WorkerExited, stdout: str | None, stderr: str | None, error_file: str, **known: Any
 ) -> ProcessFailure:
-    """Create the :class:`ProcessFailure` of a failed process.
+    """Create a :class:`ProcessFailure` for a failed process.
 
     Args:
         ended: exit of the process.

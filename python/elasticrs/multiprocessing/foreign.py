@@ -1,5 +1,4 @@
-"""Runs programs with a user's replacement for ``api.get_subprocess_handler``. Torch supports such
-replacements as well.
+"""Run programs through a user's replacement for ``api.get_subprocess_handler``, which torch supports too.
 
 The replacement returns handlers. A handler has an attribute ``proc`` like :class:`subprocess.Popen`, and a
 method ``close(death_sig)``. The programs are not children of the core, so they are polled, and each handler
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def replaced_factory() -> Callable[..., Any] | None:
-    """Return the user's replacement for ``get_subprocess_handler``; ``None`` if it was not replaced."""
+    """Return the user's replacement for ``get_subprocess_handler``; ``None`` if there is none."""
     found: Callable[..., Any] = api.get_subprocess_handler
     return None if found is getattr(handlers, "_OWN", None) else found
 
 
 class ForeignPrograms(Record):
-    """The programs of one context. The user's handlers run them.
+    """The programs of one context, which the user's handlers run.
 
     Attributes:
         handlers: handlers by local rank.
@@ -48,8 +47,8 @@ class ForeignPrograms(Record):
     sent: dict[int, int] = fresh(factory=dict)
 
     def start(self, make: Callable[..., Any]) -> None:
-        """Start all programs with ``make``, which has the signature of ``get_subprocess_handler``. If this
-        fails, call :meth:`stop` to stop the programs that are already running.
+        """Start all programs by calling ``make``, which has the signature of ``get_subprocess_handler``. If
+        this method fails, call :meth:`stop` to stop the programs that it has started.
         """
         context = self.context
         for rank in range(context.nprocs):
@@ -73,8 +72,8 @@ class ForeignPrograms(Record):
         return len(self.exits) == len(self.handlers) or any(code for code, _ in self.exits.values())
 
     def stop(self, death_sig: signal.Signals, timeout: float) -> None:
-        """Send a signal to the running programs. After ``timeout`` seconds, send SIGKILL to those still
-        running.
+        """Send a signal to the running programs, wait up to ``timeout`` seconds, and kill the remaining ones
+        with SIGKILL.
         """
         self._send(death_sig)
         deadline = time.monotonic() + timeout

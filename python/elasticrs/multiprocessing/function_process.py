@@ -1,4 +1,4 @@
-"""Prepare a function that runs in its own process, and create the pipe for its return value.
+"""Prepare a function to run in a separate process, and create the pipe for its return value.
 
 Multiprocessing can pickle queues and locks, and pass on their file descriptors, only while it launches a
 process. So this module contains a subclass of multiprocessing's ``Popen`` that prepares everything that the
@@ -46,14 +46,14 @@ class ReturnPipe:
         self.data = bytearray()
 
     def close_writer(self) -> None:
-        """Close this process's copy of the write end, which the function uses. Idempotent."""
+        """Close this process's copy of the write end. The function's process has its own copy. Idempotent."""
         if self.writer != -1:
             os.close(self.writer)
             self.writer = -1
 
     def read(self) -> bool | None:
         """Read a part of the return value. Return true at the end of the data, false if no data is available
-        now, and ``None`` if more data may follow.
+        yet, and ``None`` if there may be more to read.
         """
         try:
             piece = os.read(self.reader, _CHUNK)
@@ -71,7 +71,7 @@ class ReturnPipe:
 
 
 class _Launch(popen_spawn_posix.Popen):
-    """Collects the data that a child process needs, instead of starting the child."""
+    """Variant of ``Popen`` that collects the data a child process needs, but does not start the child."""
 
     _fds: list[int]
 
@@ -106,9 +106,7 @@ class _Launch(popen_spawn_posix.Popen):
 
 
 def _check_program(path: str | None) -> None:
-    """Check that the main program is a file. Each child imports it, up to ``if __name__ == "__main__"``, to
-    find the function.
-    """
+    """Check that the main program is a file, because each child has to import it to find the function."""
     if path is not None and not os.path.exists(path):
         raise RuntimeError(
             f"the program is not a file that another process could import ({os.path.basename(path)}): "
@@ -123,22 +121,22 @@ _BEGIN = (
 
 
 def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
-    """Return the command line of an interpreter that runs a function. The command line is multiprocessing's,
-    but the arguments that differ between workers come last.
+    """Return the command line of an interpreter that runs a function. Unlike multiprocessing's command line,
+    it puts the arguments that differ between workers last.
 
     Args:
         tracker_fd: see :class:`PreparedFunction`.
         pipe_handle: see :class:`PreparedFunction`.
     """
     _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
-    if "-c" in options:  # Without `-c`, this is a frozen program, whose arguments already have this form.
+    if "-c" in options:  # Frozen programs have no `-c`, and their arguments already have this form.
         told = (f"tracker_fd={tracker_fd}", f"pipe_handle={pipe_handle}")
         options[options.index("-c") + 1 :] = [_BEGIN, "--multiprocessing-fork", *told]
     return [os.fsdecode(spawn.get_executable()), *options]
 
 
 class PreparedFunction:
-    """Everything that a child process needs to run a function, ready to be passed to it.
+    """Everything that a child process needs to run a function.
 
     Args:
         function: function that the child calls.
@@ -166,7 +164,7 @@ class PreparedFunction:
             self.pipe_handle, writer = os.pipe()
             self._childs_ends.append(self.pipe_handle)
             self._our_ends.append(writer)
-            # Nothing reads from the pipe yet, so all of the data must fit into it.
+            # Make the pipe large enough for all of the data, because nothing reads from it yet.
             if len(launch.preparation) > _PIPE_CAPACITY:
                 fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, len(launch.preparation))
             with open(writer, "wb", closefd=False) as file:
@@ -189,15 +187,15 @@ class PreparedFunction:
 
 
 def close_all(fds: list[int]) -> None:
-    """Close all file descriptors in the list, and clear the list."""
+    """Close all file descriptors in the list, and empty the list."""
     while fds:
         os.close(fds.pop())
 
 
 class _Deferred(Value):
-    """Placeholder for the process object in the pipe. When the child unpickles the placeholder, it loads the
-    real object from the memory file. This is needed because some objects can only be unpickled inside
-    multiprocessing's own unpickling.
+    """Placeholder for the process object in the preparation data. Unpickling the placeholder loads the real
+    object from the memory file, because some objects can be unpickled only while multiprocessing itself is
+    unpickling.
     """
 
     fd: int
@@ -213,12 +211,12 @@ def _load_process(fd: int) -> BaseProcess:
 
 
 def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], result: int) -> None:
-    """Run a function in a worker process, under :func:`record` as in torch. Write its pickled return value to
-    the file descriptor ``result``.
+    """Run a function in a worker process, wrapped in :func:`record` as in torch. Write the pickled return
+    value to the file descriptor ``result``.
     """
     try:
         value = record(function)(*arguments)
-        # Record pickling errors too, because a value that cannot be pickled is a failure of the worker, and
+        # Record pickling errors too. A return value that cannot be pickled is a failure of the worker, but
         # multiprocessing would only print the error.
         record(_send)(value, result)
     except Exception as error:

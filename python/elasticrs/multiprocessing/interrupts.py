@@ -1,4 +1,4 @@
-"""Signal handlers that act immediately, except during critical operations.
+"""Run the actions of signal handlers immediately, except during critical operations.
 
 If a handler raised an exception while an event is being handled, the event would be lost. So while the main
 thread waits for events (:func:`waiting`), the actions of handlers are deferred until the event has been
@@ -35,8 +35,8 @@ _kept: list[Callable[[], object]] = []
 
 
 def _begin_anew() -> None:
-    # Create new lists. Do not clear the old lists, because the child may still be inside `with` blocks that
-    # will remove their own entries from the old lists.
+    # Create new lists instead of clearing the old ones, because the child may still be inside `with` blocks
+    # that will remove their entries from the old lists.
     global _waits, _holds, _kept
     _waits, _holds, _kept = [], [], []
 
@@ -45,8 +45,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call a function that may raise an exception. Defer the call while an exception could cause an event to
-    be lost. Signal handlers use this function.
+    """Call a function that may raise an exception, or defer the call while an exception could cause an event
+    to be lost. Signal handlers use this function.
     """
     _kept.append(call)
     if _waits:
@@ -56,7 +56,7 @@ def when_safe(call: Callable[[], object]) -> None:
 
 
 def raise_when_safe(error: BaseException) -> None:
-    """Raise an exception from a signal handler, but not while that could cause an event to be lost."""
+    """Raise an exception from a signal handler, but defer it while it could cause an event to be lost."""
 
     def raise_it() -> None:
         raise error
@@ -65,7 +65,7 @@ def raise_when_safe(error: BaseException) -> None:
 
 
 def call_kept() -> None:
-    """Call the deferred functions. Raise the first exception and drop later ones."""
+    """Call the deferred functions. Afterwards, raise the first exception; later ones are dropped."""
     if not _kept or threading.current_thread() is not threading.main_thread():
         return
     raised: BaseException | None = None
@@ -80,20 +80,18 @@ def call_kept() -> None:
 
 @contextmanager
 def waiting(end: Callable[[], None]) -> Iterator[None]:
-    """Return a context manager for a block that waits for an event and records it. Actions of signal handlers
-    are deferred to the end of the block. A signal handler calls ``end`` to interrupt the wait.
+    """Return a context manager for a block that waits for an event and records it. Signal handlers call
+    ``end`` to interrupt the wait. Their actions are deferred to the end of the block.
     """
     with _block(_waits, end, is_wait=True):
         if _kept and threading.current_thread() is threading.main_thread():
-            # A signal handler ran before this wait started, so interrupt the wait now.
+            # A signal arrived before this wait started, so end the wait immediately.
             end()
         yield
 
 
 def held() -> AbstractContextManager[None]:
-    """Defer the actions of signal handlers until the block ends, or until this thread waits for events inside
-    the block.
-    """
+    """Defer signal handlers' actions until the block ends, or until it waits for events."""
     return _block(_holds, True, is_wait=False)
 
 
@@ -112,8 +110,8 @@ def _block(blocks: list[_T], block: _T, *, is_wait: bool) -> Iterator[None]:
 
 
 class CaughtSignals:
-    """Signal handlers that several contexts share. The previous handler is restored when the last context
-    releases the signal, and in forked children. Use this only in the main thread.
+    """Signal handlers shared by several contexts. The previous handler is restored when the last context
+    releases the signal, and also in forked children. For use in the main thread only.
     """
 
     def __init__(self) -> None:
@@ -137,12 +135,12 @@ class CaughtSignals:
         self._ours[signum] = handler
 
     def release(self, signums: Iterable[int]) -> None:
-        """Undo :meth:`catch` for these signals. Keep a handler that other code has installed after
-        :meth:`catch`.
+        """Undo :meth:`catch` for these signals. If other code has installed a handler since then, keep that
+        handler.
         """
         for signum in signums:
             if signum not in self._users:
-                # This process is a forked child that has already restored the previous handler of the signal.
+                # This process is a forked child in which the previous handler has already been restored.
                 continue
             self._users[signum] -= 1
             if self._users[signum] == 0:

@@ -1,4 +1,5 @@
-"""The keeper: the parent process of functions that are started with ``fork`` or ``forkserver``.
+"""The keeper: the process that forks function workers for the start methods ``fork`` and ``forkserver``, and
+is their parent.
 
 ::
 
@@ -74,7 +75,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class WorkerPlan(Value):
-    """Everything that the keeper needs to start one worker.
+    """Everything that the keeper needs to know to start one worker.
 
     Args:
         run: calls the function and returns the exit code.
@@ -94,8 +95,8 @@ class WorkerPlan(Value):
 
 
 def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) -> None:
-    """Fork the workers and serve the program's requests until the workers may be killed. This is the main
-    function of the keeper process, which exits afterwards.
+    """Fork the workers, and serve the program's requests until the workers are no longer needed. This is the
+    main function of the keeper process.
 
     Args:
         workers: workers by local rank.
@@ -134,7 +135,7 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
         try:
             os.write(control, struct.pack(f"{len(pids)}i", *(pids if are_ready else [0] * len(pids))))
         except BrokenPipeError:
-            return  # The program has closed the socket or died. The workers are killed below.
+            return  # The program closed the socket or died. The `finally` block kills the workers.
         linger = _serve(
             dict(zip(pids, (worker.status for worker in workers), strict=True)), control, parent_pidfd
         )
@@ -146,8 +147,8 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
 
 
 def lead_session() -> None:
-    """Create a new session, so that signals from the terminal do not reach the workers. The program decides
-    when the workers stop.
+    """Create a new session, so that signals from the terminal do not reach the workers. Only the program
+    decides when to stop them.
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -185,17 +186,15 @@ def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], g
 
 
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
-    """Report the exit statuses of the workers until the program sends a message, and return the value in that
-    message.
-    """
+    """Report the workers' exit statuses until the program sends a message. Return its value."""
     poll = select.poll()
     running = {os.pidfd_open(pid): pid for pid in statuses}
     for fd in (control, parent_pidfd, *running):
         poll.register(fd, select.POLLIN)
     ended: set[int] = set()
     while True:
-        # If a debugger traces a worker that has exited, poll for its exit status. The debugger receives the
-        # status first, and there is no event when the debugger releases the worker.
+        # A debugger that traces an exited worker receives its exit status first. Poll in this case, because
+        # no event announces that the debugger has released the worker.
         ready = {fd for fd, _ in poll.poll(1000 * _LOOK_AT_TRACED if ended else None)}
         for fd in ready & running.keys():
             ended.add(running.pop(fd))
@@ -208,15 +207,15 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
                 os.write(statuses[pid], struct.pack("i", status))
         if control in ready:
             said = os.read(control, WORD.size)
-            # The read returned less than a message, because the program has closed the socket or died.
+            # A short read means that the program has closed the socket or died.
             return float(WORD.unpack(said)[0]) if len(said) == WORD.size else AT_ONCE
         if parent_pidfd in ready:
             return AT_ONCE
 
 
 def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
-    """Let leftover processes continue for ``linger`` seconds, and then send SIGTERM to them. Return early if
-    the program sends a message.
+    """Let leftover processes run for ``linger`` more seconds, and then send them SIGTERM. Return early if the
+    program sends a message.
     """
     if not _outlasted(linger, control, parent_pidfd):
         return
@@ -234,8 +233,8 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
         left = deadline - time.monotonic()
         if left <= 0:
             return True
-        # Wait for one child at a time, because all children have to exit. Read the list of children again
-        # after each wait, because the children of an exited child become children of this process.
+        # Wait for one child at a time, because all of them have to exit. Read the list of children again
+        # after each wait, because this process inherits the children of an exited child.
         pidfds = [os.pidfd_open(pid) for pid in _core.children()[:1]]
         try:
             poll = select.poll()
@@ -251,8 +250,8 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
 
 
 def _tell_names(pids: Sequence[int], control: int) -> None:
-    """Send the names of the killed processes to the program: one line with pid and name for each of the first
-    few processes, and then a line with the number of further processes.
+    """Send the names of the killed processes to the program. The first few processes get one line each, with
+    pid and name. The last line contains the number of the others.
     """
     lines = [f"{pid} {_name_of(pid)}\n" for pid in pids[:_NAMED]]
     lines.append(f"{len(pids) - len(lines)}\n")
@@ -263,13 +262,15 @@ def _tell_names(pids: Sequence[int], control: int) -> None:
 
 
 def _name_of(pid: int) -> str:
-    """Return the name of a process. Replace characters that would break the line with spaces."""
+    """Return the name of a process. Replace unprintable characters with spaces, because they could break the
+    line.
+    """
     return "".join(character if character.isprintable() else " " for character in _core.name_of(pid))
 
 
 def _end_all() -> None:
-    """Kill all descendants of the keeper. Kill clean-up processes such as the resource tracker last. Repeat
-    until this process has no children, because orphaned descendants become its children.
+    """Kill all descendants of the keeper, and clean-up processes such as the resource tracker last. Repeat
+    until there are no children left, because orphaned descendants become children of the keeper.
     """
     give_up = time.monotonic() + _GIVE_UP
     alone_since = None
@@ -306,13 +307,13 @@ def _kill(pid: int, signum: signal.Signals) -> None:
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
-        # Never reached, because the child exists until this process reaps it, and signals to a zombie
+        # This cannot happen, because the child is not reaped before this call, and signals to a zombie
         # succeed.
         return
 
 
 def _read_all(fd: int, count: int) -> bool:
-    """Read ``count`` bytes, or up to the end of the pipe. Return true if all bytes were received."""
+    """Read ``count`` bytes, or until the end of the pipe. Return true if all bytes were received."""
     while count > 0:
         piece = os.read(fd, count)
         if not piece:
@@ -332,7 +333,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 class RunPrepared(Value):
-    """Loads and runs a function that was prepared in the same way as for multiprocessing's ``spawn``.
+    """Callable that loads and runs a function. The function was prepared in the same way as for
+    multiprocessing's ``spawn``.
 
     Args:
         environment: complete environment of the worker.
@@ -345,7 +347,7 @@ class RunPrepared(Value):
     pipe_handle: int
 
     def __call__(self) -> int:
-        """Run the function, and return the exit code."""
+        """Run the function and return its exit code."""
         os.environ.clear()
         os.environ.update(self.environment)
         tracker: Any = resource_tracker._resource_tracker
@@ -355,23 +357,23 @@ class RunPrepared(Value):
 
 
 def main(plan_fd: int) -> None:
-    """Main function of a fork server, which imports modules and then becomes the keeper.
+    """Import modules, and then become the keeper. This is the main function of a fork server.
 
     Args:
         plan_fd: descriptor of a file with pickled data: the modules to import, the path of the main module,
             the program's arguments, and the arguments of :func:`keep`.
     """
-    # Create the session before any user code runs. If the program stops waiting for the imports, it
-    # kills the process group of this session.
+    # Create the session before any user code runs. If the program gives up on the imports, it kills this
+    # session's process group.
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)
-    # Have the kernel send the keeper a signal when the program dies. The signal kills the keeper during the
-    # imports, which may take forever. Later it is ignored, because the keeper must kill its workers first.
+    # Have the kernel send a signal when the program dies. It kills the keeper during the imports, which may
+    # take forever. Afterwards the keeper ignores it, because it has to kill its workers before it exits.
     _prctl(_PR_SET_PDEATHSIG, IMPORT_NO_MORE)
     if os.getppid() != arguments[-1]:
         return
-    # Set `sys.argv` as in the workers, because this process imports the main module as the workers do.
+    # Set `sys.argv` as in the workers, because this process imports the main module in the same way.
     sys.argv[:] = argv
     current: Any = multiprocessing_process.current_process()
     for name in preload:

@@ -1,4 +1,4 @@
-"""Detect that the main module launches workers without an ``if __name__ == "__main__":`` guard."""
+"""Detect a main module that launches workers without an ``if __name__ == "__main__":`` guard."""
 
 import sys
 
@@ -18,8 +18,8 @@ def refuse_while_main_is_imported() -> None:
     Raises:
         SystemExit: this process is such a worker. The exception contains the message, and the exit code is 1.
     """
-    # Look up `multiprocessing.process` instead of importing it, because the launch path imports as little as
-    # possible. A worker that is importing the main module has always loaded this module.
+    # Do not import `multiprocessing.process`, because the launch path imports as little as possible. In a
+    # worker that is importing the main module, it is always loaded already.
     process = sys.modules.get("multiprocessing.process")
     if process is not None and getattr(process.current_process(), "_inheriting", False):
         sys.exit(MESSAGE)

@@ -27,9 +27,8 @@ _KINDS: dict[int | None, type[NotStartedError]] = {
 
 
 def not_started(text: str, number: int | None) -> NotStartedError:
-    """Return a ``RuntimeError`` for the caller to raise. As in torch, the exception is also a
-    ``FileNotFoundError`` or ``PermissionError`` if the error number ``number`` means that the program is
-    missing or not executable.
+    """Return a ``RuntimeError`` for the caller to raise. As in torch, it is also a ``FileNotFoundError`` if
+    the program is missing, or a ``PermissionError`` if it is not executable.
     """
     error = _KINDS.get(number, NotStartedError)(text)
     if isinstance(error, OSError):

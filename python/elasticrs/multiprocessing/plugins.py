@@ -1,5 +1,4 @@
-"""Support for ``--logs-specs NAME``. This option selects a user's class, which chooses the workers' log
-files.
+"""Support for ``--logs-specs NAME``, which selects a user-defined class that chooses the workers' log files.
 
 Packages register such classes in the entry point groups ``elasticrs.logs_specs`` and ``torchrun.logs_specs``.
 The first group takes precedence. The name ``default`` stands for :class:`DefaultLogsSpecs`.
@@ -27,7 +26,7 @@ _TORCHS = "torch.distributed.elastic.multiprocessing.api"
 
 
 def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
-    """Create an object of the chosen ``LogsSpecs`` class with torch's arguments.
+    """Create an instance of the chosen ``LogsSpecs`` class, with the same arguments as in torch.
 
     Raises:
         UsageError: the name is unknown, or the class cannot be loaded or instantiated.
@@ -48,7 +47,7 @@ def make_logs_specs(settings: LogSettings, nproc: int) -> LogsSpecs:
 
 
 def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """Return a function that the agent calls before each attempt to get the log files from ``specs``."""
+    """Return the function that the agent calls before each attempt to get its log files from ``specs``."""
 
     def paths_of_attempt(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         destination: Any = specs.reify(variables)
@@ -58,10 +57,10 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
             destination.tee_stdouts,
             destination.tee_stderrs,
             {rank: _regular(own.get("TORCHELASTIC_ERROR_FILE", "")) for rank, own in variables.items()},
-            # User classes that were written for older releases do not have these fields.
+            # User-defined classes that were written for older releases may lack these fields.
             getattr(destination, "filtered_stdout", ""),
             getattr(destination, "filtered_stderr", ""),
-            # Other classes may not create a new directory for each attempt.
+            # Other classes might reuse a directory for several attempts.
             are_new=getattr(specs.reify, "__func__", None) is DefaultLogsSpecs.reify,
         )
 
@@ -69,14 +68,14 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
 
 
 def _regular(error_file: str) -> str:
-    # Ignore the path of a device, because the agent can neither read an error file from a device nor create
-    # files beside it.
+    # Ignore the path of a device, because the agent cannot read an error file from it or create files beside
+    # it.
     return error_file if error_file and may_be_replaced(error_file) else ""
 
 
 def specs_class(name: str) -> Any:
-    """Return the ``LogsSpecs`` class that is registered under this name, or elasticrs's own class for
-    ``default``.
+    """Return the ``LogsSpecs`` class registered under this name. The name ``default`` means elasticrs's own
+    class.
 
     Raises:
         UsageError: no class with this name is installed, or it cannot be loaded.
@@ -88,8 +87,8 @@ def specs_class(name: str) -> Any:
     for group in GROUPS:
         entries = known.select(group=group)
         names |= entries.names
-        # Do not load `default` from an entry point, because it would be torch's class, which torch registers
-        # under this name.
+        # Do not look up `default` among the entry points, because torch registers its own class under this
+        # name.
         if name in entries.names and name != "default":
             try:
                 return entries[name].load()
@@ -103,9 +102,7 @@ def specs_class(name: str) -> Any:
 
 
 def _std_of(chosen: Any) -> Any:
-    """Return the ``Std`` enum that a class expects. Subclasses of torch's class expect members of torch's
-    enum.
-    """
+    """Return the ``Std`` enum that a class expects. Subclasses of torch's class expect torch's enum."""
     torchs: Any = sys.modules.get(_TORCHS)
     if torchs is not None and isinstance(chosen, type) and issubclass(chosen, torchs.LogsSpecs):
         return torchs.Std

@@ -1,5 +1,5 @@
-"""Redirect this process's standard output and standard error to files at the level of file descriptors, under
-torch's names.
+"""Redirect this process's standard output and standard error to files, at the file descriptor level. The
+names are the same as in torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ libc = get_libc()
 
 @contextmanager
 def redirect(std: str, to_file: str) -> Iterator[None]:
-    """Return a context manager that redirects a stream to a file, including output of C code and child
-    processes.
+    """Return a context manager that redirects a stream to a file. This includes the output of C code and
+    child processes.
 
     Args:
         std: ``"stdout"`` or ``"stderr"``.
@@ -61,8 +61,8 @@ redirect_stderr = partial(redirect, "stderr")
 
 
 def descriptors(std: str) -> set[int]:
-    """Return the file descriptor of a stream. If Python's stream does not use the descriptor that C code and
-    child processes use, return both descriptors.
+    """Return the file descriptors of a stream: the one that C code and child processes use and, if different,
+    the one that Python's stream uses.
     """
     usual = _DESCRIPTORS[std]
     try:

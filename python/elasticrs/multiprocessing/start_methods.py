@@ -1,4 +1,4 @@
-"""Start functions in their own processes, with the start methods ``spawn``, ``fork`` and ``forkserver``.
+"""Run functions in separate processes, with the start methods ``spawn``, ``fork`` and ``forkserver``.
 
 :class:`MultiprocessContext` and the workers of the agent use the same code.
 """
@@ -48,7 +48,7 @@ its processes.
 
 
 class Functions(Value):
-    """Functions that are started together. All mappings and sequences are indexed by local rank.
+    """Functions to start together. All mappings and sequences are indexed by local rank.
 
     Args:
         name: prefix of the names of the processes.
@@ -73,19 +73,20 @@ class Functions(Value):
     warm: bool = False
 
     def cpus_of(self, rank: int) -> Sequence[int] | None:
-        """Return the CPUs that the process with this local rank may use; ``None`` for all."""
+        """Return the CPUs that the process with this local rank may use; ``None`` if it may use all."""
         return None if self.cpus is None else self.cpus[rank]
 
 
 class Watcher(Protocol):
-    """Interface of objects that watch file descriptors: a supervisor, or a group with a supervisor."""
+    """Interface of objects that report when a file descriptor becomes readable, such as a supervisor."""
 
     def watch_fd(self, fd: int) -> None: ...
     def unwatch_fd(self, fd: int) -> None: ...
 
 
 class FunctionStart(ABC):
-    """Starts a set of functions once, and reads their return values.
+    """Base class of the start methods. An object starts a set of functions once, and reads their return
+    values.
 
     Attributes:
         watcher: watches the pipes of the return values; ``None`` before the functions run and after they end.
@@ -107,12 +108,12 @@ class FunctionStart(ABC):
 
     @property
     def values(self) -> dict[int, bytearray]:
-        """Pickled return values by local rank. The bytes are empty if the function has not returned."""
+        """Pickled return values, keyed by local rank. A value is empty if its function has not returned."""
         return {rank: pipe.data for rank, pipe in self._pipes.items()}
 
     def start(self, streams: Sequence[LogStream]) -> SupervisedGroup:
-        """Start all functions in a new group, or none of them. The group copies ``streams`` to the
-        console.
+        """Start all functions in a new group. If one cannot be started, none runs. The group copies
+        ``streams`` to the console.
         """
         try:
             specs = self.prepare()
@@ -131,15 +132,15 @@ class FunctionStart(ABC):
 
     @abstractmethod
     def prepare(self) -> list[ProcessSpec]:
-        """Prepare the start. Return the processes that the core must start."""
+        """Make all preparations, and return the processes that the core has to start."""
 
     def _wait_for_pids(self) -> dict[int, int]:
-        """Return the pids of the processes that the core does not start, by local rank."""
+        """Return the pids of the processes that the core does not start, keyed by local rank."""
         return {}
 
     def watch(self, watcher: Watcher) -> None:
         """Close this process's copies of the children's pipe ends, and watch for return values. Call this
-        when all functions have started. ``watcher`` must call :meth:`fd_ready` when return values arrive.
+        after all functions have started. ``watcher`` has to call :meth:`fd_ready` when return values arrive.
         """
         for prepared in self._prepared:
             prepared.close_childs_ends()
@@ -149,7 +150,7 @@ class FunctionStart(ABC):
             watcher.watch_fd(pipe.reader)
 
     def fd_ready(self, fd: int) -> None:
-        """Read a part of a return value, if the file descriptor belongs to one of the pipes."""
+        """Read a part of a return value if ``fd`` belongs to one of the pipes."""
         for pipe in self._pipes.values():
             if pipe.reader == fd and pipe.read():
                 self._close(pipe)
@@ -190,7 +191,9 @@ class FunctionStart(ABC):
 
 
 class Spawn(FunctionStart):
-    """Starts a new interpreter for each function. The core starts it like any other program."""
+    """Start method that runs each function in a new interpreter. The core starts the interpreter like any
+    other program.
+    """
 
     def prepare(self) -> list[ProcessSpec]:
         self._open_pipes()
@@ -204,7 +207,8 @@ class Spawn(FunctionStart):
 
 
 class Kept(FunctionStart):
-    """Starts functions whose parent is a :mod:`keeper <elasticrs.multiprocessing.keeper>`.
+    """Start method in which a :mod:`keeper <elasticrs.multiprocessing.keeper>` is the parent of the
+    functions' processes.
 
     Attributes:
         keeper_pidfd: pidfd of the keeper, which is readable when the keeper and all its processes have
@@ -238,8 +242,8 @@ class Kept(FunctionStart):
         """
 
     def prepare(self) -> list[ProcessSpec]:
-        """Start the keeper, which starts all functions; see the base class. The functions wait until the core
-        monitors them. The core itself starts no process.
+        """Start the keeper, which starts all functions; see the base class. The functions do not run until
+        the core monitors them. The core itself does not start any process.
         """
         ends: list[int] = []
         try:
@@ -253,8 +257,8 @@ class Kept(FunctionStart):
                 reader, writer = self._pipe(ends, reads=False)
                 statuses.append(writer)
                 self.statuses.append(reader)
-            # Fork before the group starts threads, so that the keeper does not inherit locks that those
-            # threads hold.
+            # Fork before the group starts threads, because the keeper would otherwise inherit the locks that
+            # they hold.
             self._keeper = self._start_keeper(statuses, ends[0], gate_reader)
             self.keeper_pidfd = os.pidfd_open(self._keeper)
         finally:
@@ -263,11 +267,11 @@ class Kept(FunctionStart):
 
     @property
     def control(self) -> int:
-        """File descriptor that is readable when :meth:`take_pids` can make progress."""
+        """File descriptor that becomes readable when :meth:`take_pids` has data to read."""
         return self._socket().fileno()
 
     def take_pids(self) -> dict[int, int] | None:
-        """Return the pids by local rank, or ``None`` if the keeper has not sent them yet. Never blocks.
+        """Return the pids, keyed by local rank; ``None`` if the keeper has not sent them yet. Never blocks.
 
         Raises:
             RuntimeError: the processes could not be started.
@@ -292,12 +296,12 @@ class Kept(FunctionStart):
         return dict(enumerate(pids))
 
     def watch(self, watcher: Watcher) -> None:
-        """Let the functions run, because all of them are now supervised; see the base class."""
+        """Let the functions run, because the core now monitors all of them; see the base class."""
         super().watch(watcher)
         os.write(self._gate, keeper.GO * len(self._pipes))
 
     def _pipe(self, ends: list[int], *, reads: bool = True) -> tuple[int, int]:
-        """Create a pipe. Add one of its ends to ``ends``, for the keeper."""
+        """Create a pipe, and add the keeper's end to ``ends``."""
         reader, writer = os.pipe()
         ends.append(reader if reads else writer)
         return reader, writer
@@ -320,37 +324,37 @@ class Kept(FunctionStart):
         return self._control
 
     def close(self) -> None:
-        """Let the keeper kill all processes, and then close all resources; see the base class."""
+        """Have the keeper kill all processes, and close all resources; see the base class."""
         ended = None if self._group is None else self._group.end
         has_succeeded = ended is not None and ended.outcome == "succeeded"
         self.begin_end(keeper.LINGER if has_succeeded else keeper.AT_ONCE)
         self.finish()
 
     def begin_end(self, linger: float) -> None:
-        """Make the keeper stop all processes. :attr:`keeper_pidfd` becomes readable when they have exited. A
-        later call overrides an earlier one.
+        """Tell the keeper to stop all processes. :attr:`keeper_pidfd` becomes readable when they have exited.
+        A later call overrides an earlier one.
 
         Args:
             linger: seconds for which processes may continue; see :data:`keeper.WORD`.
         """
         if self._control is not None:
-            # Ignore a broken connection, because it means that the keeper was killed together with its
-            # workers.
+            # Ignore a broken connection, because it means that the keeper has exited and its workers with it.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
-            # Interrupt the keeper's imports, because they may take a long time. Do not send SIGKILL, because
-            # the keeper may already have workers, which it must kill and reap first.
+            # Interrupt the keeper's imports, because they may take a long time. Do not use SIGKILL, because
+            # the keeper may already have workers, which it has to kill and reap first.
             with suppress(ProcessLookupError):
                 if self.keeper_pidfd != -1:
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
-                # Also kill the processes that the imports have started. Their process group may not exist
-                # yet, because the keeper creates it.
+                # Also kill the processes that the imports have started. Ignore a missing process group,
+                # because the keeper may not have created it yet.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
         if self.keeper_pidfd != -1:
-            # Continue the keeper, because a stopped process neither reads messages nor exits.
+            # Resume the keeper in case it was stopped (SIGSTOP), because a stopped process can neither read
+            # messages nor exit.
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.keeper_pidfd, signal.SIGCONT)
 
@@ -362,7 +366,7 @@ class Kept(FunctionStart):
         """
         if self._keeper is not None:
             if self.keeper_pidfd == -1 or _has_ended(self.keeper_pidfd, patience):
-                # The keeper may already have been reaped, if the program itself waits for all its children.
+                # The keeper may already have been reaped, because the program itself may wait for any child.
                 with suppress(ChildProcessError):
                     os.waitpid(self._keeper, 0)
             else:
@@ -406,13 +410,13 @@ def _has_ended(pidfd: int, patience: float) -> bool:
 
 
 class Fork(Kept):
-    """Starts functions in copies of this process. Any arguments can be passed, because only return values are
-    pickled.
+    """Start method that runs functions in forks of this process. Arguments can be of any type, because only
+    return values are pickled.
     """
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
-        # Keep the pipe open until the program exits, because `multiprocessing.parent_process()` in the
-        # workers detects the exit from the closed pipe.
+        # Keep the pipe open until the program exits. Workers detect the exit by the closed pipe, through
+        # `multiprocessing.parent_process()`.
         sentinel, writer = os.pipe()
         self._ours.append(writer)
         try:
@@ -460,8 +464,8 @@ class Fork(Kept):
 
 
 class ForkServer(Kept):
-    """Starts functions in copies of a new interpreter that has imported the modules that multiprocessing
-    preloads.
+    """Start method that runs functions in forks of a new interpreter. This interpreter has already imported
+    the modules that multiprocessing preloads.
     """
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:
@@ -500,8 +504,8 @@ class ForkServer(Kept):
 
 
 class _RunForked(Value):
-    """Runs ``process``, a multiprocessing object, in a fork of this process, with ``env`` added to the
-    environment. The pipe ``sentinel`` is closed when the fork exits.
+    """Callable that runs a multiprocessing process object in a fork of this process, with ``env`` added to
+    the environment. ``sentinel`` is closed when the fork exits.
     """
 
     process: BaseProcess
@@ -520,8 +524,8 @@ class _RunForked(Value):
 
 
 def _fork() -> int:
-    # Suppress the warning of Python 3.12 about threads, because rules KEEP-1 and KEEP-2 make the fork safe
-    # even if the program has threads.
+    # Suppress Python 3.12's warning about forking with threads, because rules KEEP-1 and KEEP-2 make this
+    # fork safe.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

@@ -1,4 +1,4 @@
-"""Process group with its own supervisor, used by every ``PContext``.
+"""Process group with a separate supervisor. Every ``PContext`` uses one.
 
 The core starts, monitors and stops the processes, and this module handles the core's events. Several threads
 may use a group at the same time: one of them waits for events, and the others wait for that thread.
@@ -35,7 +35,7 @@ _END_SLACK = 45.0
 
 
 class SupervisedGroup:
-    """Starts processes, and records their exits.
+    """Group of processes that this class starts, and whose exits it records.
 
     Args:
         grace: seconds between SIGTERM and SIGKILL for the other processes after a failure.
@@ -78,15 +78,16 @@ class SupervisedGroup:
         self._supervisor.watch_fd(self._bell)
 
     def __del__(self) -> None:
-        # The group was never closed, so the core kills its remaining processes.
+        # Close the eventfd if the group was never closed. The core kills the remaining processes when the
+        # supervisor object is deleted.
         if getattr(self, "_supervisor", None) is not None:
             os.close(self._bell)
 
     # --- starting ---
 
     def start(self, specs: Sequence[_core.ProcessSpec], streams: Sequence[_core.LogStream] = ()) -> None:
-        """Start all processes, or none of them. Return when all are running. The core copies ``streams`` to
-        the console.
+        """Start all processes, and return once all are running. If one cannot be started, none is left
+        running. The core copies ``streams`` to the console.
 
         Raises:
             OSError: a program or a file cannot be accessed.
@@ -103,8 +104,8 @@ class SupervisedGroup:
             raise not_started(text, self._failure.errno)
 
     def adopt(self, pids: Mapping[int, int], statuses: Sequence[int]) -> None:
-        """Adopt processes that another process has started. The processes may start to run only after this
-        call. Call this method after :meth:`start`.
+        """Adopt processes that another process has started. Call this after :meth:`start`, and before the
+        processes are allowed to run their functions.
 
         Args:
             pids: pids by local rank.
@@ -122,7 +123,7 @@ class SupervisedGroup:
         self.pids.update(pids)
 
     def watch_fd(self, fd: int) -> None:
-        """Call :attr:`on_fd` while ``fd`` is readable, until :meth:`unwatch_fd`."""
+        """Call :attr:`on_fd` whenever ``fd`` is readable, until :meth:`unwatch_fd` is called."""
         self._running().watch_fd(fd)
 
     def unwatch_fd(self, fd: int) -> None:
@@ -138,7 +139,7 @@ class SupervisedGroup:
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until a condition on the recorded state is met. ``timeout`` is in seconds; ``None`` means no
-        limit. Return true if the condition is met.
+        limit. Return true if the condition was met in time.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while not is_met():
@@ -151,15 +152,15 @@ class SupervisedGroup:
         return True
 
     def _advance(self, timeout: float | None) -> bool:
-        """Handle one event, or wait until another thread has handled an event. Return false if there was no
-        event.
+        """Handle one event, or wait while another thread handles one. Return false if no event arrives within
+        ``timeout`` seconds.
         """
         me = threading.get_ident()
         with self._turn:
             if self._waiter not in {None, me}:
                 return self._turn.wait(timeout)
-            # Save the previous waiter, because a signal handler may call this method while this thread is
-            # already in this method.
+            # Save the previous waiter, because a signal handler may call this method while the same thread is
+            # already executing it.
             outer, self._waiter = self._waiter, me
         try:
             supervisor = self._supervisor
@@ -198,20 +199,22 @@ class SupervisedGroup:
             self._trouble.append(event.message)
 
     def take_trouble(self) -> list[str]:
-        """Return the lines for the user that were added since the last call."""
+        """Return the messages for the user that were added since the last call."""
         taken, self._trouble = self._trouble, []
         return taken
 
     # --- stopping ---
 
     def signal(self, signum: int, local_rank: int) -> None:
-        """Send a signal to a process or its process group. Do nothing if the whole group has ended."""
+        """Send a signal to a process or its process group. Do nothing if all processes of the group have
+        exited.
+        """
         if self._supervisor is not None and self.end is None:
             self._supervisor.signal(signum, [local_rank])
 
     def stop(self, death_sig: int, timeout: float) -> None:
-        """Send a signal to all processes. After ``timeout`` seconds, send SIGKILL to the remaining processes.
-        Return when all processes have exited.
+        """Send a signal to all processes, and SIGKILL to those that are still running after ``timeout``
+        seconds. Return when all processes have exited.
         """
         if self._supervisor is None or self.end is not None or self._failure is not None:
             return
@@ -220,7 +223,7 @@ class SupervisedGroup:
             self.wait_until(lambda: self.end is not None, max(0.0, timeout) + _END_SLACK)
 
     def hurry(self) -> None:
-        """Immediately kill all processes that :meth:`stop` is waiting for."""
+        """Kill all remaining processes immediately, so that :meth:`stop` can return."""
         if self._supervisor is not None:
             end_at_once(self._supervisor)
 
@@ -245,7 +248,7 @@ class SupervisedGroup:
 
 
 class SupervisedProcess:
-    """A process of a group, with the same interface as :class:`subprocess.Popen`.
+    """A process of a group. It has the same interface as :class:`subprocess.Popen`.
 
     Args:
         group: group of the process.
@@ -266,13 +269,14 @@ class SupervisedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, or the negative number of a signal; ``None`` while the process is not known to have
-        exited.
+        """Exit code, or the negative number of the signal that killed the process; ``None`` until its exit is
+        noticed.
         """
         ended = self._group.exits.get(self._local_rank)
         if ended is None:
             return None
-        # Return a failure code if the exit status is unknown, because `Popen` has no value for that.
+        # If the exit status is unknown, return a failure code, because `Popen` cannot represent an unknown
+        # status.
         return 255 if ended.exitcode is None else ended.exitcode
 
     def poll(self) -> int | None:
@@ -308,6 +312,7 @@ class SupervisedProcess:
         self.send_signal(9)
 
     def _let_go(self) -> None:
-        # Close the group if its leftover processes have already exited. This method does not wait for them.
+        # Close the group only if its leftover processes have already exited, because this method must not
+        # wait for them.
         if self._is_alone and self._group.end is not None:
             self._group.close()

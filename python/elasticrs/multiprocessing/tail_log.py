@@ -1,5 +1,5 @@
-"""Copy growing files line by line, with a prefix, to any object that has a ``write`` method. The names are
-the same as in torch.
+"""Copy growing files line by line, with a prefix, to any object with a ``write`` method. The names are the
+same as in torch.
 
 The output of an agent's workers is printed by the core, not by this module. This module is for programs that
 use :class:`TailLog` themselves, and for a ``sys.stdout`` without a file descriptor (in a notebook).
@@ -31,7 +31,7 @@ _LONGEST_LINE = 1 << 20
 
 
 class _File(Record):
-    """A file that is being followed. It may not exist yet."""
+    """A growing file whose lines are copied. It may not exist yet."""
 
     header: str
     path: str
@@ -88,7 +88,7 @@ def tail_logfile(
     interval_sec: float,
     log_line_filter: Callable[[str], bool] | None = None,
 ) -> None:
-    """Copy the lines of a file until its producer has finished.
+    """Copy the lines of a file until the process that writes it has finished.
 
     Args:
         header: prefix of every line.
@@ -106,8 +106,8 @@ def tail_logfile(
     try:
         is_finished = False
         while not is_finished:
-            # Check `finished` before reading, so that the last read includes everything that was written
-            # before `finished` was set.
+            # Check `finished` before reading, so that the last read includes everything written before
+            # `finished` was set.
             is_finished = finished.is_set()
             while followed.advance():
                 continue
@@ -119,8 +119,8 @@ def tail_logfile(
 
 
 class TailLog:
-    """Copies the lines of growing files to an object such as ``sys.stdout``. The copying starts with
-    :meth:`start` and ends with :meth:`stop`.
+    """Copier of growing files to an object such as ``sys.stdout``. It runs in a thread between :meth:`start`
+    and :meth:`stop`.
 
     Args:
         name: name that is part of the default prefix of a line: ``[name0]:`` for the file with index 0.
@@ -149,7 +149,7 @@ class TailLog:
         self._finished = Event()
         self._future: Future[None] | None = None
         self._stopped = False
-        # The pool creates its thread only when the first task is submitted.
+        # The executor does not create its thread until the first task is submitted.
         self._threadpool = (
             ThreadPoolExecutor(1, thread_name_prefix=f"{type(self).__qualname__}_{name}")
             if self._log_files
@@ -157,9 +157,7 @@ class TailLog:
         )
 
     def take_files(self) -> dict[int, str]:
-        """Return the files and forget them, so that another component can copy them instead. Call this before
-        :meth:`start`.
-        """
+        """Give up the files, so that another component can copy them. Call this before :meth:`start`."""
         taken, self._log_files = self._log_files, {}
         return taken
 
@@ -170,7 +168,7 @@ class TailLog:
         return self
 
     def stop(self) -> None:
-        """Copy the remaining lines and stop the thread. If a file cannot be read, log the error."""
+        """Copy the remaining lines and stop the thread. Files that cannot be read are logged as errors."""
         self._finished.set()
         if self._future is not None:
             self._future.result()
@@ -191,7 +189,8 @@ class TailLog:
         while not is_finished:
             is_finished = self._finished.is_set()
             began = time.monotonic()
-            # Read the files in turn, so that a file with much new data does not delay the others.
+            # Read a chunk of each file in turn, so that a file with a lot of new data does not delay the
+            # others.
             while self._each(files, _File.advance):
                 if is_finished or time.monotonic() - began < self._interval_sec:
                     continue
@@ -201,7 +200,7 @@ class TailLog:
         self._each(files, _File.finish)
 
     def _each(self, files: dict[int, _File], act: Callable[[_File], bool | None]) -> bool:
-        # Build a list first, because `any` would stop a generator at the first file with new data.
+        # Build the list first, because `any` on a generator would stop at the first file with new data.
         news = [self._try(files, index, act) for index in list(files)]
         return any(news)
 
@@ -216,8 +215,8 @@ class TailLog:
 
 
 def replaced_streams() -> dict[int, TextIO]:
-    """Return ``sys.stdout`` under the key 1 and ``sys.stderr`` under the key 2. Leave out a stream that still
-    writes to the file descriptor with that number.
+    """Return the streams that the program has replaced: ``sys.stdout`` with key 1, and ``sys.stderr`` with
+    key 2. A stream that still writes to the file descriptor of that number was not replaced.
     """
     found = {1: sys.stdout, 2: sys.stderr}
     return {fd: stream for fd, stream in found.items() if stream is not None and _descriptor_of(stream) != fd}

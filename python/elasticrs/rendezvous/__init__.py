@@ -1,4 +1,4 @@
-"""The rendezvous of a job's nodes: torch's interfaces, and the handlers that implement them."""
+"""Rendezvous of a job's nodes: torch's interfaces, and the handlers that implement them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    # Import the registry from the module that registers all handlers, so that callers never get a registry
+    # Import the registry from the module that registers all handlers. Otherwise, callers could get a registry
     # without handlers.
     "elasticrs.rendezvous.registry": ("rendezvous_handler_registry", "_register_out_of_tree_handlers"),
     "elasticrs.rendezvous.api": tuple(__all__),
@@ -51,5 +51,5 @@ _SUBMODULES = (
 
 
 def __getattr__(name: str) -> object:
-    # Import these names on first use, because the command line imports this package and needs none of them.
+    # Import these names lazily, because the command line imports this package but needs none of them.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -17,7 +17,7 @@ class RendezvousError(Exception):
 
 
 class RendezvousClosedError(RendezvousError):
-    """The rendezvous is closed because the job has ended.
+    """The rendezvous is closed because the job has finished or failed.
 
     Attributes:
         has_failed: true if the job is known to have failed.
@@ -39,15 +39,15 @@ class RendezvousStateError(RendezvousError):
 
 
 class RendezvousGracefulExitError(RendezvousError):
-    """Raised on a spare node that should exit. The exit does not count as a failure."""
+    """Raised on a spare node that is no longer needed and should exit. This exit is not a failure."""
 
 
 _TORCHS = "torch.distributed.elastic.rendezvous.api"
 
 
 def is_kind(error: BaseException, kind: type[RendezvousError]) -> bool:
-    """Return true if an error is an instance of ``kind`` or of torch's class with the same name, because
-    handlers from other packages may raise torch's errors.
+    """Return true if the error is an instance of ``kind`` or of torch's class with that name. Handlers from
+    other packages may raise torch's errors.
     """
     return isinstance(error, kind) or any(
         (each.__module__, each.__name__) == (_TORCHS, kind.__name__) for each in type(error).__mro__
@@ -72,8 +72,8 @@ class RendezvousStoreInfo:
     def build(
         rank: int, store: Any, local_addr: str | None, server_port: int | None = None
     ) -> RendezvousStoreInfo:
-        """Agree on the address of the workers' store. Rank 0 publishes the address in the shared store, and
-        all nodes read the address from the store.
+        """Agree on the address of the workers' store. Rank 0 publishes it in the shared store, and every node
+        reads it from there.
 
         Args:
             rank: rank of this node.
@@ -92,7 +92,7 @@ class RendezvousStoreInfo:
 
 
 class RendezvousInfo:
-    """Result of a completed rendezvous for one node.
+    """One node's result of a completed rendezvous.
 
     Args:
         store: store that the nodes share. On a single node, this process serves the store, and starts the
@@ -136,7 +136,7 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def get_backend(self) -> str:
-        """Return the name under which the handler's backend is registered."""
+        """Return the name under which this handler's backend is registered."""
 
     @property
     def use_agent_store(self) -> bool:
@@ -156,7 +156,7 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def is_closed(self) -> bool:
-        """Return true if the job is known to have ended. The answer may be slightly out of date."""
+        """Return true if the job is known to have finished. The result may be slightly out of date."""
 
     @abstractmethod
     def set_closed(self) -> None:
@@ -164,7 +164,7 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes that arrived after the round was complete."""
+        """Return the number of nodes that arrived too late for the current round."""
 
     @abstractmethod
     def get_run_id(self) -> str:
@@ -172,7 +172,7 @@ class RendezvousHandler(ABC):
 
     @abstractmethod
     def shutdown(self) -> bool:
-        """Close the rendezvous, and release the resources of this node.
+        """Close the rendezvous, and release this node's resources.
 
         Returns:
             True if the rendezvous was closed.
@@ -180,7 +180,7 @@ class RendezvousHandler(ABC):
 
 
 class RendezvousParameters:
-    """Parameters for the creation of a handler.
+    """Parameters for creating a rendezvous handler.
 
     Args:
         backend: name of a registered backend.
@@ -230,7 +230,7 @@ class RendezvousParameters:
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
         """Return a setting as a Boolean. ``1``, ``true``, ``t``, ``yes`` and ``y`` are true; ``0``,
-        ``false``, ``f``, ``no`` and ``n`` are false. Letter case does not matter.
+        ``false``, ``f``, ``no`` and ``n`` are false, all in upper or lower case.
 
         Raises:
             ValueError: the setting has another value.
@@ -275,7 +275,7 @@ class RendezvousHandlerRegistry:
         self._registry: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Register a backend. Registering the same backend with the same creator again has no effect.
+        """Register a backend. Registering the same creator again under the same name has no effect.
 
         Args:
             backend: name of the backend.
@@ -298,7 +298,7 @@ class RendezvousHandlerRegistry:
         return backend in self._registry
 
     def names(self) -> list[str]:
-        """Return the names of all registered backends. Torch does not have this method."""
+        """Return the names of all registered backends. This method does not exist in torch."""
         return list(self._registry)
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:

@@ -1,5 +1,5 @@
-"""Rendezvous back end that keeps its state in a store of torch or elasticrs, and functions that create such
-back ends. The store needs the method ``compare_set``.
+"""Rendezvous back end that keeps its state in a store, and functions that create it. The store can be torch's
+or elasticrs's, but must support ``compare_set``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def __getattr__(name: str) -> Any:
 
 
 class C10dRendezvousBackend(RendezvousBackend):
-    """Keeps the rendezvous state under the key ``torch.rendezvous.<run id>``. The base64 form of the state is
-    also its token.
+    """Back end that stores the rendezvous state under the key ``torch.rendezvous.<run id>``. The token of a
+    state is its base64 encoding.
 
     Args:
         store: any store with ``get`` and ``compare_set``, such as torch's ``TCPStore`` or a store of
@@ -53,8 +53,7 @@ class C10dRendezvousBackend(RendezvousBackend):
         RendezvousConnectionError: the store cannot be reached.
     """
 
-    # Placeholder value that is stored before the first state, because ``get`` would otherwise block until the
-    # key exists.
+    # Placeholder value to store before the first state, because ``get`` would block until the key exists.
     _NULL_SENTINEL = "Y2FuaW1hZGFt"
 
     def __init__(self, store: Any, run_id: str) -> None:
@@ -72,8 +71,8 @@ class C10dRendezvousBackend(RendezvousBackend):
         return self._decoded(self._call_store("get", self._key))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state; see :class:`RendezvousBackend`. If the token is from another back end, the state
-        is left unchanged.
+        """Replace the state; see :class:`RendezvousBackend`. A token from another back end leaves the state
+        unchanged.
         """
         if token and not isinstance(token, bytes):
             found = self.get_state()
@@ -81,8 +80,8 @@ class C10dRendezvousBackend(RendezvousBackend):
         expected = token.decode() if token else self._NULL_SENTINEL
         desired = b64encode(state).decode()
         found = self._decoded(self._call_store("compare_set", self._key, expected, desired))
-        # Report success if the current value equals the new one, even if another node wrote it. The store
-        # does not report which node wrote a value, and the resulting state is the same.
+        # If the current value equals the new one, report success, even if another node wrote it. The result
+        # is the same, and the store does not tell who wrote it.
         return None if found is None else (*found, found[0] == state)
 
     def _call_store(self, operation: str, *args: Any) -> Any:
@@ -103,7 +102,7 @@ class C10dRendezvousBackend(RendezvousBackend):
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:
-    """Create the back end with one of torch's stores. Imports torch.
+    """Create the back end with one of torch's stores. This imports torch.
 
     Args:
         params: ``store_type`` is ``tcp`` (the default) or ``file``. For ``tcp``, ``is_host`` says whether
@@ -124,7 +123,7 @@ def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend,
 
 
 def create_file_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Any]:
-    """Create the back end with the file store of elasticrs, without importing torch; see
+    """Create the back end with elasticrs's own file store. This does not import torch. See
     :func:`create_backend`.
     """
     return _create(params, _own_file_store)
@@ -182,8 +181,8 @@ def _torch_tcp_store(params: RendezvousParameters) -> Any:
     timeout = timedelta(seconds=read_timeout)
     asked = params.get_as_bool("is_host")
     is_host = _matches_machine_hostname(host) if asked is None else asked
-    # The user has not set ``is_host``, so another process on this machine may already serve the store. In
-    # that case, connect to that store as a client.
+    # If the user has not set ``is_host``, another process on this machine may already serve the store. In
+    # that case, connect to it as a client.
     for serves in (True, False) if is_host and asked is None else (is_host,):
         try:
             store = _torch.TCPStore(host, port, is_master=serves, multi_tenant=True, timeout=timeout)

@@ -1,5 +1,4 @@
-"""Rendezvous handler that works with a user-supplied back end. It has the interface of torch's
-``DynamicRendezvousHandler``.
+"""Rendezvous handler for user-supplied back ends, with the interface of torch's ``DynamicRendezvousHandler``.
 
 A back end stores a single value, and replaces it only if the caller passes the token of the current value.
 :mod:`elasticrs.rendezvous.dynamic` defines what the value contains and how it may change. Differences from
@@ -63,7 +62,7 @@ Token = Any
 
 
 def get_method_name(depth: int = 2) -> str:
-    """Return the name of a calling function, or ``no_method_name`` if the call stack is not that deep.
+    """Return the name of a calling function. Return ``no_method_name`` if the call stack has fewer frames.
 
     Args:
         depth: 1 for the caller, 2 for the caller's caller.
@@ -73,16 +72,16 @@ def get_method_name(depth: int = 2) -> str:
 
 
 class RendezvousBackend(ABC):
-    """Base class of back ends, which store the state of a rendezvous. Users can supply their own subclass."""
+    """Base class of back ends, which store the state of a rendezvous. Users can supply subclasses."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Name under which the back end is registered."""
+        """Name under which this back end is registered."""
 
     @abstractmethod
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state and its token; ``None`` while there is no state.
+        """Return the state and its token; ``None`` if there is no state yet.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
@@ -91,7 +90,7 @@ class RendezvousBackend(ABC):
 
     @abstractmethod
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state if the token matches the current state.
+        """Replace the state if the token is that of the current state.
 
         Args:
             state: new state.
@@ -192,7 +191,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._store = store
         self._shared = state_holder
         self._recorder = Recorder(settings.run_id, node)
-        # Lock for all access to the shared state, because a back end need not be thread-safe.
+        # Hold this lock during every access to the shared state, because back ends need not be thread-safe.
         self._lock = threading.Lock()
         self._timer: _PeriodicTimer | None = None
         self._look_again = 0.0
@@ -211,8 +210,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if an agent serves the workers' store. An agent does so unless the environment variable
-        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is 1.
+        """True if an agent serves the workers' store. This is the default; setting the environment variable
+        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` to 1 disables it.
         """
         return agent_hosts_store(os.environ)
 
@@ -220,7 +219,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         return self._settings.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Leave the current round, which ends it for all its nodes, and wait for the next round.
+        """Leave the current round and wait for the next one. Leaving ends the current round for all of its
+        nodes.
 
         Returns:
             The rank, the number of nodes, the shared store with this round's key prefix, and the address of
@@ -265,12 +265,12 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 text = f"node {self._this_node} has rank {rank} of {size} in round {self._round}"
                 self._recorder.tell(_NEXT, text, rank=rank)
                 return RendezvousInfo(store, rank, size, bootstrap)
-            # Join another round, because this one ended before the node with rank 0 had published the address
-            # of the workers' store.
+            # The round ended before rank 0 had published the address of the workers' store, so join another
+            # round.
             self._stop_heartbeats()
 
     def num_nodes_waiting(self) -> int:
-        """Return a positive number if the agent should stop the workers and join the next round.
+        """Return a positive number if the agent should stop its workers and join the next round.
 
         The result is the number of waiting nodes that the round has room for. The result is at least 1 if the
         round has lost a node, which torch does not report. If the rendezvous was closed because the job has
@@ -293,16 +293,16 @@ class DynamicRendezvousHandler(RendezvousHandler):
             return waiting
 
     def set_succeeded(self) -> None:
-        """Record that the workers of this node have finished. After that, a newly arrived node no longer
-        causes a restart, but a node that leaves the round still causes one. Torch does not have this method.
+        """Record that this node's workers have finished. From then on, a newly arrived node does not cause a
+        restart, but the loss of a node still does. This method does not exist in torch.
         """
         with self._lock:
             self._has_succeeded = True
 
     def set_failed(self, reason: str) -> None:
         """Record that the job has failed on this node, and why. When the rendezvous is closed later, the
-        workers of the other nodes stop. Has no effect if this node is not in a round. Torch does not have
-        this method.
+        other nodes stop their workers. This has no effect on a node that is not in a round. The method does
+        not exist in torch.
         """
         with self._lock:
             self._failure = reason if self._round is not None else None
@@ -330,7 +330,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._recorder.tell("DynamicRendezvousHandler._close", text, NodeState.SUCCEEDED)
 
     def shutdown(self) -> bool:
-        """Close the rendezvous, and release the resources of this node.
+        """Close the rendezvous, and release this node's resources.
 
         Returns:
             True if the rendezvous was closed for all nodes.
@@ -350,7 +350,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
     # --- the workers' store ---
 
     def _bootstrap(self, rank: int, store: Any, deadline: float) -> RendezvousStoreInfo | None:
-        """Return the address of the workers' store, or ``None`` if the round ends before the address is
+        """Return the address of the workers' store. Return ``None`` if the round ends before the address is
         published.
         """
         keys = [RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY]
@@ -394,7 +394,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 time.sleep(pause)
 
     def _look(self) -> None:
-        """Read the state, but at most once per second, or per half heartbeat interval if that is shorter."""
+        """Read the state, unless it was read recently. The minimum interval is one second, or half a
+        heartbeat interval if that is shorter.
+        """
         now, shared = time.monotonic(), self._shared
         if shared.synced is not None and now < self._look_again:
             return
@@ -404,7 +406,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
             shared.read()
             self._recorder.lost(shared.take_lost())
         except RendezvousConnectionError as error:
-            # Tolerate an unreachable back end for a while, but raise the error before the other nodes
+            # Tolerate an unreachable back end for some time, but raise the error before the other nodes
             # consider this node dead.
             if shared.synced is None or now - shared.synced > actions.patience(self._settings) - interval:
                 raise
@@ -437,7 +439,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
             with self._recorder.failures("_keep_alive"):
                 self._run(actions.keep_alive, self._settings.timeout.heartbeat.total_seconds())
         except Exception as error:
-            # Catch every exception of the user's back end, because the next heartbeat may succeed.
+            # Catch all exceptions, including those of the user's back end, because the next heartbeat may
+            # succeed.
             _log.warning("node %s could not send a heartbeat: %s", self._this_node, error or repr(error))
 
 

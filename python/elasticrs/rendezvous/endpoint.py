@@ -1,4 +1,4 @@
-"""Parse endpoints that users write, and format endpoints for messages."""
+"""Parse endpoints given by users, and format endpoints for messages."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ EXPECTED = "HOST[:PORT]"
 
 
 def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
-    """Parse ``HOST[:PORT]``, in which an IPv6 address must be in brackets. Return the host without brackets,
-    and the port or ``None``.
+    """Parse ``HOST[:PORT]``, where an IPv6 address must be in brackets. Return the host without brackets, and
+    the port or ``None``.
 
     Raises:
         UsageError: the endpoint has another format. The message contains ``name``, the name of the option.

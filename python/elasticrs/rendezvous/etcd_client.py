@@ -1,5 +1,5 @@
-"""Client of etcd for torch's back ends. It has those methods of python-etcd's client that programs use with
-these back ends.
+"""Client for etcd, used by torch's back ends. It implements only those methods of python-etcd's client that
+programs use with these back ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class EtcdResult(Value):
 
 
 class EtcdClient:
-    """Thread-safe etcd client for the v3 interface. It connects on first use.
+    """Thread-safe client for etcd's v3 API. It connects on first use.
 
     Args:
         site: addresses of etcd, and settings of the connection.
@@ -55,8 +55,8 @@ class EtcdClient:
 
     @classmethod
     def of(cls, client: Any, name: str = "torch/elastic", ttl: float = JOB_TTL) -> EtcdClient:
-        """Return a client for the same etcd as another client. The other client may be an
-        :class:`EtcdClient` or a client of python-etcd, of which only the address and protocol are used.
+        """Return a client for the same etcd as ``client``, which may be an :class:`EtcdClient` or a
+        python-etcd client. Only the address and protocol of a python-etcd client are used.
         """
         if isinstance(client, EtcdClient):
             return cls(client.site, name, ttl)
@@ -65,7 +65,7 @@ class EtcdClient:
 
     @property
     def version(self) -> str:
-        """Version of the etcd server, which is requested from the server on each access.
+        """Version of the etcd server. Each access queries the server.
 
         Raises:
             OSError: etcd does not answer.
@@ -84,7 +84,7 @@ class EtcdClient:
             return str(json.load(answer)["etcdserver"])
 
     def session(self) -> Client:
-        """Open a new session with etcd. The caller closes it."""
+        """Open a new etcd session. The caller must close it."""
         return self.site.client(self._name, job_ttl=self._ttl)
 
     def connect(self) -> None:
@@ -143,7 +143,7 @@ class EtcdClient:
     set = write
 
     def delete(self, key: str, recursive: bool = False, dir: bool = False) -> None:  # noqa: A002, ARG002 -- its name there
-        """Delete a key. With ``recursive``, also delete all keys below it. A missing key is not an error.
+        """Delete a key, and all keys below it if ``recursive`` is true. A missing key is not an error.
 
         Raises:
             LostError: etcd does not answer.

@@ -51,7 +51,8 @@ class Folder:
 
     @classmethod
     def claim(cls, label: str, seats: Sequence[Seat], index: int) -> Folder | None:
-        """Lock the folder of a seat. Create the folder if it does not exist.
+        """Lock the data folder of a seat (one of the job's endpoints). Create the folder if it does not
+        exist.
 
         Returns:
             The folder, or ``None`` if another process runs a member in it.
@@ -85,7 +86,8 @@ class Folder:
             return None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Check that no other process has removed the folder since the file was opened.
+            # Check the link count, because another process may have removed the folder after the file was
+            # opened.
             if os.fstat(lock).st_nlink:
                 return cls(path, lock)
         except BlockingIOError:
@@ -96,14 +98,14 @@ class Folder:
     # --- the data ---
 
     def held(self) -> str | None:
-        """Return the name of the cluster incarnation whose data are in the folder; ``None`` if the folder has
-        no data.
+        """Return the name of the cluster incarnation whose data the folder holds; ``None`` if the folder
+        holds no data.
         """
         with os.scandir(self.path) as entries:
             return next((entry.name for entry in entries if entry.is_dir(follow_symlinks=False)), None)
 
     def data(self, incarnation: str) -> str:
-        """Return the path of the folder for the etcd data of a cluster incarnation."""
+        """Return the path of the folder that holds the etcd data of a cluster incarnation."""
         return os.path.join(self.path, incarnation)
 
     @property
@@ -116,11 +118,11 @@ class Folder:
         return os.path.join(self.path, "joined")
 
     def has_joined(self) -> bool:
-        """Return true if the member whose data are in the folder has joined its cluster."""
+        """Return true if the member that uses this folder has joined its cluster."""
         return os.path.exists(self._marker)
 
     def note_joined(self) -> None:
-        """Record that the member whose data are in the folder has joined its cluster."""
+        """Record that the member that uses this folder has joined its cluster."""
         os.close(os.open(self._marker, os.O_CREAT | os.O_CLOEXEC, 0o600))
 
     def discard(self, incarnation: str) -> None:
@@ -132,7 +134,7 @@ class Folder:
     # --- removing folders ---
 
     def release(self, *, keep: bool) -> None:
-        """Release the lock. Remove the folder first unless ``keep`` is true."""
+        """Release the lock. Unless ``keep`` is true, remove the folder first."""
         if keep:
             os.utime(self.lock)
         else:
@@ -140,13 +142,15 @@ class Folder:
         os.close(self.lock)
 
     def remove_others(self) -> list[str]:
-        """Remove folders of other jobs whose members no longer run (FOLDER-4), and return their paths."""
+        """Remove the folders of other jobs whose members are no longer running (FOLDER-4). Return the removed
+        paths.
+        """
         removed = []
         with os.scandir(os.path.dirname(self.path)) as entries:
             found = [each.path for each in entries if each.name.startswith(f"{_PREFIX}{os.geteuid()}_")]
         for path in found:
-            # Do not lock the folder for this check, because another agent cannot use the folder while it is
-            # locked.
+            # Do not lock the folder for this check, because an agent that needs the folder could not use it
+            # while it is locked.
             if path == self.path or not self._is_stale(path):
                 continue
             try:

@@ -82,7 +82,7 @@ class Orders(Value):
 
 
 class _AgentExits(Exception):  # noqa: N818 -- not an error
-    """Raised when the agent has announced that it exits."""
+    """Raised when the agent has announced that it is exiting."""
 
 
 class _EtcdExited(Exception):  # noqa: N818 -- handled here; the text says why
@@ -90,19 +90,20 @@ class _EtcdExited(Exception):  # noqa: N818 -- handled here; the text says why
 
 
 def tell(kind: str, text: str) -> None:
-    """Send a message to the agent. Messages of kind ``say`` and ``refused`` are for the user. A message of
-    kind ``exited`` contains the reason for etcd's exit.
+    """Send a message to the agent. Messages of kind ``say`` and ``refused`` are shown to the user. A message
+    of kind ``exited`` says why etcd exited.
     """
     try:
         os.write(1, json.dumps([kind, text]).encode() + b"\n")
     except OSError:
-        # Ignore the error, because it means that the agent has exited. The thread that watches the agent
-        # handles the exit.
+        # Ignore the error: the agent has exited, and the thread that watches the agent handles its exit.
         return
 
 
 class Member:
-    """Runs one etcd member: claims a seat, starts etcd, joins the cluster, and stops etcd at the end."""
+    """Runs one etcd member: claims a seat (one of the job's endpoints), starts etcd, joins the cluster, and
+    finally stops etcd.
+    """
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
@@ -123,7 +124,7 @@ class Member:
     # --- the thread that watches the agent ---
 
     def listen(self, agent: int, signals: int) -> None:
-        """Wait until the agent sends a command or exits, or until a signal arrives, and act on it."""
+        """Wait for a command from the agent, the agent's exit, or a signal, and act on it."""
         poll = select.poll()
         for fd in (0, agent, signals):
             poll.register(fd, select.POLLIN)
@@ -131,8 +132,8 @@ class Member:
             ready = [fd for fd, _ in poll.poll()]
             said = os.read(0, 4096) if ready == [0] else b""
             if not said or not self._belongs:
-                # Stop at once instead of waiting for the thread that runs the member, which may be blocked in
-                # a name lookup.
+                # Exit immediately, without waiting for the thread that runs the member. That thread may be
+                # blocked in a name lookup.
                 with self._guard:
                     self._finish()
                     os._exit(0)
@@ -140,7 +141,7 @@ class Member:
             os.eventfd_write(self._news, 1)
 
     def _finish(self) -> None:
-        """Stop etcd, and remove the data folder if its data are no longer needed."""
+        """Stop etcd, and remove the data folder if it is no longer needed."""
         self._etcd.end(_SHORT_GRACE if self._order == "over" else _GRACE)
         if self._folder is not None:
             self._folder.release(keep=self._folder.has_joined() and not self._is_confirmed)
@@ -149,8 +150,8 @@ class Member:
     # --- the thread that runs the member ---
 
     def live(self) -> int:
-        """Run the member until the agent exits. Return 1 if etcd exited by itself first, and 0 otherwise.
-        Return 0 at once if this machine has no seat.
+        """Run the member until the agent exits. Return 1 if etcd exited first, and 0 otherwise. Return 0 at
+        once if no seat (endpoint of the job) is on this machine.
         """
         try:
             if self._take_seat():
@@ -191,7 +192,7 @@ class Member:
             self._pause(_FOREVER)
 
     def _pause(self, seconds: float) -> None:
-        """Wait until the agent sends a command, etcd exits, or the timeout in seconds elapses.
+        """Wait until the agent sends a command, etcd exits, or ``seconds`` have elapsed.
 
         Raises:
             _AgentExits: the agent exits.
@@ -214,8 +215,8 @@ class Member:
     # --- claiming a seat ---
 
     def _take_seat(self) -> bool:
-        """Claim the first free seat of this machine. Wait for one if necessary. Return false if the machine
-        has no seat.
+        """Claim the first free seat (endpoint of the job) on this machine, and wait for one if necessary.
+        Return false if the machine has no seat.
         """
         while True:
             is_here, is_known = False, True
@@ -223,8 +224,8 @@ class Member:
                 try:
                     address = listening_address(seat.host, SystemResolver())
                 except OSError:
-                    # Retry later. In a container cluster, the host name of a container may not resolve before
-                    # the container runs.
+                    # Retry later, because in a container cluster a host name may not resolve until its
+                    # container runs.
                     is_known = False
                     continue
                 if address is None:
@@ -236,14 +237,13 @@ class Member:
                     return True
             if is_known and not is_here:
                 return False
-            # Retry, because another agent of this job on this machine may hold the seat now and may exit
-            # later.
+            # Retry, because another agent of this job on this machine may hold the seat now but exit later.
             self._pause(_TICK)
 
     def _claim(self, index: int) -> bool:
         try:
-            # Hold the guard, because the program could otherwise exit after it has created the folder and
-            # before this assignment, and would leave the folder behind.
+            # Hold the guard, so that the program cannot exit between the creation of the folder and this
+            # assignment. Otherwise, the folder would be left behind.
             with self._guard:
                 self._folder = Folder.claim(self._orders.label, self._seats, index)
         except OSError as error:
@@ -251,8 +251,8 @@ class Member:
         return self._folder is not None
 
     def _check_ports(self, seat: Seat) -> None:
-        """Wait until the ports of the seat are free, so that the member can listen on them. If that takes too
-        long, report a configuration error and run no member.
+        """Wait until both ports of the seat are free, so that the member can listen on them. If that takes
+        too long, report a configuration error and run no member.
         """
         deadline = time.monotonic() + _DOUBT
         for port in (seat.port, seat.peer_port):
@@ -276,7 +276,7 @@ class Member:
     # --- joining the cluster ---
 
     def _join(self, program: str) -> None:
-        """Start etcd, and wait until the member belongs to a cluster that has a quorum.
+        """Start etcd, and wait until the member is part of a cluster with a quorum.
 
         Raises:
             _AgentExits: the agent exits.
@@ -284,8 +284,8 @@ class Member:
         """
         assert self._folder is not None
         begun, refused_since = time.monotonic(), None
-        # A member that joined its cluster in an earlier run has to follow the end-of-job procedure even
-        # before it has rejoined.
+        # A member that has joined its cluster before must follow the end-of-job procedure, even if it has not
+        # rejoined yet.
         had_joined = self._belongs = self._folder.has_joined()
         while not self._is_healthy():
             view = self._view(self._look())
@@ -320,7 +320,7 @@ class Member:
             tell("say", f"removed {path}, the data of an etcd that an earlier job hosted here")
 
     def _discard(self, view: View) -> None:
-        """Stop this etcd member and remove its data, if any."""
+        """Stop this etcd member, and remove its data if it has any."""
         assert self._folder is not None
         if view.held is None:
             return
@@ -353,8 +353,8 @@ class Member:
         )
 
     def _look(self) -> list[tuple[Entry, ...] | None]:
-        """Request the member lists from all other seats in parallel. A seat that does not answer has the
-        result ``None``.
+        """Request the member lists from all other seats (endpoints of the job) in parallel. The result is
+        ``None`` for a seat that does not answer.
         """
         answers: list[tuple[Entry, ...] | None] = [None] * len(self._seats)
         unfit: dict[int, str] = {}
@@ -379,12 +379,12 @@ class Member:
         for thread in threads:
             thread.join(2 * _QUESTION)
         self._report_certificates(dict(unfit))
-        # Return a copy, because a thread that did not finish in time may still change the original list.
+        # Return a copy, because a thread that timed out may still write to the original list.
         return list(answers)
 
     def _report_certificates(self, unfit: dict[int, str]) -> None:
-        """Report why the certificate of another member is rejected, if the rejections last longer than
-        :data:`_DOUBT` seconds. Report each member only once.
+        """Report each member whose certificate has been rejected for more than :data:`_DOUBT` seconds, with
+        the reason. Report a member only once.
         """
         now = time.monotonic()
         self._unfit = {index: self._unfit.get(index, now) for index in unfit}
@@ -401,7 +401,7 @@ class Member:
                 )
 
     def _protect(self) -> None:
-        """Wait until the cluster requires the job's password, if the job has a password."""
+        """Make the cluster require the job's password, if the job has one. Retry until this succeeds."""
         while True:
             try:
                 seat = self._seats[self._mine]
@@ -423,7 +423,8 @@ class Member:
             *("--initial-cluster", membership.initial_cluster(self._seats, label, incarnation)),
         ]
         with self._guard:
-            # Create the folder under the guard, because the other thread may be removing the data folder.
+            # Hold the guard while creating the folder, because the other thread may be removing its parent
+            # folder.
             os.makedirs(data, mode=0o700, exist_ok=True)
             self._etcd.start(command, self._folder.log, self._folder.lock)
 
@@ -434,22 +435,22 @@ class Member:
         try:
             return self._gateway.is_healthy(self._seats[self._mine], _SHORT_QUESTION, _reached(self._address))
         except (OSError, GatewayError):
-            # The member is not healthy: etcd is not listening yet, has no leader at the moment, or has
-            # exited.
+            # The request failed, so the member is not healthy. etcd may not be listening yet, may have no
+            # leader at the moment, or may have exited.
             return False
 
     # --- the end of the job ---
 
     def _await_confirmation(self) -> None:
-        """Wait until no agent needs this member, for at most ``close_timeout`` seconds."""
+        """Wait until no agent needs this member, but at most ``close_timeout`` seconds."""
         deadline = time.monotonic() + self._orders.close_timeout
         while not self._is_confirmed and time.monotonic() < deadline:
             self._is_confirmed = self._has_no_sessions()
             time.sleep(_TICK / 2)
 
     def _has_no_sessions(self) -> bool:
-        """Return true if no agent has a session with etcd, or if a majority of the members are down, because
-        no session can exist without a quorum.
+        """Return true if no agent has an etcd session. Also return true if a majority of the members are
+        down, because no session can exist without a quorum.
         """
         names = (self._orders.prefix + end for end in ("~sessions/", "~sessions0"))
         first, last = (base64.b64encode(name.encode(errors="surrogateescape")).decode() for name in names)
@@ -459,15 +460,13 @@ class Member:
             found = self._gateway.ask(seat, "kv/range", body, _SHORT_QUESTION, address)
             return int(found.get("count", 0)) == 0
         except (OSError, GatewayError):
-            # Add 1 for this member to the number of other members that answered.
+            # Add 1 for this member, because only the other members were asked.
             up = 1 + sum(answer is not None for answer in self._look())
             return up < membership.majority(self._seats)
 
 
 def _reached(address: str) -> str:
-    """Return the address with which a client on this machine connects to a server that listens on
-    ``address``.
-    """
+    """Return the address at which a client on this machine reaches a server that listens on ``address``."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
@@ -479,7 +478,7 @@ def main() -> int:
     with open(0, "rb", buffering=0, closefd=False) as orders:
         line = orders.readline()
     if not line.endswith(b"\n"):
-        # Exit, because the agent was killed before it sent the complete configuration.
+        # Exit, because the agent died before it had sent the complete configuration.
         return 1
     try:
         member = Member(Orders(**json.loads(line)))

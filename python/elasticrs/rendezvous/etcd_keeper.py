@@ -1,5 +1,5 @@
-"""Script that runs etcd for a parent program. When that program exits, the script stops etcd and removes its
-data. :class:`elasticrs.rendezvous.etcd_server.EtcdServer` starts the script, which imports only the standard
+"""Script that runs etcd for a parent program. When the parent exits, the script stops etcd and removes its
+data. It is started by :class:`elasticrs.rendezvous.etcd_server.EtcdServer` and imports only the standard
 library.
 
 Arguments: pid of the parent program, folder to remove when the parent exits, and etcd's command line. The
@@ -47,7 +47,7 @@ def main(parent: int, folder: str, command: list[str]) -> int:
 
 
 def watch(parent: int) -> tuple[int, int] | None:
-    """Watch the parent process, and catch the signals that ask this process to stop.
+    """Start to watch the parent process, and catch the signals that ask this process to stop.
 
     Returns:
         Two file descriptors. The first becomes readable when the parent exits, the second when a signal
@@ -82,7 +82,9 @@ def spawn(
 
 
 def end(process: subprocess.Popen[bytes], grace: float) -> None:
-    """Stop a child process with SIGTERM, followed by SIGKILL after ``grace`` seconds. Wait for its exit."""
+    """Terminate a child process and wait for its exit. Send SIGTERM first, then SIGKILL after ``grace``
+    seconds.
+    """
     process.terminate()
     try:
         process.wait(grace)

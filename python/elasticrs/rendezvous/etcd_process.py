@@ -1,4 +1,4 @@
-"""Run a single etcd server as a child process, and find the reason for its exit in its log."""
+"""Run a single etcd server as a child process. When it exits, find the reason in its log."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _MOST = 65536
 _OPTIONS = (
     "--pre-vote",
     *("--auto-compaction-mode=revision", "--auto-compaction-retention=10000", "--snapshot-count=10000"),
-    # Use the fastest password hash, because the passwords have 256 bits and cannot be guessed anyway.
+    # Use the fastest password hash. The passwords have 256 bits and cannot be guessed, so a slow hash adds no
+    # security.
     "--bcrypt-cost=4",
     *("--logger=zap", "--log-level=warn", "--log-outputs=stderr"),
 )
 
 
 class EtcdProcess:
-    """Starts and stops an etcd server. At most one runs at a time.
+    """Starts and stops an etcd server. At most one server runs at a time.
 
     Attributes:
         fd: file descriptor that becomes readable when etcd exits; ``None`` while etcd is not running.
@@ -52,15 +53,15 @@ class EtcdProcess:
         self.fd = os.pidfd_open(self._process.pid)
 
     def end(self, grace: float) -> None:
-        """Stop etcd if it is running, and kill it if it has not exited after ``grace`` seconds. The grace
-        period lets a cluster leader hand over its leadership to another member.
+        """Stop etcd if it is running, and kill it if it has not exited after ``grace`` seconds. In that time,
+        a cluster leader can hand over its leadership to another member.
         """
         if self._process is not None:
             end(self._process, grace)
             self.reap()
 
     def reap(self) -> int:
-        """Reap the etcd process, and return its exit code. Waits until the process has exited."""
+        """Wait until the etcd process exits, and return its exit code."""
         assert self._process is not None
         assert self.fd is not None
         code = self._process.wait()
@@ -74,8 +75,8 @@ class EtcdProcess:
 
 
 def reason(lines: Sequence[str]) -> str:
-    """Return the message of the last error in etcd's log lines. If no line is an error, return the message of
-    the last line.
+    """Return the message of the last error in etcd's log. If the log contains no error, return the message of
+    its last line.
     """
     last = ""
     for line in reversed(lines):
@@ -94,8 +95,8 @@ def reason(lines: Sequence[str]) -> str:
 
 
 def trouble_with(address: str, port: int) -> str | None:
-    """Return the error that prevents a server from listening at an address and port; ``None`` if there is no
-    error.
+    """Return the error that prevents a server from listening on an address and port; ``None`` if there is
+    none.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:

@@ -1,4 +1,4 @@
-"""Classes with the names of torch's original etcd rendezvous. They use the elastic rendezvous, with etcd as
+"""Classes named like those of torch's original etcd rendezvous. They run the elastic rendezvous, with etcd as
 its store.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["EtcdRendezvous", "EtcdRendezvousHandler", "create_rdzv_handler"]
 
 
 class EtcdRendezvous:
-    """Description of a rendezvous over etcd: its address, job and number of nodes. Passed to
+    """Description of a rendezvous over etcd (address, job and number of nodes), to be passed to
     :class:`EtcdRendezvousHandler`.
 
     Args:
@@ -58,7 +58,7 @@ class EtcdRendezvous:
 
 
 class EtcdRendezvousHandler(ElasticRendezvousHandler):
-    """Handler of the elastic rendezvous that is created from an :class:`EtcdRendezvous`.
+    """Handler of the elastic rendezvous, created from an :class:`EtcdRendezvous`.
 
     Args:
         rdzv_impl: description of the rendezvous.

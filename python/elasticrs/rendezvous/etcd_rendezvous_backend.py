@@ -1,5 +1,5 @@
-"""Back end that keeps the state of torch's dynamic rendezvous in etcd. The names are those of torch, and the
-module uses etcd's v3 interface.
+"""Back end that keeps the state of torch's dynamic rendezvous in etcd. It uses torch's names and etcd's v3
+API.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_CONNECTION = "The connection to etcd has failed. See inner exception for det
 
 class EtcdRendezvousBackend(RendezvousBackend):
     """Keeps the rendezvous state under the key ``<key_prefix>/<run_id>``, encoded in base64. The token of a
-    state is the etcd revision at which the key was last written.
+    state is the etcd revision of the key's last write.
 
     Args:
         client: an :class:`EtcdClient`, or a client of python-etcd, of which only the address and protocol are
@@ -61,8 +61,8 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return None if found is None else (_decoded(found), found.mod_revision)
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state; see :class:`RendezvousBackend`. If the token is from another back end, the state
-        is left unchanged.
+        """Replace the state; see :class:`RendezvousBackend`. A token from another back end leaves the state
+        unchanged.
         """
         try:
             revision = int(token) if token else 0
@@ -77,7 +77,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return None if entry is None else (_decoded(entry), entry.mod_revision, False)
 
     def close(self) -> None:
-        """Close the connection. Idempotent. Torch does not have this method."""
+        """Close the connection. Idempotent. Torch's class does not have this method."""
         self._client.close()
 
     def _txn(self, *args: Any, **kwargs: Any) -> Reply:
@@ -95,7 +95,7 @@ def _decoded(entry: Entry) -> bytes:
 
 
 def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend, EtcdStore]:
-    """Create the back end, and a store in the same etcd.
+    """Create the back end and a store in the same etcd cluster.
 
     Args:
         params: ``endpoint`` may contain several etcd members. Only settings that are specific to etcd are
@@ -118,6 +118,6 @@ def create_backend(params: RendezvousParameters) -> tuple[EtcdRendezvousBackend,
     site, _, _ = etcd_site.read_site(endpoint, config, "rdzv_configs", "rdzv_endpoint")
     client = EtcdClient(site)
     backend = EtcdRendezvousBackend(client, params.run_id, key_prefix="/torch/elastic/rendezvous")
-    # Read the state now, so that an unreachable etcd is reported here and not in the middle of a rendezvous.
+    # Read the state now, so that an unreachable etcd is reported here and not later during the rendezvous.
     backend.get_state()
     return backend, EtcdStore(client, "/torch/elastic/store")

@@ -1,4 +1,4 @@
-"""Local etcd server for tests and for jobs on one machine. The names in this module are those of torch.
+"""Local etcd server for tests and for jobs on one machine. The names in this module are the same as in torch.
 
 etcd runs under a small supervising process, :mod:`elasticrs.rendezvous.etcd_keeper`. When this program exits
 for any reason, the supervising process stops etcd and removes its data.
@@ -90,7 +90,7 @@ def stop_etcd(subprocess: Popen[bytes] | None, data_dir: str | None = None) -> N
 
 
 class EtcdServer:
-    """Starts and stops a single-member etcd cluster on free ports of the loopback interface.
+    """Starts and stops a single-member etcd cluster on free loopback ports.
 
     The environment variable ``TORCHELASTIC_ETCD_BINARY_PATH`` contains the path of the program; the default
     is ``etcd`` on ``PATH``. If this process exits without calling :meth:`stop`, even by SIGKILL, etcd is
@@ -180,7 +180,8 @@ class EtcdServer:
                 ],
                 stdin=DEVNULL,
                 stderr=stderr,
-                # Use a new session, so that Ctrl-C does not reach the server. This program stops the server.
+                # Start a new session, so that Ctrl-C does not reach the server. This program stops the server
+                # itself.
                 start_new_session=True,
             )
             self._wait_for_ready(timeout)

@@ -1,4 +1,4 @@
-"""Key-value store in etcd, as a class with the same name as in torch. If torch is installed, the class is a
+"""Key-value store in etcd, with the same class name as in torch. If torch is installed, the class is a
 subclass of ``torch.distributed.Store``.
 
 The methods call those of :class:`elasticrs.store.Store`. This module adds only the behavior in which torch's
@@ -34,8 +34,8 @@ __all__ = ["EtcdStore"]
 
 
 class KeyNotFoundError(DistStoreError, LookupError):
-    """A key was not set in time. This class is also a ``LookupError``, because torch's store raises one in
-    this case.
+    """Raised if a key was not set in time. It is also a ``LookupError``, because torch's store raises that
+    error.
     """
 
 
@@ -47,7 +47,7 @@ class _Entry(Value):
 
 
 class _Base64Store(Store):
-    """Store that encodes key names and values in base64 in etcd, as torch does."""
+    """Store that encodes keys and values as base64 in etcd, as torch does."""
 
     def _key(self, key: str) -> str:
         return self._prefix + b64encode(key.encode()).decode()
@@ -78,7 +78,7 @@ def _step(step: Compare | Operation) -> Compare | Operation:
 
 
 class EtcdStore(_Base):
-    """Key-value store in etcd. All stores with the same prefix share their keys.
+    """Key-value store in etcd. All stores with the same prefix see the same keys.
 
     Args:
         etcd_client: an :class:`EtcdClient`, or a client of python-etcd, of which only the address and
@@ -128,7 +128,7 @@ class EtcdStore(_Base):
             raise KeyNotFoundError(str(error)) from None
 
     def add(self, key: str, num: int) -> int:
-        """Add an amount to the number stored under a key, and return the sum. A missing key counts as 0."""
+        """Add ``num`` to the number stored under a key and return the sum. A missing key is treated as 0."""
         return self._store.add(key, num)
 
     def wait(self, keys: Sequence[str], override_timeout: datetime.timedelta | None = None) -> None:

@@ -1,6 +1,4 @@
-"""Rendezvous of a job on a single node. A node never waits for other nodes, and every attempt has a new
-store.
-"""
+"""Rendezvous of a single-node job. It never waits for other nodes, and every attempt gets a new store."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class OneNodePlanner:
-    """Plans the attempts of a job on a single node. If the job sets ``master_port``, rank 0 hosts the
-    workers' store on that port.
+    """Plans the attempts of a single-node job. If the job sets ``master_port``, rank 0 hosts the workers'
+    store on that port.
     """
 
     __slots__ = ("_job",)
@@ -27,8 +25,8 @@ class OneNodePlanner:
         self._job = job
 
     def next(self, supervisor: _core.Supervisor) -> Plan:
-        """Return the ranks and the store address of the next attempt. If the agent hosts the store, the
-        supervisor serves it.
+        """Return the ranks and the store address of the next attempt. If the agent hosts the store,
+        ``supervisor`` serves it.
 
         Raises:
             OSError: no port is free, or file descriptors have run out.
@@ -42,4 +40,4 @@ class OneNodePlanner:
         return Plan(ranks, self._job.master_addr, port.number, port, use_agent_store=is_served)
 
     def close(self) -> None:
-        """Do nothing, because a job on a single node has no other nodes to notify of its end."""
+        """Do nothing, because a single-node job has no other nodes to notify."""

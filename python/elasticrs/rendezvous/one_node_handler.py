@@ -25,7 +25,7 @@ __all__ = ["OneNodeRendezvous"]
 
 
 class OneNodeRendezvous(RendezvousHandler):
-    """Handler of any back end for a job on a single node.
+    """Rendezvous handler for a single-node job, with any back end.
 
     With ``static`` and an endpoint, the workers get the address and port of the endpoint, and rank 0 hosts
     their store. Otherwise every round has a new store, which this process serves until the next round. With
@@ -64,12 +64,14 @@ class OneNodeRendezvous(RendezvousHandler):
         return self._port is None and agent_hosts_store(os.environ)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the next round at once, because there are no other nodes; see :class:`RendezvousHandler`."""
+        """Start the next round and return it immediately, because there are no other nodes. See
+        :class:`RendezvousHandler`.
+        """
         address = self.next_served_by(None)
         return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
     def open_shared_store(self) -> Store:
-        """Return the store of the current round. Its server starts on first use."""
+        """Return the store of the current round. Its server is started on first use."""
         return self._own_store.of_round(self._round)
 
     def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousStoreInfo:
@@ -102,7 +104,7 @@ class OneNodeRendezvous(RendezvousHandler):
         self._is_closed = True
 
     def num_nodes_waiting(self) -> int:
-        """Return 0, because there are no other nodes; see :class:`RendezvousHandler`."""
+        """Return 0, because a single-node job has no other nodes. See :class:`RendezvousHandler`."""
         return 0
 
     def get_run_id(self) -> str:

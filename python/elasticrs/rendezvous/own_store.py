@@ -14,8 +14,8 @@ _HOST = "127.0.0.1"
 
 
 class OwnStore:
-    """Store of a single-node job. This process starts the server on first use, because most of these jobs
-    never use the store.
+    """Store of a single-node job. Its server starts on first use, because most single-node jobs never use the
+    store.
     """
 
     def __init__(self, run_id: str) -> None:
@@ -24,7 +24,7 @@ class OwnStore:
         self._store: Store | None = None
 
     def of_round(self, round: int) -> Store:  # noqa: A002 -- the field's own word
-        """Return the store of a round. Keys that were set in other rounds are not visible in it."""
+        """Return the store of a round. Keys set in other rounds are not visible in it."""
         if self._store is None:
             from elasticrs.store import Store
 
@@ -32,7 +32,7 @@ class OwnStore:
         return self._store.with_prefix(f"torch.rendezvous.{self._run_id}.{round}/")
 
     def close(self) -> None:
-        """Close the store and all store objects that :meth:`of_round` has returned. Idempotent."""
+        """Close the store, including all store objects that :meth:`of_round` has returned. Idempotent."""
         if self._store is not None:
             self._store.close()
         if self._server is not None:
@@ -46,7 +46,8 @@ class OwnStore:
         token = os.urandom(16)
         try:
             if self._server is not None:
-                # Close the server that an earlier attempt has started but could not connect to.
+                # Close the server of an earlier attempt, which started the server but could not connect to
+                # it.
                 self._server.close()
             self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
             return Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)

@@ -1,4 +1,4 @@
-"""Find the rendezvous handler for the name of a backend. Handlers come from elasticrs, from programs that
+"""Find the rendezvous handler for a backend by its name. Handlers come from elasticrs, from programs that
 register them, and from installed packages.
 
 A package registers handlers in the entry point groups ``elasticrs.rendezvous_handlers`` and
@@ -26,8 +26,8 @@ GROUPS = ("elasticrs.rendezvous_handlers", "torchrun.handlers")
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create a handler of the backend that the parameters name. The backend is part of elasticrs, or was
-    registered by a program or an installed package.
+    """Create a handler of the backend named in ``params``. The backend may be part of elasticrs, or may have
+    been registered by a program or an installed package.
 
     Raises:
         ValueError: the backend does not exist or cannot be loaded, or the settings are invalid.
@@ -37,7 +37,7 @@ def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def find_backend(name: str, words: Words) -> None:
-    """Make sure that a backend is registered. If it is not, search the installed packages for it.
+    """Make sure that a backend is registered. If it is not, look for it in the installed packages.
 
     Raises:
         ValueError: no backend has this name, or its package cannot be loaded.

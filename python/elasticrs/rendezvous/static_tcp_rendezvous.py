@@ -1,5 +1,5 @@
-"""Handler for the static rendezvous, in which the user gives each node its rank. The names in this module are
-those of torch.
+"""Handler for the static rendezvous, in which the user assigns a rank to each node. The names in this module
+are the same as in torch.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _DEFAULT_TIMEOUT = 600
 
 
 def _asked(name: str) -> Any:
-    """Return a method that calls the wrapped handler's method of the same name."""
+    """Return a method that delegates to the wrapped handler's method of the same name."""
     return lambda self: getattr(self._handler, name)()
 
 
 class StaticTCPRendezvous(RendezvousHandler):
-    """Handler of the backend ``static``. It wraps the handler that the registry creates for that backend.
+    """Handler of the backend ``static``. Wraps the handler that the registry creates for this backend.
 
     Args:
         master_addr: host of the node with rank 0.
@@ -63,8 +63,8 @@ class StaticTCPRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if the agent serves the workers' store. With a port other than 0, this is false, because rank
-        0 then hosts the store on that port. In torch, the agent hosts it.
+        """True if the agent serves the workers' store. Unlike in torch, this is false if the port is not 0,
+        because rank 0 then hosts the store on that port.
         """
         return self._handler.use_agent_store
 
@@ -79,7 +79,7 @@ class StaticTCPRendezvous(RendezvousHandler):
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Create a handler of the backend ``static`` from parameters.
+    """Create a handler of the backend ``static`` from rendezvous parameters.
 
     Args:
         params: parameters with an endpoint that includes a port, the setting ``rank``, and optionally the

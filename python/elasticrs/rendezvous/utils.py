@@ -1,4 +1,4 @@
-"""Helpers for rendezvous handlers, with torch's names: parsers for endpoints and settings, and a timer."""
+"""Helpers for rendezvous handlers, named as in torch: parsers for endpoints and settings, and a timer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHORTEST_DELAY = 0.01
 
 
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
-    """Parse ``HOST[:PORT]`` with torch's rules and torch's error messages.
+    """Parse ``HOST[:PORT]`` by torch's rules and with torch's error messages.
 
     The command line uses :func:`elasticrs.rendezvous.endpoint.parse_endpoint` instead, which is stricter.
 
@@ -79,14 +79,14 @@ def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
 
 
 def _try_parse_port(port_str: str) -> int | None:
-    """Return text of at most five digits as an integer; ``None`` for other text."""
+    """Parse text of one to five digits as an integer. Return ``None`` for any other text."""
     return int(port_str) if port_str and re.match(r"^[0-9]{1,5}$", port_str) else None
 
 
 def _matches_machine_hostname(host: str) -> bool:
-    """Return true if a host name or address belongs to this machine. The function compares the host only with
-    this machine's host name and the addresses of that name, so it does not recognize aliases or addresses of
-    other interfaces. Return false for a name that cannot be resolved; torch raises an error.
+    """Return true if a host name or address belongs to this machine. Only the loopback interface, this
+    machine's host name and the addresses of that name are recognized. Return false for a name that cannot be
+    resolved, for which torch raises an error.
     """
     if host == "localhost":
         return True
@@ -94,7 +94,7 @@ def _matches_machine_hostname(host: str) -> bool:
         if ipaddress.ip_address(host).is_loopback:
             return True
     except ValueError:
-        # The host is a name and not a numeric address.
+        # The host is a name. Remove the trailing dot of a fully qualified name.
         host = host.rstrip(".")
     own = socket.gethostname()
     if host == own:
@@ -111,8 +111,8 @@ def _resolved(host: str) -> list[Any]:
 
 
 def _delay(seconds: float | tuple[float, float]) -> None:
-    """Sleep for a number of seconds, or for a random time between two numbers. Do not sleep if this time is
-    below 10 ms.
+    """Sleep for a number of seconds, or for a random time between two bounds. Skip the sleep if it is shorter
+    than 10 ms.
     """
     if isinstance(seconds, tuple):
         seconds = random.uniform(*seconds)
@@ -121,7 +121,8 @@ def _delay(seconds: float | tuple[float, float]) -> None:
 
 
 class _PeriodicTimer:
-    """Calls a function periodically on a separate thread, which stops when the timer is garbage-collected.
+    """Calls a function periodically on a separate thread. The thread stops when the timer is
+    garbage-collected.
 
     Args:
         interval: time before each call.
@@ -152,7 +153,7 @@ class _PeriodicTimer:
         self._name = name
 
     def start(self) -> None:
-        """Start the thread. The first call is made after one interval.
+        """Start the thread. It calls the function for the first time after one interval.
 
         Raises:
             RuntimeError: the timer has already started.
@@ -160,18 +161,17 @@ class _PeriodicTimer:
         if self._finalizer is not None:
             raise RuntimeError("The timer has already started.")
         stop = threading.Event()
-        # Pass no reference to the timer to the thread, because the timer would then never be
-        # garbage-collected.
+        # Give the thread no reference to the timer, because the timer could then never be garbage-collected.
         arguments, name = (self._interval, stop, *self._call), self._name or "PeriodicTimer"
         thread = threading.Thread(target=_repeat, name=name, args=arguments, daemon=True)
         self._finalizer = weakref.finalize(self, _stop, thread, stop)
-        # Do not join the thread at interpreter exit, because joining a daemon thread at that time may block
+        # Do not join the thread at interpreter exit, because joining a daemon thread at that time can block
         # forever.
         self._finalizer.atexit = False
         thread.start()
 
     def cancel(self) -> None:
-        """Stop the thread, and wait for a call that is still running."""
+        """Stop the thread, and wait for any call in progress."""
         if self._finalizer is not None:
             self._finalizer()
 

@@ -1,1 +1,1 @@
-"""Text for people: the console, the wording of messages, and summaries of tracebacks."""
+"""Text for the user: the agent's console, the wording of messages, and traceback summaries."""

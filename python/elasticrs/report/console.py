@@ -1,4 +1,4 @@
-"""Console of the agent, which writes lines to stderr and never blocks.
+"""The agent's console, which writes lines to stderr without ever blocking.
 
 A console whose reader has stopped (a stopped terminal, a full pipe) must not delay a restart. The file
 descriptor cannot be made non-blocking, because the workers share it. Instead, each line is queued until the
@@ -18,15 +18,15 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# Number of bytes for which POLLOUT guarantees room in a pipe. The kernel writes up to this many bytes
+# Number of bytes that a pipe accepts without blocking after POLLOUT. The kernel writes up to this many bytes
 # atomically.
 _PIPE_BUF = 4096
 _KEPT = 1000
 
 
 def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = None) -> str:
-    """Return the prefix of a line: ``elasticrs: ``, or ``elasticrs[time node:pid group rank]: `` with the
-    known parts.
+    """Return the prefix of a console line: ``elasticrs: ``, or ``elasticrs[time node:pid group rank]: `` with
+    the parts that are known.
 
     Args:
         time_ns: wall-clock time of the line, in nanoseconds since 1970; ``None`` for a line without a time.
@@ -46,7 +46,7 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
 
 
 def has_time(log_prefix: str | None, fd: int) -> bool:
-    """Return true if lines on this file descriptor have a time in their prefix.
+    """Return true if lines written to this file descriptor have a time in their prefix.
 
     Args:
         log_prefix: value of ``--log-prefix``; the value of ``PET_LOG_PREFIX`` if ``None``.
@@ -58,7 +58,7 @@ def has_time(log_prefix: str | None, fd: int) -> bool:
 
 
 class Console:
-    """Queues lines for a file descriptor, each with a prefix, and writes them without blocking.
+    """Adds a prefix to each line for a file descriptor, queues the lines, and writes them without blocking.
 
     Args:
         fd: file descriptor to write to.
@@ -86,18 +86,16 @@ class Console:
 
     @property
     def waiting(self) -> int:
-        """Number of queued pieces of text that have not been written yet."""
+        """Number of queued lines that have not been written yet."""
         return 0 if self._is_gone else len(self._lines)
 
     def prefixed(self, text: str) -> str:
-        """Prepend the prefix of a console line to a text. If lines have a time, the prefix contains the
-        current time.
-        """
+        """Prepend the console prefix to a text, with the current time if lines show a time."""
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Queue one line with the prefix. A line that is too long for a single atomic write to a pipe is
-        truncated.
+        """Queue one line with the prefix. Truncate the line if it is too long for a single atomic write to a
+        pipe.
         """
         line = _encode(visible(self.prefixed(" ".join(text.splitlines()))))
         if len(self._lines) < _KEPT:
@@ -122,7 +120,7 @@ class Console:
         wake_fd: int | None = None,
         is_enough: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """Write the queued lines and then a text of any length. Wait until everything is written.
+        """Write the queued lines, followed by a text of any length. Wait until everything is written.
 
         Args:
             text: text to write. Control characters in it are made visible.
@@ -151,14 +149,14 @@ class Console:
         try:
             os.write(self._fd, line)
         except OSError:
-            # Drop all lines, because stderr is closed or broken, and the error cannot be reported anywhere
+            # Drop all lines, because stderr is closed or broken and the error cannot be reported anywhere
             # else.
             self._is_gone = True
 
 
 def _encode(text: str) -> bytes:
-    """Encode text with the file system's encoding, so that file names are unchanged. Escape other
-    characters.
+    """Encode text with the file system encoding, so that file names stay unchanged. Characters that it cannot
+    encode are escaped.
     """
     try:
         return os.fsencode(text)

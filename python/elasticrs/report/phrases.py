@@ -1,4 +1,4 @@
-"""Messages of the agent to the user. The functions are pure and return one line each."""
+"""Messages from the agent to the user. All functions are pure and return one line each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range
 
 
 def visible(text: str) -> str:
-    """Return the text with its control characters escaped, except newlines and tabs.
+    """Return the text with control characters escaped, except newlines and tabs.
 
     Names of nodes and roles, and the output of workers, may contain sequences that clear the screen, set the
     terminal's title, or change the direction of text.
@@ -48,8 +48,8 @@ SILENT = "exited with code 0 before the function returned"
 
 
 def how_it_ended(exitcode: int | None) -> str:
-    """Describe how a process ended, as a phrase that follows its name. A negative exit code is the number of
-    a signal.
+    """Describe how a process ended, as a phrase to put after the process's name. A negative exit code is a
+    signal number.
     """
     if exitcode is None:
         return "was lost"
@@ -59,9 +59,7 @@ def how_it_ended(exitcode: int | None) -> str:
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Describe an exit code. A negative code is the number of a signal; ``None`` is an unknown exit
-    status.
-    """
+    """Describe an exit code. A negative code is a signal number, and ``None`` is an unknown exit status."""
     if exitcode is None:
         return "unknown exit status"
     if exitcode < 0:
@@ -72,15 +70,15 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def how_the_nursery_ended(exitcode: int | None, hung: bool) -> str:
-    """Describe how the nursery ended, as a phrase that follows its name. ``hung`` means that the agent killed
-    the nursery because it did not respond.
+    """Describe how the nursery (the parent process of the workers) ended, as a phrase to put after its name.
+    ``hung`` means that the agent killed the nursery because it did not respond.
     """
     return "hung and was killed by the agent" if hung else how_it_ended(exitcode)
 
 
 def restarts_used(used: int, most: int, window: float | None) -> str:
-    """Return how many restarts have been charged, and the limit, such as ``1 of 3`` or, with a window in
-    seconds, ``7, at most 3 in 1 h``.
+    """Return the number of restarts used and the limit, such as ``1 of 3``. With a time window in seconds,
+    the text is like ``7, at most 3 in 1 h``.
     """
     return f"{used} of {most}" if window is None else f"{used}, at most {most} in {duration(window)}"
 
@@ -121,7 +119,7 @@ def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left:
 
 
 def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:
-    """Return the line that reports a worker that is slower than the other workers on its node."""
+    """Return the line that reports a worker that is slower than the others on its node."""
     who = f"rank {rank} (pid {pid})"
     return f"{who} has been slow for {seconds:g} s: its rate is {rate:.4g}, the median here {median:.4g}"
 
@@ -141,7 +139,7 @@ def checkpoint_line(result: str, ns: int) -> str:
 
 
 def checkpoint_requested(signum: int) -> str:
-    """Return the line that confirms a signal that requests a checkpoint."""
+    """Return the line that acknowledges a signal to save a checkpoint."""
     return f"{signal_name(signum)} received: requesting a checkpoint at the end of a step"
 
 
@@ -156,15 +154,15 @@ NOBODY_TRAINED = (
 
 
 def checkpoint_is_late(seconds: float, workers: int) -> str:
-    """Return the line that reports that a requested checkpoint is not saved yet. ``workers`` is the number of
-    workers on this node that use ``elasticrs.train``.
+    """Return the line that reports that a requested checkpoint has not been saved yet. ``workers`` is the
+    number of workers on this node that use ``elasticrs.train``.
     """
     who = f"{workers} of its workers take part" if workers else "none of its workers takes part"
     return f"the checkpoint requested {seconds:g} s ago is not saved yet ({who} in elasticrs.train)"
 
 
 def passed_on(signum: int, held: Sequence[int]) -> str:
-    """Return the line that reports that a signal is passed on to the workers.
+    """Return the line that reports that a signal is being forwarded to the workers.
 
     Args:
         signum: number of the signal.
@@ -181,8 +179,8 @@ def passed_on(signum: int, held: Sequence[int]) -> str:
 
 
 def signal_not_passed_on(signum: int) -> str:
-    """Return the line that says that a signal is not passed on, because the agent cannot determine which
-    workers have no handler and would be killed by it.
+    """Return the line that reports that a signal is not forwarded to the workers. It would kill workers
+    without a handler, and the agent cannot determine which workers have one.
     """
     return (
         f"{signal_name(signum)} received, but not passed on: /proc does not show this pid namespace, so it "
@@ -191,7 +189,7 @@ def signal_not_passed_on(signum: int) -> str:
 
 
 def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
-    """Return the line that reports that a held signal was never delivered, because the workers installed no
+    """Return the line that reports that a pending signal was dropped, because the workers did not install a
     handler for it.
     """
     ranks = ", ".join(map(str, local_ranks))
@@ -212,8 +210,8 @@ def stop_line(asked: int | None, signum: int, grace: float) -> str:
 
 
 def killed(who: str, event: WorkersKilled) -> str:
-    """Return the line about workers that did not exit in time and were killed. ``who`` names the workers. The
-    line also says if a save may be incomplete.
+    """Return the line about workers that were killed because they did not exit in time. ``who`` names the
+    workers. The line also says if a save may be incomplete.
     """
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
     if event.reason == "stalled exit":
@@ -226,15 +224,12 @@ def killed(who: str, event: WorkersKilled) -> str:
 
 
 def stuck(local_ranks: Iterable[int]) -> str:
-    """Return the line that says that this node cannot be used again, because these workers did not exit after
-    SIGKILL.
-    """
+    """Return the phrase that names the workers that did not exit after SIGKILL."""
     return f"SIGKILL did not stop local rank(s) {', '.join(map(str, local_ranks))}"
 
 
 def asleep(seconds: Mapping[int, float], limit: float) -> str:
-    """Return the line that says that this node cannot be used again, because its workers are in
-    uninterruptible sleep.
+    """Return the phrase that names the workers that have been in uninterruptible sleep for too long.
 
     Args:
         seconds: time in uninterruptible sleep in seconds, by local rank.
@@ -245,25 +240,25 @@ def asleep(seconds: Mapping[int, float], limit: float) -> str:
 
 
 def not_restarted(why: str) -> str:
-    """Return the line that says why this node starts no further workers."""
+    """Return the line that says why this node will start no more workers."""
     return f"{why}; this node cannot be used for a restart"
 
 
 def milliseconds(span_ns: int) -> str:
-    """Format a duration in nanoseconds for people."""
+    """Format a duration in nanoseconds as milliseconds, for messages."""
     return f"{span_ns / 1e6:.1f} ms"
 
 
 def phases(phases_ms: Mapping[str, float]) -> str:
-    """Return text with the durations of the phases of a restart, which follows the total duration. The text
-    is empty if no phase took at least 0.05 ms.
+    """Return the durations of a restart's phases in parentheses, to append to the total duration. Phases
+    shorter than 0.05 ms are omitted.
     """
     shown = [f"{name} {span:.1f}" for name, span in phases_ms.items() if span >= 0.05]
     return f" ({', '.join(shown)})" if shown else ""
 
 
 def duration(seconds: float) -> str:
-    """Format a long duration for people: ``12.3 s``, ``5 min 20 s``, ``27 h 12 min``."""
+    """Format a long duration for messages, such as ``12.3 s``, ``5 min 20 s`` or ``27 h 12 min``."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -271,7 +266,7 @@ def duration(seconds: float) -> str:
 
 
 def goodput(productive_ns: int, total_ns: int) -> str:
-    """Return the percentage of productive time, as text to append to the summary line.
+    """Return the percentage of productive time, to append to the summary line.
 
     The text is empty for a job that was shorter than a minute, because such a job spent most of its time on
     starting.
@@ -282,8 +277,8 @@ def goodput(productive_ns: int, total_ns: int) -> str:
 
 
 def timer_expired(timer: TimerExpired) -> str:
-    """Return the line that reports an expired timer. Text from the worker is escaped, because it may contain
-    any characters.
+    """Return the line that reports an expired timer. Text from the worker is escaped, because it can contain
+    arbitrary characters.
     """
     at = f" at {printable(timer.at)}" if timer.at else ""
     others = f", {timer.others} other timer{'s' if timer.others != 1 else ''} live" if timer.others else ""
@@ -309,7 +304,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def ranges_text(numbers: Sequence[int]) -> str:
-    """Format ascending numbers, with a range for three or more consecutive ones, such as ``0-6, 8``."""
+    """Format ascending numbers, with three or more consecutive numbers as a range: ``0-6, 8``."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:

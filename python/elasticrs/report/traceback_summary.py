@@ -1,4 +1,6 @@
-"""Summarize a traceback in one line for people. The functions are pure. Imported only after a failure."""
+"""Summarize a traceback in one line for messages. All functions are pure. This module is imported only after
+a failure.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def headline(text: str) -> str | None:
     block = lines[last + 1 :]
     frames = [frame for frame in map(_frame, block) if frame is not None]
     is_traceback = last >= 0 or bool(frames)
-    # The first line of an exception's text and the last line of any other message are the most informative.
+    # The most informative line is the first one of an exception's text, and the last one of any other
+    # message.
     said = next((line for line in block if not line.startswith((" ", "…"))), None) if is_traceback else None
     said = printable((said or lines[-1]).strip(), _LIMIT)
     if not frames:

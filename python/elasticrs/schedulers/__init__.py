@@ -1,5 +1,5 @@
-"""Detection of a scheduler's job from environment variables: the job's nodes, the place of this process among
-the nodes, and the address at which the nodes meet.
+"""Detect a scheduler's job from environment variables: its nodes, this process's position among them, and the
+address of the rendezvous.
 
 Each module reads the environment and returns a :class:`~elasticrs.schedulers.place.Place`.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
-    """Return the place of this process in a scheduler's job, or ``None`` if no scheduler's job is detected.
+    """Return the position of this process in a scheduler's job; ``None`` if no such job is detected.
 
     Args:
         environ: environment variables of this process.

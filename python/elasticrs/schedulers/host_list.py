@@ -1,5 +1,5 @@
-"""Expansion of Slurm host lists such as ``node[1-3,7]-ib[0-1],login``. Slurm's own program for this task,
-``scontrol``, is often missing in containers.
+"""Expand Slurm host lists such as ``node[1-3,7]-ib[0-1],login``. Slurm's own tool for this, ``scontrol``, is
+often missing in containers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ exhaust memory.
 
 
 def expand(text: str) -> list[str]:
-    """Expand a host list into host names, in the list's order.
+    """Expand a host list into host names, in the order of the list.
 
     If a name has several bracketed parts, the result contains all combinations, and the last part varies
     fastest. Numbers are padded with zeros to the width of the first number in their range, so ``n[08-11]``
@@ -45,7 +45,7 @@ def expand(text: str) -> list[str]:
 
 
 def _entries(text: str) -> Iterator[str]:
-    """Split a host list at the commas outside brackets, and yield the parts."""
+    """Split a host list at commas outside brackets, and yield the parts."""
     depth = start = 0
     for index, character in enumerate(text + ","):
         if character == "[":
@@ -64,7 +64,7 @@ def _entries(text: str) -> Iterator[str]:
 
 
 def _parts(entry: str) -> list[str]:
-    """Split a name at its brackets. Parts with an odd index are the contents of brackets."""
+    """Split a name at its brackets. The parts with odd indexes are the contents of the brackets."""
     return entry.replace("]", "[").split("[")
 
 

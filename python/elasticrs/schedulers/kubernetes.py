@@ -1,4 +1,4 @@
-"""Detection of Kubernetes pods that belong to an indexed Job, a JobSet, or a Kubeflow job.
+"""Detect Kubernetes pods that belong to an indexed Job, a JobSet, or a Kubeflow job.
 
 Each kind of job is recognised by variables and names in the pod:
 
@@ -31,7 +31,8 @@ _OWNED = frozenset(name[4:].lower() for name in (*_OF_KUBEFLOW, "PET_NPROC_PER_N
 
 
 def place_of(environ: Mapping[str, str]) -> Place | None:
-    """Return the place of this process in its job, or ``None`` if no job of a supported kind is detected.
+    """Return the position of this process in its Kubernetes job; ``None`` if no supported kind of job is
+    detected.
 
     Args:
         environ: environment variables of this process.
@@ -43,7 +44,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if name and address.endswith(f".{name}"):
         return _in_kubeflow(f"TrainJob {name}", name, environ)
     name = _name_in(address, "-master-0")
-    # The PyTorchJob operator also sets the workers' variables, such as `RANK`.
+    # Check for `RANK` and `MASTER_ADDR`, because the PyTorchJob operator sets these workers' variables too.
     if name and environ.get("MASTER_ADDR") == address and environ.get("RANK") == environ["PET_NODE_RANK"]:
         return _in_kubeflow(f"PyTorchJob {name}", name, environ)
     return None
@@ -53,8 +54,7 @@ def _in_kubeflow(job: str, name: str, environ: Mapping[str, str]) -> Place | Non
     nodes, rank, port = (
         number_in(environ[variable]) for variable in ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT")
     )
-    # Ignore an elastic PyTorchJob (one whose `PET_NNODES` is a range), because it configures the rendezvous
-    # itself.
+    # Ignore an elastic PyTorchJob (its `PET_NNODES` is a range), because it configures the rendezvous itself.
     if nodes is None or rank is None or port is None:
         return None
     host = environ["PET_MASTER_ADDR"]
@@ -85,25 +85,27 @@ def _in_an_indexed_job(environ: Mapping[str, str]) -> Place | None:
 
 
 def _domain_of(host: str) -> str:
-    """Return this pod's DNS domain; empty if the pod has none."""
+    """Return the DNS domain of this pod; empty if it has none."""
     try:
         with open(HOSTS, encoding="utf-8", errors="replace") as file:
             names = [name for line in file for name in line.partition("#")[0].split()[1:]]
     except OSError:
-        # Without a readable hosts file, the pod's domain is unknown.
+        # The pod's domain is unknown if the hosts file cannot be read.
         return ""
     return next((name[len(host) + 1 :] for name in names if name.startswith(f"{host}.")), "")
 
 
 def _name_in(text: str, suffix: str) -> str:
-    """Return the text without the suffix, or an empty string if the text does not end with it."""
+    """Return the text without the suffix. If the text does not end with the suffix, return an empty
+    string.
+    """
     return text[: -len(suffix)] if text.endswith(suffix) else ""
 
 
 def _workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return the number of GPUs that the device plugin assigned to the container, which is the number of
-    workers. For MIG slices, return ``gpu``, so that they are counted later. Return ``None`` if the number is
-    unknown: images set the variable to ``all``, which says nothing about the assigned GPUs.
+    """Return the number of workers: one for each GPU that the device plugin assigned to the container. Return
+    ``gpu`` for MIG slices, so that they are counted later. Return ``None`` if the variable is ``all``, which
+    many images set, because the number is then unknown.
     """
     devices = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
     if devices[0].startswith("MIG-"):

@@ -1,4 +1,4 @@
-"""The position of a process in a scheduler's job."""
+"""Description of a process's position in a scheduler's job."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MAX_DIGITS = 18
 
 
 def number_in(text: str) -> int | None:
-    """Return the number that a variable contains; ``None`` if it contains something else."""
+    """Parse the value of a variable as a number. Return ``None`` if it is not a number."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
     return int(text) if is_number else None
 
 
 class Place(Value):
-    """Place of this process in a scheduler's job, and the job's nodes.
+    """Position of this process in a scheduler's job, and the nodes of the job.
 
     Args:
         job: name of the job for messages, such as ``Slurm job 4711``.

@@ -1,6 +1,5 @@
-"""Detection of a Slurm job. The nodes are read from the step's variables, because a step (``srun``) may use
-fewer nodes than the job. A process that ``srun`` did not start, such as a batch script or an ``salloc``
-shell, uses this node only.
+"""Detect a Slurm job. The nodes are those of the step (``srun``), because it may use fewer nodes than the
+job. A process outside a step, such as a batch script or an ``salloc`` shell, uses only this node.
 
 ``SLURM_LAUNCH_NODE_IPADDR`` is not used. It is the address of ``srun``, which may run on a login node.
 """
@@ -28,7 +27,7 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
-    """Return this process's position in its job.
+    """Return the position of this process in its Slurm job.
 
     Args:
         environ: environment variables of this process, with ``SLURM_JOB_ID``.
@@ -44,7 +43,7 @@ def place_of(environ: Mapping[str, str]) -> Place:
 
 def _outside_of_a_step(job: str, environ: Mapping[str, str]) -> Place:
     if "SLURMD_NODENAME" not in environ:
-        # This is an `salloc` shell. It often runs on a login node, which is not part of the job.
+        # This is an `salloc` shell, which often runs on a login node outside the job.
         return Place(job, None, notices=(f"{job} is not used: start elasticrun with srun",))
     nodes = _number(environ, "SLURM_JOB_NUM_NODES") or 1
     why = f"{job} has {nodes} nodes, but only this one is used: start elasticrun with srun to use all of them"
@@ -76,17 +75,17 @@ def _in_a_step(job: str, step: int, environ: Mapping[str, str]) -> Place:
         run_id=f"{job}.{step}" + (f"-restart{restarts}" if restarts else ""),
         workers=_workers(environ),
         problem=problem,
-        # Only one node shows these lines, so that they do not appear once per node.
+        # Report these lines on one node only, so that they do not appear once per node.
         elastic_notices=_losses(environ) if rank == 0 else (),
     )
 
 
 def _problem_of_tasks(environ: Mapping[str, str]) -> str:
-    """Return an error message if ``srun`` starts several tasks, and so several agents, on a node. Otherwise
-    return an empty string.
+    """Return an error message if ``srun`` starts several tasks on a node, because each task would run an
+    agent. Otherwise return an empty string.
     """
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    # For example, `8(x2),4` means 8 tasks on each of two nodes and 4 tasks on a third node.
+    # The value `8(x2),4` means 8 tasks on each of two nodes and 4 tasks on a third.
     if all(entry.partition("(")[0] == "1" for entry in tasks.split(",")):
         return ""
     return (
@@ -96,8 +95,8 @@ def _problem_of_tasks(environ: Mapping[str, str]) -> str:
 
 
 def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a warning line for each setting that makes Slurm end the job when a node is lost. Slurm does not
-    export these options of ``sbatch`` and ``srun``, so only variables that the user has set are checked.
+    """Return a warning line for each setting that makes Slurm end the job when a node is lost. Only variables
+    set by the user are checked, because Slurm does not export these options of ``sbatch`` and ``srun``.
     """
     lines = []
     if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
@@ -111,13 +110,13 @@ def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return the number of workers, which is the number of GPUs that this task may use. Return ``gpu`` for
-    MIG slices, so that they are counted later. Return ``None`` if Slurm has assigned no GPUs.
+    """Return the number of workers: one for each GPU that this task may use. Return ``gpu`` for MIG slices,
+    so that they are counted later. Return ``None`` if Slurm has assigned no GPUs.
     """
     gpus = _number(environ, "SLURM_GPUS_ON_NODE")
     if not gpus:
         return None
-    # With `--gpu-bind`, the task may see only some of the step's GPUs on this node.
+    # With `--gpu-bind`, the task may see only some of the GPUs that the step has on this node.
     seen = next((environ[name] for name in _DEVICES if name in environ), None)
     if seen is None:
         return gpus

@@ -1,4 +1,4 @@
-"""Public interface of the rendezvous store: a server, and a client like torch's ``Store``.
+"""Public interface of the rendezvous store: a server, and a client similar to torch's ``Store``.
 
 ``python -m elasticrs.store`` starts a server. :func:`connect` returns a :class:`Store` that uses it.
 """

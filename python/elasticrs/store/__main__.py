@@ -1,4 +1,4 @@
-"""Runs the rendezvous store as a separate process, outside the training nodes: ``python -m elasticrs.store``.
+"""Run the rendezvous store as a separate process, outside the training nodes: ``python -m elasticrs.store``.
 
 Prints a line with its address once it accepts connections. SIGTERM, SIGINT and SIGHUP shut the store down
 cleanly, with one line of output and exit code 0. After an internal error, or if its state cannot be read or
@@ -58,8 +58,7 @@ def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
         return os.environ.get("ELASTICRS_TOKEN", "").encode(errors="surrogateescape") or None
     try:
         with open(path, "rb") as file:
-            # Strip only line ends, as agents do, because the token must have the same bytes here and in the
-            # agents.
+            # Strip only line ends, as agents do, because both sides must use exactly the same token.
             token = file.read().rstrip(b"\r\n")
     except OSError as error:
         parser.error(f"cannot read the token: {error.strerror}: {path}")
@@ -69,7 +68,7 @@ def _token(parser: argparse.ArgumentParser, path: str | None) -> bytes | None:
 
 
 def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
-    """Serve until a signal arrives. Return the signal, or ``None`` if an error has stopped the store."""
+    """Serve until a signal arrives. Return the signal, or ``None`` if an error stopped the store."""
     poll = select.poll()
     poll.register(stop, select.POLLIN)
     poll.register(server.fd, select.POLLIN)
@@ -83,22 +82,21 @@ def _serve(server: Server, stop: socket.socket) -> signal.Signals | None:
 
 def _say(line: str) -> None:
     try:
-        # Write without a buffer, because after an error the interpreter would flush the buffer at exit and
-        # fail again.
+        # Write without a buffer. After an error, the interpreter would flush a buffer at exit and fail again.
         os.write(2, f"elasticrs store: {line}\n".encode(errors="backslashreplace"))
     except OSError:
-        # Ignore the error. If the terminal was closed (SIGHUP), the store must still notify its clients.
+        # Ignore the error. Even if the terminal was closed (SIGHUP), the store must still notify its clients.
         return
 
 
 def _signals() -> list[signal.Signals]:
-    """Return the signals that stop the server. SIGHUP is left out under ``nohup``, where it is ignored."""
+    """Return the signals that stop the server. SIGHUP is excluded if it is ignored, as under ``nohup``."""
     stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT, *([] if stays else [signal.SIGHUP])]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal arrives. Return the exit code."""
+    """Run the store until a signal arrives. Return the exit code."""
     parser = _parser()
     args = parser.parse_args(argv)
     if not 0 <= args.port <= 65535:
@@ -119,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.set_wakeup_fd(wake.fileno())
         for signum in _signals():
             signal.signal(signum, lambda *_: None)
-        # Raise the limit of file descriptors, because each client needs one.
+        # Raise the limit on file descriptors, because each client needs one.
         raise_descriptor_limit()
         has_state = bool(args.state) and os.path.exists(args.state) and os.path.getsize(args.state) > 0
         try:

@@ -1,5 +1,4 @@
-"""The client interface of the coordination store: requests, events, and the session in which they are
-exchanged.
+"""Client interface of the coordination store: requests, events, and the session that carries them.
 
 A :class:`Session` holds a single lease. While the lease lasts, the session may lose its connection and
 reconnect, or wait for a store that is down. Requests are then only delayed. A session for another store must
@@ -33,13 +32,13 @@ if TYPE_CHECKING:
     from typing import Protocol, TypeAlias
 
     class Entry(Protocol):
-        """A key and its value, or a change to a key."""
+        """A key and its current value, or a change to a key."""
 
         @property
         def key(self) -> str: ...
         @property
         def value(self) -> bytes | None:
-            """The value; ``None`` if the change deleted the key."""
+            """Value of the key; ``None`` if the key was deleted."""
 
         @property
         def create_revision(self) -> int:
@@ -47,12 +46,12 @@ if TYPE_CHECKING:
 
         @property
         def mod_revision(self) -> int:
-            """The revision of the last put of the key, or of its deletion."""
+            """Revision that last put the key, or that deleted it."""
 
     Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
 
     class Session(Protocol):
-        """A session with a store. It has a connection, and a lease that ends with the session."""
+        """A session with a store. It has a connection, and a lease that expires when the session ends."""
 
         @property
         def fd(self) -> int:
@@ -64,21 +63,20 @@ if TYPE_CHECKING:
             """
 
         def wait(self, timeout: float | None) -> bool:
-            """Block until :meth:`take` has events to return. Return false if the timeout expires or no
-            further event can arrive.
+            """Block until :meth:`take` has events to return. Return false on a timeout, or if no more events
+            can arrive.
             """
 
         def send(self, request: Request) -> None:
             """Send a request. The store executes requests in order."""
 
         def clock(self) -> tuple[int, int] | None:
-            """Return the difference between the store's wall clock and the local wall clock, and the maximum
-            error of the difference, both in nanoseconds. The difference is positive if the store's clock is
-            ahead. ``None`` if the difference is not known yet.
+            """Return how far the store's wall clock is ahead of the local wall clock, and the maximum error
+            of this value, both in nanoseconds. ``None`` if this is not known yet.
             """
 
         def close(self) -> None:
-            """Close the session and end its lease at once. No event follows. Idempotent."""
+            """Close the session and end its lease immediately. No event follows. Idempotent."""
 
 
 MAX_OPERATIONS = 125
@@ -105,13 +103,13 @@ class Missing(Compare):
 
 
 class CreatedAt(Compare):
-    """Condition that the key was created at this revision. Revision 0 means that the key does not exist."""
+    """Condition that the key was created at this revision. With revision 0, the key must not exist."""
 
     revision: int
 
 
 class ModifiedAt(Compare):
-    """Condition that the key was last put at this revision. Revision 0 means that the key does not exist."""
+    """Condition that the key was last put at this revision. With revision 0, the key must not exist."""
 
     revision: int
 
@@ -123,7 +121,7 @@ class HasValue(Compare):
 
 
 class Operation(Value):
-    """An operation of a transaction. Its result is in the :class:`Reply`."""
+    """Operation of a transaction. Its result is in the :class:`Reply`."""
 
 
 class Put(Operation):
@@ -156,7 +154,9 @@ class Get(Operation):
 
 
 class Range(Operation):
-    """Read the first ``limit`` keys with this prefix (0 for all keys). The result is a list of entries."""
+    """Read the first ``limit`` keys with this prefix, or all keys if ``limit`` is 0. The result is a list of
+    entries.
+    """
 
     prefix: str
     limit: int
@@ -175,7 +175,7 @@ class Predecessor(Operation):
 
 
 class Txn(Value):
-    """A transaction. The store answers with a :class:`Reply` with the same tag.
+    """A transaction. The store answers with a :class:`Reply` that has the same tag.
 
     ``then`` is executed if all compares hold, and ``otherwise`` if any of them fails.
     """
@@ -250,13 +250,13 @@ class Reply(Value):
         return found
 
     def entries(self) -> list[Entry]:
-        """Return the existing entries at the start of a watch."""
+        """Return the entries that existed when the watch started."""
         return [entry for index in range(len(self.results)) if (entry := self.entry(index)) is not None]
 
 
 class Changes(Value):
-    """Changes of one revision, in the order of the transaction. Some stores send a separate event for each
-    watch. Others send a single event for all watches of the session.
+    """Changes of one revision, in the order of the transaction. Some stores send one event per watch, others
+    a single event for all watches of the session.
     """
 
     revision: int
@@ -264,13 +264,13 @@ class Changes(Value):
 
 
 class Notice(Value):
-    """Message for the user: the store has stopped responding, or responds again. The session continues."""
+    """Message to the user that the store has stopped responding, or responds again. The session continues."""
 
     message: str
 
 
 class ConnectionLost(Value):
-    """The session could not be opened or was lost. No further event of this session follows.
+    """The session could not be opened, or was lost. No event of this session follows.
 
     Args:
         kind: ``refused``, ``unreachable``, ``timeout``, ``resolve``, ``version``, ``token``, ``not_ours``,

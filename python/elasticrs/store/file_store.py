@@ -1,4 +1,4 @@
-"""Key-value store in a file, for nodes that are on one machine or share a file system.
+"""Key-value store in a file, for nodes that run on one machine or share a file system.
 
 Every operation holds a lock (``flock`` of ``<path>.lock``). An operation that changes data replaces the whole
 file. If a process is killed during an operation, the file is unchanged, and the kernel releases the lock. The
@@ -37,8 +37,8 @@ _LONGEST_PAUSE = 0.2
 
 
 class FileStore(TimedStore):
-    """Key-value store in a file, with the interface of :class:`elasticrs.store.Store`. As in torch's
-    ``FileStore``, there are no queue operations.
+    """Key-value store in a file, with the interface of :class:`elasticrs.store.Store`. Like torch's
+    ``FileStore``, it has no queue operations.
 
     No descriptor stays open between two calls.
 
@@ -88,7 +88,7 @@ class FileStore(TimedStore):
         self._change(key, lambda head: head + bytes_of(value))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value, or if it is missing and ``expected`` is empty.
+        """Set a key if its value is ``expected``, or if it is missing and ``expected`` is empty.
 
         Returns:
             The resulting value of the key. As in torch, it is ``expected`` if the key is missing and was not
@@ -141,7 +141,7 @@ class FileStore(TimedStore):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        # Lock a separate file, because writing replaces the data file.
+        # Lock a separate file, because each write replaces the data file.
         fd = os.open(f"{self._path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -178,7 +178,7 @@ class FileStore(TimedStore):
         data = json.dumps(document).encode()
         if len(data) > MAX_BYTES:
             raise ValueError(f"{self._path} would be larger than {MAX_BYTES} bytes")
-        # Only the lock holder writes this file, so a fixed name is enough.
+        # A fixed name is enough, because only the lock holder writes this file.
         fresh = f"{self._path}.new"
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:
@@ -187,7 +187,7 @@ class FileStore(TimedStore):
 
 
 class TemporaryFileStore(FileStore):
-    """Store for a single process. Its temporary folder is removed when this object is destroyed or the
+    """File store for a single process. Its temporary folder is removed when this object is destroyed or the
     interpreter exits.
     """
 

@@ -13,16 +13,16 @@ _OF_KEYS = frozenset(("multi_set", "multi_get", "wait", "check"))
 
 
 def with_prefix(store: Any, prefix: str) -> Any:
-    """Return a store that puts a prefix and a slash before every key, like torch's ``PrefixStore``."""
+    """Return a store that prepends a prefix and a slash to every key, like torch's ``PrefixStore``."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and isinstance(store, distributed.Store):
-        # Use torch's class for a torch store, because torch's functions accept no other classes.
+        # Use torch's class for a torch store, because torch's functions accept no other class.
         return distributed.PrefixStore(prefix, store)
     return PrefixStore(prefix, store)
 
 
 class PrefixStore:
-    """Store that puts a prefix and a slash before every key. Attributes that do not involve a key, such as
+    """Store that prepends a prefix and a slash to every key. Attributes that involve no key, such as
     ``timeout``, come from the underlying store.
     """
 

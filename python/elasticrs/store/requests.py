@@ -1,4 +1,4 @@
-"""Lets several threads share one session with the coordination store, and wait for their replies."""
+"""Let several threads share one session with the coordination store, and wait for their replies."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _CLOSED = "the store object is closed"
 
 
 class LostError(Exception):
-    """The session was lost or closed. The message states the reason."""
+    """Raised if the session was lost or closed. The message says why."""
 
 
 class Requests:
-    """Sends requests over a shared session and waits for the replies. The first caller that waits receives
+    """Sends requests over a shared session and waits for their replies. Whichever caller waits first receives
     the events for all callers, so no extra thread is needed.
 
     1. Each reply is passed to the call that sent the request.
@@ -37,7 +37,7 @@ class Requests:
     def __init__(self, make: Callable[[], Session]) -> None:
         self._make: Callable[[], Session] | None = make
         self._session: Session | None = None
-        # The lock is reentrant, because a signal handler may send a request while this thread connects.
+        # Use a reentrant lock, because a signal handler may send a request while this thread is connecting.
         self._beginning = threading.RLock()
         self._news = threading.Condition()
         self._is_taking = False
@@ -49,7 +49,7 @@ class Requests:
         self._puts: dict[str, int] = {}
 
     def connect(self) -> Session:
-        """Return the session. Open it on the first call, and wait until it is connected.
+        """Return the session. The first call opens it and waits until it is connected.
 
         Raises:
             LostError: the session could not be opened, or this object is closed.
@@ -82,8 +82,8 @@ class Requests:
         return self._ask(lambda tag: Txn(tag, compares, then, otherwise))
 
     def wait_until(self, holds: Callable[[], bool], keys: Sequence[str], timeout: float) -> bool:
-        """Wait until ``holds`` returns true. Call ``holds`` again after each put of one of ``keys``. Return
-        false if ``timeout`` seconds elapse first.
+        """Wait until ``holds`` returns true. It is called again after each put to one of ``keys``. Return
+        false if ``timeout`` seconds pass first.
 
         Raises:
             LostError: the session ended.
@@ -103,9 +103,9 @@ class Requests:
             self._end_waiting(keys)
 
     def close(self) -> None:
-        """Close the session. Calls that are waiting raise :class:`LostError`."""
+        """Close the session. Waiting calls raise :class:`LostError`."""
         with self._beginning:
-            # Drop the reference, because the session object holds a descriptor until it is destroyed.
+            # Drop the reference, because the session object keeps a descriptor open until it is destroyed.
             session, self._session, self._make = self._session, None, None
         if session is not None:
             session.close()
@@ -140,8 +140,8 @@ class Requests:
                 raise LostError(self._lost)
             self._tag += 1
             tag = self._tag
-            # Hold the lock while sending. Otherwise, a `Watch` of one thread and an `Unwatch` of another
-            # thread could be sent in the wrong order.
+            # Hold the lock while sending, so that a `Watch` from one thread and an `Unwatch` from another are
+            # sent in the right order.
             session.send(make(tag))
             self._replies[tag] = None
         try:
@@ -167,7 +167,7 @@ class Requests:
         return True
 
     def _take(self, timeout: float | None) -> None:
-        """Wait for events without holding the lock, and pass them to the waiting callers."""
+        """Wait for events without holding the lock, then pass them to the waiting callers."""
         session = self._session
         if session is None:
             self._lost = self._lost or _CLOSED

@@ -19,8 +19,8 @@ scoped_token = _core.scoped_token
 
 
 class NativeSession:
-    """Session with the built-in store; see :class:`~elasticrs.store.coordination.Session`. The session owns
-    its client.
+    """Session with the built-in store, which owns its client. See
+    :class:`~elasticrs.store.coordination.Session`.
     """
 
     __slots__ = ("_client", "fd")
@@ -31,8 +31,8 @@ class NativeSession:
 
     @property
     def met(self) -> tuple[bytes, int] | None:
-        """Name of the store to which the client last connected, and the highest revision seen there. Both are
-        passed to later clients. ``None`` if the client has not connected to a built-in store yet.
+        """Name of the store to which the client last connected, and the highest revision seen there. Later
+        clients need both values. ``None`` before the first connection to a built-in store.
         """
         return self._client.met
 
@@ -84,7 +84,7 @@ def _steps(steps: Sequence[Compare] | Sequence[Operation]) -> list[tuple[str | b
 
 
 def _event(event: _core.StoreEvent) -> StoreEvent:
-    """Convert a native event. Entries are not converted, because native entries already have the attributes
+    """Convert a native event. Entries need no conversion, because native entries already have the attributes
     of :class:`~.coordination.Entry`.
     """
     if isinstance(event, _core.Reply):

@@ -1,4 +1,4 @@
-"""Blocking key-value store with the interface of torch's ``Store``. Does not need torch."""
+"""Blocking key-value store with the interface of torch's ``Store``. It does not require torch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def connect(
 
 
 def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> Store:
-    """Connect the client, and return a store that owns it. Close the client if connecting fails.
+    """Connect the client, and return a store that owns it. If connecting fails, close the client.
 
     Raises:
         DistNetworkError: see :func:`connect`.
@@ -78,7 +78,7 @@ def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DE
 
 
 class Store(TimedStore):
-    """Key-value store that is shared by all clients of the same server with the same prefix.
+    """Key-value store shared by all clients that use the same server and prefix.
 
     Values are bytes; text is encoded as UTF-8. All methods may be called from several threads. A key and its
     prefix have at most 1 KiB, and the data of a call at most 1 MiB; otherwise the call raises
@@ -109,7 +109,7 @@ class Store(TimedStore):
     def begun_later(
         cls, make: Callable[[], Client], prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT
     ) -> Store:
-        """Return a store that creates its client with ``make`` and connects when it is first used."""
+        """Return a store that creates its client by calling ``make`` and connects on first use."""
         store = object.__new__(cls)
         store._requests = Requests(lambda: NativeSession(make()))
         store._prefix = prefix
@@ -117,13 +117,11 @@ class Store(TimedStore):
         return store
 
     def clone(self) -> Store:
-        """Return another object that uses the same connection. Closing either object closes both."""
+        """Return another store on the same connection. Closing either one closes both."""
         return self._derived(self._prefix)
 
     def with_prefix(self, prefix: str) -> Store:
-        """Return an object that uses the same connection and appends this prefix to the prefix of the current
-        object.
-        """
+        """Return a store on the same connection, with ``prefix`` appended to this store's prefix."""
         return self._derived(self._prefix + prefix)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -131,7 +129,9 @@ class Store(TimedStore):
         self._txn(then=[Put(self._key(key), bytes_of(value), False) for key, value in pairs])
 
     def hold(self, key: str) -> None:
-        """Set a key to empty bytes. The key is deleted when this connection ends. Not in torch."""
+        """Set a key to empty bytes, for as long as this connection lasts. Torch's store has no such
+        method.
+        """
         self._txn(then=[Put(self._key(key), b"", True)])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -170,7 +170,7 @@ class Store(TimedStore):
         self._change(key, lambda head: head + tail)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a key if it has the expected value, or if it is missing and ``expected`` is empty.
+        """Set a key if its value is ``expected``, or if it is missing and ``expected`` is empty.
 
         Returns:
             The resulting value of the key. As in torch, it is ``expected`` if the key is missing and was not
@@ -200,7 +200,8 @@ class Store(TimedStore):
         self._change(key, lambda queue: queue + len(item).to_bytes(_LENGTH, "big") + item)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Remove and return the first value of a queue. If several callers wait, one of them gets the value.
+        """Remove and return the first value of a queue. If several callers wait, each value goes to only one
+        of them.
 
         Args:
             key: key of the queue.
@@ -236,17 +237,17 @@ class Store(TimedStore):
         return self._txn(then=[Delete(self._key(key))]).results[0] == 1
 
     def num_keys(self) -> int:
-        """Return the number of keys with the prefix of this store."""
+        """Return the number of keys with this store's prefix."""
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        """Return the keys with the prefix of this store, in order and without the prefix."""
+        """Return the keys with this store's prefix, in order and with the prefix removed."""
         found = self._txn(then=[Range(self._prefix, 0)]).results[0]
         assert isinstance(found, list)
         return [entry.key[len(self._prefix) :] for entry in found]
 
     def close(self) -> None:
-        """Close the connection, which clones share. Idempotent."""
+        """Close the connection, including that of all clones. Idempotent."""
         self._requests.close()
 
     def _derived(self, prefix: str) -> Store:
@@ -293,8 +294,8 @@ class Store(TimedStore):
                 return True
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> None:
-        """Replace the value of a key with the result of ``change``, which gets the old value, or empty bytes
-        if the key is missing.
+        """Atomically replace the value of a key with ``change(old value)``. The old value is empty bytes if
+        the key is missing.
         """
         name = self._key(key)
         found = self._txn(then=[Get(name)]).entry(0)
@@ -307,7 +308,7 @@ class Store(TimedStore):
 
 
 def _items(queue: bytes) -> list[bytes]:
-    """Split a stored queue into its values. In the queue, each value follows its length."""
+    """Split a stored queue into its values. Each value is preceded by its length."""
     items: list[bytes] = []
     at = 0
     while at < len(queue):

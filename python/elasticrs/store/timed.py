@@ -1,4 +1,4 @@
-"""Common parts of all stores: errors that correspond to those of torch, a timeout, and a barrier."""
+"""Common parts of all stores: errors that mirror torch's, a timeout, and a barrier."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ class DistError(RuntimeError):
 
 
 class DistStoreError(DistError):
-    """A key was not set in time. Corresponds to ``torch.distributed.DistStoreError``."""
+    """Raised if a key was not set in time. Corresponds to ``torch.distributed.DistStoreError``."""
 
 
 class QueueEmptyError(DistStoreError):
-    """The queue is empty. Corresponds to ``torch.distributed.QueueEmptyError``."""
+    """Raised if the queue is empty. Corresponds to ``torch.distributed.QueueEmptyError``."""
 
 
 class DistNetworkError(DistError):
-    """The connection to the store is lost. Corresponds to ``torch.distributed.DistNetworkError``."""
+    """Raised if the connection to the store is lost. Corresponds to
+    ``torch.distributed.DistNetworkError``.
+    """
 
 
 def bytes_of(value: str | bytes) -> bytes:
-    """Encode a value as the bytes that are stored."""
+    """Convert a value to the bytes to be stored."""
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
@@ -37,14 +39,14 @@ def timed_out(what: str, timeout: datetime.timedelta, rest: str) -> DistStoreErr
 
 
 class TimedStore(ABC):
-    """Base class of stores. ``timeout`` is the default time limit of operations that wait."""
+    """Base class of stores. ``timeout`` is the default time limit of blocking operations."""
 
     def __init__(self, timeout: datetime.timedelta) -> None:
         self._timeout = timeout
 
     @property
     def timeout(self) -> datetime.timedelta:
-        """Default time limit of operations that wait, such as :meth:`get` and :meth:`wait`."""
+        """Default time limit of blocking operations, such as :meth:`get` and :meth:`wait`."""
         return self._timeout
 
     def set_timeout(self, timeout: datetime.timedelta) -> None:
@@ -61,7 +63,7 @@ class TimedStore(ABC):
 
     @abstractmethod
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until all these keys exist. Return their values, which are read at the same time.
+        """Wait until all these keys exist, and return their values, which are read atomically.
 
         Raises:
             DistStoreError: not all keys were set within :attr:`timeout`.
@@ -69,8 +71,8 @@ class TimedStore(ABC):
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        """Wait until all these keys exist at the same time. ``timeout`` is the time limit; :attr:`timeout` if
-        ``None``.
+        """Wait until all these keys exist at the same time, for at most ``timeout``, or :attr:`timeout` if it
+        is ``None``.
 
         Raises:
             DistStoreError: the time limit expired.
@@ -78,7 +80,9 @@ class TimedStore(ABC):
 
     @abstractmethod
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the number in a key and return the sum. A missing key counts as 0."""
+        """Add ``amount`` to the number stored under a key and return the sum. A missing key is
+        treated as 0.
+        """
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""

@@ -1,4 +1,4 @@
-"""Expiration timers, which kill a worker if one of its code blocks takes too long.
+"""Expiration timers, which kill a worker if a code block takes too long.
 
 The interface is the same as in ``torch.distributed.elastic.timer``. In a worker that was started with
 ``TORCHELASTIC_ENABLE_FILE_TIMER=1``::
@@ -42,6 +42,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Load the server only on demand, because workers need only the clients.
+    # Load the server only on demand, because workers use only the clients.
     homes = {"elasticrs.timer.file_server": ("FileTimerServer",)}
     return lazy(__name__, name, homes, ("debug_info_logging",))

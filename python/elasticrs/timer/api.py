@@ -1,4 +1,4 @@
-"""Common parts of all timers: requests, :class:`expires`, and the interfaces of clients and servers."""
+"""Common parts of all timers: requests, :class:`expires`, and the client and server interfaces."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class TimerRequest:
 
 
 class TimerClient(ABC):
-    """The worker's side of a timer, which sends requests to a server."""
+    """Client side of a timer, used by workers to send requests to a server."""
 
     @abstractmethod
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Start a timer. It replaces an earlier timer with the same name.
+        """Start a timer. It replaces any earlier timer with the same name.
 
         Args:
             scope_id: name of the timer.
@@ -67,11 +67,11 @@ class TimerClient(ABC):
 
 
 class RequestQueue(ABC):
-    """Source from which a server takes requests."""
+    """Source from which a timer server takes requests."""
 
     @abstractmethod
     def size(self) -> int:
-        """Return the number of waiting requests. Only :meth:`get` removes requests."""
+        """Return the number of pending requests, without removing any."""
 
     @abstractmethod
     def get(self, size: int, timeout: float) -> list[TimerRequest]:
@@ -84,8 +84,8 @@ class RequestQueue(ABC):
 
 
 class TimerServer(ABC):
-    """Base class of timer servers. In a background thread, a server reads requests and kills workers with
-    expired timers.
+    """Base class of timer servers. A background thread reads requests and kills workers whose timers have
+    expired.
 
     Args:
         request_queue: source of requests.
@@ -146,7 +146,7 @@ class TimerServer(ABC):
         self._watchdog_thread.start()
 
     def stop(self) -> None:
-        """Stop the thread. Wait for at most ``max_interval`` seconds until it has finished. Idempotent."""
+        """Stop the thread, and wait at most ``max_interval`` seconds for it to finish. Idempotent."""
         self._stop_signaled = True
         thread, self._watchdog_thread = self._watchdog_thread, None
         if thread is not None:
@@ -156,11 +156,11 @@ class TimerServer(ABC):
         return self._max_interval
 
     def _seconds_to_wait(self) -> float:
-        """Return how many seconds the next iteration of the loop may wait for a request."""
+        """Return how many seconds the next loop iteration may wait for a request."""
         return self._max_interval
 
     def _now(self) -> float:
-        """Return the current time in seconds since 1970, for comparison with expiration times."""
+        """Return the current time in seconds since 1970, to compare with expiration times."""
         return time.time()
 
     def _watchdog_loop(self) -> None:
@@ -169,7 +169,7 @@ class TimerServer(ABC):
                 self._run_watchdog()
             except Exception:  # noqa: PERF203 -- the loop must continue
                 _logger().exception("the timer server could not handle its requests; retrying")
-                # Limit the rate of retries, because a permanent error would otherwise keep a core busy.
+                # Pause before retrying, because a permanent error would otherwise keep a core busy.
                 time.sleep(min(self._max_interval, 0.1))
 
     def _run_watchdog(self) -> None:
@@ -236,7 +236,7 @@ os.register_at_fork(after_in_child=_forget_live)
 
 
 class expires:  # noqa: N801 -- torch's name
-    """Context manager and decorator for code with a time limit: ``with expires(after=60): …``,
+    """Context manager and decorator for a block with a time limit: ``with expires(after=60): …``,
     ``@expires(after=60)``.
 
     If the time limit expires, the server may kill this worker. Blocks can be nested, and can be entered again
@@ -305,7 +305,7 @@ class expires:  # noqa: N801 -- torch's name
             client.release(self._scope)
 
     def __call__(self, function: F) -> F:
-        """Decorate a function so that every call has this time limit."""
+        """Decorate a function so that this time limit applies to every call."""
         from functools import wraps
 
         @wraps(function)
@@ -319,8 +319,8 @@ class expires:  # noqa: N801 -- torch's name
 
 
 class SteadyClock:
-    """Clock that ignores steps of the wall clock. Its time is the wall-clock time at its creation plus the
-    monotonic time since then.
+    """Clock that is unaffected by wall-clock steps. Its time is the wall-clock time at its creation plus the
+    monotonic time elapsed since then.
     """
 
     __slots__ = ("_monotonic", "_wall")
@@ -334,12 +334,12 @@ class SteadyClock:
         self._wall, self._monotonic = time.time(), time.monotonic()
 
     def now(self) -> float:
-        """Return the seconds since 1970, unaffected by steps of the wall clock."""
+        """Return the seconds since 1970, unaffected by wall-clock steps."""
         return self._wall + time.monotonic() - self._monotonic
 
     def steady(self, expiration_time: float) -> float:
-        """Convert an expiration time to this clock. The expiration time is in seconds since 1970, and was
-        just computed from the wall clock.
+        """Convert an expiration time to this clock. It is given in seconds since 1970 and must have just been
+        computed from the wall clock.
         """
         step = time.time() - self.now()
         return expiration_time if abs(step) < self.TOLERANCE else expiration_time - step

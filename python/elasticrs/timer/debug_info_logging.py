@@ -1,4 +1,4 @@
-"""Logs expired timers. Programs may replace the function in this module with their own function."""
+"""Log expired timers. Programs may replace the function in this module with one of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tracks descendants of this process and their timers. A timer server without an agent may signal only
+"""Track descendants of this process and their timers. A timer server without an agent may signal only its
 descendants.
 """
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 
 class Descendants:
-    """Holds a pidfd for each descendant. If another process later gets the same pid, the pidfd does not refer
-    to that process.
+    """Holds a pidfd for each descendant. A pidfd never refers to another process that later gets the same
+    pid.
     """
 
     def __init__(self) -> None:
         self._pidfds: dict[int, int] = {}
 
     def pidfds(self) -> Iterable[int]:
-        """Return the pidfds. A pidfd becomes readable when its process exits."""
+        """Return the pidfds. Each becomes readable when its process exits."""
         return self._pidfds.values()
 
     def bind(self, pid: int, started: int = 0) -> bool:
-        """Hold a pidfd of a process. Return false if the process has ended or is not a descendant of the
-        current process. ``started`` is the start time of the process (:func:`started_at`), or 0 if it is
-        unknown. ``pid`` may be any value, because it comes from an unchecked request.
+        """Open and hold a pidfd of a process. Return false if the process has exited or is not a descendant
+        of the current process. ``started`` is its start time (:func:`started_at`), or 0 if unknown. ``pid``
+        may be any value, because it comes from an unchecked request.
         """
         if pid not in self._pidfds:
             try:
@@ -47,8 +47,8 @@ class Descendants:
         return pid in self._pidfds
 
     def send(self, pid: int, signum: int) -> bool:
-        """Send a signal to a held process. Return true if the signal was sent or the process has already
-        exited.
+        """Send a signal to a process whose pidfd is held. Return true if the signal was sent or the process
+        has already exited.
         """
         import signal
 
@@ -62,7 +62,7 @@ class Descendants:
         return True
 
     def forget_the_dead(self) -> set[int]:
-        """Release the pidfds of ended processes. Return their pids."""
+        """Close the pidfds of processes that have exited. Return their pids."""
         from select import POLLIN, poll
 
         watch = poll()
@@ -81,8 +81,8 @@ class Descendants:
 
 
 class DescendantTimers:
-    """Base class of timer servers without an agent. Holds the live timers by pid and scope, and pidfds of the
-    processes that own them.
+    """Base class of timer servers without an agent. Holds the live timers by pid and scope, and a pidfd for
+    each process that owns timers.
     """
 
     def __init__(self, *how: Any) -> None:
@@ -113,8 +113,8 @@ class DescendantTimers:
 
 
 def descends_from_us(pid: int) -> bool:
-    """Return true if the process is alive and a descendant of the current process. The current process itself
-    does not count.
+    """Return true if the process is alive and a descendant of the current process, but not the current
+    process itself.
     """
     own = os.getpid()
     for _ in range(64):
@@ -125,7 +125,7 @@ def descends_from_us(pid: int) -> bool:
             return False
         parent = int(fields[1])
         if parent == own:
-            # A process whose main thread has exited is shown as a zombie, even if other threads are still
+            # A process whose main thread has exited appears as a zombie, even if its other threads are still
             # running.
             return fields[0] not in (b"Z", b"X") or int(fields[17]) > 1
         pid = parent
@@ -133,18 +133,20 @@ def descends_from_us(pid: int) -> bool:
 
 
 def started_at(pid: str) -> int:
-    """Return the start time of a process (or ``self``) in clock ticks since boot; 0 if it cannot be read."""
+    """Return the start time of a process (a pid or ``self``) in clock ticks since boot; 0 if it cannot be
+    read.
+    """
     fields = stat_fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def stat_fields(pid: str, proc: str = "/proc") -> list[bytes]:
-    """Return the fields of ``/proc/PID/stat`` from the third field (the state) on; empty if they cannot be
-    read.
+    """Return the fields of ``/proc/PID/stat``, starting at the third field (the state). The list is empty if
+    the file cannot be read.
     """
     try:
         with open(f"{proc}/{pid}/stat", "rb") as file:
-            # Skip the second field, the name in parentheses, because it may contain any byte.
+            # Skip the second field, the name in parentheses, because it can contain any byte.
             return file.read().rpartition(b")")[2].split()
     except OSError:
         return []

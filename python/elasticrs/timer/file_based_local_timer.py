@@ -21,7 +21,7 @@ from elasticrs.timer.descendants import started_at
 
 try:
     from _json import encode_basestring_ascii as _quote
-except ImportError:  # This interpreter has no C accelerator for JSON.
+except ImportError:  # The interpreter was built without the C JSON accelerator.
     from json.encoder import encode_basestring_ascii as _quote
 
 TYPE_CHECKING = False
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
 
 
 class FileTimerRequest(TimerRequest):
-    """Timer request that also specifies the signal to send when the timer expires.
+    """Timer request that also names the signal to send when the timer expires.
 
     Args:
         worker_pid: pid of the worker.
@@ -77,7 +77,7 @@ class FileTimerRequest(TimerRequest):
         return super().__eq__(other) and (self.version, self.signal) == (other.version, other.signal)
 
     def to_json(self) -> str:
-        """Return the request as JSON, as it is written to the FIFO but without the newline."""
+        """Return the request as JSON, in the format of the FIFO but without the newline."""
         import json
 
         return json.dumps({
@@ -90,7 +90,8 @@ class FileTimerRequest(TimerRequest):
 
 
 class FileTimerClient(TimerClient):
-    """Timer client that sends requests through a FIFO. Several threads and forked children may use it.
+    """Timer client that sends requests through a FIFO. It can be used by several threads and by forked
+    children.
 
     As in torch, the first request raises an exception if no server reads the FIFO after a second of retries.
     If the server disappears later, requests are only counted as dropped. Under an elasticrs agent, a missing
@@ -118,7 +119,7 @@ class FileTimerClient(TimerClient):
         self._forked()
 
     def acquire(self, scope_id: str, expiration_time: float) -> None:
-        """Start a timer. It replaces an earlier timer with the same name.
+        """Start a timer. It replaces any earlier timer with the same name.
 
         Raises:
             ValueError: the expiration time is NaN.
@@ -151,12 +152,13 @@ class FileTimerClient(TimerClient):
             self._fd = -1
 
     def __del__(self) -> None:
-        # Do not take the lock. After a fork, its holder may be a thread that does not exist in this process.
+        # Do not acquire the lock: after a fork, it may be held by a thread that does not exist in this
+        # process.
         if getattr(self, "_fd", -1) >= 0 and self._fd_is_ours():
             os.close(self._fd)
 
     def _send_request(self, request: FileTimerRequest) -> None:
-        """Send a request. The method has the same name as in torch."""
+        """Send a request. The method's name is the same as in torch."""
         self._check_process()
         self._write(request.to_json().encode() + b"\n", is_release=request.expiration_time < 0)
 
@@ -167,7 +169,7 @@ class FileTimerClient(TimerClient):
             self._forked()
 
     def _forked(self) -> None:
-        """Reset the state for this process. A forked child does not use the parent's lock, thread and pending
+        """Reset the state after a fork, because the child cannot use the parent's lock, thread or pending
         releases.
         """
         self._pid = os.getpid()
@@ -192,8 +194,7 @@ class FileTimerClient(TimerClient):
         if len(line) > _PIPE_BUF:
             raise RuntimeError(f"a timer request has at most {_PIPE_BUF} bytes, this one has {len(line)}")
         with self._lock:
-            # Send pending releases first, because a release that is sent too late could stop a newer timer
-            # with the same name.
+            # Send pending releases first, because a late release could stop a newer timer with the same name.
             if self._flush() and self._put(line):
                 return
             if is_release:
@@ -203,8 +204,8 @@ class FileTimerClient(TimerClient):
                 self._drop("the pipe is full")
 
     def _put(self, line: bytes) -> bool:
-        """Write a line, or drop it if the FIFO has no reader. Return false if the pipe is full and the line
-        must be retried.
+        """Write a line, or drop it if no process has the FIFO open for reading. Return false if the pipe is
+        full and the write must be retried.
         """
         fd = self._open()
         if fd < 0:
@@ -223,7 +224,8 @@ class FileTimerClient(TimerClient):
         return True
 
     def _open(self) -> int:
-        """Open the FIFO if necessary. Return its descriptor; -1 if it has no reader.
+        """Open the FIFO if necessary, and return its descriptor. Return -1 if no process has it open for
+        reading.
 
         Raises:
             BrokenPipeError: no server has read the FIFO so far.
@@ -250,8 +252,8 @@ class FileTimerClient(TimerClient):
         return -1
 
     def _fd_is_ours(self) -> bool:
-        """Return true if the descriptor still refers to the FIFO that this client opened. Programs that
-        become daemons close all descriptors, and another file may now have the same number.
+        """Return true if the descriptor still refers to the FIFO that this client opened. A program that
+        daemonizes closes all descriptors, and the number may since have been reused for another file.
         """
         if self._fd < 0:
             return False
@@ -284,7 +286,7 @@ class FileTimerClient(TimerClient):
             Thread(target=self._retry, name="FileTimerClient", daemon=True).start()
 
     def _retry(self) -> None:
-        """Retry until all pending releases are sent. Wait for room in the pipe before each retry."""
+        """Retry until all pending releases are sent. Before each retry, wait for room in the pipe."""
         from select import POLLOUT, poll
 
         while True:
@@ -295,7 +297,7 @@ class FileTimerClient(TimerClient):
                 try:
                     fd = os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 except OSError:
-                    # Discard the pending releases, because without a server there are no timers.
+                    # No server is left, so there are no timers: discard the pending releases.
                     self._pending.clear()
                     continue
             try:

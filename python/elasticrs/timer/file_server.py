@@ -1,4 +1,4 @@
-"""Timer server that reads requests from a FIFO, for programs that do not run under an elasticrs agent."""
+"""Timer server that reads requests from a FIFO, for programs that run without an elasticrs agent."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class FileTimerServer(DescendantTimers):
             self._log_event("watchdog stopped", None)
 
     def run_once(self) -> None:
-        """Process the requests that are in the FIFO now, then stop the server."""
+        """Process the requests currently in the FIFO, then stop the server."""
         if self._bell != -1:
             self._run_once = True
             self._end()
@@ -100,7 +100,7 @@ class FileTimerServer(DescendantTimers):
 
     @staticmethod
     def is_process_running(pid: int) -> bool:
-        """Return true if a process with this pid exists and the current process may signal it.
+        """Return true if a process with this pid exists and this process is permitted to signal it.
 
         Args:
             pid: pid above 0 of any process.
@@ -112,7 +112,7 @@ class FileTimerServer(DescendantTimers):
         return True
 
     def get_last_progress_time(self) -> int:
-        """Return the time at which the thread last ran its loop, in whole seconds since 1970."""
+        """Return when the thread last ran its loop, in whole seconds since 1970."""
         return self._last_progress_time
 
     # --- the thread ---
@@ -125,7 +125,7 @@ class FileTimerServer(DescendantTimers):
                 self._run_watchdog()
             except Exception:
                 _logger().exception("the timer server could not handle its requests; retrying")
-                # Limit the rate of retries, because a permanent error would otherwise keep a core busy.
+                # Pause before retrying, because a permanent error would otherwise keep a core busy.
                 time.sleep(min(self._max_interval, 0.1))
             self._last_progress_time = int(time.time())
             if run_once:
@@ -139,8 +139,8 @@ class FileTimerServer(DescendantTimers):
         self._forget(self._descendants.forget_the_dead())
 
     def _run_watchdog(self) -> None:
-        # Before expiring timers, read all pending requests, because they may release or restart timers that
-        # are due.
+        # Read all pending requests before expiring timers, because the requests may release or restart timers
+        # that are due.
         self.register_timers(self._get_requests())
         all_expired = self.get_expired_timers(self._clock.now())
         file_based_local_timer.log_debug_info_for_expired_timers(
@@ -160,7 +160,9 @@ class FileTimerServer(DescendantTimers):
                 return
 
     def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-        """Send a signal to a descendant. Return false if that fails or the process is not a descendant."""
+        """Send a signal to a descendant. Return false if it could not be sent or the process is not a
+        descendant.
+        """
         if not self._descendants.bind(worker_pid):
             _logger().warning("pid %s has ended, or is not a descendant of this process", worker_pid)
             return False
@@ -170,21 +172,21 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
-        # Count all records, including those of processes that have exited. Otherwise, the count would depend
-        # on timing.
+        # Count all records, even those of processes that have exited, because the count would otherwise
+        # depend on timing.
         self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
         return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
 
     def _may_ask(self, request: FileTimerRequest) -> bool:
-        """Return true for a release and for a request from a descendant. Any other request usually comes from
-        a process that has already exited.
+        """Return true for a release, or for a request from a descendant. Other requests usually come from a
+        process that has already exited.
         """
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):
             return True
-        # A process that still exists is not a descendant and may not be signalled, so warn about it.
+        # Warn about a process that still exists: it is not a descendant, so it must not be signalled.
         if not self._has_refused and self.is_process_running(pid):
             self._has_refused = True
             _logger().warning(
@@ -209,7 +211,7 @@ class FileTimerServer(DescendantTimers):
                 self._timers[key] = request
 
     def clear_timers(self, worker_pids: set[int]) -> None:
-        """Remove all timers of these processes, and of all processes that have ended.
+        """Remove all timers of these processes, and of all processes that have exited.
 
         Args:
             worker_pids: pids of the workers.

@@ -1,4 +1,4 @@
-"""Sends the heartbeats of a worker, for ``--hang-timeout``.
+"""Send a worker's heartbeats, for ``--hang-timeout``.
 
 The agent passes a page of shared memory to each worker, in ``ELASTICRS_HEARTBEAT``. A heartbeat writes two or
 three numbers into the page. It makes no system call, wakes no process and cannot block. The agent reads the
@@ -36,7 +36,7 @@ _mark = 1
 
 
 def _heartbeat(step: int | None = None) -> None:
-    """Report progress of this worker to the agent. Call this once in each training step, for example.
+    """Report progress of this worker to the agent, for example once in each training step.
 
     After its first heartbeat, a worker is considered failed if it sends no further heartbeat within
     ``--hang-timeout``. The group is then restarted if its restart budget allows. A call takes much less than
@@ -60,7 +60,7 @@ def _heartbeat(step: int | None = None) -> None:
 
 
 class Section:
-    """Part of the program with its own time limit: ``with heartbeat.section("checkpoint", limit=600): …``
+    """Part of the program that has its own time limit: ``with heartbeat.section("checkpoint", limit=600): …``
 
     The limit starts when the section is entered, and again with each heartbeat inside the section. It applies
     to the whole process, whichever thread enters the section. If sections are nested, the limit of the
@@ -87,8 +87,8 @@ class Section:
         global _mark  # noqa: PLW0603 -- as in `_heartbeat`
         words = _words or _attach()
         self._outer.append((words[_LIMIT], bytes(words.cast("B")[_NAME]), _mark))
-        # Send a heartbeat first, to mark the end of the code before this section. That code belongs to a step
-        # or to the outer section.
+        # Send a heartbeat first, to mark the end of the code before this section, which belongs to a step or
+        # to the outer section.
         _heartbeat()
         _mark = 0
         words.cast("B")[_NAME] = self._name
@@ -118,8 +118,8 @@ else:
 
 
 def automatic_heartbeat(step: int | None) -> None:
-    """Send a heartbeat like :func:`heartbeat`, unless the program sends its own heartbeats or this process is
-    a forked child of the worker.
+    """Send a heartbeat like :func:`heartbeat`. Do nothing if the program sends its own heartbeats, or in a
+    forked child of the worker.
     """
     global _automatic, _count  # noqa: PLW0603 -- as in `_heartbeat`
     if _words is not None:
@@ -127,7 +127,7 @@ def automatic_heartbeat(step: int | None) -> None:
     words = _automatic
     if words is None:
         words = _automatic = _take_page()
-    # Write the same numbers as `_heartbeat` here, to avoid a function call.
+    # Write the same numbers as `_heartbeat`, but without the cost of calling it.
     words[_TIMES + (_count & _LAST)] = monotonic_ns() | 1
     _count += 1
     words[_COUNT] = _count
@@ -136,7 +136,7 @@ def automatic_heartbeat(step: int | None) -> None:
 
 
 def heartbeat_unless_given(before: int) -> int:
-    """Send a heartbeat if the number of heartbeats is still ``before``. Return the new number."""
+    """Send a heartbeat if the heartbeat count is still ``before``. Return the new count."""
     if _count == before:
         _heartbeat()
     return _count
@@ -145,8 +145,8 @@ def heartbeat_unless_given(before: int) -> int:
 def _attach() -> memoryview:
     global _words  # noqa: PLW0603 -- the page of this process
     _words = words = _take_page()
-    # Automatic heartbeats have stored their own count in the field for the step. Reset the field, because the
-    # program now reports its own step numbers.
+    # Automatic heartbeats stored their own count as the step. Reset it, because the program now reports its
+    # own step numbers.
     words[_STEP] = 0
     return words
 
@@ -170,7 +170,7 @@ def _take_page() -> memoryview:
 
 
 def _notice_exit() -> None:
-    """Call :func:`_begin_exit` when the main program has returned.
+    """Arrange for :func:`_begin_exit` to be called when the main program returns.
 
     Do not use ``atexit``, because its callbacks run only after all background threads have finished.
     """
@@ -179,13 +179,13 @@ def _notice_exit() -> None:
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        # The main program has already returned, so the callback cannot be registered. The time limit for a
-        # step continues to apply.
+        # The callback cannot be registered, because the main program has already returned. The step time
+        # limit stays in effect.
         return
 
 
 def _begin_exit() -> None:
-    """Store the time at which the main program returned.
+    """Record the time at which the main program returned.
 
     After that, the time limit for a step does not apply. Another heartbeat makes it apply again, because the
     heartbeat shows that a background thread is still training.
@@ -193,7 +193,7 @@ def _begin_exit() -> None:
     global _count  # noqa: PLW0603 -- as in `_heartbeat`
     words = _words or _automatic
     if words is not None:
-        # Clear the lowest bit of the time, which would mark the end of a training step.
+        # Clear the lowest bit of the time, because a set bit marks the end of a training step.
         at = monotonic_ns() & -2
         words[_TIMES + (_count & _LAST)] = at
         _count += 1
@@ -202,20 +202,20 @@ def _begin_exit() -> None:
 
 
 def _detach() -> None:
-    """Detach a forked child from the page, because the page must show only the heartbeats of the parent."""
+    """Detach a forked child from the shared page, which must show only the parent's heartbeats."""
     global _words  # noqa: PLW0603 -- as above
     _words = memoryview(bytearray(_SIZE)).cast("Q")
 
 
 def start_afresh() -> None:
-    """Reset all state in a forked worker, because the worker has its own page."""
+    """Reset all state in a forked worker, because the worker has its own heartbeat page."""
     global _words, _automatic, _count, _mark
     _words, _automatic, _count, _mark = None, None, 0, 1
 
 
 def _page(variable: str) -> memoryview | None:
-    """Return the page that the agent passed to this worker. Return ``None`` if its descriptor was closed or
-    now refers to another file, or if the page belongs to another running process.
+    """Return the shared memory page that the agent passed to this worker. Return ``None`` if its descriptor
+    was closed or refers to another file, or if the page belongs to another running process.
     """
     from mmap import mmap
 

@@ -1,5 +1,5 @@
-"""Timer client and server that communicate over a ``multiprocessing.Queue``. The workers must be descendants
-of the server's process.
+"""Timer client and server that communicate through a ``multiprocessing.Queue``. All workers must be
+descendants of the server's process.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _SLICE = 1.0
 
 
 class LocalTimerRequest(TimerRequest):
-    """Request that contains the start time of its process. The server uses the start time to detect that the
-    pid was reused before the request was read.
+    """Request that includes the start time of its process. With it, the server detects that the pid was
+    reused before the request was read.
     """
 
     __slots__ = ("start_time",)
@@ -80,7 +80,7 @@ class MultiprocessingRequestQueue(RequestQueue):
 
 
 class LocalTimerServer(DescendantTimers, TimerServer):
-    """Kills descendants of this process whose timers have expired.
+    """Timer server that kills descendants of this process whose timers have expired.
 
     Differences from torch: a timer expires when it is due, not up to ``max_interval`` later. Steps of the
     wall clock have no effect. Only descendants of this process are ever signalled, never this process itself.
@@ -109,8 +109,7 @@ class LocalTimerServer(DescendantTimers, TimerServer):
             if request.expiration_time < 0:
                 self._timers.pop(key, None)
             else:
-                # Keep the timer even if no pidfd can be opened. In this case, no process is signalled when
-                # the timer expires.
+                # Keep the timer even if no pidfd can be opened. When it expires, no process is signalled.
                 self._descendants.bind(request.worker_id, getattr(request, "start_time", 0))
                 request.expiration_time = self._clock.steady(request.expiration_time)
                 self._timers[key] = request
@@ -130,7 +129,8 @@ class LocalTimerServer(DescendantTimers, TimerServer):
         return max(self._max_interval, 2 * _SLICE)
 
     def _seconds_to_wait(self) -> float:
-        # Keep the wait short so that the server can stop soon, because only a request interrupts the wait.
+        # Keep the wait short so that the server stops promptly, because only a request can interrupt the
+        # wait.
         return min(self._max_interval, self._seconds_until_due(), _SLICE)
 
     def _now(self) -> float:

@@ -1,5 +1,5 @@
-"""Runs a job as a loop that applies a train step to a state. After a failure, only one step is repeated, and
-the workers that have not failed keep running. The names are those of torchelastic 0.1.
+"""Run a job as a loop that applies a train step to a state. A failure repeats only one step, and the other
+workers keep running. The names are those of torchelastic 0.1.
 
 Importing this package does not import torch.
 """
@@ -49,5 +49,5 @@ _SUBMODULES = (
 
 def __getattr__(name: str) -> object:
     # Import these modules on first use, because a program with its own coordinator does not need the
-    # rendezvous.
+    # rendezvous module.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -25,7 +25,7 @@ _stores: list[Any] = []
 
 
 class AgentCoordinator(CoordinatorP2P):
-    """Coordinator that finds the other workers through environment variables that the agent sets.
+    """Coordinator that finds the other workers through environment variables set by the agent.
 
     The training script needs no address.
 
@@ -54,7 +54,7 @@ class AgentCoordinator(CoordinatorP2P):
 
 
 class AgentPlace(Value):
-    """Rendezvous settings that a worker gets from its agent.
+    """Rendezvous settings that a worker receives from its agent.
 
     Args:
         url: Rendezvous URL, see :mod:`elasticrs.train.meeting_url`.
@@ -70,7 +70,7 @@ class AgentPlace(Value):
 
 
 def agent_place() -> AgentPlace:
-    """Return the rendezvous settings that this process got from its agent.
+    """Return the rendezvous settings that this process received from its agent.
 
     Raises:
         RuntimeError: This process was not started by an agent.
@@ -87,8 +87,8 @@ def agent_place() -> AgentPlace:
 
 @cache
 def _place_of_restarted_workers() -> AgentPlace:
-    """Return the rendezvous settings for workers whose agent hosts no coordination store for them. Rank 0
-    hosts the store.
+    """Return the rendezvous settings of a worker whose agent hosts no coordination store. In this case, rank
+    0 hosts the store.
 
     The other ranks read the port and the token from torch's ``env://`` store. The result is cached, because
     the next rendezvous changes the environment variables that locate torch's store.
@@ -106,8 +106,7 @@ def _place_of_restarted_workers() -> AgentPlace:
             port = free.getsockname()[1]
         store.set(_PLACE_KEY, f"{port} {os.urandom(16).hex()}")
     port, token = store.get(_PLACE_KEY).decode().split()
-    # Keep the store object alive, because on rank 0 it may contain the server, and other ranks may still read
-    # from that server.
+    # Keep the store object alive. On rank 0 it may contain the server, from which other ranks may still read.
     _stores.append(store)
     host = os.environ["MASTER_ADDR"]
     host = f"[{host}]" if ":" in host else host

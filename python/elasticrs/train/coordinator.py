@@ -1,4 +1,4 @@
-"""Interface of coordinators, which run the rendezvous of a job's workers."""
+"""Interface of coordinators, which run the rendezvous between a job's workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Coordinator", "FinalState", "NonRetryableException", "StopException"
 
 
 class FinalState(Value):
-    """Final state of a job, for a worker that starts after the training has ended.
+    """Final state of a job, for a worker that starts after training has finished.
 
     Args:
         content: Bytes that ``State.save`` wrote on another worker. ``None`` if no living worker has a copy.
@@ -33,8 +33,8 @@ class FinalState(Value):
 
 
 class Coordinator(ABC):
-    """Runs the rendezvous of a job's workers, and determines when the training loop starts a new round, saves
-    and stops.
+    """Runs the rendezvous between a job's workers. Determines when the training loop starts a new round,
+    saves, or stops.
 
     Attributes:
         rounds_before: Number of earlier rounds of the job that this worker knows of.
@@ -51,7 +51,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def rendezvous_barrier(self) -> tuple[Any, int, int]:
-        """Destroy the process group of the previous round, and wait for the next round.
+        """Destroy the previous round's process group, and wait for the next rendezvous round.
 
         Returns:
             A store (``torch.distributed.Store``) that the workers of the round share, the rank of this
@@ -64,19 +64,19 @@ class Coordinator(ABC):
 
     @abstractmethod
     def init_process_group(self) -> None:
-        """Create the default process group of the round."""
+        """Create the default process group for the current rendezvous round."""
 
     def barrier(self) -> None:  # noqa: B027 -- optional to override
-        """Wait until all workers of the round have called this method. The wait has its own time limit, and
-        does not use the process group of the round.
+        """Wait until all workers of the round have called this method. It has its own time limit and does not
+        use the round's process group.
 
         Raises:
             RuntimeError: a worker did not arrive in time. Raised on all workers.
         """
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers of all workers, by rank. All workers must call this together, and must pass the
-        same number of integers.
+        """Return the numbers passed by all workers, ordered by rank. All workers must call this together,
+        with equally many integers.
 
         Args:
             numbers: numbers of this worker.
@@ -86,8 +86,8 @@ class Coordinator(ABC):
         return all_gather_longs(numbers)
 
     def alone(self) -> AbstractContextManager[None]:
-        """Return a context manager for work that this worker does alone, without collectives. The work may
-        take any amount of time.
+        """Return a context manager for work that this worker does alone, without collectives. The work has no
+        time limit.
         """
         return nullcontext()
 
@@ -99,16 +99,16 @@ class Coordinator(ABC):
 
     @abstractmethod
     def should_rendezvous(self, state: State) -> bool:
-        """Return true if the workers have to start a new round, for instance to admit new workers. The loop
-        calls this after every step, and the result must be the same on all workers.
+        """Return true if the workers must start a new rendezvous round, for example to admit new workers. The
+        loop calls this after every step, and the result must be the same on all workers.
 
         Args:
             state: state after the step.
         """
 
     def request(self, *, leave: bool) -> None:
-        """Record that a checkpoint was requested from this worker. The method must not do anything else,
-        because signal handlers call it.
+        """Record that a checkpoint was requested from this worker. Do nothing else, because signal handlers
+        call this method.
 
         All workers then save after the same step, before the next round: :meth:`should_rendezvous` and
         :meth:`should_save_before_meeting` return true.
@@ -121,31 +121,31 @@ class Coordinator(ABC):
 
     @property
     def has_round(self) -> bool:
-        """True if a round is running and no new round is due."""
+        """True if a rendezvous round is running and no new round is due."""
         return True
 
     def should_save_before_meeting(self) -> bool:
-        """Return true if a checkpoint was requested and has to be saved now. The loop calls this after
-        :meth:`should_rendezvous` returned true, and the result must be the same on all workers.
+        """Return true if a requested checkpoint must be saved now. The loop calls this after
+        :meth:`should_rendezvous` has returned true, and the result must be the same on all workers.
         """
         return False
 
     def saved(self, is_saved: bool) -> None:  # noqa: B027 -- optional to override
-        """Report that a requested checkpoint was handled. The loop calls this on all workers before the next
-        round.
+        """Report that a requested checkpoint has been saved or has failed. The loop calls this on all workers
+        before the next round.
 
         Args:
             is_saved: true if the checkpoint was written.
         """
 
     def should_leave(self) -> bool:
-        """Return true if this worker leaves the job now. The loop calls this after :meth:`should_rendezvous`
-        returned true.
+        """Return true if this worker must leave the job now. The loop calls this after
+        :meth:`should_rendezvous` has returned true.
         """
         return False
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:  # noqa: ARG002 -- used by subclasses
-        """Return true if an error was caused by a lost member or by the end of the round.
+        """Return true if this worker's error was caused by the loss of a member or by the end of the round.
 
         The loop calls this after a step or a rendezvous raised a retryable error, before this worker leaves
         the round. The call may wait briefly for the store to report a lost member.
@@ -171,7 +171,7 @@ class Coordinator(ABC):
         """
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:  # noqa: B027 -- optional to override
-        """Keep the final state for workers that start after the training has ended.
+        """Keep the final state for workers that start after training has finished.
 
         The loop calls this on all workers when they have the same state, before :meth:`signal_training_done`.
 
@@ -181,7 +181,7 @@ class Coordinator(ABC):
         """
 
     def final_state(self) -> FinalState | None:
-        """Return the final state of a job that ended without this worker.
+        """Return the final state of a job that finished without this worker.
 
         ``None`` if there is no final state, for instance because this coordinator does not keep final states.
 
@@ -192,10 +192,12 @@ class Coordinator(ABC):
 
     @abstractmethod
     def signal_training_done(self) -> None:
-        """Close the job permanently. Workers that join later get :class:`~elasticrs.train.StopException`."""
+        """Close the job permanently. Workers that join later receive
+        :class:`~elasticrs.train.StopException`.
+        """
 
     def monitor_progress(self, state: State, worker_stats: WorkerStats | None) -> None:  # noqa: B027 -- optional to override
-        """Look for workers that are slower than others. The loop calls this after every step.
+        """Look for workers that are slower than the others. The loop calls this after every step.
 
         Args:
             state: state after the step.
@@ -210,13 +212,14 @@ class Coordinator(ABC):
         """
 
     def on_error(self, e: Exception) -> None:  # noqa: B027 -- optional to override
-        """Handle an error of a step or a rendezvous. The loop calls this before it reacts to the error.
+        """Handle an error from a step or a rendezvous. The loop calls this before it reacts to the error
+        itself.
 
         Args:
             e: the error.
         """
 
     def leave(self) -> None:  # noqa: B027 -- optional to override
-        """Leave the job, so that the other workers stop waiting for this worker. Called when an exception
-        ends the loop.
+        """Leave the job, so that the other workers stop waiting for this worker. The loop calls this when an
+        exception ends it.
         """

@@ -1,4 +1,4 @@
-"""Lets custom training loops and frameworks take part in a job without :func:`~elasticrs.train.train`."""
+"""Let custom training loops and frameworks take part in a job without :func:`~elasticrs.train.train`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Participant", "on_change"]
 
 
 def on_change(callback: Callable[[Stop], None] | None = None, init_method: str | None = None) -> Participant:
-    """Join the job with a custom training loop, which survives the failure of other workers.
+    """Join the job with a custom training loop, so that the loop survives failures of other workers.
 
     ::
 
@@ -69,9 +69,8 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
 
 
 class Participant:
-    """Membership of a worker in a job, created by :func:`on_change`. At the end of a ``with`` block, the
-    worker leaves the job unless :meth:`close` was called. The other workers then continue without this
-    worker.
+    """Membership of a worker in a job, created by :func:`on_change`. When a ``with`` block ends without a
+    call of :meth:`close`, the worker leaves the job and the other workers continue.
 
     Args:
         member: membership in the rendezvous.
@@ -82,8 +81,8 @@ class Participant:
         self._is_over = False
 
     def meet(self) -> Round:
-        """Destroy the process group, wait for the next round, and return it. The round contains the rank, the
-        world size, and the address of the workers' store.
+        """Destroy the process group, wait for the next rendezvous round, and return it. The round contains
+        the rank, the world size, and the address of the workers' store.
 
         Raises:
             RendezvousError: this worker cannot join another round. The error is a
@@ -93,7 +92,7 @@ class Participant:
         return self._member.meet()
 
     def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
-        """Create the default process group in such a way that its collectives can be aborted.
+        """Create the default process group so that its collectives can be aborted.
 
         Groups that the program creates with ``torch.distributed`` until the next :meth:`meet` can be aborted
         as well. If you create the default group in another way, do so inside
@@ -119,13 +118,13 @@ class Participant:
 
     def passed(self) -> bool:
         """Count a completed step. Return true if it is time to :meth:`meet` again. This sends no message, but
-        may block while the workers agree on the step after which they leave the round.
+        may block while the workers agree on their last step in this round.
         """
         return self._member.passed()
 
     def announce_end(self) -> None:
-        """Announce that the training has finished on this worker. The other workers catch up with the last
-        step of this worker before they leave the round.
+        """Announce that training has finished on this worker. The other workers finish the same number of
+        steps before they leave the round.
         """
         self._member.announce_end()
 

@@ -1,5 +1,5 @@
-"""Iterators and samplers for train steps. ``CyclingIterator`` and ``ElasticDistributedSampler`` have
-torchelastic's names. ``Shares`` loses no samples when workers join or leave.
+"""Iterators and samplers for train steps. ``CyclingIterator`` and ``ElasticDistributedSampler`` are named as
+in torchelastic. ``Shares`` loses no samples when workers join or leave.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collectives for :meth:`elasticrs.train.State.sync`. All workers must call a collective together.
+"""Collectives for :meth:`elasticrs.train.State.sync`. All workers must call each collective together.
 
 Without a process group, or in a group with a single worker, a collective returns this worker's own data. CPU
 tensors are copied to the GPU and back if the group uses NCCL.
@@ -32,7 +32,7 @@ _LARGE = 8 << 20
 
 
 def _distributed() -> Any:
-    # Return `Any`, because type checkers treat the names in `torch.distributed` as private.
+    # Return `Any`, because type checkers consider the names in `torch.distributed` private.
     import torch.distributed
 
     return torch.distributed
@@ -45,13 +45,14 @@ def is_distributed_training_run() -> bool:
 
 
 def get_rank() -> int:
-    """Return the rank of this worker; 0 without a process group."""
+    """Return this worker's rank, or 0 without a process group."""
     dist = _distributed()
     return int(dist.get_rank()) if dist.is_available() and dist.is_initialized() else 0
 
 
 def convert_to_distributed_tensor(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
-    """Return a tensor that the process group can send, and the original device: ``"cpu"`` or ``"gpu"``.
+    """Return a tensor that the process group can send, and the tensor's original device: ``"cpu"`` or
+    ``"gpu"``.
 
     Args:
         tensor: tensor on any device.
@@ -79,7 +80,7 @@ def _broadcast(tensor: torch.Tensor, src: int) -> torch.Tensor:
 
 
 def broadcast_long(value: int, src_rank: int = 0) -> int:
-    """Broadcast an integer from one worker to all workers, and return it.
+    """Broadcast an integer from one worker to all workers. Return the broadcast value.
 
     Args:
         value: Value of this worker. It is used only on the source rank.
@@ -93,7 +94,7 @@ def broadcast_long(value: int, src_rank: int = 0) -> int:
 
 
 def broadcast_bool(value: bool, src_rank: int = 0) -> bool:
-    """Broadcast a boolean from one worker to all workers, and return it.
+    """Broadcast a boolean from one worker to all workers. Return the broadcast value.
 
     Args:
         value: Value of this worker. It is used only on the source rank.
@@ -103,7 +104,7 @@ def broadcast_bool(value: bool, src_rank: int = 0) -> bool:
 
 
 def broadcast_float_list(float_list: Sequence[float], src_rank: int = 0) -> list[float]:
-    """Broadcast a list of floats from one worker to all workers, and return it.
+    """Broadcast a list of floats from one worker to all workers. Return the broadcast list.
 
     Args:
         float_list: List of this worker. It is used only on the source rank. The lists may have different
@@ -146,7 +147,7 @@ def broadcast_model(model: torch.nn.Module | int, src_rank: int | torch.nn.Modul
 
 
 def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
-    """Broadcast bytes from one worker to all workers, and return them. Large data is sent in parts.
+    """Broadcast bytes from one worker to all workers, and return them. Large data is sent in chunks.
 
     Args:
         data: A ``numpy.ndarray`` or a tensor of type ``uint8``. Only the source's data is used; ``None`` is
@@ -168,9 +169,10 @@ def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
         return data
     mine = torch.empty(0, dtype=torch.uint8)
     if data is not None:
-        # Copy a read-only array, because tensors cannot be read-only and torch would warn.
+        # Copy a read-only array. Tensors cannot be read-only, so torch would warn.
         mine = torch.as_tensor(data if is_tensor or data.flags.writeable else data.copy())
-    # Encode the type in the sign: an array of n bytes is sent as -1 - n, a tensor of n bytes as n.
+    # Encode the type in the sign of the length: -1 - n for an array of n bytes, and n for a tensor of n
+    # bytes.
     length = broadcast_long(mine.numel() if is_tensor else -1 - mine.numel(), src_rank)
     if get_rank() != src_rank:
         mine = torch.empty(length if length >= 0 else -1 - length, dtype=torch.uint8)
@@ -184,7 +186,7 @@ def broadcast_binary(data: Any, src_rank: int = 0) -> Any:
 
 
 def all_gather_longs(values: Sequence[int]) -> list[list[int]]:
-    """Return the integers of all workers, by rank. All workers must pass the same number of integers.
+    """Return the integers of all workers, ordered by rank. All workers must pass equally many integers.
 
     Args:
         values: integers of this worker.
@@ -201,8 +203,8 @@ def all_gather_longs(values: Sequence[int]) -> list[list[int]]:
 
 
 def all_gather_return_max_long(value: int) -> tuple[int, int]:
-    """Return the rank of the worker with the largest value, and the value. If several workers have the
-    largest value, return the lowest of their ranks.
+    """Return the rank of the worker with the largest value, and that value. If several workers share it,
+    return the lowest of their ranks.
 
     With a single worker, the rank is 0.
 

@@ -1,4 +1,4 @@
-"""Exceptions that end the training loop, or make it repeat a step."""
+"""Exceptions that end the training loop or make it repeat a step."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ __all__ = ["NonRetryableException", "RetryableException", "StopException"]
 
 
 class StopException(Exception):  # noqa: N818 -- torchelastic's name
-    """Raised when the job is closed, to end the training loop."""
+    """Raised to end the training loop when the job is closed."""
 
 
 class NonRetryableException(Exception):  # noqa: N818 -- torchelastic's name
-    """Raised when this process cannot continue. Other workers may continue."""
+    """Raised when this process cannot continue. Other workers may still do so."""
 
 
 class RetryableException(RuntimeError):  # noqa: N818 -- named like the others
-    """Raised by a train step that has to be repeated. The step is rolled back, and all workers start a new
-    round.
+    """Raised by a train step that must be repeated. The step is rolled back, and all workers start a new
+    rendezvous round.
 
     Any other ``RuntimeError`` has the same effect, because PyTorch raises it when a collective fails.
     """

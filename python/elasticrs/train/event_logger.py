@@ -1,4 +1,4 @@
-"""Handlers for the events of a job, with torchelastic's names. By default, events are dropped."""
+"""Handlers for a job's events, named as in torchelastic. By default, events are dropped."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def configure(handler: EventLogHandler, group: str | None = None) -> None:
 
 
 def get_event_logger(group: str | None = None) -> EventLogHandler:
-    """Return the event handler of a group, or the default handler if the group has none.
+    """Return the event handler of a group. If the group has none, return the default handler.
 
     Args:
         group: Name of the group. ``None`` for the default handler.

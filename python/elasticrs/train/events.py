@@ -1,4 +1,4 @@
-"""Sends the events of a job's workers to the event handler and to a destination of
+"""Send the events of a job's workers to the event handler, and to a destination of
 :mod:`elasticrs.events`.
 """
 

@@ -1,4 +1,4 @@
-"""The final state of a job, for workers that start after the training has ended.
+"""Final state of a job, for workers that start after training has finished.
 
 Each worker keeps a copy of the final state in memory and serves it over HTTP. For each rank, the coordination
 store holds the URL and digest of the copy, and the *place* of the worker. The place names the worker's
@@ -66,7 +66,7 @@ _END, _SEAT, _LATE = "end", "seat/", "late"
 
 
 class Late(Value):
-    """Rank and final state for a process that starts after the training has ended.
+    """Rank and final state for a process that starts after training has finished.
 
     Args:
         rank: rank of this process.
@@ -80,8 +80,8 @@ class Late(Value):
 
 
 def place_of(environ: Mapping[str, str]) -> str | None:
-    """Return a name for this worker's place on its node. A replacement that the same agent starts gets the
-    same name.
+    """Return a name that identifies this worker's position on its node. A replacement worker started by the
+    same agent gets the same name.
 
     ``None`` if the worker has no agent.
     """
@@ -99,7 +99,7 @@ def publish(
     *,
     in_checkpoint: bool,
 ) -> None:
-    """Serve a copy of the final state over HTTP, and publish its URL and digest in the store.
+    """Serve a copy of the final state over HTTP. Publish its URL and digest in the store.
 
     Args:
         store: store of the job.
@@ -119,8 +119,8 @@ def publish(
 
 
 def join_late(store: Store, place: str | None) -> Late | None:
-    """Get the final state of the job and a rank for this process, and serve the state to other processes.
-    Return ``None`` if no worker has published a state.
+    """Get the job's final state and a rank for this process, then serve the state to other processes. Return
+    ``None`` if no worker has published a final state.
 
     Raises:
         DistError: the store cannot be reached.
@@ -166,7 +166,9 @@ class _Server(ThreadingTCPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002 -- signature of the base class
-        """Log a single line, because the base class would write a traceback to the worker's stderr."""
+        """Log a single line instead of the traceback that the base class would write to the
+        worker's stderr.
+        """
         error = sys.exc_info()[1]
         _log.warning(
             "the final state could not be sent to %s: %s: %s", client_address[0], type(error).__name__, error
@@ -182,7 +184,9 @@ _servers: list[_Server] = []
 
 
 def _serve(content: memoryview, near: tuple[str, int]) -> str:
-    """Serve a copy over HTTP until this process exits, and return its URL. Stop serving an older copy."""
+    """Serve a copy of the final state over HTTP until this process exits, and return its URL. Stop serving
+    any older copy.
+    """
     secret = f"/{secrets.token_urlsafe(32)}"
 
     class Handler(BaseHTTPRequestHandler):
@@ -198,7 +202,7 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Write no access log, because it would go to the worker's stderr."""
+            """Suppress the access log, because it would go to the worker's stderr."""
 
     stop_serving()
     family, local = _address_towards(near)
@@ -211,7 +215,7 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
 
 
 def stop_serving() -> None:
-    """Stop the HTTP server and free the memory of the final state that it serves. Idempotent."""
+    """Stop the HTTP server and free the final state that it serves. Idempotent."""
     while _servers:
         server = _servers.pop()
         server.shutdown()
@@ -238,7 +242,9 @@ def serving_address(near: str, local: str) -> tuple[str, str]:
 
 
 def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
-    """Return the address family and the local address that this machine uses to reach a host and port."""
+    """Return the address family and the local address that this machine uses to connect to a host
+    and port.
+    """
     family, *_, address = socket.getaddrinfo(*near, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
@@ -246,11 +252,11 @@ def _address_towards(near: tuple[str, int]) -> tuple[int, str]:
 
 
 def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] | None]:
-    """Download a copy from a living worker. Return the copy, and the host and port of that worker. Both are
-    ``None`` if no worker could send a copy.
+    """Download a copy of the final state from a living worker. Return the copy, and the worker's host and
+    port. Both are ``None`` if no worker could send a copy.
     """
     found = [seat for seat in seats if seat["url"]]
-    # Shuffle, so that replacements that start at the same time do not all download from the same worker.
+    # Shuffle, so that replacements that start at the same time do not all download from one worker.
     random.shuffle(found)
     for begin in range(0, len(found), PROBED_TOGETHER):
         for seat in _living(found[begin : begin + PROBED_TOGETHER]):
@@ -261,15 +267,15 @@ def _fetch(seats: list[dict[str, Any]]) -> tuple[bytes | None, tuple[str, int] |
 
 
 def _living(seats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the seats whose HTTP servers accept connections. A seat is the record that a worker with a copy
-    has put into the store.
+    """Return those seats whose HTTP servers accept connections. A seat is the store record of a worker that
+    has a copy of the final state.
     """
 
     def accepts(seat: dict[str, Any]) -> bool:
         try:
             socket.create_connection(_server_of(seat), CONNECT_TIMEOUT).close()
         except OSError:
-            # Skip this worker. It has probably exited, because most workers exit soon after the training.
+            # Skip this worker. It has probably exited, as most workers do soon after training finishes.
             return False
         return True
 
@@ -283,16 +289,16 @@ def _server_of(seat: dict[str, Any]) -> tuple[str, int]:
 
 
 def _download(seat: dict[str, Any]) -> bytes | None:
-    """Download the copy that a worker serves. Return ``None`` if the worker does not send the whole copy in
-    time.
+    """Download the copy of the final state that a worker serves. Return ``None`` if the worker does not send
+    all of it in time.
     """
     connection = http.client.HTTPConnection(*_server_of(seat), timeout=CONNECT_TIMEOUT)
     timer: threading.Timer | None = None
     try:
         connection.connect()
         connection.sock.settimeout(TRANSFER_TIMEOUT)
-        # Limit the time of the whole transfer, because the timeout of the socket restarts with each byte that
-        # the peer sends.
+        # Limit the duration of the whole transfer, because the socket's own timeout restarts with each
+        # received byte.
         limit = TRANSFER_TIMEOUT + seat["size"] / MIN_RATE
         timer = threading.Timer(limit, _shut, (connection.sock,))
         timer.start()
@@ -314,8 +320,8 @@ def _shut(connected: socket.socket) -> None:
 
 
 def _after_fork_in_child() -> None:
-    # Close the server's socket in the child. Otherwise, if the parent died, the port would stay open but no
-    # process would answer requests.
+    # Close the server's socket in the child. If the parent died, the child would keep the port open without
+    # answering requests.
     while _servers:
         _servers.pop().server_close()
 

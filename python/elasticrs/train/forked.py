@@ -1,4 +1,4 @@
-"""Makes collectives raise an error in child processes that a worker forks while it trains, such as data
+"""Make collectives raise an error in child processes that a worker forks during training, such as data
 loaders.
 
 Such a child is not a worker. It has a copy of the process group, but the connections belong to its parent and
@@ -49,14 +49,14 @@ def count() -> int:
 
 
 def message() -> str:
-    """Return the error message for a forked child that acts as a worker."""
+    """Return the error message for a forked child that tries to act as a worker."""
     return (
         f"this process was forked from worker {_state['parent']} during the training, so it is not a worker"
     )
 
 
 def watch() -> None:
-    """Detect forks of this process from now on. Idempotent."""
+    """Start to detect forks of this process. Idempotent."""
     _state["parent"] = os.getpid()
     if not _state["is_watched"]:
         _state["is_watched"] = True
@@ -70,7 +70,7 @@ def _in_child() -> None:
     if group is None:
         return
     refusing = _refusing(group)
-    # Copy torch's entries for the old group to the new group, so that queries for the rank, size or backend
+    # Register the new group in torch's tables like the old one, so that queries for the rank, size or backend
     # still work.
     for table in (
         *(c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks),
@@ -78,7 +78,7 @@ def _in_child() -> None:
     ):
         if group in table:
             table[refusing] = table[group]
-    # Keep a reference to the old group, because its destructor would wait for threads that do not exist here.
+    # Keep the old group alive. Its destructor would wait for threads that do not exist in this process.
     _state["kept"].append(group)
     c10d.GroupMember.WORLD = refusing
 

@@ -1,4 +1,4 @@
-"""Process groups that a watching thread can abort.
+"""Process groups whose collectives can be aborted by a watching thread.
 
 Gloo has no working abort: a thread that waits in a collective keeps waiting until the timeout. Shutting down
 the TCP connections of the group does end the wait. :class:`Connections` records the connections by inode
@@ -51,7 +51,7 @@ _TALKING = {_ESTABLISHED, _SYN_SENT, _CLOSE_WAIT}
 
 
 class Connections:
-    """TCP connections of the process groups of this process. The methods may be called from any thread.
+    """TCP connections of this process's process groups. All methods may be called from any thread.
 
     Args:
         store_port: port of the store through which the groups are created. ``None`` if it is not known.
@@ -68,7 +68,7 @@ class Connections:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Context manager that records the sockets of the process group that is created inside the block.
+        """Context manager that records the sockets of the process group created inside its block.
 
         Sockets that other threads open meanwhile are recorded separately, see :meth:`_is_of_group`.
         """
@@ -85,7 +85,7 @@ class Connections:
             self._before = self._recording_since = None
 
     def _is_of_group(self, fd: int, inode: int) -> bool:
-        """Return true if a socket was opened by gloo, or is a connection to the store of the round.
+        """Return true if gloo opened this socket, or if it is a connection to the round's store.
 
         Gloo sets ``SO_REUSEADDR`` even on client sockets, before it connects them, and never sets
         close-on-exec. Python and nearly every client library set close-on-exec, and no client has a reason
@@ -105,8 +105,8 @@ class Connections:
         return False
 
     def are_intact(self) -> bool:
-        """Return true if all recorded connections of the process groups are still open, which means that no
-        peer has exited.
+        """Return true if all recorded connections of the process groups are still open, so no peer has
+        exited.
 
         Return false if the state of the connections is unknown.
         """
@@ -130,9 +130,9 @@ class Connections:
         os.close(null)
 
     def knock(self, world_size: int) -> int:
-        """While a group is created, connect to its listener once for every peer and disconnect, so that the
-        main thread does not wait for a peer that has died. Each connection sends a rank-dependent number,
-        because real gloo peers send such a number first.
+        """Connect to the listener of a group that is being created, once for every peer, so that the main
+        thread does not wait for a dead peer. Each connection first sends a rank-dependent number, as real
+        gloo peers do.
 
         Each listener is visited only once. Do nothing if this process could run out of file descriptors, or
         if gloo uses a transport other than TCP.
@@ -160,7 +160,7 @@ class Connections:
         return count
 
     def shut(self) -> int:
-        """Shut down the connections of the process groups. Return the number of these connections."""
+        """Shut down the connections of the process groups. Return how many connections were shut down."""
         before, recorded = self._before, self._recorded
         return sum(
             _shut(fd, inode)
@@ -170,7 +170,7 @@ class Connections:
         )
 
     def needs_last_resort(self, began: float, limit: float) -> bool:
-        """Return true if the main thread has not stopped after :meth:`shut`, although there was enough time.
+        """Return true if the main thread is still blocked long after the call of :meth:`shut`.
 
         Args:
             began: time of the first call of :meth:`shut` for this round.
@@ -179,13 +179,13 @@ class Connections:
         now, since = time.monotonic(), self._recording_since
         if since is not None:
             return now - max(began, since) > LAST_RESORT
-        # Wait longer if no group is being created, because the main thread may be in a computation, which may
-        # take as long as a step.
+        # No group is being created, so the main thread may be computing, which can take as long as a step.
+        # Wait longer.
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:
-        """Shut down the other connections that were opened while a group was created. They belong to other
-        threads or to a communication library other than gloo.
+        """Shut down the remaining connections that were opened while a group was created. They belong to
+        other threads, or to a communication library other than gloo.
 
         Returns:
             Addresses of the peers of these connections.
@@ -201,7 +201,7 @@ class Connections:
 
 
 def _sockets() -> dict[int, int]:
-    """Return the descriptors of this process that are sockets, by inode."""
+    """Return this process's socket descriptors, keyed by inode."""
     found: dict[int, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -224,8 +224,8 @@ def _ports(fd: int) -> set[int]:
 
 @contextmanager
 def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None]:
-    """Yield a duplicate of a TCP socket and the TCP state; ``None`` if the descriptor no longer refers to the
-    socket with this inode.
+    """Yield a duplicate of a TCP socket, and its TCP state. Yield ``None`` if the descriptor no longer refers
+    to the socket with this inode.
     """
     try:
         duplicate = socket.socket(fileno=os.dup(fd))
@@ -241,7 +241,7 @@ def _duplicate(fd: int, inode: int) -> Iterator[tuple[socket.socket, int] | None
 
 
 def _peer(fd: int, inode: int) -> str:
-    """Return the address of a socket's peer, for messages."""
+    """Return the address of a socket's peer, formatted for messages."""
     with _duplicate(fd, inode) as found, suppress(OSError):
         if found is not None:
             host, port, *_ = found[0].getpeername()
@@ -266,8 +266,8 @@ def _shut(fd: int, inode: int) -> bool:
 
 
 def _listens_at(fd: int, inode: int) -> tuple[int, Any] | None:
-    """Return the address family and the address of a listening socket; ``None`` if the socket does not
-    listen.
+    """Return the address family and address of a listening socket; ``None`` if the socket is not
+    listening.
     """
     with _duplicate(fd, inode) as found:
         if found is None or found[1] != _LISTEN:
@@ -278,7 +278,7 @@ def _listens_at(fd: int, inode: int) -> tuple[int, Any] | None:
 def _knock(address: tuple[int, Any], count: int) -> None:
     for number in range(count):
         with suppress(OSError), socket.socket(address[0]) as visitor:
-            # The kernel accepts the connection at once, unless the queue of the listener is full.
+            # The kernel accepts the connection immediately, unless the listener's queue is full.
             visitor.settimeout(0.1)
             visitor.connect(address[1])
             visitor.sendall(struct.pack("=q", number))
@@ -300,14 +300,14 @@ this worker is considered stuck.
 
 
 def connect(host: str, port: int, is_broken: Callable[[], bool]) -> Any:
-    """Wait until the store at an address accepts connections, and return torch's client for the store.
+    """Wait until the store at this address accepts connections, and return torch's client for it.
 
     Raises:
         RuntimeError: the round has ended, or the store did not accept connections in time.
     """
     deadline = time.monotonic() + MEETING_TIMEOUT
     while True:
-        # Wait until the store accepts connections before creating torch's client, because the client retries
+        # Wait until the store accepts connections before creating torch's client. That client would retry
         # until its timeout and cannot be interrupted.
         try:
             socket.create_connection((host, port), 1.0).close()
@@ -340,7 +340,7 @@ replaced it.
 
 
 def record_further_groups(connections: Connections) -> None:
-    """Record the connections of all process groups that the program creates until :func:`destroy`.
+    """Record the connections of all process groups that the program creates before the next :func:`destroy`.
 
     This wraps the internal function with which torch creates every process group, including those of a device
     mesh.
@@ -361,8 +361,8 @@ def record_further_groups(connections: Connections) -> None:
 
 
 def create(backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> None:
-    """Create the default process group. A short timeout applies while the group is created, and ``timeout``
-    applies to its collectives.
+    """Create the default process group. Creation has a short timeout, and ``timeout`` applies to the group's
+    collectives.
 
     Raises:
         RuntimeError: the group could not be created.
@@ -370,8 +370,8 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
     from torch import distributed
 
     if "nccl" in backend:
-        # Without this variable, torch's NCCL watchdog ends the process after an abort (see torch's
-        # documentation of `_abort_process_group`). An agent has already set it.
+        # Keep torch's NCCL watchdog from ending the process after an abort (see torch's documentation of
+        # `_abort_process_group`). Under an agent, the variable is already set.
         os.environ.setdefault(NCCL_ENDS_PROCESSES, "0")
     _reset_names()
     hook = sys.excepthook
@@ -380,7 +380,7 @@ def create(backend: str, store: Any, rank: int, world_size: int, timeout: dateti
     _hooks[:] = [sys.excepthook, hook]
     store.set_timeout(timeout)
     if first != timeout:
-        # Until torch 2.14, this function has only a private name.
+        # Before torch 2.14, only the private name of this function exists.
         getattr(distributed, "set_timeout", distributed.distributed_c10d._set_pg_timeout)(timeout)
 
 
@@ -393,16 +393,16 @@ def destroy() -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if _hooks and sys.excepthook is _hooks[0]:
-        # Remove torch's hook, which puts "[rank0]:" before each line. Otherwise each new group would add
-        # another hook, and old hooks would print the rank of an earlier round.
+        # Remove torch's hook, which prefixes each line with "[rank0]:". Otherwise each new group would add a
+        # hook, and the old hooks would print the rank of an earlier round.
         sys.excepthook = _hooks[1]
     _hooks.clear()
     _reset_names()
 
 
 def abort() -> None:
-    """Abort the collectives of all NCCL groups, from any thread. The collective in the main thread then
-    raises.
+    """Abort the collectives of all NCCL groups. Can be called from any thread, and makes the main thread's
+    collective raise an error.
 
     All groups are aborted in a single call, because communicators that are aborted one by one wait for each
     other. A single call is enough, because the abort does not depend on the peers. The abort has no effect on

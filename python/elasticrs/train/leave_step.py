@@ -1,5 +1,5 @@
-"""Determines the step after which all workers leave a round together when a worker joins or leaves the job
-and no worker has failed.
+"""Determine the step after which all workers leave a round together. This is used when a worker joins or
+leaves the job and no worker has failed.
 
 Each worker counts the step boundaries that it has passed. A worker that is notified of the change sets a cap,
 which is two boundaries ahead, and publishes it. All workers leave at the largest cap. A worker that reaches
@@ -35,8 +35,8 @@ AT_ONCE = 0
 
 
 class LeaveStep(Record):
-    """Progress of one worker within a round, and the step after which the worker leaves. The owner protects
-    this object with a lock.
+    """Progress of one worker within a round, and the step after which it leaves. The owner protects this
+    object with a lock.
 
     Args:
         done: number of boundaries that the worker has passed.
@@ -52,14 +52,16 @@ class LeaveStep(Record):
     saves: bool = False
 
     def verdict(self) -> Verdict:
-        """Return what the worker does at its latest boundary: ``go`` to continue, ``wait`` or ``leave``."""
+        """Return what the worker does at its latest step boundary: ``go`` (continue), ``wait`` or
+        ``leave``.
+        """
         if self.at is not None:
             return "leave" if self.done >= self.at else "go"
         return "wait" if self.cap is not None and self.done >= self.cap else "go"
 
     def set_cap(self) -> int:
-        """Return the cap. If it is not set yet, set it, because this worker has just been notified of a
-        change.
+        """Return the cap, which is the step at which this worker waits for the leave step. The first call
+        sets it, when the worker is notified of a change.
         """
         if self.cap is None:
             self.cap = self.done + AHEAD
@@ -67,18 +69,20 @@ class LeaveStep(Record):
 
 
 def agreed(caps: list[int]) -> int:
-    """Return the step after which all workers leave the round, which is the largest of their caps."""
+    """Return the step after which all workers leave the round. It is the largest cap (the step at which a
+    worker waits for this agreement).
+    """
     return max(caps)
 
 
 def said(at: int, *, saves: bool) -> str:
-    """Encode the leave step and the decision about saving a checkpoint there. One worker publishes the result
-    as a single value, so that all workers get the same result.
+    """Encode the leave step, and whether a checkpoint is saved there. One worker publishes the result as a
+    single value, so all workers agree.
     """
     return f"{at} saving" if saves else str(at)
 
 
 def heard(text: str) -> tuple[int, bool]:
-    """Decode the leave step and the checkpoint flag from a text that :func:`said` returned."""
+    """Decode the leave step and the checkpoint flag from the output of :func:`said`."""
     at, _, saving = text.partition(" ")
     return int(at), bool(saving)

@@ -1,4 +1,4 @@
-"""Measures the training loop, and publishes metrics in the group ``torchelastic``."""
+"""Measure the training loop, and publish metrics in the group ``torchelastic``."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Times:
         self.inner: float | None = None
 
     def put(self, name: str, began: float) -> None:
-        """Publish the duration of an activity that has just finished."""
+        """Publish the duration of an activity that has just finished. ``began`` is its start time."""
         metrics.put_metric(f"{name}.duration.ms", int((time.perf_counter() - began) * 1000), GROUP)
 
     def end_turn(self) -> None:
-        """Publish the duration of the whole iteration. If the inner loop over the steps has started, also
-        publish the duration of that loop.
+        """Publish the duration of the whole iteration, and that of the inner loop over steps if it has
+        started.
         """
         if self.inner is not None:
             self.put("inner_train_loop", self.inner)
@@ -41,7 +41,7 @@ class Times:
 
 
 class Measured:
-    """Wraps a coordinator and measures the calls of its methods."""
+    """Wraps a coordinator and measures the duration of its methods."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator

@@ -1,4 +1,4 @@
-"""Converts the rendezvous URL of a job's workers to settings of :mod:`elasticrs.rendezvous.elastic`.
+"""Convert the rendezvous URL of a job's workers to settings of :mod:`elasticrs.rendezvous.elastic`.
 
 ``elasticrs://HOST:PORT/JOB?min_workers=2&max_workers=4`` names a built-in coordination store, and
 ``etcd://HOST:PORT/JOB?…`` a store in etcd. The URL may contain ``min_workers``, ``max_workers`` and every key
@@ -95,8 +95,8 @@ def parse(
     except ValueError as error:
         raise UsageError(f"{source}: got {url!r}: {error}") from None
     if "#" in url:
-        # Reject '#', because a URL parser takes everything after it as the fragment of the URL, so that
-        # settings after the '#' would be ignored silently.
+        # Reject '#', because a URL parser would treat everything after it as a fragment and silently ignore
+        # those settings.
         raise UsageError(f"{source}: got {url!r} with a '#', expected '%23' in its place")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None or not parts.netloc:
@@ -118,8 +118,8 @@ def parse(
         config["is_host"] = "0"
     token = environ.get(TOKEN_VARIABLE)
     if backend == "etcd" and JOB_VARIABLE in environ:
-        # Remove the token from the environment. If agents host etcd, the token is the password of the
-        # workers' user, but `describe` would use it as the token of the job.
+        # Remove the token from the environment. If agents host etcd, it is the password of etcd's user for
+        # the workers, but `describe` would use it as the job's token.
         environ = {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
     rendezvous, notices = describe(
         backend,
@@ -144,7 +144,7 @@ def parse(
 
 
 def _with_workers_token(rendezvous: Rendezvous, token: str) -> Rendezvous:
-    """Return the rendezvous settings with the credential that the agent gave to its workers."""
+    """Return the rendezvous settings with the credential that the agent gave its workers."""
     if rendezvous.etcd is None:
         return rendezvous.replaced(scope=workers_scope(rendezvous.run_id))
     prefix = workers_prefix(rendezvous.run_id, rendezvous.etcd.prefix)

@@ -1,4 +1,4 @@
-"""Membership of a worker in a job's rendezvous, which lasts for any number of rounds.
+"""Membership of a worker in a job's rendezvous, over any number of rounds.
 
 When a member dies, its session with the coordination store ends, and the store notifies the other members
 within about a millisecond. In each worker, a watching thread then aborts the collective of the main thread
@@ -70,7 +70,7 @@ milliseconds. If the report is late, the error is counted as this worker's own, 
 
 
 class Round(Record):
-    """A round, from the point of view of one member.
+    """A rendezvous round, as seen by one member.
 
     Args:
         number: number of the round, counted from 1.
@@ -92,7 +92,7 @@ class Round(Record):
 
 
 class Membership:
-    """Membership of one worker in a job's rendezvous. The same thread must request rounds and count steps.
+    """Membership of one worker in a job's rendezvous. A single thread must request rounds and count steps.
 
     Args:
         rendezvous: settings of the rendezvous.
@@ -121,7 +121,7 @@ class Membership:
         self._on_change = on_change
         self._stuck_timeout = stuck_timeout
         self._is_alone = self._has_failed = False
-        # Keep a reference to the condition's lock. Every training step acquires the lock, and acquiring it
+        # Keep a reference to the condition's lock, because every training step acquires it. Acquiring it
         # through the condition takes twice as long.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -140,19 +140,19 @@ class Membership:
 
     @property
     def round(self) -> Round | None:
-        """The round that this worker is in; ``None`` between rounds."""
+        """The rendezvous round that this worker is in; ``None`` between rounds."""
         return self._round
 
     @property
     def is_broken(self) -> bool:
-        """True if there is no round, or if the round ended without an agreed step."""
+        """True if no round is running, or if the round ended before its members agreed on a last step."""
         current, stop = self._round, self._stop
         if current is None or current.step.at == AT_ONCE:
             return True
         return stop is not None and stop.round >= current.number and not stop.planned
 
     def meet(self) -> Round:
-        """Leave the round, and wait for the next one. The process groups must have been destroyed before.
+        """Leave the current round and wait for the next one. Destroy the process groups before calling this.
 
         Sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, so that no code uses the values of
         an earlier round. The address is that of a store with torch's protocol, which this library serves
@@ -166,7 +166,7 @@ class Membership:
         if self._pid != os.getpid():
             raise RuntimeError("this process was forked from a worker, so it cannot join the training")
         with self._changed:
-            # The watching thread no longer acts on this round, because the worker is out of it.
+            # Clear the round, so that the watching thread no longer acts on it.
             self._round = None
         if self._thread is None:
             self._is_over = False
@@ -192,8 +192,8 @@ class Membership:
         if self.page is not None:
             self.page.place(current.rank, current.world_size, current.number)
         with suppress(DistError):
-            # Ignore an error, because this key is not essential: without it, the other workers leave the
-            # round without waiting for this worker.
+            # Ignore an error, because this key is optional. Without it, the other workers do not wait for
+            # this worker when they leave the round.
             current.board.hold(f"here/{current.rank}")
         self._since = time.monotonic()
         with self._changed:
@@ -202,7 +202,7 @@ class Membership:
         return current
 
     def passed(self) -> bool:
-        """Count a step boundary. Return true if it is time to leave the round.
+        """Count a step boundary. Return true if this worker must leave the round now.
 
         This may block while the workers agree on the step of a planned change.
         """
@@ -221,8 +221,8 @@ class Membership:
             return verdict == "leave"
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
-        """Return true if an error of this worker was caused by the end of the round: another member was lost,
-        or has failed and left the round.
+        """Return true if this worker's error was caused by the end of the round, because another member was
+        lost or has failed.
 
         While all connections of the process groups are open, no other member can have caused the error. If a
         connection was closed, wait for the store's report that a member is lost. The store may not notice the
@@ -245,8 +245,8 @@ class Membership:
             return self._changed.wait_for(lambda: self.is_broken, timeout)
 
     def ask_for_round(self, reason: str, *, saves: bool) -> None:
-        """Request that all workers leave the round after an agreed step and start a new round, although no
-        worker has failed.
+        """Request a new round although no worker has failed. All workers leave the current round after an
+        agreed step.
 
         Args:
             reason: a few words for the log.
@@ -257,15 +257,15 @@ class Membership:
             return
         if saves:
             with suppress(DistError):
-                # Set this key before requesting the new round, so that the worker that sets the leave step
+                # Set this key before requesting the round, so that the worker that chooses the leave step
                 # sees it.
                 current.board.set("save", "")
         self._handler.ask_for_round(reason)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Context manager for a block without collectives. Inside the block, the main thread may take any
-        amount of time to leave a round.
+        """Context manager for a block without collectives. While the block runs, the main thread has no time
+        limit for leaving a round.
         """
         self._is_alone = True
         try:
@@ -275,23 +275,23 @@ class Membership:
 
     @property
     def has_left_as_agreed(self) -> bool:
-        """True if all workers leave the round after the step that this worker has just completed."""
+        """True if this worker has just completed the step after which all workers leave the round."""
         with self._lock:
             current = self._round
             return current is not None and bool(current.step.at) and current.step.at == current.step.done
 
     @property
     def saves(self) -> bool:
-        """True if all workers leave the round after the step that this worker has just completed, and save a
-        checkpoint first.
+        """True if this worker has just completed the step after which all workers save a checkpoint and leave
+        the round.
         """
         with self._lock:
             current = self._round
             return self.has_left_as_agreed and current is not None and current.step.saves
 
     def wait_for_others(self) -> None:
-        """Wait until all living workers are out of this round, for at most 5 seconds. Workers may still read
-        data from each other until all of them have left.
+        """Wait until all living workers have left this round, but at most 5 seconds. Until then, workers may
+        still read data from each other.
         """
         current = self._round
         if current is not None:
@@ -299,8 +299,8 @@ class Membership:
                 _wait_for_all(current)
 
     def announce_end(self) -> None:
-        """Announce that the training has finished on this worker. The round ends when this worker requests
-        the next one. The other workers first complete the steps that this worker has completed.
+        """Announce that training has finished on this worker. The other workers first complete the same
+        steps. The round ends when this worker requests the next one.
         """
         current = self._round
         if current is not None:
@@ -308,7 +308,7 @@ class Membership:
                 current.board.compare_set("done", "", str(current.step.done))
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
-        """Publish the final state for workers that start after the training has ended.
+        """Publish the final state for workers that start after training has finished.
 
         Args:
             content: copy to serve to these workers. ``None`` if this worker has no copy.
@@ -332,7 +332,8 @@ class Membership:
             )
 
     def join_late(self) -> Late | None:
-        """Get a rank for this process, and the final state of a job that ended before this process took part.
+        """Get a rank for this process and the final state of a job that finished before this process joined
+        it.
 
         Set ``RANK`` and ``WORLD_SIZE``. Return ``None`` if no worker has published a final state.
 
@@ -355,7 +356,9 @@ class Membership:
         return None if self.page is None else final_state.place_of(os.environ)
 
     def leave(self) -> None:
-        """Leave the job at once. The other workers abort their current step and continue without this one."""
+        """Leave the job immediately. The other workers abort their current step and continue without this
+        worker.
+        """
         has_left = self.has_left_as_agreed
         with self._changed:
             current, self._round = self._round, None
@@ -363,15 +366,15 @@ class Membership:
             with suppress(DistError):
                 current.board.set("gone", "")
         if self._thread is None:
-            # Return, because this worker has never joined a round or has already left the job.
+            # This worker has never joined a round, or has already left the job.
             return
         self._handler.leave()
         # Finish in the background. The thread runs until the store has recorded that this worker has left. If
-        # this worker hosts the store, the thread runs until no other worker needs the store.
+        # this worker hosts the store, the thread also waits until no other worker needs it.
         farewell = threading.Thread(target=self._farewell, name="elasticrs-farewell", daemon=True)
         farewell.start()
         if has_left:
-            # Wait for the thread, because this process is about to exit, which would stop the thread.
+            # Wait for the thread, because this process is about to exit and would kill the thread.
             farewell.join(_END_TIMEOUT)
 
     def _farewell(self) -> None:
@@ -380,9 +383,9 @@ class Membership:
         self._end_thread()
 
     def shutdown(self) -> None:
-        """Leave the round, close the job for all workers, and release all resources. The job is not closed if
-        it has already ended or if this worker has left it. A worker that hosts the coordination store waits
-        up to about ``close_timeout`` for the other workers to read how the job ended.
+        """Leave the round, close the job for all workers, and release all resources. Do not close a job that
+        has finished or that this worker has left. If this worker hosts the coordination store, it waits up to
+        about ``close_timeout`` for the others to read the outcome.
 
         All workers call this after the last barrier. This method first waits up to 5 s until the other
         workers have passed the barrier, because closing the job aborts their collectives, and because rank 0
@@ -400,7 +403,7 @@ class Membership:
         self._end_thread()
 
     def _end_thread(self) -> None:
-        """Stop the watching thread, and wait for at most :data:`_END_TIMEOUT` until it has stopped.
+        """Stop the watching thread, and wait at most :data:`_END_TIMEOUT` for it to exit.
 
         The thread first completes its current work.
         """
@@ -411,11 +414,11 @@ class Membership:
             thread.join(_END_TIMEOUT)
 
     def _finish(self) -> None:
-        """Notify the agent that this worker may exit from now on, unless the job has failed."""
+        """Notify the agent that this worker may exit now. Skip this if the job has failed."""
         if self.page is not None and not self._has_failed:
             self.page.finish()
 
-    # --- callback of the rendezvous, called while the rendezvous holds its own lock ---
+    # --- rendezvous callback, called while the rendezvous holds its lock ---
 
     def _told(self, stop: Stop) -> None:
         with self._changed:
@@ -467,8 +470,8 @@ class Membership:
             self._changed.notify_all()
 
     def _left_as_agreed(self, current: Round) -> bool:
-        """Agree on a leave step with the other workers, and wait until the main thread is out of the round.
-        Return false if that fails, for example because a worker dies.
+        """Agree with the other workers on the step after which all leave the round, and wait until the main
+        thread has left it. Return false if that fails, for example because a worker dies.
         """
         try:
             return self._agree(current)
@@ -504,7 +507,7 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If a worker has finished the training, wait until the main thread has completed the same steps."""
+        """If a worker has finished training, wait until the main thread has completed the same steps."""
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
                 self._set_leave_step(current, int(current.board.get("done")))
@@ -512,7 +515,7 @@ class Membership:
             time.sleep(_TICK)
 
     def _break_off(self, current: Round) -> None:
-        """Abort the collective that the main thread is in. Exit if that takes too long."""
+        """Abort the collective that blocks the main thread. End this process if that takes too long."""
         self._set_leave_step(current, AT_ONCE)
         connections, limit = current.connections, self._stuck_timeout + 2 * self._longest
         began = time.monotonic()
@@ -529,7 +532,8 @@ class Membership:
                 if connections.needs_last_resort(began, limit):
                     _shut_others(current)
             except Exception:
-                # Retry until the deadline, because a lack of file descriptors, for example, may be temporary.
+                # Retry until the deadline, because the error may be temporary, such as a lack of file
+                # descriptors.
                 if not is_told:
                     _log.exception("round %s: a collective could not be interrupted yet", current.number)
                 is_told = True
@@ -553,14 +557,14 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """Return true if a member died before it left the round: its ``here`` key has disappeared, and it has no
+    """Return true if a member died before it left the round. Its ``here`` key has then disappeared without an
     ``out`` key.
     """
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 
 
 def _wait_for_all(current: Round) -> None:
-    """Publish that this worker is out of the round, and wait until all living workers are out of it."""
+    """Publish that this worker has left the round, and wait until all living workers have left it too."""
     board, ranks = current.board, range(current.world_size)
     board.set(f"out/{current.rank}", "")
     deadline = time.monotonic() + _END_TIMEOUT
@@ -572,8 +576,10 @@ def _wait_for_all(current: Round) -> None:
 
 
 def _pause(current: Round) -> float:
-    """Return the seconds between two polls of the board."""
-    return 0.002 * current.world_size  # each worker adds a few keys to the board and polls it
+    """Return how many seconds to wait between two polls of the board (the store for messages between
+    members).
+    """
+    return 0.002 * current.world_size  # Poll less often with more workers, because each of them polls.
 
 
 def _end_process(current: Round, limit: float) -> NoReturn:

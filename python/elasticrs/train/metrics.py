@@ -1,4 +1,4 @@
-"""Metrics API under torchelastic's module name. It is the same as :mod:`elasticrs.metrics`."""
+"""Metrics API under torchelastic's module name, identical to :mod:`elasticrs.metrics`."""
 
 from __future__ import annotations
 

@@ -44,15 +44,15 @@ _trained: set[tuple[str, str]] = set()
 
 
 def _rate_of(stats: WorkerStats) -> float | None:
-    """Return the rate that the statistics report. Return ``None`` if it is unknown, infinite or NaN, because
-    such a rate cannot be compared or written as JSON.
+    """Return the progress rate in the worker's statistics. Return ``None`` if it is unknown, infinite or NaN,
+    because such a rate cannot be compared or written as JSON.
     """
     rate = stats.get_progress_rate()
     return None if rate is None or not math.isfinite(rate) else float(rate)
 
 
 class CoordinatorP2P(Coordinator):
-    """Coordinator that makes each worker a member of the rendezvous at a URL, see
+    """Coordinator that makes each worker a member of the rendezvous given by a URL. See
     :mod:`elasticrs.train.meeting_url`.
 
     With ``elasticrs://``, the first worker on the machine that the URL names hosts the coordination store,
@@ -99,8 +99,8 @@ class CoordinatorP2P(Coordinator):
             max_num_trainers,
             (process_group_timeout, coordinator_pg_timeout),
         )
-        # If an agent started this process, report the training progress to the agent, although the program
-        # uses its own rendezvous URL.
+        # If an agent started this process, report training progress to it, even though the program uses its
+        # own rendezvous URL.
         self._member.page = page_of(os.environ)
 
     def _begin(
@@ -145,7 +145,7 @@ class CoordinatorP2P(Coordinator):
             self._member.abort = groups.abort
 
     def rendezvous_barrier(self) -> tuple[Any, int, int]:
-        """Destroy the process groups of the previous round, and wait for the next round.
+        """Destroy the previous round's process groups, and wait for the next rendezvous round.
 
         Each call sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` in the environment.
 
@@ -176,7 +176,7 @@ class CoordinatorP2P(Coordinator):
                 self._join_late()
             self._member.shutdown()
             if error.has_failed:
-                # Raise an error, because the job has failed. Otherwise, the loop would return its state as
+                # The job has failed, so raise an error. Otherwise, the loop would return its current state as
                 # the final state.
                 raise NonRetryableException(f"the training has failed: {error}") from error
             self.stop_training = True
@@ -212,7 +212,7 @@ class CoordinatorP2P(Coordinator):
         groups.record_further_groups(current.connections)
 
     def barrier(self) -> None:
-        """Wait until all workers of the round have called this method.
+        """Wait until all workers of this round have called this method.
 
         Raises:
             RuntimeError: the round has ended, or a worker did not arrive in time.
@@ -220,7 +220,8 @@ class CoordinatorP2P(Coordinator):
         self._gather("")
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Exchange one number per worker; return the numbers by rank. All workers must call this together.
+        """Exchange numbers with all workers, and return each worker's numbers, ordered by rank. All workers
+        must call this together.
 
         Raises:
             RuntimeError: see :meth:`barrier`.
@@ -228,9 +229,9 @@ class CoordinatorP2P(Coordinator):
         return [json.loads(each) for each in self._gather(json.dumps(list(numbers)))]
 
     def _gather(self, own: str) -> list[bytes]:
-        """Exchange texts through the round's store, and return the texts of all workers by rank. Control
-        messages use the store, because collectives for them could interfere with those of a step, or would
-        need a second process group.
+        """Exchange texts through the round's store, and return the texts of all workers, ordered by rank.
+        Collectives are not used, because they could interfere with those of a step or would need a second
+        process group.
         """
         if self._store is None:
             raise RuntimeError("there is no round: call rendezvous_barrier() first")
@@ -240,22 +241,23 @@ class CoordinatorP2P(Coordinator):
         store.set(keys[self.rank], own)
         store.wait(keys, datetime.timedelta(milliseconds=self.coordinator_pg_timeout))
         found: list[bytes] = store.multi_get(keys)
-        # Delete the keys of the previous exchange. No worker still reads them, because all workers have
-        # reached this exchange.
+        # Delete this worker's key of the previous exchange. No worker still reads it, because all workers
+        # have reached this exchange.
         store.delete_key(f"elasticrs/{last}/{self.rank}")
         return found
 
     def should_rendezvous(self, state: State) -> bool:  # noqa: ARG002 -- the loop's interface
-        """Return true if this worker has to leave the round now, because a member was lost, or because the
-        workers have agreed to admit new workers or to save a checkpoint. If nothing has changed, the call
-        only reads memory.
+        """Return true if this worker must leave the round now. The reason is a lost member, or an agreement
+        to admit new workers or save a checkpoint. If nothing has changed, the call only reads memory.
         """
         if self._is_asked or (self._member.page is not None and self._member.page.is_asked):
             self._ask_the_others()
         return self._member.passed()
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
-        """Return true if an error was caused by a lost member or by the end of the round."""
+        """Return true if this worker's error was caused by the loss of a member or by the end of
+        the round.
+        """
         return self._member.was_broken_off(is_meeting=is_meeting)
 
     # --- requested checkpoints ---
@@ -272,8 +274,8 @@ class CoordinatorP2P(Coordinator):
         self._is_asked = True
 
     def _ask_the_others(self) -> None:
-        """Ask all workers to end the round after the same step, to save a checkpoint or let this worker
-        leave.
+        """Ask all workers to end the round after the same step, so that they save a checkpoint or this worker
+        can leave.
         """
         page = self._member.page
         has_manager = get_checkpoint_manager() is not None
@@ -284,8 +286,8 @@ class CoordinatorP2P(Coordinator):
                     "called",
                     self.rank,
                 )
-            # Nothing can be saved, so clear the request. A worker that is leaving keeps it, so that this
-            # method is called after each step until the worker has left, but does not repeat the warning.
+            # Nothing can be saved, so clear the request. If this worker is leaving, keep the request so that
+            # this method runs after every step, but do not repeat the warning.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
@@ -293,20 +295,20 @@ class CoordinatorP2P(Coordinator):
         now = time.monotonic()
         if now < self._ask_again_at or not (has_manager or self._leaves):
             return
-        # Repeat the request later, because it is lost if the store cannot be reached now.
+        # Schedule a retry, because the request is lost if the store cannot be reached now.
         self._ask_again_at = now + ASK_AGAIN
         reason = "rank {} leaves" if self._leaves else "a checkpoint was requested from rank {}"
         self._member.ask_for_round(reason.format(self.rank), saves=has_manager)
 
     def should_save_before_meeting(self) -> bool:
         saves = self._member.saves
-        # Record the number of the latest request now, because requests that arrive later may be too late for
-        # this checkpoint.
+        # Record the number of the latest request now. Requests that arrive later may be too late for this
+        # checkpoint.
         self._serves = 0 if self._member.page is None else self._member.page.asked
         return saves
 
     def saved(self, is_saved: bool) -> None:
-        """Report to the agent whether the requested checkpoint was saved, and wait until all living workers
+        """Report to the agent whether the requested checkpoint was saved, then wait until all living workers
         have left the round.
         """
         if self._member.page is not None:
@@ -325,20 +327,20 @@ class CoordinatorP2P(Coordinator):
         return self.stop_training
 
     def announce_end(self) -> None:
-        """Announce that this worker has no more data. The other workers complete the steps that this worker
-        has completed. Then all workers start a last round.
+        """Announce that this worker has no more data. The other workers first complete the same steps. Then
+        all workers start a last round.
         """
         self._member.announce_end()
 
     keeps_final_state = True
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
-        """Keep the final state for workers that start after the training has ended."""
+        """Keep the final state for workers that start after training has finished."""
         _trained.add(self._job)
         self._member.keep_final_state(content, in_checkpoint=in_checkpoint)
 
     def final_state(self) -> FinalState | None:
-        """Return the final state of a job that ended before this worker joined it.
+        """Return the final state of a job that finished before this worker joined it.
 
         ``None`` if no worker has published a final state.
 
@@ -353,7 +355,7 @@ class CoordinatorP2P(Coordinator):
         return self._final
 
     def signal_training_done(self) -> None:
-        """Close the job. Workers that join later get the final state, or fail if it is not available."""
+        """Close the job. Workers that join later receive the final state, or fail if it is not available."""
         self.stop_training = True
         _trained.add(self._job)
         self._member.shutdown()
@@ -390,8 +392,8 @@ class CoordinatorP2P(Coordinator):
             record("train_step_runtime_error", self.rank)
 
     def leave(self) -> None:
-        """Leave the job, so that the other workers continue without this worker, and destroy the process
-        groups.
+        """Leave the job, so that the other workers continue without this worker. Destroy the
+        process groups.
         """
         self._member.leave()
         groups.destroy()

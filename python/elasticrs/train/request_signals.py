@@ -1,4 +1,4 @@
-"""Handles SIGTERM and SIGUSR1 in a worker that trains, as requests for a checkpoint.
+"""Handle SIGTERM and SIGUSR1 in a training worker, as requests for a checkpoint.
 
 By default, SIGTERM ends a Python process at once, in the middle of a step. With this module, a worker first
 completes its step, saves a checkpoint together with the other workers, and leaves the job. Then it ends
@@ -38,8 +38,7 @@ _of_thread = threading.local()
 
 
 class RequestSignals:
-    """Context manager that passes SIGTERM and SIGUSR1 on to a coordinator. It has an effect only in the main
-    thread.
+    """Context manager that passes SIGTERM and SIGUSR1 on to a coordinator. Works only in the main thread.
 
     Args:
         coordinator: coordinator that receives the requests, if it supports them.
@@ -63,7 +62,7 @@ class RequestSignals:
     ) -> None:
         self._is_over.set()
         for signum in _ASKING:
-            # Keep the current handler if the program has set its own in the meantime.
+            # Keep the current handler if it is one that the program has installed in the meantime.
             if signal.getsignal(signum) == self._ask:
                 signal.signal(signum, signal.SIG_DFL)
                 _taken.discard(signum)
@@ -83,11 +82,11 @@ class RequestSignals:
             if self._is_over.wait(_TICK):
                 return
             left = limit if self._coordinator.has_round else left - _TICK
-        # Send a second SIGTERM, on which the handler in the main thread ends the process.
+        # Send a second SIGTERM. The handler in the main thread then ends the process.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def end_process(self) -> None:
-        """End this process with SIGTERM, as the signal would have done without this module."""
+        """End this process with SIGTERM, as if this module had not handled the signal."""
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
@@ -96,7 +95,7 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Return true if this process has no handler for a signal.
+    """Return true if a signal has its default action in this process, so no handler is installed.
 
     The answer comes from the kernel, because Python does not know of handlers that native code has installed.
     Without ``/proc``, only handlers that Python knows of are considered.
@@ -112,7 +111,7 @@ def is_default(signum: int) -> bool:
 
 
 def _before_fork() -> None:
-    # Block the signals during the fork, because a signal that the child receives before it has restored the
+    # Block the signals during the fork. Otherwise, a signal that reaches the child before it restores the
     # default actions would be lost.
     if _taken:
         _of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _taken)

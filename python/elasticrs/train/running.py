@@ -1,5 +1,5 @@
-"""Implements ``train`` and ``run_train``, which execute the actions that :mod:`elasticrs.train.state_machine`
-decides on.
+"""Implement ``train`` and ``run_train``, by executing the actions chosen by
+:mod:`elasticrs.train.state_machine`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def train(
     retryable: tuple[type[Exception], ...] = (RuntimeError,),
     max_failures: int | None = None,
 ) -> Any:
-    """Call a train step repeatedly until a worker has run out of data, and return the final state.
+    """Call a train step repeatedly until some worker runs out of data, and return the final state.
 
     A step that raises a retryable exception is rolled back. The workers then start a new round and continue
     from the most advanced state. All workers return the same state. A worker that starts after the training
@@ -107,7 +107,7 @@ def run_train(
     retryable: tuple[type[Exception], ...] = (RuntimeError,),
     max_failures: int | None = None,
 ) -> Any:
-    """Run :func:`train` with a generator function in place of the train step.
+    """Run a training loop like :func:`train`, but with a generator function instead of the train step.
 
     Args:
         coordinator: coordinator that runs the rendezvous of the workers.
@@ -166,7 +166,7 @@ def to_generator(
 
 
 def _require_saving(state: State) -> None:
-    """Raise TypeError if a checkpoint manager is set but the state cannot be saved.
+    """Raise TypeError if a checkpoint manager is set but this state cannot be saved.
 
     Check this before the training starts, because otherwise the error would occur only at the first
     checkpoint.
@@ -176,7 +176,7 @@ def _require_saving(state: State) -> None:
 
 
 class _Run:
-    """Runs one training loop, by executing the actions that the state machine returns."""
+    """Runs one training loop by executing the actions that the state machine returns."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Run:
         self._is_saving = False
         # True if the newest checkpoint holds the current state.
         self._is_stored = False
-        # True if the state is the final one, which all workers return.
+        # True if this is the final state, which all workers return.
         self._is_final = False
         self._next_step = 0
         self._rank, self._world_size = -1, 0
@@ -217,7 +217,7 @@ class _Run:
         self._times: Times | None = None
 
     def run(self) -> State:
-        """Run the training loop to its end, and return the state."""
+        """Run the training loop until it finishes, and return the state."""
         effects: dict[Action, Callable[[], Event | None]] = {
             Action.MEET: self._meet,
             Action.SYNC: self._sync,
@@ -241,14 +241,14 @@ class _Run:
                             return self._state
                         event = effects[action]() or event
         except BaseException as error:
-            # Leave the job on any exception, including an interrupt. Otherwise, if the program catches the
-            # exception, the other workers would wait for this one. In a forked child, do not leave, because
-            # the parent stays in the job.
+            # Leave the job on any exception, even an interrupt. If the program caught it, the other workers
+            # would otherwise wait for this one. A forked child must not leave, because its parent is still in
+            # the job.
             if self._forks == forked.count():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
-                # Replace the exit with an error. The agent would assume that a worker that exits with 0 has
-                # finished, and the other workers would wait for this worker.
+                # Replace the exit with an error. The agent would take exit code 0 to mean that the worker has
+                # finished, and the other workers would wait for it.
                 raise NonRetryableException("the program has ended in the middle of the training") from error
             raise
         finally:
@@ -284,7 +284,7 @@ class _Run:
             return self._judge(error)
 
     def _listen(self) -> None:
-        """Measure this round only if a handler receives the metrics."""
+        """Measure this round only if a handler is registered for the metrics."""
         if self._times is not None:
             self._times.end_turn()
         if metrics.has_listener(GROUP):
@@ -306,13 +306,13 @@ class _Run:
             said_yes=self._said_yes,
             is_saving=self._is_saving,
             # Skip the last sync only in programs for torchelastic 0.1. Other programs need it, because some
-            # values, such as the buffers of BatchNorm, differ between ranks even after the same step.
+            # values, such as BatchNorm buffers, differ between ranks even after the same step.
             next_step=self._next_step if is_torchelastic_program() else 0,
         )
         self._votes = [vote_of(numbers) for numbers in self._coordinator.exchange(numbers_of(vote))]
         if trouble := disagreement(self._votes):
             with suppress(RuntimeError):
-                # Wait for the other workers before raising, because this worker's exit would abort their
+                # Wait for the other workers before raising. If this worker exited now, it would abort their
                 # exchange of votes.
                 self._coordinator.barrier()
             raise NonRetryableException(trouble)
@@ -327,14 +327,13 @@ class _Run:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
             # Skip `sync` if all workers ran out of data in the same step, because their states are final.
-            # `sync` may even fail, because programs often create a data loader for the remaining data in it,
-            # and no data remains.
+            # `sync` could even fail: programs often create a data loader in it, and no data remains.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
                 if self._times is not None:
                     self._times.put("state_sync", began)
-            # Keep the state that sync has received, even if another worker fails from now on.
+            # From now on, keep the state that sync has received, even if another worker fails.
             self._is_loaded, self._snapshot = True, _NOTHING
             self._coordinator.barrier()
             if self._loop.at_the_end:
@@ -350,7 +349,9 @@ class _Run:
             return self._judge(error)
 
     def _begin_state(self) -> None:
-        """Load the newest checkpoint, if any, because no worker holds state from this run of the job."""
+        """Load the newest checkpoint, if there is one, because no worker holds a state from this run of the
+        job.
+        """
         is_found = self._checkpoints is not None and self._checkpoints.load_checkpoint(
             self._state, self._rank
         )
@@ -362,7 +363,7 @@ class _Run:
     # --- the final state ---
 
     def _keep_final_state(self) -> None:
-        """Make the final state available to workers that start after the training has ended.
+        """Make the final state available to workers that start after training has finished.
 
         Save the state in a checkpoint if possible. Otherwise, each worker keeps a copy in memory. The loop
         calls this before it closes the job.
@@ -384,7 +385,7 @@ class _Run:
         try:
             self._state.save(stream)
         except Exception:
-            # Only log the error, because the training itself has succeeded.
+            # Only log the error, because training itself has succeeded.
             _log.warning(
                 "rank %d: the final state cannot be saved: a worker that is replaced now cannot get it from"
                 " this one",
@@ -395,7 +396,7 @@ class _Run:
         return stream.getbuffer()
 
     def _come_late(self) -> Event:
-        """Load the final state of a job that has ended, unless this worker already has the final state.
+        """Load the final state of a finished job, unless this worker already has it.
 
         Raises:
             NonRetryableException: The final state is not available.
@@ -461,7 +462,7 @@ class _Run:
             return self._judge(error)
 
     def _save_if_due(self, checkpoints: CheckpointSaver) -> bool | None:
-        # Call both methods on every worker, even if the first one already returns true, because they may keep
+        # Call both methods on every worker, even if one has already returned true, because they may keep
         # counters.
         is_asked = self._coordinator.should_save_checkpoint()
         is_due = self._state.should_save_checkpoint(self._rank) or is_asked
@@ -474,7 +475,7 @@ class _Run:
         return None
 
     def _leave_round(self, is_saved: bool | None) -> Event:
-        """Leave the round. If a checkpoint was requested, save one first.
+        """Leave the round, after saving a checkpoint if one was requested.
 
         All workers have completed this step, so the step is not rolled back if the save is aborted.
 
@@ -499,8 +500,7 @@ class _Run:
 
     def _judge(self, error: Exception) -> Event:
         if self._forks != forked.count():
-            # Do not call the coordinator, because this is a forked child and the coordinator belongs to the
-            # parent.
+            # Do not call the coordinator in a forked child, because it belongs to the parent.
             self._error = (
                 error if isinstance(error, NonRetryableException) else NonRetryableException(forked.message())
             )
@@ -520,7 +520,7 @@ class _Run:
             "interrupted by other workers: " if is_broken_off else "",
             type(error).__name__,
             textwrap.shorten(str(error), _SHOWN) if is_broken_off else error,
-            # Print the traceback only for the first failure, because a retried step may fail many times.
+            # Print the traceback for the first failure only, because a retried step can fail many times.
             exc_info=None if is_broken_off or self._loop.failures else error,
         )
         return Event.BROKEN_OFF if is_broken_off else Event.FAILED
@@ -531,12 +531,13 @@ class _Run:
             if self._snapshot is not _NOTHING and self._snapshot is not None:
                 self._state.apply_snapshot(self._snapshot)
         except Exception as error:
-            # Raise the error, because the state is now neither the old one nor the new one.
+            # Raise the error: rolling back has failed halfway, so the state is neither the old one nor the
+            # new one.
             self._plain.on_error(error)
             raise
 
     def _close_steps(self) -> None:
-        """Close the generator, so that its cleanup code does not run in the next round."""
+        """Close the generator, so that its cleanup code does not run during the next round."""
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()

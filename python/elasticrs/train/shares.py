@@ -1,5 +1,5 @@
-"""Divides the samples of each step among the workers, so that no sample is lost or used twice when workers
-join or leave.
+"""Divide each step's samples among the workers. No sample is lost or used twice when workers join
+or leave.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class Shares(Iterator[list[int]]):
         return list(step[self._rank :: self._world_size])
 
     def after(self, place: int) -> int:
-        """Return the position in the epoch after a step. The position is the number of samples that all
-        workers together have used.
+        """Return the position in the epoch after a step: the number of samples that all workers together have
+        used.
 
         Args:
             place: position at the start of the step.

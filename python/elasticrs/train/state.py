@@ -15,7 +15,7 @@ _log = logging.getLogger("elasticrs.train")
 
 class State(ABC):
     """Base class for everything that a train step changes. The constructor must create the same state on
-    every worker, using only the job's arguments and no communication.
+    every worker, using only the job's arguments and without communication.
     """
 
     @abstractmethod
@@ -32,7 +32,7 @@ class State(ABC):
         """
 
     def capture_snapshot(self) -> Any:
-        """Return a copy of the state in memory, to undo a failed step. Called before every step.
+        """Return an in-memory copy of the state, to undo a failed step. Called before every step.
 
         Return ``None`` to disable the rollback. The changes of a step that failed halfway then remain. A
         snapshot is never written to disk, so it may omit values that a step does not change.
@@ -40,7 +40,7 @@ class State(ABC):
         return None
 
     def apply_snapshot(self, snapshot: Any) -> None:
-        """Restore the values from a snapshot. :meth:`sync` is called afterwards.
+        """Restore the values from a snapshot. The caller then calls :meth:`sync`.
 
         Args:
             snapshot: result of :meth:`capture_snapshot`, from this object or from an object in another
@@ -50,8 +50,8 @@ class State(ABC):
             raise NotImplementedError(f"{type(self).__name__} has capture_snapshot, but no apply_snapshot")
 
     def state_dict(self) -> Any:
-        """Return everything that a new process needs to continue the training: the weights, the optimizer's
-        state and the progress, for instance as a dictionary of ``state_dict`` results.
+        """Return everything that a new process needs to continue training: the weights, the optimizer's state
+        and the progress. A dictionary of ``state_dict`` results is typical.
 
         The result is stored in checkpoints, and in the copies of the final state for workers that start after
         the training has ended. Tensors, numbers, strings and plain containers can be loaded without running
@@ -65,7 +65,7 @@ class State(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no state_dict")
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Restore the state that :meth:`state_dict` returned, perhaps in another process.
+        """Restore a state that :meth:`state_dict` returned, possibly in another process.
 
         :meth:`sync` is called afterwards, unless the training has already ended.
 
@@ -106,8 +106,8 @@ class State(ABC):
         import torch
 
         def on_this_gpu(storage: Any, location: str) -> Any:
-            # Map tensors to this rank's own device, because another rank may have saved them on a GPU that
-            # this rank must not use.
+            # Map tensors to this rank's own GPU. Another rank may have saved them on a GPU that this rank
+            # must not use.
             if not location.startswith("cuda"):
                 return None  # the default of torch
             return storage.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else storage
@@ -139,8 +139,8 @@ class State(ABC):
 
 
 def why_not_saved(state: State) -> str | None:
-    """Return a message that says why a state cannot be saved or loaded, and what to do about it. Return
-    ``None`` if the state can be saved and loaded.
+    """Return a message that says why the state cannot be saved or loaded, and how to fix it. Return ``None``
+    if it can be saved and loaded.
 
     Args:
         state: state of the job.
@@ -162,7 +162,7 @@ def why_not_saved(state: State) -> str | None:
 
 
 def is_torchelastic_program() -> bool:
-    """Return true if this program imports ``torchelastic``. In torchelastic 0.1, a checkpoint contained just
+    """Return true if this program imports ``torchelastic``. With torchelastic 0.1, checkpoints contained only
     a snapshot.
     """
     return "torchelastic" in sys.modules

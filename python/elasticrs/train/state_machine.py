@@ -1,4 +1,4 @@
-"""Decides what the training loop does next. The functions are pure: they use no I/O, clock or random numbers.
+"""Decide what the training loop does next. All functions are pure: no I/O, no clock, no random numbers.
 
 :func:`step` takes a state and an event, and returns the next state and a sequence of actions.
 
@@ -31,7 +31,7 @@ OF_OTHERS = 100
 
 
 class Event(Enum):
-    """Event that this worker reports to the state machine."""
+    """Event that a worker reports to its state machine."""
 
     BEGIN = "begin"
     MET = "met"
@@ -63,7 +63,7 @@ class Action(Enum):
 
 
 class Loop(Value):
-    """State of the training loop. All decisions depend only on this state and the event.
+    """State of the training loop. Every decision depends only on this state and the event.
 
     Args:
         max_failures: number of failures without progress after which the loop gives up.
@@ -78,8 +78,8 @@ class Loop(Value):
     at_the_end: bool = False
 
 
-# Look up these members only once, because accessing a member of an enumeration takes longer than the rest of
-# an idle iteration.
+# Look up these enum members only once, because attribute access on an enum takes longer than the rest of an
+# idle iteration.
 STEPPED = Event.STEPPED
 ONE_STEP = (Action.STEP,)
 _MEET = (Action.MEET,)
@@ -87,7 +87,7 @@ _SYNC = (Action.SYNC,)
 
 
 def step(loop: Loop, event: Event) -> tuple[Loop, tuple[Action, ...]]:
-    """Return the state after an event, and the actions to execute in order."""
+    """Return the state that follows an event, and the actions to execute in order."""
     if event is STEPPED:
         return _with_progress(loop), ONE_STEP
     if event is Event.BEGIN:

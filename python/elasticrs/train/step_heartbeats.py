@@ -1,4 +1,4 @@
-"""Sends a heartbeat after each step in which the program has sent none, for ``--hang-timeout``."""
+"""Send a heartbeat after each step in which the program has not sent one, for ``--hang-timeout``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ _are_watched: bool | None = None
 
 
 def begin_meeting() -> None:
-    """Suspend the time limit for heartbeats until the end of the next step. Workers that are stuck in a
-    rendezvous are detected by other means. After the last rendezvous, the time limit stays suspended, because
-    no step follows.
+    """Suspend the heartbeat time limit until the next step has finished. Workers that hang in a rendezvous
+    are detected by other means. After the last rendezvous, no step follows, so the limit stays suspended.
     """
     global _is_meeting  # noqa: PLW0603 -- process-wide, like the heartbeats
     # Do nothing before the first heartbeat, because until then only the time limit for the start applies.
@@ -25,11 +24,11 @@ def begin_meeting() -> None:
 
 
 def step_is_done() -> None:
-    """Send a heartbeat, unless the program has sent one during the step."""
+    """Send a heartbeat, unless the program has already sent one during the step."""
     global _is_meeting, _count, _are_watched  # noqa: PLW0603 -- see above
     if _are_watched is None:
-        # Read the environment only now, because the nursery may have imported this module before it forked
-        # this worker.
+        # Read the environment here, because this module may have been imported in the nursery (the parent
+        # process) before it forked this worker.
         _are_watched = "ELASTICRS_HEARTBEAT" in os.environ
     if not _are_watched:
         return

@@ -1,4 +1,4 @@
-"""Votes that the workers exchange at the start of each round, and pure functions that evaluate them.
+"""Votes that workers exchange at the start of each round, and pure functions that evaluate them.
 
 No votes are sent during a round, so a disagreement first shows as a failure: if one worker saves a checkpoint
 after a step and another worker does not, the first worker waits for the others, and the next collective of
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Vote(Value):
-    """Information that one worker sends to the others at the start of a round.
+    """Information that a worker sends to all others at the start of a round.
 
     Args:
         has_manager: true if the worker has a checkpoint manager.
@@ -42,12 +42,12 @@ class Vote(Value):
 
 
 def numbers_of(vote: Vote) -> list[int]:
-    """Encode a vote as the numbers that are sent."""
+    """Encode a vote as a list of integers, to send it."""
     return [int(each) for each in vote.values()]
 
 
 def vote_of(numbers: Sequence[int]) -> Vote:
-    """Decode a vote from the numbers that :func:`numbers_of` returned."""
+    """Decode a vote from the integers that :func:`numbers_of` returned."""
     has_manager, is_loaded, at_the_end, next_round, last_round, asked, said_yes, is_saving, step = numbers
     return Vote(
         bool(has_manager),
@@ -63,8 +63,8 @@ def vote_of(numbers: Sequence[int]) -> Vote:
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
-    """Return true if the program was written for torchelastic 0.1, a worker ran out of data, and all workers
-    are at the same step.
+    """Return true if all workers are at the same step and one has run out of data. Always false for programs
+    that were not written for torchelastic 0.1.
 
     It is enough that one worker ran out of data, because the others may have left the round before they tried
     to take the next step.
@@ -81,8 +81,8 @@ def have_ended_together(votes: Sequence[Vote]) -> bool:
 
 
 def disagreement(votes: Sequence[Vote]) -> str | None:
-    """Return a message if the workers disagree about the checkpoint manager or the time of a checkpoint;
-    ``None`` if they agree.
+    """Return a message if the workers disagree about the checkpoint manager or about when to save; ``None``
+    if they agree.
 
     Args:
         votes: votes of all workers, by rank.
@@ -95,7 +95,7 @@ def disagreement(votes: Sequence[Vote]) -> str | None:
         if not first.is_saving:
             continue
         peers = [vote for vote in votes if vote.last_round == first.last_round]
-        # Ignore workers whose later call returned true, because they have completed this save.
+        # Skip workers that returned true in a later call, because they have completed this save.
         against = [vote for vote in peers if vote.asked >= first.said_yes > vote.said_yes]
         if against:
             return (

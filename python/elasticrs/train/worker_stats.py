@@ -8,12 +8,12 @@ __all__ = ["SimpleWorkerStats", "WorkerStats"]
 
 
 class WorkerStats(ABC):
-    """Base class for the statistics that a train step returns."""
+    """Base class for statistics returned by a train step."""
 
     @abstractmethod
     def get_progress_rate(self) -> float | None:
-        """Return a number that is larger for a faster worker, such as samples per second; ``None`` if it is
-        not known.
+        """Return a number that is larger for faster workers, such as samples per second; ``None``
+        if unknown.
         """
 
 

@@ -1,4 +1,4 @@
-"""Helpers with the same names as in torch: stores, ports, macros, loggers and samplers."""
+"""Helpers with the same names as in torch: stores, ports, macros, loggers, and samplers."""
 
 from elasticrs import lazy
 from elasticrs.utils.api import get_env_variable_or_raise, get_socket_with_port

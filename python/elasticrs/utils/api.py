@@ -1,4 +1,4 @@
-"""Helpers with torch's names: ``macros``, and functions for required environment variables and free ports."""
+"""Helpers named as in torch: ``macros``, and functions for required environment variables and free ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds free ports, and creates torch's store with retries."""
+"""Find free ports, and create torch's store with retries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def create_c10d_store(
     retries: int = 3,
     use_libuv: bool | None = None,
 ) -> Any:
-    """Create a ``TCPStore`` of torch. This function imports torch.
+    """Create a torch ``TCPStore``. This function imports torch.
 
     Args:
         is_server: true if this process hosts the store.
@@ -51,7 +51,7 @@ def create_c10d_store(
     """
     import torch.distributed
 
-    # Use `Any`, because type checkers treat the names in `torch.distributed` as private.
+    # Use `Any`, because type checkers consider the names in `torch.distributed` private.
     dist: Any = torch.distributed
 
     if use_libuv is not None:
@@ -97,15 +97,15 @@ def _wait_for_all(store: Any, world_size: int, timeout: float) -> None:
 
 
 def get_free_port() -> int:
-    """Return a port that is currently free on all addresses. Another process may take it at any time."""
+    """Return a port that is currently free on all addresses. Another process can take it at any time."""
     with closing(get_socket_with_port()) as bound:
         port: int = bound.getsockname()[1]
         return port
 
 
 def get_socket_with_port() -> socket.socket:
-    """Return a socket that reserves a free port on all IPv6 and IPv4 addresses until it is closed. The socket
-    does not listen.
+    """Return a socket that reserves a free port on all IPv6 and IPv4 addresses. It does not listen, and
+    closing it frees the port.
 
     Raises:
         RuntimeError: no port is free, or file descriptors have run out.
@@ -122,7 +122,7 @@ def get_socket_with_port() -> socket.socket:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             bound.bind((host, 0))
         except OSError as error:
-            # Try the next address family, because IPv6 may be compiled in but disabled.
+            # Try the next address family, because IPv6 can be compiled in but disabled.
             bound.close()
             trouble = error
         else:

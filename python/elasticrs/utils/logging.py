@@ -1,4 +1,4 @@
-"""Creates loggers with the level from the environment variable ``LOGLEVEL``."""
+"""Create loggers whose level comes from the environment variable ``LOGLEVEL``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elasticrs.utils.log_level import get_log_level
 
 
 def get_logger(name: str | None = None) -> logging.Logger:
-    """Return a logger with the level from ``LOGLEVEL``, or ``WARNING`` by default.
+    """Return a logger with the level from ``LOGLEVEL``, or ``WARNING`` if that is not set.
 
     Args:
         name: name of the logger; ``None`` for the name of the calling module.
@@ -25,8 +25,8 @@ def get_logger(name: str | None = None) -> logging.Logger:
 
 
 def _derive_module_name(depth: int = 1) -> str | None:
-    """Return the name of a caller's module, or the name of its file if the caller has no module. Return
-    ``None`` with a warning if the call stack is not that deep.
+    """Return the name of a caller's module, or its file name if it has no module. If the call stack is too
+    short, warn and return ``None``.
 
     Args:
         depth: 1 for the caller, 2 for the caller's caller.

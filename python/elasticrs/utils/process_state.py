@@ -1,4 +1,4 @@
-"""Reads the state of a process from ``/proc``."""
+"""Read the state of a process from ``/proc``."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ __all__ = ["is_uninterruptible_state", "read_proc_state"]
 
 
 def read_proc_state(pid: int) -> str | None:
-    """Return the letter of a process's state, such as ``R``, ``S``, ``D`` or ``Z``; ``None`` if it cannot be
+    """Return the letter for a process's state, such as ``R``, ``S``, ``D`` or ``Z``; ``None`` if it cannot be
     read.
     """
     return read_state(pid) or None
 
 
 def is_uninterruptible_state(state: str | None) -> bool:
-    """Return true if this state is uninterruptible sleep. A process in uninterruptible sleep cannot be killed
-    until the kernel wakes it.
+    """Return true if this state is uninterruptible sleep. A process in this state cannot be killed until the
+    kernel wakes it.
     """
     return state is not None and state.startswith("D")
 
 
 def read_state(pid: int, proc: str = "/proc") -> str:
-    """Return the letter of a process's state; empty if it cannot be read."""
+    """Return the letter for a process's state, or an empty string if it cannot be read."""
     fields = stat_fields(str(pid), proc)
     return fields[0].decode() if fields else ""

@@ -1,4 +1,4 @@
-"""Collective operations that work with any store that has the methods of torch's ``Store``.
+"""Collective operations on any store with the methods of torch's ``Store``.
 
 The store receives the same calls in the same order as in torch, so that agents of elasticrs and of torch can
 take part in the same operation.
@@ -29,7 +29,7 @@ _ANYTHING = "<val_ignored>"
 
 @contextmanager
 def store_timeout(store: Any, timeout: float) -> Iterator[None]:
-    """Change the timeout of a store within a ``with`` block.
+    """Set the timeout of a store within a ``with`` block.
 
     Unlike in torch, the previous timeout is also restored after an exception.
 
@@ -46,7 +46,7 @@ def store_timeout(store: Any, timeout: float) -> Iterator[None]:
 
 
 def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
-    """Wait until the keys ``<prefix>0``, ``<prefix>1`` and so on exist. Return their values.
+    """Wait until the keys ``<prefix>0``, ``<prefix>1`` and so on exist. Return their values in order.
 
     Rank 0 returns last, because it may host the store.
 
@@ -71,7 +71,7 @@ def synchronize(
     key_prefix: str,
     timeout: float = 300,
 ) -> list[bytes]:
-    """Share a value with all ranks, and return the values of all ranks.
+    """Share a value with all ranks, and return the values of all ranks, ordered by rank.
 
     Args:
         store: store that all ranks share.
@@ -136,7 +136,7 @@ def barrier(
 
 
 def _barrier_nonblocking(store: Any, world_size: int, key_prefix: str) -> str:
-    """Count this rank as arrived. Return the key that the last rank to arrive sets."""
+    """Record that this rank has arrived. Return the key that the last rank sets on arrival."""
     last_member = key_prefix + _LAST_MEMBER_CHECKIN
     if store.add(key_prefix + _NUM_MEMBERS, 1) == world_size:
         store.set(last_member, _ANYTHING)
@@ -156,15 +156,15 @@ def _missing_ranks(
         try:
             store.wait([f"{key_prefix}{_TRACING_GATE}"])
         except _store_errors():
-            # Rank 0 has not arrived either, so it cannot find the missing ranks.
+            # Rank 0, which finds the missing ranks, has not arrived either.
             return None
         return [f"[<check rank 0 ({decoder(0)}) for missing rank info>]"]
     missing: list[str] = []
     for other in range(1, world_size):
         if len(missing) >= _MAX_TRACE_MISSING_RANKS:
             break
-        # After the first missing rank, wait only briefly for each further rank, because the full wait for the
-        # first one gave all ranks enough time.
+        # After the first missing rank, wait only briefly for the others. They had the full timeout of the
+        # first one to arrive.
         patience = timedelta(milliseconds=1) if missing else timedelta(seconds=trace_timeout)
         try:
             store.wait([f"{key_prefix}{other}{_TRACE}"], patience)
@@ -175,7 +175,7 @@ def _missing_ranks(
 
 
 def _store_errors() -> tuple[type[Exception], ...]:
-    """Return the exceptions that stores raise for a missing key."""
+    """Return the types of exceptions that stores raise for a missing key."""
     distributed: Any = sys.modules.get("torch.distributed")
     theirs = getattr(distributed, "DistStoreError", None)
     return (DistStoreError,) if theirs is None else (DistStoreError, theirs)

@@ -1,1 +1,1 @@
-"""Describe the worker processes of an attempt: their plan, environment, log files, and shared memory page."""
+"""Description of an attempt's worker processes: plan, environment, log files, and shared memory page."""

@@ -1,4 +1,4 @@
-"""Macros in the arguments of workers, under torch's name."""
+"""Macros in workers' arguments, under torch's name."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 class macros:  # noqa: N801 -- torch's name
-    """Macros that are replaced in the arguments of workers."""
+    """Macros that are substituted in workers' arguments."""
 
     local_rank = "${local_rank}"
 
     @staticmethod
     def substitute(args: list[Any], local_rank: str) -> list[Any]:
-        """Return the arguments with ``${local_rank}`` replaced. Other macros, and arguments that are not
-        strings, are left unchanged.
+        """Return the arguments with ``${local_rank}`` replaced. Leave other macros, and arguments that are
+        not strings, unchanged.
 
         Args:
             args: arguments of a worker.

@@ -1,4 +1,4 @@
-"""The environment of a worker, on which ``torch.distributed`` and users' scripts rely."""
+"""Environment variables of a worker, on which ``torch.distributed`` and users' scripts rely."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def worker_env(
     use_agent_store: bool = False,
     timer_file: str | None = None,
 ) -> dict[str, str]:
-    """Return the variables that the agent adds to the environment of one worker, except
-    ``TORCHELASTIC_ERROR_FILE``, which the log layout adds.
+    """Return the variables that the agent adds to one worker's environment. ``TORCHELASTIC_ERROR_FILE`` is
+    missing, because the log layout adds it.
 
     Args:
         ranks: ranks of the worker.
@@ -79,7 +79,7 @@ def worker_env(
 
 
 def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a worker that sees only one GPU and has local rank 0.
+    """Return the variables that make a worker see only one GPU and use local rank 0.
 
     As in torch, if ``HIP_VISIBLE_DEVICES`` is not empty, the GPU is chosen from that variable, and the result
     contains that variable as well.
@@ -103,14 +103,14 @@ def virtual_local_rank(local_rank: int, inherited: Mapping[str, str]) -> dict[st
 
 
 def inherited_environment() -> dict[str, str]:
-    """Return the environment that workers inherit: this process's environment without the token, which only
-    agents need.
+    """Return this process's environment without the token, to be inherited by workers. Only agents need the
+    token.
     """
     return {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
 
 
 def hook_environment(env: dict[str, str]) -> dict[str, str]:
-    """Return an environment in which a worker that is a Python program records its uncaught exceptions.
+    """Return an environment in which a Python worker records its uncaught exceptions.
 
     Args:
         env: environment of the worker. It is not changed. If it contains ``ELASTICRS_TRACEBACKS=0``, the hook
@@ -121,21 +121,21 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
         directory again when it runs.
     """
     worker_env = dict(env)
-    # A directory with a colon in its name cannot be an entry of PYTHONPATH.
+    # A directory whose name contains a colon cannot be an entry of PYTHONPATH.
     if env.get("ELASTICRS_TRACEBACKS") == "0" or os.pathsep in _HOOK:
         return worker_env
     entries = [_HOOK]
     if "PYTHONPATH" in env:
-        # Mark a PYTHONPATH that is set but empty by adding the hook's directory twice. The hook then restores
-        # the empty value. An empty entry is no mark, because Python would search the working directory.
+        # If PYTHONPATH is set but empty, add the hook's directory twice, so that the hook can restore the
+        # empty value. Do not add an empty entry, because Python would search the working directory for it.
         entries.append(env["PYTHONPATH"] or _HOOK)
     worker_env["PYTHONPATH"] = os.pathsep.join(entries)
     return worker_env
 
 
 def warm_environment(env: dict[str, str], preload: Preload, core: str) -> dict[str, str]:
-    """Return the environment of a nursery, which is a process that imports modules and then forks the
-    workers. See ``_worker/nursery/nursery.py``.
+    """Return the environment of a nursery, the process that imports modules and then forks the workers. See
+    ``_worker/nursery/nursery.py``.
 
     Args:
         env: variables that all workers have in common, from :func:`hook_environment`.

@@ -29,8 +29,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
 class LogPaths(Value):
-    """Paths of the log files of one attempt, by local rank. An empty path means that the stream is not
-    redirected.
+    """Log file paths of one attempt, by local rank. An empty path means that the stream is not redirected.
 
     Attributes:
         are_new: true if none of the files existed before the attempt.
@@ -48,17 +47,16 @@ class LogPaths(Value):
 
     @property
     def run_folder(self) -> str:
-        """Folder with all attempts of the run; empty if a user's class has chosen the log files."""
+        """Folder with all attempts of the run; empty if a user's class chose the log files."""
         error_file = next(iter(self.error_files.values()), "") if self.are_new else ""
         # <run>/attempt_N/<local rank>/error.json
         return os.path.dirname(os.path.dirname(os.path.dirname(error_file)))
 
     def only_written(self) -> list[tuple[int, int, str]]:
-        """Return the files that contain a single stream and that the agent does not read, as tuples of local
-        rank, file descriptor and path.
+        """Return the files that hold a single stream and are not read by the agent, as tuples of local rank,
+        file descriptor and path.
         """
-        # Leave out files that contain several streams, because their bytes cannot be attributed to one
-        # stream.
+        # Leave out files that contain several streams, because their bytes cannot be attributed to either.
         owners: dict[str, list[tuple[int, int, str]]] = {}
         for stream, files in ((STDOUT, self.stdouts), (STDERR, self.stderrs)):
             for local_rank, path in files.items():
@@ -88,7 +86,7 @@ class RunLogs:
         )
 
     def attempt(self, name: str) -> LogPaths:
-        """Create the directories of an attempt, and return the paths of its files.
+        """Create the directories for an attempt, and return the paths of its files.
 
         Raises:
             OSError: a directory cannot be created.
@@ -103,13 +101,13 @@ class RunLogs:
         return layout(self._settings, directory, self._nproc)
 
     def remove_if_empty(self) -> None:
-        """Remove the log directory if it is temporary and contains no files."""
+        """Remove the log directory if it is temporary and contains no file."""
         if self.directory and self._is_temporary:
             remove_if_empty(os.path.dirname(self.directory))
 
 
 def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
-    """Compute the paths of the files of one attempt, without accessing any file.
+    """Compute the file paths of one attempt without accessing any file.
 
     Args:
         settings: destinations of the output.
@@ -143,49 +141,47 @@ def layout(settings: LogSettings, directory: str, nproc: int) -> LogPaths:
 
 
 def hang_file(error_file: str) -> str:
-    """Return the path of the file into which the agent writes the stacks of a hung worker. The name contains
-    the name of the error file, because error files of several workers may be in the same folder.
+    """Return the path of the file to which the agent writes a hung worker's stacks. Its name includes that of
+    the error file, because error files of several workers can be in one folder.
     """
     folder, name = os.path.split(error_file)
     return os.path.join(folder, "hang.txt" if name == "error.json" else f"{name}.hang.txt")
 
 
 def fault_file(error_file: str) -> str:
-    """Return the path of the file into which :mod:`faulthandler` writes in a worker. The file stays empty
-    unless a fault such as SIGSEGV occurs.
+    """Return the path of the file to which a worker's :mod:`faulthandler` writes. The file stays empty unless
+    a fault such as SIGSEGV occurs.
     """
     return f"{error_file}.fault"
 
 
 def flight_record_file(error_file: str) -> str:
-    """Return the path of the file into which a worker writes torch's flight record when the agent requests
-    it.
-    """
+    """Return the path of the file to which a worker writes torch's flight record on request by the agent."""
     return f"{error_file}.flight"
 
 
 def flight_requests_file(error_file: str) -> str:
-    """Return the path of the FIFO through which the agent requests a flight record. It exists only if a
+    """Return the path of the FIFO through which the agent requests a flight record. It exists only while a
     thread of the worker waits for requests.
     """
     return f"{error_file}.flight_requests"
 
 
 def flight_dumps(error_file: str) -> str:
-    """Return the path prefix of torch's flight record (``TORCH_FR_DUMP_TEMP_FILE``). NCCL's watchdog writes
-    the record when a collective times out, and appends the rank to the prefix.
+    """Return the path prefix of torch's flight record (``TORCH_FR_DUMP_TEMP_FILE``). When a collective times
+    out, NCCL's watchdog appends the rank to the prefix and writes the record.
     """
     return f"{error_file}.flight_dump_"
 
 
 def error_file_of(error_file: str, pid: int) -> str:
-    """Return the path to which the error file of a replaced worker is renamed."""
+    """Return the path to which a replaced worker's error file is renamed."""
     folder, name = os.path.split(error_file)
     return os.path.join(folder, f"of_{pid}_{name}")
 
 
 def last_bytes(path: str, limit: int) -> bytes:
-    """Return at most ``limit`` bytes from the end of a file; nothing if the file cannot be read."""
+    """Return at most ``limit`` bytes from the end of a file, or no bytes if it cannot be read."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
@@ -195,8 +191,8 @@ def last_bytes(path: str, limit: int) -> bytes:
 
 
 def discard_unused_files(error_file: str) -> None:
-    """Remove files that are of no use after an attempt: the file that :func:`fault_file` names, if it is
-    empty, and the FIFO that :func:`flight_requests_file` names.
+    """Remove files that are no longer needed after an attempt: the :func:`fault_file` if it is empty, and the
+    :func:`flight_requests_file` FIFO.
     """
     fault, requests = fault_file(error_file), flight_requests_file(error_file)
     for path in (fault, requests):
@@ -210,12 +206,12 @@ def discard_unused_files(error_file: str) -> None:
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """Return the number of log files that the agent keeps open while workers run. This function takes
-    constant time, because ``nproc`` may be absurdly large by mistake.
+    """Return the number of log files that the agent keeps open while workers run. The time does not depend on
+    ``nproc``, which can be absurdly large by mistake.
     """
     if settings.log_dir == os.devnull:
         return 0
-    # Copying filtered lines opens two more files: the source and the copy.
+    # Copying the filtered lines opens two more files: the source and the copy.
     out, err = 3 if settings.duplicate_stdout_filters else 1, 3 if settings.duplicate_stderr_filters else 1
     files = (0, out, err, out + err)
     more = STDERR if settings.capture_stderr else 0
@@ -227,7 +223,7 @@ def followed_files(settings: LogSettings, nproc: int) -> int:
 
 
 def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[int, str]:
-    """Return the prefix of each worker's lines on the console, by local rank.
+    """Return the prefixes of the workers' console lines, by local rank.
 
     Args:
         template: template with the macros ``${role_name}``, ``${local_rank}``, ``${rank}``, ``${hostname}``;
@@ -247,12 +243,14 @@ def line_prefixes(template: str | None, ranks: Sequence[WorkerRanks]) -> dict[in
 
 
 def coloured(prefix: str, local_rank: int) -> str:
-    """Return the prefix with escape codes for the colour of this rank, for a terminal."""
+    """Return the prefix with terminal escape codes for this rank's colour."""
     return f"\x1b[{_COLOURS[local_rank % len(_COLOURS)]}m{prefix}\x1b[0m"
 
 
 def wants_colour(fd: int, environ: Mapping[str, str]) -> bool:
-    """Return true if lines on the console should be coloured: on a terminal, unless ``NO_COLOR`` is set."""
+    """Return true if console lines should be coloured: on a terminal that is not dumb, unless ``NO_COLOR`` is
+    set.
+    """
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb" and os.isatty(fd)
 
 
@@ -274,7 +272,7 @@ def _make_run_directory(log_dir: str | None, run_id: str) -> str:
 
 
 def run_prefix(run_id: str) -> str:
-    """Return the prefix of the name of a run's log directory.
+    """Return the prefix of a run's log directory name.
 
     The prefix contains the host name, because the nodes of a job often share a file system.
     """
@@ -282,7 +280,7 @@ def run_prefix(run_id: str) -> str:
 
 
 def attempt_name(restarts: int, round_number: int) -> str:
-    """Return the name of an attempt in a job on several nodes. All nodes use the same name.
+    """Return the name of an attempt in a multi-node job. It is the same on all nodes.
 
     Args:
         restarts: number of restarts charged before the attempt.
@@ -293,7 +291,7 @@ def attempt_name(restarts: int, round_number: int) -> str:
 
 
 def make_private_directory(parent: str, prefix: str) -> str:
-    """Create a directory with a random suffix that only this user can access. Return its path.
+    """Create a directory that only this user can access, with a random suffix. Return its path.
 
     Raises:
         OSError: the directory cannot be created.
@@ -308,7 +306,7 @@ def make_private_directory(parent: str, prefix: str) -> str:
 
 
 def make_again(run_directory: str, *, is_temporary: bool) -> None:
-    """Create the directory of a run and its parent again, if a clean-up has removed them during a long job.
+    """Recreate a run's directory and its parent, if a clean-up tool has removed them during a long job.
 
     Args:
         run_directory: directory that :func:`make_private_directory` created.
@@ -342,8 +340,8 @@ def temporary_directory() -> str:
 
 
 def remove_if_empty(directory: str, levels: int = 0) -> None:
-    """Remove empty directories: a directory with all its subdirectories, and ``levels`` parents above it.
-    Directories that contain a file or cannot be removed are kept.
+    """Remove a directory with its subdirectories, and ``levels`` parents above it, but only those that are
+    empty. Ignore directories that cannot be removed.
     """
     for parent, _, _ in os.walk(directory, topdown=False):
         _rmdir_if_empty(parent)
@@ -356,6 +354,6 @@ def _rmdir_if_empty(path: str) -> None:
     try:
         os.rmdir(path)
     except OSError:
-        # The directory is not empty, or the disk has failed. Ignore that, because it does not affect the
-        # result of the job.
+        # Ignore the error, because it does not affect the result of the job. The directory may not be empty,
+        # or the disk may have failed.
         return

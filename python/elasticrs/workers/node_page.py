@@ -1,4 +1,4 @@
-"""Memory page that an agent shares with its workers if they use :mod:`elasticrs.train`.
+"""Memory page that an agent shares with its workers, if they use :mod:`elasticrs.train`.
 
 Accessing the page needs no message and no system call, so a worker can check it after each step. To request a
 checkpoint, the agent increments the counter of requests. After a save, the workers set the counter of served
@@ -30,7 +30,7 @@ RATE_INTERVAL = 1_000_000_000
 measuring the rate may be slow on a GPU.
 """
 
-# Offsets in the page, in words of 8 bytes.
+# Offsets into the page, in 8-byte words.
 _MARK, _ASKED, _SERVED, _RESULT, _SERVED_NS = range(5)
 _FIRST, _SPAN = 16, 16
 _PID, _RANK, _WORLD, _ROUND, _STEPS, _STEP_NS, _HAS_RATE, _RATE, _HAS_FINISHED = range(9)
@@ -38,7 +38,7 @@ _RESULTS: tuple[Result, ...] = ("saved", "failed", "no manager")
 
 
 class Standing(Value):
-    """Training progress of a worker, as reported by the worker.
+    """Training progress that a worker has reported.
 
     Args:
         local_rank: local rank of the worker.
@@ -62,7 +62,7 @@ class Standing(Value):
 
 
 class Met(Value):
-    """Last rendezvous round in which a worker took part.
+    """Last rendezvous round that a worker took part in.
 
     Args:
         round: number of the round, from 1.
@@ -74,7 +74,7 @@ class Met(Value):
 
 
 class AgentPage:
-    """Memory page for training, as seen by the agent.
+    """The agent's view of the shared training page.
 
     Args:
         workers: number of workers on this node.
@@ -92,18 +92,18 @@ class AgentPage:
         size = 8 * (_FIRST + _SPAN * workers)
         self._fd = os.memfd_create("elasticrs-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, size)
-        # Seal the size of the file, because a worker that truncates it would crash the agent.
+        # Seal the file size, because a worker that truncated the file would crash the agent.
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._map = mmap(self._fd, size)
         self._bytes = memoryview(self._map)
         self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
-        # Write a random number into the page. A worker checks it, because in another pid namespace the path
-        # may lead to a different file.
+        # Write a random number that workers check, because in another pid namespace the path can lead to a
+        # different file.
         self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
         self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
 
     def ask(self) -> int:
-        """Request a checkpoint from the workers. Return the number of this request."""
+        """Request a checkpoint from the workers. Return the number of the request."""
         self._words[_ASKED] += 1
         return self._words[_ASKED]
 
@@ -113,17 +113,15 @@ class AgentPage:
         return self._words[_ASKED]
 
     def answer(self) -> tuple[int, Result, int]:
-        """Return the number of served checkpoint requests, the result of the last save, and the time of that
-        result in nanoseconds of the monotonic clock.
+        """Return how many checkpoint requests were served, the result of the last save, and the time of that
+        result in nanoseconds (monotonic clock).
         """
         served = self._words[_SERVED]
         result = min(self._words[_RESULT], len(_RESULTS) - 1)
         return served, _RESULTS[result], self._words[_SERVED_NS]
 
     def standings(self) -> list[Standing]:
-        """Return the training progress of the workers that use ``elasticrs.train``, in order of local
-        rank.
-        """
+        """Return the training progress of the workers that use ``elasticrs.train``, ordered by local rank."""
         found = [self._standing(local_rank) for local_rank in range(self._workers)]
         return [each for each in found if each.pid]
 
@@ -132,33 +130,31 @@ class AgentPage:
         pid, rank, world, number, steps, step_ns, has_rate = self._words[at : at + _RATE].tolist()
         rate = self._floats[at + _RATE] if has_rate else None
         if rate is not None and not isfinite(rate):
-            # Drop a rate that is infinite or NaN, because JSON cannot represent it.
+            # Drop a rate that is infinite or NaN, because JSON cannot represent such values.
             rate = None
         return Standing(local_rank, pid, rank - 1 if rank else None, world, number, steps, step_ns, rate)
 
     def last_met(self, local_rank: int) -> Met | None:
-        """Return the last rendezvous of a worker; ``None`` if there was none yet or if this page is
-        closed.
-        """
+        """Return the last rendezvous of a worker; ``None`` if there has been none or the page is closed."""
         if self._fd < 0:
             return None
         standing = self._standing(local_rank)
         return None if standing.rank is None else Met(standing.round, standing.rank)
 
     def meetings(self) -> tuple[int | None, ...]:
-        """Return the round number of each worker's last rendezvous, by local rank; ``None`` for a worker that
-        has not been in a rendezvous.
+        """Return the round number of each worker's last rendezvous, by local rank. It is ``None`` for a
+        worker that has had no rendezvous.
         """
         found = map(self.last_met, range(self._workers))
         return tuple(None if met is None else met.round for met in found)
 
     def is_training(self, local_rank: int) -> bool:
-        """Return true if a worker has joined a round and has not finished its training."""
+        """Return true if a worker has joined a rendezvous round and has not finished training."""
         at = _FIRST + _SPAN * local_rank
         return bool(self._words[at + _ROUND]) and not self._words[at + _HAS_FINISHED]
 
     def final_world_size(self) -> int | None:
-        """Return the number of workers in the job's last rendezvous, if the training has ended.
+        """Return the number of workers in the job's last rendezvous, if training has finished.
 
         Return ``None`` if workers are still training, or if no worker of this node has been in a rendezvous.
         """
@@ -170,7 +166,7 @@ class AgentPage:
         return max(each.world_size for each in met)
 
     def clear(self, local_rank: int) -> None:
-        """Delete the data of an earlier worker with this local rank, before a new worker starts."""
+        """Delete the data of the previous worker with this local rank, before its replacement starts."""
         at = _FIRST + _SPAN * local_rank
         self._was_used = self.was_used
         for word in range(at, at + _SPAN):
@@ -178,7 +174,7 @@ class AgentPage:
 
     @property
     def was_used(self) -> bool:
-        """True if any worker has used ``elasticrs.train``, including workers that have been replaced."""
+        """True if any worker has used ``elasticrs.train``, even one that has been replaced."""
         return self._was_used or bool(self.standings())
 
     def close(self) -> None:
@@ -192,8 +188,7 @@ class AgentPage:
 
 
 class WorkerPage:
-    """Memory page for training, as seen by a worker. Only the process that opened the page may use this
-    object.
+    """A worker's view of the shared training page. Only the process that opened the page may use this object.
 
     Args:
         words: contents of the whole page.
@@ -212,7 +207,7 @@ class WorkerPage:
 
     @property
     def is_asked(self) -> bool:
-        """True if the agent is waiting for a checkpoint."""
+        """True if the agent is waiting for the workers to save a checkpoint."""
         words = self._all
         return bool(words[_ASKED] > words[_SERVED])
 
@@ -222,7 +217,7 @@ class WorkerPage:
         return self._all[_ASKED]
 
     def serve(self, asked: int, result: Result) -> None:
-        """Report to the agent the result of a save that serves all requests up to number ``asked``."""
+        """Report the result of a save to the agent. The save serves all requests up to number ``asked``."""
         words = self._all
         if asked > words[_SERVED]:
             words[_RESULT] = _RESULTS.index(result)
@@ -230,15 +225,15 @@ class WorkerPage:
             words[_SERVED] = asked
 
     def place(self, rank: int, world_size: int, number: int) -> None:
-        """Publish the data of the round that starts now: the rank of this worker, the number of workers, and
-        the number of the round.
+        """Publish this worker's rank, the number of workers and the round number of the round that starts
+        now.
         """
         own = self._own
         own[_RANK], own[_WORLD], own[_ROUND] = rank + 1, world_size, number
         own[_HAS_FINISHED] = 0
 
     def finish(self) -> None:
-        """Publish that the training of this worker has ended."""
+        """Publish that this worker has finished training."""
         self._own[_HAS_FINISHED] = 1
 
     def stepped(self) -> bool:
@@ -252,12 +247,12 @@ class WorkerPage:
         return True
 
     def tell_rate(self, rate: float | None) -> None:
-        """Publish the training rate of this worker; ``None`` if it is unknown."""
+        """Publish this worker's training rate; ``None`` if it is unknown."""
         self._rate[_RATE], self._own[_HAS_RATE] = rate or 0.0, int(rate is not None)
 
 
 def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
-    """Return the page that the agent of this worker shares. Return ``None`` if there is no page or it cannot
+    """Return the shared training page of this worker's agent. Return ``None`` if there is none or it cannot
     be opened.
     """
     mark, _, path = environ.get(VARIABLE, "").partition(":")
@@ -271,6 +266,6 @@ def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
         is_ours = words[_MARK] == int(mark) and len(words) >= _FIRST + _SPAN * (local_rank + 1)
     except (KeyError, OSError, TypeError, ValueError, IndexError):
         # Continue without the page, because it is needed only for checkpoint requests and rates. The agent
-        # reports that no worker uses the page.
+        # will report that no worker uses it.
         return None
     return WorkerPage(words, local_rank) if is_ours else None

@@ -1,4 +1,4 @@
-"""Plan of an attempt: the ranks and addresses that its rendezvous determined."""
+"""Plan of an attempt to run the workers: ranks and addresses, as determined by the rendezvous."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ class Plan(Record):
     page: AgentPage | None = None
 
     def close(self) -> None:
-        """Release the port, and close the store and its connections. Idempotent."""
+        """Release the port, and close the store with its connections. Idempotent."""
         if self.port is not None:
             self.port.close()

@@ -1,4 +1,4 @@
-"""Host and port of the workers' store, if rank 0 of an attempt hosts it.
+"""Host and port of the workers' store, for attempts in which rank 0 hosts it.
 
 If this process chose a free port and released it again, another process could take the port before rank 0
 binds it. So the port stays *bound* for the whole attempt, with SO_REUSEADDR but without listening. The kernel
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def agent_hosts_store(environ: Mapping[str, str]) -> bool:
-    """Return true if the agent hosts the workers' store when no port is given. As in torch,
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` in the environment disables this.
+    """Return true if the agent hosts the workers' store when no port is given. Setting
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`` disables this, as in torch.
     """
     return environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 
 class StorePort:
-    """Port of the workers' store for one attempt. It is reserved until :meth:`close`.
+    """Port of the workers' store for one attempt, reserved until :meth:`close` is called.
 
     Args:
         ports: first and last allowed port; any port if ``None``.
@@ -56,21 +56,21 @@ class StorePort:
             self.number = self._reserved.number
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
-        """Start to answer clients if this process hosts the store. With a supervisor, messages for the user
-        are reported as events of the supervisor.
+        """Start answering clients if this process hosts the store. If a supervisor is given, it reports
+        messages to the user as events.
         """
         if self.store is not None:
             self.store.serve(supervisor)
 
     def close(self) -> None:
-        """Release the port, and close the store and its connections. Idempotent."""
+        """Release the port, and close the store with its connections. Idempotent."""
         for held in (self.store, self._reserved):
             if held is not None:
                 held.close()
 
 
 class ReservedPort:
-    """A port that is reserved for the workers until :meth:`close`.
+    """Port that is reserved for the workers until :meth:`close` is called.
 
     The socket is dual stack if IPv6 is available, as in torch's store, and otherwise IPv4.
 
@@ -108,8 +108,8 @@ def _bind(port: int) -> _socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
-        # Use IPv4, because the kernel has no IPv6, or IPv6 is disabled by sysctl. If the cause was that no
-        # file descriptors are left, this call raises the same error.
+        # Fall back to IPv4: the kernel has no IPv6, or sysctl disables it. If file descriptors have run out
+        # instead, this call raises the same error again.
         return _bind_family(_socket.AF_INET, port)
 
 

@@ -1,4 +1,4 @@
-"""Prepare the workers' processes for the core: describe them, and let the core adopt or kill them."""
+"""Prepare worker processes for the core: describe them, and let the core adopt or kill them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ SupervisorError = _core.SupervisorError
 def check_limits(
     nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str], followed: int = 0
 ) -> None:
-    """Check that the machine's limits are high enough, before anything is started. ``followed`` is the number
-    of log files that the agent reads.
+    """Check that the machine's limits are high enough, before any process is started. ``followed`` is the
+    number of log files that the agent reads.
 
     Raises:
         ValueError: a limit does not allow this number of processes or file descriptors.
     """
-    # Each worker needs a descriptor for its heartbeat page, and a second one while workers are being started.
+    # Each worker needs one descriptor for its heartbeat page, and a second one while workers start.
     pages = 2 * nproc if hang_timeout is not None else 0
-    # The FIFO needs two descriptors (for reading and writing). Each process with a timer needs a pidfd;
-    # assume one such process per worker.
+    # The FIFO needs two descriptors, for reading and writing. Each process with a timer needs a pidfd, and
+    # one such process per worker is assumed.
     timers = nproc + 2 if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1" else 0
     _core.check_limits(nproc, followed, pages + timers)
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit of file descriptors. Processes that Python itself starts inherit the new limit."""
+    """Raise the soft limit on file descriptors. Processes started by Python itself inherit the new limit."""
     _core.raise_descriptor_limit()
 
 
@@ -48,7 +48,7 @@ def process_spec(
     pass_fds: Sequence[int] = (),
     warm: bool = False,
 ) -> _core.ProcessSpec:
-    """Return the specification of a process for the core.
+    """Return a process specification to pass to the core.
 
     Args:
         local_rank: index of the process in its group.
@@ -65,8 +65,8 @@ def process_spec(
 
 
 def console_stream(local_rank: int, path: str, to: int, prefix: str) -> _core.LogStream:
-    """Return a log file for the core to copy to the console: to standard output if ``to`` is 1, or to
-    standard error if it is 2.
+    """Describe a log file that the core copies to standard output if ``to`` is 1, or to standard error if it
+    is 2.
     """
     return _core.LogStream(local_rank, path, 1 if to == 1 else 2, os.fsencode(prefix))
 
@@ -77,8 +77,7 @@ def adopt(
     statuses: Sequence[int],
     pages: Mapping[int, int] | None = None,
 ) -> bool:
-    """Let the core adopt processes that another process has started. Return false if their group has already
-    ended.
+    """Let the core adopt processes started by another process. Return false if their group has already ended.
 
     Args:
         supervisor: supervisor of a group that has been started.
@@ -103,7 +102,7 @@ def end_at_once(supervisor: _core.Supervisor) -> None:
 
 
 def last_lines(path: str, count: int) -> list[str]:
-    """Return the last lines of a log file, or a line that says why the file cannot be read."""
+    """Return the last lines of a log file. If it cannot be read, return a line that says why."""
     try:
         lines = _core.last_lines(path, count)
     except OSError as error:
@@ -112,7 +111,7 @@ def last_lines(path: str, count: int) -> list[str]:
 
 
 def heartbeat_page() -> tuple[int, str]:
-    """Create a heartbeat page for a worker. Return its file descriptor, and the value of the environment
-    variable through which the worker finds the page.
+    """Create a heartbeat page (shared memory) for a worker. Return its file descriptor, and the value of the
+    environment variable that tells the worker where it is.
     """
     return _core.heartbeat_page()

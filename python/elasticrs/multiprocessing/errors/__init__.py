@@ -57,11 +57,12 @@ class ChildFailedError(JobFailedError):
         super().__init__(self.format_msg())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Override pickling, because the default would call the class with the report as its only argument.
+        # Override pickling, because the default implementation would pass the report as the constructor's
+        # only argument.
         return type(self), (self.name, self.failures), self.__dict__
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """Return the rank whose failure is the root cause, and that failure; see :mod:`.root_cause`."""
+        """Return the rank whose failure is the root cause, and the failure itself. See :mod:`.root_cause`."""
         from elasticrs.multiprocessing.errors.root_cause import root_cause
 
         rank = root_cause(self.failures)
@@ -75,7 +76,7 @@ class ChildFailedError(JobFailedError):
 
 
 def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
-    """Decorate the main function of a worker, so that its exceptions are written to the error file.
+    """Decorate the main function of a worker to write its exceptions to the error file.
 
     Needed only if the worker is a function, for which the hook of elasticrs does not run, or if the program
     uses its own error handler. As in torch, the decorated function returns ``None`` after ``SystemExit(0)``,
@@ -107,7 +108,7 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
         except Exception as error:
             handler.record_exception(error)
             raise
-        # Call this method outside of the `try`, because an error in this method is not a failure of the
+        # Call this outside of the `try` block, because an error in `record_success` is not a failure of the
         # function.
         handler.record_success()
         return result

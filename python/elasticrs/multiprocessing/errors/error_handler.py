@@ -1,4 +1,4 @@
-"""Write a worker's exception to the file that ``TORCHELASTIC_ERROR_FILE`` names.
+"""Write a worker's exception to the file named by ``TORCHELASTIC_ERROR_FILE``.
 
 The class and the methods that subclasses override are the same as in torch. There are two deliberate
 differences: files are written completely or not at all, and an unreadable error file never hides the failure.
@@ -37,19 +37,21 @@ def _logger() -> logging.Logger:
 
 
 def _debug(text: str, *args: object) -> None:
-    # Do not import `logging` for a debug message. If no other module has imported it, the level DEBUG cannot
-    # be enabled.
+    # Do not import `logging` for a debug message. DEBUG cannot be enabled if no other module has imported
+    # `logging`.
     if "logging" in sys.modules:
         _logger().debug(text, *args)
 
 
 class ErrorHandler:
-    """Records exceptions as JSON. Subclasses override :meth:`initialize` and :meth:`record_exception`."""
+    """Handler that records exceptions as JSON. Subclasses override :meth:`initialize` and
+    :meth:`record_exception`.
+    """
 
     _fn_name: str | None = None
 
     def _get_error_file_path(self) -> str | None:
-        """Return the path of the error file; ``None`` if no file should be written."""
+        """Return the path of the error file; ``None`` if no file is to be written."""
         return os.environ.get("TORCHELASTIC_ERROR_FILE")
 
     def set_entrypoint_fn_name(self, fn_name: str | None) -> None:
@@ -73,7 +75,7 @@ class ErrorHandler:
         answer_with_stacks()
 
     def record_exception(self, e: BaseException) -> None:
-        """Write the exception to the error file, if a path is set.
+        """Write the exception to the error file, if a path is configured.
 
         Raises:
             OSError: the file cannot be written.
@@ -87,13 +89,13 @@ class ErrorHandler:
             undisturbed(lambda: _write(path, e))
 
     def record_success(self) -> None:
-        """Log at level DEBUG that the function has returned. ``@record`` calls this."""
+        """Log at DEBUG level that the function has returned. ``@record`` calls this."""
         if self._fn_name:
             _debug("%s has returned", self._fn_name)
 
     def maybe_enrich_signal_failure_message(self, message: str, error_file: str) -> str:  # noqa: ARG002
-        """Return the message to report for a worker that was killed by a signal. This class returns
-        ``message`` unchanged.
+        """Return the message to report for a worker that was killed by a signal. The default implementation
+        returns ``message`` unchanged.
 
         Args:
             message: default message of the report.
@@ -105,7 +107,7 @@ class ErrorHandler:
         self, rootcause_error_file: str, rootcause_error: dict[str, Any], error_code: int = 0
     ) -> None:
         """Add the exit code to the contents of a worker's error file, because the worker itself cannot know
-        it.
+        its exit code.
         """
         message = rootcause_error.get("message")
         if isinstance(message, dict):
@@ -152,8 +154,7 @@ class ErrorHandler:
             _warn(f"Unable to write error to file. {type(error).__name__}: {error}")
 
     def _rm(self, my_error_file: str) -> None:
-        """If an error file already exists at this path, log its contents and remove it. Remove only a regular
-        file.
+        """Log and remove an existing error file at this path. Remove it only if it is a regular file.
 
         A child of the worker may have written the file, because children inherit ``TORCHELASTIC_ERROR_FILE``.
         """
@@ -169,7 +170,7 @@ class ErrorHandler:
         _logger().warning("%s exists and is replaced; it contained:\n%s", my_error_file, contents)
         try:
             os.remove(my_error_file)
-        # The file cannot be removed, for example because it is bind-mounted. The caller overwrites it.
+        # The file cannot be removed (it may be bind-mounted). The caller overwrites it.
         except OSError as error:
             _logger().info("%s could not be removed: %s", my_error_file, error)
 

@@ -1,4 +1,4 @@
-"""A failed worker, with everything that is known about its failure."""
+"""A failed worker, with all known facts about its failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ huge error file.
 
 
 class ProcessFailure:
-    """Failure of a worker. The first seven attributes exist in torch as well and determine equality.
+    """Failure of a worker. The first seven attributes also exist in torch, and only they are compared for
+    equality.
 
     Unlike in torch, an unreadable or invalid error file is reported in ``message`` and raises no exception.
 
@@ -124,8 +125,8 @@ class ProcessFailure:
             self.error_file = path
             try:
                 data = load_object(path)
-                # Read the facts before the message, because an invalid message raises an exception, and the
-                # facts are valid even then.
+                # Read the facts first. They stay valid even if the message is invalid and `message_of` raises
+                # an exception.
                 self._read_facts(data)
                 message, timestamp = message_of(data)
             except EmptyFileError as problem:
@@ -142,7 +143,7 @@ class ProcessFailure:
             self.message = self._made_up_message(trouble)
 
     def _read_facts(self, data: Mapping[str, Any]) -> None:
-        """Read the facts for the restart policy from the contents of an error file."""
+        """Read the facts that the restart policy needs from the contents of an error file."""
         match data.get("elasticrs"):
             case {"failure": {"exception": str(exception), **facts}}:
                 place = facts.get("place")
@@ -171,14 +172,14 @@ class ProcessFailure:
     def _made_up_message(self, trouble: str) -> str:
         known = self.cause
         if known:
-            # Store the cause, because there is no error file with better information.
+            # Store the cause in place of the error file's contents, because there is no valid error file.
             self.error_file_data["message"] = known
         elif self.signal_number():
             known = f"Signal {self.signal_number()} ({self.signal_name()}) received by PID {self.pid}"
         if not known:
             traits = {"category": "system_terminated_error", "retryability": "False"}
             self.error_file_data["errorTraits"] = traits
-            # Torch's hint explains how to get an error file. Omit the hint, because there is an error file.
+            # Omit torch's hint on how to get an error file if there is already an error file.
             known = describe_exit(self.exitcode) if trouble else TORCH_HINT
         return f"{known}; {trouble}" if trouble else known
 
@@ -187,8 +188,8 @@ class ProcessFailure:
         return -self.exitcode if self.exitcode is not None and self.exitcode < 0 else 0
 
     def signal_name(self) -> str:
-        """Return the name of the signal that killed the worker; ``"<N/A>"`` if it was not killed by a signal
-        or if the signal has no name.
+        """Return the name of the signal that killed the worker. Return ``"<N/A>"`` if no signal killed it or
+        if the signal has no name.
         """
         if not self.signal_number():
             return NOT_AVAILABLE
@@ -218,12 +219,12 @@ class ProcessFailure:
 
 
 class EmptyFileError(ValueError):
-    """Raised for an empty error file, which means that the worker created it but could not write to it."""
+    """Raised for an empty error file. The worker created the file, but could not write to it."""
 
 
 def message_of(data: Mapping[str, Any]) -> tuple[str | dict[str, Any], int]:
-    """Return the message and the timestamp (seconds since 1970) from the contents of an error file. The
-    contents may have torch's nested form, or the flat form with ``message`` and ``timestamp``.
+    """Return the message and the timestamp (seconds since 1970) from the contents of an error file. Accept
+    torch's nested form and the flat form with ``message`` and ``timestamp``.
 
     Raises:
         ValueError: the contents have neither form.
@@ -267,9 +268,8 @@ def load_object(path: str) -> dict[str, Any]:
 def _read_stack(error_file: str) -> str | None:
     # The file is missing or empty if the program is not Python or runs without the hook.
     text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
-    # Use the last entry, which is the worker's own. Earlier entries may come from forked children, which
-    # write to the same file.
+    # Use the last entry, because earlier entries may come from forked children that write to the same file.
     last = text[max(0, text.rfind("Fatal Python error")) :]
-    # Remove the list of extension modules, because it contains hundreds of names and does not explain the
+    # Remove the list of extension modules. It contains hundreds of names and does not help to explain the
     # crash.
     return last.partition("\nExtension modules:")[0].rstrip() or None

@@ -1,4 +1,6 @@
-"""Factory for the default error handler. Programs replace :func:`get_error_handler` to use another one."""
+"""Factory for the default error handler. A program can replace :func:`get_error_handler` to use its own
+handler.
+"""
 
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler
 

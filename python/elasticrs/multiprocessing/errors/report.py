@@ -66,7 +66,7 @@ def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str
 
 
 def _alike(ranks: Sequence[int], failures: Mapping[int, ProcessFailure]) -> list[list[int]]:
-    """Group the ranks whose failures differ only in numbers, such as ranks, ports and addresses."""
+    """Group ranks whose failures are the same except for numbers, such as ranks, ports and addresses."""
     import re
 
     groups: dict[object, list[int]] = {}
@@ -88,14 +88,14 @@ def _entry(
     root: int,
     shown: dict[str, str],
 ) -> str:
-    """Format one entry for a group of similar failures, with the details of the first failure."""
+    """Format a single entry for a group of similar failures, with the details of the first one."""
     rank, more = ranks[0], len(ranks) - 1
     failure = failures[rank]
     signal = failure.signal_name()
     name = f" ({signal})" if signal != NOT_AVAILABLE else ""
     exitcode = "unknown" if failure.exitcode is None else failure.exitcode
     until = _when(failures[ranks[-1]], failures[root])
-    # Indent the traceback from its second line on.
+    # Indent every line of the traceback except the first.
     traceback = traceback_text(failure).replace("\n", "\n  ")
     lines = [
         f"[{index}]:" if not more else f"[{index}] and {more} more like it:",
@@ -119,7 +119,7 @@ def _entry(
 def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
     if failure.seen_ns is None:
         return failure.timestamp_isoformat()
-    # Show the time by which the failures are ordered.
+    # Show the time that determines the order of the failures.
     failed, first = failed_ns(failure) or failure.seen_ns, failed_ns(root)
     seconds, rest = divmod(failure.wall_ns - failure.seen_ns + failed, 1_000_000_000)
     text = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(seconds)) + f".{rest // 1_000_000:03}"
@@ -130,7 +130,7 @@ def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
 
 
 def traceback_text(failure: ProcessFailure) -> str:
-    """Return the traceback of a failure, or other known facts if there is no traceback."""
+    """Return the traceback of a failure. If there is none, return other known facts."""
     message = failure.message
     if isinstance(message, dict):
         extra = message.get("extraInfo")
@@ -149,7 +149,7 @@ def how_it_failed(failure: ProcessFailure) -> str:
     """Return text to append to a worker's name, such as ``: KeyError: 1 (train.py:4)`` or `` died by
     SIGKILL``.
     """
-    # If the agent killed a worker that was exiting after an exception, report the exception as the reason.
+    # If the agent killed a worker that was already exiting after an exception, report the exception.
     ended_by_itself = failure.sent_signal is None and bool(failure.signal_number())
     if (failure.error_file != NOT_AVAILABLE or failure.cause) and not ended_by_itself:
         from elasticrs.report.traceback_summary import headline
@@ -174,7 +174,7 @@ def _enriched(message: str, failure: ProcessFailure) -> str:
 
     try:
         return errors.get_error_handler().maybe_enrich_signal_failure_message(message, failure.error_file)
-    # The user's error handler raised an exception. Continue, because the report matters more.
+    # The user's error handler failed. Continue, because the report is more important.
     except Exception as problem:
         return f"{message}\n(the error handler could not add to this: {problem!r})"
 
@@ -211,7 +211,7 @@ it.
 
 
 def _advice(failure: ProcessFailure) -> Iterable[str]:
-    """Yield advice about a failure, if the traceback and the exit code alone do not explain it."""
+    """Yield advice about a failure if its traceback and exit code do not explain it."""
     if failure.exitcode == -_SIGKILL and failure.sent_signal is None and failure.seen_ns is not None:
         if failure.cause is None and failure.note is None and failure.host is None:
             yield (
@@ -224,7 +224,7 @@ def _advice(failure: ProcessFailure) -> Iterable[str]:
 
 
 def _without(traceback: str, tail: Sequence[str]) -> list[str]:
-    """Return the lines of stderr that the traceback does not already contain."""
+    """Return the lines of stderr that are not already part of the traceback."""
     known = {line.strip() for line in traceback.split("\n")}
     if traceback.startswith("Traceback"):
         return [line for line in tail if line.strip() not in known]

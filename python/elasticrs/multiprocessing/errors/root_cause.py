@@ -1,4 +1,4 @@
-"""Find the root cause: the failure that came first, as opposed to its consequences.
+"""Find the root cause of a failed job: the failure that came first and caused the others.
 
 - **ROOT-0** If the nodes of a job have agreed on a root cause, it takes precedence over what a single node
   saw first.
@@ -42,8 +42,8 @@ not answer.
 
 
 def failed_ns(failure: ProcessFailure) -> int | None:
-    """Return the monotonic time at which a worker failed, in nanoseconds: the time when it recorded its
-    error, or else the time when its exit was noticed.
+    """Return the time at which a worker failed, in monotonic nanoseconds. This is the time when it recorded
+    its error, if known; otherwise, the time when its exit was noticed.
     """
     seen, recorded = failure.seen_ns, failure.recorded_ns
     if seen is None:
@@ -54,7 +54,7 @@ def failed_ns(failure: ProcessFailure) -> int | None:
 
 
 def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
-    """Return the time at which each worker failed, by global rank, after applying ROOT-3 and ROOT-4."""
+    """Return the time at which each worker failed, keyed by global rank, after applying ROOT-3 and ROOT-4."""
     found = {rank: failed_ns(failure) for rank, failure in failures.items()}
     silent = [failure.seen_ns for failure in failures.values() if _is_silent(failure)]
     for rank, failure in failures.items():
@@ -68,12 +68,12 @@ def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
 
 
 def _is_silent(failure: ProcessFailure) -> bool:
-    """Return true if the worker exited by itself and recorded no exception."""
+    """Return true if the worker exited on its own without recording an exception."""
     return failure.sent_signal is None and failure.recorded_ns is None and failure.cause is None
 
 
 def reports_lost_peer(message: str) -> bool:
-    """Return true if the message of a failure only reports that a peer is lost or does not answer."""
+    """Return true if a failure's message only reports a lost or unresponsive peer."""
     text = message.lower()
     return any(words in text for words in _LOST_PEER)
 

@@ -1,4 +1,4 @@
-"""Run a program as a worker, under torch's names."""
+"""Run a program as a worker. The names are the same as in torch."""
 
 from __future__ import annotations
 

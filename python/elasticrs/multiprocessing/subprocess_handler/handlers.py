@@ -1,4 +1,4 @@
-"""Factory for :class:`SubprocessHandler`, under torch's name."""
+"""Factory for :class:`SubprocessHandler`, with the same name as in torch."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ __all__ = ["SubprocessHandler"]
 
 
 class SubprocessHandler:
-    """Starts a program in a new session. When the program exits, its descendants are killed. If the program
-    succeeded, they may continue for a few seconds first.
+    """Handler that runs a program in a new session. The program's descendants are killed when it exits. After
+    a successful exit, they first get a few seconds to finish.
 
     The first ``poll``, ``wait`` or ``close`` after the exit closes the file descriptors. Otherwise, they are
     closed when this object is deleted, which also kills remaining processes.
@@ -67,7 +67,7 @@ class SubprocessHandler:
 
     @classmethod
     def of_group(cls, group: SupervisedGroup, local_rank: int, argv: list[str]) -> SubprocessHandler:
-        """Return a handler for a process that was started together with others."""
+        """Return a handler for one process of a group that is already running."""
         handler = cls.__new__(cls)
         handler.local_rank_id = local_rank
         handler._group = group
@@ -75,7 +75,7 @@ class SubprocessHandler:
         return handler
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Send a signal to the program's process group, without waiting for its exit.
+        """Send a signal to the program's process group. Do not wait for the program to exit.
 
         Args:
             death_sig: signal to send; SIGTERM if ``None``.

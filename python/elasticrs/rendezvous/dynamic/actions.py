@@ -1,5 +1,5 @@
-"""Pure functions of the dynamic rendezvous. They choose a node's next action, and apply the action to the
-shared state.
+"""Pure functions of the dynamic rendezvous: they choose a node's next action and apply it to the shared
+state.
 
 - **DYN-1** Nodes do not compare clocks. A node considers another node dead if that node's heartbeat count has
   not changed for ``keep_alive_interval * keep_alive_max_attempt`` on the observer's own clock. A node never
@@ -37,9 +37,9 @@ ROLLBACK = 5.0
 
 
 class Action(Enum):
-    """Next action of a node in an operation such as joining a round. ``SYNC``, ``FINISH`` and ``KEEP_ALIVE``
-    do not change the node's role in the round. ``ERROR_CLOSED``, ``ERROR_SPARE`` and ``ERROR_TIMEOUT`` end
-    the operation with an error.
+    """A node's next action during an operation such as joining a round. ``SYNC``, ``FINISH`` and
+    ``KEEP_ALIVE`` leave the node's role unchanged. ``ERROR_CLOSED``, ``ERROR_SPARE`` and ``ERROR_TIMEOUT``
+    make the operation fail.
     """
 
     SYNC = auto()
@@ -59,7 +59,7 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class View:
-    """Data on which a node bases its decision.
+    """Input for a node's decision about its next action.
 
     Args:
         node: the node that makes the decision.
@@ -80,7 +80,9 @@ class View:
 
 
 class Sightings:
-    """Times at which this node first observed changes to the shared state, on its own monotonic clock."""
+    """Times at which this node first observed changes to the shared state. All times are read from this
+    node's monotonic clock.
+    """
 
     def __init__(self) -> None:
         self._beats: dict[Node, tuple[int, float]] = {}
@@ -88,12 +90,13 @@ class Sightings:
 
     @property
     def last_call_since(self) -> float | None:
-        """Time at which this node first observed the current last call; ``None`` if there is none."""
+        """Time at which this node first observed the current last call; ``None`` if no last call is in
+        progress.
+        """
         return None if self._last_call is None else self._last_call[1]
 
     def look(self, state: State, asked: float, answered: float, patience: float) -> list[Node]:
-        """Record the changes in a state that was read. Return the nodes of this state that are considered
-        dead.
+        """Record what has changed in a newly read state. Return the nodes in it that are considered dead.
 
         Args:
             state: state that was read.
@@ -177,22 +180,22 @@ def _is_last_call_over(view: View) -> bool:
 
 
 def seconds_of_last_call(settings: RendezvousSettings) -> float:
-    """Return the duration of a last call, in seconds."""
+    """Return the duration of the last call (the time for late nodes to join), in seconds."""
     return float(settings.timeout.last_call.total_seconds())
 
 
 def patience(settings: RendezvousSettings) -> float:
-    """Return the number of seconds without a heartbeat after which a node is considered dead."""
+    """Return the time without a heartbeat after which a node is considered dead, in seconds."""
     return settings.keep_alive_interval.total_seconds() * settings.keep_alive_max_attempt
 
 
 def ended(state: State, node: Node, number: int) -> bool:
-    """Return true if a round in which this node took part is over. ``number`` is the number of that round."""
+    """Return true if round ``number``, in which this node took part, is over."""
     return state.round != number or not state.is_intact or state.place_of(node) is not Place.PARTICIPANT
 
 
 def waiting(state: State, settings: RendezvousSettings) -> int:
-    """Return the number of waiting nodes that the round has room for."""
+    """Return the number of waiting nodes for which the round has room."""
     room = settings.max_nodes - len(state.at(Place.PARTICIPANT))
     return min(len(state.at(Place.WAITING)), max(room, 0))
 
@@ -201,7 +204,8 @@ def waiting(state: State, settings: RendezvousSettings) -> int:
 
 
 def apply(action: Action, state: State, node: Node, beat: int, settings: RendezvousSettings) -> State:
-    """Return the state after a node's action. For :attr:`Action.CLOSE`, use :func:`closed` instead.
+    """Return the state that results from a node's action. For :attr:`Action.CLOSE`, use :func:`closed`
+    instead.
 
     Raises:
         ValueError: the action does not change the state.
@@ -223,15 +227,15 @@ def apply(action: Action, state: State, node: Node, beat: int, settings: Rendezv
 
 
 def closed(state: State, reason: str, has_failed: bool = False) -> State:
-    """Return the state with the rendezvous closed for this reason. ``has_failed`` is true if the job has
+    """Return the state after closing the rendezvous for ``reason``. ``has_failed`` is true if the job has
     failed.
     """
     return replace(state, closed=reason[:256], has_failed=has_failed)
 
 
 def without(state: State, gone: Iterable[Node], settings: RendezvousSettings) -> State:
-    """Return the state without these nodes. If a complete round has no participants left, start the next
-    round. If a round that is forming has too few participants left, cancel its last call.
+    """Return the state without these nodes. If a complete round loses its last participant, start the next
+    round. If a round that is still forming has too few participants left, cancel its last call.
     """
     left = set(gone)
     if not left & state.nodes.keys():

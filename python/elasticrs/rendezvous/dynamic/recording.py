@@ -1,4 +1,4 @@
-"""Records the events of the dynamic rendezvous, wherever torch records them.
+"""Record the events of the dynamic rendezvous at the same points as torch.
 
 Each event has the name of torch's class and method, because consumers of the events expect these names. No
 event is created unless a logging handler is registered for ``dynamic_rendezvous``.
@@ -41,7 +41,7 @@ _DONE = (Action.COMPLETE, Action.CLOSE)
 
 
 class Recorder(Record):
-    """Records the rendezvous events of one node."""
+    """Recorder of one node's rendezvous events."""
 
     _run_id: str
     _node: Node
@@ -49,8 +49,8 @@ class Recorder(Record):
     def tell(
         self, what: str, message: str, node_state: NodeState = NodeState.RUNNING, rank: int | None = None
     ) -> None:
-        """Record an event that has the name of a class and method of torch. If ``node_state`` is ``FAILED``,
-        the event includes the traceback of the current exception.
+        """Record an event, named after a class and method of torch. If ``node_state`` is ``FAILED``, include
+        the traceback of the current exception.
         """
         if isinstance(get_logging_handler("dynamic_rendezvous"), logging.NullHandler):
             return
@@ -68,8 +68,8 @@ class Recorder(Record):
         record_rdzv_event(event)
 
     def acts(self, action: Action, state: State) -> None:
-        """Record an action of this node before it changes the shared state. ``state`` is the state before the
-        change.
+        """Record an action of this node, just before it changes the shared state. ``state`` is the state
+        before the change.
         """
         place = state.place_of(self._node)
         if action in _ACTS:
@@ -82,15 +82,15 @@ class Recorder(Record):
         self.tell(f"{_EXECUTOR}.{method}", f"node {self._node} {deed} (round {state.round})", node_state)
 
     def lost(self, nodes: Iterable[Node]) -> None:
-        """Record that this node considers these nodes dead."""
+        """Record that this node considers ``nodes`` dead."""
         names = ", ".join(map(str, nodes))
         if names:
             self.tell("_BackendRendezvousStateHolder.sync", f"no keep-alive from {names}: removed")
 
     @contextmanager
     def failures(self, what: str) -> Iterator[None]:
-        """Return a context manager that records an exception in its block as a failure of the handler method
-        ``what``.
+        """Return a context manager that records any exception in its block as a failure of the handler's
+        method ``what``.
         """
         try:
             yield

@@ -12,7 +12,7 @@ def _read_only(name: str) -> property:
 
 
 class RendezvousTimeout:
-    """Time limits for the steps of a rendezvous. Fractions of seconds are allowed.
+    """Time limits for the stages of a rendezvous. Fractions of a second are allowed.
 
     Args:
         join: time limit for the minimum number of nodes to join; 600 s by default.
@@ -80,7 +80,7 @@ class RendezvousSettings:
 
 
 def check(settings: RendezvousSettings) -> None:
-    """Reject invalid settings. The error messages are those of torch for settings that torch rejects as well.
+    """Reject invalid settings. If torch rejects a setting too, the error message is the same as torch's.
 
     Raises:
         ValueError: a setting is invalid.

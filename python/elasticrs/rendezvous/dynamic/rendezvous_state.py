@@ -25,8 +25,8 @@ _FORMAT = "elasticrs.rendezvous"
 
 
 class Node(NamedTuple):
-    """Identity of a node. Each handler counts as a separate node. ``local_id`` is the number of the handler
-    within its process.
+    """Identity of a node. Each handler represents a separate node, so a process with several handlers has
+    several nodes. ``local_id`` is the handler's number within its process.
     """
 
     addr: str
@@ -62,7 +62,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class State:
-    """State that the nodes of a rendezvous share. Immutable.
+    """Immutable state that the nodes of a rendezvous share.
 
     Args:
         round: number of the round.
@@ -86,12 +86,12 @@ class State:
 
     @property
     def is_complete(self) -> bool:
-        """True if the round is complete, so that its nodes have their ranks."""
+        """True if the round is complete, which means that its nodes have ranks."""
         return self.size > 0
 
     @property
     def is_intact(self) -> bool:
-        """True if the round is complete and still has all of its participants."""
+        """True if the round is complete and no participant has left it."""
         return self.is_complete and len(self.at(Place.PARTICIPANT)) == self.size
 
     def at(self, place: Place) -> list[Node]:
@@ -99,12 +99,12 @@ class State:
         return [node for node, standing in self.nodes.items() if standing.place is place]
 
     def place_of(self, node: Node) -> Place | None:
-        """Return the role of a node in the round; ``None`` if the state does not contain the node."""
+        """Return a node's role in the round; ``None`` if the state does not contain the node."""
         standing = self.nodes.get(node)
         return None if standing is None else standing.place
 
     def with_node(self, node: Node, standing: Standing) -> State:
-        """Return a copy of the state in which this node has the given data."""
+        """Return a copy of the state in which ``node`` has this standing."""
         return replace(self, nodes={**self.nodes, node: standing})
 
 
@@ -119,8 +119,8 @@ _NODE = (TEXT, COUNT, COUNT, one_of(*(place.value for place in Place)), COUNT, I
 
 
 def natural_order(node: Node) -> tuple[list[tuple[int, int, str]], int, int]:
-    """Return the sort key for the order of ranks: first by host name, with ``node10`` after ``node2``, then
-    by process.
+    """Return the sort key that determines the order of ranks: first by host name (``node2`` before
+    ``node10``), then by process.
     """
     parts = re.findall(r"\d+|\D+", node.addr)
     keys = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -1,4 +1,4 @@
-"""Access of a node to the shared state of the rendezvous, and the operations on this state.
+"""A node's access to the shared state of the rendezvous, and the operations on this state.
 
 An operation runs in turns. Each turn reads or writes the state once, chooses the next action, and returns how
 long to wait before the next turn. The back end's tokens prevent lost updates: if another node has changed the
@@ -64,12 +64,12 @@ class SharedState:
         self._lost: list[Node] = []
 
     def take_lost(self) -> list[Node]:
-        """Return the nodes that have been found dead since the last call of this method."""
+        """Return the nodes that were found dead since the previous call."""
         lost, self._lost = self._lost, []
         return lost
 
     def read(self) -> bool:
-        """Read the state; return true if it has changed.
+        """Read the state. Return true if it has changed since the last read.
 
         Raises:
             RendezvousConnectionError: the back end cannot be reached.
@@ -83,7 +83,7 @@ class SharedState:
         return self._take(data, token, asked)
 
     def write(self, state: State) -> bool | None:
-        """Replace the state, unless another node has replaced it since this node last read it.
+        """Replace the state, unless another node has changed it since the last read.
 
         Returns:
             True if the state was replaced. ``None`` if the back end did not report the outcome. The caller
@@ -109,18 +109,18 @@ class SharedState:
         return bool(is_set)
 
     def view(self) -> View:
-        """Return the data for this node's next decision."""
+        """Return the data on which this node bases its next decision."""
         now, every = self.clock(), self.settings.keep_alive_interval.total_seconds()
         is_due = self._beat_at is None or now - self._beat_at >= every
         return View(self.node, self.state, now, is_due, self._sightings.last_call_since, self.settings)
 
     def next_beat(self) -> int:
-        """Return the number of the next heartbeat, which is larger than all earlier ones."""
+        """Return the number of the next heartbeat, which is one higher than the last."""
         self._beat += 1
         return self._beat
 
     def seconds_to_beat(self) -> float:
-        """Return the seconds until the next heartbeat is due."""
+        """Return the number of seconds until the next heartbeat is due."""
         interval = self.settings.keep_alive_interval.total_seconds()
         return 0.0 if self._beat_at is None else self._beat_at + interval - self.clock()
 
@@ -140,8 +140,8 @@ class SharedState:
 
 
 class Operation:
-    """An operation of a node on the rendezvous, such as joining or closing it. It reads and writes the shared
-    state repeatedly until it is done.
+    """An operation of one node, such as joining or closing the rendezvous. It repeatedly reads and writes the
+    shared state until it has finished.
 
     Args:
         shared: this node's access to the shared state.
@@ -173,8 +173,8 @@ class Operation:
         self._pause = SHORTEST_PAUSE
 
     def turn(self) -> float | None:
-        """Run one turn. Return the seconds to wait before the next turn, or ``None`` if the operation is
-        done.
+        """Run one turn. Return the number of seconds to wait before the next turn, or ``None`` if the
+        operation has finished.
 
         Raises:
             RendezvousClosedError: the rendezvous is closed. The message contains the reason.
@@ -208,8 +208,8 @@ class Operation:
         else:
             self._wanted = actions.apply(action, view.state, view.node, shared.next_beat(), shared.settings)
         if action is Action.NO_LONGER_REDUNDANT:
-            # Restart the time limit of the operation, because the time that a node spends as redundant does
-            # not count.
+            # Restart the operation's time limit, because time spent as a redundant node does not count
+            # towards it.
             self._deadline = view.now + self._seconds
         return 0.0
 
@@ -218,7 +218,7 @@ class Operation:
         due = [self._shared.seconds_to_beat(), self._deadline - view.now]
         if view.last_call_since is not None:
             due.append(view.last_call_since + actions.seconds_of_last_call(view.settings) - view.now)
-        # Skip deadlines that have passed, and wait for at least a millisecond, to avoid a busy loop.
+        # Skip deadlines that have passed, and wait at least a millisecond to avoid a busy loop.
         return min([pause, *(max(each, 0.001) for each in due if each > 0)])
 
     def _raise_for(self, action: Action) -> None:

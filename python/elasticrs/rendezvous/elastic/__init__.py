@@ -1,5 +1,5 @@
-"""Elastic rendezvous: it forms rounds, and selects the nodes that take part in each round. The decisions are
-pure functions.
+"""Elastic rendezvous, which forms rounds and selects the participating nodes. Pure functions make the
+decisions.
 
 ``keys`` and ``records`` define the contents of the store. ``messages`` defines the input and output of the
 state machine, :func:`elasticrs.rendezvous.elastic.machine.step`. See ``docs/design/rendezvous.md``.

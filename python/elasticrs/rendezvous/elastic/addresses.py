@@ -1,4 +1,4 @@
-"""Pure functions that compare and classify host names and numeric addresses given as text."""
+"""Pure functions that compare and classify host names and numeric addresses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ TYPE_CHECKING = False
 
 
 def plain(name: str) -> str:
-    """Return a host name in the form that is used for comparisons: lower case, without a trailing dot."""
+    """Return a host name in normalized form for comparisons: lower case, without a trailing dot."""
     return name.rstrip(".").lower()
 
 
 def packed(address: str) -> bytes | None:
-    """Return the bytes of a numeric address; ``None`` for a name. An IPv4 address that is mapped to IPv6
-    (``::ffff:a.b.c.d``) is returned as IPv4.
+    """Return the bytes of a numeric address; ``None`` for a name. Convert IPv4-mapped IPv6 addresses
+    (``::ffff:a.b.c.d``) to IPv4.
     """
     text = address.partition("%")[0]
     for family in (_socket.AF_INET, _socket.AF_INET6):
@@ -39,14 +39,14 @@ def is_loopback_name(host: str) -> bool:
 
 
 def is_unspecified(address: str) -> bool:
-    """Return true if a numeric address stands for all interfaces (``0.0.0.0`` or ``::``)."""
+    """Return true if a numeric address is the wildcard address (``0.0.0.0`` or ``::``)."""
     data = packed(address)
     return data is not None and not any(data)
 
 
 def is_usable_elsewhere(address: str) -> bool:
-    """Return true if other machines may be able to reach the node at this numeric address. They cannot use a
-    loopback, link-local or unspecified address.
+    """Return true if other machines may be able to connect to this numeric address. Loopback, link-local and
+    unspecified addresses are unusable for them.
     """
     data = packed(address)
     if data is None or not any(data) or is_loopback(address):

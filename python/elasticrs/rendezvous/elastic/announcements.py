@@ -19,26 +19,24 @@ MAX_NAMED = 8
 
 
 def named(names: Sequence[str]) -> str:
-    """Format a list of names. After the first :data:`MAX_NAMED` names, give only the number of the remaining
-    ones.
-    """
+    """Format a list of names. Beyond the first :data:`MAX_NAMED` names, give only their number."""
     shown = ", ".join(names[:MAX_NAMED])
     return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
 
 
 def nodes(count: int) -> str:
-    """Return a number of nodes as text, such as ``1 node`` or ``3 nodes``."""
+    """Format a number of nodes, such as ``1 node`` or ``3 nodes``."""
     return "1 node" if count == 1 else f"{count} nodes"
 
 
 def utc(time_ns: int) -> str:
-    """Format a wall-clock time in nanoseconds for the user."""
+    """Format a wall-clock time, given in nanoseconds, for the user."""
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time_ns // 1_000_000_000))
 
 
 def end_of(head: Head, *, names_pid: bool = True) -> str:
-    """Describe how the last finished round ended: the round in ``head``, or the previous round if the one in
-    ``head`` is still running.
+    """Describe how the last finished round ended. This is the round in ``head``, or the one before it if the
+    round in ``head`` is still running.
     """
     end = head.end or {}
     kind = end.get("kind")
@@ -57,7 +55,7 @@ def end_of(head: Head, *, names_pid: bool = True) -> str:
 
 
 def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pid: bool = True) -> str:
-    """Describe a failure: the worker, its node, and the kind of failure.
+    """Describe a failure: which worker failed, on which node, and how.
 
     If the cause does not name the node, use ``node``.
     """
@@ -77,13 +75,13 @@ def how_it_failed(cause: Mapping[str, Any]) -> str:
     """
     lines = str(cause.get("message") or "").strip().splitlines()
     if blame_of(cause) is not None:
-        # Ignore the exit code, because the agent itself killed this hung worker.
+        # Ignore the exit code of a hung worker, because the agent itself killed the worker.
         return f": {lines[-1].strip() if lines else 'hung'}"
     if cause.get("message") == SILENT:
         return f" {SILENT}"
     exitcode = cause.get("exitcode")
     if len(lines) > 1 and (exitcode is None or (isinstance(exitcode, int) and exitcode >= 0)):
-        # The worker raised an exception and was not killed, so use the headline of its traceback.
+        # The worker raised an exception and was not killed, so use its traceback's headline.
         from elasticrs.report.traceback_summary import headline
 
         return f": {headline(str(cause['message']))}"
@@ -91,8 +89,8 @@ def how_it_failed(cause: Mapping[str, Any]) -> str:
 
 
 def restart_cost(policy: RestartSettings, used: int, *, is_charged: bool) -> str:
-    """Return text that says whether a round was charged to the restart budget, and how much of the budget is
-    used.
+    """Return text that says whether a round was charged to the restart budget, and how many restarts are used
+    up.
     """
     if is_charged:
         return f"restart {restarts_used(used, policy.max_restarts, policy.window)}"
@@ -102,8 +100,8 @@ def restart_cost(policy: RestartSettings, used: int, *, is_charged: bool) -> str
 
 
 def round_line(head: Head, policy: RestartSettings, told: str | None = None) -> str:
-    """Return text that announces a new round. The text includes the reason why the previous round ended,
-    unless that reason equals ``told``, which the user has already seen.
+    """Return a line that announces a new round and says why the previous round ended. Omit the reason if it
+    equals ``told``, because the user has already seen it.
     """
     cost = restart_cost(policy, head.used, is_charged=bool((head.end or {}).get("charged")))
     starts = f"round {head.round} starts with {nodes(head.size)} ({cost})"
@@ -112,8 +110,8 @@ def round_line(head: Head, policy: RestartSettings, told: str | None = None) -> 
 
 
 def diagnosis_line(head: Head) -> str | None:
-    """Return text that explains why the previous round hung or failed, based on evidence from all nodes.
-    Return ``None`` if the round has no diagnosis.
+    """Return a line that explains why the previous round hung or failed, based on evidence from all nodes;
+    ``None`` without a diagnosis.
     """
     diagnosis = (head.cause or {}).get("diagnosis")
     how = "failed" if blame_of(head.cause) is None else "hung"
@@ -121,7 +119,7 @@ def diagnosis_line(head: Head) -> str | None:
 
 
 def closed_line(run_id: str, head: Head) -> str:
-    """Return the error message for a node that joins a job that is already closed."""
+    """Return the error message for a node that tries to join a closed job."""
     when = f" at {utc(head.time_ns)}" if head.time_ns else ""
     why = f": {head.reason}" if head.reason else ""
     how = f"{head.outcome}{when} in round {head.round}{why}"

@@ -1,4 +1,4 @@
-"""Connect to the rendezvous store, and reconnect after the connection was lost.
+"""Connect to the rendezvous store, and reconnect after losing the connection.
 
 An agent that loses its connection is *fenced*: its workers must have exited before the agent registers again
 (**JOIN-1**), because the other nodes may already count the agent as lost.
@@ -40,7 +40,7 @@ FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", 
 
 
 def begin(member: Member) -> None:
-    """Start to join the rendezvous, unless this agent has already started to join."""
+    """Start to join the rendezvous. Do nothing if this agent has already started."""
     if member.phase is not Phase.NEW:
         return
     member.joining.begun = member.now
@@ -52,7 +52,7 @@ def begin(member: Member) -> None:
 
 
 def retry(member: Member) -> None:
-    """Connect to the store. If the previous attempt failed, wait first."""
+    """Connect to the store, after a delay if the previous attempt failed."""
     joining = member.joining
     if joining.delay:
         member.arm("reconnect", joining.delay)
@@ -62,13 +62,13 @@ def retry(member: Member) -> None:
 
 
 def reconnect(member: Member) -> None:
-    """Try to connect again after the pause that follows a failed attempt."""
+    """Try to connect again after the delay that follows a failed attempt."""
     if member.phase is Phase.CONNECTING and member.link is None:
         member.do(Connect(member.joining.incarnation))
 
 
 def connection_lost(member: Member, event: ConnectionLost) -> None:
-    """Handle a failed attempt to connect, or the loss of the connection."""
+    """Handle a failed connection attempt or a lost connection."""
     if member.phase in (Phase.NEW, Phase.EXIT, Phase.FENCED):
         return
     is_final = event.kind in FINAL and not static_ranks.may_be_lent(member, event.kind)
@@ -77,21 +77,21 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
         member.exit(Outcome("refused", event.message))
         return
     if event.kind == OTHER and member.leaving is None:
-        # Leave the job instead of joining it again in the new store, because the new store would count rounds
-        # and restarts from zero. User scripts rely on these numbers to detect outdated processes.
+        # Leave the job instead of joining it again in the new store, which would restart the round and
+        # restart counts at zero. User scripts rely on these counts to detect outdated processes.
         _give_up(member, Outcome("lost", event.message))
     lose(member, static_ranks.why_lost(member, event))
 
 
 def fence(member: Member, why: str) -> None:
-    """Close the connection and fence this agent, because the other nodes may already count it as lost."""
+    """Close the connection and fence this agent, because the other nodes may already consider it lost."""
     member.do(Disconnect())
     lose(member, why)
 
 
 def lose(member: Member, why: str) -> None:
-    """Fence this agent after the loss of its connection: stop its workers, because all of them must have
-    exited before the agent registers again.
+    """Fence this agent because its connection was lost: stop its workers. All of them must have exited before
+    the agent may register again.
     """
     was_registered = member.registered is not None
     if was_registered:
@@ -111,12 +111,14 @@ def lose(member: Member, why: str) -> None:
 
 
 def may_rejoin(member: Member) -> bool:
-    """Return true if this node has no workers, so that its agent may register again."""
+    """Return true if the agent may register again, because this node has no workers left."""
     return member.workers is None
 
 
 def without_workers(member: Member) -> None:
-    """Continue after the workers of a fenced agent have exited: reconnect, or exit if it is leaving."""
+    """Continue once the workers of a fenced agent have exited: exit if the agent is leaving the job;
+    otherwise, reconnect.
+    """
     if member.leaving is not None:
         member.exit(member.leaving.outcome or Outcome("aborted", member.leaving.closing))
         return
@@ -125,7 +127,7 @@ def without_workers(member: Member) -> None:
 
 
 def fresh_listener(member: Member) -> bool:
-    """Replace the listener for the workers' store if it has already served a round. Return true if a listener
+    """Replace the listener for the workers' store if a round has already used it. Return true if a listener
     is ready to be announced to the other nodes.
     """
     listener = member.listener
@@ -164,7 +166,7 @@ def store_lost(member: Member) -> None:
 
 
 def connect_timeout(member: Member) -> None:
-    """Give up, because this agent did not manage to register within ``join_timeout``."""
+    """Give up, because this agent could not register within ``join_timeout``."""
     joining = member.joining
     if joining.was_registered or member.phase is Phase.EXIT:
         return
@@ -183,7 +185,7 @@ def _give_up(member: Member, outcome: Outcome) -> None:
 
 
 def connect_news(member: Member) -> None:
-    """Report to the user why this agent has no connection yet."""
+    """Tell the user why this agent is still not connected."""
     joining, seconds = member.joining, member.settings.join_timeout
     if joining.was_registered or member.phase is not Phase.CONNECTING or joining.trouble is None:
         return

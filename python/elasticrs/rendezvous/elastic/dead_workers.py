@@ -1,4 +1,5 @@
-"""Remove the registrations of dead workers, so that the other workers need not wait for a lease to expire.
+"""Remove the registrations of dead workers, so that the other workers do not have to wait until a lease
+expires.
 
 With ``--on-failure replace``, the workers themselves are the members of a separate rendezvous. A worker
 cannot reliably detect the death of another worker, because a broken or refused connection does not prove it.
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
-    """Return the key names of the workers' rendezvous, for use by an agent.
+    """Return the keys of the workers' rendezvous, for use by an agent.
 
     Args:
         rendezvous: rendezvous of the agents.
@@ -36,17 +37,17 @@ def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
 
 
 def workers_of(agent: str) -> str:
-    """Return the prefix of the member names of an agent's workers in the workers' rendezvous."""
+    """Return the name prefix that identifies an agent's workers in the workers' rendezvous."""
     return f"{agent}-"
 
 
 def forget_worker(keys: Keys, name: str) -> list[Operation]:
-    """Return operations that delete all registrations of a worker. ``name`` is the name that the agent has
-    given to the worker.
+    """Return the store operations that delete all registrations of a worker. ``name`` is the name that the
+    agent gave the worker.
     """
     return keys.forget_members(f"{name}.")
 
 
 def forget_workers(keys: Keys, agent: str) -> list[Operation]:
-    """Return operations that delete the registrations of all workers of an agent."""
+    """Return the store operations that delete the registrations of all of an agent's workers."""
     return keys.forget_members(workers_of(agent))

@@ -1,4 +1,4 @@
-"""Check the user's node settings, and convert them to this node's
+"""Check the user's settings for this node, and convert them to a
 :class:`~elasticrs.rendezvous.elastic.rendezvous.Rendezvous`.
 
 The command line and the Python API both use this module, so that they accept the same settings. Rules:
@@ -44,7 +44,9 @@ _STATIC_JOIN_TIMEOUT = 900.0
 
 
 class Words(Value):
-    """Names of the settings in error messages, as the user knows them."""
+    """Names of the settings for use in error messages: option names for the command line, parameter names for
+    the Python API.
+    """
 
     backend: str
     endpoint: str
@@ -63,15 +65,15 @@ PYTHON = Words(
 
 
 def is_in_file(config: Mapping[str, object]) -> bool:
-    """Return true if the settings of ``c10d`` select a rendezvous through a file store instead of the
-    elastic rendezvous.
+    """Return true if the ``c10d`` settings select a file store. The job then does not use the elastic
+    rendezvous.
     """
     return str(config.get("store_type", "tcp")).strip().lower() == "file"
 
 
 def check_backend(backend: str, words: Words = COMMAND_LINE, others: Iterable[str] = ()) -> str:
-    """Return the kind of the back end with this name. The error message also lists ``others``, the names of
-    back ends that are not part of elasticrs.
+    """Return the kind of the back end with this name. ``others`` are the names of external back ends, for the
+    error message.
 
     Raises:
         UsageError: elasticrs has no back end of this name.
@@ -96,7 +98,7 @@ def describe(
     exit_barrier_timeout: float | None = None,
     words: Words = COMMAND_LINE,
 ) -> tuple[Rendezvous | None, list[str]]:
-    """Check all settings that can be checked without network access, and describe the rendezvous.
+    """Check all settings that can be checked without network access, and describe the resulting rendezvous.
 
     Args:
         backend: name of the back end.
@@ -177,8 +179,8 @@ def describe(
 
 
 class _Own(Record):
-    """The user's settings, split into those of the chosen back end and those of all back ends. ``names`` are
-    the keys that only this back end has. ``given`` are the settings that all back ends share.
+    """The user's settings, after the back end's own settings were split off. ``names`` are the keys that only
+    this back end accepts. ``given`` are the settings that all back ends share.
     """
 
     given: dict[str, object]
@@ -196,8 +198,8 @@ def _own_settings(
     if kind == ETCD:
         from elasticrs.rendezvous.elastic import etcd_site
 
-        # Check the settings even if the job has no endpoint and therefore no rendezvous. Use torch's default
-        # endpoint for this check.
+        # Check the settings even if there is no endpoint and therefore no rendezvous. In that case, use
+        # torch's default endpoint for the check.
         found = etcd_site.read_site(endpoint or "localhost", config, words.settings, words.endpoint)
         own = _Own(found[1], found[2], found[0], etcd_site.NAMES, etcd_site.EXPECTED)
         if backend == _ETCD_V2:
@@ -209,7 +211,7 @@ def _own_settings(
             own.notices.append(
                 f"{words.settings}: store_type=file has no effect here: it is for {words.backend} {C10D}"
             )
-        # Accept torch's name ``timeout`` for the join timeout. The default is that of torchrun.
+        # Accept torch's name ``timeout`` for the join timeout. Its default is the same as in torchrun.
         own.given.setdefault("join_timeout", own.given.get("timeout", _STATIC_JOIN_TIMEOUT))
     elif node_rank is not None:
         own.given.setdefault("order_hint", node_rank)

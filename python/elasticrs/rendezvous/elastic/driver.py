@@ -1,4 +1,4 @@
-"""Executes the actions of the rendezvous state machine: store requests, timers, and the listener for the
+"""Execute the actions of the rendezvous state machine, such as store requests, timers, and listening for the
 workers' store.
 
 The driver does not execute actions that concern the workers or the user, but returns them to the caller in
@@ -50,7 +50,7 @@ workers.
 
 
 class Driver:
-    """Runs the rendezvous state machine for one agent.
+    """Driver of the rendezvous state machine of one agent.
 
     Args:
         rendezvous: description of the rendezvous.
@@ -102,23 +102,24 @@ class Driver:
 
     @property
     def hosts(self) -> bool:
-        """True if the coordination store runs in this process."""
+        """True if this process hosts the coordination store."""
         return self.meeting_point.hosts
 
     @property
     def is_leaving(self) -> bool:
-        """True if this agent is leaving the job, because it was asked to or because the job has ended."""
+        """True if this agent is leaving the job, because it was asked to leave or because the job has
+        finished.
+        """
         return self._member is not None and self._member.leaving is not None
 
     @property
     def last_head(self) -> Head | None:
-        """Last received state of the job; ``None`` if none has been received yet."""
+        """Most recently received state of the job; ``None`` before the first one."""
         return None if self._member is None else self._member.last_head
 
     @property
     def job_number(self) -> int:
-        """Store revision at which the job's record was created; 0 until this agent has found or created the
-        record.
+        """Store revision that created the job's record; 0 until this agent has found or created the record.
 
         The number distinguishes this job from an earlier job with the same name.
         """
@@ -127,7 +128,7 @@ class Driver:
     # --- events in, actions out ---
 
     def begin(self) -> list[LoopAction]:
-        """Host the store if this agent should do so, and start to join the rendezvous."""
+        """Host the store if this agent is supposed to, and start to join the rendezvous."""
         try:
             self.meeting_point.host_if_possible()
         except CannotHost as error:
@@ -143,7 +144,7 @@ class Driver:
         return [*([messages.Announce(doubt)] if doubt else []), *self.tell(messages.Begin())]
 
     def tell(self, *events: Event) -> list[LoopAction]:
-        """Pass events to the state machine in order. Return the actions that the caller has to execute."""
+        """Pass events to the state machine in order. Return the actions for the caller to execute."""
         pending = deque(events)
         left: list[LoopAction] = []
         while pending and self._exit is None and self._member is not None:
@@ -159,8 +160,8 @@ class Driver:
         return left
 
     def poll(self) -> list[LoopAction]:
-        """Handle new events of the store and timers that are due. Return the actions that the caller has to
-        execute. Never blocks.
+        """Process new store events and expired timers. Return the actions for the caller to execute. Never
+        blocks.
         """
         left: list[LoopAction] = []
         if self._member is None:
@@ -171,8 +172,8 @@ class Driver:
             if kind == "refused" and not self._member.joining.was_registered:
                 left += self.tell(ConnectionLost("cannot_host", text))
             else:
-                # Report the message and stay in the job, because this node can still use the store as a
-                # client.
+                # Report the message but stay in the job, because this node can still connect to the store as
+                # a client.
                 left.append(messages.Announce(text))
         for name in self._timers.take_due():
             if name == _PORT:
@@ -182,8 +183,8 @@ class Driver:
         return left
 
     def worker_gone(self, name: str) -> None:
-        """Delete the registration of a dead worker of this agent, so that the other workers notice its death
-        at once.
+        """Delete the registration of this agent's dead worker, so that the other workers notice its death
+        immediately.
 
         Call this only when all processes of the worker have exited.
 
@@ -191,39 +192,41 @@ class Driver:
             name: name that this agent gave the worker.
         """
         keys = workers_keys(self._rendezvous, self.meeting_point.job, self.job_number)
-        # Use a tag that the state machine never uses, so that the state machine ignores the reply.
+        # Use tag 0, because the state machine never uses it and therefore ignores the reply.
         self.meeting_point.send(Txn(0, [], forget_worker(keys, name)))
 
     @property
     def agent(self) -> str:
-        """Name of this agent. The names of its registrations start with this name."""
+        """Name of this agent. It is also the prefix of the names of its registrations."""
         assert self._member is not None
         return self._member.agent.agent
 
     def seconds_left(self, limit: float) -> float:
-        """Return the seconds until the next timer is due, at most ``limit``. :meth:`poll` must be called
-        then.
+        """Return the number of seconds until the next timer expires, but at most ``limit``. Call :meth:`poll`
+        at that time.
         """
         return self._timers.seconds_left(limit)
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """File descriptors to watch. When one of them is readable, call :meth:`poll`."""
+        """File descriptors to watch. Call :meth:`poll` when one of them is readable."""
         found = (self.meeting_point.fd, self.meeting_point.etcd_fd)
         return tuple(fd for fd in found if fd is not None)
 
     def lose(self, why: str) -> list[LoopAction]:
-        """Close the connection if it is open, and report its loss to the state machine with this reason."""
+        """Close the connection, if it is open, and report the loss to the state machine. ``why`` is the
+        reason to report.
+        """
         if self.meeting_point.fd is None:
             return []
         self.meeting_point.disconnect()
         return self.tell(ConnectionLost("silent", why))
 
-    # --- the port that is shared with the workers ---
+    # --- the port shared with the workers ---
 
     def open_store(self) -> str | None:
-        """Start serving the workers' store for a round, on the listener that this agent has announced. Do
-        nothing if rank 0 hosts the store itself.
+        """Start to serve the workers' store for a round, on the listener that this agent has announced. Do
+        nothing if rank 0 serves the store.
 
         With ``static``, lend the port of the rendezvous to the workers instead. Return an error message if
         the port cannot be lent, and ``None`` otherwise.
@@ -239,8 +242,8 @@ class Driver:
         return f"{where} is taken by another program: {self._port.trouble}"
 
     def group_over(self, event: Event) -> list[LoopAction]:
-        """Tell the state machine that no process of the workers remains, and take back the port if it was
-        lent to them.
+        """Report to the state machine that all worker processes have exited. If the port was lent to the
+        workers, take it back.
 
         If a socket of the workers still occupies the port, hold back events that lead to the next round for a
         while. Returns the actions that the caller has to execute.
@@ -299,8 +302,8 @@ class Driver:
         return []
 
     def hasten(self) -> list[LoopAction]:
-        """Handle another stop request from the user: no longer wait for other agents or for replies from the
-        store. Returns the actions that the caller has to execute, including an exit that was held back.
+        """Handle a repeated stop request from the user: stop waiting for other agents and store replies.
+        Return the actions for the caller to execute, including an exit that was delayed.
         """
         return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
 
@@ -311,8 +314,8 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """True if the store stays open for another run of this agent, so that this agent can exit without
-        waiting for other agents. The store stays open only after a success.
+        """True if the store stays open for this agent's next run, so that this agent does not have to wait
+        for the others before it exits. This requires that the job succeeded.
         """
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.meeting_point.may_stay
@@ -320,8 +323,8 @@ class Driver:
     # --- executing actions ---
 
     def _do(self, action: Action) -> Sequence[Event]:
-        """Execute an action that concerns neither the workers nor the user. Return events that result from it
-        immediately.
+        """Execute an action that is not meant for the caller. Return the events that immediately follow from
+        it.
         """
         match action:
             case Txn() | Watch() | Unwatch():
@@ -366,8 +369,8 @@ class Driver:
 
 
 def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
-    """If a batch of events ends with the loss of the connection, drop the events before it. These events must
-    not start workers, because the lease may have expired.
+    """If the last event is the loss of the connection, drop the events before it. They must not start
+    workers, because the lease may have expired.
 
     Keep the events that close the job, which are changes of the key ``head``. This agent may be unable to
     read the key again, because the host of the store may exit once the job is closed.

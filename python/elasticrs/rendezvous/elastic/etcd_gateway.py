@@ -1,4 +1,4 @@
-"""HTTP requests to hosted etcd members: to etcd's JSON gateway, and to the peer port for the list of members.
+"""HTTP requests to hosted etcd members: to the JSON gateway, and to the peer port for the member list.
 
 Other requests use the etcd client of the core. This module does not use :mod:`http.client`, because importing
 it takes longer than the rest of the startup.
@@ -25,8 +25,8 @@ _MOST = 1 << 20
 
 
 class EtcdError(enum.Enum):
-    """Errors of etcd that callers handle. The value of each error is its gRPC code and its text. etcd defines
-    these pairs in the package ``rpctypes`` of its API, and they are the same in all versions.
+    """Errors of etcd that callers handle. Each value consists of a gRPC code and a text. etcd defines both in
+    its API package ``rpctypes``, and they are the same in all versions.
     """
 
     AUTH_DISABLED = (9, "etcdserver: authentication is not enabled")
@@ -34,7 +34,7 @@ class EtcdError(enum.Enum):
 
     @classmethod
     def of(cls, answer: dict[str, Any]) -> EtcdError | None:
-        """Return the error in a response of the gateway; ``None`` if it contains no error of this class."""
+        """Return the error that a gateway response contains; ``None`` if it is not one of these errors."""
         try:
             return cls((answer.get("code"), answer.get("message") or answer.get("error")))
         except ValueError:
@@ -42,7 +42,7 @@ class EtcdError(enum.Enum):
 
 
 class GatewayError(Exception):
-    """Raised when etcd responds with an error, or when the program that responds is not etcd.
+    """Raised when etcd responds with an error, or when the responding program is not etcd.
 
     Args:
         message: text of the error.
@@ -85,7 +85,7 @@ class Gateway:
             self._context.load_cert_chain(cert, key)
 
     def members_at(self, seat: Seat, seconds: float, address: str | None = None) -> tuple[Entry, ...]:
-        """Request the list of cluster members from one of the members. This works without a quorum.
+        """Request the list of cluster members from one member. This works even without a quorum.
 
         Args:
             seat: seat (host and ports) of the member to which the request is sent.
@@ -125,12 +125,12 @@ class Gateway:
         try:
             return self._ask(seat, seat.port, f"/v3/{path}", body, seconds, address, token)
         except GatewayError:
-            # Log in again before the next request, because the session token may have expired.
+            # Discard the session token, because it may have expired. The next request then logs in again.
             self._tokens.pop(seat, None)
             raise
 
     def protect(self, seat: Seat, seconds: float, address: str | None = None) -> None:
-        """Make the etcd cluster require the password from now on. Do nothing if there is no password.
+        """Make the etcd cluster require a password from now on. Do nothing if no password is configured.
 
         Raises:
             GatewayError: etcd rejected a request, for example because it has no leader, or its password is a
@@ -158,15 +158,15 @@ class Gateway:
             raise GatewayError("no password could be set")
 
     def _workers_orders(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return the requests that create the etcd user for workers. The user's role allows access only to
-        keys with one prefix.
+        """Return the requests that create the etcd user for workers. This user may access only keys with a
+        certain prefix.
         """
         if self._workers is None:
             return []
         password, prefix = self._workers
         first = prefix.encode(errors="surrogateescape")
-        # Increment the last byte of the prefix to get the end of the key range. The byte cannot overflow,
-        # because UTF-8 has no byte 0xff.
+        # The end of the key range is the prefix with its last byte incremented. The byte cannot overflow,
+        # because 0xff does not occur in UTF-8.
         last = first[:-1] + bytes([first[-1] + 1])
         keys = {"key": b64encode(first).decode(), "range_end": b64encode(last).decode()}
         return [
@@ -177,8 +177,8 @@ class Gateway:
         ]
 
     def is_protected(self, seats: Iterable[Seat], seconds: float) -> bool | None:
-        """Return true if the etcd members require a password, false if they do not, and ``None`` if no member
-        responds.
+        """Return true if the etcd members require a password, and false if they do not. Return ``None`` if no
+        member responds.
         """
         found = None
         for seat in seats:
@@ -193,8 +193,8 @@ class Gateway:
         return found
 
     def find_foreign(self, seats: Iterable[Seat], label: str, seconds: float) -> Seat | None:
-        """Find the first seat at which etcd responds. Return the seat if that etcd belongs to another job.
-        Return ``None`` if it belongs to this job, or if etcd responds at no seat.
+        """Find the first seat (endpoint) at which etcd responds, and return it if that etcd belongs to
+        another job. Return ``None`` if it belongs to this job, or if no etcd responds.
         """
         for seat in seats:
             try:
@@ -206,7 +206,7 @@ class Gateway:
         return None
 
     def is_healthy(self, seat: Seat, seconds: float, address: str) -> bool:
-        """Return true if an etcd member can serve clients, which requires a quorum.
+        """Return true if an etcd member can serve clients. This requires a quorum.
 
         Raises:
             GatewayError: the member has no leader, or the program at the address is not etcd.
@@ -229,7 +229,7 @@ class Gateway:
         return None
 
     def _log_in(self, seat: Seat, seconds: float, address: str | None) -> bool:
-        """Log in to an etcd member. Return false if the member does not require a password at this time."""
+        """Log in to an etcd member. Return false if the member currently requires no password."""
         body = {"name": _ROOT, "password": self._password}
         try:
             answer = self._ask(seat, seat.port, "/v3/auth/authenticate", body, seconds, address, "")
@@ -251,7 +251,7 @@ class Gateway:
         token: str,
     ) -> Any:
         data = b"" if body is None else json.dumps(body).encode()
-        # Use HTTP 1.0, because the response to an HTTP 1.1 request could be chunked.
+        # Use HTTP/1.0, because a response to HTTP/1.1 may use chunked encoding.
         method, host = "GET" if body is None else "POST", shown_endpoint(seat.host, port)
         head = (
             f"{method} {path} HTTP/1.0\r\nHost: {host}\r\n"
@@ -275,12 +275,12 @@ class Gateway:
         sock = socket.create_connection((address, port), seconds)
         if self._context is None:
             return sock
-        # `wrap_socket` closes the socket if the handshake fails.
+        # If the handshake fails, `wrap_socket` itself closes the socket.
         return self._context.wrap_socket(sock, server_hostname=name)
 
 
 def _answer(sock: socket.socket) -> tuple[list[bytes], bytes]:
-    """Read an HTTP response. Return the words of its status line, and its body."""
+    """Read an HTTP response. Return its status line as a list of words, and its body."""
     with sock.makefile("rb") as answered:
         status = answered.readline(_MOST).split()
         length = _MOST

@@ -41,7 +41,7 @@ _MOST_SHORT = 3
 
 
 def _workers_access(rendezvous: Rendezvous) -> list[str] | None:
-    """Return the password of the etcd user for workers, and the prefix of the keys that the user may access;
+    """Return the password of the etcd user for workers, and the key prefix that this user may access;
     ``None`` if the job has no token.
     """
     site, token = rendezvous.etcd, rendezvous.settings.token
@@ -52,8 +52,8 @@ def _workers_access(rendezvous: Rendezvous) -> list[str] | None:
 
 
 class EtcdHost:
-    """Controls the program that runs this machine's member of the job's etcd cluster. If none of the
-    endpoints is on this machine, the program exits by itself.
+    """Controller of the program that runs this machine's member of the job's etcd cluster. The program exits
+    on its own if no endpoint is on this machine.
 
     Args:
         rendezvous: rendezvous of a job whose agents host etcd.
@@ -86,7 +86,7 @@ class EtcdHost:
             [sys.executable, "-I", "-S", "-c", _PROGRAM, str(os.getpid()), root],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Use a new session, so that Ctrl-C does not reach the program. The agent stops the program.
+            # Start a new session, so that Ctrl-C does not reach the program. Only the agent stops it.
             start_new_session=True,
         )
         assert self._program.stdout is not None
@@ -99,7 +99,7 @@ class EtcdHost:
         self._say(json.dumps(self._orders))
 
     def start_again(self) -> bool:
-        """If the program has failed, restart it with the existing data. Return true if it was restarted."""
+        """Restart the program with its existing data if it has failed. Return true if it was restarted."""
         if not self._has_failed or self._is_leaving or self._shorts >= _MOST_SHORT:
             return False
         self.close()
@@ -108,12 +108,12 @@ class EtcdHost:
 
     def _say(self, line: str) -> None:
         assert self._program.stdin is not None
-        # Ignore write errors, because the program may have exited.
+        # Ignore write errors, because the program may already have exited.
         with suppress(OSError):
             os.write(self._program.stdin.fileno(), line.encode() + b"\n")
 
     def take(self) -> list[tuple[str, str]]:
-        """Return new messages of the program for the user, each with its kind: ``say`` or ``refused``.
+        """Return the program's new messages for the user, each with its kind: ``say`` or ``refused``.
 
         Never blocks.
         """
@@ -126,7 +126,7 @@ class EtcdHost:
         except BlockingIOError:
             return []
         if not data:
-            # The pipe is closed, so the program is exiting. Watch for its exit from now on.
+            # The pipe is closed, so the program is about to exit. From now on, watch for its exit.
             self.fd = self._exit
             return []
         *lines, self._unread = (self._unread + data).split(b"\n")
@@ -149,8 +149,8 @@ class EtcdHost:
         return [("refused", f"{why}; this node no longer has a member")]
 
     def leave(self, outcome: str) -> None:
-        """Notify the program that this agent is about to exit with this outcome. The agent may exit once
-        :attr:`fd` is ``None``.
+        """Notify the program that this agent is about to exit with the given outcome. The agent should wait
+        until :attr:`fd` is ``None`` before it exits.
         """
         self._is_leaving = True
         self._say("over" if outcome in _OVER else "leave")

@@ -1,4 +1,4 @@
-"""Pure functions that decide which etcd cluster this agent's etcd member belongs to.
+"""Pure functions that decide which etcd cluster this agent's etcd member joins.
 
 Every endpoint of the job is a *seat*: an agent on that machine runs one etcd member there. Membership is
 fixed: a cluster has exactly one member for each seat, and members are never added or removed.
@@ -41,7 +41,9 @@ make it likely that only one seat creates a cluster.
 
 
 class Seat(Value):
-    """Address of an etcd member: host without brackets, client port, peer port and URL scheme."""
+    """A seat: the address of an etcd member, consisting of its host (without brackets), client port, peer
+    port, and URL scheme.
+    """
 
     host: str
     port: int
@@ -55,16 +57,16 @@ class Seat(Value):
 
     @property
     def peer_url(self) -> str:
-        """URL of the member for the other members."""
+        """URL at which the other members reach this member."""
         return self.url_at(self.host, self.peer_port)
 
     def url_at(self, host: str, port: int) -> str:
-        """Return a URL with this host and port, and with the scheme of this seat."""
+        """Return a URL for this host and port, with this seat's scheme."""
         return f"{self.scheme}://{shown_endpoint(host, port)}"
 
 
 class Entry(Value):
-    """Entry for one cluster member in the list of members that an etcd member returns.
+    """One entry in the list of cluster members that an etcd member returns.
 
     Args:
         name: name of the listed member.
@@ -90,36 +92,36 @@ class Entry(Value):
 
 
 class Stay(Value):
-    """Decision to run the member with the data that this seat holds."""
+    """Decision to run the member with the data at this seat."""
 
 
 class Create(Value):
-    """Decision to start a cluster with a new incarnation."""
+    """Decision to create a new cluster."""
 
 
 class Adopt(Value):
-    """Decision to discard the data of this seat, if there are any, and start without data as a member of the
-    cluster with this incarnation.
+    """Decision to discard any data at this seat, and to join the cluster with this incarnation as a member
+    without data.
     """
 
     incarnation: str
 
 
 class Lost(Value):
-    """Decision to run no member, because the data of this seat are lost. ``left`` is the number of other
-    members that responded.
+    """Decision not to run a member, because its data have been lost. ``left`` is the number of other members
+    that responded.
     """
 
     left: int
 
 
 class Wait(Value):
-    """Decision to wait, and to ask the other seats again after a short time."""
+    """Decision to wait a short time before asking the other seats again."""
 
 
 class Refuse(Value):
-    """Decision to run no member because of a configuration error. ``why`` describes the error and how to fix
-    it.
+    """Decision not to run a member, because of a configuration error. ``why`` describes the error and how to
+    fix it.
     """
 
     why: str
@@ -129,7 +131,7 @@ Step: TypeAlias = "Stay | Create | Adopt | Lost | Wait | Refuse"
 
 
 class View(Value):
-    """Facts for the decision about the next step.
+    """Facts on which the decision about the next step is based.
 
     Args:
         seats: all seats of the job.
@@ -151,14 +153,12 @@ class View(Value):
 
 
 def label_of(run_id: str, prefix: str, token: bytes | None) -> str:
-    """Return the prefix of the names of a job's etcd members. The token cannot be derived from the prefix."""
+    """Return the name prefix of a job's etcd members. The prefix does not reveal the job's token."""
     return "elasticrs-" + _derived("label", run_id, prefix, token)[:16]
 
 
 def password_of(run_id: str, prefix: str, token: bytes) -> str:
-    """Return the password of etcd's user ``root``. All agents derive the same password from the job's
-    token.
-    """
+    """Return the password of etcd's user ``root``. All agents derive it from the job's token."""
     return _derived("password", run_id, prefix, token)
 
 
@@ -168,7 +168,9 @@ def workers_password(run_id: str, prefix: str, token: bytes) -> str:
 
 
 def workers_prefix(run_id: str, prefix: str) -> str:
-    """Return the prefix of all keys that workers use in a hosted etcd, including their session keys."""
+    """Return the prefix of all keys that workers use in a hosted etcd. This includes the keys of their
+    sessions.
+    """
     return f"{prefix}/workers/{_derived('prefix', run_id, prefix, None)[:16]}"
 
 
@@ -181,29 +183,29 @@ def _derived(what: str, run_id: str, prefix: str, token: bytes | None) -> str:
 
 
 def cluster_token(label: str, incarnation: str) -> str:
-    """Return the token of a cluster. Etcd derives the ids of the cluster and its members from this token."""
+    """Return the token of a cluster. Etcd derives the ids of the cluster and its members from it."""
     return f"{label}-{incarnation}"
 
 
 def name_of(label: str, incarnation: str, index: int) -> str:
-    """Return the name of the etcd member at a seat."""
+    """Return the name of the etcd member at the seat with this index."""
     return f"{cluster_token(label, incarnation)}-{index}"
 
 
 def initial_cluster(seats: Sequence[Seat], label: str, incarnation: str) -> str:
-    """Return the members of a cluster in the format of etcd's option ``--initial-cluster``."""
+    """Return the members of a cluster in the format of etcd's ``--initial-cluster`` option."""
     return ",".join(
         f"{name_of(label, incarnation, index)}={seat.peer_url}" for index, seat in enumerate(seats)
     )
 
 
 def majority(seats: Sequence[Seat]) -> int:
-    """Return the number of members that must be up for a quorum."""
+    """Return the number of members required for a quorum."""
     return len(seats) // 2 + 1
 
 
 def next_step(view: View) -> Step:
-    """Decide what this agent does next with its etcd member."""
+    """Decide the next step for this agent's etcd member."""
     answers = {
         index: answer
         for index, answer in enumerate(view.answers)
@@ -231,15 +233,15 @@ def next_step(view: View) -> Step:
     if best is not None:
         return Stay() if best == view.held else Adopt(best)
     if any(members and view.mine not in members for members in joined.values()):
-        # Wait, because there is a cluster that this seat has never joined. This seat may join only if a
-        # majority of the seats hold data of the cluster (SEAT-4).
+        # Wait, because a cluster exists that this seat has never joined. The seat may join only once a
+        # majority of the seats hold the cluster's data (SEAT-4).
         return Wait()
     return Create() if view.waited >= _HEAD_START * view.mine else Wait()
 
 
 def misfit(seats: Sequence[Seat], label: str, index: int, answer: tuple[Entry, ...]) -> str | None:
-    """Return an error message if the etcd that responds at a seat is not a member of this job's cluster;
-    otherwise ``None``.
+    """Return an error message if the etcd at a seat does not belong to this job's cluster; otherwise
+    ``None``.
     """
     where = shown_endpoint(seats[index].host, seats[index].peer_port)
     if any(not _incarnation(label, (entry,)) for entry in answer):
@@ -255,7 +257,7 @@ def misfit(seats: Sequence[Seat], label: str, index: int, answer: tuple[Entry, .
 
 
 def foreign(where: str) -> str:
-    """Return the error message for an address that is used by the etcd of another job."""
+    """Return the error message for an address at which another job's etcd responds."""
     return (
         f"an etcd that is not of this job answers at {where}: give each job ports of its own in "
         "--rdzv-endpoint (or another peer_port), and all nodes the same --rdzv-id and token"
@@ -263,16 +265,16 @@ def foreign(where: str) -> str:
 
 
 def _incarnation(label: str, answer: tuple[Entry, ...]) -> str:
-    """Return the incarnation of the cluster, which is part of the members' names. Return an empty string if
-    the members belong to another job.
+    """Extract the cluster's incarnation from the members' names. Return an empty string if the members belong
+    to another job.
     """
     name = answer[0].name
     return name.removeprefix(f"{label}-").rpartition("-")[0] if name.startswith(f"{label}-") else ""
 
 
 def _joined(view: View, answer: tuple[Entry, ...]) -> set[int]:
-    """Return the indices of the seats whose members have joined the cluster. ``answer`` is the list of
-    members.
+    """Return the indices of the seats whose members have joined the cluster. ``answer`` is the cluster's list
+    of members.
     """
     by_url = {seat.peer_url: index for index, seat in enumerate(view.seats)}
     return {by_url[url] for entry in answer if entry.has_joined for url in entry.peer_urls if url in by_url}

@@ -1,4 +1,4 @@
-"""Endpoints of etcd, and the settings that are specific to the back end ``etcd``.
+"""Endpoints of etcd, and settings that only the ``etcd`` back end has.
 
 Imported only if a job uses etcd. The settings have the same names as in torch's back ends ``etcd`` and
 ``etcd-v2``.
@@ -108,7 +108,7 @@ _LAST_PORT = 65535
 
 
 class EtcdSite(Value):
-    """Addresses of etcd, and settings for connecting to etcd.
+    """Addresses of the etcd members, and settings for connecting to them.
 
     Args:
         endpoints: hosts (without brackets) and ports of the members.
@@ -139,21 +139,21 @@ class EtcdSite(Value):
 
     @property
     def files(self) -> list[str]:
-        """Paths of the CA certificates, the certificate and its key, for hosted members. Empty without
-        TLS.
+        """Paths of the CA certificates, the certificate, and its key, for hosted members. Empty if TLS is not
+        used.
         """
         return [str(file) for file in (self.ca_cert, self.cert, self.key)] if self.is_tls else []
 
     def with_token(self, run_id: str, token: bytes) -> EtcdSite:
-        """Return a copy of the settings with the user and password for hosted members. The password is
-        derived from the job's token.
+        """Return a copy with the user and password for hosted members. The password is derived from the job's
+        token.
         """
         return self.replaced(user=ROOT, password=password_of(run_id, self.prefix, token))
 
     @property
     def keep_alive(self) -> dict[str, object]:
-        """Keep-alive settings with the lease time of elasticrs's own store. A lease lasts five
-        keep-alive intervals.
+        """Keep-alive settings for a lease of ``ttl`` seconds, which is divided into five keep-alive
+        intervals.
         """
         return {"keep_alive_interval": self.ttl / 5, "keep_alive_max_attempt": 5}
 
@@ -216,18 +216,19 @@ class EtcdSite(Value):
 
 
 def lease_of(name: str) -> int:
-    """Return the id of the lease that all agents of a job share. The id is derived from the job's name."""
+    """Return the id of the lease that all agents of a job share. It is derived from the job's name."""
     import hashlib
 
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
-    # Return a positive id, because etcd has no negative ids, and 0 would let etcd choose an id.
+    # Return a positive id, because etcd does not accept negative ids, and with 0 it would choose an id
+    # itself.
     return int.from_bytes(digest[:8], "big") >> 1 or 1
 
 
 def read_site(
     endpoint: str, config: Mapping[str, object], source: str, option: str
 ) -> tuple[EtcdSite, dict[str, object], list[str]]:
-    """Parse the endpoints, and the settings that are specific to etcd.
+    """Parse the endpoints and the settings that only etcd has.
 
     Args:
         endpoint: ``[SCHEME://]HOST[:PORT],…``
@@ -269,13 +270,13 @@ def read_site(
         notices.append(f"{source}: user: the password goes to etcd unencrypted: use https")
     rest |= site.keep_alive
     if "timeout" in rest:
-        # As in torch, use the setting ``timeout`` as the default of ``join_timeout``.
+        # As in torch, ``join_timeout`` defaults to the value of ``timeout``.
         rest.setdefault("join_timeout", rest["timeout"])
     return site, rest, notices
 
 
 def _sorted(config: Mapping[str, object], source: str) -> tuple[dict[str, object], dict[str, object]]:
-    """Return the settings of etcd with their aliases resolved, and all other settings."""
+    """Separate etcd's settings from all others. Aliases of etcd's settings are resolved."""
     given: dict[str, object] = {}
     rest: dict[str, object] = {}
     for name, value in config.items():
@@ -289,7 +290,7 @@ def _sorted(config: Mapping[str, object], source: str) -> tuple[dict[str, object
 
 
 def _endpoints(option: str, text: str) -> tuple[str | None, tuple[tuple[str, int], ...]]:
-    """Return the scheme of the endpoints (``None`` if they have none), and their hosts and ports."""
+    """Return the scheme of the endpoints (``None`` if they have none), followed by their hosts and ports."""
     schemes: set[str | None] = set()
     found: list[tuple[str, int]] = []
     for each in text.split(","):
@@ -309,7 +310,7 @@ def _endpoints(option: str, text: str) -> tuple[str | None, tuple[tuple[str, int
 def _seats(
     endpoints: tuple[tuple[str, int], ...], read: Mapping[str, Any], source: str, option: str, *, is_tls: bool
 ) -> tuple[Seat, ...]:
-    """Return the addresses of the members that the agents host."""
+    """Return the addresses of the etcd members that the agents host."""
     if len(endpoints) not in _SIZES:
         raise UsageError(
             f"{option}: got {len(endpoints)} endpoints, expected 1, 3 or 5 with host=1: most members have to "
@@ -323,8 +324,8 @@ def _seats(
             "strangers"
         )
     scheme, port = "https" if is_tls else "http", read.get("peer_port")
-    # Sort the endpoints, because the names of the members contain the positions of their seats, and these
-    # positions must be the same on all nodes.
+    # Sort the endpoints, because each member's name contains the index of its endpoint. The index must be the
+    # same on all nodes.
     seats = tuple(
         Seat(host, own, own + 1 if port is None else port, scheme) for host, own in sorted(endpoints)
     )
@@ -338,7 +339,7 @@ def _seats(
 
 
 def _files(read: Mapping[str, Any], source: str, *, is_tls: bool) -> dict[str, Any]:
-    """Check that the certificate files can be opened and are consistent, and return their paths by field."""
+    """Check that the certificate files are readable and consistent. Return their paths, keyed by field."""
     files = {name: read[name] for name in ("ca_cert", "ssl_cert", "ssl_cert_key") if name in read}
     if files and not is_tls:
         raise UsageError(f"{source}: {next(iter(files))}: only with protocol=https")

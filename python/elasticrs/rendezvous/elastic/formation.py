@@ -1,4 +1,6 @@
-"""Tasks of the leader between rounds: evaluate the last round, then start the next round or close the job."""
+"""Tasks of the leader between rounds: evaluate the last round, and then start the next round or close the
+job.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,14 @@ start at about the same time, they join before the first message is due.
 
 
 def slow_members(view: View) -> set[str]:
-    """Return the members that may still have workers of the last round. The leader waits for these
+    """Return the members whose workers from the last round may still be running. The leader waits for these
     members.
     """
     return view.slow
 
 
 def decide(member: Member, leader: Leader, view: View) -> None:
-    """Make the leader's next decision while no round is running."""
+    """Make the leader's next decision between two rounds."""
     settings, head = member.settings, view.head
     alive: list[str] = []
     if head is not None and not head.is_judged:
@@ -58,8 +60,8 @@ def decide(member: Member, leader: Leader, view: View) -> None:
             return
         if head.delay > 0 or head.note:
             # Write the evaluation before the next round starts, so that every node can announce the delay and
-            # an excluded node can leave. It also keeps a new leader from evaluating the round again. A second
-            # evaluation could wrongly attribute the failure to a node that was lost during the delay.
+            # an excluded node can leave. A new leader then does not evaluate the round again. Otherwise, it
+            # could wrongly blame a node that was lost during the delay.
             if head.excluded_agent is not None:
                 alive = [*alive, *_enough(view, head.excluded_agent, member.rendezvous.min_nodes)]
             write(member, leader, view, [member.put_head(head)], here(member, alive))
@@ -81,8 +83,8 @@ def decide(member: Member, leader: Leader, view: View) -> None:
 
 
 def _enough(view: View, excluded: str, count: int) -> list[str]:
-    """Return up to ``count`` candidates for the next round, leaving out the excluded agent. The candidates
-    must still be registered when the exclusion is written; otherwise, too few nodes might remain.
+    """Return up to ``count`` candidates for the next round, without the excluded agent. The exclusion is
+    written only if they are still registered, because too few nodes might remain otherwise.
     """
     others = sorted(member for member in view.candidates if agent_of(member) != excluded)
     return others[: min(count, MAX_COMPARED)]
@@ -101,7 +103,7 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
 
 
 def _tell_of_more(member: Member, view: View) -> None:
-    """Tell the user that enough nodes have joined, and how long the round waits for more nodes."""
+    """Tell the user that enough nodes have joined, and how long the leader waits for more."""
     settings, count, most = member.settings, len(view.candidates), member.rendezvous.max_nodes
     is_first = view.head is None or view.head.round == 0
     limit, name = settings.restart_call_timeout, "restart_call_timeout"
@@ -115,7 +117,7 @@ def _tell_of_more(member: Member, view: View) -> None:
 
 
 def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_outcome.Verdict:
-    """Return the verdict on the ended round. The verdict is cached until one of its inputs changes.
+    """Return the verdict on the finished round. The verdict is cached until one of its inputs changes.
 
     Caching matters because computing the verdict takes time proportional to the number of members. Many
     replacement nodes may arrive one by one, but an arrival changes the verdict only if the job can then spare
@@ -136,8 +138,8 @@ def _judged(member: Member, leader: Leader, view: View, head: Head) -> round_out
 
 
 def _is_time(member: Member, leader: Leader, view: View) -> bool:
-    """Return true if the next round can start: the maximum number of nodes has joined, or enough nodes have
-    joined and the time to wait for more nodes is over.
+    """Return true if it is time for the next round: the maximum number of nodes has joined, or the minimum
+    has joined and the waiting time for more nodes is over.
     """
     settings, count = member.settings, len(view.candidates)
     if count >= member.rendezvous.max_nodes:
@@ -173,7 +175,7 @@ def _too_few(member: Member, view: View) -> str:
 
 
 def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive: list[str]) -> None:
-    """Propose the next round: write the members' slots and the table of members, then the head. All
+    """Propose the next round: write the members' slots and the member table, and then the head record. All
     transactions are sent at once.
 
     All transactions have the leader's usual conditions, which never become true again once they are false. So
@@ -219,7 +221,7 @@ def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive:
 
 
 def _members(view: View, size: int) -> list[str]:
-    """Return the members of the next round, by group rank."""
+    """Return the members of the next round, ordered by group rank."""
     of_agent = {agent_of(each): each for each in view.candidates}
     offered = []
     for agent, each in of_agent.items():

@@ -70,8 +70,8 @@ _FAREWELL_TICK = 0.01
 
 
 class ElasticRendezvousHandler(RendezvousHandler):
-    """Handler of ``c10d``, ``elasticrs`` and ``etcd``, and of ``static`` with several nodes. All methods may
-    be called from any thread.
+    """Handler for the back ends ``c10d``, ``elasticrs`` and ``etcd``, and for ``static`` with several nodes.
+    All methods may be called from any thread.
 
     Args:
         rendezvous: description of the rendezvous.
@@ -113,9 +113,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if an agent serves the workers' store. With ``static``, or with
-        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, this is false, and rank 0 hosts the store on a port that is
-        reserved for it.
+        """True if an agent serves the workers' store. False with ``static`` or
+        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, where rank 0 serves the store on a port reserved for it.
         """
         return self._use_agent_store
 
@@ -123,7 +122,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return self.rendezvous.run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the next round. The caller must have no workers at that time.
+        """Wait for the next round. The caller must not have any workers at that time.
 
         If a round is running, and :meth:`num_nodes_waiting` has not reported a change, then the call means
         that workers of this node have failed. In that case, the round ends for all nodes.
@@ -152,7 +151,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             while True:
                 self._raise_the_end()
                 if self._is_to_stop:
-                    # Request the next round, because this round ended before this method could return it.
+                    # This round ended before the method could return it, so request the next round.
                     self._without_workers()
                 elif self._start is not None:
                     start, self._start, self._runs = self._start, None, True
@@ -163,8 +162,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
                     self._news.wait()
 
     def num_nodes_waiting(self) -> int:
-        """Return a positive number if the round has ended, so that the agent should stop its workers and
-        request the next round.
+        """Return a positive number if the round has ended. The agent should then stop its workers and request
+        the next round.
 
         Torch returns the number of waiting nodes. With elasticrs, a round can also end without waiting nodes,
         because a node was lost or its workers have failed.
@@ -179,9 +178,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
             return self._is_shut or self._outcome is not None
 
     def set_closed(self) -> None:
-        """End the job for all nodes. If this node has not joined the rendezvous yet, only close this
-        handler.
-        """
+        """End the job for all nodes. If this node has not joined yet, close only this handler."""
         with self._news:
             if self._driver is None:
                 self._is_shut = True
@@ -189,17 +186,17 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._close_job(self._driver)
 
     def leave(self) -> None:
-        """Leave the job, and let the other nodes continue without this node. The current round ends for all
-        nodes, as a planned change that is not counted as a failure. After that, :meth:`next_rendezvous`
-        raises :class:`RendezvousClosedError`. Torch does not have this method.
+        """Leave the job, and let the other nodes continue. The current round ends for all nodes, but this is
+        a planned change and not a failure. After that, :meth:`next_rendezvous` raises
+        :class:`RendezvousClosedError`. This method does not exist in torch.
         """
         with self._news:
             if self._driver is not None and self._outcome is None:
                 self._tell(self._driver, messages.Leave(f"node {node_name()} leaves"))
 
     def ask_for_round(self, reason: str) -> None:
-        """End the current round for all nodes as a planned change: no worker has failed, and no node leaves.
-        Has no effect if no round is running. Torch does not have this method.
+        """End the current round for all nodes as a planned change, in which no worker has failed and no node
+        leaves. This has no effect between rounds. The method does not exist in torch.
 
         Args:
             reason: short reason that is shown to the users of all nodes.
@@ -209,7 +206,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 self._tell(self._driver, messages.AskForRound(reason))
 
     def open_job_store(self) -> Store:
-        """Open a store that all members of the job share, independent of rounds. The caller closes it.
+        """Open a store that all nodes of the job share across rounds. The caller has to close it.
 
         Torch does not have this method.
 
@@ -224,15 +221,15 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return driver.meeting_point.open_job_store()
 
     def set_succeeded(self) -> None:
-        """Record that the workers of this node have finished and all their processes have exited.
-        :meth:`shutdown` then does not end the job for the other nodes. Torch does not have this method.
+        """Record that this node's workers have finished and that all their processes have exited. After that,
+        :meth:`shutdown` does not end the job for the other nodes. This method does not exist in torch.
         """
         with self._news:
             self._has_succeeded = self._runs and not self._is_to_stop
 
     def shutdown(self) -> bool:
-        """Leave the job. Also end the job for all nodes, unless it has succeeded on this node. The caller
-        must have no workers at that time.
+        """Leave the job. If it has not succeeded on this node, also end it for all other nodes. The caller
+        must not have any workers at that time.
 
         Waits until the other nodes can see the end, for at most about ``close_timeout`` seconds.
 
@@ -255,8 +252,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return knows
 
     def _leave_home(self) -> bool:
-        """If the store is hosted here, keep it open until the other nodes have read how the last run ended,
-        for at most ``close_timeout`` seconds. Return true if the other nodes have read it.
+        """If this process hosts the store, keep it open until the other nodes have read the outcome of the
+        last run, but at most ``close_timeout`` seconds. Return true if they have read it.
         """
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
         self.home.leave()
@@ -290,7 +287,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _tell(self, driver: Driver, *events: messages.Event) -> None:
         self._take(driver.tell(*events))
-        # Wake the thread, because there may be a new timer to wait for, or a new connection to watch.
+        # Wake the event thread, because there may be a new timer or a new connection to wait for.
         os.eventfd_write(self._wake, 1)
 
     def _without_workers(self) -> None:
@@ -383,8 +380,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _work(self) -> None:
         with self._news:
-            # Exit if another thread is already registered. If an exception from a signal handler interrupts a
-            # caller that has just started a thread, the next caller may start a second one.
+            # Exit if another thread is already running. There may be two if a signal handler's exception
+            # interrupted a caller that had just started a thread, and the next caller started one too.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()
@@ -400,7 +397,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
                 poll = select.poll()
                 for fd in fds:
                     poll.register(fd, select.POLLIN)
-                # Round up, so that a timer that is due in less than a millisecond does not cause a busy loop.
+                # Round up, because a timer that is due in less than a millisecond would otherwise cause a
+                # busy loop.
                 poll.poll(int(seconds * 1000) + 1)
                 with suppress(BlockingIOError):
                     os.eventfd_read(self._wake)
@@ -420,7 +418,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
 
 def error_of(outcome: messages.Outcome) -> RendezvousError:
-    """Return the rendezvous error that corresponds to the outcome of a job."""
+    """Return the rendezvous error that corresponds to a job's outcome."""
     kind = _ERRORS.get(outcome.kind, RendezvousClosedError)
     error = kind(outcome.message or f"the rendezvous is closed: {outcome.kind}")
     if isinstance(error, RendezvousClosedError):

@@ -1,5 +1,5 @@
-"""Decide which agent hosts the coordination store, where the store listens, and which address a node
-publishes.
+"""Decide which agent hosts the coordination store, on which addresses the store listens, and which address a
+node publishes.
 
 The decisions are pure functions of the settings and a :class:`Resolver`. :class:`SystemResolver` queries the
 machine.
@@ -56,17 +56,19 @@ if TYPE_CHECKING:
         """Interface for looking up host names and addresses."""
 
         def host_names(self) -> Sequence[str]:
-            """Return this machine's own names: the short name, then the full name."""
+            """Return this machine's own names, first the short name and then the full name."""
 
         def resolve(self, name: str) -> Sequence[str]:
-            """Return the numeric addresses of a name or address, in the order in which a client tries them.
+            """Return the numeric addresses of a host name or address, in the order in which clients try them.
 
             Raises:
                 OSError: the name cannot be resolved.
             """
 
         def is_local(self, address: str) -> bool:
-            """Return true if a numeric address belongs to this machine, so that a server can listen on it."""
+            """Return true if a numeric address belongs to this machine, which means that a server can listen
+            on it.
+            """
 
 
 ANY_ADDRESS = ("::", "0.0.0.0")
@@ -74,7 +76,7 @@ _LOOPBACK = ("127.0.0.1", "::1")
 
 
 class Hosting(Value):
-    """Decision about hosting the coordination store in this agent.
+    """Decision on whether this agent hosts the coordination store.
 
     Args:
         listen: numeric addresses and ports on which the store listens; empty for a client. The address
@@ -100,21 +102,23 @@ class Hosting(Value):
 
 
 class Found(Value):
-    """Results of the name lookups before an agent starts; see :func:`decide` and :func:`fallback_address`."""
+    """Results of the name lookups done before an agent starts. See :func:`decide` and
+    :func:`fallback_address`.
+    """
 
     hosting: Hosting
     fallback: str | None
 
 
 def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
-    """Do all name lookups that are needed before an agent starts. Blocks until the name servers answer.
+    """Do all name lookups required before an agent starts. Blocks until the name servers respond.
 
     Raises:
         UsageError: see :func:`decide`.
     """
     if rendezvous.etcd is not None:
-        # Look up an address at which other machines can reach this one. The local address of the connection
-        # to etcd is of no use to them if etcd runs on this machine and is reached over loopback.
+        # Look up an address at which other machines can reach this one. The connection to etcd may use
+        # loopback, and then its local address is useless to other machines.
         here = Hosting((), "the nodes meet in etcd", is_explicit=True)
         return Found(here, _address_of_own_name(resolver))
     hosting = decide(rendezvous, resolver)
@@ -122,8 +126,8 @@ def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
 
 
 def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
-    """Decide whether this agent hosts the store. With ``static``, node rank 0 hosts it unless ``is_host`` is
-    set.
+    """Decide whether this agent hosts the store. With ``static``, the node with rank 0 hosts it, unless
+    ``is_host`` is set.
 
     Raises:
         UsageError: no other node could use the endpoint: its port is 0 and its host is not this machine, or
@@ -152,8 +156,8 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
 
 
 def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
-    """Decide again whether this agent hosts the store, because the endpoint's name may now have other
-    addresses. Only the endpoint is resolved again, because this host's own names do not change.
+    """Decide again whether this agent hosts the store, because the endpoint's name may resolve to different
+    addresses now. Only the endpoint is resolved again, because this host's own names do not change.
     """
     if hosting.is_explicit or hosting.may_host:
         return hosting
@@ -179,9 +183,9 @@ def _is_own_name(host: str, resolver: Resolver) -> bool:
 
 
 def listening_address(host: str, resolver: Resolver) -> str | None:
-    """Return the address that a server must listen on to be reachable at this host name or address; ``None``
-    if the host is another machine. Return the wildcard address for a non-loopback name that has only loopback
-    addresses on this machine.
+    """Return the address on which a server must listen to be reachable at ``host``; ``None`` if that is
+    another machine. A non-loopback name may resolve only to loopback addresses here. In that case, return the
+    wildcard address.
 
     Raises:
         OSError: the name cannot be resolved.
@@ -204,8 +208,8 @@ def listening_address(host: str, resolver: Resolver) -> str | None:
 
 
 def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
-    """Return the error message for an endpoint whose name could never be resolved. ``trouble`` is the error
-    of the last attempt.
+    """Return the error message for an endpoint whose name could not be resolved. ``trouble`` is the error of
+    the last attempt.
     """
     option = "--master-addr" if rendezvous.backend == "static" else "--rdzv-endpoint"
     value = rendezvous.host if rendezvous.backend == "static" else rendezvous.endpoint
@@ -216,17 +220,16 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
 
 
 def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: Resolver) -> str | None:
-    """Return the name or address (without brackets) under which other machines can reach this node. It is
-    used if this node's connection to the store has a loopback address. ``None`` if other machines cannot take
-    part, or no such name or address is known.
+    """Return the name or address (without brackets) at which other machines can reach this node; ``None`` if
+    there is none. It is needed if this node's connection to the store uses a loopback address.
     """
     if is_loopback_name(rendezvous.host) or not (hosting.may_host or hosting.is_explicit):
         return None
     is_usable = hosting.may_host and not is_unspecified(rendezvous.host)
     if is_usable and not hosting.is_explicit:
         return rendezvous.host
-    # Prefer an address of this machine's own name if the agent was told to host the store, because the
-    # endpoint may then be an address that forwards only the store's port.
+    # If the user has chosen this node as host, prefer an address of its own name. The endpoint may be a
+    # service address that forwards only the store's port.
     return _address_of_own_name(resolver) or (rendezvous.host if is_usable else None)
 
 
@@ -250,9 +253,9 @@ def _listen(rendezvous: Rendezvous, resolver: Resolver) -> tuple[tuple[str, int]
         return ((ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1], port),)
     if is_loopback(rendezvous.host):
         return ((rendezvous.host, port),)
-    # Listen on both loopback addresses, because a client may try IPv4 or IPv6 first.
+    # Listen on both loopback addresses, because clients may try either IPv4 or IPv6 first.
     served = [address for address in _LOOPBACK if resolver.is_local(address)] or [_LOOPBACK[0]]
-    # With port 0, listen on one address only, because two listeners would get two different free ports.
+    # With port 0, use only one address, because two listeners would get different ports.
     return tuple((address, port) for address in (served if port else served[:1]))
 
 
@@ -280,8 +283,7 @@ def _why(error: OSError) -> str:
 
 
 def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
-    """Return a warning if this machine does not seem to be the host to which the other nodes connect;
-    otherwise ``None``.
+    """Return a warning if the other nodes do not seem to connect to this machine; otherwise ``None``.
 
     This is not an error, because the address may belong to a service that forwards to this machine.
     """
@@ -304,7 +306,7 @@ def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
 def host_identity(
     boot_id: str = "/proc/sys/kernel/random/boot_id", network: str = "/proc/self/ns/net"
 ) -> str:
-    """Return an identifier of this host. Agents that share a loopback interface get the same identifier."""
+    """Return an identifier of this host. It is the same for all agents that share a loopback interface."""
     try:
         with open(boot_id, encoding="ascii") as file:
             boot = file.read().strip()
@@ -315,7 +317,7 @@ def host_identity(
 
 
 class SystemResolver:
-    """Resolver that uses the C library and the kernel. Calls block while name servers do not answer."""
+    """Resolver that uses the C library and the kernel. Calls block until the name servers respond."""
 
     __slots__ = ()
 
@@ -326,7 +328,7 @@ class SystemResolver:
                 _plain_text(name), None, 0, _socket.SOCK_STREAM, 0, _socket.AI_CANONNAME
             )
         except OSError:
-            # Return only the short name, because the machine cannot resolve it.
+            # This machine cannot resolve its own name, so return only the short name.
             return [name]
         full = [entry[3] for entry in found if entry[3]]
         return list(dict.fromkeys((name, *full)))
@@ -335,12 +337,12 @@ class SystemResolver:
         try:
             found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)
         except UnicodeError:
-            # Python's codec for international names raises this error for a label that is empty or too long.
+            # Python's codec for international names raises this error if a label is empty or too long.
             raise OSError("not a host name") from None
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def is_local(self, address: str) -> bool:
-        """Return true if a numeric address belongs to this machine; see :class:`Resolver`.
+        """Return true if a numeric address belongs to this machine. See :class:`Resolver`.
 
         A successful bind is not enough, because some machines allow binding to foreign addresses
         (``ip_nonlocal_bind``). Therefore also check the source address that the kernel would use for a
@@ -355,14 +357,14 @@ class SystemResolver:
         host, port, *rest = found[0][4]
         if not _can_bind(family, (host, 0, *rest)):
             return False
-        # Skip the second check for loopback addresses, because the kernel may select the same source address
-        # for all of them.
+        # Skip the source address check for loopback addresses, because the kernel may choose the same source
+        # address for all of them.
         is_special = is_unspecified(address) or is_loopback(address)
         return is_special or _talks_from(family, (host, port, *rest), address)
 
 
 def _plain_text(name: str) -> str | bytes:
-    # Pass bytes. For text, Python would load the codec for international names, which is slow.
+    # Pass bytes, because Python would load its slow codec for international names if it got text.
     return name.encode() if name.isascii() else name
 
 
@@ -378,16 +380,16 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
 
 
 def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
-    """Return true if the kernel would use this address as the source address of a connection to the same
-    address. Nothing is sent.
+    """Return true if the kernel would choose ``address`` itself as the source address of a connection to it.
+    Nothing is sent.
     """
     sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
     try:
         sock.connect(sockaddr)
         return packed(sock.getsockname()[0]) == packed(address)
     except OSError as error:
-        # The address cannot be used if there is no route to it. Another error may be caused by a sandbox, so
-        # trust the successful bind in that case.
+        # Without a route, the address cannot belong to this machine. Any other error may come from a sandbox,
+        # so trust the successful bind in that case.
         return error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH)
     finally:
         sock.close()

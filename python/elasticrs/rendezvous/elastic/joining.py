@@ -1,4 +1,4 @@
-"""Join a job over a new connection: find or create the job's record, and register this agent.
+"""Join a job through a new connection: find or create the job's record, and register this agent.
 
 - **JOIN-1** An agent registers only when it has no workers. Each registration has a new incarnation number.
 - **JOIN-2** The transaction that registers an agent also deletes its earlier registrations by name.
@@ -51,7 +51,7 @@ _NOBODY_LEFT = "; no agent of that job is there: if it is over, use a different 
 
 
 def check_job(member: Member) -> None:
-    """Read the job's record, or write it if there is none."""
+    """Read the job's record, or create it if it does not exist."""
     keys = member.keys
     if member.joining.has_seen_round:
         known = [Get(keys.job), Get(keys.head)]
@@ -68,8 +68,8 @@ def _put_job(member: Member) -> Put:
 
 
 def job_record(member: Member) -> dict[str, Any]:
-    """Return the record that the first agent of a job writes. It contains the settings that must be the same
-    on all nodes.
+    """Return the record that a job's first agent writes. It contains the settings that have to be the same on
+    all nodes.
     """
     agent = member.agent
     return {
@@ -82,7 +82,7 @@ def job_record(member: Member) -> dict[str, Any]:
 
 
 def agreed(member: Member) -> dict[str, Any]:
-    """Return the settings that must be the same on all nodes of a job."""
+    """Return the settings that have to be the same on all nodes of a job."""
     rendezvous, settings, policy = member.rendezvous, member.settings, member.agent.policy
     return {
         "protocol": PROTOCOL,
@@ -103,8 +103,8 @@ def agreed(member: Member) -> dict[str, Any]:
 
 
 def mismatch(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message if this node's settings differ from the record of a job that another node has
-    started; otherwise ``None``.
+    """Return an error message if this node's settings differ from those in the job's record, which another
+    node has written; otherwise ``None``.
     """
     ours = agreed(member)
     if member.settings.homogeneous and job.get("homogeneous"):
@@ -119,7 +119,7 @@ def mismatch(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def job_found_again(member: Member, link: Link, reply: Reply) -> None:
-    """Rejoin the job in which this agent took part before, if the store still has the job's record."""
+    """Rejoin a job in which this agent has taken part before, if the store still contains its record."""
     job, head = (reply.entry(0), reply.entry(1)) if reply.ok else (None, None)
     if job is None or head is None:
         text = "the store was restarted and no longer knows this job; start the job again"
@@ -133,7 +133,7 @@ def job_found_again(member: Member, link: Link, reply: Reply) -> None:
 
 
 def job_found(member: Member, link: Link, reply: Reply) -> None:
-    """Handle the job's record after it was read or written. Register if the record matches this node's
+    """Handle the result of reading or writing the job's record. Register if the record matches this node's
     settings and the job is not closed.
     """
     if reply.ok:
@@ -160,14 +160,14 @@ def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> st
         found = mismatch(member, job_of(value))
     except DamagedError as error:
         return f"{damage(key, error)}; use a different id for another job"
-    # Add a hint if no agent is registered, because the job may be over without having been closed: all its
-    # agents may have been killed.
+    # Add a hint if no agent is registered. In that case, all agents may have been killed before they could
+    # close the job.
     return f"{found}{_NOBODY_LEFT}" if found is not None and is_alone else found
 
 
 def _forget_job(member: Member, job: Entry, head_revision: int) -> None:
-    """Delete an earlier job of this name, then check the job's record again, because another agent may create
-    the new job first. An agent that has registered in the meantime sees the deletion and joins again.
+    """Delete an earlier job of this name. Then check for the job's record again, because another agent may
+    create the new job first. Agents that have registered in the meantime notice the deletion and join again.
     """
     keys = member.keys
     compares = [CreatedAt(keys.job, job.create_revision), ModifiedAt(keys.head, head_revision)]
@@ -192,8 +192,8 @@ def _is_closed(member: Member, entry: Entry | None) -> bool:
 
 
 def register(member: Member, link: Link) -> None:
-    """Send the registration of this agent, which replaces all its earlier ones (transaction T1), and watch
-    the keys that concern this member.
+    """Register this agent (transaction T1), and watch the keys that concern it. The new registration replaces
+    all earlier ones.
     """
     if member.listener.port is None:
         return
@@ -210,8 +210,8 @@ def register(member: Member, link: Link) -> None:
     if node_rank is not None:
         is_mine, claim = static_ranks.claim(member, registration, node_rank)
         compares.append(is_mine)
-        # Insert the claim of the node rank before the other operations, because the handler of the reply
-        # expects the registration and its predecessor as the last two results.
+        # Put the claim of the node rank first, because the handler of the reply expects the registration and
+        # its predecessor in the last two results.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     member.txn(Purpose.REGISTER, compares, ops, otherwise)
@@ -221,8 +221,8 @@ def register(member: Member, link: Link) -> None:
 
 
 def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
-    """Return operations that delete the registrations of this agent's earlier connections, and those of the
-    process that this process replaces. Otherwise, these registrations would exist until their leases expire.
+    """Return operations that delete registrations which would otherwise remain until their leases expire:
+    those of this agent's earlier connections, and those of the process that this process replaces.
     """
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.agent.agent}/{each}" for each in earlier]
@@ -233,8 +233,8 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """Handle the confirmed registration. Use the create revision of the stored key and not the revision of
-    the reply, because transaction T1 may have been executed more than once.
+    """Handle a confirmed registration. Use the create revision of the stored key instead of the reply's
+    revision, because transaction T1 may have been executed more than once.
     """
     assert own is not None
     static_ranks.registered(member)
@@ -247,8 +247,8 @@ def registered(member: Member, registration: Registration, own: Entry | None) ->
 
 
 def refused(member: Member, link: Link, registration: Registration, reply: Reply) -> bool:
-    """Handle a rejected registration (transaction T1). Either the job has been replaced by another one, or
-    the node rank is taken.
+    """Handle a rejected registration (transaction T1). Either another job has replaced this one, or the node
+    rank is taken.
 
     Return true if this same registration already has the node rank. That happens if T1 was executed earlier,
     but the connection broke before the reply arrived.
@@ -267,14 +267,14 @@ def refused(member: Member, link: Link, registration: Registration, reply: Reply
 
 
 def own_registration(reply: Reply) -> Entry | None:
-    """Return the registration that an earlier execution of the rejected transaction T1 has created; ``None``
-    if there is none.
+    """Return the registration created by an earlier execution of the rejected transaction T1; ``None`` if
+    there is none.
     """
     return reply.entry(2)
 
 
 def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
-    """Fence this agent if the job's record was removed, or is no longer the one that this agent has
+    """Fence this agent if the job's record was removed, or if it is not the record that this agent has
     checked.
     """
     if entry is None or entry.value is None:

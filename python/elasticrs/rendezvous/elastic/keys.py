@@ -17,12 +17,12 @@ _WORKERS = "#workers"
 
 
 def workers_scope(run_id: str) -> str:
-    """Return the prefix of all keys that the workers of a job use for their own rendezvous."""
+    """Return the prefix of all keys that a job's workers use for their own rendezvous."""
     return Keys(f"{run_id}{_WORKERS}").prefix[:-1]
 
 
 def workers_job(run_id: str, job: str, number: int) -> str:
-    """Return the job name that the workers' own rendezvous uses in the store.
+    """Return the job name under which the store keeps the workers' own rendezvous.
 
     Args:
         run_id: run id of the agents' job.
@@ -68,11 +68,13 @@ class Keys:
         self.ranks = self.prefix + "rank/"
 
     def node(self, member: str) -> str:
-        """Return the key of a member's registration. The key is attached to the member's lease."""
+        """Return the key of a member's registration, which is attached to the member's lease."""
         return self.nodes + member
 
     def slot(self, member: str) -> str:
-        """Return the key of a member's slot, in which the leader assigns ranks to the member."""
+        """Return the key of a member's slot, which contains the ranks that the leader has assigned to the
+        member.
+        """
         return self.slots + member
 
     def forget_members(self, prefix: str) -> list[Operation]:
@@ -82,30 +84,30 @@ class Keys:
         return [DeletePrefix(self.node(prefix)), DeletePrefix(self.slot(prefix))]
 
     def table(self, form: str) -> str:
-        """Return the prefix of the keys that contain the list of members of a proposed round."""
+        """Return the prefix of the keys that contain the member list of a proposed round."""
         return f"{self.tables}{form}/"
 
     def farewell(self, member: str) -> str:
-        """Return the key that a member writes when it leaves on purpose. The key is not attached to the
-        member's lease, because a later leader needs the key as well.
+        """Return the key that a member writes when it leaves on purpose. It is not attached to the member's
+        lease, because a later leader needs it too.
         """
         return self.farewells + member
 
     def rank(self, node_rank: int) -> str:
-        """Return the key of a node rank that the user has assigned. The value of the key names the agent that
-        has the rank. The key is attached to the lease of that agent.
+        """Return the key of a node rank that was assigned by the user. Its value names the agent that holds
+        the rank. The key is attached to that agent's lease.
         """
         return f"{self.ranks}{node_rank}"
 
     def forget_rounds(self) -> list[Operation]:
-        """Return operations that delete the keys that are no longer needed once a job is closed, because the
-        store may outlive the job.
+        """Return operations that delete the keys that a closed job no longer needs, because the store may
+        outlive the job.
         """
         folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells)
         return [DeletePrefix(each) for each in folders]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the key prefix of the store for user data that the nodes of one round share.
+        """Return the prefix of the keys in which the nodes of a round share user data.
 
         These keys are not below :attr:`prefix`, because leaders watch all keys below that prefix. A key of
         another job never has this prefix, because a ``%`` in a run id is escaped.
@@ -114,7 +116,7 @@ class Keys:
 
     @property
     def job_store(self) -> str:
-        """Prefix of the keys that all processes of a job share, independent of rounds.
+        """Prefix of the keys that all processes of a job share across rounds.
 
         For the workers' rendezvous, the prefix starts with :func:`workers_scope`, because the workers' token
         allows access only to keys below that prefix.
@@ -126,29 +128,29 @@ class Keys:
         return f"{self.dones}{round}/{group_rank}"
 
     def evidence(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the key under which a member stores its evidence for the diagnosis of a round."""
+        """Return the key under which a member stores its evidence for diagnosing a round."""
         return f"{self.evidences}{round}/{group_rank}"
 
 
 def agent_of(member: str) -> str:
-    """Return the name of the agent process of a member."""
+    """Return the name of the agent process to which a member belongs."""
     return member.rpartition("/")[0]
 
 
 def incarnation_of(member: str) -> int:
-    """Return the incarnation number of a member, which counts the registrations of its agent."""
+    """Return a member's incarnation number, which counts its agent's registrations."""
     return int(member.rpartition("/")[2])
 
 
 def is_member(name: str) -> bool:
-    """Return true if this component of a key is a valid member name. The check is necessary, because other
-    programs may write arbitrary keys.
+    """Return true if this key component is a valid member name. Other programs may write arbitrary keys, so
+    this is not guaranteed.
     """
     agent, _, incarnation = name.rpartition("/")
     return bool(agent) and number_of(incarnation) is not None
 
 
 def number_of(text: str) -> int | None:
-    """Parse a part of a key as a number. Return ``None`` if it is not a number in the format used here."""
+    """Parse a key component as a number. Return ``None`` if it is not a number in the format used here."""
     is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
     return int(text) if is_number and (text[0] != "0" or text == "0") else None

@@ -1,4 +1,4 @@
-"""Basic operations of a leader: set timers, and write under guard conditions.
+"""Basic operations of the leader: setting timers, and writing under guard conditions.
 
 - **LEADER-1** A leader makes one decision at a time. It makes no decision while one of its writes is
   unanswered, or while the write has not reached its own view of the store.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def forget_timers(member: Member, leader: Leader) -> None:
-    """Cancel all timers that belong to the previous state of the job."""
+    """Cancel all timers that were set in the previous state of the job."""
     for name, fired in leader.timers.items():
         if not fired:
             member.disarm(name)
@@ -37,8 +37,8 @@ def forget_timers(member: Member, leader: Leader) -> None:
 
 
 def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
-    """Return true if this number of seconds has passed since this function was first called with this name in
-    the current state of the job. The first call sets a timer with this name.
+    """Return true if ``seconds`` have passed since the first call with this name in the current state of the
+    job. The first call sets a timer with this name.
     """
     timer = _timer(leader, name)
     if timer not in leader.timers:
@@ -48,7 +48,7 @@ def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> boo
 
 
 def forget(member: Member, leader: Leader, name: str) -> None:
-    """Cancel a timer because the reason for it no longer applies."""
+    """Cancel a timer, because the reason for setting it no longer exists."""
     timer = _timer(leader, name)
     if timer in leader.timers and not leader.timers.pop(timer):
         member.disarm(timer)
@@ -62,7 +62,7 @@ def _timer(leader: Leader, name: str) -> str:
 
 
 def guards(member: Member, view: View) -> list[Compare]:
-    """Return the conditions that every write of the leader requires."""
+    """Return the conditions that guard every write of the leader."""
     registration, keys = member.registered, member.keys
     assert registration is not None
     return [
@@ -74,8 +74,8 @@ def guards(member: Member, view: View) -> list[Compare]:
 def write(
     member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
 ) -> None:
-    """Send a write. The leader makes no decision before the reply has arrived. ``compares`` are conditions in
-    addition to the guards.
+    """Send a write. The leader makes no decisions until the reply arrives. ``compares`` are additional
+    conditions besides the guards.
     """
     leader.sent_at = view.revision
     leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)
@@ -96,5 +96,5 @@ def close(member: Member, leader: Leader, view: View, closed: Head, alive: Seque
 
 
 def here(member: Member, alive: Sequence[str]) -> list[Compare]:
-    """Return conditions that hold only while these members are registered."""
+    """Return conditions that are true only while all of these members are registered."""
     return [Exists(member.keys.node(each)) for each in alive]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Leader(Record):
-    """State of an agent while it leads the job.
+    """State that an agent keeps while it leads the job.
 
     Args:
         view: the leader's view of the store; ``None`` until the snapshot of the store has arrived.
@@ -50,20 +50,22 @@ class Leader(Record):
     told_damaged: int = 0
 
     def is_free(self) -> bool:
-        """Return true if the leader may make a decision: all its writes are answered and are in its view."""
+        """Return true if the leader may make a decision, because all of its writes were answered and are
+        reflected in its view.
+        """
         is_settled = self.view is not None and self.view.revision >= self.wait_for
         return is_settled and self.pending is None and not self.stalled
 
     def answered(self, reply: Reply) -> bool:
-        """Handle the reply to a write. Return true if the next decision was waiting for this reply."""
+        """Handle the reply to a write. Return true if the leader's next decision was waiting for it."""
         if self.pending != reply.tag:
             return False
         self.pending = None
         if reply.ok:
             self.wait_for = reply.revision
         else:
-            # The write was rejected because of a change that the view does not contain yet. Wait for any
-            # change of the watched prefix. Do not wait until the view reaches the revision of the reply,
-            # because that revision may be a change of another job, which this leader does not watch.
+            # The write was rejected because of a change that is not in the view yet. Wait for any change
+            # below the watched prefix. Do not wait for the reply's revision, because it may belong to another
+            # job, which this leader does not watch.
             self.stalled = self.view is None or self.view.revision <= self.sent_at
         return True

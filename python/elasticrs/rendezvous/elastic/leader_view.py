@@ -1,4 +1,4 @@
-"""The leader's view of the store. The cost of updating it does not depend on the number of agents.
+"""The leader's view of the store. The cost of an update does not depend on the number of agents.
 
 - **VIEW-1** The view contains every key of the job as of :attr:`View.revision`.
 - **VIEW-2** The derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) always match their definitions.
@@ -84,7 +84,7 @@ class View:
 
     @property
     def round(self) -> int:
-        """Number of the last round; 0 before the first round."""
+        """Number of the most recent round; 0 before the first round."""
         return self.head.round if self.head else 0
 
     @property
@@ -93,11 +93,11 @@ class View:
 
     @property
     def forms(self) -> list[str]:
-        """Names of the proposals whose tables of members are in the store."""
+        """Names of the proposed rounds whose member tables are in the store."""
         return list(self._tables)
 
     def apply(self, revision: int, changes: Iterable[Entry]) -> None:
-        """Apply the changes of one store revision."""
+        """Apply the changes that belong to one store revision."""
         before = self.round, self.head.form if self.head else ""
         touched = [member for change in changes for member in self._take(change)]
         self.revision = revision
@@ -108,19 +108,19 @@ class View:
             self._refresh(member)
 
     def evidence_of(self, group_rank: int) -> bytes | None:
-        """Return the evidence that a member of the current round has written for the round's diagnosis.
-        Return ``None`` if the member has written none.
+        """Return the evidence that a member has written for diagnosing the current round; ``None`` if it has
+        not written any.
         """
         return self._evidences.get((self.round, group_rank))
 
     @property
     def has_evidence(self) -> bool:
-        """True if at least one node has written evidence for the diagnosis of the current round."""
+        """True if at least one node has written evidence for diagnosing the current round."""
         return any(number == self.round for number, _ in self._evidences)
 
     def holds(self, member: str) -> bool:
-        """Return true if a member may still have workers: its last slot was for a round that has started, and
-        the member has not reported since then that it is idle.
+        """Return true if a member may still have workers. This is the case if the round of its last slot has
+        started, and it has not reported itself idle since then.
 
         Use the member's own slot and not the last table of members, because a round may have been formed
         without a slow member that still has workers of an earlier round.
@@ -131,13 +131,13 @@ class View:
         return 0 < given <= self.round and self.nodes[member].idle < given
 
     def is_excluded(self, member: str) -> bool:
-        """Return true if a registered member has been excluded from the job."""
+        """Return true if this registered member has been excluded from the job."""
         return bool(self.nodes[member].serves_only) or agent_of(member) == self._excluded_agent
 
     # --- reading keys ---
 
     def _take(self, entry: Entry) -> Iterable[str]:
-        """Apply the change or deletion of one key. Return members whose derived state may have changed."""
+        """Apply the change or deletion of one key. Return the members whose derived state may be affected."""
         kind, _, name = entry.key[len(self._keys.prefix) :].partition("/")
         if kind == "nodes" and is_member(name):
             return self._take_node(name, entry)
@@ -218,7 +218,7 @@ class View:
             if not chunks:
                 del self._tables[form]
         elif index not in chunks:
-            # Ignore later writes, because a leader writes each part of a table only once.
+            # A leader writes each part of a table only once, so ignore later writes.
             try:
                 chunks[index] = table_of(entry.value)
             except DamagedError as error:

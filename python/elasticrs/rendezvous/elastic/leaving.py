@@ -1,5 +1,5 @@
-"""Leave the job. An agent leaves if a signal asks it to drain its node, if its workers are stuck, if it ends
-the job, or if the job was closed.
+"""Leave the job. An agent leaves to drain its node after a signal, because its workers are stuck, to end the
+job, or because the job was closed.
 
 - **LEAVE-1** The other nodes are notified immediately, before the workers of this node have stopped.
 - **LEAVE-2** A member that has written its farewell cannot take part in further rounds, and does not count as
@@ -24,7 +24,7 @@ MAX_REASON = 256
 
 
 def leave(member: Member, event: Leave) -> None:
-    """Handle a request for this agent to leave the job, or a request to close the job for all nodes."""
+    """Handle a request to leave the job with this agent, or to close the job for all nodes."""
     if member.phase is Phase.EXIT:
         return
     reason = cut(event.reason, MAX_REASON)
@@ -35,7 +35,9 @@ def leave(member: Member, event: Leave) -> None:
 
 
 def leave_with(member: Member, outcome: Outcome) -> None:
-    """Leave the job with this outcome: end the current round, write the farewell, and stop the workers."""
+    """Leave the job with this outcome. This ends the current round, writes the farewell key, and stops the
+    workers.
+    """
     member.leave_with(outcome)
     registration = member.registered
     if registration is None:
@@ -45,7 +47,7 @@ def leave_with(member: Member, outcome: Outcome) -> None:
     member.arm("leave", member.settings.close_timeout)
     reason = outcome.message or outcome.kind
     if member.workers is not None and member.runs(member.workers.round):
-        # End the round before the workers have stopped, so that the other nodes can react at once.
+        # End the round before the workers have stopped, so that the other nodes can react immediately.
         farewell = _farewell(member, registration, reason)
         member.end_round(Purpose.END_ROUND, {"kind": "left", "message": reason}, None, farewell)
     else:
@@ -54,8 +56,8 @@ def leave_with(member: Member, outcome: Outcome) -> None:
 
 
 def round_ended(member: Member, reply: Reply) -> None:
-    """Handle the reply to the request that ends the current round. If another node has already ended the
-    round, write only the farewell.
+    """Handle the reply to the request to end the current round. If another node has already ended it, only
+    the farewell key remains to be written.
     """
     if reply.ok:
         farewell_known(member)
@@ -63,7 +65,7 @@ def round_ended(member: Member, reply: Reply) -> None:
     registration = member.registration
     outcome = None if member.leaving is None else member.leaving.outcome
     if registration is not None and outcome is not None:
-        # Write only the farewell, because another node has already ended the round.
+        # Another node has already ended the round, so write only the farewell key.
         _say_farewell(member, registration, outcome.message or "")
 
 
@@ -77,15 +79,17 @@ def _farewell(member: Member, registration: Registration, reason: str) -> Put:
 
 
 def farewell_known(member: Member) -> None:
-    """Record that the farewell is in the store, or that the store no longer has this agent's registration."""
+    """Record that the farewell key is in the store. Also called if the store no longer has this agent's
+    registration, which makes the key unnecessary.
+    """
     if member.leaving is not None:
         member.leaving.is_known = True
     go_on(member)
 
 
 def go_on(member: Member) -> None:
-    """Exit if no workers remain and the farewell is in the store. Do not wait for the farewell if the store
-    has not answered in time.
+    """Exit once no workers are left and the farewell key is in the store. If the store does not respond in
+    time, do not wait for the key.
     """
     leaving = member.leaving
     if member.workers is not None or leaving is None or member.phase is Phase.EXIT:
@@ -97,7 +101,7 @@ def go_on(member: Member) -> None:
 
 
 def timeout(member: Member) -> None:
-    """Record that the store has not answered in time, and exit if no workers remain."""
+    """Record that the store has not responded in time. Exit if no workers are left."""
     if member.leaving is not None:
         member.leaving.is_overdue = True
     go_on(member)
@@ -122,7 +126,7 @@ def _close_job(member: Member, reason: str) -> None:
 
 
 def abort(member: Member, link: Link) -> None:
-    """Close the job, whatever its state is, unless it is already closed (transaction T10)."""
+    """Close the job in whatever state it is, unless it is already closed (transaction T10)."""
     _abort_from(member, link.head, link.head_revision)
 
 
@@ -138,9 +142,8 @@ def _abort_from(member: Member, head: Head | None, revision: int) -> None:
 
 
 def aborted(member: Member, reply: Reply) -> Entry | None:
-    """Handle the reply to the request that closes the job (transaction T10). Retry if the state of the job
-    had changed in the meantime. Return the entry with the state of the job if the job is closed;
-    otherwise ``None``.
+    """Handle the reply to the request to close the job (transaction T10), and retry if the job's state has
+    changed in the meantime. Return the entry with the job's state if the job is closed; otherwise ``None``.
     """
     entry = reply.entry(-1)
     head = None if entry is None else Head.read(entry)
@@ -154,7 +157,7 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 
 
 def outcome_of(member: Member, head: Head) -> Outcome:
-    """Return the outcome of a closed job for this agent."""
+    """Return what the outcome of a closed job means for this agent."""
     own = None if member.leaving is None else member.leaving.outcome
     if own is not None and own.kind in ("stuck", "excluded"):
         return own

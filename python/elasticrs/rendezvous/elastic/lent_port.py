@@ -1,5 +1,5 @@
-"""Share one port between the rendezvous store and the workers' store. During a round, the workers' store uses
-the port.
+"""Share a single port between the rendezvous store and the workers' store. The workers' store uses it during
+a round.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ _TICK, _SLOW_TICK = 0.05, 1.0
 
 
 class LentPort:
-    """Port of a rendezvous store that this process hosts. It can be lent to the workers' store. While it is
-    lent, existing connections to the rendezvous store stay open. If another process hosts the store, lending
-    does nothing.
+    """Port of a rendezvous store hosted by this process. While the port is lent to the workers' store, the
+    rendezvous store keeps its existing connections. If another process hosts the store, lending does nothing.
     """
 
     __slots__ = ("_deadline", "_is_lent", "_meeting_point", "trouble")
@@ -31,7 +30,9 @@ class LentPort:
         self.trouble = ""
 
     def lend(self) -> bool:
-        """Lend the port. Return true on success; otherwise :attr:`trouble` contains the reason."""
+        """Lend the port to the workers. Return true on success; otherwise, :attr:`trouble` contains the
+        reason.
+        """
         if not self.take_back():
             return False
         if self._meeting_point.hosts:
@@ -40,7 +41,9 @@ class LentPort:
         return True
 
     def take_back(self) -> bool:
-        """Take the port back. Return true on success; otherwise :attr:`trouble` contains the reason."""
+        """Take the port back from the workers. Return true on success; otherwise, :attr:`trouble` contains
+        the reason.
+        """
         if self._is_lent:
             try:
                 self._meeting_point.listen_again()
@@ -54,10 +57,10 @@ class LentPort:
 
     @property
     def is_overdue(self) -> bool:
-        """True if the port has been in use for so long that another program must have taken it."""
+        """True if the port has been occupied for so long that another program must be using it."""
         return self._deadline is not None and now() >= self._deadline
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next attempt to take the port back."""
+        """Seconds to wait before trying again to take the port back."""
         return _SLOW_TICK if self.is_overdue else _TICK

@@ -1,4 +1,4 @@
-"""State machine of the elastic rendezvous for one agent. It is a pure function, without I/O, clock or
+"""State machine of the elastic rendezvous for one agent. It is a pure function without I/O, clocks or
 randomness.
 
 :func:`step` takes a state and an event, and returns the state and the actions that the caller has to execute
@@ -48,7 +48,7 @@ __all__ = ["Member", "Phase", "step"]
 
 
 def step(member: Member, event: Event, now: int = 0) -> tuple[Member, list[Action]]:
-    """Handle one event. Return the new state of this agent, and the actions to execute in order.
+    """Handle one event. Return this agent's new state, and the actions to execute in order.
 
     Args:
         member: state of this agent. It is modified in place, so the caller must use only the returned state
@@ -89,7 +89,7 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
             text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
             leaving.leave_with(member, Outcome("failed", text))
         case messages.StoreHosted():
-            # The agent now hosts the store. It is not yet connected, so only its description changes.
+            # The agent now hosts the store but is not connected to it yet, so only update its description.
             member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
         case messages.Leave():
             leaving.leave(member, event)
@@ -129,8 +129,8 @@ def _changes(member: Member, event: Changes) -> None:
 
 
 def _snapshot(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Handle the snapshot of all keys of the job that a new leader has requested. It may also contain changes
-    that concern this member.
+    """Handle the snapshot of all the job's keys, which a new leader has requested. It may also contain
+    changes that concern this agent as a member.
     """
     entries = {entry.key: entry for entry in reply.entries()}
     joining.job_seen(member, link, entries.get(member.keys.job))
@@ -145,8 +145,7 @@ def _take_in(member: Member, link: Link, registration: Registration, entries: It
     for change in entries:
         key = change.key
         if member.registration is not registration:
-            # Ignore the remaining changes, because this registration was dropped while an earlier change was
-            # handled.
+            # Ignore the remaining changes, because handling an earlier change has dropped this registration.
             return
         if key == keys.head:
             rounds.take_head(member, link, change)
@@ -160,7 +159,9 @@ def _take_in(member: Member, link: Link, registration: Registration, entries: It
 
 
 def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of cases
-    """Dispatch a reply by the purpose of its request. Ignore replies to requests of an earlier connection."""
+    """Dispatch a reply according to the purpose of its request. Ignore replies to requests from an earlier
+    connection.
+    """
     link = member.link
     if link is None:
         return
@@ -231,7 +232,7 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
 
 
 def _store_port(member: Member, port: int) -> None:
-    """Record the port of a new listener for the workers' store, and announce it to the other nodes."""
+    """Record the port of a new listener for the workers' store, and announce the port to the other nodes."""
     listener, link = member.listener, member.link
     if member.rendezvous.master_port is not None:
         return

@@ -1,4 +1,4 @@
-"""Session of this agent with the rendezvous store, and the store itself if this agent hosts it.
+"""Session between this agent and the rendezvous store, and the store itself if this agent hosts it.
 
 This module performs I/O and leaves the decisions to other modules.
 """
@@ -79,12 +79,14 @@ _BEFORE_MEETING = ("refused", "unreachable")
 
 
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
-    """Raised if this agent cannot host the store, although the user requires it. The message explains why."""
+    """Raised if this agent cannot host the store, although the user requires it. The message gives the reason
+    to the user.
+    """
 
 
 class Home(Record):
-    """State that is kept between the runs of an agent. If the agent hosts the store, the store stays open and
-    contains the jobs of all runs.
+    """State that an agent keeps between runs. If the agent hosts the store, the store stays open and contains
+    the jobs of all runs.
     """
 
     runs: int = 0
@@ -92,16 +94,14 @@ class Home(Record):
     etcd: EtcdHost | None = None
 
     def is_needed(self) -> bool:
-        """Return true if other agents may still use the store that is hosted here. Call :meth:`leave`
-        first.
-        """
+        """Return true if other agents may still be using the store hosted here. Call :meth:`leave` first."""
         if self.etcd is not None:
             self.etcd.take()
             return self.etcd.fd is not None
         return self.server is not None and self.server.sessions() > 0
 
     def leave(self) -> None:
-        """Announce that this agent will not run again."""
+        """Announce that this agent will not start another run."""
         if self.etcd is not None:
             self.etcd.leave("succeeded")
 
@@ -114,7 +114,7 @@ class Home(Record):
 
 
 class MeetingPoint:
-    """Connection of an agent to the rendezvous store. It has at most one session at a time.
+    """An agent's connection to the rendezvous store. It has at most one session at a time.
 
     Args:
         rendezvous: description of the rendezvous, including the address of the store.
@@ -141,8 +141,8 @@ class MeetingPoint:
         self._home = home
         self.job = rendezvous.job or rendezvous.run_id
         """Name of the job in the store."""
-        # Name of the job whose lease holds long-lived keys in etcd. Workers use the name of their own job,
-        # because they have no permission to attach keys to the agents' lease.
+        # Name of the job to whose lease long-lived keys in etcd are attached. Workers use their own job's
+        # name, because they may not attach keys to the agents' lease.
         self._lasting = self.job
         if home is not None:
             home.runs += 1
@@ -159,14 +159,14 @@ class MeetingPoint:
         self._foreign_since: float | None = None
         self._clock = Clock(0, None)
         self._shared: Store | None = None
-        # With ``static``, open the shared store before the round starts, because during a round the port is
-        # lent to the workers and does not accept new connections to the rendezvous store.
+        # With ``static``, open the shared store before the round starts. During the round, the workers use
+        # the port, so the rendezvous store cannot accept new connections.
         self._shares_early = rendezvous.is_static and (home is not None or supervisor is None)
 
     @staticmethod
     def _ask(question: Callable[[], Any], seconds: float | None) -> Any:
-        """Call a function that may block. Return its result, or ``None`` if it takes longer than this number
-        of seconds.
+        """Call a function that may block, and return its result; ``None`` if it takes longer than ``seconds``
+        seconds.
         """
         asked = Asked(question)
         try:
@@ -181,25 +181,25 @@ class MeetingPoint:
 
     @property
     def doubt(self) -> str | None:
-        """Warning to the user about hosting the store on this machine; ``None`` if there is none."""
+        """Warning for the user about hosting the store on this machine; ``None`` if there is nothing to warn
+        about.
+        """
         return self._hosting.doubt
 
     @property
     def fd(self) -> int | None:
-        """File descriptor that is readable when :meth:`take` has events to return; ``None`` without a
-        session.
-        """
+        """File descriptor that becomes readable when :meth:`take` has events; ``None`` without a session."""
         return self._session.fd if self._session is not None else None
 
     @property
     def etcd_fd(self) -> int | None:
-        """File descriptor that is readable when :meth:`take_from_etcd` should be called; ``None`` if no etcd
-        member is hosted here.
+        """File descriptor that is readable when :meth:`take_from_etcd` has to be called; ``None`` if this
+        agent does not host an etcd member.
         """
         return self._etcd.fd if self._etcd is not None else None
 
     def take_from_etcd(self) -> list[tuple[str, str]]:
-        """Return new messages from the program that runs etcd, and restart that program if it has failed.
+        """Return new messages from the program that runs etcd. Restart the program if it has failed.
 
         See :meth:`.etcd_host.EtcdHost.take`.
         """
@@ -226,7 +226,7 @@ class MeetingPoint:
         return self._clock
 
     def host_if_possible(self) -> None:
-        """Serve the store if this agent may host it and the port is free.
+        """Serve the store, if this agent may host it and the port is free.
 
         Raises:
             CannotHost: this agent cannot host the store, although the user requires it.
@@ -241,19 +241,18 @@ class MeetingPoint:
         settings, listen = self._rendezvous.settings, self._hosting.listen
         try:
             self._server = Server(
-                # An empty host tells the server to listen on all interfaces, IPv4 and IPv6.
+                # An empty host makes the server listen on all IPv4 and IPv6 interfaces.
                 [("" if address == hosting.ANY_ADDRESS[0] else address, port) for address, port in listen],
                 run_id=self._rendezvous.run_id,
                 token=settings.token,
                 max_connections=self._rendezvous.max_connections,
-                # With a `Home`, do not use the supervisor, because the server may have to outlive the
-                # supervisor.
+                # With a `Home`, do not run the server in the supervisor, because the server may outlive it.
                 supervisor=self._supervisor if self._home is None else None,
             )
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
-                # Become a client, because another agent of this machine probably hosts the store. If it is
-                # another program that uses the port, the attempt to connect will fail.
+                # Another agent on this machine probably hosts the store, so become a client. If an unrelated
+                # program uses the port, connecting will fail.
                 return
             option, other = "--rdzv-endpoint HOST:PORT", ""
             if self._rendezvous.is_static:
@@ -273,8 +272,8 @@ class MeetingPoint:
         self._watch_etcd()
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
-        """Start to connect. The result, :class:`Connected` or :class:`ConnectionLost`, is later returned by
-        :meth:`take`.
+        """Start to connect. :meth:`take` returns the result later, as a :class:`Connected` or
+        :class:`ConnectionLost` event.
 
         Until the first successful connection, every attempt except the first one checks again whether this
         agent hosts the store. Returns a :class:`ConnectionLost` if the attempt fails immediately.
@@ -285,8 +284,8 @@ class MeetingPoint:
         """
         self.disconnect()
         if self._supervisor is not None:
-            # Let the nursery release its connection for the lost session, because no workers of that session
-            # are running anymore.
+            # Let the nursery (the process that forks workers) release its connection for the lost session,
+            # because none of that session's workers are running anymore.
             self._supervisor.release_connection()
         if self._may_decide_again and self._server is None and self._rendezvous.etcd is None:
             question = partial(hosting.decide_again, self._hosting, self._rendezvous, self._resolver)
@@ -302,8 +301,8 @@ class MeetingPoint:
                 self.close_shared_store()
                 self._shared = self._open_store("")
             except DistNetworkError:
-                # Ignore the error. The agent's own connection is opened next, and reports the reason if it
-                # fails as well.
+                # Ignore the error. If the agent's own connection, which is opened next, fails as well, it
+                # reports the reason.
                 self._shared = None
         if (obstacle := self._obstacle()) is not None:
             return obstacle
@@ -316,8 +315,8 @@ class MeetingPoint:
         return None
 
     def _obstacle(self) -> ConnectionLost | None:
-        """If the agents host etcd, return the reason why a session with etcd must not start now; ``None`` if
-        it may start.
+        """If the agents host etcd, return the reason why this agent must not open a session yet; ``None`` if
+        there is no such reason.
 
         A session must not start if an endpoint is used by another job's etcd. It must also not start before
         the members require the job's password, because the session would be lost at that moment.
@@ -336,12 +335,13 @@ class MeetingPoint:
             try:
                 gateway = Gateway(etcd.files, etcd.password)
             except OSError:
-                # Allow the session to start, because it will report which certificate or key file is invalid.
+                # Let the session start anyway, because it will report which certificate or key file is
+                # invalid.
                 return True
             seat = gateway.find_foreign(etcd.seats, label, seconds)
             if seat is not None:
-                # Report another job's etcd as a final error only if it keeps responding, because it may
-                # belong to an earlier job and be about to exit.
+                # Report another job's etcd as a final error only if it keeps responding. It may be left over
+                # from an earlier job and about to exit.
                 since = self._foreign_since = self._foreign_since or time.monotonic()
                 kind = "not_ours" if time.monotonic() - since > _DOUBT else "refused"
                 return ConnectionLost(kind, foreign(shown_endpoint(seat.host, seat.port)))
@@ -379,7 +379,7 @@ class MeetingPoint:
             interval=settings.keep_alive_interval,
             attempts=settings.keep_alive_max_attempt,
             connect_timeout=settings.connect_timeout,
-            # Set no stall timeout for an agent that polls, because it may be busy with its workers for a long
+            # Set no stall timeout for an agent that polls, because its workers may keep it busy for a long
             # time between two calls.
             stall_timeout=settings.stall_timeout if supervisor is not None else None,
             supervisor=supervisor,
@@ -390,7 +390,7 @@ class MeetingPoint:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Host and port of elasticrs's own store, for clients on this machine."""
+        """Host and port of elasticrs's own store for clients on this machine."""
         if self._server is None:
             return self._rendezvous.host, self._rendezvous.port
         address = self._hosting.listen[0][0]
@@ -399,7 +399,7 @@ class MeetingPoint:
         return address, self._server.port
 
     def disconnect(self) -> None:
-        """Close the connection. Events that have not been taken are dropped."""
+        """Close the connection, and drop all events that were not taken yet."""
         if self._session is not None:
             if self._supervisor is not None:
                 self._supervisor.unwatch_fd(self._session.fd)
@@ -408,19 +408,19 @@ class MeetingPoint:
             self._session = None
 
     def take(self) -> list[StoreEvent]:
-        """Return the events that have arrived from the store since the last call. Never blocks."""
+        """Return the events that have arrived from the store since the previous call. Never blocks."""
         if self._session is None:
             return []
         events: list[StoreEvent] = []
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
-                # Decide again about hosting only if the client's own thread could resolve the name.
-                # Otherwise, a name lookup in this thread might block for a long time.
+                # Reconsider hosting only if the client's thread could resolve the name, because the name
+                # lookup would otherwise block this thread for a long time.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
                 # The port accepts connections now, but the shared store could not be opened earlier. Start
-                # over, because both connections are needed.
+                # over, because the agent needs both connections.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:
@@ -429,13 +429,13 @@ class MeetingPoint:
         return events
 
     def wait(self, timeout: float | None) -> bool:
-        """Block until :meth:`take` has events to return, for callers without an event loop that watches
-        :attr:`fd`. Return false if the timeout elapses first, or if there is no session.
+        """Block until :meth:`take` has events to return. Return false if the timeout elapses first or if
+        there is no session. This is for callers whose event loop does not watch :attr:`fd`.
         """
         return self._session is not None and self._session.wait(timeout)
 
     def this_agent(self, *, role: str, nproc: int, policy: RestartSettings) -> ThisAgent:
-        """Return the description of this agent and its workers for the state machine."""
+        """Return the description of this agent and its workers that the state machine uses."""
         member = self._rendezvous.member
         return ThisAgent(
             self.job,
@@ -450,13 +450,13 @@ class MeetingPoint:
         )
 
     def fallback_address(self) -> str | None:
-        """Return the address at which other machines can reach this node. It is used if this node's
-        connection to the store has a loopback address. ``None`` if there is no such address.
+        """Return the address at which other machines can reach this node; ``None`` if there is none. It is
+        needed if this node's connection to the store uses a loopback address.
         """
         if self._hosting is self._found.hosting:
             return self._found.fallback
         # This call does not block. It looks up names only if the user has decided which agent hosts the
-        # store, and such a decision is never changed.
+        # store, and then the decision never changes.
         return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
     def _explained(self, lost: ConnectionLost) -> str:
@@ -474,7 +474,7 @@ class MeetingPoint:
         return lost.message if todo is None else f"{lost.message}; {todo}"
 
     def _hint(self, kind: str) -> str:
-        """Return advice to the user about the loss of a connection to etcd, or an empty string."""
+        """Return advice for the user about a lost connection to etcd. The advice may be empty."""
         etcd = self._rendezvous.etcd
         assert etcd is not None
         todo = _REMEDIES_OF_ETCD.get(kind, "")
@@ -484,15 +484,15 @@ class MeetingPoint:
         return todo.format(prefix=etcd.prefix, most=most, seats=seats)
 
     def send(self, request: Request) -> None:
-        """Send a request. Without a session the request is dropped, because the loss of the session is
-        reported anyway.
+        """Send a request. Drop it if there is no session, because the loss of the session is reported
+        separately.
         """
         if self._session is not None:
             self._session.send(request)
 
     def leave(self, outcome: str) -> None:
-        """If an etcd member is hosted here, close this agent's session, and tell the program that runs the
-        member that this agent will exit. The program waits until all sessions are closed.
+        """If this agent hosts an etcd member, close the agent's session and tell the member's program that
+        the agent is about to exit. The program keeps running until all sessions are closed.
         """
         if self._etcd is not None:
             self.close_shared_store()
@@ -500,7 +500,7 @@ class MeetingPoint:
             self._etcd.leave(outcome)
 
     def is_needed(self) -> bool:
-        """Return true if other agents still use the store that is hosted here. Call :meth:`leave` first."""
+        """Return true if other agents are still using the store hosted here. Call :meth:`leave` first."""
         if self._etcd is not None:
             return self._etcd.fd is not None
         if self._server is None:
@@ -509,8 +509,8 @@ class MeetingPoint:
         return self._server.sessions() > own
 
     def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
-        """Open a store for user data that the nodes of a round share. It has its own connection. The shared
-        store of an earlier round is closed.
+        """Open a store in which the nodes of a round share user data. It uses a separate connection. The
+        shared store of the previous round is closed.
 
         With ``static``, the connection was already opened before the round and is used for all rounds, so
         nothing is closed. Keys that were set in other rounds are not visible.
@@ -526,7 +526,7 @@ class MeetingPoint:
         return self._shared
 
     def open_job_store(self) -> Store:
-        """Open a store that all processes of the job share, independent of rounds. The caller closes it.
+        """Open a store that all processes of the job share across rounds. The caller has to close it.
 
         Raises:
             DistNetworkError: the store cannot be reached.
@@ -552,13 +552,13 @@ class MeetingPoint:
         )
 
     def close_shared_store(self) -> None:
-        """Close the store that :meth:`open_shared_store` has opened. Idempotent."""
+        """Close the store that :meth:`open_shared_store` opened. Idempotent."""
         if self._shared is not None:
             self._shared.close()
             self._shared = None
 
     def stop_listening(self) -> None:
-        """Stop accepting connections, so that the port can be lent. Existing connections stay open."""
+        """Stop accepting connections, so that workers can use the port. Existing connections stay open."""
         if self._server is not None:
             self._server.stop_listening()
 
@@ -573,11 +573,11 @@ class MeetingPoint:
 
     @property
     def may_stay(self) -> bool:
-        """True if the store can stay open after this session ends, for another run of this agent."""
+        """True if the store can stay open after this session, for the agent's next run."""
         return self._home is not None
 
     def close(self, *, stays: bool = False) -> None:
-        """Close the connections, and close the store unless it stays open for the next run
+        """Close all connections. Also close the store, unless it stays open for the next run
         (:attr:`may_stay`). Idempotent.
         """
         self.close_shared_store()
@@ -594,5 +594,5 @@ class MeetingPoint:
 
 
 def node_name() -> str:
-    """Return the name of this node, which is used in messages and for the order of ranks."""
+    """Return this node's name, which is used in messages and to determine the order of ranks."""
     return os.uname().nodename

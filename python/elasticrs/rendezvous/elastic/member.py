@@ -1,4 +1,4 @@
-"""State of one agent in the rendezvous, and its basic operations.
+"""State of one agent in the rendezvous, with its basic operations.
 
 Parts of the state that exist only temporarily are separate objects, and ``None`` otherwise: a :class:`Link`
 while there is a connection, and in it a :class:`Registration`; :class:`Workers` while this node may have
@@ -47,7 +47,7 @@ class Phase(Enum):
 
 
 class Purpose(Enum):
-    """Purpose of a request to the store. It determines the function that handles the reply; see
+    """Purpose of a request to the store, which determines the function that handles the reply. See
     :mod:`~.machine`.
     """
 
@@ -73,7 +73,7 @@ class Purpose(Enum):
 
 
 class Registration(Record):
-    """Registration of this agent, and the slot that the leader has assigned to it.
+    """Registration of this agent, including the slot that the leader has assigned to it.
 
     Args:
         member: name of the registration.
@@ -99,7 +99,7 @@ class Registration(Record):
 
 
 class Link(Record):
-    """Connection to the store, and the data that have been received over it.
+    """Connection to the store, including the data received over it.
 
     Args:
         purposes: purpose of each request that is not answered yet, by tag.
@@ -116,7 +116,8 @@ class Link(Record):
 
 
 class Joining(Record):
-    """State that an agent needs to connect to the store and to join the job, kept across connections.
+    """State that an agent needs for connecting to the store and joining the job. It is kept across
+    connections.
 
     Args:
         begun: time at which the agent started to join, on the store's wall clock in nanoseconds; ``None``
@@ -155,12 +156,12 @@ class Joining(Record):
     told_of_port: bool = False
 
     def seen(self, revision: int) -> None:
-        """Record that the store has reached this revision."""
+        """Record that the store has reached at least this revision."""
         self.revision = max(self.revision, revision)
 
 
 class Listener(Record):
-    """Listener for the workers' store of the next round.
+    """Listener that is reserved for the workers' store of the next round.
 
     Args:
         port: port of the listener; ``None`` until it is bound.
@@ -175,8 +176,8 @@ class Listener(Record):
 
 
 class Workers(Record):
-    """Workers of a round that may be running on this node. ``is_stopping`` is true once this agent has told
-    the workers to stop.
+    """Workers of one round that may be running on this node. ``is_stopping`` is true once this agent has told
+    them to stop.
     """
 
     round: int
@@ -184,7 +185,7 @@ class Workers(Record):
 
 
 class Done(Record):
-    """State of a node whose workers have finished while the round is still running.
+    """State of a node whose workers have finished before the round has ended.
 
     Args:
         is_known: true once the store has recorded that the workers have finished.
@@ -196,7 +197,7 @@ class Done(Record):
 
 
 class RoundAge(Record):
-    """Data from which this agent determines if the last round was short.
+    """Data from which this agent determines whether the last round was short.
 
     Args:
         seen: last round whose start this agent has seen.
@@ -211,23 +212,21 @@ class RoundAge(Record):
 
 
 class OwnFailure(Value):
-    """Last failure on this node, with the number of the round and, if it is known, the cause."""
+    """Last failure on this node: the number of the round and, if known, the cause."""
 
     round: int
     cause: Cause | None
 
 
 class OwnEvidence(Value):
-    """Evidence that this node has gathered for the diagnosis of a round, but has not yet written to the
-    store.
-    """
+    """Evidence for the diagnosis of a round that this node has gathered but not yet written to the store."""
 
     round: int
     content: bytes
 
 
 class FoundUnfit(Value):
-    """Result of a check that found this node unfit: the last round before the check, and the reason."""
+    """Result of a check that found this node unfit: the last round before the check and the reason."""
 
     round: int
     reason: str
@@ -319,35 +318,41 @@ class Member:
 
     @property
     def registration(self) -> Registration | None:
-        """Registration that was requested over the current connection; ``None`` if there is none."""
+        """Registration that this agent has requested over the current connection; ``None`` if it has not
+        requested one.
+        """
         return None if self.link is None else self.link.registration
 
     @property
     def registered(self) -> Registration | None:
-        """Registration that the store has confirmed over the current connection; ``None`` before that."""
+        """Registration that the store has confirmed over the current connection; ``None`` if it is not
+        confirmed yet.
+        """
         registration = self.registration
         return registration if registration is not None and registration.create_revision else None
 
     @property
     def leader(self) -> Leader | None:
-        """State of this agent as the leader; ``None`` while it does not lead."""
+        """State of this agent as leader; ``None`` if it is not the leader."""
         registration = self.registration
         return None if registration is None else registration.leader
 
     @property
     def head(self) -> Head | None:
-        """State of the job, as last received over the current connection; ``None`` before that."""
+        """State of the job that was last received over the current connection; ``None`` if none has been
+        received yet.
+        """
         return None if self.link is None else self.link.head
 
     @property
     def more_lease(self) -> float:
-        """Seconds by which the lease that the store has granted exceeds the lease time in the settings."""
+        """Seconds by which the lease granted by the store is longer than the lease time in the settings."""
         return max(0.0, self.joining.ttl - self.settings.ttl)
 
     @property
     def patience(self) -> float:
-        """Seconds without a round after which this agent gives up by itself. A restart delay is waited for
-        twice, because another leader starts it again.
+        """Seconds without a new round after which this agent gives up. A restart delay is included twice,
+        because a new leader starts the delay again.
         """
         policy = self.agent.policy
         return self.settings.patience + 2 * max(policy.first_delay, policy.longest_delay)
@@ -355,11 +360,11 @@ class Member:
     # --- actions ---
 
     def do(self, action: Action) -> None:
-        """Add an action to the actions that the caller of the state machine has to execute."""
+        """Add an action for the caller of the state machine to execute."""
         self._actions.append(action)
 
     def take_actions(self) -> list[Action]:
-        """Return the actions that were added since the last call."""
+        """Return the actions that were added since the previous call."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -386,7 +391,7 @@ class Member:
         return tag
 
     def watch(self, purpose: Purpose, prefix: str, *, exact: bool = True) -> None:
-        """Watch a key, or all keys with a prefix if ``exact`` is false. The reply contains the existing
+        """Watch a key or, if ``exact`` is false, all keys with a prefix. The reply contains the existing
         keys.
         """
         self.do(Watch(self._ask(purpose), prefix, exact, True))
@@ -400,13 +405,13 @@ class Member:
     # --- common operations ---
 
     def runs(self, number: int) -> bool:
-        """Return true if the round with this number is running, according to the state of the job."""
+        """Return true if round ``number`` is running, according to the state of the job."""
         head = self.head
         return head is not None and head.state == "RUNNING" and head.round == number
 
     def node(self, cause: Cause | None = None) -> Node:
-        """Return the record of this agent's registration. ``cause`` is the cause of a failure on this node in
-        the last round whose workers have exited here.
+        """Return the record for this agent's registration. ``cause`` is the cause of a failure on this node,
+        in the most recent round whose workers have exited here.
         """
         agent, registration, unfit = self.agent, self.registration, self.found_unfit
         idle = 0 if registration is None else registration.idle
@@ -429,8 +434,8 @@ class Member:
     def end_round(
         self, purpose: Purpose, end: dict[str, Any], cause: Cause | None = None, *more: Operation
     ) -> None:
-        """End the running round, in which this agent takes part, unless another agent has already ended it
-        (transaction T2).
+        """End the round that is running and in which this agent takes part, unless another agent has already
+        ended it (transaction T2).
         """
         link, registration = self.link, self.registration
         assert link is not None
@@ -444,11 +449,11 @@ class Member:
         self.txn(purpose, compares, [self.put_head(ended), *more])
 
     def put_head(self, head: Head) -> Put:
-        """Return the operation that writes a new state of the job."""
+        """Return the operation that writes a new job state."""
         return Put(self.keys.head, head.encode(), False)
 
     def exists(self, registration: Registration) -> Exists:
-        """Return the condition that this registration still exists. A member makes its writes only under this
+        """Return the condition that this registration still exists. Every write of a member depends on this
         condition.
         """
         return Exists(self.keys.node(registration.member))
@@ -462,8 +467,8 @@ class Member:
         planned: bool = False,
         after_failure: bool = False,
     ) -> None:
-        """Stop the workers if there are any. If they are already being stopped, do nothing unless ``fenced``
-        is true, which requests SIGKILL.
+        """Stop the workers, if there are any. If they are already being stopped, repeat this only if
+        ``fenced`` is true, which requests SIGKILL.
         """
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):
@@ -472,7 +477,7 @@ class Member:
         self.do(Stop(workers.round, why, fenced, hung, planned, after_failure))
 
     def forget_connection(self) -> None:
-        """Discard the state of the old connection: requests, registration and leadership."""
+        """Discard the state that belongs to the old connection: requests, registration and leadership."""
         leader = self.leader
         if leader is not None:
             for name in leader.timers:
@@ -480,12 +485,12 @@ class Member:
         self.link = self.done = None
 
     def leave_with(self, outcome: Outcome) -> None:
-        """Make this agent leave the job, and set the outcome with which it exits."""
+        """Make this agent leave the job. ``outcome`` is the outcome with which it will exit."""
         self.leaving = self.leaving or Leaving()
         self.leaving.outcome = outcome
 
     def exit(self, outcome: Outcome) -> None:
-        """Disconnect and exit with this outcome. No further action follows."""
+        """Disconnect, and exit with this outcome. This is the last action."""
         if self.link is not None:
             self.do(Disconnect())
         self.forget_connection()

@@ -32,7 +32,7 @@ class Begin(Value):
 
 
 class StartFailed(Value):
-    """Event: the workers of this node could not be started, and all their processes have exited.
+    """Event: this node's workers could not be started, and all their processes have exited.
 
     Args:
         message: reason for the failure.
@@ -44,19 +44,19 @@ class StartFailed(Value):
 
 
 class WorkerFailed(Value):
-    """Event: a worker of this node has failed. Other workers may still be running. ``time_ns`` in the cause
-    is a time on the store's wall clock.
+    """Event: a worker on this node has failed. Other workers may still be running. The cause's ``time_ns``
+    refers to the store's wall clock.
     """
 
     cause: Cause
 
 
 class WorkersDone(Value):
-    """Event: all workers of this node have exited with code 0, and none of their processes remain."""
+    """Event: all workers on this node have exited with code 0, and none of their processes are left."""
 
 
 class GroupEnded(Value):
-    """Event: no processes of this node's workers remain, except processes that SIGKILL did not end.
+    """Event: all processes of this node's workers have exited, except those that even SIGKILL could not kill.
 
     Without an earlier :class:`Stop` or :class:`WorkerFailed`, this event counts as a failure.
 
@@ -76,29 +76,29 @@ class GroupEnded(Value):
 
 
 class TimerFired(Value):
-    """Event: a timer that was set with :class:`Arm` has fired."""
+    """Event: a timer set by :class:`Arm` has fired."""
 
     name: str
 
 
 class Leave(Value):
-    """Event: this agent was asked to leave the job. With ``close``, the job ends for all nodes."""
+    """Event: this agent was asked to leave the job. If ``close`` is true, the job ends for all nodes."""
 
     reason: str
     close: bool = False
 
 
 class AskForRound(Value):
-    """Event: the workers of this node request a new round without a failure. The current round ends as a
-    planned change, which does not use a restart.
+    """Event: the workers on this node request a new round, although none has failed. The current round ends
+    as a planned change and does not count as a restart.
     """
 
     reason: str
 
 
 class StoreHosted(Value):
-    """Event: this process has started to serve the coordination store after the rendezvous had started.
-    ``fallback_addr`` is the new value of that field in :class:`~.rendezvous.ThisAgent`.
+    """Event: this process now serves the coordination store, although it did not do so when the rendezvous
+    started. ``fallback_addr`` replaces the field of that name in :class:`~.rendezvous.ThisAgent`.
     """
 
     fallback_addr: str | None = None
@@ -111,8 +111,8 @@ class StorePort(Value):
 
 
 class StorePortFailed(Value):
-    """Event: no listener for the workers' store could be bound, so this node cannot take part in rounds. The
-    message explains the reason to the user.
+    """Event: no listener for the workers' store could be bound, so this node cannot take part in rounds.
+    ``message`` gives the reason to the user.
     """
 
     message: str
@@ -122,15 +122,15 @@ class StorePortFailed(Value):
 
 
 class Connect(Value):
-    """Action: open a new session for this incarnation of the agent, counted from 1. The event ``Connected``
-    or ``ConnectionLost`` follows.
+    """Action: open a new session for this incarnation of the agent (counted from 1). A ``Connected`` or
+    ``ConnectionLost`` event follows.
     """
 
     incarnation: int
 
 
 class Disconnect(Value):
-    """Action: close the connection, and drop all its events that were not delivered yet."""
+    """Action: close the connection, and drop all its events that were not delivered."""
 
 
 class Start(Value):
@@ -164,8 +164,8 @@ class Start(Value):
 
 
 class Stop(Value):
-    """Action: stop the workers. The event :class:`GroupEnded` follows, or :class:`WorkersDone` if the workers
-    have finished before they are stopped.
+    """Action: stop the workers. A :class:`GroupEnded` event follows, or :class:`WorkersDone` if the workers
+    finish before they can be stopped.
 
     Args:
         round: number of the workers' round.
@@ -186,30 +186,30 @@ class Stop(Value):
 
 
 class BindStore(Value):
-    """Action: bind a new listener for the workers' store. The event :class:`StorePort` or
-    :class:`StorePortFailed` follows.
+    """Action: bind a new listener for the workers' store. A :class:`StorePort` or :class:`StorePortFailed`
+    event follows.
     """
 
 
 class CloseStore(Value):
-    """Action: close the workers' store (if this node hosts it) or the listener that was reserved for it."""
+    """Action: close the workers' store if this node hosts it; otherwise, close the reserved listener."""
 
 
 class Arm(Value):
-    """Action: set or reset a timer. When it expires, the event :class:`TimerFired` follows once."""
+    """Action: set or reset a timer. When it expires, a single :class:`TimerFired` event follows."""
 
     name: str
     seconds: float
 
 
 class Disarm(Value):
-    """Action: cancel a timer. Has no effect if the timer is not set."""
+    """Action: cancel a timer. This has no effect if the timer is not set."""
 
     name: str
 
 
 class Announce(Value):
-    """Action: show the user a message of one line."""
+    """Action: show the user a one-line message."""
 
     text: str
 

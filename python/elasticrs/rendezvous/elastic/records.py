@@ -1,4 +1,4 @@
-"""Records that are stored as values of the keys, in compact JSON of limited size.
+"""Records that are stored as values in the store, encoded as compact JSON of limited size.
 
 - **RECORD-1** A head has at most :data:`MAX_HEAD` bytes, however long the reported causes are, because it is
   sent to all agents.
@@ -42,19 +42,19 @@ MAX_NAME = 128
 
 
 def encode(record: object) -> bytes:
-    """Encode a record as JSON. The JSON is pure ASCII, because text such as unusual file names may contain
-    characters that UTF-8 cannot encode.
+    """Encode a record as ASCII-only JSON, because text such as unusual file names may contain characters that
+    UTF-8 cannot encode.
     """
     return json.dumps(record, separators=(",", ":")).encode("ascii")
 
 
 def damage(key: str, error: DamagedError) -> str:
-    """Return a message to the user about a damaged record."""
+    """Return the message that tells the user about a damaged record."""
     return f"the record {key} in the rendezvous store is damaged: {error}"
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten text so that it has at most this many bytes when encoded. Shortened text ends with ``...``."""
+    """Shorten text to at most ``limit`` encoded bytes. Shortened text ends with ``...``."""
     if len(encode(text)) <= limit + 2:
         return text
     kept = text[:limit]
@@ -64,9 +64,8 @@ def cut(text: str, limit: int) -> str:
 
 
 def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict[str, Any] | None:
-    """Limit the size of a failure cause. If it is too large, first remove its lines, starting with the
-    oldest, then shorten long text, and finally keep only the fields in :data:`CAUSE_FIELDS`, with their text
-    shortened further.
+    """Limit the size of a failure cause. If it is too large, first remove its oldest lines and then shorten
+    long text. If that is not enough, keep only the fields in :data:`CAUSE_FIELDS`, with even shorter text.
     """
     if cause is None:
         return None
@@ -90,13 +89,15 @@ def bound_cause(cause: Mapping[str, Any] | None, limit: int = MAX_CAUSE) -> dict
 
 
 def time_of(cause: Mapping[str, Any] | None) -> int | None:
-    """Return the time of a failure on the store's wall clock, in nanoseconds; ``None`` if it is unknown."""
+    """Return the time of a failure on the store's wall clock, in nanoseconds; ``None`` if unknown."""
     time = cause.get("time_ns") if cause else None
     return time if isinstance(time, int) else None
 
 
 def step_of(cause: Mapping[str, Any] | None) -> int | None:
-    """Return the step in which a worker hung; ``None`` if it is unknown, or the worker did not hang."""
+    """Return the step in which a worker hung. Return ``None`` if the step is unknown or the worker did not
+    hang.
+    """
     step = cause.get("step") if cause else None
     return step if isinstance(step, int) else None
 
@@ -106,8 +107,8 @@ GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
 
 
 def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
-    """Return a sort key for hung workers of several nodes. The worker that the others wait for has the
-    smallest key.
+    """Return a sort key for comparing hung workers of several nodes. The worker for which the others are
+    waiting has the smallest key.
 
     Workers that were stopped by a signal precede all other workers. Within each group, workers are sorted by
     step, then by the strength of the evidence (:data:`GROUNDS`), then by time. Return ``None`` if the cause
@@ -126,8 +127,8 @@ def blame_of(cause: Mapping[str, Any] | None) -> tuple[Any, ...] | None:
 
 
 def silence_of(cause: Mapping[str, Any] | None) -> float | None:
-    """Return the number of seconds since the last heartbeat of a hung worker; ``None`` if it is unknown, or
-    if the cause is not a hung worker.
+    """Return the number of seconds since a hung worker's last heartbeat. Return ``None`` if it is unknown, or
+    if the worker did not hang.
     """
     silence = cause.get("silence") if cause else None
     if blame_of(cause) is None or not isinstance(silence, (int, float)):
@@ -136,20 +137,21 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
 
 
 def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return true if the same agent reported both causes. Agents on one node differ in their group rank."""
+    """Return true if the same agent reported both causes. Several agents on one node have different group
+    ranks.
+    """
     return all(one.get(name) == other.get(name) for name in ("node", "group_rank"))
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Return true if this node's failure must be reported to the leader: either it may have preceded the
-    recorded failure, or the recorded failure is an earlier report by the same agent, which the new report
-    completes.
+    """Return true if this node's failure has to be reported to the leader. This is the case if it may have
+    preceded the recorded failure, or if it adds details to the same agent's earlier report.
     """
     if recorded:
         if is_of_same_node(own, recorded):
             return True
-        # A report without a message was made before the worker's error file was read. The error file may show
-        # that the reported failure is a consequence of another failure.
+        # A report without a message was written before the worker's error file was read. That file may still
+        # show that the failure was caused by another one.
         may_be_consequence = recorded.get("is_consequence") or recorded.get("message") is None
         if may_be_consequence and not own.get("is_consequence"):
             return True
@@ -197,7 +199,7 @@ class Node(Value):
     serves_only: bool | None = None
 
     def encode(self) -> bytes:
-        """Encode the registration. Fields that are ``None`` are left out."""
+        """Encode the registration, omitting fields that are ``None``."""
         return encode({name: each for name, each in self.fields().items() if each is not None})
 
     @staticmethod
@@ -212,13 +214,13 @@ class Node(Value):
 
     @property
     def shown(self) -> str:
-        """Name and address of the node, for the user."""
+        """Name and address of the node, as shown to the user."""
         seen = self.fallback_addr if is_loopback_name(self.address) and self.fallback_addr else self.address
         return f"{self.name} ({self.local_addr or seen})"
 
 
 class Head(Value):
-    """State of the job, called the head. It is only changed by transactions that compare its revision.
+    """State of the job, called the head. Only transactions that compare its revision may change it.
 
     Args:
         state: ``RUNNING``, ``ENDED`` or ``CLOSED``.
@@ -265,7 +267,9 @@ class Head(Value):
     time_ns: int = 0
 
     def encode(self) -> bytes:
-        """Encode the head in at most :data:`MAX_HEAD` bytes. Long text is cut."""
+        """Encode the head (the state of the job) in at most :data:`MAX_HEAD` bytes. Long text is
+        truncated.
+        """
         end = self.end and {
             key: cut(each, MAX_NAME if key == "node" else MAX_TEXT) if isinstance(each, str) else each
             for key, each in self.end.items()
@@ -294,28 +298,28 @@ class Head(Value):
 
     @property
     def is_judged(self) -> bool:
-        """True if the round has ended and the leader has evaluated it."""
+        """True if the round has ended and the leader has evaluated how it ended."""
         return self.state == "ENDED" and "charged" in (self.end or {})
 
     @property
     def delay(self) -> float:
-        """Restart delay after the most recently ended round, in seconds."""
+        """Restart delay in seconds, decided when the last round ended."""
         return float((self.end or {}).get("delay", 0.0))
 
     @property
     def note(self) -> str:
-        """Line for the user about suspect nodes; empty if there are none."""
+        """Message to the user about suspect nodes; empty if no node is suspected."""
         return str((self.end or {}).get("note", ""))
 
     @property
     def excluded_agent(self) -> str | None:
-        """Agent that was excluded from the job after the most recently ended round; ``None`` if none was."""
+        """Agent excluded from the job when the last round ended; ``None`` if no agent was excluded."""
         member = (self.end or {}).get("excluded")
         return None if member is None else agent_of(member)
 
     @property
     def failures(self) -> FailureHistory:
-        """The failures of the job so far, for the restart policy."""
+        """The job's failure history, for the restart policy."""
         kept = self.history or {}
         last = kept.get("last")
         return FailureHistory(
@@ -331,8 +335,8 @@ class Head(Value):
         )
 
     def with_failures(self, failures: FailureHistory) -> Head:
-        """Return a copy of this head with another history of failures. Long names in the history are
-        shortened.
+        """Return a copy of this head with the given failure history. Long names in the history are
+        truncated.
         """
         kept = {name: each for name, each in failures.fields().items() if name != "charged" and each}
         if failures.reached is not None:
@@ -350,8 +354,8 @@ class Head(Value):
 
     @staticmethod
     def read(entry: Entry) -> Head:
-        """Decode the head from its entry in the store. If the head is damaged, return the head of a job that
-        has failed and is closed, with a reason that names the key.
+        """Decode the head (the state of the job) from its store entry. If the entry is damaged, return the
+        head of a closed, failed job, with a reason that names the key.
         """
         try:
             return Head.decode(entry.value or b"")
@@ -360,7 +364,7 @@ class Head(Value):
 
 
 class Seat(Value):
-    """Entry for one member in the table of a round.
+    """Entry for one member in a round's member table.
 
     Args:
         member: name of the member.
@@ -373,7 +377,7 @@ class Seat(Value):
 
 
 class Slot(Value):
-    """Ranks that the leader assigns to one member for a round.
+    """Ranks that the leader assigns to a member for one rendezvous round.
 
     Args:
         round, form: round and proposal of the slot. The slot is valid once the head names both.
@@ -389,7 +393,7 @@ class Slot(Value):
     role_world_size: int
 
     def encode(self) -> bytes:
-        """Encode the slot compactly, as a list, because there is one slot for each member."""
+        """Encode the slot as a compact list, because the store holds one slot for every member."""
         return encode(self.values())
 
     @staticmethod
@@ -402,7 +406,9 @@ class Slot(Value):
         return Slot(*validation.row(decode(value), _SLOT))
 
     def fits(self, head: Head, nproc: int) -> bool:
-        """Return true if all ranks of this slot, which has ``nproc`` workers, belong to the head's round."""
+        """Return true if the ranks in this slot, for ``nproc`` workers, are valid in the round that the head
+        describes.
+        """
         return (
             all(head.master)
             and self.group_rank < head.size <= head.world_size
@@ -412,7 +418,7 @@ class Slot(Value):
 
 
 def table_of(value: bytes) -> list[Seat]:
-    """Decode one part of a round's table of members.
+    """Decode one chunk of a round's member table.
 
     Raises:
         DamagedError: the bytes are not a valid part of a table.
@@ -427,8 +433,8 @@ def table_of(value: bytes) -> list[Seat]:
 
 
 def holder_of(value: bytes) -> tuple[str, str]:
-    """Decode the holder of a node rank. Return the name of the agent, and a description of its node for the
-    user.
+    """Decode the record of the agent that holds a node rank. Return the agent's name, and a description of
+    its node to show to the user.
 
     Raises:
         DamagedError: the bytes are not a valid record.
@@ -438,7 +444,7 @@ def holder_of(value: bytes) -> tuple[str, str]:
 
 
 def job_of(value: bytes) -> dict[str, Any]:
-    """Decode the job's record. Its settings depend on the release that has written it.
+    """Decode the job record. Its fields vary with the release that wrote it.
 
     Raises:
         DamagedError: the bytes are not a valid record.
@@ -508,7 +514,7 @@ _SEAT = (_NAME, _NAME, _ADDRESS)
 
 
 def master_addr(nodes: Sequence[Node]) -> str:
-    """Return the address at which all members can reach the node with group rank 0. ``nodes`` are sorted by
+    """Return an address of the node with group rank 0 that all members can reach. ``nodes`` must be sorted by
     group rank.
 
     Use the address that the user has given for that node. If the user has given none, use the local address

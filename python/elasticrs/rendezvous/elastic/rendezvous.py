@@ -1,4 +1,4 @@
-"""Description of a rendezvous and of this node's agent."""
+"""Value classes that describe a rendezvous and this node's agent."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Rendezvous(Value):
 
     @property
     def endpoint(self) -> str:
-        """Endpoint as ``HOST:PORT``, with an IPv6 address in brackets. For etcd, all endpoints, separated by
-        commas.
+        """Endpoint as ``HOST:PORT``, with an IPv6 address in brackets. For etcd, all endpoints,
+        comma-separated.
         """
         return shown_endpoint(self.host, self.port) if self.etcd is None else self.etcd.shown
 
@@ -70,8 +70,8 @@ class Rendezvous(Value):
 
     @property
     def max_connections(self) -> int:
-        """Maximum number of connections to the store. This limit is larger than the number of clients,
-        because old connections of agents may still be open, and tools may connect as well.
+        """Maximum number of connections that the store accepts. It exceeds the number of clients, because
+        stale connections of agents may still be open and tools may connect too.
         """
         return 2 * self.max_nodes * self.clients + 64
 
@@ -82,16 +82,16 @@ class Rendezvous(Value):
 
     @property
     def master_port(self) -> int | None:
-        """Fixed port of the workers' store; ``None`` if each round has a new port. With ``static`` it is the
-        port of the endpoint, which is lent to the workers of rank 0.
+        """Fixed port of the workers' store; ``None`` if the port changes every round. With ``static``, it is
+        the endpoint's port, which the rendezvous store lends to the rank-0 workers.
         """
         return self.port if self.is_static else None
 
     @property
     def given_addr(self) -> str | None:
-        """Name or address, without brackets, that the user has given for this node. With ``static``, rank 0
-        uses the host of the endpoint. ``None`` if there is no such address; other nodes then use the local
-        address of this node's connection to the store.
+        """Name or address that the user gave for this node, without brackets. With ``static``, rank 0 uses
+        the endpoint's host. If ``None``, other nodes use the local address of this node's connection to the
+        store.
         """
         if self.is_static and self.node_rank == 0:
             return self.host
@@ -99,15 +99,15 @@ class Rendezvous(Value):
 
     @property
     def store_lost_timeout(self) -> float:
-        """Seconds for which this agent tries to reconnect to a lost store."""
+        """Seconds for which this agent tries to reconnect after losing its connection to the store."""
         given = self.settings
-        # With ``static``, wait at least ``settle`` seconds, because the workers of rank 0 use the store's
-        # port until they have stopped.
+        # With ``static``, keep trying for at least ``settle`` seconds, because the workers of rank 0 occupy
+        # the store's port until they stop.
         return max(given.store_lost_timeout, given.settle) if self.is_static else given.store_lost_timeout
 
 
 class ThisAgent(Value):
-    """Description of this node's agent and its workers, for the rendezvous.
+    """Description of this node's agent and its workers, as input to the rendezvous.
 
     Args:
         job: name of the job in the store.

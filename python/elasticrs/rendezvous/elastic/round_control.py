@@ -1,4 +1,5 @@
-"""Tasks of the leader: it ends and forms rounds, and closes the job. The leader need not be part of a round.
+"""Leader tasks: end rounds, form new ones, and close the job. The leader itself need not take part in a
+round.
 
 :func:`decide` runs after every event that can change the decision.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
-    """Handle the snapshot of the store that a new leader has requested."""
+    """Handle the store snapshot that this agent requested when it became the leader."""
     view = leader.view = View(member.keys, reply.revision, reply.entries())
     early, leader.early = leader.early, []
     for event in early:
@@ -35,7 +36,7 @@ def snapshot(member: Member, leader: Leader, reply: Reply) -> None:
 
 
 def changed(member: Member, leader: Leader, event: Changes) -> None:
-    """Handle the changes of one store revision."""
+    """Handle the changes that the store made in one revision."""
     view = leader.view
     if view is None:
         leader.early.append(event)
@@ -58,14 +59,14 @@ def _seen(member: Member, leader: Leader, view: View) -> None:
 
 
 def timer_fired(member: Member, leader: Leader, name: str) -> None:
-    """Handle a timer that has fired, if it belongs to the leader."""
+    """Handle an expired timer if it is one of the leader's."""
     if name in leader.timers:
         leader.timers[name] = True
         decide(member, leader)
 
 
 def written(member: Member, leader: Leader, reply: Reply) -> None:
-    """Handle the reply to a write of the leader."""
+    """Handle the store's reply to a write by the leader."""
     if leader.answered(reply):
         decide(member, leader)
 
@@ -74,12 +75,12 @@ def written(member: Member, leader: Leader, reply: Reply) -> None:
 
 
 def decide(member: Member, leader: Leader) -> None:
-    """Decide and execute the next action of the leader. It makes at most one decision until its writes are
-    answered.
+    """Choose and execute the leader's next action. The leader makes no further decision until the store has
+    answered its writes.
     """
     view, link = leader.view, member.link
-    # Wait until the view and this agent's own watch have the same state of the job, because the snapshot of
-    # the view may be newer than the last change from the watch.
+    # Wait until the leader's view and this agent's own watch agree on the state of the job. The snapshot in
+    # the view can be newer than the last change that the watch delivered.
     if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
         return
     if view.head_revision != leader.of_head:
@@ -87,7 +88,7 @@ def decide(member: Member, leader: Leader) -> None:
         leader.of_head = view.head_revision
     head = view.head
     if head is not None and head.state != "CLOSED" and len(view.seats) != head.size:
-        # Close the job, because without the table of members no agent can determine which nodes are lost or
+        # Close the job, because without the member table no agent can tell which nodes are lost and which
         # have finished.
         table = f"the table {member.keys.table(head.form)} of round {head.round} is damaged"
         close(member, leader, view, head.replaced(outcome="failed", reason=table))
@@ -101,20 +102,19 @@ def decide(member: Member, leader: Leader) -> None:
 
 
 def missing_ranks(view: View) -> set[int]:
-    """Return the group ranks whose registration no longer exists and whose workers had not finished."""
+    """Return the group ranks whose registration disappeared before their workers finished."""
     return view.missing
 
 
 def may_grow(member: Member, view: View, head: Head) -> bool:
-    """Return true if the round should end in order to include a waiting node."""
+    """Return true if the running round should end so that a waiting node can join."""
     is_wanted = head.size < member.rendezvous.max_nodes and bool(view.waiting)
     return member.settings.scale_up and is_wanted and not view.done
 
 
 def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
-    """Delete the registrations of the workers of lost agents. These workers are dead. The session of a lost
-    agent ends when its nursery reports that no process remains, or when its lease expires, and the nursery
-    kills the workers before the lease expires.
+    """Delete the store entries of workers whose agents are lost. These workers are dead: the nursery (their
+    parent process) kills them before the agent's session is closed or its lease expires.
     """
     keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
     for seat in (view.seats[rank] for rank in gone):

@@ -1,5 +1,5 @@
-"""Evaluate the end of a round: decide whether it uses a restart, and whether it ends the job. These are pure
-functions of the leader's view. The decision about a failure is made by :mod:`elasticrs.job.restart_policy`.
+"""Evaluate the end of a round: decide whether it uses up a restart and whether it ends the job. All functions
+here are pure. :mod:`elasticrs.job.restart_policy` decides how to react to a failure.
 
 - **VERDICT-1** A restart is charged only if workers have failed and no member was lost. Workers often fail
   *because* a node died, and their report may arrive before the loss is known.
@@ -74,21 +74,21 @@ def is_charged(view: View, head: Head) -> bool:
 
 
 def witnesses(view: View) -> list[str]:
-    """Return the members that may still have workers and whose loss would explain the failure; see
-    :func:`is_explained`.
+    """Return the members that may still have running workers and whose loss would explain the round's
+    failure. See :func:`is_explained`.
     """
     return sorted(member for member in view.slow if view.rank_of[member] not in view.done - {0})
 
 
 def kind_of(head: Head) -> str:
-    """Return the way in which the round ended, such as ``failure`` or ``lost``."""
+    """Return how the round ended, such as ``failure`` or ``lost``."""
     kind: str = (head.end or {}).get("kind", "")
     return kind
 
 
 def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
-    """Return the causes that members have reported for the round, one per agent. If an agent has reported
-    twice, use its later report, because that report includes the contents of the workers' error files.
+    """Return the failure causes that members reported for the round, one per agent. If an agent sent two
+    reports, use the later one, because it includes the contents of the workers' error files.
     """
     found = [node.cause for node in _reports(view, head) if node.cause is not None]
     first = head.cause
@@ -98,12 +98,12 @@ def known_causes(view: View, head: Head) -> list[dict[str, Any]]:
 
 
 def first_cause(view: View, head: Head) -> dict[str, Any] | None:
-    """Return the first cause of the round's failure (VERDICT-2); ``None`` if no cause is known."""
+    """Return the cause of the round's first failure (VERDICT-2); ``None`` if no cause is known."""
     known = known_causes(view, head)
     if not known:
         return None
     known = [cause for cause in known if not cause.get("is_consequence")] or known
-    # Break ties in time by rank, because the result must not depend on the order of the reports.
+    # Break timestamp ties by rank, so that the result does not depend on the order of the reports.
     first = min(
         known, key=lambda cause: (time_of(cause) is None, time_of(cause) or 0, cause.get("rank") or 0)
     )
@@ -116,9 +116,8 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
 def diagnosed(
     view: View, head: Head, cause: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the cause of a round's failure and the text of its diagnosis. The text is ``None`` if no node
-    wrote evidence, if the cause is neither a hang nor a failed collective, or if the evidence is not
-    sufficient for a diagnosis.
+    """Return the cause of a round's failure and the diagnosis text. The text is ``None`` if the cause is
+    neither a hang nor a failed collective, or if the evidence is missing or insufficient.
 
     The flight records may blame another rank than the heartbeats, which are weak evidence if each node has
     only one rank. If that rank has hung as well, return its cause. Otherwise the text says so.
@@ -155,8 +154,8 @@ def _decide(
     *,
     charged: bool,
 ) -> RestartDecision:
-    """Return the restart policy's decision after a round has ended with ``first`` as its first cause. If the
-    round is not ``charged``, decide only whether to exclude a node.
+    """Return the restart policy's decision for a round that ended with ``first`` as its first cause. If the
+    round is not ``charged`` (uses no restart), decide only whether to exclude a node.
     """
     first = first if charged else None
     others = [cause for cause in known_causes(view, head) if cause is not first and charged]
@@ -165,36 +164,37 @@ def _decide(
         nodes=head.size,
         now=now_ns / 1e9,
         ran=None if was_short is None else 0.0 if was_short else STEADY,
-        # Derive the jitter from the round, because a decision must depend only on the contents of the store.
+        # Derive the jitter from the round instead of a random number, because a decision may depend only on
+        # data in the store.
         jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
         unfit=tuple((node.name, node.unfit) for node in _reports(view, head) if node.unfit is not None),
         bound=tuple(_bound_nodes(view)),
         available=len(view.candidates),
         min_nodes=min_nodes,
     )
-    # Evaluate the node checks even if the round is not charged: the loss of a node can explain failures on
+    # Evaluate the node checks even if the round uses no restart. The loss of a node can explain failures on
     # other nodes, but not why a check found a node unfit.
     return decide(policy, head.failures, evidence) if charged else exclude(policy, head.failures, evidence)
 
 
 def _reports(view: View, head: Head) -> list[Node]:
-    """Return the registrations of members that report a failure in this round, or an unfit node after this
-    round.
+    """Return the registrations of members that reported a failure in this round, or found their node unfit
+    after it.
     """
     members = [view.nodes[member] for member in sorted(view.causes) if member in view.rank_of]
     return [node for node in members if node.idle == head.round]
 
 
 def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
-    """Yield the names of nodes that cannot be excluded, each with the reason."""
+    """Yield the name of each node that cannot be excluded, with the reason."""
     for name, count in Counter(node.name for node in view.nodes.values()).items():
         if count > 1:
             yield name, f"{count} agents have this name"
 
 
 def _member_of(view: View, name: str) -> str:
-    """Return the member on the node with this name. The name is unique here: a node whose name is shared by
-    several agents cannot be excluded.
+    """Return the member on the named node. Exactly one member matches, because a node cannot be excluded if
+    several agents share its name.
     """
     return next(
         member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name
@@ -211,8 +211,8 @@ def judge(
     *,
     min_nodes: int = 1,
 ) -> Verdict:
-    """Evaluate an ended round. Call this when every member has stopped or is lost, or when the time
-    ``settle`` has passed.
+    """Evaluate an ended round. Call this once every member has stopped or is lost, or once ``settle`` seconds
+    have passed.
 
     Args:
         view: the leader's view of the store.
@@ -254,7 +254,7 @@ def judge(
 
 
 def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:
-    """Return the reason why the job ends, other than a lack of restarts; ``None`` if there is no such
+    """Return the reason why the job ends, apart from running out of restarts; ``None`` if there is no such
     reason.
     """
     end = counted.end or {}

@@ -1,4 +1,4 @@
-"""Tasks of a member in rounds: start and stop workers, report failures, and report that it is idle.
+"""A member's part in a round: start and stop its workers, report failures, and report when it is idle.
 
 An agent that is *idle* after a round has no workers of that round or of earlier rounds.
 
@@ -60,7 +60,7 @@ REMOVED = "the state of this job was removed"
 
 
 def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
-    """Handle a new slot that the leader has written for this member."""
+    """Handle a new slot (rank assignment) that the leader has written for this member."""
     if entry.value is None or entry.mod_revision <= registration.slot_revision:
         return
     registration.slot_revision = entry.mod_revision
@@ -73,8 +73,8 @@ def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
 
 
 def _slot_damaged(member: Member, registration: Registration, error: DamagedError) -> None:
-    """Handle a damaged slot. An agent without workers registers again, because it needs ranks for the next
-    round. An agent in a round already has its ranks and only reports the damage.
+    """Handle an unreadable slot. An agent without workers registers again, because it needs ranks for the
+    next round. An agent with running workers already has its ranks, so it only reports the damage.
     """
     text = damage(member.keys.slot(registration.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
@@ -89,7 +89,8 @@ def take_head(member: Member, link: Link, entry: Entry) -> None:
         return
     if entry.value is None:
         if link.head is not None:
-            # Fence this agent, because without the state of the job no agent could end a round.
+            # Fence this agent (stop its workers), because without the state of the job no agent could end a
+            # round.
             fence(member, REMOVED)
         return
     head = Head.read(entry)
@@ -111,7 +112,8 @@ def _closed(member: Member, head: Head) -> None:
         member.exit(leaving.outcome_of(member, head))
         return
     if member.leaving is None or member.leaving.outcome is None:
-        # Set the outcome now, because the connection may be lost before the workers have stopped.
+        # Set the outcome now, because the connection to the store may be lost before the workers have
+        # stopped.
         member.leave_with(leaving.outcome_of(member, head))
     member.stop("the job ends")
 
@@ -137,8 +139,8 @@ def _ended(member: Member, head: Head) -> None:
 
 
 def _announce_verdict(member: Member, head: Head) -> None:
-    """Announce the leader's decision about the ended round to the user. If the leader has excluded this
-    agent, take no part in further rounds.
+    """Tell the user what the leader decided after the round. If the leader excluded this agent, take part in
+    no further rounds.
     """
     if head.excluded_agent == member.agent.agent:
         _excluded(member, head)
@@ -149,8 +151,8 @@ def _announce_verdict(member: Member, head: Head) -> None:
 
 
 def _excluded(member: Member, head: Head) -> None:
-    """Leave the job because this node has been excluded. If this agent hosts the store, stay in the job
-    without workers instead, because the job cannot continue without the store.
+    """Leave the job, because this node has been excluded. An agent that hosts the store stays without
+    workers, because the job needs the store.
     """
     if member.leaving is not None or member.serves_only:
         return
@@ -166,7 +168,7 @@ def _excluded(member: Member, head: Head) -> None:
 def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
     stop_earlier(member, head)
     if head.excluded_agent == member.agent.agent:
-        # This agent was excluded while it was disconnected.
+        # Exclude this agent now. It missed the announcement because it was disconnected.
         _excluded(member, head)
     if member.age.seen != head.round:
         member.age.seen = head.round
@@ -186,22 +188,22 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
 
 
 def stop_earlier(member: Member, head: Head) -> None:
-    """Stop the workers of an earlier round if this agent missed the end of that round. That can happen after
-    a long time without a connection, because the store may then report only the latest value of a key.
+    """Stop the workers of an earlier round if this agent missed the end of that round. After a long
+    disconnection, the store may report only the latest value of each key.
     """
     if member.workers is not None and member.workers.round < head.round:
         _stop(member, end_of(head))
 
 
 def _is_spare(member: Member, head: Head) -> bool:
-    """Return true if the running round does not seem to include this member."""
+    """Return true if the running round is full and does not seem to include this member."""
     is_idle = member.phase is Phase.IDLE and head.state == "RUNNING"
     return is_idle and head.size >= member.rendezvous.max_nodes and not is_mine(member.registration, head)
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Read this member's own slot, once for each state of the job, because the slot may arrive later than the
-    state to which it belongs.
+    """Read this member's own slot, once per state of the job. The slot can arrive later than the state that
+    refers to it.
     """
     registration = link.registration
     assert registration is not None
@@ -211,7 +213,7 @@ def _find_slot(member: Member, link: Link) -> None:
 
 
 def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Handle the reply with this member's own slot. If the running round does not include this member, tell
+    """Handle the reply to reading this member's slot. If the running round does not include this member, tell
     the user that this node is waiting.
     """
     registration.slot_known = reply.revision
@@ -229,8 +231,8 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
 
 
 def is_slot_known(link: Link, registration: Registration) -> bool:
-    """Return true if this member has read its slot after the current state of the job was written, so that no
-    slot for that round can still arrive.
+    """Return true if this member has read its slot since the head (the state of the job) last changed. After
+    that, no slot for the head's round can still arrive.
     """
     return registration.slot_known >= link.head_revision
 
@@ -248,7 +250,7 @@ def _stop(
     planned: bool = False,
     after_failure: bool = False,
 ) -> None:
-    """Stop the workers unless they are already being stopped, and record the reason that was reported to the
+    """Stop the workers unless they are already being stopped, and remember the reason that was shown to the
     user.
     """
     workers = member.workers
@@ -266,9 +268,8 @@ def is_mine(registration: Registration | None, head: Head) -> bool:
 
 
 def look(member: Member) -> None:
-    """Compare the state of the job with this member's slot, and act on it. Start the workers if this member
-    is part of the running round. Report the member as idle if the round of the slot is over, or was formed
-    without this member.
+    """Act on the state of the job and this member's slot. Start the workers if this member is part of the
+    running round. Report the member as idle if the round of its slot is over or was formed without it.
     """
     link, registration, phase = member.link, member.registered, member.phase
     if link is None or registration is None or registration.slot is None or member.leaving is not None:
@@ -287,8 +288,8 @@ def look(member: Member) -> None:
         else:
             _slot_damaged(member, registration, DamagedError("its ranks are beyond those of the round"))
     elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link, registration):
-        # Read the slot again, because this slot belongs to a discarded proposal, and the valid slot may not
-        # have arrived yet.
+        # Read the slot again. The current slot belongs to a discarded proposal for the round, and the valid
+        # slot may not have arrived yet.
         _find_slot(member, link)
     elif head.state != "CLOSED":
         member.done = None
@@ -319,7 +320,7 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
 
 
 def worker_failed(member: Member, event: WorkerFailed) -> None:
-    """Handle the failure of a worker: report it to all nodes, then stop the other workers of this node."""
+    """Report a worker's failure to all nodes, then stop the other workers of this node."""
     if member.phase is not Phase.RUN:
         return
     _report_failure(member, event.cause)
@@ -328,8 +329,8 @@ def worker_failed(member: Member, event: WorkerFailed) -> None:
 
 
 def ask_for_round(member: Member, event: AskForRound) -> None:
-    """Handle a request from this node's workers for a new round, although no worker has failed: end the
-    running round, unless it has already ended (transaction T2).
+    """Handle a request from this node's workers for a new round without a failure. End the running round
+    (transaction T2) unless it has already ended.
     """
     workers = member.workers
     if member.phase is Phase.RUN and workers is not None and member.runs(workers.round):
@@ -342,9 +343,7 @@ def _report_failure(member: Member, cause: Cause | None) -> None:
 
 
 def start_failed(member: Member, event: StartFailed) -> None:
-    """Handle the report that the workers of this node could not be started, and that all their processes have
-    exited.
-    """
+    """Handle a failed start of this node's workers, after all their processes have exited."""
     if member.phase is Phase.RUN:
         _report(member, {"kind": "setup", "message": event.message, "fatal": not event.transient}, None)
     workers_gone(member)
@@ -359,8 +358,8 @@ def _report(member: Member, end: dict[str, Any], cause: Cause | None) -> None:
 
 
 def workers_done(member: Member) -> None:
-    """Handle the success of all workers of this node: record it in the store (transaction T5), and wait for
-    the other nodes.
+    """Record in the store that all workers of this node have succeeded (transaction T5), and wait for the
+    other nodes.
     """
     workers, link, registration = member.workers, member.link, member.registration
     if workers is None:
@@ -374,28 +373,28 @@ def workers_done(member: Member) -> None:
     put = Put(member.keys.done(workers.round, slot.group_rank), encode({}), False)
     member.txn(Purpose.TELL_DONE, [ModifiedAt(member.keys.head, link.head_revision)], [put])
     if slot.group_rank != 0 and not member.agent.hosts_store:
-        # Limit the wait only on nodes that serve no store. The node with group rank 0, and the node that
-        # hosts the rendezvous store, stay until the job has ended.
+        # Set the timeout only on nodes that host no store. The hosts of the workers' store (group rank 0) and
+        # of the rendezvous store must stay until the job finishes.
         member.arm("barrier", member.settings.exit_barrier_timeout)
 
 
 def done_known(member: Member) -> None:
-    """Handle the confirmation that the store has recorded the success of this node's workers."""
+    """Handle the store's confirmation that it has recorded the success of this node's workers."""
     if member.done is not None:
         member.done.is_known = True
     leave_barrier(member)
 
 
 def barrier(member: Member) -> None:
-    """Stop waiting for the other nodes, because the exit barrier of this finished node has timed out."""
+    """Stop waiting for the other nodes, because this node has finished and its exit barrier has timed out."""
     if member.done is not None:
         member.done.is_over = True
     leave_barrier(member)
 
 
 def leave_barrier(member: Member) -> None:
-    """Exit with success if this finished node no longer waits, the store has recorded its success, and the
-    round is still running.
+    """Exit with success if this finished node has stopped waiting, its success is recorded in the store, and
+    the round is still running.
     """
     done = member.done
     if done is not None and done.is_over and done.is_known and member.runs(member.finished_round):
@@ -403,9 +402,7 @@ def leave_barrier(member: Member) -> None:
 
 
 def group_ended(member: Member, event: GroupEnded) -> None:
-    """Handle the report that all worker processes of this node have exited, except processes that SIGKILL did
-    not end.
-    """
+    """Handle the exit of all worker processes of this node, except those that SIGKILL could not end."""
     if member.workers is None:
         return
     if member.phase is Phase.RUN:
@@ -427,7 +424,7 @@ def group_ended(member: Member, event: GroupEnded) -> None:
 
 
 def workers_gone(member: Member) -> None:
-    """Decide how this agent continues after its workers have exited."""
+    """Decide what this agent does next, after its workers have exited."""
     workers, member.workers = member.workers, None
     if workers is None:
         return
@@ -446,8 +443,8 @@ def workers_gone(member: Member) -> None:
 
 
 def idle(member: Member, registration: Registration, number: int) -> None:
-    """Report that this agent is idle after a round (transaction T4), as soon as it has an unused listener for
-    the workers' store.
+    """Report that this agent is idle after a round (transaction T4), once it has an unused listening socket
+    for the workers' store.
     """
     if fresh_listener(member):
         say_idle(member, registration, number)
@@ -456,7 +453,7 @@ def idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def say_idle(member: Member, registration: Registration, number: int) -> None:
-    """Report that no workers of this round remain on this node, and publish the port for the next round
+    """Report that none of this round's workers remain on this node, and publish the port for the next round
     (transaction T4).
     """
     if member.leaving is not None:
@@ -468,8 +465,8 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _evidence(member: Member, number: int) -> list[Put]:
-    """Return the store write that publishes this node's evidence for the diagnosis of a round; empty if there
-    is no evidence for this round.
+    """Return the store write that publishes this node's diagnostic evidence for a round. The list is empty if
+    there is no evidence.
 
     The evidence is written in the same transaction as the report that this node is idle, because the leader
     waits for that report anyway.
@@ -482,15 +479,15 @@ def _evidence(member: Member, number: int) -> list[Put]:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return the cause of this node's failure in a round if the failure has to be reported to the leader;
-    otherwise ``None``. It has to be reported if it may have come before the recorded failure, or if it shows
-    that another attempt would fail too.
+    """Return the cause of this node's failure in a round if the leader needs to know it, otherwise ``None``.
+    The leader needs it if it may precede the recorded failure, or if it shows that another attempt would fail
+    too.
     """
     own, head = member.own_failure, member.head
     if own is None or own.round != number or own.cause is None or head is None:
         return None
-    # Use the cause in the state of the job only after the round has ended, because during a round the state
-    # contains the cause of the previous round.
+    # Use the cause in the head only after the round has ended. While a round runs, the head contains the
+    # cause of the previous round.
     recorded = head.cause if head.round == number and head.state == "ENDED" else None
     is_permanent = own.cause.get("permanence") is not None
     return own.cause if is_permanent or may_be_first(own.cause, recorded) else None

@@ -34,7 +34,7 @@ class Candidate(Value):
 
 
 def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
-    """Return a sort key that compares digits in names as numbers, so that ``node2`` sorts before
+    """Return a natural sort key that compares runs of digits as numbers, so that ``node2`` sorts before
     ``node10``.
     """
     return tuple(
@@ -44,7 +44,7 @@ def natural(name: str) -> tuple[tuple[bool, int, str], ...]:
 
 
 def seat(previous: Sequence[str], candidates: Iterable[Candidate], size: int) -> list[str]:
-    """Return the agents of the next round, by group rank.
+    """Return the agents of the next round, ordered by group rank.
 
     Args:
         previous: agents of the last round, by group rank.

@@ -1,4 +1,5 @@
-"""Settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``, defined in one table of keys.
+"""Settings of the elastic rendezvous, given by ``--rdzv-conf`` or ``rdzv_configs``. A single table defines
+all keys.
 
 The settings of torch's dynamic handler and of ``c10d`` have torch's names. Settings that only torch needs are
 accepted and checked, but have no effect. This module opens no files except those that contain a token or a
@@ -74,7 +75,7 @@ def _number(value: object, expected: str) -> float:
 
 def seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
     """Return a function that parses a setting as a duration between ``low`` and ``high`` seconds. With
-    ``above``, the duration must be longer than ``low``.
+    ``above``, the duration must exceed ``low``.
     """
     if high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
@@ -85,7 +86,7 @@ def seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callab
         number = _number(value, expected)
         if number > LONGEST:
             raise ValueError(f"seconds, {LONGEST:.0f} at most")
-        # Negate the test for the valid range, so that NaN is rejected: all comparisons with NaN are false.
+        # Negate the range test so that NaN is rejected, because every comparison with NaN is false.
         if not low <= number <= high or (above and number == low):
             raise ValueError(expected)
         return number
@@ -243,7 +244,7 @@ _BY_NAME = {key.name: key for key in KEYS}
 
 
 class Settings(Value):
-    """Settings of a rendezvous. There is an attribute for each stored key of :data:`KEYS`.
+    """Settings of a rendezvous, with one attribute for each stored key of :data:`KEYS`.
 
     Args:
         values: values by key. Missing keys get their default.
@@ -297,7 +298,7 @@ class Settings(Value):
             object.__setattr__(self, "settle", grace + 2 * self.ttl + _SETTLE_MARGIN)
 
     def adapted(self, *, grace: float, exit_barrier_timeout: float | None = None) -> Settings:
-        """Return a copy with values that were not known yet when the settings were read.
+        """Return a copy with values that were still unknown when the settings were read.
 
         Args:
             grace: seconds that workers may take to stop on this node.
@@ -312,12 +313,12 @@ class Settings(Value):
 
     @property
     def ttl(self) -> float:
-        """Seconds without a keep-alive message after which a node counts as lost."""
+        """Seconds without a keep-alive message after which a node is considered lost."""
         return self.keep_alive_interval * self.keep_alive_max_attempt
 
     @property
     def patience(self) -> float:
-        """Seconds without a round after which an agent gives up by itself.
+        """Seconds that an agent waits for a round before it gives up on its own.
 
         This is the longest time that a leader may need. The leader may start to wait up to ``join_timeout``
         later than this agent. It then waits for enough nodes, and after that for more nodes.
@@ -326,8 +327,8 @@ class Settings(Value):
 
     @property
     def rank_timeout(self) -> float:
-        """Seconds for which another node may have this node's rank before that is reported as an error. If
-        the other node is dead, its lease expires within this time.
+        """Seconds to wait while another node holds this node's rank, before an error is reported. The lease
+        of a dead node expires within this time.
         """
         return self.ttl + 1.0
 
@@ -348,7 +349,7 @@ def read_settings(
     exit_barrier_timeout: float | None = None,
     others: tuple[str, ...] = (),
 ) -> tuple[Settings, list[str]]:
-    """Check and convert settings. Return them, and messages to the user.
+    """Check and convert the given settings. Return them together with messages to the user.
 
     Args:
         given: settings by key, as text or as values from a Python program.
@@ -395,8 +396,8 @@ def read_settings(
 
 
 def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, str], source: str) -> float:
-    """Return the number of seconds that a finished node waits for the other nodes, from the settings or the
-    environment. Call this only if the command-line option was not given, because the option takes precedence.
+    """Return how many seconds a finished node waits for the other nodes, from the settings or the
+    environment. Call this only if the command-line option, which takes precedence, was not given.
 
     Raises:
         UsageError: the value is invalid. The message is a single line.
@@ -447,7 +448,7 @@ def _find_token(
 
 
 def read_secret(what: str, path: str, source: str, notices: list[str]) -> bytes:
-    """Read a secret from a file. Newlines at the end of the file are removed.
+    """Read a secret from a file. Trailing newlines are removed.
 
     Args:
         what: kind of secret, such as ``token``. The key of the setting is this name with the suffix
@@ -467,7 +468,7 @@ def read_secret(what: str, path: str, source: str, notices: list[str]) -> bytes:
         raise UsageError(f"{source}: {what}_file: {path!r} cannot be read: {error.strerror}") from None
     if mode & 0o007:
         notices.append(f"the {what} in {path} can be read by every user of this machine: chmod o-rwx {path}")
-    # Remove the newline that editors add at the end of a file.
+    # Strip the trailing newline that most editors add.
     data = data.rstrip(b"\r\n")
     try:
         return _token(data)

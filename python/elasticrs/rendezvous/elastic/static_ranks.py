@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 def claim(member: Member, registration: Registration, node_rank: int) -> tuple[Compare, Put]:
-    """Return the condition and the write with which a registration (transaction T1) claims its node rank."""
+    """Return the compare and the put that let a registration (transaction T1) claim its node rank."""
     key, earlier = member.keys.rank(node_rank), member.joining.claim
     value = encode([member.agent.agent, registration.member, member.node().shown])
     return Missing(key) if earlier is None else HasValue(key, earlier), Put(key, value, True)
 
 
 def refused(member: Member, entry: Entry | None) -> None:
-    """Handle a registration (transaction T1) that was rejected because the node rank is taken. Close the
-    connection, so that the agent retries on a new one. ``entry`` is the key of the rank; ``None`` if the rank
-    is free again.
+    """Handle a registration (transaction T1) that was rejected because its node rank is taken. Close the
+    connection, so that the agent retries on a new one. ``entry`` is the store entry of the rank, or ``None``
+    if the rank is free again.
     """
     joining = member.joining
     joining.claim = None
@@ -51,18 +51,18 @@ def refused(member: Member, entry: Entry | None) -> None:
 
 
 def _holder(entry: Entry) -> tuple[str | None, str]:
-    """Return the agent that has a node rank (``None`` if it is unknown), and a description of it for the
-    user.
+    """Return the agent that holds a node rank (``None`` if unknown), and a description of the agent to show
+    to the user.
     """
     try:
         return holder_of(entry.value or b"")
     except DamagedError as error:
-        # Treat the rank as taken, because the agent that has it may be alive.
+        # The record is unreadable, so treat the rank as taken: the agent that holds it may still be alive.
         return None, f"one that is not known ({damage(entry.key, error)})"
 
 
 def registered(member: Member) -> None:
-    """Record that this agent is registered and has its node rank."""
+    """Record that this agent is registered and holds its node rank."""
     joining = member.joining
     joining.claim = None
     joining.told_of_port = False
@@ -72,8 +72,8 @@ def registered(member: Member) -> None:
 
 
 def timeout(member: Member) -> None:
-    """Exit with an error, because another node has held this node's rank for longer than a dead node could
-    hold it.
+    """Exit with an error, because another node still holds this node's rank. If that node were dead, its
+    lease would have expired by now.
     """
     holder = member.joining.rank_holder
     if holder is None or member.registered is not None or member.phase is Phase.EXIT:
@@ -90,15 +90,15 @@ def timeout(member: Member) -> None:
 
 
 def may_be_lent(member: Member, kind: str) -> bool:
-    """Return true if the program that answers at the port of the store may be a worker, to which the port is
-    lent during a round.
+    """Return true if the program that answers at the store's port may be a worker, because the port is lent
+    to workers during a round.
     """
     return kind == "not_ours" and member.rendezvous.is_static
 
 
 def why_lost(member: Member, event: ConnectionLost) -> str:
-    """Return the reason why there is no connection. If another program answers at the port, report that to
-    the user once.
+    """Return the reason for the missing connection. If another program answers at the port, tell the user
+    once.
     """
     message = event.message
     if not may_be_lent(member, event.kind):
@@ -113,7 +113,7 @@ def why_lost(member: Member, event: ConnectionLost) -> str:
 
 
 def shown(view: View) -> list[str]:
-    """Return descriptions of the candidates with their node ranks, sorted by rank."""
+    """Return a description of each candidate node with its node rank, sorted by rank."""
     nodes = sorted(
         (view.nodes[each] for each in view.candidates), key=lambda node: (node.hint or 0, node.name)
     )
@@ -121,7 +121,7 @@ def shown(view: View) -> list[str]:
 
 
 def missing(view: View, size: int) -> str:
-    """Return the node ranks that no candidate has, as text."""
+    """Return the node ranks that no candidate node has, formatted for a message."""
     here = {view.nodes[each].hint for each in view.candidates}
     ranks = [str(rank) for rank in range(size) if rank not in here]
     return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,5 +1,5 @@
-"""Election of the leader. The agent with the oldest registration leads, and every other agent watches the
-registration that precedes its own.
+"""Leader election. The agent with the oldest registration leads, and every other agent watches the
+registration just before its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def follow(member: Member, registration: Registration, predecessor: Entry | None) -> None:
-    """Watch the registration that precedes this agent's own. If there is none, become the leader."""
+    """Watch the registration just before this agent's own. If there is none, become the leader."""
     if predecessor is None:
         registration.predecessor = None
         registration.leader = Leader()
@@ -28,16 +28,14 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
         registration.predecessor = predecessor.key
         member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
     else:
-        # Skip this key and use the one before it. Another program has written the key and may never delete
-        # it.
+        # Another program wrote this key and may never delete it. Skip it and follow the key before it.
         before = CreatedAt(predecessor.key, predecessor.create_revision)
         _ask(member, registration, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
 
 
 def end_own_watches(member: Member, registration: Registration) -> None:
-    """Stop this member's own watches, because the leader's watch of the whole job also covers these keys. A
-    store may deliver the changes of each watch separately. Only a single watch of all keys delivers all
-    changes of a revision together.
+    """Stop this member's own watches, because the leader's watch on the whole job covers the same keys. Only
+    a single watch is guaranteed to deliver all changes of a revision together.
     """
     keys = member.keys
     for key in (keys.slot(registration.member), keys.head, keys.job):
@@ -45,8 +43,8 @@ def end_own_watches(member: Member, registration: Registration) -> None:
 
 
 def predecessor_gone(member: Member, registration: Registration) -> None:
-    """Handle the deletion of the preceding registration: request the registration that now precedes this
-    agent's own.
+    """Handle the deletion of the registration just before this agent's own, and look up the new
+    predecessor.
     """
     if registration.predecessor is None:
         return
@@ -56,7 +54,7 @@ def predecessor_gone(member: Member, registration: Registration) -> None:
 
 
 def find_predecessor(member: Member, registration: Registration) -> None:
-    """Request the registration that precedes this agent's own."""
+    """Look up the registration just before this agent's own."""
     _ask(member, registration, Purpose.FIND_PREDECESSOR, member.keys.node(registration.member))
 
 
@@ -66,8 +64,8 @@ def _ask(member: Member, registration: Registration, purpose: Purpose, key: str,
 
 
 def predecessor_found(member: Member, registration: Registration, reply: Reply, is_before: bool) -> None:
-    """Handle the reply that contains the preceding registration, and follow that registration. If the
-    registration of this agent no longer exists, fence this agent.
+    """Handle the result of the predecessor lookup, and watch the predecessor. If this agent's own
+    registration no longer exists, fence this agent (stop its workers).
 
     Args:
         member: state of this agent.

@@ -1,4 +1,4 @@
-"""Named timers. They use the boot clock, which keeps running while the machine is suspended."""
+"""Named timers on the boot clock, which keeps running while the machine is suspended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 def now() -> float:
-    """Return the time on the boot clock, in seconds."""
+    """Return the current time of the boot clock, in seconds."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -19,15 +19,15 @@ class Timers:
         self._deadlines: dict[str, float] = {}
 
     def arm(self, name: str, seconds: float) -> None:
-        """Set a timer to this number of seconds from now. Resets the timer if it is already set."""
+        """Set a timer to expire in ``seconds`` from now. If it is already set, replace its deadline."""
         self._deadlines[name] = now() + seconds
 
     def disarm(self, name: str) -> None:
-        """Cancel a timer. Has no effect if the timer is not set."""
+        """Cancel a timer. Do nothing if it is not set."""
         self._deadlines.pop(name, None)
 
     def take_due(self) -> list[str]:
-        """Remove the timers that are due, and return their names, the earliest first."""
+        """Remove all timers that are due and return their names, earliest first."""
         moment = now()
         due = sorted((at, name) for name, at in self._deadlines.items() if at <= moment)
         for _, name in due:
@@ -35,7 +35,7 @@ class Timers:
         return [name for _, name in due]
 
     def seconds_left(self, limit: float) -> float:
-        """Return the seconds until the next timer is due, at most ``limit``."""
+        """Return the seconds until the next timer is due, but at most ``limit``."""
         if not self._deadlines:
             return limit
         return max(0.0, min(limit, min(self._deadlines.values()) - now()))

@@ -1,4 +1,4 @@
-"""Decode JSON that another process has written, and check it field by field before it is used.
+"""Decode JSON that another process wrote, and validate every field before use.
 
 All functions are pure. A check is a function that takes a value and returns true if the value is valid.
 """
@@ -55,12 +55,12 @@ def _is_whole(low: int | None, high: int | None) -> Check:
 
 
 def one_of(*values: str) -> Check:
-    """Return a check for text that equals one of these values."""
+    """Return a check that accepts exactly these strings."""
     return lambda value: isinstance(value, str) and value in values
 
 
 def row_of(*checks: Check) -> Check:
-    """Return a check for a list that contains one value for each of these checks."""
+    """Return a check for a list that has one value for each of ``checks``, in the same order."""
     return lambda value: (
         isinstance(value, list)
         and len(value) == len(checks)
@@ -74,7 +74,7 @@ def list_of(check: Check, most: int) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """Return a check for null, or a value that passes ``check``."""
+    """Return a check that accepts null or a value that passes ``check``."""
     return lambda value: value is None or check(value)
 
 
@@ -87,8 +87,8 @@ def _is_name(value: Any) -> bool:
 
 
 def _is_address(value: Any) -> bool:
-    # Require printable text, because addresses are put into the environment of processes, which can contain
-    # neither NUL nor unpaired surrogates.
+    # Require printable text, because addresses are put into environment variables, which cannot contain NUL
+    # or unpaired surrogates.
     return _is_name(value) and value.isprintable()
 
 
@@ -122,8 +122,8 @@ CAUSE: dict[str, Check] = {
 
 
 def fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) -> dict[str, Any]:
-    """Check an object, and return its fields except those that are null. ``checks`` contains all fields that
-    the object may have.
+    """Check an object and return its fields that are not null. ``checks`` lists every field that the object
+    may have.
 
     Raises:
         DamagedError: the value is not an object, has an unknown field, lacks a required field, or has a field
@@ -142,7 +142,7 @@ def fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) ->
 
 
 def row(record: Any, checks: Sequence[Check]) -> list[Any]:
-    """Check and return a list that must contain one value for each check, in the same order.
+    """Check and return a list that must have one value for each check, in the same order.
 
     Raises:
         DamagedError: the value is not a list of that kind.
@@ -154,7 +154,7 @@ def row(record: Any, checks: Sequence[Check]) -> list[Any]:
 
 
 def cause(record: Any) -> dict[str, Any] | None:
-    """Return the valid fields of the cause of a failure; ``None`` if the cause is not an object.
+    """Return the valid fields of a failure's cause; ``None`` if the cause is not an object.
 
     Invalid fields are dropped and not treated as an error, because a cause only decides which failure is
     reported first. Unknown fields are kept.

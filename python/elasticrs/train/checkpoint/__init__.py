@@ -1,4 +1,4 @@
-"""Saves checkpoints of the training state, so that the state outlives all workers. Nothing is saved until
+"""Save checkpoints of the training state, so that it survives the loss of all workers. Nothing is saved until
 :func:`set_checkpoint_manager` is called.
 """
 

@@ -1,4 +1,6 @@
-"""Checkpoint API with the names of torchelastic 0.1. Loops that do not use ``train`` can use it as well."""
+"""Checkpoint API with the names of torchelastic 0.1. It can also be used by loops that do not use
+``train``.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ __all__ = [
 
 
 class CheckpointUtil:
-    """Loads and saves checkpoints in a training loop that does not use ``train``. Rank 0 reads and writes.
+    """Loads and saves checkpoints in a training loop that does not use ``train``. Only rank 0 reads and
+    writes them.
 
     Args:
         coordinator: Coordinator that the loop uses.
@@ -47,7 +50,7 @@ class CheckpointUtil:
         self.checkpoint_loaded = False
 
     def load_checkpoint(self, state: State, rank: int) -> State:
-        """Load the newest checkpoint into the state, unless a worker already has a state of this job.
+        """Load the newest checkpoint into the state, unless some worker already has the state of this job.
 
         All workers must call this together. Only rank 0 loads the checkpoint. Call ``state.sync`` afterwards
         to send the state to the other workers.
@@ -69,7 +72,7 @@ class CheckpointUtil:
         return state
 
     def set_checkpoint_loaded(self) -> None:
-        """Record that this worker has a state of this job. Call this after ``state.sync``."""
+        """Record that this worker has the state of this job. Call this after ``state.sync``."""
         self.checkpoint_loaded = True
 
     def save_checkpoint(self, state: State, rank: int) -> None:
@@ -82,15 +85,15 @@ class CheckpointUtil:
         """
         if self.checkpoint_manager is None:
             return
-        # Call both `should_save_checkpoint` methods on every worker, even if the first one returns true,
-        # because they may keep counters.
+        # Call both methods on every worker, even if one has already returned true, because they may keep
+        # counters.
         is_asked = self.coordinator.should_save_checkpoint()
         if state.should_save_checkpoint(rank) or is_asked:
             saving.CheckpointSaver(self.coordinator).save_checkpoint(state, rank)
 
 
 class CheckpointBarrier:
-    """Context manager that waits for all workers at the end of its block.
+    """Context manager that waits for all workers when its block ends.
 
     Args:
         rank: Rank of this worker.

@@ -1,4 +1,4 @@
-"""Stores checkpoints in a directory. Each checkpoint is a subdirectory that is named by its number.
+"""Store checkpoints in a directory. Each checkpoint is a subdirectory named by its number.
 
 - **SAVE-1** a checkpoint gets its number only when all its data is on disk, by renaming its directory. Until
   then, the directory has a different kind of name. The next writer removes directories that dead writers left
@@ -65,7 +65,7 @@ class FileSystemCheckpointManager(CheckpointManager):
 
     @prof
     def create_checkpoint(self) -> Checkpoint:
-        """Return a new checkpoint. The caller writes its streams and commits it."""
+        """Return a new checkpoint. The caller writes its streams, then commits it."""
         self._remove_unfinished()
         return _New(self)
 
@@ -81,7 +81,7 @@ class FileSystemCheckpointManager(CheckpointManager):
 
     @prof
     def get_latest_checkpoint(self) -> Checkpoint | None:
-        """Return the newest complete checkpoint; ``None`` if there are no checkpoints.
+        """Return the newest complete checkpoint; ``None`` if there is none.
 
         Raises:
             CheckpointError: all checkpoints are damaged, or this job cannot use the newest complete one.
@@ -114,7 +114,8 @@ class FileSystemCheckpointManager(CheckpointManager):
         return found
 
     def place(self, unfinished: str) -> str:
-        """Rename a complete directory to the next number and return its path. Remove old checkpoints.
+        """Rename a complete directory to the next checkpoint number and return its path. Then remove old
+        checkpoints.
 
         If an old checkpoint cannot be removed, log a warning and do not raise, because the new checkpoint is
         complete.
@@ -127,7 +128,8 @@ class FileSystemCheckpointManager(CheckpointManager):
                 os.rename(unfinished, path)
                 break
             except OSError:
-                # Another process wrote a checkpoint with this number at the same time. Keep both.
+                # Another process has just written a checkpoint with this number. Keep both by taking the next
+                # number.
                 if not os.path.exists(path):
                     raise
                 number += 1
@@ -143,7 +145,7 @@ class FileSystemCheckpointManager(CheckpointManager):
             _log.warning("checkpoint %s was written, but %s cannot be removed: %s", new, old, error)
 
     def manifest(self, files: dict[str, Any]) -> dict[str, Any]:
-        """Return the manifest of a checkpoint that contains the given streams."""
+        """Return the manifest of a checkpoint with these streams."""
         return {"format": FORMAT, "job": self._job, "streams": files}
 
     def _path(self, number: int) -> str:
@@ -154,7 +156,7 @@ class FileSystemCheckpointManager(CheckpointManager):
         return sorted((int(name) for name in names if name.isdecimal()), reverse=True)
 
     def _remove(self, path: str) -> None:
-        # Rename the checkpoint first, because a partly removed checkpoint must not look complete.
+        # Rename the directory before removing it, because a partly removed checkpoint must not look complete.
         gone = tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.directory)
         os.rename(path, gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -162,8 +164,8 @@ class FileSystemCheckpointManager(CheckpointManager):
     def _remove_unfinished(self) -> None:
         for name in os.listdir(self.directory):
             path = os.path.join(self.directory, name)
-            # A writer holds a lock on its directory until it exits, so only abandoned directories can be
-            # locked.
+            # A writer keeps its directory locked until it exits, so a lock can be acquired only on an
+            # abandoned directory.
             if name.startswith(_UNFINISHED) and (lock := _lock(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
@@ -243,7 +245,7 @@ class _Committed(Checkpoint):
         """Do nothing, because committed checkpoints are kept."""
 
     def verify(self) -> None:
-        """Compare all streams with their recorded lengths and checksums.
+        """Check every stream against its recorded length and checksum.
 
         Raises:
             _TornError: a stream differs.
@@ -282,7 +284,7 @@ def _file_of(key: str) -> str:
 
 
 def _sum(path: str, *, sync: bool = False) -> dict[str, int]:
-    """Return the length and checksum of a file. If ``sync`` is true, also flush the file to disk."""
+    """Return the length and checksum of a file. If ``sync`` is true, flush the file to disk as well."""
     length = total = 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
@@ -302,8 +304,8 @@ def _flush(directory: str) -> None:
 
 
 def _lock(path: str) -> int | None:
-    """Lock a directory and return the descriptor that holds the lock; ``None`` if another process holds the
-    lock, or the directory cannot be opened or locked.
+    """Lock a directory and return the descriptor that holds the lock. Return ``None`` if another process
+    holds the lock, or if the directory cannot be opened or locked.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

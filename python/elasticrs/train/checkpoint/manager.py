@@ -1,4 +1,4 @@
-"""Base classes for checkpoint storage, and the checkpoint manager that this process uses."""
+"""Base classes for checkpoint storage, and this process's checkpoint manager."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def open_output_stream(self, key: str) -> IO[bytes]:
-        """Return a stream for writing. The caller must close the stream."""
+        """Return a stream for writing. The caller must close it."""
 
     @abstractmethod
     def open_input_stream(self, key: str) -> IO[bytes]:
-        """Return a stream for reading. The caller must close the stream."""
+        """Return a stream for reading. The caller must close it."""
 
     @abstractmethod
     def commit(self) -> None:
-        """Make the checkpoint visible, with everything written so far. Idempotent."""
+        """Commit the checkpoint: make everything written so far visible. Idempotent."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -44,15 +44,15 @@ class Checkpoint(ABC):
 
 
 class CheckpointManager(ABC):
-    """Base class for the storage of a job's checkpoints."""
+    """Base class for storage that holds a job's checkpoints."""
 
     @abstractmethod
     def create_checkpoint(self) -> Checkpoint:
-        """Return a new checkpoint. The caller writes its streams and commits it."""
+        """Return a new checkpoint. The caller writes its streams, then commits it."""
 
     @abstractmethod
     def get_checkpoint(self, sequence_id: int) -> Checkpoint:
-        """Return the committed checkpoint with this number. Raises if it does not exist."""
+        """Return the committed checkpoint with this number. Raise an error if it does not exist."""
 
     @abstractmethod
     def get_latest_checkpoint(self) -> Checkpoint | None:
@@ -67,7 +67,7 @@ _manager: CheckpointManager | None = None
 
 
 def set_checkpoint_manager(checkpoint_manager: CheckpointManager | None) -> None:
-    """Set the checkpoint manager of this process. All workers must call this before they train.
+    """Set the checkpoint manager of this process. All workers must call this before training starts.
 
     Args:
         checkpoint_manager: Manager that saves and loads the checkpoints. ``None`` to disable checkpoints.
@@ -77,5 +77,5 @@ def set_checkpoint_manager(checkpoint_manager: CheckpointManager | None) -> None
 
 
 def get_checkpoint_manager() -> CheckpointManager | None:
-    """Return the manager that :func:`set_checkpoint_manager` set."""
+    """Return the manager set by :func:`set_checkpoint_manager`."""
     return _manager

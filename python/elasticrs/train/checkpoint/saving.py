@@ -1,5 +1,5 @@
-"""Saves and loads the state of a training loop. Rank 0 reads and writes checkpoints, and all workers wait for
-it.
+"""Save and load the state of a training loop. Rank 0 reads and writes checkpoints while the other workers
+wait.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MAX_REASON = 500
 
 
 class CheckpointSaver:
-    """Saves and loads the state of a training loop. Rank 0 reads and writes, and the other workers get the
-    state through ``sync``.
+    """Saves and loads the state of a training loop. Rank 0 reads and writes, and the other workers receive
+    the state through ``sync``.
 
     Args:
         coordinator: coordinator of the loop.
@@ -43,7 +43,7 @@ class CheckpointSaver:
 
     @prof
     def load_checkpoint(self, state: State, rank: int) -> bool:
-        """Load the newest checkpoint on rank 0, if there is one. All workers must call this together.
+        """Load the newest checkpoint, if any, on rank 0. All workers must call this together.
 
         Args:
             state: State to load the checkpoint into.
@@ -60,7 +60,8 @@ class CheckpointSaver:
             try:
                 found = int(load_newest(state))
             except Exception as error:
-                # Send the error to the other workers before raising it, because they are waiting for rank 0.
+                # Send the error to the other workers before raising it, because they wait for a message from
+                # rank 0.
                 trouble, reason = error, f"{type(error).__name__}: {error}".encode()[:_MAX_REASON]
                 found = -len(reason)
         found = self._coordinator.exchange([found])[0][0]
@@ -73,7 +74,8 @@ class CheckpointSaver:
 
     @prof
     def save_checkpoint(self, state: State, rank: int) -> bool:
-        """Write a checkpoint. All workers must call this together. The call returns when rank 0 has finished.
+        """Write a checkpoint. All workers must call this together, and the call returns when rank 0 has
+        finished.
 
         If the disk fails, the checkpoint is skipped, a message is logged, and the job continues.
 
@@ -92,7 +94,8 @@ class CheckpointSaver:
 
 
 def load_newest(state: State) -> bool:
-    """Load the newest checkpoint in this process. Return false if there is no checkpoint or no manager.
+    """Load the newest checkpoint in this process. Return false if there is no checkpoint or no checkpoint
+    manager.
 
     Args:
         state: State to load the checkpoint into.
@@ -110,7 +113,9 @@ def load_newest(state: State) -> bool:
 
 
 def _save(manager: CheckpointManager, state: State) -> bool:
-    """Save a state. Return false if the disk failed. Other errors are bugs in the program and are raised."""
+    """Save a state. Return false if the disk failed. Raise any other error, because it is a bug in the
+    program.
+    """
     failed: list[OSError] = []
     try:
         checkpoint = manager.create_checkpoint()
@@ -130,8 +135,8 @@ def _save(manager: CheckpointManager, state: State) -> bool:
 
 
 def _os_error(error: BaseException | None) -> OSError | None:
-    """Return the exception itself if it is an OSError, or else the first OSError in its chain of causes.
-    ``None`` if there is none.
+    """Return the exception itself if it is an OSError, otherwise the first OSError in its chain of causes, or
+    ``None``.
 
     ``__context__`` is ignored, because such an exception was only being handled when this one was raised.
     """

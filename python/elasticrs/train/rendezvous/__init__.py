@@ -1,4 +1,4 @@
-"""Rendezvous API for workers, with torchelastic's names."""
+"""Rendezvous API for workers, with the names that torchelastic uses."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RendezvousParameters(Value):
 
     @property
     def url(self) -> str:
-        """Rendezvous URL, for the parameter ``init_method`` of a coordinator."""
+        """Rendezvous URL, to be passed to a coordinator as ``init_method``."""
         pairs = [pair.partition("=") for pair in (self.config or "").split(",") if pair]
         if wrong := ["".join(pair) for pair in pairs if not pair[1]]:
             raise ValueError(f"config: got {wrong[0]!r}, expected KEY=VALUE")

@@ -1,5 +1,5 @@
-"""Classes for a rendezvous through etcd, with torchelastic's names. Programs with an ``etcd://`` URL do not
-have to import this module.
+"""Classes for a rendezvous over etcd, named as in torchelastic. Programs that use an ``etcd://`` URL need not
+import this module.
 """
 
 from __future__ import annotations

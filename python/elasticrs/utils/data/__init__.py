@@ -1,4 +1,4 @@
-"""Data sampler and iterator with the same names as in torch. Only the sampler imports torch."""
+"""Data sampler and iterator named as in torch. Only the sampler imports torch."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _T = TypeVar("_T")
 
 
 class CyclingIterator(Iterator[_T]):
-    """Iterator over several epochs. A function provides the items of each epoch.
+    """Iterator over several epochs. A function provides each epoch's items.
 
     Unlike in torch, empty epochs are skipped without recursion.
 

@@ -1,4 +1,4 @@
-"""Sampler that can resume in the middle of an interrupted epoch. Imports torch."""
+"""Sampler that can resume an interrupted epoch where it stopped. Imports torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ __all__ = ["ElasticDistributedSampler"]
 
 
 class ElasticDistributedSampler(DistributedSampler[Any]):
-    """Distributes the items from ``start_index`` to the end over the ranks. Their order depends only on the
-    epoch.
+    """Distributes the items from ``start_index`` onwards over the ranks. The order depends only on the epoch.
 
     Args:
         dataset: dataset of a fixed size.
@@ -52,7 +51,7 @@ class ElasticDistributedSampler(DistributedSampler[Any]):
         generator.manual_seed(self.epoch)
         left = torch.randperm(self._size - self.start_index, generator=generator)
         indices: list[int] = left.add(self.start_index).tolist()
-        # Repeat items until every rank gets the same number. Torch does not repeat often enough if there are
+        # Repeat items until every rank gets equally many. Unlike torch, repeat more than once if there are
         # fewer items than ranks.
         while len(indices) < self.total_size:
             indices += indices[: self.total_size - len(indices)]

@@ -1,4 +1,4 @@
-"""Choose the modules that are imported once, before the workers are forked (``--warm``).
+"""Choose the modules to import once, before the workers are forked (``--warm``).
 
 This package only reads files. It starts no process and does not import the user's modules. It is loaded only
 if ``--warm`` is not ``off`` or ``--on-failure`` is ``replace``::

@@ -43,7 +43,7 @@ class Entry(Value):
 
 
 def entry_of_command(command: Sequence[str]) -> Entry:
-    """Find the code that workers run first, if they run a program.
+    """Find the code that runs first in workers that run a program.
 
     Args:
         command: program and arguments. If the program is a Python interpreter, its arguments determine the
@@ -67,8 +67,8 @@ def entry_of_command(command: Sequence[str]) -> Entry:
 
 
 def _is_script(program: str) -> bool:
-    """Return true if a program is a script and not a binary. A script may remove ``PYTHONPATH`` before it
-    starts Python. Without ``PYTHONPATH``, the nursery would run the user's program instead of its own code.
+    """Return true if a program is a script and not a binary. A script could remove ``PYTHONPATH`` before
+    starting Python, and then the nursery would run the user's program instead of its own code.
     """
     import shutil
 
@@ -76,11 +76,11 @@ def _is_script(program: str) -> bool:
         with open(shutil.which(program) or program, "rb") as file:
             return file.read(4) != b"\x7fELF"
     except OSError:
-        return False  # The result does not matter, because a program that cannot be read cannot be started.
+        return False  # An unreadable program cannot be started, so the result does not matter.
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:
-    """Find the code that workers run first, if they run a function.
+    """Find the code that runs first in workers that call a function.
 
     Args:
         function: function that the workers call. For :func:`elasticrs.run.run_script_path`, the result
@@ -95,7 +95,7 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
     if start_method != "spawn":
         return Entry(name, why_cold=_KEPT)
     module = sys.modules.get(of_module)
-    # With `python -m package.program`, the name of the module is also `__main__`.
+    # With `python -m package.program`, the module's name is also `__main__`, so take the name from its spec.
     spec = getattr(module, "__spec__", None)
     top = sys.modules.get((of_module if spec is None else spec.name).partition(".")[0])
     files = getattr(top, "__path__", None) or [getattr(top, "__file__", None)]
@@ -105,7 +105,7 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
 
 
 def entry_of_script(path: str, interpreter: str | None = None, *, start_method: str = "spawn") -> Entry:
-    """Find the code that workers run first, if they run a script.
+    """Find the code that runs first in workers that run a script.
 
     Args:
         path: path of the script, or of a folder with a ``__main__.py``.
@@ -116,12 +116,12 @@ def entry_of_script(path: str, interpreter: str | None = None, *, start_method: 
         return Entry(path, why_cold=_KEPT)
     if os.path.isdir(path):
         return Entry(path, os.path.join(path, "__main__.py"), (path,), interpreter)
-    # Python resolves symbolic links before it determines the folder of the script.
+    # Resolve symbolic links, because Python does so before it determines the script's folder.
     return Entry(path, path, (os.path.dirname(os.path.realpath(path)),), interpreter)
 
 
 def _what_runs(arguments: Sequence[str]) -> tuple[str, str]:
-    """Return the code that a Python interpreter runs, from its command-line arguments.
+    """Determine what code a Python interpreter runs, from its command-line arguments.
 
     Returns:
         ``"script"`` and its path, ``"m"`` and the module, or ``"c"`` and the code; an empty string for
@@ -151,7 +151,7 @@ def _what_runs(arguments: Sequence[str]) -> tuple[str, str]:
 
 
 def _entry_of_module(name: str, interpreter: str | None) -> Entry:
-    """Find the code that workers run first, if they run ``python -m``.
+    """Find the code that runs first in workers that are started with ``python -m``.
 
     This function does not import parent packages, so it does not support packages that change the location of
     their modules when they are imported.
@@ -174,7 +174,8 @@ def _entry_of_module(name: str, interpreter: str | None) -> Entry:
 
 
 def own_sources(name: str, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the source files that run when one of the user's own modules is imported, each with its package.
+    """Yield the source files that run when one of the user's own modules is imported, together with each
+    file's package.
 
     Args:
         name: name of the module, in one of the forms that :mod:`elasticrs.workers.warm` describes.
@@ -190,7 +191,9 @@ def own_sources(name: str, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return the source file of a module in one of these folders, and the folders of its submodules."""
+    """Return the source file of a module in one of these folders, and the folders that contain its
+    submodules.
+    """
     portions: list[str] = []
     for folder in folders:
         base = os.path.join(folder, name)
@@ -205,7 +208,7 @@ def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
-    """Return the folders that may contain the user's own modules. Leave out duplicates, the interpreter's
+    """Return the folders that can contain the user's own modules, without duplicates, the interpreter's
     library, and folders of installed packages.
     """
     library = os.path.dirname(os.__file__)
@@ -217,8 +220,8 @@ def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
 
 
 def found_spec(top: str) -> ModuleSpec | None:
-    """Return the spec of the module that this interpreter would import for a name without dots. Imports
-    nothing.
+    """Return the spec of the module that this interpreter would import for a name without dots, without
+    importing it.
 
     Args:
         top: name of the module.
@@ -231,7 +234,7 @@ def found_spec(top: str) -> ModuleSpec | None:
 
 
 def is_beside(top: str, folders: Sequence[str]) -> bool:
-    """Return true if a name without dots is the user's own module in one of these folders.
+    """Return true if a name without dots refers to a module of the user's own in one of these folders.
 
     A folder without ``__init__.py`` counts only if no other module has this name. Python prefers a regular
     module anywhere on its path, and folders such as ``datasets`` or ``wandb`` beside a script often contain

@@ -1,4 +1,4 @@
-"""Read the report of the process that imports modules for the workers, as JSON lines in a file.
+"""Read the JSON lines that the process importing modules for the workers writes to a report file.
 
 ::
 
@@ -47,7 +47,7 @@ class LeftOut(Value):
 
 
 class Ready(Value):
-    """Facts that are known when all modules have been imported.
+    """Facts known after all modules have been imported.
 
     Args:
         seconds: duration of the imports.
@@ -154,5 +154,5 @@ def _lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def _shown(name: str) -> str:
-    """Return the name of a module in the form that the user knows: ``a.b`` for ``from a import b``."""
+    """Return a module's name as the user knows it: ``a.b`` for ``from a import b``."""
     return printable(name).replace(":", ".")

@@ -1,5 +1,5 @@
-"""Choose the modules that are imported once for all workers: either the modules that the user names, or the
-modules that the workers' code imports.
+"""Choose the modules to import once for all workers: those that the user names, or those that the workers'
+code imports.
 
 Source files are parsed, never run. All imports at the top level count, including those inside ``if``,
 ``try``, ``with`` and loops, but not imports in functions and classes, or for type checkers only. The user's
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from elasticrs.workers.warm.steps import Unknown
 
 LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
-    # The first optimizer, DDP model, checkpointed or sharded module in a process makes torch import about 900
-    # modules of the compiler, because these classes disable the compiler for their own code.
+    # The first optimizer, DDP model, or checkpointed or sharded module makes torch import about 900 compiler
+    # modules, because these classes disable the compiler for their own code.
     (
         (
             b"optim",
@@ -41,7 +41,7 @@ LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
         ),
         "torch._dynamo",
     ),
-    # `torch.compile` imports about 400 more modules, not counting its code generators.
+    # `torch.compile` imports about 400 more modules, plus its code generators.
     ((b"torch.compile", b"torch_compile"), "torch._inductor.compile_fx"),
 )
 """Modules that torch imports only when they are used. Each entry contains words that may occur in a source
@@ -97,8 +97,8 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
         else:
             chosen.append(name)
     plan = _Plan(entry)
-    # Continue even if the script cannot be read or parsed. The statements before its imports are then
-    # unknown.
+    # Continue even if the script cannot be read or parsed. It is then unknown which statements come before
+    # its imports.
     with suppress(OSError, *_CANNOT_PARSE):
         plan.read_entry()
     tops = {_top(name) for name in chosen}
@@ -124,7 +124,7 @@ def _of_source(entry: Entry) -> Preload:
         return _cold(f"{entry.path} cannot be parsed: {_reason(error)}")
     remarks = []
     tops = dict.fromkeys(map(_top, plan.left_out))
-    # Do not mention modules that are not installed, because the script may contain optional imports.
+    # Do not mention modules that are not installed, because the script may import them optionally.
     late = [top for top in tops if entry.interpreter is not None or found_spec(top) is not None]
     if plan.unknown is not None and late:
         late.sort(key=sys.stdlib_module_names.__contains__)  # List the standard library's modules last.
@@ -147,7 +147,7 @@ def _of_source(entry: Entry) -> Preload:
 
 
 class _Plan:
-    """Preload steps that follow from the source of a script and of the user's own modules that it imports.
+    """Preload steps derived from the source of a script and of the user's own modules that it imports.
 
     Args:
         entry: script, module or function that the workers run.
@@ -175,12 +175,11 @@ class _Plan:
 
     @property
     def sources(self) -> list[bytes]:
-        """Contents of all source files that have been read."""
+        """Contents of all source files that were read."""
         return list(self._sources.values())
 
     def read_entry(self) -> None:
-        """Read the source of the script or module that the workers run, and of the user's own modules that it
-        imports.
+        """Read the source of the workers' script or module, and of the user's own modules that it imports.
 
         Raises:
             OSError: the source of the entry cannot be read.
@@ -193,7 +192,9 @@ class _Plan:
         self._read_source(self._entry.path, self._entry.package, is_main=self._entry.is_main)
 
     def variables_before(self, tops: AbstractSet[str]) -> list[str]:
-        """Return the steps that set a variable before the first import of one of these top-level modules."""
+        """Return the steps that set an environment variable before the first import of any of these top-level
+        modules.
+        """
         found = []
         for step in self.steps:
             if "=" in step:
@@ -241,19 +242,19 @@ class _Plan:
                     self.unknown or f"{file}, which was not read because the sources are too large,"
                 )
                 return
-            # Ignore a module that cannot be read, because the worker will report the error when it imports
-            # the module.
+            # Ignore an unreadable module, because the worker will report the error when it imports that
+            # module.
             with suppress(OSError, *_CANNOT_PARSE):
                 self._read_source(file, package, is_certain=step.is_certain)
 
 
 def _quoted(file: str, step: Variable | Unknown) -> str:
-    """Return text that shows a statement to the user, with its file and line number."""
+    """Format a statement for a message to the user, with its file and line number."""
     return f"{file}, line {step.line} ({printable(step.text, _WIDTH)})"
 
 
 def _listed(names: Iterable[str]) -> str:
-    """Return text that lists the first few of these names, and the number of the others."""
+    """Format the first few of these names for a message, followed by the number of remaining names."""
     all_names = list(dict.fromkeys(name.replace(":", ".") for name in names))
     shown = ", ".join(all_names[:_SHOWN])
     return shown if len(all_names) <= _SHOWN else f"{shown} and {len(all_names) - _SHOWN} more"
@@ -274,7 +275,7 @@ def _top(name: str) -> str:
 
 
 def _read(path: str) -> bytes:
-    # Do not read a pipe (such as `<(…)` in a shell), because it can be read only once, and the worker has to
+    # Do not read a pipe (such as `<(…)` in a shell), because it can be read only once and the worker must
     # read it.
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(0, "not a file")
@@ -287,7 +288,7 @@ def _has(source: bytes, words: Sequence[bytes]) -> bool:
 
 
 def lazily_imported(source: bytes) -> list[str]:
-    """Return the modules that torch will import later, when the script uses them; see :data:`LAZY`.
+    """Return the modules that torch will import later, when the script first needs them. See :data:`LAZY`.
 
     Args:
         source: source file to search for the words in :data:`LAZY`.
@@ -296,8 +297,7 @@ def lazily_imported(source: bytes) -> list[str]:
 
 
 def why_not_lazily(sources: Sequence[bytes], known: AbstractSet[str]) -> str | None:
-    """Return the reason why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be
-    preloaded.
+    """Return why the modules in :data:`LAZY` cannot be preloaded; ``None`` if they can be.
 
     In a worker that starts cold, the training imports these modules. By that time, functions of the program
     may have set environment variables that these modules read during their import.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """Recorded stamps (times and sizes) of the files from which modules were preloaded.
+    """Stamps (times and sizes) recorded for the files from which modules were preloaded.
 
     Args:
         own: stamps of the user's own files, by path.
@@ -35,7 +35,7 @@ class Sources:
         self.own, self.installed, self.signs = own, installed, signs
 
     def changes(self, look: Callable[[str], Stamp] | None = None) -> dict[str, Stamp]:
-        """Return the files that have changed, with their current stamps. The user's own files come first.
+        """Return the changed files with their current stamps (times and sizes), the user's own files first.
 
         Args:
             look: function that returns the stamp of a path; :func:`stamp` by default.
@@ -47,14 +47,14 @@ class Sources:
             installed = _changes(self.installed, look)
             if not installed:
                 # Only an unrelated package was installed or removed. Store the new stamps, so that later
-                # calls do not check every file again.
+                # calls need not check every file again.
                 self.signs = signs
             changes |= installed
         return changes
 
 
 class Settling:
-    """Detects when changed files have settled, so that the modules can be imported again.
+    """Detects when files have stopped changing, so that the modules can be imported again.
 
     After the first detected change, an installer or an editor may still be writing files. Files have settled
     when two consecutive checks find the same changes. If a file is missing, more checks are needed, because
@@ -66,7 +66,7 @@ class Settling:
         self._times = 0
 
     def have_settled(self, changes: Mapping[str, Stamp]) -> bool:
-        """Return true if files have changed and the changes have settled.
+        """Return true if files have changed and have stopped changing since.
 
         Args:
             changes: result of the current check, from :meth:`Sources.changes`.
@@ -87,7 +87,7 @@ def remember(
     names: Iterable[str],
     look: Callable[[str], Stamp] | None = None,
 ) -> Sources:
-    """Record the stamps of these files, so that later changes to the files can be detected.
+    """Record the stamps (times and sizes) of these files, so that later changes can be detected.
 
     Args:
         stamps: known stamps of the files of preloaded modules and of ``prefixes``, by path.
@@ -99,8 +99,8 @@ def remember(
     folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
     inside = tuple(folder + os.sep for folder in folders)
     files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
-    # Always compare a file that changed during the imports. The stamps in `signs` may be newer than that
-    # change, so they would not show it.
+    # Always compare files that changed during the imports. The stamps in `signs` may have been read after
+    # such a change and would not reveal it.
     always = touched(files)
     installed = {
         path: found for path, found in files.items() if path.startswith(inside) and path not in always
@@ -112,8 +112,8 @@ def remember(
 
 
 def touched(stamps: Mapping[str, Stamp]) -> list[str]:
-    """Return the files that changed while the nursery imported modules. Their stamps never equal a real
-    stamp.
+    """Return the files that changed while the nursery imported modules. Their recorded stamps never match a
+    real file, so they are always considered changed.
     """
     return [path for path, found in stamps.items() if found is not None and found[0] == TOUCHED]
 
@@ -123,11 +123,11 @@ TOUCHED = -1
 
 
 def stamp(path: str) -> Stamp:
-    """Return the current modification time and size of a file; ``None`` if it does not exist."""
+    """Return a file's current modification time and size; ``None`` if it does not exist."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
-        # `ValueError` means that the string cannot be a path.
+        # `os.stat` raises `ValueError` if the string cannot be a path.
         return None
     return found.st_mtime_ns, found.st_size
 

@@ -1,4 +1,4 @@
-"""Find the top-level statements of a source file that can affect its imports, without running the file.
+"""Find the top-level statements of a source file that can affect its imports, without executing it.
 
 A worker that starts cold runs the top level of its script in order, so each import sees the effects of the
 statements before it, such as environment variables, ``sys.path`` and warning filters. Preloading a module is
@@ -80,7 +80,7 @@ class Import(Value):
 
 
 class Variable(Value):
-    """An environment variable that is set to a constant.
+    """Statement that sets an environment variable to a constant.
 
     Args:
         name: name of the variable.
@@ -106,7 +106,7 @@ class Folder(Value):
 
 
 class Unknown(Value):
-    """A statement that may affect later imports in an unknown way.
+    """Statement that may affect later imports in an unknown way.
 
     Args:
         line: line number of the statement.
@@ -118,7 +118,7 @@ class Unknown(Value):
 
 
 def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = True) -> Iterator[Step]:
-    """Split a source file into the steps that matter for imports, in the order in which they run.
+    """Split a source file into the steps that matter for imports, in execution order.
 
     Args:
         source: contents of the file, in the file's encoding.
@@ -130,14 +130,14 @@ def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = T
         SyntaxError: the source cannot be parsed. ValueError, RecursionError and MemoryError mean the same.
     """
     with warnings.catch_warnings():
-        # Suppress the parser's warnings, because the worker itself prints them when it compiles the script.
+        # Suppress the parser's warnings, because the worker prints them when it compiles the script.
         warnings.simplefilter("ignore")
         tree = compile(source, "<script>", "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
     return _Reader(source, package, file, is_main).read(tree)
 
 
 class _Reader:
-    """Reads one source file, and yields the steps in its top-level statements."""
+    """Reads one source file, and yields the steps found in its top-level statements."""
 
     def __init__(self, source: bytes, package: str, file: str, is_main: bool) -> None:
         self._lines = source.splitlines()
@@ -151,7 +151,7 @@ class _Reader:
         """True after the first unknown statement. After that statement, only imports are reported."""
 
     def read(self, tree: ast.AST) -> Iterator[Step]:
-        # Use a stack instead of recursion, because the code may be nested too deeply for recursion.
+        # Use a stack instead of recursion, because deeply nested code could exceed the recursion limit.
         left: list[tuple[ast.AST, bool]] = [(tree, True)]
         while left:
             node, is_certain = left.pop()
@@ -175,8 +175,8 @@ class _Reader:
         return line, text.decode("utf-8", "replace").strip()
 
     def _blocks(self, node: ast.AST, is_certain: bool) -> list[tuple[ast.AST, bool]]:
-        """Return the statements inside the blocks of a compound statement. Each of them has a flag, which is
-        true if the statement certainly runs. Blocks that never run are left out.
+        """Return the statements inside a compound statement's blocks, each with a flag that is true if it is
+        certain to run. Blocks that never run are left out.
         """
         if isinstance(node, (*_FUNCTIONS, _ast.ClassDef)):
             return []
@@ -191,7 +191,7 @@ class _Reader:
         return [(inner, is_certain) for block in blocks if isinstance(block, list) for inner in block]
 
     def _branch(self, test: ast.expr) -> str | None:
-        """Return the branch of an ``if`` that runs: ``body`` or ``orelse``; ``None`` if that is unknown."""
+        """Return the branch of an ``if`` that is taken: ``body`` or ``orelse``; ``None`` if unknown."""
         if isinstance(test, _ast.UnaryOp) and isinstance(test.op, _ast.Not):
             taken = self._branch(test.operand)
             return {"body": "orelse", "orelse": "body", None: None}[taken]
@@ -214,7 +214,9 @@ class _Reader:
         return dict.fromkeys([module, *(f"{module}:{alias.name}" for alias in node.names)] if module else ())
 
     def _variables(self, node: ast.AST) -> list[Variable]:
-        """Return the environment variables that a statement sets; an empty list for any other statement."""
+        """Return the environment variables that a statement sets. The list is empty for any other
+        statement.
+        """
         match node:
             case _ast.Assign(targets, _ast.Constant(str(value))) if "\0" not in value:
                 names = [self._variable(target) for target in targets]
@@ -228,7 +230,9 @@ class _Reader:
         return ""
 
     def _folders(self, node: ast.AST) -> list[Folder]:
-        """Return the folder that a statement adds to ``sys.path``; an empty list for any other statement."""
+        """Return the folder that a statement adds to ``sys.path``, as a list. The list is empty for any other
+        statement.
+        """
         match node:
             case _ast.Expr(_ast.Call(function, [place], [])) if self._path(function) == "sys.path.append":
                 found = self._text(place)
@@ -241,7 +245,9 @@ class _Reader:
         return [] if found is None else [Folder(os.path.abspath(found))]
 
     def _text(self, node: ast.expr) -> str | None:
-        """Return the value of an expression made of constant strings and ``__file__``; otherwise ``None``."""
+        """Return the value of an expression that consists of constant strings and ``__file__``; ``None`` for
+        any other expression.
+        """
         match node:
             case _ast.Constant(str(text)):
                 return text
@@ -278,7 +284,7 @@ class _Reader:
         return function(*texts) if name == "join" or len(texts) == 1 else None
 
     def _is_harmless(self, node: ast.AST) -> bool:
-        """Return true if a statement cannot affect an import. The statements in its blocks are not
+        """Return true if a statement cannot affect imports. Statements inside its blocks are not
         considered.
         """
         if isinstance(node, _FUNCTIONS):
@@ -327,8 +333,8 @@ class _Reader:
         if not self._are_harmless([node.value]):
             return False
         if isinstance(node, _ast.AugAssign):
-            # Check the object that the name refers to, because `paths = sys.path; paths += ["…"]` changes
-            # `sys.path`.
+            # Check the object that the name refers to, because `paths = sys.path; paths += ["…"]` also
+            # changes `sys.path`.
             known = self._path(node.target) if isinstance(node.target, _ast.Name) else ""
             return known in (None, _CONTAINER, _TEXT)
         path, text = self._path(node.value), self._text(node.value)
@@ -336,7 +342,7 @@ class _Reader:
         return all(self._binds(target, path, text) for target in targets)
 
     def _binds(self, target: ast.expr, path: str | None = None, text: str | None = None) -> bool:
-        """Record an assignment to names. Return false if it changes anything other than names."""
+        """Record an assignment to names. Return false if it changes anything else."""
         match target:
             case _ast.Name(name):
                 self._names[name] = path
@@ -369,8 +375,8 @@ class _Reader:
         return True
 
     def _path(self, node: ast.expr) -> str | None:
-        """Return the dotted path of the object that an expression refers to. A function call appears as
-        ``()``.
+        """Return the dotted path of the object that an expression refers to. A function call
+        becomes ``()``.
         """
         match node:
             case _ast.Name(name):
@@ -391,7 +397,7 @@ class _Reader:
 
 
 def _absolute(node: ast.ImportFrom, package: str) -> str:
-    """Return the absolute module name of ``from … import …``; empty if it cannot be resolved."""
+    """Return the absolute module name of ``from … import …``, or an empty string if it cannot be resolved."""
     parents = package.split(".")
     if node.level == 0 or not package or node.level > len(parents):
         return "" if node.level else node.module or ""
