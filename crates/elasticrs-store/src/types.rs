@@ -1,4 +1,4 @@
-//! Types for the contents of the store and for the clients' requests.
+//! Types for the contents of the store and for client requests.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ pub const MAX_KEY: usize = 1024;
 /// Maximum length of a run ID, in bytes of UTF-8.
 pub const MAX_RUN_ID: usize = 512;
 
-/// Maximum number of conditions in a transaction. Also the maximum number of ops in each of its two branches.
+/// Maximum number of conditions in a transaction, and of ops in each of its two branches.
 pub const MAX_STEPS: usize = 4096;
 
 /// Random ID of a store. A restarted store has a new ID.
@@ -20,7 +20,7 @@ pub type StoreId = [u8; 16];
 pub struct Entry {
     pub key: Arc<str>,
     pub value: Arc<[u8]>,
-    /// Revision that created the key. Overwriting the key does not change it.
+    /// Revision that created the key. Overwriting the key does not change this revision.
     pub create_revision: u64,
     pub mod_revision: u64,
 }
@@ -40,9 +40,9 @@ pub struct Change {
 pub enum Compare {
     Exists(Arc<str>),
     Missing(Arc<str>),
-    /// The key was created by this revision. Revision 0 means that the key does not exist.
+    /// Holds if this revision created the key. With revision 0, holds if the key does not exist.
     Create(Arc<str>, u64),
-    /// The key was last changed by this revision. Revision 0 means that the key does not exist.
+    /// Holds if this revision was the last to change the key. With revision 0, holds if the key does not exist.
     Mod(Arc<str>, u64),
     Value(Arc<str>, Vec<u8>),
 }
@@ -58,7 +58,7 @@ pub enum Op {
     DeletePrefix(Arc<str>),
     /// Reads a key.
     Get(Arc<str>),
-    /// Reads the keys with this prefix, in order.
+    /// Reads the keys with this prefix, sorted by name.
     Range {
         prefix: Arc<str>,
         /// Maximum number of keys. 0 means no limit.
@@ -72,8 +72,8 @@ pub enum Op {
 /// Result of an [`Op`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OpResult {
-    /// Number of keys that the op changed. In a reply that rejects a watch, the first revision at which a watch can
-    /// start.
+    /// Number of keys that the op changed. If a watch is rejected, the reply contains the first possible start
+    /// revision instead.
     Count(u64),
     /// Result of [`Op::Get`] and [`Op::Predecessor`].
     Entry(Option<Entry>),
@@ -97,7 +97,7 @@ pub type Scope = Option<Arc<str>>;
 pub struct Watch {
     /// A key, or a key prefix.
     pub prefix: Arc<str>,
-    /// True to watch only the key that equals `prefix`.
+    /// True to watch only the key `prefix`, not all keys that start with it.
     pub exact: bool,
 }
 
@@ -119,7 +119,7 @@ pub struct WatchFrom {
 }
 
 named_enum! {
-    /// Machine-readable reason for the end of a connection. The position of a variant is its code on the wire.
+    /// Machine-readable reason for the end of a connection. The position of a variant is its code in the protocol.
     pub enum LostKind {
         /// Nothing listens on the port.
         Refused = "refused",
@@ -131,7 +131,7 @@ named_enum! {
         Resolve = "resolve",
         /// The two sides use different versions of the protocol.
         Version = "version",
-        /// One side has no token, or the tokens differ.
+        /// One side has no token, or the two tokens differ.
         Token = "token",
         /// Another program uses the port.
         NotOurs = "not_ours",
@@ -141,7 +141,7 @@ named_enum! {
         Closed = "closed",
         /// Keep-alives went unanswered.
         Silent = "silent",
-        /// This client was too slow in reading its messages.
+        /// This client read its messages too slowly.
         Slow = "slow",
         /// A message violated the protocol.
         Protocol = "protocol",
@@ -151,8 +151,7 @@ named_enum! {
         Gone = "gone",
         /// This is not the store to which the client was connected before.
         Other = "other",
-        /// TLS failed, because a certificate was rejected or because one side does not speak TLS. Only reported for
-        /// etcd.
+        /// TLS failed, because a certificate was rejected or because one side does not use TLS. Only reported for etcd.
         Tls = "tls",
         /// The store denied access to this user, or access to the requested keys.
         Denied = "denied",
@@ -164,7 +163,8 @@ impl LostKind {
         self as u8
     }
 
-    /// Returns the kind for a code. An unknown code, which only a newer store can send, becomes [`Self::Protocol`].
+    /// Returns the kind with this code. An unknown code becomes [`Self::Protocol`], because only a newer store can
+    /// have sent it.
     pub(crate) fn of_code(code: u8) -> Self {
         Self::ALL.get(usize::from(code)).copied().unwrap_or(Self::Protocol)
     }

@@ -1,4 +1,4 @@
-//! The kernel's clocks. All processes on a machine share them, so their times can be compared.
+//! The kernel's clocks. All processes on a machine share them, so times from different processes can be compared.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub fn boot_now() -> u64 {
     read(ClockId::CLOCK_BOOTTIME)
 }
 
-/// Returns the wall-clock time in nanoseconds since 1970. A time before 1970 counts as 0.
+/// Returns the wall-clock time in nanoseconds since 1970. Returns 0 if the clock shows an earlier time.
 pub fn wall_now() -> u64 {
     read(ClockId::CLOCK_REALTIME)
 }

@@ -1,5 +1,5 @@
-//! Moves existing memory to huge pages (`MADV_COLLAPSE`, Linux 6.1), so that a fork has 500 times fewer page table
-//! entries to copy.
+//! Moves existing memory to huge pages (`MADV_COLLAPSE`, Linux 6.1), so that a fork has to copy about 500 times
+//! fewer page table entries.
 
 use std::fs;
 

@@ -1,4 +1,4 @@
-//! Duplicates file descriptors that Python owns. Rust code knows only their numbers.
+//! Duplicates file descriptors that are owned by Python code, given only their numbers.
 
 use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -13,6 +13,6 @@ pub fn duplicate(number: RawFd) -> io::Result<OwnedFd> {
     if own < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor was just created, and no other code owns it.
+    // SAFETY: the descriptor was just created, so no other code owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(own) })
 }

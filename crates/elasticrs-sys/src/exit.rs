@@ -9,13 +9,13 @@ pub enum WorkerExit {
     Exited { code: i32 },
     /// A signal killed the worker.
     Signaled { signal: i32, core_dumped: bool },
-    /// The process has exited, but its exit status is unknown, because its parent (the nursery) died, or because other
+    /// The process has exited, but its exit status is unknown, because the nursery (its parent) died or because other
     /// code reaped the process.
     Unknown,
 }
 
 impl WorkerExit {
-    /// Decodes a status that `wait4` has returned. `None` if the process was only stopped or continued.
+    /// Decodes a status returned by `wait4`. Returns `None` if the process was only stopped or continued.
     pub fn from_wait_status(status: i32) -> Option<Self> {
         if libc::WIFEXITED(status) {
             Some(Self::Exited { code: libc::WEXITSTATUS(status) })
@@ -26,7 +26,7 @@ impl WorkerExit {
         }
     }
 
-    /// True if the exit code is 0. False if the exit status is unknown.
+    /// Returns true if the exit code is 0. Returns false for an unknown exit status.
     pub fn is_success(self) -> bool {
         self == Self::Exited { code: 0 }
     }

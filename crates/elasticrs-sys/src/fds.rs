@@ -1,4 +1,4 @@
-//! Takes over inherited file descriptors, closes the others, and creates memory files.
+//! Functions for file descriptors: take over inherited ones, close unwanted ones, and create memory files.
 
 use std::ffi::CStr;
 use std::fs::File;
@@ -11,30 +11,30 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 
-/// The flag `MFD_EXEC`, which exists since Linux 6.3. On these kernels, the setting `vm.memfd_noexec` can cause the
-/// kernel to refuse memory files without this flag, or to make them non-executable.
+/// The flag `MFD_EXEC` (Linux 6.3). Without it, newer kernels can refuse to create a memory file or make it
+/// non-executable, depending on `vm.memfd_noexec`.
 const MFD_EXEC: libc::c_uint = 0x10;
 
 /// Takes ownership of the inherited file descriptors with these numbers, and makes them close-on-exec.
 ///
-/// Call this only once in a process, before any other code opens descriptors. The error is `EBADF` if a descriptor is
-/// not open, and `EALREADY` for a second call.
+/// Call this only once in a process, before any other code opens descriptors. Fails with `EBADF` if a descriptor
+/// is not open, and with `EALREADY` on a second call.
 pub fn take_inherited<const N: usize>(numbers: [RawFd; N]) -> nix::Result<[OwnedFd; N]> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {
         return Err(Errno::EALREADY);
     }
     for number in numbers {
-        // SAFETY: `F_SETFD` does not close the descriptor. A number that is not open causes the error EBADF.
+        // SAFETY: `F_SETFD` does not close the descriptor. If the number is not open, the call fails with EBADF.
         Errno::result(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) })?;
     }
-    // SAFETY: all descriptors are open. Because of the flag `TAKEN` and the contract above, no other code owns them
-    // yet.
+    // SAFETY: all descriptors are open. No other code owns them yet, because the flag `TAKEN` prevents a second call
+    // and the caller fulfills the contract above.
     Ok(numbers.map(|number| unsafe { OwnedFd::from_raw_fd(number) }))
 }
 
-/// Closes all file descriptors from `first` upwards. Uses `close_range` (Linux 5.9). If that fails, reads the open
-/// descriptors from `/proc/self/fd` and closes them one at a time.
+/// Closes all file descriptors from `first` upwards. Uses `close_range` (Linux 5.9). If that fails, closes the
+/// descriptors listed in `/proc/self/fd` one at a time.
 ///
 /// Call this only in a process that has just started and owns none of these descriptors.
 pub fn close_from(first: RawFd) -> io::Result<()> {
@@ -46,21 +46,21 @@ pub fn close_from(first: RawFd) -> io::Result<()> {
         .filter(|&fd| fd >= first)
         .collect();
     for fd in open {
-        // SAFETY: by the contract above, no code owns the descriptor. The descriptor of the directory listing is
-        // already closed, so closing it again fails with EBADF.
+        // SAFETY: by the contract above, no code owns the descriptor. The listed descriptor of the directory itself is
+        // already closed, so closing it again only fails with EBADF.
         unsafe { libc::close(fd) };
     }
     Ok(())
 }
 
 fn close_range(first: u32, flags: u32) -> nix::Result<()> {
-    // SAFETY: the call takes only integers. The caller is responsible for the descriptors that it closes; see
-    // `close_from`.
+    // SAFETY: the call takes only integers. The caller is responsible for the descriptors that it closes (see
+    // `close_from`).
     Errno::result(unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, flags) }).map(drop)
 }
 
 pub(super) fn has_close_range() -> bool {
-    // No descriptor has the number `u32::MAX`, so the call closes nothing.
+    // No descriptor has the number `u32::MAX`, so this call closes nothing.
     close_range(u32::MAX, 0).is_ok()
 }
 
@@ -68,7 +68,7 @@ pub(super) fn has_close_range() -> bool {
 pub fn executable_memory_file(name: &CStr, content: &[u8]) -> io::Result<OwnedFd> {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let fd = match memfd_create(name, flags | MFdFlags::from_bits_retain(MFD_EXEC)) {
-        // Before Linux 6.3, the flag `MFD_EXEC` is unknown, and every memory file is executable.
+        // Linux before 6.3 does not know `MFD_EXEC`, but makes every memory file executable.
         Err(Errno::EINVAL) => memfd_create(name, flags)?,
         other => other?,
     };

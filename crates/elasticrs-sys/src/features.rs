@@ -10,19 +10,20 @@ use nix::sys::wait::{Id, WaitPidFlag, waitid};
 
 use super::{fds, pidfd};
 
-/// Kernel features that are newer than the oldest supported kernel. There is a fallback for each.
+/// Kernel features that the oldest supported kernel does not have. Each has a fallback.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::struct_excessive_bools, reason = "each is an answer of its own")]
 pub struct Features {
-    /// True if `close_range` is available (Linux 5.9). Otherwise, `/proc/self/fd` is read.
+    /// True if `close_range` is available (Linux 5.9). The fallback is to read `/proc/self/fd`.
     pub close_range: bool,
-    /// True if `PIDFD_SIGNAL_PROCESS_GROUP` is available (Linux 6.9). Otherwise, the nursery signals process groups by
-    /// number, which is safe as long as it has not reaped the leaders of the groups.
+    /// True if `PIDFD_SIGNAL_PROCESS_GROUP` is available (Linux 6.9). The fallback is to signal process groups by
+    /// number, which is safe as long as the nursery has not reaped the group leaders.
     pub pidfd_group_signal: bool,
-    /// True if memory files may be executed (`vm.memfd_noexec` below 2). Otherwise, the nursery is run from a file.
+    /// True if memory files may be executed (`vm.memfd_noexec` below 2). The fallback is to run the nursery program
+    /// from a regular file.
     pub memfd_exec: bool,
-    /// True if `/proc/PID/task/TID/children` is available (`CONFIG_PROC_CHILDREN`). Otherwise, children are found by
-    /// reading the parent of every process in `/proc`.
+    /// True if `/proc/PID/task/TID/children` is available (`CONFIG_PROC_CHILDREN`). The fallback is to find children
+    /// by reading the parent pid of every process in `/proc`.
     pub proc_children: bool,
 }
 
@@ -39,7 +40,7 @@ impl Features {
     }
 }
 
-/// Error: the kernel is too old, or a filter blocks a required system call.
+/// Error for a kernel that is too old, or whose seccomp filter blocks a required system call.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("elasticrs needs Linux 5.4 or later: {call} is not usable here ({})", .source.desc())]
 pub struct UnsupportedKernel {

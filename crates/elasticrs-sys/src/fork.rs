@@ -14,11 +14,11 @@ use super::spawn::{Child, Failure};
 use super::stage::Stage;
 use super::{pidfd, wait};
 
-/// Function that forks this single-threaded process, and runs the fork handlers of its language runtime and libraries.
-/// It returns the result of `fork`.
+/// Function that forks this single-threaded process. It also runs the fork handlers of the language runtime and
+/// its libraries, and returns the result of `fork`.
 pub type Forker = Box<dyn FnMut() -> nix::Result<i32>>;
 
-/// Calls `fork`, for a single-threaded program in Rust.
+/// Calls `fork`. This is the [`Forker`] of single-threaded Rust programs.
 pub fn plain() -> nix::Result<i32> {
     // SAFETY: the process has only one thread, so the child may do anything that the parent may do.
     match unsafe { nix::unistd::fork() }? {
@@ -35,29 +35,29 @@ pub enum Forked {
     Child(Outlet),
 }
 
-/// Write end of the pipe from a forked child to its parent. The child announces each stage that can block forever, and
-/// in the end reports that its setup has finished or failed.
+/// Write end of the pipe from a forked child to its parent. The child announces each stage that can block
+/// forever, and finally reports that its setup has finished or failed.
 #[derive(Debug)]
 pub struct Outlet(OwnedFd);
 
-/// Bytes on the pipe with a special meaning. All other bytes are the numbers of stages. `SETTLED` reports that the
+/// Bytes with a special meaning on the pipe. Any other byte is the number of a stage. `SETTLED` reports that the
 /// setup has finished. `FAILED` is followed by the stage, the descriptor, and the error number.
 const SETTLED: u8 = 0;
 const FAILED: u8 = u8::MAX;
 
 impl Outlet {
-    /// Moves the pipe to a descriptor number of at least `floor`, so that the worker's descriptors do not replace the
-    /// pipe.
+    /// Moves the pipe to a descriptor number of at least `floor`, so that the worker's descriptors cannot overwrite
+    /// it.
     pub fn move_above(&mut self, floor: RawFd) -> nix::Result<()> {
         let moved = fcntl(&self.0, FcntlArg::F_DUPFD_CLOEXEC(floor))?;
-        // SAFETY: the descriptor was just created, and no other code owns it.
+        // SAFETY: the descriptor was just created, so no other code owns it.
         self.0 = unsafe { OwnedFd::from_raw_fd(moved) };
         Ok(())
     }
 
     /// Reports that the child has finished its setup.
     pub fn close(self) {
-        // Ignore an error, because the write fails only if the parent is gone.
+        // Ignore an error, because the write fails only if the parent has exited.
         let _ = File::from(self.0).write_all(&[SETTLED]);
     }
 
@@ -66,10 +66,10 @@ impl Outlet {
         let Failure { stage, errno, descriptor } = failure;
         let mut told = [FAILED, stage as u8, u8::try_from(descriptor).unwrap_or(0), 0, 0, 0, 0];
         told[3..].copy_from_slice(&(errno as i32).to_ne_bytes());
-        // Ignore an error, because the write fails only if the parent is gone.
+        // Ignore an error, because the write fails only if the parent has exited.
         let _ = File::from(self.0).write_all(&told);
-        // SAFETY: `_exit` is used because neither exit handlers nor destructors of the parent's program should run
-        // here.
+        // SAFETY: `_exit` skips the exit handlers and destructors of the parent's program, which must not run in the
+        // child.
         unsafe { libc::_exit(127) }
     }
 }
@@ -88,9 +88,9 @@ pub struct Settling {
 }
 
 impl Settling {
-    /// Waits until the child has finished its setup or has exited. Before each stage that can block forever, calls
-    /// `announce` with the number of the stage. Kills the child when the process in `needed_by` has exited or the
-    /// connection in `needed_by` was closed, because the child is then no longer needed.
+    /// Waits until the child has finished its setup or has exited. Calls `announce` with the number of each stage
+    /// that can block forever, before the stage starts. Kills the child when the process in `needed_by` exits or the
+    /// connection in `needed_by` closes, because the child is then no longer needed.
     pub fn wait(mut self, needed_by: [BorrowedFd<'_>; 2], mut announce: impl FnMut(u8)) -> Result<Child, Failure> {
         let mut failure = None;
         while self.has_told(needed_by) {
@@ -108,16 +108,16 @@ impl Settling {
         }
         wait::reap(self.child.pid);
         let Some([stage, descriptor, errno @ ..]) = failure else {
-            // The child exited without a report, for example in a fork handler of a library. Do not report the exit
-            // code, because a code of 0 would look like a successful worker.
+            // The child exited without a report, for example in a library's fork handler. Do not report its exit code,
+            // because a code of 0 would look like a successful worker.
             return Err(failed(Errno::ECHILD));
         };
         let stage = Stage::from_byte(stage).unwrap_or(Stage::Clone);
         Err(Failure { stage, errno: Errno::from_raw(i32::from_ne_bytes(errno)), descriptor: descriptor.into() })
     }
 
-    /// Waits until the pipe is readable. Returns false if the child has exited without a report. Watches the process as
-    /// well as the pipe, because other processes that the child has started may keep the pipe open.
+    /// Waits until the pipe is readable. Returns false if the child has exited without a report. Also watches the
+    /// process itself, because other processes that the child has started may keep the pipe open.
     fn has_told(&self, [process, connection]: [BorrowedFd<'_>; 2]) -> bool {
         let mut polled = [
             PollFd::new(self.told.as_fd(), PollFlags::POLLIN),
@@ -135,7 +135,7 @@ impl Settling {
                 return told;
             }
             is_needed = false;
-            // The only possible error is ESRCH, which means that the child has exited. The next poll notices the exit.
+            // Ignore the only possible error, ESRCH: it means that the child has exited, which the next poll notices.
             let _ = pidfd::send_signal(&self.child.pidfd, libc::SIGKILL);
         }
     }
@@ -145,7 +145,7 @@ fn failed(errno: Errno) -> Failure {
     Failure { stage: Stage::Clone, errno, descriptor: 0 }
 }
 
-/// Forks this process. Parent and child keep the signal mask from before the call.
+/// Forks this process. The signal mask stays unchanged in the parent and in the child.
 pub fn fork(forker: &mut Forker) -> Result<Forked, Failure> {
     let (told, outlet) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(failed)?;
     let pid = forker().map_err(failed)?;

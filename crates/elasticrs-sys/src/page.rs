@@ -17,18 +17,19 @@ use nix::sys::stat::Mode;
 const LENGTH: NonZeroUsize = NonZeroUsize::new(SIZE as usize).expect("a constant above zero");
 const SIZE: u16 = 4096;
 const WORDS: usize = SIZE as usize / size_of::<u64>();
-/// Seals of the page's file. If the file could shrink, access to its memory could cause SIGBUS.
+/// Seals of the page's file. They prevent resizing, because accessing memory beyond the end of a shrunken file
+/// causes SIGBUS.
 const SEALS: SealFlag = SealFlag::F_SEAL_SEAL.union(SealFlag::F_SEAL_SHRINK).union(SealFlag::F_SEAL_GROW);
 
-/// Page of memory that is shared through a close-on-exec descriptor. The page is an array of numbers. Some callers use
-/// only the first number.
+/// Page of memory that processes share by passing its close-on-exec descriptor. The page is an array of numbers.
+/// Some callers use only the first number.
 #[derive(Debug)]
 pub struct Page {
     memory: NonNull<AtomicU64>,
     file: OwnedFd,
 }
 
-// SAFETY: the memory is only accessed through atomics, and stays mapped as long as the value lives.
+// SAFETY: the memory is only accessed through atomics, and stays mapped while the value exists.
 unsafe impl Send for Page {}
 // SAFETY: as above.
 unsafe impl Sync for Page {}
@@ -46,14 +47,14 @@ impl Page {
         Self::map(file)
     }
 
-    /// Creates a page like [`Self::sealed`], but only for processes of this program. If sealed memory is unsupported,
-    /// the page is a file that no other program can open.
+    /// Creates a page like [`Self::sealed`], but only for use among processes of this program. If sealed memory is
+    /// not available, uses a file that no other program can open.
     ///
     /// # Errors
     /// No descriptor or memory is available.
     pub fn of_our_own(name: &CStr) -> io::Result<Self> {
         match Self::sealed(name) {
-            // A seccomp filter has disabled sealed memory.
+            // A seccomp filter blocks sealed memory.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => {
                 let file = nameless_file()?;
                 nix::unistd::ftruncate(&file, i64::from(SIZE))?;
@@ -110,12 +111,13 @@ impl AsFd for Page {
     }
 }
 
-/// Returns the seals of a file. `None` if the file does not support seals.
+/// Returns the seals of a file, or `None` if the file does not support seals.
 fn sealed_by(file: &OwnedFd) -> Option<SealFlag> {
     fcntl(file, FcntlArg::F_GET_SEALS).ok().map(SealFlag::from_bits_retain)
 }
 
-/// Creates a file in the temporary directory that has no name and can never get one.
+/// Creates an unnamed file in the temporary directory. `O_EXCL` prevents it from getting a name later, so no
+/// other program can open it.
 fn nameless_file() -> io::Result<OwnedFd> {
     let flags = OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_EXCL | OFlag::O_CLOEXEC;
     Ok(open(&std::env::temp_dir(), flags, Mode::S_IRUSR | Mode::S_IWUSR)?)

@@ -6,13 +6,13 @@ use nix::errno::Errno;
 
 /// Opens a close-on-exec pidfd for the process with this pid (Linux 5.3).
 ///
-/// The caller must make sure that the pid belongs to the intended process: either the process is its own unreaped
-/// child, or the caller checks the process afterwards.
+/// The caller must make sure that the pid still belongs to the intended process. This is the case for an unreaped
+/// child of the caller. For any other process, the caller must verify the process afterwards.
 pub fn open(pid: i32) -> nix::Result<OwnedFd> {
     // SAFETY: the call takes two integers and touches no memory.
     let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
     let fd = i32::try_from(fd).map_err(|_| Errno::EBADF)?;
-    // SAFETY: the descriptor was just created, and no other code owns it.
+    // SAFETY: the descriptor was just created, so no other code owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 

@@ -4,7 +4,7 @@ use std::io;
 use std::os::fd::RawFd;
 use std::time::Duration;
 
-/// Reason why [`poll_readable`] has returned.
+/// Reason why [`poll_readable`] returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Polled {
     /// The descriptor at this index is readable, has hung up, or is closed.
@@ -16,8 +16,8 @@ pub enum Polled {
 
 /// Waits until one of `fds` is readable. If several are, returns the first of them.
 ///
-/// The descriptors are plain numbers, because Python owns them and may close them at any time. A closed descriptor
-/// counts as ready, so that its owner gets the error when it uses the descriptor.
+/// The descriptors are plain numbers, because Python owns them and may close them at any time. A closed
+/// descriptor is reported as ready, so that its owner gets the error when using it.
 ///
 /// # Errors
 /// Any error from `ppoll` except `EINTR`.

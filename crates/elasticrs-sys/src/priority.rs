@@ -4,7 +4,7 @@ use std::ffi::CStr;
 
 use nix::errno::Errno;
 
-/// Lowest priority, for processes that should only use CPU time that no other process needs.
+/// Nice value with the lowest priority, for processes that should only use spare CPU time.
 pub const BACKGROUND: i32 = 19;
 /// [`BACKGROUND`] in decimal.
 pub const BACKGROUND_TEXT: &CStr = c"19";
@@ -12,8 +12,8 @@ pub const BACKGROUND_TEXT: &CStr = c"19";
 /// Sets the nice value of the calling thread and returns the previous value. The error is `EACCES` if this process is
 /// not permitted to lower the value (`CAP_SYS_NICE`, `RLIMIT_NICE`).
 pub fn set_nice(value: i32) -> nix::Result<i32> {
-    // This call cannot fail for the calling thread, so a result of −1 is a nice value and not an error. SAFETY: the
-    // call takes only integers.
+    // This call cannot fail for the calling thread, so a result of −1 is a nice value and not an error.
+    // SAFETY: the call takes only integers.
     let before = unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
     set_nice_of(0, value)?;
     Ok(before)

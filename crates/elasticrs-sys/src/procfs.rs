@@ -4,13 +4,14 @@ use std::fs;
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-/// Message that is shown to the user if [`is_own`] returns false.
+/// Message for the user if [`is_own`] returns false.
 pub const MISSING: &str = "/proc is missing or shows another pid namespace. Leftover processes are still killed, but \
     reported without their names; helper processes that remove shared memory are killed too; reports about a hung worker \
     do not show what it waits for";
 
-/// True if `/proc` shows the pid namespace of this process. False if `/proc` is not mounted (a bare `chroot`), or if it
-/// shows an outer namespace (`unshare --pid` without `--mount-proc`), in which the same pids belong to other processes.
+/// Returns true if `/proc` shows the pid namespace of this process. Returns false if `/proc` is not mounted (a
+/// bare `chroot`), or if it shows an outer namespace (`unshare --pid` without `--mount-proc`). In an outer
+/// namespace, the same pids belong to other processes.
 pub fn is_own() -> bool {
     static IS_OWN: OnceLock<bool> = OnceLock::new();
     *IS_OWN
@@ -27,8 +28,8 @@ pub fn read(pid: i32, name: &str) -> Option<String> {
     fs::read_to_string(folder(pid)?.join(name)).ok()
 }
 
-/// True if `status` (the content of `/proc/PID/status`) describes the process `pid`, and the process is in the pid
-/// namespace that this `/proc` shows, not in an inner one.
+/// Returns true if `status`, the content of `/proc/PID/status`, describes the process `pid` and this `/proc`
+/// shows the pid namespace of that process, not an outer one.
 fn is_of(status: &str, pid: u32) -> bool {
     let field = |name| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
     // `NSpid` lists the pids of the process, from the namespace of this `/proc` to the innermost one.

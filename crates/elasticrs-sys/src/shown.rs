@@ -1,5 +1,5 @@
-//! Changes the content of `/proc/PID/cmdline` and `/proc/PID/environ` for a forked process that continues as another
-//! program.
+//! Changes what `/proc/PID/cmdline` and `/proc/PID/environ` show, for a forked process that continues as a
+//! different program.
 
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
@@ -17,7 +17,7 @@ struct Map {
     stack: u64,
     arguments: [u64; 2],
     environment: [u64; 2],
-    /// Address of the auxiliary vector. 0, with size 0, keeps the current one.
+    /// Address of the auxiliary vector. If address and size are 0, the current vector is kept.
     auxiliary: u64,
     auxiliary_size: u32,
     /// File descriptor of the executable. -1 keeps the current one.
@@ -62,7 +62,7 @@ fn place(block: &[u8]) -> nix::Result<[u64; 2]> {
 /// Returns the current memory layout of this process.
 fn current() -> nix::Result<Map> {
     let stat = read("stat")?;
-    // The name in parentheses may contain any byte, and is followed by the third field.
+    // Skip the process name, which is in parentheses and may contain any byte. The third field follows it.
     let after = stat.iter().rposition(|&byte| byte == b')').ok_or(Errno::EINVAL)? + 1;
     let text = str::from_utf8(&stat[after..]).map_err(|_| Errno::EINVAL)?;
     let fields: Vec<u64> = text.split_ascii_whitespace().map(|field| field.parse().unwrap_or(0)).collect();
@@ -99,7 +99,7 @@ mod tests {
     fn what_is_shown_is_read() {
         for (argv, env) in [(["a", ""], ["NAME=value", "EMPTY="]), (["another", "argument"], ["ONE=1", "TWO=2"])] {
             match show(&strings(&argv), &strings(&env)) {
-                // This kernel does not support the change.
+                // This kernel does not support `PR_SET_MM_MAP`, so skip the test.
                 Err(Errno::EINVAL) => return,
                 shown => shown.unwrap(),
             }

@@ -1,5 +1,4 @@
-//! Signal numbers and their names. Also contains functions that nix lacks, or that nix does not provide for real-time
-//! signals.
+//! Signal numbers and their names, and functions that nix lacks or does not offer for real-time signals.
 
 use std::ptr;
 
@@ -53,8 +52,7 @@ pub fn take_turns(one: signal::Signal, other: signal::Signal) -> nix::Result<()>
     for (number, waits) in [(one as i32, other as i32), (other as i32, one as i32)] {
         // SAFETY: the struct consists of integers and an optional handler, for which zero is a valid value.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: each pointer is null or points to a live local variable. The handler is the one that was installed
-        // before.
+        // SAFETY: each pointer is null or points to a live local variable. The installed handler is the previous one.
         Errno::result(unsafe { libc::sigaction(number, ptr::null(), &raw mut action) })?;
         // SAFETY: as above. The signal number is valid.
         Errno::result(unsafe { libc::sigaddset(&raw mut action.sa_mask, waits) })?;

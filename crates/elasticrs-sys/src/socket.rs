@@ -1,7 +1,7 @@
 //! Receives bytes and descriptors from a Unix socket.
 //!
-//! If the control data was truncated, nix's `recvmsg` does not return it, which leaks the descriptors that did arrive.
-//! This module takes ownership of every received descriptor.
+//! nix's `recvmsg` does not return truncated control data, and so leaks the descriptors that did arrive. This
+//! module takes ownership of every received descriptor.
 
 use std::io;
 use std::mem::MaybeUninit;
@@ -29,8 +29,7 @@ union Control {
     bytes: [u8; 1088],
 }
 
-/// Receives the available bytes and descriptors without blocking. The error is `EAGAIN` if nothing is available. Works
-/// on every supported kernel.
+/// Receives the available bytes and descriptors without blocking. Fails with `EAGAIN` if nothing is available.
 pub fn receive(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<Chunk> {
     let mut control = MaybeUninit::<Control>::zeroed();
     let mut vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };

@@ -27,7 +27,7 @@ const STACK: usize = 256 * 1024;
 const GUARD: usize = 64 * 1024;
 const SIGNALS: c_int = 64;
 
-/// Source or destination of one of the child's standard streams.
+/// Setting for one of the child's standard streams.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Standard {
     Inherit,
@@ -43,7 +43,7 @@ pub enum Standard {
 /// Program that the child executes.
 #[derive(Debug)]
 pub enum Program<'fd> {
-    /// Execute the first of these paths that can be executed, by the rules of `execvpe`.
+    /// Execute the first of these paths that is executable, following the rules of `execvpe`.
     Paths(Vec<CString>),
     /// Execute an open file (`execveat` with an empty path, Linux 3.19).
     File(BorrowedFd<'fd>),
@@ -56,14 +56,14 @@ pub struct Command<'fd> {
     /// Arguments, including the program's name.
     pub argv: Vec<CString>,
     pub env: Vec<CString>,
-    /// Working directory of the child, to which [`Program::Paths`] are relative. `None` for the parent's working
-    /// directory.
+    /// Working directory of the child. Relative [`Program::Paths`] are resolved in this directory. `None` for the
+    /// parent's working directory.
     pub cwd: Option<CString>,
     pub stdio: [Standard; 3],
-    /// Descriptors to pass to the child, with their numbers in the child. The child's program gets no other descriptor
-    /// above 2.
+    /// Descriptors to pass to the child, each with its number in the child. The child's program inherits no other
+    /// descriptor above 2.
     pub fds: Vec<(BorrowedFd<'fd>, RawFd)>,
-    /// Signals that the child ignores. All other signals get their default action, and no signal is blocked.
+    /// Signals that the child ignores. All other signals are reset to their default action, and no signal is blocked.
     pub ignored: Vec<i32>,
     /// True to kill the child with SIGKILL when the thread that creates it exits.
     pub dies_with_parent: bool,
@@ -74,9 +74,10 @@ pub struct Command<'fd> {
     /// Mask of the CPUs that the child may run on, in the format of `sched_setaffinity`. `None` for the same CPUs as
     /// the parent.
     pub cpus: Option<&'fd [u8]>,
-    /// Value for the child's `oom_score_adj`. `None` to leave it unchanged. Errors are ignored.
+    /// Value for the child's `oom_score_adj`, or `None` to leave it unchanged. A failure to set it is ignored.
     pub oom_score_adj: Option<CString>,
-    /// Pipe to which one byte, the [`Stage`], is written before each stage that can block forever.
+    /// Pipe for progress reports. Before each stage that can block forever, the number of the [`Stage`] is written to
+    /// the pipe as one byte.
     pub stages: Option<BorrowedFd<'fd>>,
 }
 
@@ -97,7 +98,7 @@ pub struct Failure {
     pub descriptor: usize,
 }
 
-/// Stack on which a child runs until it executes its program. Can be reused for the next child.
+/// Stack on which a child runs until it executes its program. It can be reused for the next child.
 #[derive(Debug)]
 pub struct Stack {
     base: NonNull<c_void>,
@@ -132,15 +133,15 @@ impl Drop for Stack {
     }
 }
 
-/// Data that parent and child share. All pointers point to memory of the parent, which is suspended while the child
-/// uses them.
+/// Data that parent and child share. All pointers point to memory of the parent, whose calling thread is
+/// suspended while the child uses them.
 struct Shared<'a> {
     command: &'a Command<'a>,
     argv: Vec<*const c_char>,
     env: Vec<*const c_char>,
     parent: c_int,
-    /// Number above all targets. Source descriptors are first duplicated to this number or above, so that no target
-    /// overwrites a source.
+    /// Lowest descriptor number above all targets. Sources are first duplicated to this number or above, so that no
+    /// target overwrites a source.
     floor: RawFd,
     moved: Vec<RawFd>,
     stages: RawFd,
@@ -166,8 +167,8 @@ impl<'a> Shared<'a> {
 
 /// Starts a child in its own session. Returns when the child has executed its program or has failed.
 ///
-/// This function can block forever if a network file system is dead, because the child opens log files, changes its
-/// directory and executes a program. The calling thread can be killed while it is blocked.
+/// This function can block forever on a dead network file system, because the child opens log files, changes its
+/// directory and executes a program. The blocked thread can still be killed.
 pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure> {
     let mut shared = Shared::new(command, nix::unistd::getpid().as_raw());
     let mut pidfd: c_int = -1;
@@ -220,11 +221,11 @@ fn failed(stage: Stage) -> impl Fn(Errno) -> Failure {
     move |errno| Failure { stage, errno, descriptor: 0 }
 }
 
-/// Runs the child. Returns only if a step has failed.
+/// Sets up the child and executes its program. Returns only on failure.
 fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     prepare(shared, |_| {
-        // `CLOSE_RANGE_CLOEXEC` requires Linux 5.11. Older kernels close these descriptors as well, because the parent
-        // opens all of its descriptors with close-on-exec.
+        // `CLOSE_RANGE_CLOEXEC` requires Linux 5.11. On older kernels, these descriptors are closed anyway, because the
+        // parent opens all its descriptors with close-on-exec.
         raw::close_on_exec_from(3);
     })?;
     for signal in 1..=SIGNALS {
@@ -235,11 +236,11 @@ fn run(shared: &mut Shared<'_>) -> Result<(), Failure> {
     Err(failed(Stage::Exec)(execute(shared)))
 }
 
-/// Sets up a forked child like a child that is about to execute a program, but keeps the signal handlers, because the
-/// forked child continues the parent's program.
+/// Sets up a forked child in the same way as a child that is about to execute a program. Keeps the signal
+/// handlers, because the forked child continues the parent's program.
 ///
-/// `parent` is the pid of the process that forked. The source descriptors in [`Command::fds`] stay open, unless a
-/// passed descriptor now has the same number.
+/// `parent` is the pid of the process that forked. The source descriptors in [`Command::fds`] stay open, except
+/// those whose numbers are now used by passed descriptors.
 pub fn settle(command: &Command<'_>, parent: i32) -> Result<(), Failure> {
     let mut shared = Shared::new(command, parent);
     prepare(&mut shared, |_| {})?;
@@ -283,7 +284,7 @@ fn prepare(shared: &mut Shared<'_>, close_others: impl FnOnce(&Shared<'_>)) -> R
     Ok(())
 }
 
-/// Duplicates the passed descriptors to numbers above all targets.
+/// Duplicates the descriptors to pass to numbers above all targets.
 fn move_descriptors(shared: &mut Shared<'_>) -> Result<(), Errno> {
     for (moved, (source, _)) in shared.moved.iter_mut().zip(&shared.command.fds) {
         *moved = raw::dup_above(source.as_raw_fd(), shared.floor)?;
@@ -310,8 +311,8 @@ fn open_standard(shared: &Shared<'_>) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Executes the program. If a path fails, for example because the file is missing or may not be executed, tries the
-/// next path. Returns the error if no path could be executed.
+/// Executes the program. If a path fails, for example because the file is missing or not executable, tries the
+/// next path. Returns the error if no path works.
 fn execute(shared: &Shared<'_>) -> Errno {
     let paths = match &shared.command.program {
         Program::File(_) => return raw::exec_file(shared.file, &shared.argv, &shared.env),
@@ -355,7 +356,7 @@ mod raw {
     pub(super) fn die_with_parent(parent: c_int) -> Result<(), Errno> {
         // SAFETY: the call takes only integers.
         check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) })?;
-        // Fail if the parent died before the signal was armed, because the signal would never arrive.
+        // Fail if the parent has already died, because the kernel would then never send the signal.
         // SAFETY: the call takes no arguments and accesses no memory.
         let now = check(unsafe { libc::syscall(libc::SYS_getppid) })?;
         if now == parent { Ok(()) } else { Err(Errno::ESRCH) }
@@ -376,7 +377,7 @@ mod raw {
         check(unsafe { libc::syscall(libc::SYS_sched_setaffinity, 0, mask.len(), mask.as_ptr()) }).map(drop)
     }
 
-    /// Writes `value` to a file and ignores errors. Used for settings that are not required.
+    /// Writes `value` to a file and ignores errors. Used for optional settings.
     pub(super) fn write_file(path: &CStr, value: &CStr) {
         let value = value.to_bytes();
         // SAFETY: `path` and `value` are live strings, and the length of `value` is passed.
@@ -411,8 +412,8 @@ mod raw {
         // SAFETY: `path` is a live string, and the other arguments are integers.
         let fd = check(unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags, 0o644) })?;
         if fd == target {
-            // The parent had no descriptor with the number `target`, so the opened file has received this number. Only
-            // close-on-exec must be cleared.
+            // The parent had no descriptor `target`, so the opened file got this number. Only close-on-exec has to be
+            // cleared.
             // SAFETY: the call takes only integers.
             return check(unsafe { libc::syscall(libc::SYS_fcntl, fd, libc::F_SETFD, 0) }).map(drop);
         }
@@ -422,7 +423,7 @@ mod raw {
     }
 
     pub(super) fn close(fd: RawFd) {
-        // SAFETY: the call takes only integers. The caller has created the descriptor, or owns it.
+        // SAFETY: the call takes only integers. The caller has created the descriptor or owns it.
         unsafe { libc::syscall(libc::SYS_close, fd) };
     }
 

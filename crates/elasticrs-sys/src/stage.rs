@@ -3,7 +3,8 @@
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
-/// Stage of a worker's start. Each stage can fail. On the stage pipe, a stage is represented by its number.
+/// Stage in the start of a worker, at which the start can fail. On the stage pipe, a stage is represented by its
+/// number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Stage {
@@ -13,7 +14,7 @@ pub enum Stage {
     NewSession = 2,
     /// `prctl(PR_SET_PDEATHSIG)`, and the check that the parent has not exited.
     ParentDeathSignal = 3,
-    /// Opening the file of a standard descriptor.
+    /// Opening the file for a standard stream.
     OpenLog = 4,
     /// Moving the worker's descriptors to their final numbers.
     Descriptors = 5,
@@ -23,37 +24,38 @@ pub enum Stage {
     Exec = 7,
     /// Receiving the worker's pidfd in the agent. This fails if the agent has reached its limit on open files.
     Receive = 8,
-    /// Checking the fence deadline. If the deadline has passed, the worker is not started.
+    /// Checking the fence deadline, at which the lease of the store session expires. After that, no worker is
+    /// started.
     Fence = 9,
     /// `sched_setaffinity`.
     Affinity = 10,
-    /// `fork`, including the fork handlers that libraries run in the parent.
+    /// `fork`, including the libraries' fork handlers that run in the parent.
     Fork = 11,
     /// Same as [`Self::Fork`], but the setup of the previous worker is still in progress.
     NextFork = 12,
-    /// The fork handlers that libraries run in the child.
+    /// The libraries' fork handlers that run in the child.
     Forked = 13,
 }
 
 impl Stage {
-    /// Returns the reason for the failure in words.
+    /// Returns the reason for a failure in words.
     pub fn reason(self, errno: Errno) -> &'static str {
         match (self, errno) {
-            // Used instead of the kernel's text, which is "Try again".
+            // The kernel's text, "Try again", would not tell the user the cause.
             (Self::Clone, Errno::EAGAIN) => "the limit on processes is reached (RLIMIT_NPROC or a pids.max)",
-            // Used instead of the kernel's text, which is "No child processes".
+            // The kernel's text, "No child processes", would not tell the user the cause.
             (Self::Clone, Errno::ECHILD) => "it ended when it was forked",
-            // Set by the forker if Python's `os.fork` raises an exception without an error number. The kernel never
-            // returns this error.
+            // The forker uses this error if Python's `os.fork` raises an exception without an error number. The
+            // kernel's `fork` never returns it.
             (Self::Clone, Errno::ECANCELED) => "what was imported has refused it (os.fork raised an exception)",
-            // Used instead of the kernel's text, which is "Invalid argument".
+            // The kernel's text, "Invalid argument", would not tell the user the cause.
             (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed for this process",
             (Self::Fence, _) => "the lease of the connection to the store has expired",
             _ => errno.desc(),
         }
     }
 
-    /// Returns the stage with the number that was read from the stage pipe. `None` if there is no such stage.
+    /// Returns the stage with a number that was read from the stage pipe, or `None` if there is no such stage.
     pub fn from_byte(byte: u8) -> Option<Self> {
         const ALL: [Stage; 13] = [
             Stage::Clone,

@@ -10,7 +10,8 @@ use crate::procfs;
 /// from a later process with the same pid.
 pub const START_TIME: usize = 22;
 
-/// Number of the field that contains the kernel's flags. The flag [`PF_EXITING`] means that the process is exiting.
+/// Number of the field that contains the process flags. The flag [`PF_EXITING`] means that the process is
+/// exiting.
 const FLAGS: usize = 9;
 const PF_EXITING: u32 = 4;
 
@@ -24,17 +25,19 @@ pub struct Stat {
 }
 
 impl Stat {
-    /// Reads the `stat` file of a process. `None` if the process is gone, or if [`procfs::is_own`] is false.
+    /// Reads the `stat` file of a process. Returns `None` if the process no longer exists, or if [`procfs::is_own`]
+    /// is false.
     pub fn of(pid: i32) -> Option<Self> {
         Self::in_folder(&procfs::folder(pid)?)
     }
 
-    /// Reads the `stat` file in the `/proc` directory of a process or thread. `None` if the process or thread is gone.
+    /// Reads the `stat` file in the `/proc` directory of a process or thread. Returns `None` if the process or thread
+    /// no longer exists.
     pub fn in_folder(folder: &Path) -> Option<Self> {
         Self::parse(&fs::read(folder.join("stat")).ok()?)
     }
 
-    /// Parses the content of a `stat` file. `None` if the format is unexpected.
+    /// Parses the content of a `stat` file. Returns `None` if the format is unexpected.
     pub fn parse(stat: &[u8]) -> Option<Self> {
         // The name is enclosed in parentheses and may contain any byte, including parentheses.
         let name = stat.iter().position(|&byte| byte == b'(')? + 1;
@@ -43,7 +46,7 @@ impl Stat {
         Some(Self { name, fields: str::from_utf8(stat.get(end + 2..)?).ok()?.to_owned() })
     }
 
-    /// True if the process has exited or is exiting, so that its program no longer runs.
+    /// Returns true if the process has exited or is exiting, so that its program no longer runs.
     pub fn is_ending(&self) -> bool {
         self.field::<u32>(FLAGS).is_none_or(|flags| flags & PF_EXITING != 0)
     }

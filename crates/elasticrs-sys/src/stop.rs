@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use super::spawn::{Stack, set_signal_mask};
 use super::{signal, wait};
 
-/// Size of the buffer for `/proc/PID/status`, large enough for the lines up to the signal masks.
+/// Size of the buffer for `/proc/PID/status`. It is large enough for all lines up to the signal masks.
 const STATUS: usize = 4096;
 
 struct Shared {
@@ -37,7 +37,7 @@ pub fn stop_unless_continued() -> nix::Result<()> {
     // SAFETY: the stack is a live mapping that no other code uses. `shared` outlives the call, and the child uses it
     // only while this thread is suspended in `clone` (CLONE_VFORK).
     let pid = Errno::result(unsafe { libc::clone(child_main, stack.top(), flags, (&raw mut shared).cast()) });
-    // This process is stopped here, until it is continued.
+    // This process stays stopped here until it is continued.
     set_signal_mask(before);
     wait::reap(pid?);
     Ok(())
@@ -72,12 +72,13 @@ fn read(shared: &mut Shared) -> &[u8] {
     let fd = unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, status.as_ptr(), libc::O_RDONLY) };
     // SAFETY: the kernel writes only into the buffer, whose length is passed.
     let count: c_long = unsafe { libc::syscall(libc::SYS_read, fd, buffer.as_mut_ptr(), buffer.len()) };
-    // A negative count means an error. Return no bytes in this case.
+    // A negative count means that a call failed. Return no bytes in that case.
     buffer.get(..usize::try_from(count).unwrap_or(0)).unwrap_or_default()
 }
 
-/// True if the signal is pending according to a thread's `status` file. Also true if the content cannot be parsed,
-/// because the process should stay stopped unless a SIGCONT is known to have arrived. Neither allocates nor panics.
+/// Returns true if the signal is pending according to a thread's `status` file. Also returns true if the content
+/// cannot be parsed, because the process must stay stopped unless a SIGCONT has certainly arrived. Neither
+/// allocates nor panics.
 fn is_pending(status: &[u8], number: c_int) -> bool {
     const NAME: &[u8] = b"SigPnd:\t";
     let at = status.windows(NAME.len()).position(|window| window == NAME);

@@ -1,10 +1,10 @@
-//! Timers that another process has created.
+//! Timers that were created by another process.
 
 use std::os::fd::OwnedFd;
 
 use nix::sys::timerfd::TimerFd;
 
-/// Converts a received descriptor to a timer. The error is `EINVAL` if the descriptor is not a timer.
+/// Converts a received descriptor to a timer. Fails with `EINVAL` if the descriptor is not a timer.
 pub fn from_descriptor(fd: OwnedFd) -> nix::Result<TimerFd> {
     // SAFETY: the call below verifies that the descriptor is a timer before the value is used elsewhere.
     let timer = unsafe { TimerFd::from_owned_fd(fd) };

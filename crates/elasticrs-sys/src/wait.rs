@@ -15,7 +15,7 @@ pub enum Waited {
     Changed {
         pid: i32,
         status: i32,
-        /// Resources that the child used, including descendants that the child has reaped.
+        /// Resources used by the child and by the descendants that it reaped.
         usage: Usage,
     },
     /// There are children, but none of them has changed its state.
@@ -29,7 +29,8 @@ pub fn any_child() -> Waited {
     wait(-1, libc::WNOHANG | libc::WUNTRACED | libc::WCONTINUED)
 }
 
-/// True if the process has exited. Does not reap the process. `None` if it is not a child of this process.
+/// Returns true if the process has exited, without reaping it. Returns `None` if it is not a child of this
+/// process.
 pub fn child_has_ended(pid: i32) -> Option<bool> {
     peek(Id::Pid(Pid::from_raw(pid)))
 }
@@ -44,13 +45,12 @@ fn peek(id: Id<'_>) -> Option<bool> {
     match waitid(id, flags) {
         Ok(WaitStatus::StillAlive) => Some(false),
         Err(Errno::ECHILD) => None,
-        // An error also means that the process has exited: nix returns an error if the process was killed by a
-        // real-time signal.
+        // nix also returns an error if a real-time signal killed the process, so treat every other result as an exit.
         Ok(_) | Err(_) => Some(true),
     }
 }
 
-/// Reaps one child. Blocks until the child has exited. Use this function only for a child that is about to exit.
+/// Reaps one child. Blocks until the child has exited, so use this only for a child that is about to exit.
 pub fn reap(pid: i32) -> Waited {
     wait(pid, 0)
 }
@@ -84,7 +84,8 @@ fn wait(pid: i32, options: i32) -> Waited {
             Ok(0) => Waited::Pending,
             Ok(pid) => Waited::Changed { pid, status, usage: convert(&usage) },
             Err(Errno::EINTR) => continue,
-            // The only other error is EINVAL, which is impossible because the options are valid constants.
+            // The error is ECHILD. The only other possible error, EINVAL, cannot occur because the options are valid
+            // constants.
             Err(_) => Waited::NoChildren,
         };
     }

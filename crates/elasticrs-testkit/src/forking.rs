@@ -19,7 +19,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(2);
 const LIVE_LIMIT: u32 = 200;
 const FORK_LIMIT: u32 = 100_000;
 
-/// Counters that all processes of a command share.
+/// Counters shared by all processes of a command.
 struct Limits {
     forks: AtomicU32,
     live: AtomicU32,
@@ -32,8 +32,8 @@ impl Limits {
         // SAFETY: the kernel chooses the address of the new mapping, so the mapping replaces no other memory.
         let memory =
             unsafe { nix::sys::mman::mmap_anonymous(None, length, protection, nix::sys::mman::MapFlags::MAP_SHARED) }?;
-        // SAFETY: the memory is page-aligned, large enough and never unmapped. It is zeroed, which is a valid value of
-        // the atomics.
+        // SAFETY: the memory is page-aligned, large enough and never unmapped. It is zeroed, and zero is a valid value
+        // of the atomics.
         Ok(unsafe { memory.cast::<Self>().as_ref() })
     }
 
@@ -81,7 +81,7 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     }
     drop((reader, started));
     nix::unistd::read(&waits, &mut [0])?;
-    // Start another process that keeps the pipe open.
+    // Start a process that also keeps the pipe open, so that the cleaner has to wait for it too.
     if let ForkResult::Child = forked()? {
         pause_for_ever();
     }
@@ -94,13 +94,15 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
 pub enum Daemon {
     /// An ordinary process that waits.
     Ordinary,
-    /// A process that resets its token, like a daemon that is meant to outlive the job.
+    /// A process that resets its job token (the soft limit of `RLIMIT_RTTIME`), like a daemon that is meant to
+    /// outlive the job.
     Exempt,
-    /// A process whose main thread has exited while another thread is waiting.
+    /// A process whose main thread has exited, while another thread is still waiting.
     Headless,
 }
 
-/// `daemonise`, `exempt`, `headless`: starts a grandchild in its own session, prints the grandchild's pid, and waits.
+/// `daemonise`, `exempt`, `headless`: starts a grandchild in a session of its own, prints the grandchild's pid,
+/// and waits.
 pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     let (reader, writer) = nix::unistd::pipe()?;
     if let ForkResult::Child = forked()? {
@@ -123,7 +125,7 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     drop(writer);
     let mut pid = [0; 4];
     nix::unistd::read(&reader, &mut pid)?;
-    // Wait until the grandchild is set up. It then closes the pipe.
+    // Wait until the grandchild is set up. It closes the pipe at that point.
     nix::unistd::read(&reader, &mut [0])?;
     nix::sys::wait::wait()?;
     say(&i32::from_le_bytes(pid).to_string())?;
@@ -131,8 +133,8 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     pause_for_ever();
 }
 
-/// Exits only the main thread, like `pthread_exit` in `main`. The process continues. Another thread drops `until` after
-/// the main thread has exited.
+/// Exits only the main thread, like `pthread_exit` in `main`. Another thread keeps the process running, and drops
+/// `until` after the main thread has exited.
 fn end_main_thread(until: OwnedFd) -> ! {
     let me = getpid().as_raw();
     std::thread::spawn(move || {
@@ -145,7 +147,7 @@ fn end_main_thread(until: OwnedFd) -> ! {
     unreachable!("it does not return");
 }
 
-/// `tree DEPTH`: starts a binary tree of processes with this depth. All of them ignore SIGTERM, and wait.
+/// `tree DEPTH`: starts a binary tree of processes with this depth. All processes ignore SIGTERM and wait.
 pub fn tree(request: &mut Request) -> Result<(), Problem> {
     set(Signal::SIGTERM, SigHandler::SigIgn)?;
     let mut depth: u32 = request.number()?;
@@ -165,7 +167,7 @@ pub fn tree(request: &mut Request) -> Result<(), Problem> {
     }
     drop(writer);
     if getpid() == root {
-        // Wait until every process has started its children. All copies of the writer are closed then.
+        // Wait until every process has started its children. By then, each process has closed its copy of the writer.
         nix::unistd::read(&reader, &mut [0])?;
         ready()?;
     }
@@ -180,7 +182,7 @@ fn begin() -> Result<(&'static Limits, Instant), Problem> {
     Ok((limits, start))
 }
 
-/// `fork-bomb`: every process forks as fast as it can. About half of the children leave the session.
+/// `fork-bomb`: every process forks as fast as it can. About half of the children start a session of their own.
 pub fn bomb() -> Result<(), Problem> {
     set(Signal::SIGCHLD, SigHandler::SigIgn)?;
     let (limits, start) = begin()?;
@@ -202,8 +204,8 @@ pub fn bomb() -> Result<(), Problem> {
     limits.leave()
 }
 
-/// `chain`: forks again and again. After each fork, the parent exits and the child leaves the session. At most two of
-/// these processes exist at a time.
+/// `chain`: forks repeatedly. After each fork, the parent exits and the child starts a session of its own. At
+/// most two of these processes exist at a time.
 pub fn chain() -> Result<(), Problem> {
     let (limits, start) = begin()?;
     while start.elapsed() < TIME_LIMIT && limits.admit() {

@@ -25,14 +25,14 @@ const INTERRUPT: u32 = 36;
 const BATCH_FORGET: u32 = 42;
 
 const HEADER: usize = 40;
-/// Flags in the reply to an open request. They make the open file bypass the page cache. The kernel invalidates the
-/// file's cached pages when such a file is mapped, not when it is opened.
+/// Flags in the reply to an open request, with which the open file bypasses the page cache. The kernel
+/// invalidates the file's cached pages when the file is mapped, not when it is opened.
 const UNCACHED: u32 = 1 | 2;
 const NOT_THERE: i32 = -libc::ENOSYS;
 const A_YEAR: u64 = 31_536_000;
 
-/// A file whose reads hang as long as this value exists. When it is dropped, the reads fail and the hanging processes
-/// continue.
+/// A file whose reads hang while this value exists. Dropping the value makes the reads fail, so that the hanging
+/// processes continue.
 #[derive(Debug)]
 pub struct HungFile {
     folder: PathBuf,
@@ -40,7 +40,7 @@ pub struct HungFile {
 }
 
 impl HungFile {
-    /// Mounts the file for this thread and for processes that this thread starts later. `None` if the thread may not
+    /// Mounts the file for this thread and for processes that it starts later. Returns `None` if the thread may not
     /// mount file systems.
     pub fn new(folder: &Path) -> Option<Self> {
         unshare(CloneFlags::CLONE_NEWNS).ok()?;
@@ -62,20 +62,21 @@ impl HungFile {
 
 impl Drop for HungFile {
     fn drop(&mut self) {
-        // With `MNT_FORCE`, the kernel aborts all pending requests. The server's next read then returns no request, so
-        // the server exits.
+        // With `MNT_FORCE`, the kernel aborts all pending requests. The server's next read then returns no request,
+        // which makes the server exit.
         umount2(&self.folder, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH).expect("it is mounted");
         self.server.take().map(JoinHandle::join).transpose().expect("a server that ended");
     }
 }
 
-/// Hangs while the [`HungFile`] exists. Reads the file in another thread, which locks the file's page in the cache.
-/// Then opens the file again, without the cache, and maps it. The mapping waits until the kernel can invalidate the
-/// locked page.
+/// Hangs while the [`HungFile`] exists. First reads the file in another thread, which locks the file's page in
+/// the page cache. Then opens the file again, bypassing the cache, and maps it. The mapping hangs because the
+/// kernel cannot invalidate the locked page.
 pub fn hang_in_map(path: &Path) -> std::io::Result<()> {
     let mut cached = File::open(path)?;
     thread::spawn(move || cached.read(&mut [0; 1]));
-    // This call returns only once the other thread has started to read, because the server delays its reply until then.
+    // This call returns only after the other thread has started to read, because the server delays its reply until
+    // then.
     let uncached = File::open(path)?;
     let length = std::num::NonZeroUsize::MIN;
     let (prot, flags) = (nix::sys::mman::ProtFlags::PROT_READ, nix::sys::mman::MapFlags::MAP_PRIVATE);
@@ -124,7 +125,7 @@ fn reply(device: &mut File, unique: u64, error: i32, body: &[u8]) {
     let _ = device.write_all(&[header, longs(&[unique]), body.to_vec()].concat());
 }
 
-/// Returns the attributes of a node: of the root folder for node 1, of the file for any other node.
+/// Returns the attributes of a node. Node 1 is the root folder, and every other node is the file.
 fn attributes(node: u64) -> Vec<u8> {
     let mode = if node == 1 { libc::S_IFDIR | 0o755 } else { libc::S_IFREG | 0o644 };
     [longs(&[node, 4096, 8, 0, 0, 0]), words(&[0, 0, 0, mode, 1, 0, 0, 0, 4096, 0])].concat()

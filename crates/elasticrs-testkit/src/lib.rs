@@ -28,7 +28,8 @@ pub mod nursery;
 /// Maximum time to wait for a condition before the test fails.
 pub const HANG_GUARD: Duration = Duration::from_secs(40);
 
-/// Returns the path of the program `testkit-worker`. It is in the folder of the running test, or in a folder above it.
+/// Returns the path of the program `testkit-worker`. It is in the folder of the running test, or in one of that
+/// folder's ancestors.
 pub fn worker_program() -> PathBuf {
     built("testkit-worker")
 }
@@ -53,7 +54,7 @@ pub fn wait_readable(fd: impl AsFd, what: &str) {
     }
 }
 
-/// Polls until a condition is true. Use this only if nothing announces the change.
+/// Polls until a condition is true. Use this only for changes that cannot be waited for in another way.
 pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begin = Instant::now();
     while !is_so() {
@@ -62,12 +63,12 @@ pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// Polls until the process is in this state, because the kernel announces state changes only to the parent.
+/// Polls until the process is in this state, because the kernel reports state changes only to the parent.
 pub fn wait_for_state(pid: i32, letter: char) {
     wait_until(&format!("process {pid} in state {letter}"), || state(pid) == Some(letter));
 }
 
-/// Opens a pidfd for a process. `None` if no process has this pid.
+/// Opens a pidfd for a process. Returns `None` if no process has this pid.
 pub fn pidfd(pid: i32) -> Option<OwnedFd> {
     // SAFETY: the call takes only integers.
     match Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) }) {
@@ -90,7 +91,7 @@ pub fn is_running(pid: i32) -> bool {
     state(pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))
 }
 
-/// Returns the state of a process, which is a letter in `/proc/PID/stat`. `None` if there is no such process.
+/// Returns the state letter of a process from `/proc/PID/stat`, or `None` if there is no such process.
 pub fn state(pid: i32) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(')')?.1.trim_start().chars().next()
@@ -106,7 +107,7 @@ pub fn children() -> Vec<i32> {
         .collect()
 }
 
-/// Returns the open descriptors of this process in ascending order, except the descriptor that is opened to list them.
+/// Returns the open descriptors of this process in ascending order, except the one that is used to list them.
 pub fn open_fds() -> Vec<RawFd> {
     let folder = nix::dir::Dir::open("/proc/self/fd", nix::fcntl::OFlag::O_RDONLY, nix::sys::stat::Mode::empty());
     let mut folder = folder.expect("/proc is mounted");

@@ -89,7 +89,7 @@ fn run() -> Result<ExitCode, Problem> {
         }
         "segv" => {
             ready()?;
-            // Reset the signal handler first, because the handler of the standard library would print a message.
+            // Reset the signal handler first, because the standard library's handler would print a message.
             set(Signal::SIGSEGV, SigHandler::SigDfl)?;
             // SAFETY: this write is not safe, because it is meant to crash the process.
             unsafe { std::ptr::null_mut::<u8>().write_volatile(1) };

@@ -20,7 +20,8 @@ use nix::unistd::Pid;
 
 use crate::{assert_no_children, built, is_running, wait_for_end, wait_for_state, wait_readable, worker_program};
 
-/// A connected nursery. When this value is dropped, the nursery exits, and the test fails if a process is left behind.
+/// A connected nursery. Dropping this value makes the nursery exit, and fails the test if any process is left
+/// behind.
 pub struct Client {
     /// The launched nursery.
     pub nursery: Launched,
@@ -46,7 +47,7 @@ pub struct Swept {
 }
 
 impl Swept {
-    /// Returns the pids of the listed descendants that were signalled.
+    /// Returns the pids of the descendants that the nursery had to signal.
     pub fn pids(&self) -> Vec<i32> {
         self.ended.iter().map(|descendant| descendant.pid).collect()
     }
@@ -57,14 +58,14 @@ pub fn program() -> PathBuf {
     built("worker-nursery")
 }
 
-/// Returns the image of a nursery that runs this program.
+/// Returns a [`NurseryImage`] that runs this program.
 pub fn image(program: PathBuf) -> NurseryImage {
     NurseryImage::Program { path: program, args: vec!["worker-nursery".into()] }
 }
 
 impl Client {
-    /// Starts a nursery. Makes this process a child subreaper, so that the check for leaked processes at the end of the
-    /// test also finds orphans.
+    /// Starts a nursery. Makes this process a child subreaper, so that the check for leaked processes also finds
+    /// orphans.
     pub fn start() -> Self {
         Self::start_from(image(program()))
     }
@@ -79,13 +80,13 @@ impl Client {
         client
     }
 
-    /// Sends a request that has no descriptors.
+    /// Sends a request without descriptors.
     pub fn send(&mut self, request: &Request) {
         self.nursery.link.send(request, Vec::new()).unwrap();
         assert!(!self.nursery.link.has_unsent(), "the socket takes a small request at once");
     }
 
-    /// Returns the next reply. Replies come in the order in which the nursery sent them.
+    /// Returns the next reply. Replies are returned in the order in which the nursery sent them.
     pub fn next_reply(&mut self) -> (Reply, Vec<OwnedFd>) {
         if let Some(early) = self.early.pop_front() {
             return early;
@@ -98,8 +99,8 @@ impl Client {
         }
     }
 
-    /// Waits for a reply for which `pick` returns a value, and returns that value with the reply's descriptors. Keeps
-    /// all other replies for later calls.
+    /// Waits for a reply for which `pick` returns a value. Returns that value and the reply's descriptors. Keeps all
+    /// other replies for later calls.
     pub fn find<T>(&mut self, mut pick: impl FnMut(&Reply) -> Option<T>) -> (T, Vec<OwnedFd>) {
         if let Some(at) = self.early.iter().position(|(reply, _)| pick(reply).is_some()) {
             let (reply, fds) = self.early.remove(at).unwrap();
@@ -122,13 +123,14 @@ impl Client {
         self.nursery.link.send(&request, fds).unwrap();
     }
 
-    /// Starts a worker. The error contains the stage, the error number and the subject of the failure.
+    /// Starts a worker. If this fails, the error consists of the stage, the error number and the subject of the
+    /// failure.
     pub fn try_spawn(&mut self, process: &ProcessSpec) -> Result<Worker, (Stage, i32, String)> {
         self.request_spawn(process, &[], Vec::new());
         self.spawned()
     }
 
-    /// Waits for the answer to the oldest start request that has not been answered.
+    /// Waits for the answer to the oldest unanswered start request.
     pub fn spawned(&mut self) -> Result<Worker, (Stage, i32, String)> {
         let (result, mut fds) = self.find(|reply| match reply {
             Reply::Spawned { pid, .. } => Some(Ok(*pid)),
@@ -163,7 +165,7 @@ impl Client {
         self.find(pick).0
     }
 
-    /// Requests a sweep of all descendants, with these times in milliseconds, and waits for its result.
+    /// Requests a sweep, which terminates all descendants, and waits for its result. The times are in milliseconds.
     pub fn sweep(&mut self, linger_ms: u64, grace_ms: u64) -> Swept {
         self.send(&Request::Sweep { number: 1, linger_ms, grace_ms, give_up_ms: 10_000 });
         self.swept()
@@ -218,8 +220,8 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Starts the example `name`. Passes it the path of the nursery program, followed by `arguments`. This process
-    /// becomes a child subreaper, so that it adopts the processes that the agent leaves behind.
+    /// Starts the example `name`. Passes it the path of the nursery program, followed by `arguments`. Makes this
+    /// process a child subreaper, so that it adopts the processes that the agent leaves behind.
     pub fn start(nursery: &Path, name: &str, arguments: &[&str], workers: usize) -> Self {
         nix::sys::prctl::set_child_subreaper(true).unwrap();
         let (reader, writer) = pipe();
@@ -231,8 +233,8 @@ impl Agent {
         Self { process, lines, tree }
     }
 
-    /// Kills the agent. Asserts that its nursery has killed all processes and exited. This process adopts the nursery
-    /// and reaps it.
+    /// Kills the agent. Asserts that the agent's nursery has killed all its processes and has exited. This process
+    /// adopts the nursery and reaps it.
     pub fn kill(mut self) {
         self.process.kill().unwrap();
         self.process.wait().unwrap();
@@ -267,7 +269,7 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// Reads the lines from this end of a pipe.
+    /// Creates a reader for the lines from a pipe.
     pub fn new(reader: OwnedFd) -> Self {
         Self { reader: BufReader::new(File::from(reader)), said: Vec::new() }
     }
@@ -283,7 +285,7 @@ impl Lines {
         }
     }
 
-    /// Reads until the example agent has printed the pids of its processes, and until `count` workers are ready.
+    /// Reads until the example agent has printed the pids of its processes and `count` workers are ready.
     pub fn until_all_ready(&mut self, count: usize) -> Tree {
         let mut tree = Tree { nursery: 0, workers: Vec::new(), daemons: Vec::new() };
         let mut ready = 0;
@@ -311,7 +313,7 @@ impl Lines {
 impl Iterator for Lines {
     type Item = String;
 
-    /// Blocks until the next line is available. `None` at the end of the output.
+    /// Blocks until the next line is available. Returns `None` at the end of the output.
     fn next(&mut self) -> Option<String> {
         if self.reader.buffer().is_empty() {
             wait_readable(self.reader.get_ref().as_fd(), "a line of a worker");
@@ -336,13 +338,13 @@ pub fn worker(arguments: &[&str]) -> ProcessSpec {
     process(argv)
 }
 
-/// Describes a process with a minimal environment that shares only standard error with the test.
+/// Describes a process with a minimal environment. It shares only standard error with the test.
 pub fn process(argv: Vec<OsString>) -> ProcessSpec {
     let stdio = [Stdio::Null, Stdio::Null, Stdio::Inherit];
     ProcessSpec { stdio, ..ProcessSpec::new(argv, vec!["PATH=/usr/bin:/bin".into()]) }
 }
 
-/// Makes the first descriptor that is sent with the start request the worker's standard output.
+/// Makes the worker's standard output the first descriptor of the start request.
 pub fn with_stdout(mut process: ProcessSpec) -> ProcessSpec {
     process.pass_fds = vec![PassedFd { source: 0, target: 1 }];
     process

@@ -7,12 +7,13 @@ use libc::{sock_filter, sock_fprog};
 
 use super::{Problem, Request};
 
-/// Offsets in `struct seccomp_data` of the system call number and the lower halves of the first and fourth arguments.
+/// Offsets of fields in `struct seccomp_data`: the system call number, and the lower halves of the first and the
+/// fourth argument.
 const NUMBER: u32 = 0;
 const FIRST_ARGUMENT: u32 = 16;
 const FOURTH_ARGUMENT: u32 = 16 + 3 * 8;
 
-/// Codes of the BPF instructions used here: load a word from a fixed offset, jump if equal, and return.
+/// Opcodes of the BPF instructions used here: load a word from a fixed offset, jump if equal, and return.
 const LOAD: u16 = 0x20;
 const JUMP_IF_EQUAL: u16 = 0x15;
 const RETURN: u16 = 0x06;

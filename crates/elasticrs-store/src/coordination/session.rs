@@ -44,7 +44,8 @@ pub(super) struct OwnStore<'a> {
     secret: Secret,
     /// Bytes to send on the current connection.
     unsent: Vec<u8>,
-    /// Unanswered requests and the state of the watches. `None` if the session ends with its connection.
+    /// Unanswered requests and watch state, which are needed to resume the session. `None` if a lost connection ends
+    /// the session.
     unanswered: Option<Unanswered>,
     chunk: Box<[u8]>,
 }
@@ -52,16 +53,17 @@ pub(super) struct OwnStore<'a> {
 /// Maximum number of bytes per read.
 const CHUNK: usize = 16 * 1024;
 
-/// Upper bound on the time limit for answering a keep-alive, in milliseconds. The time limit is at least two keep-alive
-/// intervals, even if that exceeds this bound.
+/// Cap on the time limit for keep-alive answers, in milliseconds. The limit exceeds this cap only if two
+/// keep-alive intervals are longer.
 const MAX_PATIENCE_MS: u32 = 3_000;
 
-/// Pauses between the attempts to reconnect.
+/// Delays between reconnection attempts.
 const PAUSES: Pauses =
     Pauses { first: Duration::ZERO, second: Duration::from_millis(20), last: Duration::from_millis(250) };
 
 impl Pace {
-    /// Returns the client's time limits. The client gives up the session one interval before the store would end it.
+    /// Returns the client's time limits. The client considers the session lost one keep-alive interval before the
+    /// store ends it.
     fn terms(self) -> Terms {
         let Self { interval_ms, ttl_ms } = self;
         let milliseconds = |count: u32| Duration::from_millis(count.into());
@@ -72,13 +74,13 @@ impl Pace {
         }
     }
 
-    /// Returns false if the client could not keep a session alive at this pace.
+    /// Returns false if no keep-alive could be sent in time at this pace.
     pub(super) fn is_valid(self) -> bool {
         self.interval_ms > 0 && self.ttl_ms > self.interval_ms
     }
 }
 
-/// Creates the session of an open connection.
+/// Creates a session on a connection that is already open.
 pub(super) fn session<'a>(
     options: &'a Options,
     met: &Met,
@@ -123,7 +125,7 @@ impl<'a> Backend<'a> for OwnStore<'a> {
         core.check_closed()?;
         self.take_frames(core, connection)?;
         if now >= self.overdue(core) {
-            // If this process was stopped, answers may have arrived in the meantime. Read them before checking the time
+            // If this process was stopped, answers may have arrived in the meantime. Read them, and then check the time
             // limit again.
             while self.read(connection)? {}
             self.take_frames(core, connection)?;
@@ -164,7 +166,7 @@ impl<'a> Backend<'a> for OwnStore<'a> {
         let patience = core.dial_patience().min(options.connect_timeout);
         Box::pin(async move {
             reopen(options, guard, wanted, patience).await.map_err(|error| match error.kind {
-                // A retry would not help, because the store has identified this client and refuses it.
+                // The store has identified this client and rejects it, so a retry would not help.
                 LostKind::Gone | LostKind::Other | LostKind::Run | LostKind::Token => Failure::Fatal(error),
                 _ => Failure::Retryable(error),
             })
@@ -195,8 +197,8 @@ impl<'a> Backend<'a> for OwnStore<'a> {
             ConnectionEnd::Broken(error) if self.unanswered.is_none() => error.into(),
             ConnectionEnd::Session(SessionEnd::Closed(_)) => {
                 self.flush(connection);
-                // Shut down the socket, because another process may hold a duplicate of it, and closing it would then
-                // not end the session. Ignore the error, because it means that the socket is no longer connected.
+                // Shut down the socket instead of only closing it: if another process holds a duplicate, closing would
+                // not end the session. Ignore the error, which only means that the socket is no longer connected.
                 let _ = shutdown(connection.stream.as_raw_fd(), Shutdown::Both);
                 end
             }
@@ -206,8 +208,9 @@ impl<'a> Backend<'a> for OwnStore<'a> {
 }
 
 impl OwnStore<'_> {
-    /// Returns the time at which the client abandons the connection because a keep-alive was not answered. `u64::MAX`
-    /// if the session cannot be resumed, or while the event queue is full, because the client then reads no answers.
+    /// Returns the time at which the client abandons the connection because a keep-alive is unanswered. Returns
+    /// `u64::MAX` if the session cannot be resumed. Also returns `u64::MAX` while the event queue is full, because
+    /// the client reads no answers during that time.
     fn overdue(&self, core: &Core<'_>) -> u64 {
         if self.unanswered.is_some() && !self.events.is_full() { core.lease.overdue() } else { u64::MAX }
     }
@@ -221,7 +224,7 @@ impl OwnStore<'_> {
                 Ok(count) => sent += count,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => {
-                    // Drop the unsent bytes. The next read from the connection reports the error.
+                    // Drop the unsent bytes, because the connection is broken. The next read reports the error.
                     sent = unsent.len();
                 }
             }
@@ -236,7 +239,7 @@ impl OwnStore<'_> {
         }
     }
 
-    /// Reads the bytes that have arrived. Returns true if there may be more.
+    /// Reads bytes that have arrived. Returns true if more may be available.
     fn read(&mut self, connection: &mut Connection) -> Step<bool> {
         match connection.stream.try_read(&mut self.chunk) {
             Ok(0) => Err(ConnectionEnd::broken(

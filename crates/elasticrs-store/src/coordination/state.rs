@@ -18,14 +18,15 @@ use crate::types::{Change, Compare, Entry, Op, OpResult, Txn, Watch};
 /// ID of a session. IDs are never reused.
 pub(super) type SessionId = u64;
 
-/// Bytes that a key takes in addition to its name and value: its entries in two trees, and its last change in the
-/// history.
+/// Estimated memory overhead of a key, in bytes, in addition to its name and value. It covers the key's entries
+/// in two trees and its last change in the history.
 const ENTRY_COST: usize = 256;
-/// Bytes that a revision takes in the history, not counting its changes.
+/// Estimated memory overhead of a revision in the history, in bytes, not counting its changes.
 const REVISION_COST: usize = 64;
 
-/// Maximum number of steps for all searches of one transaction. This many steps take about 100 ms, during which the
-/// store serves no other client. A single search takes at most one step for every two keys of the store.
+/// Maximum number of steps for all searches of one transaction. This many steps take about 100 ms, and the store
+/// serves no other client during that time. A single search takes at most half as many steps as the store has
+/// keys.
 const MAX_SEARCHED: usize = 1 << 20;
 
 /// A revision with all its changes.
@@ -38,21 +39,23 @@ pub(super) struct Revision {
 /// Limit that a transaction exceeded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Exceeded {
-    /// The transaction would make the store too large. Nothing was changed.
+    /// The transaction would make the store exceed its size limit. Nothing was changed.
     #[error("the store is full: it holds {held} of at most {limit} bytes")]
     Full { held: usize, limit: usize },
-    /// The transaction was applied, but its results exceed the limit for an answer. The field is the limit in bytes.
+    /// The transaction was applied, but its results are larger than an answer may be. The field is the limit in
+    /// bytes.
     #[error("the answer is larger than {0} bytes")]
     Answer(usize),
-    /// The transaction was applied, but its searches reached the limit and were stopped, so its results are incomplete.
+    /// The transaction was applied, but its searches exceeded the step limit and were stopped. Its results are
+    /// incomplete.
     #[error("the searches of the transaction went through more than {MAX_SEARCHED} keys")]
     Searched,
 }
 
-/// The unused part of a transaction's limits. `None` means that the limit was exceeded.
+/// Remaining budget of a transaction. A budget is `None` once it has been exceeded.
 #[derive(Debug)]
 struct Budget {
-    /// Number of bytes that may still be added to the answer.
+    /// Number of bytes that can still be added to the answer.
     room: Option<usize>,
     most: usize,
     searched: Option<usize>,
@@ -72,7 +75,7 @@ impl Budget {
 #[derive(Debug)]
 pub(super) struct Done {
     pub(super) ok: bool,
-    /// One result for each op. `Err` if the results are too large to send.
+    /// One result for each op, or the limit that the transaction exceeded.
     pub(super) results: Result<Vec<OpResult>, Exceeded>,
     /// The new revision. `None` if nothing changed.
     pub(super) revision: Option<Rc<Revision>>,
@@ -95,7 +98,7 @@ pub(super) struct State {
     by_creation: BTreeSet<(u64, Arc<str>)>,
     sessions: HashMap<SessionId, BTreeSet<Arc<str>>>,
     history: VecDeque<Rc<Revision>>,
-    /// The history contains only the revisions after this one.
+    /// Revisions up to this one are not in the history.
     compacted: u64,
     entry_bytes: usize,
     history_bytes: usize,
@@ -108,8 +111,8 @@ impl State {
         Self { max_bytes, ..Self::default() }
     }
 
-    /// Restores the revision and the entries of a previous store. The sessions must have been restored before. The
-    /// history stays empty.
+    /// Restores the revision and the entries of a previous store. The caller must have restored the sessions first.
+    /// The history stays empty.
     pub(super) fn restore(&mut self, revision: u64, entries: BTreeMap<Arc<str>, Stored>) {
         (self.revision, self.compacted, self.entries) = (revision, revision, entries);
         self.entry_bytes = cost_of_entries(&self.entries);
@@ -143,9 +146,9 @@ impl State {
         self.entry_bytes
     }
 
-    /// Returns the limit for everything that the server holds for clients, except the history. The rest of `max_bytes`
-    /// is for the history. The keys may take at most three quarters of this limit, so that there is always room for
-    /// messages.
+    /// Returns the limit in bytes for all data that the server holds for clients, except the history. The history
+    /// gets the rest of `max_bytes`. The keys may use at most three quarters of this limit, so that there is always
+    /// room for messages.
     pub(super) fn shared_limit(&self) -> usize {
         self.max_bytes - self.max_bytes / 5
     }
@@ -158,7 +161,7 @@ impl State {
         self.sessions.insert(session, BTreeSet::new());
     }
 
-    /// Ends sessions and deletes their leased keys in one revision.
+    /// Ends sessions and deletes all their leased keys in a single revision.
     pub(super) fn end_sessions(&mut self, ended: &[SessionId]) -> Option<Rc<Revision>> {
         let mut changes = Vec::new();
         for session in ended {
@@ -169,7 +172,7 @@ impl State {
         self.commit(changes)
     }
 
-    /// Executes a transaction. If the error is [`Exceeded::Full`], nothing was changed.
+    /// Executes a transaction. Returns [`Exceeded::Full`], without any change, if the store has no room for it.
     pub(super) fn txn(&mut self, session: SessionId, txn: &Txn) -> Result<Done, Exceeded> {
         let ok = txn.compares.iter().all(|compare| self.holds(compare));
         let ops = if ok { &txn.then } else { &txn.otherwise };
@@ -188,7 +191,7 @@ impl State {
         Ok(Done { ok, results, revision: self.commit(changes) })
     }
 
-    /// Returns all entries that the watch covers, unless they are too large for one answer.
+    /// Returns all entries that the watch covers. Fails if they are too large for one answer.
     pub(super) fn snapshot(&self, covers: &Watch) -> Result<Vec<Entry>, Exceeded> {
         let most = self.room();
         let mut room = Some(most);
@@ -200,13 +203,14 @@ impl State {
         if room.is_some() { Ok(found) } else { Err(Exceeded::Answer(most)) }
     }
 
-    /// Returns `first` and all later revisions. `None` if some of them are no longer in the history, or if `first` is
-    /// after the next revision.
+    /// Returns all revisions from `first` on. Returns `None` if some of them are no longer in the history, or if
+    /// `first` is beyond the next revision.
     pub(super) fn history_from(&self, first: u64) -> Option<impl Iterator<Item = &Rc<Revision>>> {
         if first <= self.compacted || first > self.revision + 1 {
             return None;
         }
-        // Skip the revisions before `first`. Revision numbers are consecutive, so a subtraction gives their number.
+        // Skip the revisions before `first`. Revision numbers are consecutive, so the number of skipped revisions is a
+        // simple difference.
         let skip = usize::try_from(first - self.compacted - 1).ok()?;
         Some(self.history.iter().skip(skip))
     }
@@ -245,7 +249,7 @@ impl State {
     }
 
     fn put(&mut self, key: &Arc<str>, value: &Arc<[u8]>, lease: Option<SessionId>, changes: &mut Vec<Change>) -> bool {
-        // Ignore a leased put if its session has ended, because nothing would ever delete the key.
+        // Ignore a leased put if its session has ended, because the key would never be deleted.
         if lease.is_some_and(|session| !self.sessions.contains_key(&session)) {
             return false;
         }
@@ -257,7 +261,7 @@ impl State {
             create_revision = stored.create_revision;
             self.entry_bytes -= cost(&known, &stored.value);
             self.unlease(&known, stored.lease);
-            // If a write without a lease overwrites a leased key, keep the lease, so that the key does not outlive its
+            // If a put without a lease overwrites a leased key, keep the lease. Otherwise the key would outlive its
             // session.
             lease = lease.or(stored.lease);
             key = known;
@@ -358,7 +362,7 @@ fn entry_within(key: &Arc<str>, stored: &Stored, room: &mut Option<usize>) -> Op
     })
 }
 
-/// Returns the maximum number of bytes that the keys of a store with this `max_bytes` may take.
+/// Returns the maximum number of bytes for the keys of a store with this `max_bytes`.
 pub(super) fn entry_limit(max_bytes: usize) -> usize {
     max_bytes / 5 * 3
 }

@@ -19,9 +19,10 @@ use crate::types::{Entry, OpResult, Watch, WatchFrom};
 pub(super) enum Kind {
     /// A request that does not start or stop a watch.
     Plain,
-    /// Starts a watch. `wants_snapshot` is true if the user asked for the current entries.
+    /// Starts a watch. `wants_snapshot` is true if the user also asked for the current entries.
     Watch { watch: Watch, wants_snapshot: bool },
-    /// Stops a watch. The store does not answer this request. The watch is not restored on a new connection.
+    /// Stops a watch. The store does not answer this request, and the client does not restore the watch on a new
+    /// connection.
     Unwatch(Watch),
 }
 
@@ -29,11 +30,11 @@ pub(super) enum Kind {
 struct Asked {
     kind: Kind,
     frame: Vec<u8>,
-    /// True if this request starts a watch and the user stopped the watch before the store answered.
+    /// True if this request starts a watch that the user stopped before the store answered.
     is_over: bool,
 }
 
-/// Effect of an answer from the store: the event to report to the user, if any.
+/// Effect of an answer from the store: an event for the user, or nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum AnswerEffect {
     Nothing,
@@ -45,8 +46,8 @@ pub(super) enum AnswerEffect {
 pub(super) struct Unanswered {
     asked: VecDeque<Asked>,
     watches: BTreeMap<Watch, Watched>,
-    /// Watches that were restored on this connection. The first answers on the connection are for these watches, and
-    /// contain their current entries.
+    /// Restored watches that the store has not answered yet. The store answers them before all other requests on this
+    /// connection, each with the current entries.
     again: VecDeque<Watch>,
 }
 
@@ -63,7 +64,7 @@ impl Unanswered {
         self.forget_ends();
     }
 
-    /// Returns the frames to send first on a new connection.
+    /// Returns the frames to send first on a new connection: the restored watches and the unanswered requests.
     pub(super) fn ask_again(&mut self) -> Vec<u8> {
         self.again = self.watches.keys().cloned().collect();
         let watches = self.again.iter().map(|watch| {
@@ -104,8 +105,8 @@ impl Unanswered {
         Ok(AnswerEffect::Reply(results))
     }
 
-    /// Removes requests to stop a watch from the front of the queue. They do not have to be sent again, because no
-    /// unanswered request before them starts the watch.
+    /// Removes stop-watch requests from the front of the queue. They need not be resent, because stopped watches are
+    /// not restored on a new connection. No unanswered request before them can start these watches.
     fn forget_ends(&mut self) {
         while self.asked.front().is_some_and(|asked| matches!(asked.kind, Kind::Unwatch(_))) {
             self.asked.pop_front();
@@ -113,7 +114,7 @@ impl Unanswered {
     }
 
     fn catch_up(&mut self, watch: &Watch, revision: u64, results: Vec<OpResult>) -> Result<AnswerEffect, Malformed> {
-        // Ignore the answer if the watch has been stopped.
+        // Ignore the answer if the watch was stopped in the meantime.
         let Some(watched) = self.watches.get_mut(watch) else { return Ok(AnswerEffect::Nothing) };
         let there = results.into_iter().map(|result| match result {
             OpResult::Entry(Some(entry)) => Ok(entry),

@@ -11,15 +11,16 @@ use std::sync::Arc;
 use super::state::{Revision, SessionId};
 use crate::types::{Change, Watch};
 
-/// Bytes that a watch takes in addition to its prefix: its entries in three tables.
+/// Estimated memory overhead of a watch, in bytes, in addition to its prefix. It covers the watch's entries in
+/// three tables.
 const WATCH_COST: usize = 192;
 
 /// All watches of all clients.
 #[derive(Debug, Default)]
 pub(super) struct Watches {
     exact: HashMap<Arc<str>, Vec<SessionId>>,
-    /// Prefix watches, grouped by the length of the prefix. Finding the watchers of a key takes one lookup per length.
-    /// There are only a few different lengths, even if there are many watches.
+    /// Prefix watches, grouped by prefix length. Finding the watchers of a key takes one lookup per length, which is
+    /// fast because there are few different lengths even if there are many watches.
     prefixes: BTreeMap<usize, HashMap<Arc<str>, Vec<SessionId>>>,
     of_client: HashMap<SessionId, Vec<Watch>>,
     bytes: usize,
@@ -84,8 +85,8 @@ impl Watches {
         }
     }
 
-    /// Returns the clients to notify of a revision, grouped by the changes that their watches cover. The changes are
-    /// given as their positions in the revision, in ascending order.
+    /// Returns the clients to notify of a revision, grouped by the set of changes that they receive. A set is a list
+    /// of positions in the revision, in ascending order.
     pub(super) fn deliveries(&self, revision: &Revision) -> BTreeMap<Vec<usize>, Vec<SessionId>> {
         let mut of_client: BTreeMap<SessionId, Vec<usize>> = BTreeMap::new();
         for (position, change) in revision.changes.iter().enumerate() {
@@ -115,7 +116,7 @@ fn cost(watch: &Watch) -> usize {
     WATCH_COST + watch.prefix.len()
 }
 
-/// Returns the changes of a revision that are covered by a watch.
+/// Returns the changes of a revision that a watch covers.
 pub(super) fn covered<'a>(revision: &'a Revision, watch: &Watch) -> Vec<&'a Change> {
     revision.changes.iter().filter(|change| watch.covers(&change.key)).collect()
 }

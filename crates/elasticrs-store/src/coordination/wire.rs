@@ -8,19 +8,20 @@
 
 use std::sync::Arc;
 
-/// First bytes that each side sends. They start with a non-ASCII byte, because text protocols never do.
+/// Magic bytes that each side sends first. They start with a non-ASCII byte to rule out text protocols.
 pub const MAGIC: [u8; 8] = *b"\x93ERS\r\n\x1a\n";
 
-/// Maximum length of a frame before the peer is authenticated, in bytes.
+/// Maximum frame length before the peer is authenticated, in bytes.
 pub const MAX_UNPROVEN: usize = 1024;
 /// Maximum length of a request, in bytes.
 pub const MAX_REQUEST: usize = 1 << 20;
-/// Maximum length of an answer, in bytes. It has to be enough for a snapshot of all keys with a prefix.
+/// Maximum length of an answer, in bytes. It is large because an answer can contain a snapshot of all keys with a
+/// prefix.
 pub const MAX_ANSWER: usize = 64 << 20;
-/// Maximum number of IDs that a store sends: its own ID and those of its predecessors.
+/// Maximum number of store IDs in a list: a store's own ID and those of the stores whose state it restored.
 pub const MAX_IDS: usize = 64;
 
-/// Error for bytes that are not a message of this protocol.
+/// Error for bytes that are not a valid message of this protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Malformed(pub &'static str);
@@ -61,13 +62,13 @@ impl<'a> Cursor<'a> {
         str::from_utf8(self.take(length)?).map_err(|_| Malformed("a text is not UTF-8"))
     }
 
-    /// Reads a blob. Its length is limited only by that of the frame.
+    /// Reads a blob, which may be as long as the rest of the frame.
     fn blob(&mut self) -> Result<&'a [u8], Malformed> {
         let length = u32::read(self)?;
         self.take(usize::try_from(length).map_err(|_| Malformed("a field ends beyond its frame"))?)
     }
 
-    /// Decodes a frame that contains exactly one value of this type.
+    /// Decodes a frame that must contain exactly one value of type `T`.
     pub(super) fn whole<T: Field>(frame: &'a [u8]) -> Result<T, Malformed> {
         let mut cursor = Self::new(frame);
         let message = T::read(&mut cursor)?;
@@ -98,13 +99,13 @@ impl Writer {
         self.bytes.push(value);
     }
 
-    /// Writes a count or a length as 32 bits. This always suffices, because the limits for requests and answers are
-    /// much lower.
+    /// Writes a count or a length as a `u32`. It always fits, because the limits for requests and answers are much
+    /// lower.
     fn count(&mut self, count: usize) {
         u32::try_from(count).unwrap_or(u32::MAX).write(self);
     }
 
-    /// Writes a string. Truncates it to 65,535 bytes, but the callers never pass a longer one.
+    /// Writes a string, truncated to at most 65,535 bytes. Callers never pass a longer one.
     pub(super) fn text(&mut self, text: &str) {
         let mut end = text.len().min(usize::from(u16::MAX));
         while !text.is_char_boundary(end) {
@@ -135,7 +136,8 @@ impl Writer {
     }
 }
 
-/// A part of a message that can be encoded and decoded. Each type implements both in one place.
+/// A type that can be encoded in a message. Encoding and decoding are in one trait, so that the code for each
+/// type stays together.
 pub(super) trait Field: Sized {
     /// Maximum length of a list of this type.
     const MOST: usize = usize::MAX;
@@ -145,7 +147,7 @@ pub(super) trait Field: Sized {
     fn write(&self, w: &mut Writer);
 }
 
-/// Implements [`Field`] for a struct, with its fields in their order on the wire.
+/// Implements [`Field`] for a struct. The fields are listed in wire order.
 macro_rules! record {
     ($name:ident { $($field:ident),* }) => {
         impl Field for $name {
@@ -161,7 +163,8 @@ macro_rules! record {
     };
 }
 
-/// Implements [`Field`] for an enum: a byte for the variant, then the fields of the variant in their order on the wire.
+/// Implements [`Field`] for an enum. A variant is encoded as a byte that identifies it, followed by its fields in
+/// the listed order.
 macro_rules! kinds {
     ($name:ident $((at most $most:expr))?, $unknown:literal;
      $($kind:tt => $variant:ident $(($($part:ident),*))? $({ $($field:ident),* })?,)*) => {
@@ -292,11 +295,11 @@ impl<T: Field> Field for Option<T> {
     }
 }
 
-/// A list is a count (u32) and that number of items.
+/// A list is encoded as its length (u32), followed by its items.
 impl<T: Field> Field for Vec<T> {
     fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
         let count = usize::try_from(u32::read(c)?).unwrap_or(usize::MAX);
-        // Each item takes at least one byte, so a larger count is invalid.
+        // Each item takes at least one byte, so a count larger than the number of remaining bytes is invalid.
         if count > c.rest.len() {
             return Err(Malformed("a list is longer than its frame"));
         }
@@ -318,7 +321,7 @@ impl<T: Field> Field for Vec<T> {
 /// Error in the stream of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// The stream does not start with [`MAGIC`], so the peer is another program.
+    /// The peer is a different program, because the stream does not start with [`MAGIC`].
     #[error("this is not the protocol of this store")]
     Foreign,
     /// The length of a frame is zero or exceeds the limit.
@@ -326,14 +329,14 @@ pub enum Broken {
     Length(usize),
 }
 
-/// Maximum capacity that the buffer of an idle stream keeps, in bytes.
+/// Spare buffer capacity that is kept instead of being freed, in bytes.
 const MAX_IDLE: usize = 4096;
 
 fn length_of(bytes: [u8; 4]) -> usize {
     usize::try_from(u32::from_le_bytes(bytes)).unwrap_or(usize::MAX)
 }
 
-/// Splits a stream of bytes into frames. The bytes may arrive in chunks of any size.
+/// Splits a byte stream into frames. The bytes can arrive in chunks of any size.
 #[derive(Debug)]
 pub struct Frames {
     buffer: Vec<u8>,
@@ -357,7 +360,7 @@ impl Frames {
         self.rest();
         let needed = self.buffer.len() + bytes.len();
         if needed > self.buffer.capacity() {
-            // Double the capacity, but not beyond the length of the current frame.
+            // Double the capacity, but not beyond the end of the current frame.
             let whole = self.buffer.first_chunk().map_or(0, |length| length_of(*length).saturating_add(4));
             let most = (2 * self.buffer.capacity()).min(whole);
             self.buffer.reserve_exact(needed.max(most) - self.buffer.len());
@@ -377,7 +380,7 @@ impl Frames {
         &self.buffer[self.start..]
     }
 
-    /// Returns the next complete frame without its length. `None` if more bytes have to arrive first.
+    /// Returns the next complete frame, without its length prefix. Returns `None` if it has not fully arrived yet.
     pub fn cut(&mut self) -> Result<Option<&[u8]>, Broken> {
         if !self.is_greeted {
             let seen = self.buffer.len().min(MAGIC.len());
@@ -403,7 +406,7 @@ impl Frames {
         Ok(Some(&self.buffer[begin..begin + length]))
     }
 
-    /// Drops the frames that were already returned. If the stream is idle, also frees most of the buffer.
+    /// Drops the frames that were already returned, and shrinks the buffer if most of its capacity is unused.
     pub(super) fn rest(&mut self) {
         self.buffer.drain(..self.start);
         self.start = 0;

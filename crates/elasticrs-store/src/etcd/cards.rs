@@ -1,5 +1,5 @@
-//! Data that a session publishes for its links: its card, which is stored in etcd, and the first message on a link.
-//! Pure functions.
+//! Data that sessions exchange to link to each other: the card, which a session stores in etcd, and the first
+//! message on a link. Pure functions.
 
 use std::fmt::Write;
 
@@ -8,29 +8,31 @@ use sha2::{Digest, Sha256};
 use super::mapping::{Keys, Region, signed};
 use super::messages as pb;
 
-/// Prefix of the keys for session cards, below the store's prefix. It sorts after all keys of users.
+/// Prefix of the keys for session cards, relative to the store's prefix. It sorts after all keys of users.
 const CARDS: &str = "~sessions/links/";
-/// Secret of a session. Other sessions that can read etcd find it in the session's card.
+/// Secret that identifies a session to its peers. It is part of the session's card, so only programs that can
+/// read etcd know it.
 pub(super) type Nonce = [u8; 16];
-/// Secret that is sent on a session's links once all processes that depend on the session have exited.
+/// Secret that is sent on a session's links to announce that all processes that depend on the session have
+/// exited.
 pub(super) type LastWord = [u8; 32];
 /// SHA-256 hash of a [`LastWord`].
 pub(super) type Seal = [u8; 32];
 
-/// Returns the hash to publish for a last word.
+/// Returns the hash of a last word. The session publishes this hash in its card.
 pub(super) fn seal_of(word: &LastWord) -> Seal {
     Sha256::digest(word).into()
 }
 
-/// The identity of a session and the addresses at which it listens.
+/// Entry in etcd that tells other sessions how to connect to a session and how to verify it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Card {
     pub(super) lease: i64,
     pub(super) nonce: Nonce,
     pub(super) port: u16,
-    /// Hash of the session's [`LastWord`], against which other sessions check the word.
+    /// Hash of the session's [`LastWord`]. Other sessions use it to verify the word when they receive it.
     pub(super) seal: Seal,
-    /// Host names or addresses of the session's machine.
+    /// Host names or addresses of the machine that the session runs on.
     pub(super) hosts: Vec<String>,
 }
 
@@ -41,7 +43,8 @@ impl Card {
         format!("{} {nonce} {seal} {}", self.port, self.hosts.join(" ")).into_bytes()
     }
 
-    /// Decodes a card. Returns `None` if the bytes are not a card. Other programs may also write to etcd.
+    /// Decodes a card. Returns `None` if the bytes are not a valid card, because other programs may also write to
+    /// etcd.
     pub(super) fn decode(lease: i64, value: &[u8]) -> Option<Self> {
         let mut words = str::from_utf8(value).ok()?.split(' ');
         let port = words.next()?.parse().ok()?;
@@ -80,7 +83,7 @@ fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
 pub(super) const HELLO: usize = MAGIC.len() + 8 + 16;
 const MAGIC: [u8; 8] = *b"\x93ERSLNK\x01";
 
-/// First message on a link. The session that opens the link sends it, and the other session answers with its nonce.
+/// First message on a link, sent by the session that opens it. The other session answers with its own nonce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) lease: i64,
@@ -92,7 +95,7 @@ impl Hello {
         [&MAGIC[..], &self.lease.to_be_bytes(), &self.nonce].concat()
     }
 
-    /// Decodes a hello. `None` if another program sent the bytes.
+    /// Decodes a hello. Returns `None` if the bytes are not a hello, because any program can connect.
     pub(super) fn decode(bytes: &[u8; HELLO]) -> Option<Self> {
         let rest = bytes.strip_prefix(&MAGIC)?;
         let (lease, nonce) = rest.split_first_chunk()?;
@@ -105,18 +108,19 @@ impl Keys {
         self.full(&format!("{CARDS}{scope}/{lease:016x}"))
     }
 
-    /// Returns the request that publishes a card. etcd deletes the card when the session's lease ends.
+    /// Returns the request that publishes a card. etcd deletes the card when the session's lease expires or is
+    /// revoked.
     pub(super) fn put_card(&self, scope: &str, card: &Card) -> pb::PutRequest {
         let (key, lease) = (self.card(scope, card.lease), card.lease);
         pb::PutRequest { key, value: card.encode(), lease, ..pb::PutRequest::default() }
     }
 
-    /// Returns the request for the card of a session.
+    /// Returns the request that reads a session's card.
     pub(super) fn get_card(&self, scope: &str, lease: i64) -> pb::RangeRequest {
         Region::key(self.card(scope, lease)).range()
     }
 
-    /// Returns the request for the newest card that was created before the revision `created`.
+    /// Returns the request that reads the newest card created before revision `created`.
     pub(super) fn card_before(&self, scope: &str, created: u64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,
@@ -127,7 +131,7 @@ impl Keys {
         }
     }
 
-    /// Returns the card in an answer, if there is one.
+    /// Returns the card that an answer contains, if any.
     pub(super) fn card_of(&self, scope: &str, answer: &pb::RangeResponse) -> Option<Card> {
         let found = answer.kvs.first()?;
         let lease = found.key.strip_prefix(&self.full(&format!("{CARDS}{scope}/"))[..])?;

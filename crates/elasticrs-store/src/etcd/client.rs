@@ -1,5 +1,5 @@
-//! Client of etcd. A client has one session with one lease. During the session it may use several connections. It
-//! cannot be used after the session has ended.
+//! Client for etcd. A client has one session with one lease, but the session may use several connections over
+//! time. Once the session has ended, the client cannot be used again.
 
 use std::convert::Infallible;
 use std::rc::Rc;
@@ -43,15 +43,16 @@ fn check_size(request: Request) -> Result<Request, Unsendable> {
     }
 }
 
-/// Returns the number of bytes of user data in a transaction. The maximum is two thirds of etcd's own limit for a
-/// request.
+/// Returns the number of bytes of user data in a transaction. They are limited to `MAX_REQUEST`, which is two
+/// thirds of etcd's default limit for a whole request.
 fn size(txn: &Txn) -> usize {
     let compares = txn.compares.iter().map(|compare| match compare {
         Compare::Exists(key) | Compare::Missing(key) | Compare::Create(key, _) | Compare::Mod(key, _) => key.len(),
         Compare::Value(key, value) => key.len() + value.len(),
     });
     let ops = txn.then.iter().chain(&txn.otherwise).map(|op| match op {
-        // A put without a lease is encoded twice, once for an existing key and once for a missing one.
+        // A put without a lease is encoded twice, because etcd needs one encoding for an existing key and another for a
+        // missing key.
         Op::Put { key, value, leased } => (key.len() + value.len()) * if *leased { 1 } else { 2 },
         Op::Delete(key)
         | Op::DeletePrefix(key)
@@ -102,9 +103,9 @@ async fn run(
     end.report(events, guard.as_ref());
 }
 
-/// Opens the session's links. Returns `None` for a session without a nursery, because there is no process that could
-/// send its last word. Also returns `None` on failure, because the session works without links: its lease still
-/// expires.
+/// Opens the session's links. Returns `None` for a session without a nursery (the process that cleans up after
+/// the agent), because no process could then send its last word. Also returns `None` if opening fails, because
+/// the session works without links: its lease still expires.
 fn open_links(
     options: &Options,
     opened: &Opened,

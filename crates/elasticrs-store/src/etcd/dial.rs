@@ -30,7 +30,7 @@ use crate::session::error::{Failure, StoreError};
 use crate::session::network::{connect, endpoint, plain, resolve};
 use crate::types::LostKind;
 
-/// The certificates, user name and password that this client uses to authenticate.
+/// Certificates, user name and password for authentication.
 #[derive(Debug, Clone)]
 pub(super) struct Credentials {
     /// Paths of the certificate files. The files are read again for each connection, because certificates are renewed
@@ -56,7 +56,7 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Waits until the connection has ended, and returns the reason.
+    /// Waits until the connection ends, and returns the reason.
     pub(super) async fn ended(&mut self) -> StoreError {
         let why = match self.driver.join_next().await {
             Some(Ok(Err(error))) => {
@@ -69,13 +69,14 @@ impl Link {
             Some(Ok(Ok(()))) | None => "it was closed".into(),
             Some(Err(error)) => error.to_string(),
         };
-        // Prefer the error of a write, because the kernel reports a socket error only once, to the first read or write.
+        // Prefer a recorded write error. The kernel reports a socket error only once, so if a write has failed, reads
+        // do not see the cause.
         let why = self.record.borrow().unwritten.clone().unwrap_or(why);
         StoreError::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
     }
 
-    /// Returns the TLS error of the connection if there is one. Otherwise returns `error`, the error of a call. If a
-    /// server rejects a certificate only after the handshake, `error` says only that the connection broke.
+    /// Returns the TLS error of the connection if there is one, otherwise `error`, which a call returned. If a server
+    /// rejects the client's certificate after the handshake, `error` says only that the connection broke.
     pub(super) async fn explain(&mut self, error: StoreError) -> StoreError {
         if error.kind != LostKind::Closed {
             return error;
@@ -91,7 +92,7 @@ impl Link {
         self.driver.shutdown().await;
     }
 
-    /// Finds the reason why the first call on this connection failed. For example, the peer may be another program.
+    /// Determines why the first call on this connection failed. For example, the peer may be a different program.
     pub(super) async fn judge(&mut self, error: CallError) -> Failure {
         let CallError::Broken(_) = error else { return Failure::of(error, &self.at) };
         // Prefer the connection's error, because it is more specific than the call's.
@@ -120,7 +121,8 @@ impl Link {
     }
 }
 
-/// Hint that is added to etcd's space alarm. The member that reports the alarm may not be the one that is out of space.
+/// Hint that is appended to etcd's out-of-space error. The member that returns the error is not necessarily the
+/// one that is out of space.
 const NO_SPACE: &str = ". One of the members has raised this alarm (`etcdctl alarm list`), and all refuse writes until it is \
                         disarmed: free space there (compact, defrag), then `etcdctl alarm disarm`";
 
@@ -128,7 +130,7 @@ const NO_SPACE: &str = ". One of the members has raised this alarm (`etcdctl ala
 const REASON_LIMIT: Duration = Duration::from_millis(200);
 
 impl Failure {
-    /// Converts the error of a call, and decides whether a retry can succeed.
+    /// Converts the error of a call to a `Failure`, which says whether a retry can succeed.
     pub(super) fn of(error: CallError, at: &str) -> Self {
         let Status { code, error, message } = match error {
             CallError::Broken(why) | CallError::Reset(why) => {
@@ -136,7 +138,7 @@ impl Failure {
             }
             // Retry, because a proxy may send such an answer while the member behind it is down.
             CallError::Foreign(why) => return Self::Retryable(not_ours(at, &why)),
-            // Do not retry, because the next answer would be too large as well.
+            // Do not retry, because the answer would be too large again.
             CallError::TooLarge(length) => {
                 let why = format!("etcd at {at} sent an answer of {length} bytes; the limit is {MAX_ANSWER}");
                 return Self::fatal(LostKind::Limit, why);
@@ -154,8 +156,8 @@ impl Failure {
             code::INVALID_ARGUMENT | code::NOT_FOUND | code::FAILED_PRECONDITION | code::OUT_OF_RANGE => {
                 LostKind::Protocol
             }
-            // Retry after all other codes. They mean that the leader is missing or has changed, or that the member is
-            // slow or stopping. A code that no known version of etcd sends is also retried.
+            // Retry after any other code. It means that the leader is missing or has changed, or that the member is
+            // slow or stopping. Codes that no known version of etcd sends are also retried.
             _ => LostKind::Timeout,
         };
         let error = StoreError::new(kind, format!("etcd at {at}: {message}{hint}"));
@@ -168,7 +170,7 @@ impl Failure {
     }
 }
 
-/// Step that a connection attempt has reached, for the error message after a timeout.
+/// Progress of a connection attempt, for the error message after a timeout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
     /// The certificates are being read.
@@ -180,8 +182,8 @@ pub(super) enum Stage {
     Calls(SocketAddr),
 }
 
-/// Connects to an endpoint and authenticates. `patience` is divided among the addresses of the endpoint. The caller
-/// limits the time of the whole call.
+/// Connects to an endpoint and authenticates. If the endpoint has several addresses, each gets an equal share of
+/// `patience`. The caller must limit the total time.
 pub(super) async fn dial(
     (host, port): &(String, u16),
     credentials: &Credentials,
@@ -191,7 +193,7 @@ pub(super) async fn dial(
     let at = endpoint(host, *port);
     stage.set(Stage::Files);
     let identity = match &credentials.tls {
-        // Retry, because another program may be writing the files at the moment.
+        // Retry, because another program may be replacing the files right now.
         Some(files) => Some(tls::load(files).await.map_err(|why| Failure::retryable(LostKind::Tls, why))?),
         None => None,
     };
@@ -230,7 +232,7 @@ pub(super) async fn dial(
 
 type Started = (SendRequest<Bytes>, JoinSet<Result<(), h2::Error>>);
 
-/// Flow-control window of a stream, in bytes.
+/// Flow-control window of an HTTP/2 stream, in bytes.
 const WINDOW: u32 = 1 << 20;
 
 async fn start<S: AsyncRead + AsyncWrite + Unpin + 'static>(stream: S) -> Result<Started, h2::Error> {
@@ -253,7 +255,8 @@ async fn encrypted(
     TlsConnector::from(Arc::clone(&identity.config)).connect(name, stream).await.map_err(|error| {
         match tls_error(&error) {
             Some(error) => Failure::Fatal(tls_failure(at, error, identity)),
-            // Retry, because a member that is stopping at this moment fails in the same way as one without TLS.
+            // Retry, because this error does not prove that the peer lacks TLS. A member that is shutting down causes
+            // the same error.
             None => Failure::retryable(
                 LostKind::Closed,
                 format!("etcd at {at} broke off the TLS handshake: {}", plain(&error)),
@@ -275,7 +278,7 @@ async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), 
     let asked = AuthenticateRequest { name, password };
     match link.channel.call::<AuthenticateResponse>("/etcdserverpb.Auth/Authenticate", &asked).await {
         Ok(answer) => link.channel.set_token(&answer.token).map_err(|error| Failure::of(error, &link.at)),
-        // This etcd does not use authentication, so no token is needed.
+        // Authentication is disabled in this etcd, so no token is needed.
         Err(error) if error.is(EtcdError::AuthDisabled) => Ok(()),
         Err(error) => Err(link.judge(error).await),
     }
@@ -288,7 +291,7 @@ pub(super) fn unread(files: &Files, patience: Duration) -> StoreError {
     StoreError::new(LostKind::Timeout, why)
 }
 
-/// Returns the error for a connection attempt that timed out in this stage.
+/// Returns the error for a connection attempt that timed out in `stage`.
 pub(super) async fn too_late(
     (host, port): &(String, u16),
     credentials: &Credentials,
@@ -319,21 +322,21 @@ fn not_ours(at: &str, why: &str) -> StoreError {
     StoreError::new(LostKind::NotOurs, format!("no etcd with API v3 at {at}: {why}"))
 }
 
-/// Describes the program that sent these first bytes. `None` if there are no bytes, or if the program may be an HTTP/2
-/// server.
+/// Describes the program that sent the bytes in `opening`. Returns `None` if there are no bytes or if the program
+/// may be an HTTP/2 server.
 fn stranger(opening: &[u8]) -> Option<&'static str> {
     match opening {
         [] => None,
         _ if opening.starts_with(b"HTTP/") => Some("an HTTP server, or an etcd that only knows API v2"),
         [0x15, 3, ..] => Some("it asks for TLS"),
-        // This is an HTTP/2 SETTINGS frame: three bytes of length, followed by kind 4.
+        // This is the start of an HTTP/2 SETTINGS frame: three bytes of length, followed by the frame type 4.
         [_, _, _, 4, ..] => None,
         _ => Some("another program uses the port"),
     }
 }
 
-/// Data recorded from a connection for error messages, because the messages of the HTTP/2 library are not specific
-/// enough.
+/// Details of a connection, recorded for error messages because the HTTP/2 library's own messages are not
+/// specific enough.
 #[derive(Debug, Default)]
 struct PeerRecord {
     /// The first bytes that the peer sent.
@@ -343,13 +346,13 @@ struct PeerRecord {
     unwritten: Option<String>,
 }
 
-/// A stream that, as it is used, records the information that error messages need.
+/// Wrapper around a stream that records details for error messages.
 struct Recorder<S> {
     stream: S,
     record: Rc<RefCell<PeerRecord>>,
 }
 
-/// Maximum number of first bytes to record, which is the length of an HTTP/2 frame header.
+/// Number of initial bytes to record. It is the length of an HTTP/2 frame header.
 const OPENING: usize = 9;
 
 impl<S: AsyncRead + Unpin> AsyncRead for Recorder<S> {
@@ -369,8 +372,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Recorder<S> {
 impl<S: AsyncWrite + Unpin> AsyncWrite for Recorder<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         match Pin::new(&mut self.stream).poll_write(cx, bytes) {
-            // Pretend that the write succeeded, so that the HTTP/2 library continues to read. The peer's reason for
-            // closing the connection may still arrive.
+            // Pretend that the write succeeded, so that the HTTP/2 library continues to read. The peer may still send
+            // its reason for closing the connection.
             Poll::Ready(Err(error)) => {
                 self.record.borrow_mut().unwritten.get_or_insert_with(|| plain(&error));
                 Poll::Ready(Ok(bytes.len()))

@@ -17,14 +17,14 @@ pub(super) mod code {
     pub(in crate::etcd) const UNAUTHENTICATED: u32 = 16;
 }
 
-/// An error of etcd that this client handles specially.
+/// An etcd error that this client handles specially.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum EtcdError {
-    /// etcd does not use authentication, so it issues no token.
+    /// Authentication is disabled in etcd, so it issues no tokens.
     AuthDisabled,
     /// The user does not exist, or the password is wrong.
     AuthFailed,
-    /// A user or role was changed after the token of this connection had been issued.
+    /// A user or role was changed after this connection's token was issued.
     AuthRevisionOld,
     /// The requested revision is no longer in the history.
     Compacted,
@@ -32,14 +32,14 @@ pub(super) enum EtcdError {
     FutureRevision,
     LeaseExists,
     LeaseNotFound,
-    /// A member has run out of space, so all members refuse writes.
+    /// A member has run out of space, so etcd rejects all writes.
     NoSpace,
     PermissionDenied,
     RequestTooLarge,
     TooManyOps,
     /// The member has too many unfinished requests.
     TooManyRequests,
-    /// etcd requires authentication, and the request had no token.
+    /// etcd requires authentication, but the request had no token.
     UserEmpty,
 }
 
@@ -66,7 +66,7 @@ const PREFIX: &str = "etcdserver: ";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Status {
     pub(super) code: u32,
-    /// `None` for an error that is not in [`TABLE`].
+    /// `None` if the error is not in [`TABLE`].
     pub(super) error: Option<EtcdError>,
     /// Text of the error for the user, without etcd's prefix.
     pub(super) message: String,
@@ -80,8 +80,8 @@ impl Status {
     }
 }
 
-/// Parses etcd's reason for cancelling a watch. Returns the error if it is in [`TABLE`]. The reason has the form in
-/// which Go prints a gRPC status: `rpc error: code = NAME desc = TEXT`.
+/// Parses the reason that etcd gives when it cancels a watch, and returns the error if it is in [`TABLE`]. The
+/// reason is formatted like a gRPC status in Go: `rpc error: code = NAME desc = TEXT`.
 pub(super) fn cancel_error(reason: &str) -> Option<EtcdError> {
     let (_, text) = reason.strip_prefix("rpc error: code = ")?.split_once(" desc = ")?;
     find(text.strip_prefix(PREFIX)?, |_| true)

@@ -21,19 +21,20 @@ pub(super) enum CallError {
     Foreign(String),
     /// The answer is larger than [`MAX_ANSWER`]. The field is its length in bytes.
     TooLarge(usize),
-    /// The server has reset the stream of this call.
+    /// The server reset the stream of this call.
     Reset(String),
     /// The connection is broken.
     Broken(String),
 }
 
 impl CallError {
-    /// Returns true if etcd answered with this error.
+    /// Returns true if etcd answered with `error`.
     pub(super) fn is(&self, error: EtcdError) -> bool {
         matches!(self, Self::Status(status) if status.error == Some(error))
     }
 
-    /// Returns true if the member does not have the requested revision, because it was compacted or does not exist yet.
+    /// Returns true if the member does not have the requested revision, because the revision was compacted or does
+    /// not exist yet.
     pub(super) fn is_out_of_history(&self) -> bool {
         self.is(EtcdError::Compacted) || self.is(EtcdError::FutureRevision)
     }
@@ -49,7 +50,7 @@ impl From<h2::Error> for CallError {
     }
 }
 
-/// A handle for making calls on a connection. Cheap to clone.
+/// Handle for making calls on a connection. Cheap to clone.
 #[derive(Debug, Clone)]
 pub(super) struct Channel {
     requests: SendRequest<Bytes>,
@@ -77,12 +78,12 @@ impl Channel {
         body.send_data(framed(question), true)?;
         let mut answers = Answers::new(response);
         let answer = answers.next().await?;
-        // Read the status that follows the answer, because the call may still have failed.
+        // Read the status that follows the answer, because a call can fail even after an answer was sent.
         answers.end().await?;
         answer.ok_or_else(|| CallError::Foreign("a call without an answer".into()))
     }
 
-    /// Opens a stream of messages in both directions.
+    /// Opens a bidirectional stream of messages.
     pub(super) async fn stream<Q: Message, A: Message + Default>(&self, path: &str) -> Result<Duplex<Q, A>, CallError> {
         let (response, body) = self.begin(path).await?;
         Ok(Duplex { body, answers: Answers::new(response), questions: PhantomData })
@@ -95,7 +96,7 @@ impl Channel {
         let headers = request.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
         headers.insert(TE, HeaderValue::from_static("trailers"));
-        // With this header, a member that has no leader returns an error instead of waiting for one.
+        // With this header, a member returns an error if it has no leader, instead of waiting for one.
         headers.insert("hasleader", HeaderValue::from_static("true"));
         if let Some(token) = &self.token {
             headers.insert("token", token.clone());
@@ -104,7 +105,7 @@ impl Channel {
     }
 }
 
-/// A stream of messages in both directions. It ends when either side closes it. Dropping it closes the stream.
+/// A bidirectional stream of messages. Either side can close it, and dropping it closes it.
 #[derive(Debug)]
 pub(super) struct Duplex<Q, A> {
     body: SendStream<Bytes>,
@@ -149,7 +150,7 @@ impl<A: Message + Default> Answers<A> {
         Self { body: Body::Awaited(response), buffer: BytesMut::new(), kind: PhantomData }
     }
 
-    /// Returns the next message. `None` if the server has closed the stream without an error.
+    /// Returns the next message, or `None` if the server has closed the stream without an error.
     async fn next(&mut self) -> Result<Option<A>, CallError> {
         loop {
             if let Some(message) = cut(&mut self.buffer)? {
@@ -161,7 +162,7 @@ impl<A: Message + Default> Answers<A> {
                 Body::Open(stream) => match stream.data().await {
                     Some(bytes) => {
                         let bytes = bytes?;
-                        // These bytes have been moved to the buffer, so allow the server to send that many more.
+                        // The bytes are copied to the buffer, so let the server send that many more.
                         stream.flow_control().release_capacity(bytes.len())?;
                         self.buffer.extend_from_slice(&bytes);
                     }
@@ -180,7 +181,7 @@ impl<A: Message + Default> Answers<A> {
     }
 }
 
-/// Encodes a message for gRPC: a zero byte, which means "not compressed", then the length and the message.
+/// Encodes a message for gRPC: a zero byte ("not compressed"), the length, and the message itself.
 fn framed(message: &impl Message) -> Bytes {
     let length = message.encoded_len();
     let mut bytes = BytesMut::with_capacity(5 + length);
@@ -208,7 +209,7 @@ fn cut(buffer: &mut BytesMut) -> Result<Option<Bytes>, CallError> {
     Ok(Some(buffer.split_to(length).freeze()))
 }
 
-/// Returns the body of an answer, or an error if the answer is not gRPC.
+/// Returns the body of a response. Fails if the response is not gRPC or reports an error in its headers.
 fn checked(response: Response<RecvStream>) -> Result<RecvStream, CallError> {
     let (head, body) = response.into_parts();
     let is_grpc = head.headers.get(CONTENT_TYPE).is_some_and(|value| value.as_bytes().starts_with(b"application/grpc"));

@@ -14,11 +14,11 @@ use crate::session::watched::Watched;
 use crate::types::{Entry, LostKind, Op, OpResult, Txn, WatchFrom};
 use std::time::Duration;
 
-/// A unit of work for the session. It takes one or more calls.
+/// A unit of work for the session. It needs one or more calls to etcd.
 #[derive(Debug, Clone)]
 pub(super) enum Job {
-    /// Checks, on a new connection, that etcd still has the session's marker and has not gone back to an older
-    /// revision, as it does when it is restored from a backup.
+    /// Checks, on a new connection, that the session's marker key still exists. Also checks that etcd has not gone
+    /// back to an older revision, for example because it was restored from a backup.
     Look,
     Txn {
         tag: u64,
@@ -28,7 +28,8 @@ pub(super) enum Job {
         tag: u64,
         watch: WatchFrom,
     },
-    /// Reads the current keys that a watch covers, because etcd has compacted the history that the watch needs.
+    /// Reads the entries that a watch currently covers, because etcd has compacted the history that the watch still
+    /// needs.
     CatchUp {
         number: i64,
         watch: crate::types::Watch,
@@ -44,23 +45,23 @@ pub(super) enum Done {
     CaughtUp { number: i64, revision: i64, there: Vec<Entry> },
 }
 
-/// Data of the connection and the session that a job needs.
+/// Data that a job needs from the session and its connection.
 #[derive(Debug, Clone)]
 pub(super) struct Desk {
     pub(super) channel: Channel,
     pub(super) at: String,
     pub(super) keys: Rc<Keys>,
     pub(super) job_lease: Option<(i64, Duration)>,
-    /// Number of the next transaction that writes, and the current revision of the marker.
+    /// Number of the next write transaction, and the current revision of the session's marker key.
     pub(super) write: Write,
-    /// Highest revision known when the job started. Watches may report a higher revision while the job is running.
+    /// Highest revision that was known when the job started. Watches may report higher revisions while the job runs.
     pub(super) known: u64,
 }
 
 /// Reason why a job failed.
 enum JobError {
     Call(CallError),
-    /// An earlier answer contained newer data than this member has.
+    /// This member does not have all data yet that an earlier answer contained.
     Behind(StoreError),
     Final(StoreError),
 }
@@ -80,7 +81,7 @@ impl From<Unexpected> for JobError {
 const GONE: &str = "the lease of this session is gone: etcd has not heard of it in time, or another client revoked it";
 
 impl Desk {
-    /// Executes a job. If the job put the session's marker, also returns the marker's new revision.
+    /// Executes a job. If the job put the session's marker key, also returns the key's new revision.
     pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Failure> {
         let done = match job {
             Job::Look => self.look().await.map(|()| (Done::Looked, None)),
@@ -96,8 +97,8 @@ impl Desk {
         };
         done.map_err(|stop| match stop {
             JobError::Call(error) => Failure::of(error, &self.at),
-            // Retry on another member. A member that was paused may answer reads from old data until it has caught up
-            // (etcd issue 20418, fixed in the releases of 2026).
+            // Retry on another member. A member that was paused can return stale data until it has caught up (etcd
+            // issue 20418, fixed in the 2026 releases).
             JobError::Behind(error) => Failure::Retryable(error),
             JobError::Final(error) => Failure::Fatal(error),
         })
@@ -148,7 +149,7 @@ impl Desk {
         Ok((Done::Replied { tag, ok, revision, results }, Some(revision)))
     }
 
-    /// Recreates the job's lease if it is missing. Returns true if it was recreated.
+    /// Recreates the job's lease if it no longer exists. Returns true if the lease was recreated.
     async fn renew_job(&self) -> Result<bool, CallError> {
         match self.job_lease {
             Some((id, ttl)) => keep(&self.channel, id, ttl).await,
@@ -191,8 +192,8 @@ impl Desk {
     }
 
     async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, JobError> {
-        // If etcd has compacted this revision, read the newest revision instead. It still has the keys that were
-        // created before `created`, except those that were deleted in the meantime.
+        // If etcd has compacted this revision, read the newest revision instead. It contains the same keys created
+        // before `created`, except those that were deleted in the meantime.
         let (mut youngest, at) = match self.range(&self.keys.predecessor(prefix, created, revision)).await {
             Err(error) if error.is_out_of_history() => {
                 (self.range(&self.keys.predecessor(prefix, created, 0)).await?.1, 0)
@@ -210,15 +211,15 @@ impl Desk {
 
     async fn watch(&self, tag: u64, asked: WatchFrom) -> Result<Done, JobError> {
         let WatchFrom { watch, snapshot, from_revision } = asked;
-        // Also read the entries as of the revision before the first one to report. The watch needs them to report the
-        // deletion of a key later. If etcd compacts the history, the watch also needs them to compute the differences.
+        // Read the entries at the revision before the first one to report, even if the user did not ask for them. The
+        // watch needs them to report deletions, and to compute the differences if etcd compacts the history.
         let revision = from_revision.map_or(0, |from| i64::try_from(from).unwrap_or(i64::MAX) - 1);
         let range = pb::RangeRequest { revision, keys_only: !snapshot, ..self.keys.region(&watch).range() };
         let (newest, kvs) = match self.range(&range).await {
             Err(error) if error.is_out_of_history() => {
                 let (revision, _) = self.newest(&pb::RangeRequest { revision: 0, count_only: true, ..range }).await?;
-                // etcd does not say which revision is the oldest in its history. Return the revision after the newest
-                // one, because a watch can certainly start there.
+                // etcd does not report the oldest revision in its history. Return the revision after the newest one,
+                // because a watch can always start there.
                 let results = vec![OpResult::Count(unsigned(revision) + 1)];
                 return Ok(Done::Replied { tag, ok: false, revision, results });
             }
@@ -233,14 +234,14 @@ impl Desk {
         Ok(Done::Watching { tag, watched, revision: newest, results })
     }
 
-    /// Same as [`Self::range`], but fails if the revision of the answer is lower than the highest known one.
+    /// Same as [`Self::range`], but fails if the answer's revision is lower than the highest known revision.
     async fn newest(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), JobError> {
         let found = self.range(asked).await?;
         not_behind(self.known, found.0).map_err(JobError::Behind)?;
         Ok(found)
     }
 
-    /// Reads a range. Returns the store's revision and the entries.
+    /// Reads a range. Returns the store's revision and the entries in the range.
     async fn range(&self, asked: &pb::RangeRequest) -> Result<(i64, Vec<pb::KeyValue>), CallError> {
         let answer: pb::RangeResponse = self.channel.call(RANGE, asked).await?;
         let header = answer.header.ok_or_else(|| CallError::Foreign("an answer without a revision".into()))?;
@@ -252,8 +253,8 @@ fn revision_of(header: Option<pb::Header>) -> Result<i64, Unexpected> {
     header.map(|header| header.revision).ok_or(Unexpected)
 }
 
-/// Fails if `revision` is lower than `known`. In that case, either etcd has lost data that this session relies on, or
-/// the member has not received that data yet.
+/// Fails if `revision` is lower than `known`. Then either etcd has lost data that this session relies on, or the
+/// member has not received that data yet.
 pub(super) fn not_behind(known: u64, revision: i64) -> Result<(), StoreError> {
     if unsigned(revision) >= known {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Keep-alives of the session's lease and of the job's lease. On each connection, both use the same stream.
+//! Keep-alives for the session's lease and for the job's lease. The two leases share one stream per connection.
 
 use std::time::Duration;
 
@@ -12,18 +12,18 @@ use crate::session::error::StoreError;
 use crate::session::lease::Terms;
 use crate::types::LostKind;
 
-/// Number of keep-alive intervals in the lease's time to live. The client gives up the session one interval before the
-/// lease expires.
+/// Number of keep-alive intervals in a lease's time to live. The client considers the session lost one interval
+/// before the lease expires.
 const BEATS: u32 = 5;
-/// Maximum interval between keep-alives, even for a long lease. It limits the time until the client notices that etcd
+/// Upper bound on the keep-alive interval, even for a long lease. It limits how long it takes to notice that etcd
 /// no longer responds.
 const MAX_INTERVAL: Duration = Duration::from_secs(15);
-/// Maximum time limit for answering a keep-alive.
+/// Upper bound on the time limit for answering a keep-alive.
 const MAX_PATIENCE: Duration = Duration::from_secs(3);
-/// Maximum interval between keep-alives of the job's lease.
+/// Upper bound on the keep-alive interval of the job's lease.
 const MAX_JOB_INTERVAL: Duration = Duration::from_secs(600);
 
-/// Returns the interval at which etcd must receive keep-alives for a lease with this time to live.
+/// Returns the maximum keep-alive interval for a lease with this time to live.
 pub(super) fn interval(ttl: Duration) -> Duration {
     ttl / BEATS
 }
@@ -92,8 +92,8 @@ impl Leases {
             return Err(StoreError::new(LostKind::NotOurs, why));
         }
         if answer.id != self.own && self.unanswered_job > 0 {
-            // Ignore the answer, even if it says that the job's lease has expired. The next write that needs this lease
-            // creates it again.
+            // Ignore the answer for the job's lease, even if it says that the lease has expired. The next write that
+            // needs the lease recreates it.
             self.unanswered_job -= 1;
             return Ok(false);
         }
@@ -102,8 +102,8 @@ impl Leases {
                 "the lease of this session has ended: etcd did not hear of it in time, or another client revoked it";
             return Err(StoreError::new(LostKind::Silent, why));
         }
-        // Answers for one lease arrive in order, so this answer is for the oldest unanswered keep-alive. If there is
-        // none, or if the answer is for an unknown lease, `core.answer` fails.
+        // Answers for one lease arrive in order, so this answer belongs to the oldest unanswered keep-alive. If there
+        // is no such keep-alive, or if the lease is unknown, `core.answer` fails.
         let sent = core.lease.oldest().filter(|_| answer.id == self.own).unwrap_or_default();
         core.answer(sent, terms(Duration::from_secs(unsigned(answer.ttl))), None)?;
         Ok(true)

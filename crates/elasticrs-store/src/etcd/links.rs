@@ -47,12 +47,12 @@ use crate::session::network::resolve;
 
 /// Time limit for a connection attempt, and for the first message on a new connection.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Shortest and longest pause between two attempts to connect to a session. The shortest pause is also the first one
-/// before a request to etcd is retried.
+/// Shortest and longest pause between attempts to connect to a session. The shortest pause is also used before
+/// the first retry of a request to etcd.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(10));
-/// Interval at which a caller checks whether the peer's card still exists.
+/// Interval at which a session checks whether the card of a linked session still exists in etcd.
 const LOOK: Duration = Duration::from_secs(60);
-/// Maximum number of incoming links at the same time. Normally there are at most two.
+/// Maximum number of simultaneous incoming links. Normally there are at most two.
 const CALLERS: usize = 64;
 
 /// All links of one session, incoming and outgoing.
@@ -64,15 +64,16 @@ pub(super) struct Links {
     /// Leases of the sessions that this session connects to.
     called: RefCell<BTreeSet<i64>>,
     guard: Rc<dyn Guard>,
-    /// Secret that the nursery sends on this session's links when the agent has died and its processes are cleaned up.
+    /// Secret that the nursery sends on this session's links once the agent has died and its processes have been
+    /// cleaned up.
     word: LastWord,
     /// True if at least one link of this session was passed to the guard.
     is_guarded: Cell<bool>,
 }
 
 impl Links {
-    /// Starts to listen for links from other sessions. `link` is a connection to etcd, whose local address is published
-    /// in the session's card. `channel` always contains the session's current connection to etcd, or `None`.
+    /// Starts listening for links from other sessions. The session's card contains the local address of `link`, a
+    /// connection to etcd. `channel` holds the session's current connection to etcd, or `None` while there is none.
     pub(super) fn open(
         site: &Site,
         keys: Rc<Keys>,
@@ -107,10 +108,10 @@ impl Links {
                     Ok((stream, _)) if callers.len() < CALLERS => {
                         callers.spawn_local(Rc::clone(&self).answer(stream));
                     }
-                    // Close the link. The caller retries later. Until it succeeds, it notices the end of this session
-                    // only when the session's lease expires (LINK-2).
+                    // Close the link, because there are too many. The caller retries later. Until a retry succeeds, it
+                    // notices the end of this session only when the lease expires (LINK-2).
                     Ok(_) => {}
-                    // Wait before retrying, because an error such as a lack of free file descriptors would otherwise
+                    // Wait before retrying, because an error such as running out of file descriptors would otherwise
                     // cause a busy loop.
                     Err(_) => sleep(LIMIT).await,
                 },
@@ -119,8 +120,8 @@ impl Links {
         }
     }
 
-    /// Publishes this session's card, then stays linked to the session that was opened just before this one. When that
-    /// session is gone, moves on to the next older one.
+    /// Publishes this session's card, then stays linked to the session that was opened just before this one. When
+    /// that session has ended, moves on to the next older one.
     async fn follow(self: Rc<Self>) {
         let _: pb::PutResponse = self.ask("/etcdserverpb.KV/Put", &self.keys.put_card(&self.scope, &self.own)).await;
         let own: pb::RangeResponse = self.ask(RANGE, &self.keys.get_card(&self.scope, self.own.lease)).await;
@@ -144,8 +145,8 @@ impl Links {
         }
     }
 
-    /// Stays connected to the session `peer` until its card is gone from etcd. If the peer's last word arrives, revokes
-    /// the peer's lease.
+    /// Stays connected to the session `peer` until its card is deleted from etcd. If the peer's last word arrives,
+    /// revokes the peer's lease.
     async fn stay_linked(&self, peer: &Card) {
         if !self.called.borrow_mut().insert(peer.lease) {
             return;
@@ -168,7 +169,8 @@ impl Links {
         let mut pause = PAUSES.0;
         loop {
             for address in addresses(peer, met).await {
-                // Ignore a failed connection. The peer may only be unreachable. If it has ended, its lease expires.
+                // Ignore a failed connection, because the peer may only be unreachable. If its session has ended, its
+                // lease expires.
                 let Ok(Ok(mut stream)) = timeout(LIMIT, TcpStream::connect(address)).await else { continue };
                 if self.meet(&mut stream, peer, met.is_some()).await {
                     (met, pause) = (Some(address), PAUSES.0);
@@ -182,8 +184,8 @@ impl Links {
         }
     }
 
-    /// Waits until the card of the session `peer` is gone from etcd. When the peer is unreachable, this is the only
-    /// sign that it has ended.
+    /// Waits until the card of the session `peer` is deleted from etcd. If the peer is unreachable, this is the only
+    /// sign that its session has ended.
     async fn gone(&self, peer: &Card) {
         loop {
             sleep(LOOK).await;
@@ -193,9 +195,9 @@ impl Links {
         }
     }
 
-    /// Exchanges greetings on a new link. Returns true if the peer answered with the nonce from its card. If the peer
-    /// has answered before (`is_known`), waits for the answer without a time limit: if its agent has died, the port
-    /// accepts connections until the nursery exits, but no process answers.
+    /// Exchanges greetings on a new link. Returns true if the peer answers with the nonce from its card. Waits
+    /// without a time limit if the peer has answered before (`is_known`). If its agent has died since, the port stays
+    /// open until the nursery exits, but no process answers.
     async fn meet(&self, stream: &mut TcpStream, peer: &Card, is_known: bool) -> bool {
         let hello = Hello { lease: self.own.lease, nonce: self.own.nonce };
         let mut nonce = Nonce::default();
@@ -212,8 +214,8 @@ impl Links {
         self.keys.card_of(&self.scope, &answer)
     }
 
-    /// Sends a request to etcd and returns the answer. Retries after a temporary error, for example a missing leader or
-    /// a broken connection. If etcd refuses the request, returns the default value of the answer's type.
+    /// Sends a request to etcd and returns the answer. Retries after temporary errors, such as a missing leader or a
+    /// broken connection. If etcd rejects the request, returns the default value of the answer's type.
     async fn ask<A: Message + Default>(&self, path: &str, question: &impl Message) -> A {
         let mut channel = self.channel.clone();
         let mut pause = PAUSES.0;
@@ -226,16 +228,17 @@ impl Links {
                     Err(Failure::Fatal(_)) => return A::default(),
                 }
             }
-            // Retry on the session's next connection. If there is no new connection within `pause`, retry on the
-            // current one. The first pauses are short, because other sessions wait until the lease of a killed agent is
-            // revoked, and etcd usually elects a new leader soon after the old one has exited.
+            // Retry on the session's next connection, or on the current one if no new connection is opened within
+            // `pause`. The first pauses are short, because other sessions wait until a killed agent's lease is revoked,
+            // and because etcd usually elects a new leader quickly.
             let _ = timeout(pause, channel.changed()).await;
             pause = (pause * 2).min(LIMIT);
         }
     }
 }
 
-/// Returns the address at which the peer has answered before, or all addresses of its machine if it never has.
+/// Returns the address at which the peer answered before. If it has never answered, returns all addresses of its
+/// machine.
 async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
     if let Some(met) = met {
         return vec![met];
@@ -249,7 +252,8 @@ async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
     found
 }
 
-/// Reads from a link until the peer's [`LastWord`] arrives or the link closes. Returns true if the last word arrived.
+/// Reads from a link until the peer's [`LastWord`] arrives or the link closes. Returns true if the peer's word
+/// arrived.
 async fn says_last_word(stream: &mut TcpStream, peer: &Card) -> bool {
     let mut word = LastWord::default();
     let came = stream.read_exact(&mut word).await.is_ok();
@@ -302,7 +306,7 @@ mod tests {
 
     #[test]
     fn a_request_is_retried_on_the_same_connection_soon_after_an_election() {
-        // The clock of this runtime advances only while all tasks are waiting, so `elapsed` contains only waiting time.
+        // The clock of this runtime advances only while all tasks are waiting, so `elapsed` measures only waiting time.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let (own, other) = tokio::io::duplex(1 << 16);
@@ -327,7 +331,7 @@ mod tests {
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
-            // There is no connection to etcd, so the caller's card cannot be read and every caller has to wait.
+            // Without a connection to etcd, the callers' cards cannot be read, so every caller waits for its answer.
             let (_connections, channel) = watch::channel(None);
             let answering = tokio::task::spawn_local(links(channel).run(listener));
             let calls = tokio::task::spawn_blocking(move || {

@@ -23,8 +23,8 @@ use super::messages as pb;
 use super::messages::{CompareResult, CompareTarget, Operand, Request, RequestOp, Response, ResponseOp};
 use crate::types::{Compare, Entry, Op, OpResult, Txn, Watch};
 
-/// Prefix of the keys for session markers, below the store's prefix. It sorts after all keys of users, so that one
-/// range can contain all keys of users without the markers.
+/// Prefix of the keys for session markers, relative to the store's prefix. It sorts after all keys of users, so
+/// that a single range can contain all of their keys but no markers.
 const SESSIONS: &str = "~sessions/";
 
 /// Error for an answer that does not match its request.
@@ -51,11 +51,11 @@ impl Region {
     }
 }
 
-/// Identifies one write among all writes of its session.
+/// Identifies a write within its session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Write {
     pub(super) number: u64,
-    /// Revision at which the session's marker was last put.
+    /// Revision at which the session's marker key was last put.
     pub(super) marker: i64,
 }
 
@@ -64,13 +64,14 @@ pub(super) struct Write {
 pub(super) enum Written {
     /// etcd executed this copy of the transaction.
     Now { ok: bool, revision: i64, responses: Vec<ResponseOp> },
-    /// etcd had already executed an earlier copy of the transaction, at this revision.
+    /// etcd had already executed an earlier copy of the transaction, at `revision`.
     Before { ok: bool, revision: i64 },
-    /// etcd has executed no copy of the transaction, because the marker is missing or has an unexpected value.
+    /// etcd did not execute any copy of the transaction, because the session's marker key is missing or has an
+    /// unexpected value.
     Never,
 }
 
-/// Prefix of a session's keys, and the leases to which the keys are attached.
+/// Prefix of a session's keys, and the leases that the keys are attached to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Keys {
     /// Prefix that is prepended to each key.
@@ -86,7 +87,8 @@ impl Keys {
         [self.prefix.as_bytes(), key.as_bytes()].concat()
     }
 
-    /// Removes the store's prefix from a key. `None` if the key is outside this store or is not a key of a user.
+    /// Removes the store's prefix from a key. Returns `None` if the key does not belong to this store or is not a key
+    /// of a user.
     fn strip(&self, key: &[u8]) -> Option<Arc<str>> {
         let key = str::from_utf8(key.strip_prefix(self.prefix.as_bytes())?).ok()?;
         (key < SESSIONS).then(|| key.into())
@@ -115,7 +117,8 @@ impl Keys {
         Region { key, end }
     }
 
-    /// Converts a key and its value to an entry. `None` if the key is outside this store or is not a key of a user.
+    /// Converts a key-value pair from etcd to an entry. Returns `None` if the key does not belong to this store or is
+    /// not a key of a user.
     pub(super) fn entry(&self, kv: pb::KeyValue) -> Option<Entry> {
         Some(Entry {
             key: self.strip(&kv.key)?,
@@ -133,7 +136,7 @@ impl Keys {
         self.full(&format!("{SESSIONS}{:016x}", self.lease))
     }
 
-    /// Returns the request that reads the marker.
+    /// Returns the request that reads the session's marker key.
     pub(super) fn find_marker(&self) -> pb::RangeRequest {
         Region::key(self.marker()).range()
     }
@@ -144,8 +147,8 @@ impl Keys {
         Request::Put(put).into()
     }
 
-    /// Returns the request that puts the marker for the first time. The revision in the answer is the marker's
-    /// revision.
+    /// Returns the request that puts the session's marker key for the first time. The answer contains the revision of
+    /// the marker.
     pub(super) fn begin(&self) -> pb::TxnRequest {
         pb::TxnRequest { success: vec![self.put_marker(0, true)], ..pb::TxnRequest::default() }
     }
@@ -238,8 +241,8 @@ impl Keys {
         if leased {
             return Request::Put(pb::PutRequest { lease: self.lease, ..put }).into();
         }
-        // If a put without a lease overwrites a leased key, keep the lease, so that the key does not outlive its
-        // session. This takes a nested transaction, because etcd refuses `ignore_lease` for a missing key.
+        // If a put without a lease overwrites a leased key, keep the lease. Otherwise the key would outlive its
+        // session. This needs a nested transaction, because etcd rejects `ignore_lease` if the key does not exist.
         let kept = pb::PutRequest { ignore_lease: true, ..put.clone() };
         let made = pb::PutRequest { lease: self.job_lease, ..put };
         let nested = pb::TxnRequest {
@@ -250,8 +253,8 @@ impl Keys {
         Request::Txn(nested).into()
     }
 
-    /// Returns the results of the ops. The result for [`Op::Predecessor`] is the entry of `key` itself. The caller then
-    /// uses [`Self::predecessor`] to find the predecessor.
+    /// Returns the results of the ops. The result for [`Op::Predecessor`] is the entry of `key` itself. The caller
+    /// passes the create revision of this entry to [`Self::predecessor`] to find the predecessor.
     pub(super) fn results(&self, ops: &[Op], responses: Vec<ResponseOp>) -> Result<Vec<OpResult>, Unexpected> {
         if ops.len() != responses.len() {
             return Err(Unexpected);
@@ -273,9 +276,9 @@ impl Keys {
         }
     }
 
-    /// Returns the request for the two newest keys with this prefix that were created before `created`. Two keys are
-    /// needed to detect keys that were created at the same revision. The request reads the state at `revision`, or the
-    /// newest state if `revision` is 0.
+    /// Returns the request that reads the two newest keys with this prefix that were created before revision
+    /// `created`. Two keys are needed to detect that several were created at the same revision. The request reads the
+    /// state at `revision`, or the newest state if `revision` is 0.
     pub(super) fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 2,
@@ -287,8 +290,8 @@ impl Keys {
         }
     }
 
-    /// Returns a request for the key with this prefix that was created at revision `created`. If there are several such
-    /// keys, the request returns the last one by name.
+    /// Returns the request that reads the key with this prefix that was created at revision `created`. If there are
+    /// several such keys, it reads the last one by name.
     pub(super) fn last_made(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,
@@ -299,8 +302,8 @@ impl Keys {
         }
     }
 
-    /// Returns the requests for the entries that [`Self::recovered`] needs to reconstruct the result of an op.
-    /// `revision` is the one at which the op's transaction was executed.
+    /// Returns the requests whose answers [`Self::recovered`] needs to reconstruct the result of an op. The op's
+    /// transaction was executed at `revision`.
     pub(super) fn recover(&self, op: &Op, revision: i64) -> Vec<pb::RangeRequest> {
         let at = |revision| pb::RangeRequest { revision, ..self.region_of(op).range() };
         match op {
@@ -310,8 +313,9 @@ impl Keys {
         }
     }
 
-    /// Reconstructs the result of an op from the entries before and after its transaction. `before` contains the
-    /// preceding ops of the transaction. A transaction cannot write a key more than once, except with deletions.
+    /// Reconstructs the result of an op from the entries before and after its transaction. `before` contains the ops
+    /// that precede it in the transaction. This works because etcd does not accept a transaction that writes a key
+    /// twice, except by deleting it.
     pub(super) fn recovered(&self, before: &[Op], op: &Op, mut there: Vec<Vec<pb::KeyValue>>) -> OpResult {
         let is_touched = |entry: &Entry| before.iter().any(|op| writes(op) && covers(op, &entry.key));
         let mut after = self.entries(there.pop().unwrap_or_default());
@@ -362,12 +366,12 @@ fn marker_of(value: &[u8]) -> Option<(u64, bool)> {
     Some((number.parse().ok()?, ok.parse().ok()?))
 }
 
-/// Converts a revision or a count from etcd. They are never negative.
+/// Converts a revision or a count from etcd, which is never negative.
 pub(super) fn unsigned(number: i64) -> u64 {
     u64::try_from(number).unwrap_or(0)
 }
 
-/// Converts a revision to etcd's type. A revision that is too large becomes the maximum, which etcd never reaches.
+/// Converts a revision to etcd's type. Values that are too large become the maximum, which etcd never reaches.
 pub(super) fn signed(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }

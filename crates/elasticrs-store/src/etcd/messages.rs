@@ -205,7 +205,7 @@ pub(super) struct LeaseGrantRequest {
     /// Time to live in seconds.
     #[prost(int64, tag = "1")]
     pub(super) ttl: i64,
-    /// ID of the lease. 0 to let the server choose.
+    /// ID of the lease. 0 lets the server choose one.
     #[prost(int64, tag = "2")]
     pub(super) id: i64,
 }
@@ -292,7 +292,8 @@ pub(super) struct WatchResponse {
     pub(super) watch_id: i64,
     #[prost(bool, tag = "4")]
     pub(super) canceled: bool,
-    /// Oldest available revision. etcd sets it together with `canceled` if the watch asked for older revisions.
+    /// Oldest revision that is still available. etcd sets it together with `canceled` if the watch needs older
+    /// revisions.
     #[prost(int64, tag = "5")]
     pub(super) compact_revision: i64,
     #[prost(string, tag = "6")]

@@ -1,4 +1,4 @@
-//! Opens a session: connects to one of the endpoints, requests a lease, and puts the session's marker.
+//! Opens a session: connects to one of the endpoints, requests a lease, and puts the session's marker key.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -33,12 +33,12 @@ pub(super) struct Opened {
     pub(super) marker: i64,
 }
 
-/// The connection and the lease's ID, once etcd has granted the lease. They are needed to revoke the lease if opening
-/// the session is cancelled.
+/// Connection and lease ID, set once etcd has granted the lease. They are needed to revoke the lease if the user
+/// cancels the opening of the session.
 pub(super) type Granted = RefCell<Option<(Channel, i64)>>;
 
-/// Kinds of failures, with those that the user has to fix first. If every endpoint failed, the failure whose kind comes
-/// first in this list is reported.
+/// Kinds of failures, starting with those that the user has to fix. If every endpoint fails, the reported error
+/// has the first kind in this list that occurred.
 const PREFERENCE: [LostKind; 9] = [
     LostKind::Denied,
     LostKind::Tls,
@@ -51,8 +51,8 @@ const PREFERENCE: [LostKind; 9] = [
     LostKind::Unreachable,
 ];
 
-/// Opens a session with the first endpoint that accepts it. Starts with a random endpoint, so that the agents are
-/// spread over the endpoints.
+/// Opens a session with the first endpoint that accepts it. Starts with a random endpoint to spread the agents
+/// over all endpoints.
 pub(super) async fn open(
     options: &Options,
     credentials: &Credentials,
@@ -69,7 +69,7 @@ pub(super) async fn open(
     let count = options.endpoints.len();
     let share = options.connect_timeout / u32::try_from(count).unwrap_or(u32::MAX).max(1);
     let mut errors = Vec::new();
-    // If no random bytes are available, all agents start with the same endpoint, which does no harm.
+    // If no random bytes are available, all agents start with the same endpoint. That is acceptable.
     let first = getrandom::u32().map_or(0, |random| random as usize) % count.max(1);
     for member in (first..count).chain(0..first) {
         match attempt(options, credentials, granted, member, share).await {
@@ -140,8 +140,8 @@ async fn begin(options: &Options, channel: &Channel, known: &Granted) -> Result<
             marker,
         }),
         Err(error) => {
-            // The session could not be opened, so revoke its lease. Ignore an error, because the lease expires by
-            // itself.
+            // Revoke the lease, because the session could not be opened. Ignore an error, because the lease expires
+            // anyway.
             let _ = revoke(channel, granted.id).await;
             Err(error)
         }
@@ -173,7 +173,7 @@ pub(super) async fn revoke(channel: &Channel, id: i64) -> Result<(), CallError> 
     channel.call::<pb::LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", &asked).await.map(drop)
 }
 
-/// Opens a new connection for a session, to the endpoint with the index `member`.
+/// Opens a new connection for an existing session, to the endpoint with the index `member`.
 pub(super) async fn again(
     options: &Options,
     credentials: &Credentials,
@@ -189,7 +189,7 @@ pub(super) async fn again(
     }
 }
 
-/// Checks that every other endpoint that answers belongs to the same cluster.
+/// Checks that all other endpoints that respond belong to the same cluster.
 pub(super) async fn compare(
     options: Rc<Options>,
     credentials: Rc<Credentials>,

@@ -19,22 +19,23 @@ pub struct Options {
     pub ttl: Duration,
     /// ID and time to live of the lease for keys that outlive the session. `None` to put these keys without a lease.
     pub job_lease: Option<(i64, Duration)>,
-    /// Time limit for opening the session, including name lookups, for all endpoints together.
+    /// Time limit for opening the session. It includes name lookups, and covers all endpoints together.
     pub connect_timeout: Duration,
     /// Time limit for a request, including all its retries.
     pub read_timeout: Duration,
     /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
     pub stall_timeout: Option<Duration>,
-    /// Settings of the links to other sessions. `None` for no links. Only used if the guard sends last words.
+    /// Settings for links, which detect dead sessions before their leases expire. `None` for no links. Ignored if the
+    /// guard does not send last words.
     pub links: Option<Site>,
 }
 
 /// Settings for the links of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Site {
-    /// Name of a group of sessions. Only sessions of the same group are linked.
+    /// Name of a group of sessions. Links exist only between sessions of the same group.
     pub scope: String,
-    /// Host name or address at which other sessions can reach this machine. `None` if none is configured. The local
-    /// address of the connection to etcd is published in any case.
+    /// Host name or address at which other sessions can reach this machine, or `None`. It is published in addition to
+    /// the local address of the connection to etcd.
     pub host: Option<String>,
 }

@@ -1,4 +1,4 @@
-//! Identifies the program on a port that has closed a connection without an answer.
+//! Identifies the program that listens on a port, after that program has closed a connection without an answer.
 
 use std::io;
 use std::net::SocketAddr;
@@ -24,8 +24,8 @@ pub(super) async fn speaks_plainly(peer: SocketAddr) -> bool {
     matches!(answer(peer, &greeting).await, Some([_, _, _, 4, ..]))
 }
 
-/// Returns true if the peer is a coordination store of this project. Sends a frame of length zero, which such a store
-/// answers with its magic bytes.
+/// Returns true if the peer is a coordination store of this project. Sends a frame of length zero, which makes
+/// such a store answer with its magic bytes.
 pub(super) async fn is_own_store(peer: SocketAddr) -> bool {
     answer(peer, &[&MAGIC[..], &[0; 4]].concat()).await == Some(MAGIC)
 }
@@ -40,7 +40,7 @@ async fn ask(peer: SocketAddr, question: &[u8]) -> io::Result<[u8; 8]> {
     stream::write_all(&stream, question).await?;
     let mut answer = [0; 8];
     let mut length = 0;
-    // Stop after seven bytes, because a TLS alert has seven bytes and the server then closes the connection.
+    // Stop after seven bytes, because a TLS alert is seven bytes long and the server then closes the connection.
     while length < answer.len() - 1 {
         match stream::read(&stream, &mut answer[length..]).await? {
             0 => return Err(io::ErrorKind::UnexpectedEof.into()),

@@ -12,17 +12,17 @@ use elasticrs_sys::clock::nanoseconds;
 
 use crate::session::core::PastOutage;
 
-/// How long a request may fail before the user is notified, in nanoseconds.
+/// Minimum time between the first attempt of a request and a notice to the user, in nanoseconds.
 const UNNOTICED: u64 = 1_000_000_000;
-/// Nanoseconds without a failure after which a watch counts as working again.
+/// Time without a failure after which a watch is considered to be working again, in nanoseconds.
 const CALM: u64 = 30_000_000_000;
 
 /// Retry state of one request: its deadline, and its last failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Retries {
     limit: Duration,
-    /// Time of the first attempt, in nanoseconds of the boot clock. Moved forward by the duration of each excluded
-    /// outage.
+    /// Start of the time limit, in nanoseconds of the boot clock. It is the time of the first attempt, moved forward
+    /// by the duration of each excluded outage.
     since: u64,
     /// Time and reason of the last failure. `None` if there was none.
     failed: Option<(u64, String)>,
@@ -49,8 +49,8 @@ impl Retries {
         Some(format!("a request to etcd keeps failing and is retried for up to {} s: {why}", self.limit.as_secs_f64()))
     }
 
-    /// Excludes an outage from the request's time limit. The pause before the first reconnect still counts, because a
-    /// request that breaks its connection causes an outage with every attempt and would otherwise be retried forever.
+    /// Excludes an outage from the request's time limit, except for the pause before the first reconnect. Without
+    /// this exception, a request that breaks its connection on every attempt would be retried forever.
     pub(super) fn skip(&mut self, outage: PastOutage) {
         let begun = outage.begun.max(self.since).saturating_add(outage.pause);
         let skipped = outage.ended.saturating_sub(begun);
@@ -60,7 +60,7 @@ impl Retries {
         }
     }
 
-    /// True if the last failure was so long ago that a new failure is unrelated to it.
+    /// Returns true if the last failure is so old that a new failure would be unrelated to it.
     pub(super) fn is_over(&self, now: u64) -> bool {
         self.failed.as_ref().is_some_and(|(failed, _)| now.saturating_sub(*failed) > CALM)
     }
@@ -85,7 +85,7 @@ mod tests {
     const LIMIT: u64 = 60_000;
     const MS: u64 = 1_000_000;
 
-    /// Generates a failing attempt as three durations in milliseconds: the time until the failure, the length of the
+    /// Generates the timing of a failing attempt, in milliseconds: the time until the failure, the length of the
     /// outage that follows, and the pause before the first reconnect.
     fn an_attempt() -> impl Strategy<Value = (u64, u64, u64)> {
         let pause = 5..1000_u64;

@@ -1,4 +1,4 @@
-//! The protocol of etcd, for use by a session: executes requests in order, and resumes watches after a reconnect.
+//! The etcd backend of a session: executes requests in order, and resumes watches after a reconnect.
 
 use std::pin::Pin;
 use std::rc::Rc;
@@ -32,16 +32,16 @@ use crate::session::{Backend, Dialing, Session};
 use crate::types::LostKind;
 
 type Boxed<T> = Pin<Box<dyn Future<Output = T>>>;
-/// Result of a job, and the marker's new revision if the job put the marker.
+/// Result of a job, and the new revision of the session's marker key if the job put it.
 type JobResult = Result<(Done, Option<i64>), Failure>;
 
-/// A connection of the session, and the calls that run on it.
+/// A connection of the session, and the calls in progress on it.
 pub(super) struct Connection {
     link: Link,
     beats: Beats,
     watching: Option<Duplex<pb::WatchRequest, pb::WatchResponse>>,
     running: Option<Boxed<JobResult>>,
-    /// Check that the other endpoints belong to the same cluster. `None` once it has finished.
+    /// Running check that the other endpoints belong to the same cluster. `None` once it has finished.
     comparing: Option<Boxed<Result<(), StoreError>>>,
 }
 
@@ -57,7 +57,7 @@ pub(super) enum CallEvent {
 /// Time limit for executing the pending requests and revoking the lease after `close` was called.
 const CLOSE_LIMIT: Duration = Duration::from_secs(2);
 
-/// Pauses between the attempts to reconnect.
+/// Delays between reconnection attempts.
 const PAUSES: Pauses =
     Pauses { first: Duration::from_millis(10), second: Duration::from_millis(100), last: Duration::from_secs(1) };
 
@@ -70,20 +70,20 @@ pub(super) struct Etcd<'a> {
     keys: Rc<Keys>,
     leases: Leases,
     tasks: Tasks,
-    /// Recent failures of watches. `None` if there were none.
+    /// State for retrying watches that failed recently. `None` if none failed.
     watch_retries: Option<Retries>,
     write: Write,
     watches: Watches,
     member: usize,
     /// Highest revision in an answer so far.
     seen: i64,
-    /// Highest revision that a watch has reported. It may be higher than `seen`, because `seen` does not cover watches.
+    /// Highest revision that a watch has reported. It can be higher than `seen`, which ignores watches.
     reported: u64,
-    /// Publishes the current connection to the links. `None` while there is no connection.
+    /// Passes the current connection to the links. `None` while there is no connection.
     channels: watch::Sender<Option<Channel>>,
 }
 
-/// Creates the session of an open connection.
+/// Creates a session on a connection that is already open.
 pub(super) fn session<'a>(
     options: &'a Rc<Options>,
     credentials: &'a Rc<Credentials>,
@@ -194,8 +194,7 @@ impl<'a> Backend<'a> for Etcd<'a> {
                 Ok(())
             }
             CallEvent::Watch(message) => {
-                // A broken connection does not count as a failure of the watch, because the watch did not cause it.
-                // Count only errors that etcd itself sent.
+                // Count only errors that etcd itself sent. The watch is not responsible for a broken connection.
                 let is_answer = !matches!(message, Err(CallError::Broken(_)));
                 match message.map_err(|error| Failure::of(error, at)) {
                     Ok(message) => self.update(core, message),
@@ -248,7 +247,7 @@ impl<'a> Backend<'a> for Etcd<'a> {
         Ok(connection)
     }
 
-    /// Closes a connection. If the user closed the session, first revokes its lease.
+    /// Closes a connection. If the user closed the session, revokes its lease first.
     async fn leave(&mut self, core: &mut Core<'a>, connection: &mut Connection, end: ConnectionEnd) -> ConnectionEnd {
         self.channels.send_replace(None);
         let Connection { link, watching, running, comparing, .. } = connection;
@@ -304,8 +303,8 @@ impl Etcd<'_> {
 
     async fn done(&mut self, connection: &mut Connection, done: Done) -> Step {
         match done {
-            // Do not record the revision of the check. The next answer may be for a write that was executed before the
-            // connection broke, so it may have an older revision.
+            // Do not record the revision of the check, because the next answer may have an older one. That happens if a
+            // write was executed before the connection broke, and its answer is only read now.
             Done::Looked => Ok(()),
             Done::Replied { tag, ok, revision, results } => {
                 self.advance(revision)?;
@@ -348,8 +347,8 @@ impl Etcd<'_> {
                     self.tasks.insert_behind_attempted(Job::CatchUp { number, watch });
                 }
             }
-            // After the first denial, reconnect, because the connection's token may have expired. If a new connection
-            // is denied as well, the denial is final.
+            // After the first denial, reconnect, because the connection's token may have expired. A denial on the new
+            // connection is final.
             WatchUpdate::Canceled(why) => {
                 let is_denied = cancel_error(&why) == Some(EtcdError::PermissionDenied);
                 let kind = if is_denied { LostKind::Denied } else { LostKind::Closed };
@@ -383,7 +382,7 @@ impl Etcd<'_> {
         Ok(())
     }
 
-    /// Excludes an outage from the time limits of the watches and of the tasks that have been attempted.
+    /// Excludes an outage from the time limits of the watches and of the attempted tasks.
     fn skip(&mut self, outage: PastOutage) {
         self.tasks.attempted_mut().chain(&mut self.watch_retries).for_each(|retries| retries.skip(outage));
     }
@@ -427,7 +426,7 @@ async fn explained(link: &mut Link, end: ConnectionEnd) -> ConnectionEnd {
     }
 }
 
-/// Waits for the future's result. Waits forever if there is no future.
+/// Waits for the future's result, or forever if there is no future.
 async fn until<T>(future: &mut Option<Boxed<T>>) -> T {
     match future {
         Some(future) => future.await,

@@ -1,6 +1,6 @@
 //! The queue of pending requests of a session. Pure functions.
 //!
-//! - **TASK-1** [`Tasks::attempted`] returns every task that has been attempted and is unfinished.
+//! - **TASK-1** [`Tasks::attempted`] covers all unfinished tasks that have been attempted.
 
 use std::collections::VecDeque;
 
@@ -8,8 +8,8 @@ use super::jobs::Job;
 use super::retries::Retries;
 use crate::types::Watch;
 
-/// Maximum number of attempted but unfinished tasks: the interrupted task, and the check of a new connection, which
-/// runs before that task is repeated.
+/// Maximum number of unfinished tasks that have been attempted: the interrupted task, and the connection check
+/// that runs before the interrupted task is repeated.
 const MOST_ATTEMPTED: usize = 2;
 
 /// A pending request from the user, or an internal job of the session.
@@ -53,15 +53,15 @@ impl Tasks {
         self.queue.push_back(what.into());
     }
 
-    /// Adds a check of the new connection in front of all other tasks. Does nothing if such a check is already there.
+    /// Adds a check of the new connection in front of all other tasks. Does nothing if the first task is already such
+    /// a check.
     pub(super) fn check_connection(&mut self) {
         if !matches!(self.queue.front(), Some(Task { what: What::Job(Job::Look), .. })) {
             self.queue.push_front(What::Job(Job::Look).into());
         }
     }
 
-    /// Adds an internal job, to run as early as possible. It is inserted behind the attempted tasks, because they must
-    /// be repeated first.
+    /// Adds an internal job, to run as soon as the attempted tasks have been repeated.
     pub(super) fn insert_behind_attempted(&mut self, job: Job) {
         let last = self.queue.iter().take(MOST_ATTEMPTED).rposition(|task| task.retries.is_some());
         self.queue.insert(last.map_or(0, |last| last + 1), What::Job(job).into());

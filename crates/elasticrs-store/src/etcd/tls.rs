@@ -1,4 +1,4 @@
-//! TLS for etcd, with a private certificate authority and client certificates.
+//! TLS for etcd. Supports a private certificate authority and client certificates.
 
 use std::fmt;
 use std::fs;
@@ -42,8 +42,8 @@ const SYSTEM: [&str; 4] = [
     "/etc/ssl/cert.pem",
 ];
 
-/// Contents of [`Files`]: the configuration for connections, and the certificates, which are examined if a server
-/// refuses the connection.
+/// Contents of [`Files`]: the configuration for connections, and the certificates. They are kept to find out why
+/// a server rejected the connection.
 #[derive(Debug)]
 pub(super) struct Identity {
     pub(super) config: Arc<ClientConfig>,
@@ -53,7 +53,7 @@ pub(super) struct Identity {
 }
 
 thread_local! {
-    /// Reads of certificate files that are in progress, keyed by the paths of the files.
+    /// Reads of certificate files in progress, keyed by the paths of the files.
     static READS: Rc<BlockingCalls<Files, Result<Arc<Identity>, String>>> = Rc::default();
 }
 

@@ -1,7 +1,7 @@
-//! State of a session's watches. A watch survives a reconnect and a compaction of etcd's history. Pure.
+//! State of a session's watches. A watch survives reconnects and compactions of etcd's history. Pure.
 //!
 //! - **RESUME-1** a watch reports each revision once and in order, with all changes to the watched keys. After a
-//!   compaction, it reports the differences from its last report instead, see [`crate::session::watched`].
+//!   compaction, it instead reports the differences from its last report (see [`crate::session::watched`]).
 
 use std::collections::BTreeMap;
 
@@ -36,14 +36,14 @@ fn change_sets(watched: &mut Watched, keys: &Keys, events: Vec<pb::WatchEvent>) 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum WatchUpdate {
     Changes(Vec<ChangeSet>),
-    /// etcd no longer has the history that the watch with this ID needs. Call [`Watches::catch_up`] with the current
-    /// entries.
+    /// etcd no longer has the history that the watch with this ID needs. The caller must pass the current entries to
+    /// [`Watches::catch_up`].
     Compacted(i64),
-    /// etcd cancelled the watch for this reason.
+    /// etcd cancelled the watch. The field is the reason.
     Canceled(String),
 }
 
-/// All watches of a session, keyed by their IDs on the current connection.
+/// All watches of a session, keyed by watch ID.
 #[derive(Debug, Default)]
 pub(super) struct Watches {
     watches: BTreeMap<i64, Watched>,
@@ -58,7 +58,7 @@ impl Watches {
         self.last
     }
 
-    /// Removes all watches of these keys and returns their IDs.
+    /// Removes all watches that equal `watch` and returns their IDs.
     pub(super) fn remove(&mut self, watch: &Watch) -> Vec<i64> {
         let same = self.watches.iter().filter(|(_, watched)| watched.watch == *watch);
         let numbers: Vec<_> = same.map(|(number, _)| *number).collect();
@@ -77,7 +77,8 @@ impl Watches {
         self.watches.keys().copied().collect()
     }
 
-    /// Returns the request that creates a watch, starting with the first event that the watch has not reported yet.
+    /// Returns the request that creates a watch in etcd, starting with the first revision that the watch has not
+    /// reported yet.
     pub(super) fn create(&self, number: i64, keys: &Keys) -> Option<pb::WatchRequest> {
         let watched = self.watches.get(&number)?;
         let region = keys.region(&watched.watch);
@@ -102,8 +103,8 @@ impl Watches {
         WatchUpdate::Changes(change_sets(watched, keys, message.events))
     }
 
-    /// Updates a watch to the current entries, which were read at `revision`. Used when the history is not available.
-    /// Returns the watch's new ID and the differences to report.
+    /// Updates a watch to the current entries, which were read at `revision`. This replaces events that are no longer
+    /// in the history. Returns the watch's new ID and the differences to report.
     pub(super) fn catch_up(
         &mut self,
         number: i64,

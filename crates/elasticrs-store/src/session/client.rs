@@ -16,8 +16,8 @@ use super::guard::Guard;
 use crate::coordination::wire::MAX_REQUEST;
 use crate::types::{LostKind, Txn, Watch, WatchFrom};
 
-/// Time limit for [`Client::close`]. Closing a session takes at most 2 s. The rest is a reserve in case the runtime
-/// thread is late.
+/// Time limit for [`Client::close`]. Closing a session takes at most 2 s. The rest is a margin in case the
+/// runtime thread is delayed.
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Error for a request that cannot be sent.
@@ -46,8 +46,8 @@ pub(crate) enum Command<R> {
 
 pub(crate) type Inbox<R> = UnboundedReceiver<Command<R>>;
 
-/// Sends commands to the task of a session. Commands after the end of the session are ignored, because the user learns
-/// of the end from an event.
+/// Sends commands to the task of a session. Commands after the end of the session are ignored, because the user
+/// is notified of the end by an event.
 trait Commands: Send + Sync {
     fn request(&self, request: Request) -> Result<(), Unsendable>;
     /// Ends the session. Blocks until it has ended, or until [`CLOSE_LIMIT`] elapses.
@@ -72,7 +72,7 @@ impl<R: Send, E: Fn(Request) -> Result<R, Unsendable> + Send + Sync> Commands fo
 
 impl<R, E> Drop for Sender<R, E> {
     fn drop(&mut self) {
-        // Close the session as `close` does, but do not wait.
+        // Close the session as `close` does, but do not wait for its end.
         let _ = self.0.send(Command::Close(sync_channel(1).0));
     }
 }
@@ -90,8 +90,8 @@ impl fmt::Debug for Client {
 }
 
 impl Client {
-    /// Starts the task of the session. The end of the task is always reported as an event, whatever the cause. `encode`
-    /// encodes a request on the caller's thread.
+    /// Starts the session's task. The end of the session is always reported as an event, whatever the cause. `encode`
+    /// encodes requests, and runs on the thread that makes the request.
     pub(crate) fn start<R, E, S>(runtime: &dyn Spawn, encode: E, session: S) -> std::io::Result<Self>
     where
         R: Send + 'static,
@@ -100,23 +100,23 @@ impl Client {
     {
         let events = Arc::new(Events::new()?);
         let (commands, inbox) = unbounded_channel();
-        // If the runtime has stopped, `spawn` drops this value, and its destructor reports the end.
+        // If the runtime has stopped, `spawn` drops this value. Its destructor then reports the end of the session.
         let reporter = EndReporter(Arc::clone(&events));
         runtime.spawn(Box::new(move || session(reporter, inbox)));
         Ok(Self { commands: Box::new(Sender(commands, encode)), events })
     }
 
-    /// Returns the queue of events from this client.
+    /// Returns the client's event queue.
     pub fn events(&self) -> &Events {
         &self.events
     }
 
-    /// Sends a transaction. The reply has the same tag.
+    /// Sends a transaction. The reply carries the same `tag`.
     pub fn txn(&self, tag: u64, txn: Txn) -> Result<(), Unsendable> {
         self.commands.request(Request::Txn { tag, txn })
     }
 
-    /// Starts a watch. The reply has the same tag.
+    /// Starts a watch. The reply carries the same `tag`.
     pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
         self.commands.request(Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
     }
@@ -126,16 +126,16 @@ impl Client {
         self.commands.request(Request::Unwatch(watch))
     }
 
-    /// Ends the session, even if another process holds a duplicate of its socket. A client of etcd first finishes the
-    /// pending requests. Blocks until the session has ended, or until `CLOSE_LIMIT` elapses. No event is reported
-    /// after that.
+    /// Ends the session, even if another process holds a duplicate of its socket. With etcd, first finishes the
+    /// pending requests. Blocks until the session has ended, or until `CLOSE_LIMIT` elapses. Reports no events
+    /// afterwards.
     pub fn close(&self) {
         self.commands.close();
         self.events.finish();
     }
 }
 
-/// Reports the end of the session when it is dropped. This also happens if the runtime has stopped or the task has
+/// Reports the end of the session when it is dropped. This works even if the runtime has stopped or the task has
 /// panicked.
 pub(crate) struct EndReporter(pub(crate) Arc<Events>);
 
@@ -161,11 +161,11 @@ impl SessionEnd {
 /// Finishes the event queue of a session that the user closed, and notifies the caller of `close` if it is waiting.
 pub(crate) fn finish(events: &Events, reply: Option<SyncSender<()>>) {
     events.finish();
-    // Ignore the error. It means that no caller is waiting, because the client was dropped.
+    // Ignore the error, which means that no caller is waiting because the client was dropped.
     let _ = reply.map(|reply| reply.send(()));
 }
 
-/// Waits until the user closes the client. Meanwhile, collects the requests in `early`.
+/// Waits until the user closes the client. Adds the requests made in the meantime to `early`.
 pub(crate) async fn until_close<R>(inbox: &mut Inbox<R>, early: &mut Vec<R>) -> Option<SyncSender<()>> {
     loop {
         match inbox.recv().await {

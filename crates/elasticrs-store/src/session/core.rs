@@ -1,5 +1,5 @@
-//! The part of a session's state that is the same for all stores: the lease, the current outage, and the user's request
-//! to close the session.
+//! Session state that is common to all stores: the lease, the current outage, and the user's request to close the
+//! session.
 
 use std::sync::mpsc::SyncSender;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::types::LostKind;
 /// Minimum time limit for opening a new connection, because a handshake takes some time even if the lease is short.
 const MIN_DIAL: Duration = Duration::from_secs(1);
 
-/// Rules that depend on the kind of store, and settings of the user.
+/// Settings of a session. Some depend on the kind of store, others are set by the user.
 #[derive(Debug)]
 pub(crate) struct Policy {
     /// Name of the store in messages, such as "the store at HOST:PORT".
@@ -26,15 +26,16 @@ pub(crate) struct Policy {
     pub(crate) close_limit: Duration,
     /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
     pub(crate) stall_timeout: Option<Duration>,
-    /// True if a new connection renews the lease. Such a session does not reconnect while the user does not fetch
-    /// events.
+    /// True if a new connection renews the lease. Such a session does not reconnect while the user fetches no events,
+    /// because that would keep a stalled session alive.
     pub(crate) renews_by_reconnect: bool,
 }
 
 /// The user's request to close the session.
 struct Closing {
     reply: Option<SyncSender<()>>,
-    /// Time at which the session ends even if requests are unfinished, in nanoseconds of the boot clock.
+    /// Deadline for closing, in nanoseconds of the boot clock. At this time, the session ends even if requests are
+    /// unfinished.
     until: u64,
 }
 
@@ -143,17 +144,19 @@ impl<'a> Core<'a> {
         self.closing.is_some()
     }
 
-    /// Fails if the user has closed the session. Call this when there are no unfinished requests.
+    /// Fails with [`SessionEnd::Closed`] if the user has closed the session. Call this only when there are no
+    /// unfinished requests.
     pub(crate) fn check_closed(&mut self) -> Result<(), SessionEnd> {
         self.closing.as_mut().map_or(Ok(()), |closing| Err(SessionEnd::Closed(closing.reply.take())))
     }
 
-    /// Returns the time of the next keep-alive or deadline.
+    /// Returns the time of the next keep-alive or deadline, whichever is earlier.
     pub(super) fn wake(&self) -> u64 {
         self.until(self.lease.wake())
     }
 
-    /// Returns the time of the next outage notice or deadline, for use while there is no connection.
+    /// Returns the time of the next outage notice or deadline, whichever is earlier. Used while there is no
+    /// connection.
     pub(super) fn wake_in_outage(&self) -> u64 {
         let notice = self.outage.as_ref().map_or(u64::MAX, Outage::next_notice);
         self.until(self.lease.deadline()).min(notice)
@@ -163,8 +166,8 @@ impl<'a> Core<'a> {
         self.closing.as_ref().map_or(time, |closing| closing.until.min(time))
     }
 
-    /// Records that a connection, or an attempt to open one, has failed. Starts an outage if there is none. Returns the
-    /// pause before the next attempt. `reason` returns the error to report if the session is lost during the outage.
+    /// Records that a connection has failed or could not be opened. Starts an outage if there is none. Returns the
+    /// pause before the next attempt. `reason` creates the error to report if the session is lost during the outage.
     pub(super) fn disconnected(&mut self, now: u64, reason: impl FnOnce(&Outage, u64) -> StoreError) -> Duration {
         let pause = self.backoff.pause(now);
         if self.outage.is_none() {
@@ -188,7 +191,7 @@ impl<'a> Core<'a> {
         self.outage.is_some()
     }
 
-    /// Ends the current outage, because the store has answered. Returns the outage. `None` if there was none.
+    /// Ends the current outage, because the store has answered. Returns the outage, or `None` if there was none.
     pub(crate) fn is_back(&mut self, now: u64) -> Option<PastOutage> {
         self.events.set_outage_reason(None);
         let outage = self.outage.take()?;

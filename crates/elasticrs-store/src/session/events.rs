@@ -45,11 +45,11 @@ struct State {
     events: VecDeque<Event>,
     /// Total length of the messages from which the queued events were decoded, in bytes.
     bytes: usize,
-    /// Time at which the client gives up the session, in nanoseconds of the boot clock.
+    /// Time at which the client considers the session lost, in nanoseconds of the boot clock.
     deadline: Option<u64>,
     is_over: bool,
     offset: Offset,
-    /// Reason why the store does not answer. It is reported if the session is lost.
+    /// Reason why the store does not answer. If the session is lost, the user receives this reason.
     outage_reason: Option<StoreError>,
     met: Option<MetStore>,
 }
@@ -66,11 +66,12 @@ pub struct Events {
     asked: AtomicU64,
     /// Number of threads that are currently in [`Self::wait`].
     waiting: AtomicUsize,
-    /// Wakes the client's task when the session has ended on the user's side, or when the queue has room again.
+    /// Wakes the client's task when a user's thread has ended the session or has made room in the full queue.
     pub(crate) wake_task: Notify,
 }
 
-/// Maximum number of bytes of queued events. If there are more, the client stops reading.
+/// Maximum total size of the queued events, in bytes. If they are larger, the client stops reading from the
+/// store.
 const MAX_UNTAKEN: usize = 64 << 20;
 
 /// Message to the user if the session is lost because the store did not answer in time.
@@ -111,13 +112,14 @@ impl Events {
         self.wake.set();
     }
 
-    /// Returns true if the queue is full, which means that the client should stop reading from its socket.
+    /// Returns true if the queue is full. The client then stops reading from its socket.
     pub(crate) fn is_full(&self) -> bool {
         lock(&self.state).bytes > MAX_UNTAKEN
     }
 
-    /// Records that the session lasts at least until `deadline`. `clock` describes the last keep-alive: its send time
-    /// and the time of its answer, both on the boot clock, and the time on the store's wall clock.
+    /// Records that the session lasts at least until `deadline`. `clock` describes the last answered keep-alive. It
+    /// contains the send time and the arrival time of the answer, both on the boot clock, and then the store's
+    /// wall-clock time.
     pub(crate) fn renewed(&self, deadline: u64, clock: Option<(u64, u64, u64)>) {
         let mut state = lock(&self.state);
         state.deadline = Some(deadline);
@@ -126,22 +128,22 @@ impl Events {
         }
     }
 
-    /// Records the store to which the client is connected.
+    /// Records the store that the client is connected to, and the store's revision.
     pub(crate) fn meet(&self, store: StoreId, revision: u64) {
         lock(&self.state).met = Some((store, revision));
     }
 
-    /// Returns the store to which the client last connected.
+    /// Returns the store that the client last connected to, and the highest revision received from it.
     pub fn met(&self) -> Option<MetStore> {
         lock(&self.state).met
     }
 
-    /// Sets the reason why the store does not answer. `None` if it is unknown.
+    /// Sets the reason why the store does not answer. `None` if there is no outage.
     pub(crate) fn set_outage_reason(&self, reason: Option<StoreError>) {
         lock(&self.state).outage_reason = reason;
     }
 
-    /// Returns the reason why the store does not answer. `None` if it is unknown.
+    /// Returns the reason why the store does not answer. `None` if there is no outage.
     pub(crate) fn outage_reason(&self) -> Option<StoreError> {
         lock(&self.state).outage_reason.clone()
     }
@@ -151,7 +153,7 @@ impl Events {
         lock(&self.state).is_over
     }
 
-    /// Ends the queue, because the user has closed the client.
+    /// Closes the queue, because the user has closed the client.
     pub(crate) fn finish(&self) {
         lock(&self.state).is_over = true;
         // Wake the waiting threads, because no further event will wake them.
@@ -159,8 +161,8 @@ impl Events {
         self.wake_task.notify_one();
     }
 
-    /// Returns all queued events without blocking. If the session's deadline has passed, also adds
-    /// [`Event::ConnectionLost`]. The user is therefore notified even if the runtime thread hangs.
+    /// Returns all queued events without blocking. If the session's deadline has passed, adds
+    /// [`Event::ConnectionLost`], so that the user is notified even if the runtime thread hangs.
     pub fn take(&self) -> VecDeque<Event> {
         let now = boot_now();
         self.asked.store(now, Ordering::Relaxed);
@@ -179,7 +181,8 @@ impl Events {
         std::mem::take(&mut state.events)
     }
 
-    /// Blocks until events are queued, a signal arrives, or the timeout elapses. Returns true if events are queued.
+    /// Blocks until events are queued or the timeout elapses. Returns true if events are queued. Fails with `EINTR`
+    /// if a signal arrives.
     pub fn wait(&self, timeout: Option<Duration>) -> io::Result<bool> {
         self.waiting.fetch_add(1, Ordering::Relaxed);
         let deadline = timeout.map(|timeout| Instant::now() + timeout);

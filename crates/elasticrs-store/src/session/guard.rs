@@ -1,13 +1,13 @@
-//! Hook through which another process can act for a session after the session's owner has died.
+//! Hook that lets another process act for a session after the session's owner has died.
 
 use std::os::fd::BorrowedFd;
 use std::pin::Pin;
 
-/// Receives the sockets and the deadline of a client's session. Its methods are called on the runtime thread.
+/// Receives the sockets and the deadline of a client's session. The methods are called on the runtime thread.
 pub trait Guard: Send {
     /// The session has started on this socket. If another process holds a duplicate of the socket, the session stays
-    /// alive until that duplicate is closed, even if this process dies. [`super::client::Client::close`] ends the
-    /// session in any case.
+    /// alive until that duplicate is closed, even if this process dies. [`super::client::Client::close`] always ends
+    /// the session.
     fn connected(&self, socket: BorrowedFd<'_>);
     /// The session is about to be resumed on this socket. The future completes when another process holds duplicates of
     /// both this socket and the previous one. From then on, the store may use either socket for the session. Afterwards
@@ -22,20 +22,20 @@ pub trait Guard: Send {
     /// processes that depend on this session have exited. If `is_first`, this link replaces the links of the previous
     /// session.
     fn linked(&self, _socket: BorrowedFd<'_>, _word: [u8; 32], _is_first: bool) {}
-    /// Returns true if this guard ensures that the words passed to [`Self::linked`] are sent. If it returns false, the
-    /// session has no links, so other sessions notice its death only when its lease expires.
+    /// Returns true if this guard makes sure that the words passed to [`Self::linked`] are sent. If it returns false,
+    /// the session has no links, so other sessions notice its death only when its lease expires.
     fn says_words(&self) -> bool {
         false
     }
     /// The session lasts at least until this time, in nanoseconds of the boot clock.
     fn deadline(&self, boot_ns: u64);
-    /// The owner closed the session, so nothing depends on it anymore. Not called if the session is lost. In that case,
-    /// the last deadline stays valid and the duplicate of the socket stays open until the owner has handled the loss,
-    /// because the store must not see the end of the connection earlier.
+    /// The owner closed the session, so nothing depends on it anymore. Not called if the session is lost. In that
+    /// case, the last deadline stays valid. The duplicate of the socket stays open until the owner has handled the
+    /// loss, so that the store does not see the connection close too early.
     fn closed(&self);
 }
 
-/// Guard that does nothing, for a session on which nothing depends.
+/// Guard that does nothing, for a session that no other process depends on.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct NoGuard;
 

@@ -9,15 +9,15 @@ use std::time::Duration;
 
 use elasticrs_sys::clock::nanoseconds;
 
-/// Durations that apply to a session, derived from what the store has granted.
+/// Time limits of a session, derived from the values that the store granted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Terms {
     /// Time between two keep-alives.
     pub(crate) interval: Duration,
     /// Time for which the session is guaranteed to last, counted from the send time of an answered keep-alive. The
-    /// store ends the session only later, so the client gives up first.
+    /// store ends the session later, so the client always gives up first.
     pub(crate) lasts: Duration,
-    /// Time limit for answering a keep-alive. The client reconnects when it is exceeded.
+    /// Time limit for answering a keep-alive. If the store exceeds it, the client reconnects.
     pub(crate) patience: Duration,
 }
 
@@ -25,7 +25,7 @@ pub(crate) struct Terms {
 #[derive(Debug)]
 pub(crate) struct Lease {
     terms: Terms,
-    /// Time at which this side gives up the session.
+    /// Time at which the client considers the session lost.
     deadline: u64,
     next_beat: u64,
     /// Send time of the last answered keep-alive or handshake.
@@ -91,8 +91,8 @@ impl Lease {
         !self.is_stalled
     }
 
-    /// Records the answer to the keep-alive that was sent at `sent`. All earlier keep-alives then count as answered.
-    /// Returns false if there is no unanswered keep-alive with this send time.
+    /// Records the answer to the keep-alive that was sent at `sent`, and treats all earlier keep-alives as answered.
+    /// Returns false if no unanswered keep-alive has this send time.
     pub(crate) fn answer(&mut self, sent: u64, now: u64, terms: Terms) -> bool {
         let Some(at) = self.unanswered.iter().position(|beat| *beat == sent) else { return false };
         self.unanswered.drain(..=at);
@@ -101,8 +101,8 @@ impl Lease {
         true
     }
 
-    /// Extends the deadline after a new handshake, counted from its send time `sent`. The deadline is never too late,
-    /// because the store's own time limit starts after `sent`.
+    /// Extends the deadline after a new handshake, counted from the handshake's send time `sent`. The result is never
+    /// too late, because the store starts to count only after `sent`.
     pub(crate) fn renew(&mut self, sent: u64, terms: Terms) {
         self.answered = sent;
         self.terms = terms;

@@ -38,13 +38,13 @@ use self::core::Core;
 use self::error::{ConnectionEnd, Failure, SessionEnd, Step, StoreError};
 use self::outage::Outage;
 
-/// Interval between checks whether the user fetches events again.
+/// Interval at which to check whether the user fetches events again.
 const STALL_PAUSE: Duration = Duration::from_millis(250);
 
 /// An attempt to open a connection.
 pub(crate) type Dialing<'a, L> = Pin<Box<dyn Future<Output = Result<L, Failure>> + 'a>>;
 
-/// The protocol of a store, for use by a session.
+/// The part of a session that depends on the kind of store: the protocol of the store.
 pub(crate) trait Backend<'a> {
     /// A request of the user.
     type Request;
@@ -55,15 +55,15 @@ pub(crate) trait Backend<'a> {
     /// An event on the connection.
     type Event;
 
-    /// Adds a request. It is executed after all earlier requests.
+    /// Adds a request, to be executed after all earlier ones.
     fn request(&mut self, request: Self::Request);
 
-    /// Sends the requests and keep-alives that are due. Returns the time at which it must be called again if no event
-    /// arrives earlier.
+    /// Sends the requests and keep-alives that are due. Returns the time of the next call, which is made earlier if
+    /// an event arrives.
     fn prepare(&mut self, core: &mut Core<'a>, connection: &mut Self::Connection, now: u64) -> Step<u64>;
 
-    /// Waits for the next event. No event is lost if the future is dropped. `is_full` is true if the user's event queue
-    /// is full. In that case, does not read messages that would be added to the queue.
+    /// Waits for the next event. No event is lost if the future is dropped. If `is_full`, the user's event queue is
+    /// full, so messages that would be added to the queue are not read.
     async fn next(&self, connection: &mut Self::Connection, is_full: bool) -> Self::Event;
 
     /// Handles an event.
@@ -79,9 +79,9 @@ pub(crate) trait Backend<'a> {
     /// Starts or continues the session on a new connection.
     async fn enter(&mut self, core: &mut Core<'a>, link: Self::Link) -> Step<Self::Connection>;
 
-    /// Stops using a connection. Returns the reason, which may be more specific than `end`. May be called again with
-    /// the same connection if the session ends, or a new connection fails, before the session has moved to another
-    /// connection.
+    /// Stops using a connection. Returns the reason, which can be more specific than `end`. Until the session has
+    /// moved to another connection, this can be called again for the old one, for example because a new connection
+    /// fails.
     async fn leave(
         &mut self,
         core: &mut Core<'a>,
@@ -215,7 +215,8 @@ impl<'a, B: Backend<'a>> Session<'a, B> {
         }
     }
 
-    /// Handles a command and all commands that are queued behind it, so that their requests are sent together.
+    /// Handles a command and all commands that are already queued behind it, so that their requests are sent
+    /// together.
     fn commands(&mut self, first: Option<Command<B::Request>>, inbox: &mut Inbox<B::Request>) {
         self.command(first);
         while !self.core.is_closing()

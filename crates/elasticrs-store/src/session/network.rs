@@ -43,15 +43,15 @@ pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, St
     }
 }
 
-/// Connects to the first address that accepts a connection. Divides the time limit `patience` among the addresses. If
-/// there is only one address, sets no time limit, because every caller has its own. Calls `begun` before each attempt.
+/// Connects to the first address that accepts a connection, and calls `begun` before each attempt. Each address
+/// gets an equal share of `patience`. A single address has no time limit, because every caller sets its own.
 pub(crate) async fn connect(
     at: &str,
     addresses: &[SocketAddr],
     patience: Duration,
     begun: impl Fn(SocketAddr),
 ) -> Result<(TcpStream, SocketAddr), StoreError> {
-    // Limit the time for each address, because one that does not answer must leave time for the others.
+    // Limit the time for each address, so that an address that does not answer leaves time for the others.
     let share = patience / u32::try_from(addresses.len()).unwrap_or(u32::MAX).max(1);
     let share = if addresses.len() == 1 { Duration::MAX } else { share };
     let mut kinds = Vec::new();

@@ -1,11 +1,11 @@
 //! Estimates the difference between two wall clocks. Pure.
 //!
-//! - **CLOCK-1** deadlines use the boot clock, which keeps running while the machine sleeps and which cannot be set;
+//! - **CLOCK-1** deadlines use the boot clock, which keeps running during suspend and cannot be set;
 //! - **CLOCK-2** the wall clock is used only in reports.
 
 use std::collections::VecDeque;
 
-/// Measurement of the difference between the clocks, taken from one answered keep-alive.
+/// Measurement of the difference between the clocks, taken from an answered keep-alive.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     /// The store's wall clock minus the local boot clock, in nanoseconds.
@@ -18,7 +18,7 @@ struct Sample {
 
 /// Assumed maximum drift between two working clocks, in nanoseconds per second.
 const DRIFT_PER_SECOND: u64 = 100_000;
-/// Maximum number of samples that are kept.
+/// Maximum number of samples to keep.
 const SAMPLES: usize = 16;
 
 /// Estimates the store's wall clock.
@@ -28,14 +28,13 @@ pub(super) struct Offset {
 }
 
 impl Offset {
-    /// Adds a sample. `sent` and `received` are times on the local boot clock. `wall` is the time on the store's wall
-    /// clock at some point between the two.
+    /// Adds a sample. `sent` and `received` are times on the local boot clock. `wall` is the store's wall-clock time
+    /// at some moment between them.
     pub(super) fn add(&mut self, sent: u64, received: u64, wall: u64) {
         let error = received.saturating_sub(sent) / 2;
         let offset = i128::from(wall) - i128::from(received) + i128::from(error);
         let sample = Sample { offset, error, taken: received };
-        // Drop older samples that contradict the new one. A contradiction means that the store's clock was set in the
-        // meantime.
+        // Drop older samples that contradict the new one, because the store's clock must have been set in the meantime.
         self.samples
             .retain(|old| old.offset.abs_diff(offset) <= u128::from(error_at(old, received)) + u128::from(error));
         if self.samples.len() == SAMPLES {

@@ -7,8 +7,8 @@ use crate::types::LostKind;
 
 /// Minimum duration of an outage before it is reported to the user, in nanoseconds.
 const UNNOTICED: u64 = 1_000_000_000;
-/// Minimum time between two outage notices, in nanoseconds, so that an unstable store does not flood the user. A notice
-/// is sent earlier when half of the time until the session's deadline has passed.
+/// Minimum time between two outage notices, in nanoseconds. It keeps an unstable store from flooding the user. A
+/// notice is sent earlier if half of the time until the session's deadline has passed.
 const QUIET: u64 = 60_000_000_000;
 
 /// An outage of the store. It starts when the client notices the loss of the connection. All times are nanoseconds of
@@ -80,20 +80,20 @@ impl Outage {
     }
 }
 
-/// Maximum pauses before the attempts to reconnect.
+/// Upper limits for the pauses before reconnection attempts.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pauses {
     pub(crate) first: Duration,
-    /// Maximum pause before the second attempt. It doubles with each further attempt, up to `last`.
+    /// Limit for the pause before the second attempt. The limit doubles with each further attempt, up to `last`.
     pub(crate) second: Duration,
     pub(crate) last: Duration,
 }
 
-/// Nanoseconds without a failure after which earlier failures are forgotten.
+/// Time without a failure after which earlier failures are forgotten, in nanoseconds.
 const CALM: u64 = 10_000_000_000;
 
-/// Computes the pauses between attempts to connect. Failures of earlier outages count as well, because a store that
-/// accepts and then drops every connection would otherwise cause a busy loop.
+/// Computes the pauses between connection attempts. Failures of earlier outages also count. Otherwise, a store
+/// that accepts and immediately drops every connection would cause a busy loop.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     pauses: Pauses,
@@ -108,7 +108,7 @@ impl Backoff {
         Self { pauses, failures: 0, last: 0 }
     }
 
-    /// Returns true if a failure at `now` would follow another failure in quick succession.
+    /// Returns true if a failure at `now` would come shortly after another one.
     pub(crate) fn is_repeated(&self, now: u64) -> bool {
         self.failures > 0 && now.saturating_sub(self.last) <= CALM
     }

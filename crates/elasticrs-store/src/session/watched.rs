@@ -1,7 +1,7 @@
-//! Records the keys that a watch has reported, so that the watch can continue after it has missed changes. Pure.
+//! Tracks the keys that a watch has reported, so that the watch can catch up after it has missed changes. Pure.
 //!
-//! - **WATCHED-1** after a watch has missed changes, it reports all differences from its last reported state, including
-//!   deletions, as one revision.
+//! - **WATCHED-1** after a watch has missed changes, it reports all differences from its last reported state,
+//!   including deletions, as one revision.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -31,7 +31,7 @@ pub(crate) struct Watched {
     pub(crate) watch: Watch,
     /// First revision that the watch has not reported.
     pub(crate) next: u64,
-    /// The watched keys that exist in the last reported state.
+    /// Watched keys that exist in the last reported state.
     known: BTreeMap<Arc<str>, Ages>,
 }
 
@@ -65,8 +65,8 @@ impl Watched {
         Change { key, value: Some(value), create_revision, mod_revision }
     }
 
-    /// Updates the watch to the entries at `revision`. Returns the differences from the last reported state. `None` if
-    /// there are none.
+    /// Updates the watch to the entries at `revision`. Returns the differences from the last reported state, or
+    /// `None` if there are none.
     pub(crate) fn catch_up(&mut self, revision: u64, there: Vec<Entry>) -> Option<ChangeSet> {
         let alive: BTreeSet<_> = there.iter().map(|entry| Arc::clone(&entry.key)).collect();
         let gone: Vec<_> = self.known.keys().filter(|key| !alive.contains(*key)).cloned().collect();

@@ -1,4 +1,4 @@
-//! One connection of the workers' store: reads and executes requests, and sends replies.
+//! One client connection of the workers' store: reads and executes requests, and sends replies.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -18,9 +18,9 @@ use super::wire::{Parser, Request};
 
 /// Size in bytes of the read buffer that all connections share.
 pub(super) const CHUNK: usize = 128 * 1024;
-/// Maximum number of unsent bytes. While there are more, no further requests are executed.
+/// Maximum number of unsent reply bytes. If there are more, no further requests of the connection are executed.
 const MAX_UNSENT: usize = 64 * 1024;
-/// Maximum capacity in bytes that each buffer of an idle connection keeps.
+/// Maximum capacity that each buffer of an idle connection may keep, in bytes.
 const MAX_IDLE: usize = 16 * 1024;
 
 /// When to stop serving a connection.
@@ -37,19 +37,19 @@ pub(super) struct Connection {
     hub: Rc<RefCell<Hub>>,
     peer: Rc<Peer>,
     parser: Parser,
-    /// Received bytes that were not executed yet: the start of an incomplete request, or requests that have to wait
+    /// Received bytes that have not been executed yet: the start of an incomplete request, or requests that wait
     /// until the peer has accepted earlier replies.
     unparsed: Vec<u8>,
     /// Number of bytes at the start of `peer.out` that have already been sent.
     sent: usize,
-    /// Number of bytes of this connection's buffers that are charged to the store's budget.
+    /// Number of bytes of this connection's buffers that are counted in the store's memory budget.
     charged: usize,
     woken: Vec<Id>,
     stall: Option<Stall>,
 }
 
-/// Timer that detects a peer that accepts no bytes. It runs twice, each time for half of the limit, so that, if this
-/// process is stopped, the pause uses up at most one half.
+/// Timer that detects a peer that accepts no bytes. It runs twice, each time for half of the limit. If this
+/// process is stopped for a while, that uses up at most one half, so the peer still has the other half.
 struct Stall {
     timer: Pin<Box<Sleep>>,
     is_second_half: bool,
@@ -57,7 +57,7 @@ struct Stall {
 
 impl Connection {
     pub(super) fn new(id: Id, stream: TcpStream, peer: Rc<Peer>, hub: Rc<RefCell<Hub>>) -> Self {
-        // Ignore an error. It means that the connection is closed, which the next read reports.
+        // Ignore an error, because it means that the connection is closed. The next read reports this.
         let _ = stream.set_nodelay(true);
         Self {
             id,
@@ -114,7 +114,8 @@ impl Connection {
                 0 if self.unparsed.is_empty() => return Poll::Ready(Ok(Until::Left)),
                 0 => return Poll::Ready(Err(Closed::Truncated)),
                 CHUNK => {
-                    // Let other tasks run before the next read, because more bytes may have arrived.
+                    // Let other tasks run before the next read, because this connection may have many more bytes to
+                    // read.
                     self.send(cx)?;
                     cx.waker().wake_by_ref();
                     return Poll::Pending;
@@ -127,7 +128,7 @@ impl Connection {
     /// Reads once and executes the complete requests. Returns the number of bytes that were read.
     fn receive(&mut self, cx: &mut Context<'_>) -> Poll<Result<usize, Closed>> {
         let mut scratch = std::mem::take(&mut self.hub.borrow_mut().scratch);
-        // Resize the buffer, because it is empty if another connection panicked while using it.
+        // Restore the buffer's size, because the buffer is empty if another connection panicked while using it.
         scratch.resize(CHUNK, 0);
         let result = self.receive_into(&mut scratch, cx);
         self.hub.borrow_mut().scratch = scratch;
@@ -189,7 +190,7 @@ impl Connection {
         Ok(used)
     }
 
-    /// Charges the memory of this connection's buffers to the store's budget.
+    /// Updates this connection's share of the store's memory budget to the current size of its buffers.
     fn settle(&mut self) -> Result<(), Closed> {
         let taken = self.unparsed.capacity() + self.peer.out.borrow().capacity();
         let taken = if taken > MAX_IDLE { taken } else { 0 };
@@ -247,7 +248,7 @@ impl Connection {
 }
 
 impl Drop for Connection {
-    /// Releases the memory that this connection has charged to the budget, even after a panic.
+    /// Releases this connection's share of the memory budget, even after a panic.
     fn drop(&mut self) {
         if let Ok(mut hub) = self.hub.try_borrow_mut() {
             hub.map.stop_waiting(self.id);

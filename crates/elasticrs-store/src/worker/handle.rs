@@ -32,10 +32,10 @@ enum State {
     Closed,
 }
 
-/// A store for the workers of one round.
+/// A key-value store that the workers of one rendezvous round share.
 ///
-/// Dropping the store closes it, as [`Self::close`] does. In a forked child, dropping does nothing, because the server
-/// belongs to the parent.
+/// Dropping the store closes it, as [`Self::close`] does. In a forked child, dropping does nothing, because the
+/// server belongs to the parent.
 pub struct WorkerStore {
     port: u16,
     limits: Limits,
@@ -44,7 +44,7 @@ pub struct WorkerStore {
 }
 
 impl WorkerStore {
-    /// Binds and listens. From now on, clients can connect, but they get no answer until [`Self::serve`] is called.
+    /// Binds and listens. From then on, clients can connect, but they get no answer until [`Self::serve`] is called.
     ///
     /// Without a `host`, the store listens on all addresses.
     pub fn new(host: Option<&str>, port: Port, limits: Limits) -> Result<Self, ListenError> {
@@ -69,8 +69,8 @@ impl WorkerStore {
         })
     }
 
-    /// Like [`Self::serve`], but the thread `on` only waits for the first client. It then passes the task that serves
-    /// the store to `hand_over`, which runs the task on another thread.
+    /// Like [`Self::serve`], but the thread `on` only waits for the first client. It then passes the serving task to
+    /// `hand_over`, which runs the task on another thread.
     pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();
@@ -102,14 +102,14 @@ impl WorkerStore {
         Ok(())
     }
 
-    /// Returns the waiting clients and the keys that each of them waits for. A client is described by its address and
-    /// pid. Long lists are shortened. Empty if the store is not being served.
+    /// Returns the waiting clients, each with the keys that it waits for. A client is described by its address and
+    /// pid. Long lists are shortened. The result is empty if the store is not being served.
     pub fn waiting(&self) -> BTreeMap<String, Vec<String>> {
         let questions = match &*lock(&self.state) {
             State::Serving(questions) if self.is_ours() => questions.clone(),
             _ => return BTreeMap::new(),
         };
-        // If the server has stopped, there is no answer, and no client is waiting.
+        // No answer means that the server has stopped, so no client is waiting.
         ask(&questions, Question::Waiting).unwrap_or_default()
     }
 
@@ -120,12 +120,12 @@ impl WorkerStore {
         }
         let state = std::mem::replace(&mut *lock(&self.state), State::Closed);
         if let State::Serving(questions) = state {
-            // Ignore a missing answer. It means that the server has stopped, so everything is closed.
+            // No answer means that the server has stopped, so everything is already closed.
             ask(&questions, Question::Close);
         }
     }
 
-    /// True if this process created the store. False in a forked child.
+    /// Returns true if this process created the store, and false in a forked child.
     pub fn is_ours(&self) -> bool {
         std::process::id() == self.owner
     }

@@ -14,18 +14,19 @@ use elasticrs_runtime::notices::Notices;
 use super::map::{Id, Map, Refused};
 use super::wire::WireError;
 
-/// Maximum number of clients that a report of waiting clients contains.
+/// Maximum number of clients in a report of waiting clients.
 const TOLD_WAITERS: usize = 256;
 const TOLD_KEYS: usize = 16;
 
 /// Limits for the clients of the store.
 #[derive(Debug, Clone)]
 pub struct Limits {
-    /// Maximum number of bytes for all stored values, requests and replies.
+    /// Maximum number of bytes for all stored values, requests and replies together.
     pub bytes: usize,
-    /// Time limit for a peer to prove that it is a client. When it elapses, the store closes the connection.
+    /// Time limit for a peer to identify itself as a client of the store. After that, the store closes the
+    /// connection.
     pub greeting: Duration,
-    /// Time limit for a peer to accept at least one more byte of its replies. When it elapses, the store closes the
+    /// Time limit for a peer to accept at least one more byte of its replies. After that, the store closes the
     /// connection.
     pub stall: Duration,
 }
@@ -54,7 +55,7 @@ pub enum Closed {
     Socket(#[from] io::Error),
 }
 
-/// The state shared by all tasks of a store. No task borrows it across an `await`.
+/// State shared by all tasks of a store. No task holds a borrow of it across an `await`.
 pub(super) struct Hub {
     pub(super) map: Map,
     pub(super) peers: HashMap<Id, Rc<Peer>>,

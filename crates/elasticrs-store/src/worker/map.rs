@@ -9,12 +9,13 @@ use std::rc::Rc;
 
 use super::wire::{Keys, MAX_MESSAGE, Pairs, Request, put_bytes, put_number};
 
-/// Reply when a wait is over, or when a check has found all keys.
+/// Reply to a wait that is over, or to a check that has found all keys.
 pub(super) const READY: u8 = 0;
 const MISSING: u8 = 1;
 const CANCELLED: u8 = 1;
 
-/// Maximum length of a value that append requests can create. Such a value still fits in one reply.
+/// Maximum length of a value that append requests build up, in bytes. A value of this length still fits in one
+/// reply.
 pub const MAX_VALUE_STORED: usize = MAX_MESSAGE - 8;
 
 /// Approximate memory in bytes that an entry uses in addition to its key and value.
@@ -39,7 +40,7 @@ pub enum Refused {
     Value(usize),
 }
 
-/// Number of bytes that the clients' data takes, and its limit.
+/// Number of bytes that the clients' data uses, and the limit for them.
 #[derive(Debug, Default)]
 pub struct Budget {
     used: usize,
@@ -77,7 +78,7 @@ enum What {
 #[derive(Debug)]
 struct Waiting {
     what: What,
-    /// Number of the wait. Later waits have higher numbers.
+    /// Sequence number of the wait. Later waits have higher numbers.
     ticket: u64,
     /// Keys that were missing when the wait started, without duplicates.
     keys: Vec<Key>,
@@ -93,7 +94,7 @@ pub struct Map {
     values: HashMap<Key, Vec<u8>>,
     queues: HashMap<Key, VecDeque<Vec<u8>>>,
     waiting: HashMap<Id, Waiting>,
-    /// Waiting connections by key and ticket. The index of the array is [`What`].
+    /// Waiting connections by key and ticket. The array is indexed by [`What`].
     waiters: [Waiters; 2],
     tickets: u64,
     budget: Budget,
@@ -105,7 +106,7 @@ impl Map {
         Self { budget: Budget { used: 0, limit }, ..Self::default() }
     }
 
-    /// Returns the budget. The caller charges the bytes of requests and replies to it.
+    /// Returns the budget. The caller must also charge the bytes of requests and replies to it.
     pub fn budget(&mut self) -> &mut Budget {
         &mut self.budget
     }
@@ -157,8 +158,7 @@ impl Map {
         Ok(())
     }
 
-    /// Returns the waiting connections in the order in which their waits started. Each has a list of at most `most`
-    /// missing keys.
+    /// Returns the waiting connections, oldest wait first. Each comes with at most `most` of its missing keys.
     pub(super) fn waiters(&self, most: usize) -> Vec<(Id, Vec<&[u8]>)> {
         let mut found: Vec<_> = self.waiting.iter().collect();
         found.sort_unstable_by_key(|(_, waiting)| waiting.ticket);
@@ -235,7 +235,7 @@ impl Map {
             self.set(key, desired, woken)?;
             put_bytes(reply, desired);
         } else {
-            // If the key does not exist, reply with the expected value, because torch's server does so.
+            // If the key does not exist, reply with the expected value, as torch's server does.
             let current = self.values.get(key).map_or(expected, Vec::as_slice);
             self.check_reply(8 + current.len())?;
             put_bytes(reply, current);
@@ -369,7 +369,7 @@ impl Map {
         Ok(())
     }
 
-    /// Updates all waits for this key, because it exists now.
+    /// Updates all waits for this key, because the key now exists.
     fn wake_all(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         for id in self.waiters[What::Keys as usize].remove(key).unwrap_or_default().into_values() {
             if self.has_found(id) {
@@ -378,8 +378,8 @@ impl Map {
         }
     }
 
-    /// Updates the waits for a queue after a value was added, oldest wait first. Stops when one wait is over, because a
-    /// value is only for one client.
+    /// Updates the waits for a queue to which a value was added, oldest wait first. Stops when one wait is over,
+    /// because only one client can take the value.
     fn wake_one(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         while let Some(waiters) = self.waiters[What::Keys as usize].get_mut(key) {
             let Some((_, id)) = waiters.pop_first() else { break };
@@ -392,7 +392,8 @@ impl Map {
         }
     }
 
-    /// Records that one of the keys that a connection waits for now exists. Returns true if no key is missing anymore.
+    /// Records that one of the keys that a connection waits for now exists. Returns true if it was the last missing
+    /// key.
     fn has_found(&mut self, id: Id) -> bool {
         let waiting = self.waiting.get_mut(&id).expect("who is among the waiters of a key waits");
         waiting.still_missing -= 1;
@@ -410,7 +411,7 @@ impl Map {
         }
     }
 
-    /// Removes the wait of a connection, because the connection has ended or its client has cancelled the wait.
+    /// Removes the wait of a connection that was closed, or whose client has cancelled the wait.
     pub fn stop_waiting(&mut self, id: Id) {
         let Some(waiting) = self.waiting.remove(&id) else { return };
         self.budget.release(waiting.charged);
@@ -438,8 +439,8 @@ fn text(key: &[u8]) -> String {
     String::from_utf8_lossy(key).chars().take(80).collect()
 }
 
-/// Parses a number as torch's server does. Accepts leading whitespace and a sign, and ignores everything after the
-/// digits.
+/// Parses a number as torch's server does: accepts leading whitespace and a sign, and ignores everything after
+/// the digits.
 fn parse_number(value: &[u8]) -> Option<i64> {
     let value = value.trim_ascii_start();
     let signs = usize::from(matches!(value.first(), Some(b'+' | b'-')));

@@ -1,5 +1,4 @@
-//! Tests of the map. They check single operations, and compare the results of random operations with a slow, simple
-//! model.
+//! Tests of the map: single operations, and random operations that are compared with a slow, simple model.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -104,12 +103,13 @@ fn apply(map: &mut Map, from: Id, op: &Op) -> Done {
     Ok((reply, woken))
 }
 
-/// A simple model of the store. Each wait is a set of keys, and each change searches all waits.
+/// A simple model of the store. Each wait is a set of missing keys, and each change checks all waits.
 #[derive(Default)]
 struct Model {
     values: BTreeMap<u8, Vec<u8>>,
     queues: BTreeMap<u8, VecDeque<Vec<u8>>>,
-    /// The waits, oldest first. Each consists of the connection, true for a barrier, and the missing keys.
+    /// The waits, oldest first. Each consists of the connection, a flag that is true for a barrier, and the missing
+    /// keys.
     waits: Vec<(Id, bool, BTreeSet<u8>)>,
 }
 
@@ -271,7 +271,7 @@ fn op() -> impl Strategy<Value = Op> {
     ]
 }
 
-/// Sorts the reply to `ListKeys`, because the store returns the keys in any order.
+/// Sorts the reply to `ListKeys`, because the store returns the keys in arbitrary order.
 fn sorted(op: &Op, reply: &[u8]) -> Vec<u8> {
     let mut items: Vec<&[u8]> = reply.chunks(9).collect();
     if matches!(op, Op::ListKeys) {
@@ -294,7 +294,7 @@ proptest! {
                 }
                 (got, expected) => {
                     prop_assert_eq!(got.err(), expected.err());
-                    // The server would close the connection after an error.
+                    // Remove the connection's wait, because the server closes a connection after an error.
                     map.stop_waiting(*from);
                     model.apply(*from, &Op::Gone).unwrap();
                 }
@@ -303,7 +303,7 @@ proptest! {
             let expected: Vec<Id> = model.waits.iter().map(|wait| wait.0).collect();
             prop_assert_eq!(waiting, expected);
         }
-        // All memory must be released once everything is removed.
+        // Remove everything, to check that all memory is released.
         for from in 0..4 {
             map.stop_waiting(from);
         }

@@ -31,15 +31,15 @@ pub(super) enum Question {
     Close(SyncSender<()>),
 }
 
-/// Waits for the first client. The store needs no thread of its own until then. Returns `None` if the store is closed
-/// before a client connects.
+/// Waits for the first client. Until then, the store needs no thread of its own. Returns `None` if the store is
+/// closed before a client connects.
 pub(super) async fn first_client(
     listener: std::net::TcpListener,
     mut questions: UnboundedReceiver<Question>,
 ) -> Option<(std::net::TcpListener, UnboundedReceiver<Question>)> {
     let listener = Arc::new(OwnedFd::from(listener));
-    // If the listener cannot be watched, hand the store over immediately. The thread that then serves the store finds
-    // and reports the error.
+    // If the listener cannot be monitored, hand the store over immediately. The new thread will then encounter the
+    // same error and report it.
     if let Ok(watched) = register(Arc::clone(&listener), Interest::READABLE) {
         loop {
             let question = tokio::select! {
@@ -91,8 +91,8 @@ pub(super) async fn run(
     }
 }
 
-/// Serves clients until the store is closed. Returns the sender to notify when everything is closed. `None` if the
-/// handle was dropped.
+/// Serves clients until the store is closed. Returns the sender that the caller must notify when everything is
+/// closed, or `None` if the handle was dropped.
 async fn serve(
     door: &mut Door,
     hub: &Rc<RefCell<Hub>>,
@@ -124,8 +124,8 @@ fn admit(hub: &Rc<RefCell<Hub>>, connections: &mut JoinSet<()>, id: Id, stream: 
     let hub = Rc::clone(hub);
     connections.spawn_local(async move {
         let mut connection = Connection::new(id, stream, Rc::clone(&peer), Rc::clone(&hub));
-        // Report the reason before closing the socket, so that the user's notice exists by the time the client sees the
-        // end.
+        // Report the reason before closing the socket, so that the notice to the user exists before the client sees the
+        // connection close.
         if let Err(reason) = connection.serve().await {
             let notices = Rc::clone(&hub.borrow().notices);
             notices.say(format!("the workers' store has closed the connection from {peer}: {reason}"));

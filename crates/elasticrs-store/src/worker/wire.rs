@@ -11,8 +11,8 @@ pub const MAX_KEY: u64 = 8192;
 pub const MAX_VALUE: u64 = 8 * 1024 * 1024;
 /// Maximum number of keys in a request.
 pub const MAX_KEYS: u64 = 131_072;
-/// Maximum length of a request or reply, in bytes. A request with the maximum number of values of maximum length would
-/// otherwise take a terabyte.
+/// Maximum length of a request or reply, in bytes. Without it, a request with the maximum number of values of
+/// maximum length would take a terabyte.
 pub const MAX_MESSAGE: usize = 128 * 1024 * 1024;
 
 /// Error for bytes that are not a valid request.
@@ -87,8 +87,8 @@ enum Field {
     Fixed(usize),
 }
 
-/// The fields after a request's opcode. For a list, the request contains a count, and then these fields once for each
-/// item.
+/// Fields that follow a request's opcode. In a request with a list, an item count comes first, and then the
+/// fields once for each item.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     fields: &'static [Field],
@@ -114,7 +114,7 @@ fn shape(opcode: u8) -> Result<Shape, WireError> {
 #[derive(Debug)]
 struct Scan {
     shape: Shape,
-    /// Number of items that remain to be checked. `None` if the count of the list has not been read yet.
+    /// Number of items left to check. `None` if the item count has not been read yet.
     left: Option<u64>,
     field: usize,
     at: usize,
@@ -127,7 +127,7 @@ impl Scan {
         Ok(Self { shape, left, field: 0, at: 1 })
     }
 
-    /// Returns true if the request is complete. `self.at` is then its length.
+    /// Returns true if the request is complete. In that case, `self.at` is its length.
     fn advance(&mut self, buffer: &[u8]) -> Result<bool, WireError> {
         let left = match self.left {
             Some(left) => left,
@@ -164,8 +164,8 @@ impl Scan {
         Ok(true)
     }
 
-    /// Returns the length of the current field in bytes, including its length prefix. `None` if the prefix has not
-    /// arrived completely.
+    /// Returns the length of the current field in bytes, including its length prefix. Returns `None` if the prefix
+    /// has not fully arrived yet.
     fn length(&self, buffer: &[u8]) -> Result<Option<usize>, WireError> {
         let (limit, error): (u64, fn(u64) -> WireError) = match self.shape.fields[self.field] {
             Field::Fixed(length) => return Ok(Some(length)),
@@ -197,8 +197,8 @@ impl Parser {
         self.is_validated
     }
 
-    /// Returns the request at the start of `buffer`, and its length. `None` if the request is incomplete. In that case,
-    /// the next call must pass the same bytes followed by more. Fails if the bytes are not the start of a request.
+    /// Returns the request at the start of `buffer`, and its length. Returns `None` if it is incomplete. The next
+    /// call must then pass the same bytes, followed by more. Fails if the bytes cannot become a valid request.
     pub fn next<'a>(&mut self, buffer: &'a [u8]) -> Result<Option<(Request<'a>, usize)>, WireError> {
         let Some(&opcode) = buffer.first() else { return Ok(None) };
         if !self.is_validated {
@@ -218,7 +218,7 @@ impl Parser {
     }
 }
 
-/// Fails if the bytes are not the start of a `VALIDATE` request. Does not wait for the whole request.
+/// Fails if the bytes cannot be the start of a `VALIDATE` request. Does not wait until the request is complete.
 fn check_greeting(buffer: &[u8]) -> Result<(), WireError> {
     let magic = MAGIC.to_le_bytes();
     let greeting = [0, magic[0], magic[1], magic[2], magic[3]];
@@ -271,7 +271,7 @@ impl<'a> Fields<'a> {
         head
     }
 
-    /// Skips the count of a list. Only the items are left.
+    /// Skips the item count of a list, so that only the items are left.
     fn list(mut self) -> Self {
         self.array::<8>();
         self

@@ -1,4 +1,4 @@
-//! Tests of the parser. They use an encoder of their own.
+//! Tests of the parser. They encode the requests independently of the code under test.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -77,8 +77,8 @@ fn sent() -> impl Strategy<Value = Sent> {
     })
 }
 
-/// Passes the pieces to the parser as a connection does. Returns `Ok(true)` if the parsed requests are the expected
-/// ones.
+/// Passes the pieces to the parser as a connection does. Returns `Ok(true)` if the parsed requests equal the
+/// expected ones.
 fn parse(pieces: &[&[u8]], expected: &[Sent]) -> Result<bool, WireError> {
     let mut parser = Parser::default();
     let mut buffer = Vec::new();

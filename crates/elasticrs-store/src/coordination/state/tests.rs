@@ -1,4 +1,4 @@
-//! Compares the store with a naive implementation that keeps everything in lists.
+//! Compares the store with a naive implementation that keeps everything in lists and scans them.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -226,8 +226,8 @@ proptest! {
         }
     }
 
-    /// A client receives every change that its watches cover, exactly once and in order. It receives all changes of a
-    /// revision together. Watches are started and stopped between the changes.
+    /// Each client receives every change that its watches cover, exactly once and in order, and receives the changes
+    /// of a revision together. The test also starts and stops watches between changes.
     #[test]
     fn watchers_miss_nothing_and_hear_nothing_twice(
         schedule in vec(prop_oneof![
@@ -342,7 +342,7 @@ fn an_answer_that_is_too_large_leaves_the_transaction_whole() {
     );
 }
 
-/// Creates this number of keys with one prefix, each in its own transaction.
+/// Puts `count` keys with the given prefix, each in its own transaction.
 fn put_all(state: &mut State, prefix: &str, count: usize) {
     for number in 0..count {
         let put = Op::Put { key: format!("{prefix}{number}").into(), value: [].into(), leased: false };

@@ -19,11 +19,11 @@ enum Step {
     Elsewhere(usize, bool),
     Watch(usize, bool),
     Unwatch(usize),
-    /// The store executes this number of requests in transit.
+    /// The store executes up to this many of the requests in transit.
     Serve(usize),
-    /// The client reads this number of answers in transit.
+    /// The client reads up to this many of the answers in transit.
     Read(usize),
-    /// The connection breaks, all messages in transit are lost, and the session is resumed on a new connection.
+    /// The connection breaks, all messages in transit are lost, and the session resumes on a new connection.
     Break,
 }
 
@@ -39,7 +39,7 @@ fn a_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Returns one of three watches. The first and the third watch have a key in common.
+/// Returns one of three watches. The first and third both cover the key `a/1`.
 fn watch(index: usize) -> Watch {
     let (prefix, exact) = [("a/", false), ("b", true), ("a/1", true)][index];
     Watch { prefix: prefix.into(), exact }
@@ -51,12 +51,12 @@ fn write(key: usize, is_put: bool) -> Txn {
     Txn { then: vec![op], ..Txn::default() }
 }
 
-/// A store, its connection to a client, and the events that the client's user has received.
+/// A store, its connection to a client, and the events delivered to the client's user.
 struct World {
     state: State,
     watches: Watches,
     unanswered: Unanswered,
-    /// Messages in transit: requests as frames without their lengths, and answers.
+    /// Requests in transit, as frames without length prefixes.
     requests: VecDeque<Vec<u8>>,
     answers: VecDeque<Answer>,
     tags: VecDeque<u64>,
@@ -182,7 +182,7 @@ proptest! {
         world.settle();
         prop_assert!(world.tags.is_empty(), "everything is answered");
         prop_assert!(world.unanswered.asked.is_empty());
-        // Changes are in order, and each change of a key is reported once.
+        // The changes of each key arrive in order, and no change arrives twice.
         let mut last = BTreeMap::new();
         for told in &world.told {
             prop_assert!(!told.changes.is_empty());
@@ -191,7 +191,7 @@ proptest! {
                 prop_assert!(before < Some(change.mod_revision), "{} was told twice", change.key);
             }
         }
-        // Applying all the events delivered to the user yields each watch's current entries.
+        // Applying all delivered events to each watch's initial entries yields its current entries.
         for (watch, watched) in &mut world.unanswered.watches {
             let there = world.state.snapshot(watch).unwrap();
             prop_assert_eq!(watched.catch_up(world.state.revision(), there), None);

@@ -15,7 +15,7 @@ struct Stored {
 
 type Content = BTreeMap<Vec<u8>, Stored>;
 
-/// Model of the etcd operations that this client uses. It stores the contents at each revision.
+/// Model of etcd, limited to the operations that this client uses. It keeps the contents at every revision.
 struct Etcd {
     revisions: Vec<Content>,
 }
@@ -122,7 +122,8 @@ fn holds(compare: &pb::Compare, content: &Content) -> bool {
     }
 }
 
-/// Executes a transaction directly, without the encoding for etcd. The keys do not have the store's prefix.
+/// Executes a transaction directly, without encoding it for etcd. The returned keys do not have the store's
+/// prefix.
 fn plain(keys: &Keys, txn: &Txn, etcd: &Etcd) -> (bool, Vec<OpResult>, BTreeMap<Arc<str>, Stored>) {
     let named = |(key, stored): (&Vec<u8>, &Stored)| Some((keys.strip(key)?, stored.clone()));
     let mut content: BTreeMap<Arc<str>, Stored> = etcd.newest().iter().filter_map(named).collect();
@@ -228,7 +229,7 @@ fn any_txn() -> impl Strategy<Value = Txn> {
     parts.prop_map(|(compares, then, otherwise)| Txn { compares, then, otherwise })
 }
 
-/// Returns the keys of a new client of the model, and the client's first write.
+/// Adds a client to the model. Returns its `Keys` and its first `Write`.
 fn begin(etcd: &mut Etcd) -> (Keys, Write) {
     let keys = Keys { prefix: "/run/".into(), lease: 7, job_lease: 8 };
     let marker = etcd.txn(&keys.begin()).header.unwrap().revision;
@@ -245,7 +246,7 @@ enum Fate {
     Answered,
     Unanswered,
     Dropped,
-    /// etcd executes the copy only after this number of later transactions.
+    /// This copy arrives late: etcd executes it only after this number of later transactions.
     Late(usize),
 }
 
@@ -254,8 +255,8 @@ fn fate() -> impl Strategy<Value = Fate> {
 }
 
 proptest! {
-    /// A write is executed once, no matter how often it is sent and what happens to each copy. The answer describes
-    /// this execution.
+    /// A write is executed exactly once, however often it is sent and whatever happens to each copy. The answer
+    /// describes that execution.
     #[test]
     fn a_write_is_done_once_and_answered_rightly(steps in vec((any_txn(), vec(fate(), 0..4)), 0..12)) {
         let mut etcd = Etcd::new();

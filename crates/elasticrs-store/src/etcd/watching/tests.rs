@@ -6,10 +6,11 @@ use crate::session::watched::{Ages, ages};
 
 const KEYS: [&str; 4] = ["w/a", "w/b", "w/c", "x"];
 
-/// Changes of one revision: the index of each changed key, and true if the key is put or false if it is deleted.
+/// Changes of one revision. Maps the index of each changed key to true if the key is put, or false if it is
+/// deleted.
 type Step = BTreeMap<usize, bool>;
 
-/// The events of each revision, and the keys that exist at that revision.
+/// The events and the existing keys of each revision, indexed by revision.
 struct Store {
     events: Vec<Vec<pb::WatchEvent>>,
     content: Vec<BTreeMap<String, Ages>>,
@@ -68,13 +69,13 @@ fn keys() -> Keys {
 /// Next action of the simulated etcd.
 #[derive(Debug, Clone)]
 enum Sent {
-    /// etcd sends one message with the events of this number of revisions, starting at the watch's position.
+    /// etcd sends one message with the events of this many revisions, starting with the next one.
     Some(usize),
     /// etcd sends the previous message again, which a correct etcd never does.
     Again,
-    /// The connection breaks, and the watch is created again.
+    /// The connection breaks, and the client creates the watch again on a new one.
     Break,
-    /// etcd compacts the history up to the watch's position. The client reads the current entries this number of
+    /// etcd has compacted the revisions that the watch needs next. The client reads the current entries this many
     /// revisions later.
     Compacted(usize),
 }
@@ -120,7 +121,7 @@ proptest! {
             let ours = |e: &&pb::WatchEvent| watch.covers(str::from_utf8(&e.kv.as_ref().unwrap().key[1..]).unwrap());
             events.filter(ours).cloned().collect()
         };
-        // `at` is the next revision whose events etcd sends. `last` is the last revision that was reported to the user.
+        // `at` is the next revision that etcd sends. `last` is the last revision reported to the user.
         let (mut at, mut last) = (begin + 1, begin as u64);
         let mut previous = 0..0;
         for sending in sendings.iter().chain(&[Sent::Some(usize::MAX)]) {
