@@ -102,8 +102,8 @@ const _: () = {
 /// The event FIFO, and the bytes read from it that do not yet form a complete line.
 static EVENTS: Mutex<Option<(File, Vec<u8>)>> = Mutex::new(None);
 
-/// Contents of each GPU's `memory` file, and the number of queries since the contents last changed. Keyed by the GPU's
-/// handle.
+/// For each GPU handle, the contents of the GPU's `memory` file and the number of queries since the contents last
+/// changed.
 static QUERIES: Mutex<Option<HashMap<usize, (String, u64)>>> = Mutex::new(None);
 
 /// Number of calls to each function, keyed by the function's name.
@@ -126,8 +126,8 @@ fn lines(name: &str) -> Vec<Vec<String>> {
     text.lines().map(|line| line.split_whitespace().map(str::to_owned).collect()).collect()
 }
 
-/// Called at the start of each function. Returns the code that the test chose for the function, or hangs if the test
-/// requested a hang.
+/// Runs at the start of every NVML function. Returns the code that the test chose for the function, or hangs if
+/// the test requested a hang.
 fn enter(function: &str) -> c_int {
     let calls = CALLS.lock().map_or(0, |mut calls| {
         let calls = calls.get_or_insert_default().entry(function.to_owned()).or_default();
@@ -136,7 +136,7 @@ fn enter(function: &str) -> c_int {
     });
     let mut options = OpenOptions::new();
     if let Ok(mut fifo) = options.write(true).custom_flags(libc::O_NONBLOCK).open(path("calls")) {
-        // Write the line at once, because several threads write lines. Ignore a failed write, because it means that the
+        // Write the line in one call, because several threads write lines. Ignore a failed write: it means that the
         // test is not reading the FIFO.
         let _ = fifo.write_all(format!("{function}\n").as_bytes());
     }
@@ -160,8 +160,8 @@ fn enter(function: &str) -> c_int {
     SUCCESS
 }
 
-/// Calls `answer` with the output argument and returns its code. If the test chose an error code for the function,
-/// returns that code instead.
+/// Fills in the output argument by calling `answer`, and returns the code from `answer`. If the test chose an
+/// error code for `function`, returns that code instead.
 fn answer<T>(function: &str, out: Option<&mut T>, answer: impl FnOnce(&mut T) -> c_int) -> c_int {
     match (enter(function), out) {
         (SUCCESS, Some(out)) => answer(out),
@@ -170,7 +170,7 @@ fn answer<T>(function: &str, out: Option<&mut T>, answer: impl FnOnce(&mut T) ->
     }
 }
 
-/// Converts a GPU's handle to its number. A handle is the number plus 1, because a handle must not be null.
+/// Converts a GPU's handle to its number. Handles start at 1, because a handle must not be null.
 fn index(device: usize) -> usize {
     device.wrapping_sub(1)
 }
@@ -316,7 +316,7 @@ pub unsafe extern "C" fn nvmlDeviceGetComputeRunningProcesses_v3(
     })
 }
 
-/// Returns whether a GPU is divided into MIG slices.
+/// Reports whether a GPU is divided into MIG slices.
 #[unsafe(no_mangle)]
 pub extern "C" fn nvmlDeviceGetMigMode(
     device: usize,

@@ -1,5 +1,5 @@
-//! The part of HTTP/1.1 that the health server needs: one `GET` or `HEAD` request per connection. Ignores request
-//! bodies and most headers.
+//! Minimal HTTP/1.1 for the health server: one `GET` or `HEAD` request per connection. Ignores request bodies and
+//! most headers.
 
 /// Maximum length of a request head in bytes.
 pub const MAX_HEAD: usize = 8 * 1024;
@@ -66,7 +66,7 @@ fn reason(status: u16) -> &'static str {
     }
 }
 
-/// Returns true if the request head is complete, which means that it contains the empty line after the headers.
+/// Returns true if the request head is complete, including the empty line after the headers.
 pub fn is_whole(bytes: &[u8]) -> bool {
     let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
     // Skip empty lines before the request line, as RFC 9112 recommends.
@@ -78,7 +78,7 @@ pub fn is_whole(bytes: &[u8]) -> bool {
     })
 }
 
-/// Parses a complete request head. If the request is invalid or not supported, returns the response to it as the error.
+/// Parses a complete request head. The error is the response to send if the request is invalid or not supported.
 pub fn parse(head: &[u8]) -> Result<Request, Response> {
     let refused = || Response::text(400, "not an HTTP request");
     let line = head.split(|&byte| byte == b'\n').find(|line| !line.is_empty() && *line != b"\r").ok_or_else(refused)?;

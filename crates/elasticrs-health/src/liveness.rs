@@ -1,8 +1,8 @@
-//! Decides whether the agent is alive. Pure: the result depends only on the arguments, such as the time.
+//! Decides whether the agent is alive. Pure: even the current time is an argument.
 
 use std::time::{Duration, Instant};
 
-/// How long an answer is reused, so that a burst of requests wakes the loop only once.
+/// How long an answer is reused, so that a burst of requests wakes the agent's loop only once.
 pub const FRESH: Duration = Duration::from_millis(50);
 
 /// State of the liveness check: the pending question to the agent's loop, if any, and the last answer.
@@ -10,7 +10,8 @@ pub const FRESH: Duration = Duration::from_millis(50);
 pub struct Liveness {
     limit: Duration,
     asked: Option<Instant>,
-    /// True if the agent's loop has answered the pending question but the supervisor's runtime has not.
+    /// True if the agent's loop has answered the pending question but the supervisor's runtime has not yet answered
+    /// it.
     is_passed_on: bool,
     answered: Option<Answer>,
 }
@@ -18,9 +19,9 @@ pub struct Liveness {
 #[derive(Debug, Clone)]
 struct Answer {
     at: Instant,
-    /// Time since the agent's last progress, at the time of the answer.
+    /// Time from the agent's last progress to this answer.
     age: Duration,
-    /// Activity of the agent at the time of the answer. `None` if it is unknown.
+    /// Activity of the agent when it answered. `None` if unknown.
     doing: Option<String>,
 }
 
@@ -29,7 +30,7 @@ struct Answer {
 pub enum NextStep {
     /// Wake the loop and wait for its answer.
     WakeLoop,
-    /// Wait for the answer to the pending question.
+    /// Wait for the answer to the question that is already pending.
     Wait,
     /// Use the last answer, because it is recent enough.
     Reuse,
@@ -39,10 +40,10 @@ pub enum NextStep {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
     pub alive: bool,
-    /// Time since the last known progress. If the loop is stuck, how long it has been stuck. If the agent does not
-    /// answer, how long the question has been pending.
+    /// Time since the agent's last known progress. For a stuck loop, the time since it got stuck. If the agent does
+    /// not answer, the time since the question was sent.
     pub age: Duration,
-    /// Reason why the agent is considered dead, or why it might be. `None` if there is no sign of a problem.
+    /// Reason why the agent is considered dead, or may soon be. `None` if nothing is wrong.
     pub reason: Option<String>,
 }
 
@@ -57,7 +58,7 @@ impl Liveness {
         self.limit
     }
 
-    /// Registers a liveness request. Returns the next step of the request.
+    /// Registers a liveness request. Returns what the caller must do next.
     pub fn ask(&mut self, now: Instant) -> NextStep {
         if self.asked.is_some() {
             return NextStep::Wait;
@@ -69,7 +70,8 @@ impl Liveness {
         NextStep::WakeLoop
     }
 
-    /// Records that the agent's loop has answered. The supervisor's runtime has to answer as well.
+    /// Records that the agent's loop has answered. The answer is complete once the supervisor's runtime has answered
+    /// too.
     pub fn pass_on(&mut self) {
         self.is_passed_on = true;
     }
@@ -81,8 +83,8 @@ impl Liveness {
         self.answered = Some(Answer { at: now, age, doing });
     }
 
-    /// Returns the verdict at `now`. `at_work` is how long the loop has been busy with its current event. `None` if the
-    /// loop is waiting for events or is not watched.
+    /// Returns the verdict at `now`. `at_work` is the time that the loop has spent on its current event so far, or
+    /// `None` if the loop is idle or not watched.
     pub fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
         let since = |at: Instant| now.saturating_duration_since(at);
         let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);
@@ -153,8 +155,7 @@ mod tests {
         let verdict = liveness.verdict(now, Some(LIMIT + SECOND));
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has taken no step for 61.0 s");
-        // An answer resets the time for which the loop counts as busy, even if the loop is still handling the same
-        // event.
+        // An answer restarts the measurement of the busy time, even if the loop is still handling the same event.
         liveness.answer(now, Duration::ZERO, None);
         assert!(liveness.verdict(now + SECOND, Some(LIMIT * 2)).alive);
         assert!(!liveness.verdict(now + LIMIT + SECOND, Some(LIMIT * 3)).alive);

@@ -24,7 +24,8 @@ use tokio::time::timeout_at;
 
 use crate::source::Stream;
 
-/// How long a scrape waits for the thread, counted from the moment at which the thread became busy.
+/// How long a scrape waits for the thread that checks the files, counted from the time at which the thread became
+/// busy.
 pub const PATIENCE: Duration = Duration::from_millis(200);
 
 /// A log file. Only one stream of one worker writes to it.
@@ -32,8 +33,8 @@ pub const PATIENCE: Duration = Duration::from_millis(200);
 pub struct LogFile {
     pub stream: Stream,
     pub path: PathBuf,
-    /// True if the file did not exist when the attempt was prepared. If false and no earlier attempt wrote to the file,
-    /// only bytes that are added after the first check are counted.
+    /// True if the file did not exist when the attempt was prepared. If it existed and no earlier attempt wrote to
+    /// it, only bytes added after the first check are counted.
     pub is_new: bool,
 }
 
@@ -56,7 +57,7 @@ fn stat(path: &Path) -> FileState {
     }
 }
 
-/// Byte counts. Pure: they depend only on the results of checking the files.
+/// Byte counts of the streams. Does no I/O: the caller passes the results of the file checks.
 #[derive(Debug, Default)]
 struct Tally {
     counts: BTreeMap<Stream, u64>,
@@ -67,13 +68,13 @@ struct Tally {
 struct WatchedFile {
     stream: Stream,
     last: FileState,
-    /// True if no check in this attempt has returned a known state yet.
+    /// True until a check in this attempt returns a state other than `Unknown`.
     is_first: bool,
 }
 
 impl Tally {
-    /// Starts another attempt with these files. If the previous attempt wrote to the same file, counting continues at
-    /// the file's last known size.
+    /// Starts counting for an attempt that writes to these files. If the previous attempt wrote to the same file,
+    /// continues at the file's last known size.
     fn begin(&mut self, files: Vec<LogFile>) {
         let mut earlier = std::mem::take(&mut self.files);
         for LogFile { stream, path, is_new } in files {
@@ -83,8 +84,8 @@ impl Tally {
         }
     }
 
-    /// Processes the result of checking a file, as SIZES-1 requires. Returns the file's stream and the new count of the
-    /// stream. `None` if the count cannot be updated.
+    /// Updates the count of the file's stream with the result of a check (SIZES-1). Returns the stream and its new
+    /// count, or `None` if the count cannot be updated.
     fn update(&mut self, path: &Path, now: FileState) -> Option<(Stream, u64)> {
         let file = self.files.get_mut(path)?;
         let is_first = file.is_first;
@@ -96,7 +97,7 @@ impl Tally {
             }
             // The worker's file was moved or removed. A file that now has this name does not belong to the worker.
             (FileState::File(..), _) if !is_first => return None,
-            // The file is absent, or it is unknown how many of its bytes were written by the worker.
+            // Add nothing: the file is absent, or an unknown part of it was written by the worker.
             (_, FileState::Absent | FileState::File(..)) => 0,
         };
         (file.last, file.is_first) = (now, false);
@@ -110,8 +111,8 @@ impl Tally {
     }
 }
 
-/// Request to the thread. `Some` starts another attempt with these files. `None` requests one more check of the current
-/// files.
+/// Request to the thread that checks the files. `Some` starts an attempt with these files. `None` requests one
+/// more check of the current files.
 type Request = Option<Vec<LogFile>>;
 
 #[derive(Default)]
@@ -119,25 +120,24 @@ struct State {
     requests: Option<mpsc::Sender<Request>>,
     counts: BTreeMap<Stream, u64>,
     is_watching: bool,
-    /// Number of requests that were sent to the thread. `begun` is the number of requests that the thread has started.
+    /// Number of requests sent to the thread. `begun` is the number of requests that the thread has started.
     wanted: u64,
     begun: u64,
-    /// Time at which the thread last finished a request, or received one while it was idle. It has been busy since
-    /// then. `None` if all requests are finished.
+    /// Time at which the thread became busy with its current request. `None` if the thread is idle.
     waiting_since: Option<Instant>,
     checked_at: Option<Instant>,
 }
 
 impl State {
     fn request(&mut self, request: Request, now: Instant) {
-        // Ignore an error. It means that the thread has panicked, and the counts then stay unchanged.
+        // Ignore a send error. It means that the thread has panicked, so the counts stay unchanged.
         if self.requests.as_ref().is_some_and(|requests| requests.send(request).is_ok()) {
             self.wanted += 1;
             self.waiting_since.get_or_insert(now);
         }
     }
 
-    /// Requests a check of the files, unless the thread already has a request that it has not started.
+    /// Requests a check of the files, unless an earlier request is still queued.
     fn request_check(&mut self) {
         if self.wanted == self.begun {
             self.request(None, Instant::now());
@@ -150,11 +150,12 @@ impl State {
 pub struct StreamCounts {
     /// Bytes of each stream in all attempts.
     pub counts: BTreeMap<Stream, u64>,
-    /// Age of the counts. `None` if they are up to date, because no attempt is running and all checks are finished.
+    /// Time since the last check. `None` if the counts are final, because no attempt is running and all checks are
+    /// finished.
     pub age: Option<Duration>,
 }
 
-/// Handle for the thread that checks the files, and for its counts.
+/// The byte counts, and the handle of the thread that checks the files.
 #[derive(Default)]
 pub struct LogSizes {
     shared: Arc<Shared>,
@@ -195,7 +196,7 @@ impl LogSizes {
         Ok(())
     }
 
-    /// Ends the attempt and requests the final check of its files, see SIZES-3. Never blocks.
+    /// Ends the attempt and requests the final check of its files (SIZES-3). Never blocks.
     pub fn end(&self) {
         let mut state = lock(&self.shared.state);
         if std::mem::take(&mut state.is_watching) {
@@ -203,8 +204,8 @@ impl LogSizes {
         }
     }
 
-    /// Waits until every file has been checked at least once since this call, or until the thread has been busy for
-    /// [`PATIENCE`].
+    /// Waits until every file has been checked at least once since this call, or until the thread has spent
+    /// [`PATIENCE`] on one request.
     pub async fn ask(&self) {
         let (target, since) = {
             let mut state = lock(&self.shared.state);
@@ -215,7 +216,7 @@ impl LogSizes {
         };
         if let Some(since) = since {
             let mut done = self.shared.done.subscribe();
-            // Ignore a timeout. The age of the counts then shows that they are old.
+            // Ignore a timeout, because the reported age shows that the counts are old.
             let _ = timeout_at((since + PATIENCE).into(), done.wait_for(|done| *done >= target)).await;
         }
     }
@@ -261,8 +262,7 @@ impl Shared {
         let mut state = lock(&self.state);
         let now = Instant::now();
         state.checked_at = Some(now);
-        // The thread executes one request at a time, so the one that it has just finished is the last one that it has
-        // started.
+        // The thread executes one request at a time, so it has now finished every request that it has started.
         state.waiting_since = (state.wanted > state.begun).then_some(now);
         self.done.send_replace(state.begun);
     }

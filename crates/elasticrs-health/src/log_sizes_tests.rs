@@ -72,8 +72,7 @@ fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
 }
 
 proptest! {
-    /// Checks SIZES-1. Also checks that all bytes are counted if the files only grow, no matter when the files are
-    /// checked.
+    /// Checks SIZES-1, and checks that all bytes are counted if the files only grow.
     #[test]
     fn counts_never_go_down(steps in prop::collection::vec((0u8..6, 0u64..1000), 1..80)) {
         let mut tally = begun(true);
@@ -111,7 +110,7 @@ fn asked(sizes: &LogSizes) -> StreamCounts {
     sizes.known(Instant::now())
 }
 
-/// Scrapes until the counts have these values.
+/// Scrapes repeatedly until the counts are equal to `counts`.
 fn until(sizes: &LogSizes, counts: &[(Stream, u64)]) -> StreamCounts {
     loop {
         let known = asked(sizes);
@@ -133,12 +132,12 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
     sizes.begin(files("out")).unwrap();
     assert_eq!(until(&sizes, &[(OUT, 0), (ERR, 0)]).counts.len(), 2);
     fs::write(path("out"), "12345").unwrap();
-    // The size of `link` is unknown, because it leads to a device instead of a regular file.
+    // The size of `link` is unknown, because it points to a device instead of a regular file.
     std::os::unix::fs::symlink("/dev/null", path("link")).unwrap();
     assert!(until(&sizes, &[(OUT, 5), (ERR, 0)]).age.is_some());
     OpenOptions::new().append(true).open(path("out")).unwrap().write_all(b"6").unwrap();
     sizes.end();
-    // Wait until no age is reported, which means that the final check is finished.
+    // Wait until no age is reported. The final check is then finished.
     while asked(&sizes).age.is_some() {}
     assert_eq!(asked(&sizes).counts[&OUT], 6);
     File::create(path("again")).unwrap().write_all(b"789").unwrap();
@@ -149,13 +148,13 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
     assert_eq!(asked(&sizes).counts[&OUT], 9);
 }
 
-/// Creates counts whose checks hang until the test sends the result of the check.
+/// Creates a `LogSizes` whose checks block until the test sends a result.
 fn gated() -> (LogSizes, mpsc::Sender<FileState>, mpsc::Receiver<()>) {
     let (answer, answers) = mpsc::channel();
     let (looks, looking) = mpsc::channel();
     let sizes = LogSizes::default();
     let stat = move |_: &Path| {
-        // Ignore an error, because the test may have ended.
+        // Ignore an error, because the test may already be over.
         let _ = looks.send(());
         answers.recv().unwrap_or(FileState::Unknown)
     };
@@ -172,8 +171,8 @@ fn who_asks_is_answered_while_a_look_hangs() {
     answer.send(sized(1, 8)).unwrap();
     until(&sizes, &[(OUT, 8)]);
     for _ in 0..2 {
-        // The first scrape waits until the time limit. The second scrape does not wait, because the limit has already
-        // passed.
+        // The first scrape waits until the time limit has passed. The second scrape does not wait, because the limit
+        // has already passed.
         let known = asked(&sizes);
         assert_eq!(known.counts[&OUT], 8);
         assert!(known.age.is_some());
@@ -186,11 +185,11 @@ fn who_asks_is_answered_while_a_look_hangs() {
     assert!(state.waiting_since.unwrap() + PATIENCE <= before);
     assert!(state.wanted <= state.begun + 1, "questions pile up");
     drop(state);
-    // One attempt ends and another one begins. Neither call waits for the check that hangs.
+    // End the attempt and begin another one. Neither call waits for the check that hangs.
     sizes.end();
     sizes.begin(vec![file(OUT, "again", true)]).unwrap();
     assert_eq!(asked(&sizes).counts[&OUT], 8);
-    // The results are for the check that hangs, for the final check of the first attempt's file, and for the check of
+    // Send the results of the check that hangs, of the final check of the first attempt's file, and of the check of
     // the new file.
     for size in [sized(1, 9), sized(1, 10), sized(2, 5)] {
         answer.send(size).unwrap();
@@ -209,7 +208,7 @@ fn a_thread_that_hangs_is_left_behind_and_catches_up() {
     drop(sizes);
     assert_eq!(*shared.done.borrow(), 0);
     answer.send(sized(1, 7)).unwrap();
-    // The thread drops its end of the channel when it exits.
+    // The thread has exited and dropped its end of the channel.
     assert!(looking.recv().is_err());
     assert_eq!(lock(&shared.state).counts[&OUT], 7);
 }

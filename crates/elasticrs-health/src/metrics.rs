@@ -56,14 +56,15 @@ struct Series {
     count: u64,
 }
 
-/// Metrics that the agent reports when something happens. All other values are read at the time of a scrape, see
+/// Metrics that the agent updates when something happens. All other values are read at the time of a scrape, see
 /// [`Moment`].
 #[derive(Debug)]
 pub struct Registry {
     /// Time spent on each activity.
     pub spans: Spans,
     restarts: [u64; Cause::ALL.len()],
-    /// Number of recoveries in each bucket. The last bucket is for recoveries that took longer than the highest bound.
+    /// Number of recoveries in each bucket. The last bucket counts the recoveries that took longer than the highest
+    /// bound.
     recoveries: [u64; BUCKETS.len() + 1],
     recovery_seconds: f64,
     put: BTreeMap<(String, String), Series>,
@@ -71,13 +72,13 @@ pub struct Registry {
     job: Option<Job>,
 }
 
-/// Identity of the agent within its job. It appears on the metrics page after [`Registry::identify`] has been called.
+/// Identity of the agent within its job. Appears on the metrics page once [`Registry::identify`] has been called.
 #[derive(Debug, Default)]
 pub struct Job {
     pub run_id: String,
     /// Name of the machine.
     pub node: String,
-    /// Group rank of this node and the number of workers on all nodes. `None` before the first round.
+    /// Group rank of this node, and the number of workers on all nodes. `None` before the first rendezvous.
     pub placed: Option<(u32, u32)>,
 }
 
@@ -89,7 +90,7 @@ pub struct Moment<'a> {
     pub state: State,
     pub restarts_left: Option<f64>,
     pub workers: &'a [Worker],
-    /// Usage of the running workers, see [`usages`].
+    /// Resource usage of the running workers, see [`usages`].
     pub usages: &'a [(&'a Worker, Usage)],
     pub readings: &'a Readings,
     pub sizes: &'a StreamCounts,
@@ -127,7 +128,8 @@ impl Registry {
         self.recovery_seconds += seconds;
     }
 
-    /// Records a value of the user's metric `name` in `group`. The number of series is limited, see METRICS-2.
+    /// Records a value of the user's metric `name` in `group`. Drops the value if it would create too many series
+    /// (METRICS-2).
     pub fn put(&mut self, group: &str, name: &str, value: f64) {
         let key = (group.to_owned(), name.to_owned());
         if self.put.len() >= MAX_SERIES && !self.put.contains_key(&key) {
@@ -140,7 +142,7 @@ impl Registry {
         series.count += 1;
     }
 
-    /// Returns the page of metrics, as METRICS-1 requires.
+    /// Renders the metrics page (METRICS-1).
     pub fn render(&self, moment: &Moment<'_>) -> String {
         let mut page = Page(String::with_capacity(4096));
         render_agent(&mut page, moment);
@@ -157,8 +159,8 @@ impl Registry {
     fn render_identity(&self, page: &mut Page) {
         let Some(Job { run_id, node, placed }) = &self.job else { return };
         let group_rank = placed.map_or_else(String::new, |(group_rank, _)| group_rank.to_string());
-        // Put these labels on a separate metric, because they change between rounds. If every sample had them, each
-        // round would start new series.
+        // Put these labels on a separate metric, because they can change with every rendezvous. If every sample had
+        // them, each change would start new series.
         page.family("elasticrs_job_info", "gauge", "Always 1; the job, the machine and the group rank of this agent.");
         let labels = [("run_id", run_id.as_str()), ("node", node), ("group_rank", &group_rank)];
         page.sample("elasticrs_job_info", &labels, 1.0);
@@ -223,7 +225,7 @@ fn render_agent(page: &mut Page, moment: &Moment<'_>) {
     }
 }
 
-/// Returns the resource usage of the workers that are still running. Reads files in `/proc`.
+/// Returns the resource usage of the workers that are still running, as read from `/proc`.
 pub fn usages(workers: &[Worker]) -> Vec<(&Worker, Usage)> {
     workers
         .iter()
@@ -295,7 +297,7 @@ fn render_logs(page: &mut Page, moment: &Moment<'_>) {
 fn render_streams(page: &mut Page, name: &str, help: &str, counts: &BTreeMap<Stream, u64>, workers: &[Worker]) {
     page.family(name, "counter", help);
     for ((local_rank, output), count) in counts {
-        // Skip a stream if its worker is unknown, because streams are registered shortly before their workers.
+        // Skip a stream whose worker is not known yet. Streams are registered shortly before their workers.
         let Some(worker) = workers.iter().find(|worker| worker.local_rank == *local_rank) else { continue };
         let [rank, local_rank] = worker.labels();
         let labels = [(rank.0, rank.1.as_str()), (local_rank.0, local_rank.1.as_str()), ("stream", output.name())];

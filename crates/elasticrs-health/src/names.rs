@@ -26,7 +26,7 @@ pub fn is_ours(host: Option<&str>, listens_on: &str) -> bool {
     name == plain(listens_on) || is_of_machine(&name, &machine, &read("/etc/hosts"), &read("/etc/resolv.conf"))
 }
 
-/// Normalises a name for comparison: converts it to lower case and removes the trailing dot.
+/// Normalises a name for comparison: lower case, without a trailing dot.
 fn plain(name: &str) -> String {
     name.strip_suffix('.').unwrap_or(name).to_ascii_lowercase()
 }
@@ -34,7 +34,7 @@ fn plain(name: &str) -> String {
 fn without_port(host: &str) -> String {
     let is_port = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit());
     plain(match host.rsplit_once(':') {
-        // Check the text after the last colon, because an IPv6 address in brackets also contains colons.
+        // Look for the port after the last colon, because an IPv6 address in brackets also contains colons.
         Some((name, port)) if is_port(port) => name,
         _ => host,
     })
@@ -44,7 +44,7 @@ fn is_address_or_loopback(name: &str) -> bool {
     let in_brackets = name.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
     let is_address = in_brackets.map_or_else(
         || name.parse::<IpAddr>().is_ok(),
-        // A link-local address may end with the name of an interface.
+        // A link-local address can end with `%` and the name of an interface.
         |address| address.split('%').next().unwrap_or_default().parse::<Ipv6Addr>().is_ok(),
     );
     is_address || matches!(name, "localhost" | "ip6-localhost" | "ip6-loopback") || name.ends_with(".localhost")

@@ -7,7 +7,7 @@ use nix::unistd::{SysconfVar, sysconf};
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Usage {
     pub resident: u64,
-    /// CPU time in seconds, in user and kernel mode.
+    /// CPU time in seconds, user and kernel mode together.
     pub cpu: f64,
     /// Start time in clock ticks since boot. Together with the pid, it identifies the process.
     pub started: u64,

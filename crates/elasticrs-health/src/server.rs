@@ -29,12 +29,12 @@ use crate::source::{Heartbeat, Readings, Source};
 
 /// Maximum number of simultaneous connections. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
-/// Time limit for a client to send its request. The same limit applies to reading the response. See HEALTH-1.
+/// Time limit for receiving a client's request. The same limit applies to sending the response (HEALTH-1).
 pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
-/// Maximum time that a request waits for the agent's loop. If there is no answer by then, the response is based on what
-/// is known so far.
+/// How long a request waits for the agent's loop to answer. After that, the response is based on what is known so
+/// far.
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-/// Maximum number of bytes that are read and discarded after the request.
+/// Maximum number of bytes that the server reads and discards after a request.
 const MAX_DROPPED: usize = 256 * 1024;
 /// How long a page of metrics is reused.
 const PAGE_FRESH: Duration = Duration::from_millis(100);
@@ -49,7 +49,7 @@ pub struct Settings {
     pub limit: Duration,
 }
 
-/// State of the job, as published by the loop.
+/// State of the job, as last published by the agent's loop.
 #[derive(Debug)]
 struct Published {
     state: State,
@@ -67,14 +67,15 @@ struct Shared {
     published: Mutex<Published>,
     registry: Mutex<Registry>,
     source: Mutex<Option<Arc<dyn Source>>>,
-    /// Reports how long the agent's loop has been busy with its current event. `None` if no loop is watched.
+    /// Source that reports how long the agent's loop has been busy with its current event. `None` if no loop is
+    /// watched.
     watched_loop: Mutex<Option<Arc<dyn Source>>>,
     sizes: LogSizes,
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
-/// A reply from the agent's loop, on its way through the supervisor's runtime. The reply is recorded when this value is
-/// dropped, so it is recorded even if the runtime stops before running the task.
+/// A reply of the agent's loop that passes through the supervisor's runtime. Dropping this value records the
+/// reply, so the reply is recorded even if the runtime stops before it runs the task.
 struct Answer {
     shared: Arc<Shared>,
     age: Duration,
@@ -87,8 +88,7 @@ impl Drop for Answer {
     }
 }
 
-/// The agent's handle for its health server. Closing it blocks until the server's thread has exited. Nothing else
-/// blocks.
+/// The agent's handle for its health server. Only closing it blocks, until the server's thread has exited.
 pub struct Handle {
     port: u16,
     shared: Arc<Shared>,
@@ -97,7 +97,8 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Starts to listen and to answer requests. `tell` is called with a message for the user if there is a problem.
+    /// Starts a server that answers requests. The server calls `tell` with a message for the user if there is a
+    /// problem.
     pub fn start(settings: &Settings, tell: Tell) -> Result<Self, ListenError> {
         let port = Port::from(settings.port);
         let failed = |source: io::Error| ListenError { host: Some(settings.host.clone()), port, source };
@@ -139,12 +140,12 @@ impl Handle {
         self.shared.answer(age, doing);
     }
 
-    /// Same as [`Self::answer`], but the answer passes through the thread that supervises the workers, so that a hang
-    /// of that thread is detected as well.
+    /// Like [`Self::answer`], but sends the answer through the supervisor's thread, so that a hang of that thread is
+    /// also detected.
     pub fn answer_through(&self, supervisor: &impl Spawn, age: Duration, doing: Option<String>) {
         self.shared.wake.clear();
         lock(&self.shared.liveness).pass_on();
-        // Ignore an error. It means that the runtime has stopped, which the loop learns in another way.
+        // Ignore an error. It means that the runtime has stopped, and the loop is notified of this separately.
         let _ = supervisor.spawn(self.answer_of_runtime(age, doing));
     }
 
@@ -153,18 +154,19 @@ impl Handle {
         Box::new(move || Box::pin(async move { drop(answer) }))
     }
 
-    /// Sets the source of the core's values. They appear in the metrics and in the status.
+    /// Sets the source of the core's counters, which the server shows in the metrics and in the status.
     pub fn show(&self, source: Arc<dyn Source>) {
         *lock(&self.shared.source) = Some(source);
     }
 
-    /// Sets the source that reports how long the agent's loop has been busy, see [`Source::at_work`]. With it, even the
-    /// first liveness request detects a loop that is stuck.
+    /// Sets the source that reports how long the agent's loop has been busy, see [`Source::at_work`]. With this
+    /// source, even the first liveness request detects a stuck loop.
     pub fn watch_loop(&self, source: Arc<dyn Source>) {
         *lock(&self.shared.watched_loop) = Some(source);
     }
 
-    /// Starts an attempt. Its workers write to these log files, which no thread reads. See [`crate::log_sizes`].
+    /// Starts an attempt whose workers write directly to these log files. The server takes the byte counts from the
+    /// sizes of the files, see [`crate::log_sizes`].
     pub fn watch_files(&self, files: Vec<LogFile>) -> io::Result<()> {
         self.shared.sizes.begin(files)
     }
@@ -185,7 +187,7 @@ impl Handle {
         lock(&self.shared.page).take();
     }
 
-    /// Calls `counts` with the metrics registry and the current time, so that it can update the metrics.
+    /// Updates the metrics by calling `counts` with the registry and the current time.
     pub fn count<T>(&self, counts: impl FnOnce(&mut Registry, Instant) -> T) -> T {
         counts(&mut lock(&self.shared.registry), Instant::now())
     }
@@ -241,7 +243,7 @@ async fn serve(stream: &TcpStream, shared: &Shared) {
         },
     };
     let bytes = response.bytes(head_only);
-    // Stop sending if the client disconnects or does not read the response in time.
+    // Ignore errors and timeouts: the client has disconnected or does not read the response in time.
     let _ = timeout(CLIENT_LIMIT, send(stream, &bytes)).await;
 }
 
@@ -263,16 +265,16 @@ async fn read_head(stream: &TcpStream) -> io::Result<Option<Vec<u8>>> {
     }
 }
 
-/// Sends the response. Then reads and discards further bytes from the client, up to a limit, because closing a
-/// connection with unread bytes could destroy the response before the client has read it.
+/// Sends the response. Then reads and discards further bytes from the client, up to a limit. Closing a connection
+/// that has unread bytes would reset it, and the client could lose the response.
 async fn send(stream: &TcpStream, bytes: &[u8]) -> io::Result<()> {
     stream::write_all(stream, bytes).await?;
     stream::part(stream, MAX_DROPPED).await
 }
 
 async fn respond(request: &Request, shared: &Shared) -> Response {
-    // Do not check the host of health probes. Their responses reveal almost nothing, and a rejected probe may cause a
-    // restart of a healthy agent.
+    // Do not check the `Host` header of health probes. Their responses reveal almost nothing, and rejecting a probe
+    // could cause a restart of a healthy agent.
     let is_private = matches!(request.path.as_str(), "/metrics" | "/status");
     if is_private && !names::is_ours(request.host.as_deref(), &shared.host) {
         let said = "only by an address or a name of this machine, or the name that is given as --health-check-host";
@@ -283,7 +285,7 @@ async fn respond(request: &Request, shared: &Shared) -> Response {
         "/readyz" => shared.ready(),
         "/metrics" => shared.metrics().await,
         "/status" => {
-            // Ask the loop first, because it publishes part of the state only when a client asks.
+            // Wake the loop first, because it publishes part of the state only on request.
             shared.ask().await;
             shared.status()
         }
@@ -317,7 +319,7 @@ impl Shared {
         self.answered.send_replace(());
     }
 
-    /// Asks the loop for an answer, as HEALTH-3 requires. Returns the verdict after the answer, or after
+    /// Asks the agent's loop for an answer (HEALTH-3). Returns the verdict when the loop has answered, or after
     /// [`ANSWER_LIMIT`].
     async fn ask(&self) -> Verdict {
         let limit = ANSWER_LIMIT.min(lock(&self.liveness).limit());
@@ -329,7 +331,7 @@ impl Shared {
             self.wake.set();
         }
         if step != NextStep::Reuse {
-            // Ignore a timeout, because the verdict says how long the loop has not answered.
+            // Ignore a timeout, because the verdict reports how long the loop has been silent.
             let _ = timeout_at(deadline.into(), answered.changed()).await;
         }
         self.verdict()
@@ -384,8 +386,7 @@ impl Shared {
         let mut page = self.fresh_page();
         if page.is_none() {
             self.sizes.ask().await;
-            // Check for a page again. If several requests have waited together, the first one has already built the
-            // page.
+            // Check again for a fresh page, because another request may have built one during the wait.
             page = self.fresh_page();
         }
         let body = page.unwrap_or_else(|| self.new_page());
@@ -413,7 +414,8 @@ impl Shared {
             let left = published.status.get("restarts_left").and_then(Value::as_f64);
             (published.state, published.workers.clone(), left)
         };
-        // Read the usage before taking the lock, because other threads need the lock to update the metrics.
+        // Read the usage from `/proc` before taking the lock, because other threads need the lock to update the
+        // metrics.
         let usages = usages(&workers);
         let moment = Moment {
             now,
@@ -439,8 +441,8 @@ mod tests {
         let limit = Duration::from_secs(60);
         let settings = Settings { host: "127.0.0.1".into(), port: 0, limit };
         let handle = Handle::start(&settings, Box::new(|_| ())).unwrap();
-        // When the runtime stops, it drops a task that is still in its queue, or the future of a task before its first
-        // poll.
+        // A runtime that stops can drop a queued task, or a future that was never polled. The answer must be recorded
+        // in both cases.
         let ends: [fn(Task); 2] = [drop, |task| drop(task())];
         for end in ends {
             *lock(&handle.shared.liveness) = Liveness::new(limit);

@@ -1,4 +1,4 @@
-//! Values that the core of the agent counts, in the form in which the server reports them.
+//! Values counted by the agent's core, in the form in which the health server reports them.
 
 use std::time::Duration;
 
@@ -14,11 +14,11 @@ named_enum! {
     }
 }
 
-/// A stream of a worker: the worker's local rank, and standard output or standard error.
+/// An output stream of a worker, identified by the worker's local rank and by standard output or standard error.
 pub type Stream = (u32, Output);
 
-/// Source of the values. The server calls it on its own thread. A call never waits for the core, because the core may
-/// hang.
+/// Source of the reported values. The server calls it on the server's thread. Implementations may not wait for
+/// the core, because the core may hang.
 pub trait Source: Send + Sync {
     /// Returns the current values.
     fn read(&self) -> Readings;
@@ -31,9 +31,9 @@ pub trait Source: Send + Sync {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Readings {
     pub timers: TimerCounts,
-    /// The streams that go to the console, each with the numbers of bytes and newlines that were read from it.
+    /// The streams that go to the console. Each has its number of bytes and its number of newlines read so far.
     pub logs: Vec<(Stream, u64, u64)>,
-    /// The last heartbeat of each worker that has sent at least one.
+    /// Last heartbeat of each worker that has sent one.
     pub heartbeats: Vec<Heartbeat>,
 }
 

@@ -1,11 +1,11 @@
-//! Breakdown of a job's time by activity. Each moment is counted as exactly one activity.
+//! Breakdown of an agent's time by activity. The agent has exactly one activity at any time.
 
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::named_enum;
 
 named_enum! {
-    /// Activities of a node's agent. The names are those in the metrics.
+    /// Activity of a node's agent, with its name in the metrics.
     pub enum Activity {
         /// The workers are being started for the first time.
         Starting = "starting",
@@ -13,9 +13,9 @@ named_enum! {
         Productive = "productive",
         /// Workers have failed and are not running again yet.
         Restarting = "restarting",
-        /// The agent waits for other nodes in a rendezvous.
+        /// The agent is waiting for other nodes in a rendezvous.
         WaitingForNodes = "waiting_for_nodes",
-        /// The workers are running, and one of them hangs.
+        /// The workers are running, but at least one of them hangs.
         Hung = "hung",
     }
 }
@@ -40,8 +40,8 @@ impl Spans {
         (self.now, self.since) = (activity, now);
     }
 
-    /// Moves `span` from productive to hung time. Called when a hung worker is detected. `span` is how long the worker
-    /// has hung so far.
+    /// Moves `span` from productive time to hung time. Called when a hung worker is detected, with the time for which
+    /// it has hung so far.
     pub fn was_hung(&mut self, span: Duration, now: Instant) {
         self.enter(self.now, now);
         let moved = span.min(self.totals[Activity::Productive as usize]);

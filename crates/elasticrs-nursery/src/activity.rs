@@ -20,20 +20,21 @@ use elasticrs_sys::timer;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
-/// Milliseconds after which an unfinished step of a start is considered hung. The limit is short, because all processes
-/// must be killed within 100 ms of the agent's death.
+/// Time in milliseconds after which an unfinished step of starting a worker is considered hung. The limit is
+/// short, because all processes must be killed within 100 ms of the agent's death.
 pub const PATIENCE_MS: u16 = 50;
 
 const IMPORTS: u64 = 0;
 const WAITS: u64 = 1;
 const DONE: u64 = 2;
 
-/// Shared page and timer through which a nursery reports its activity to its sentinel.
+/// Shared page and timer through which a nursery reports its activity to its sentinel (the process that guards
+/// it).
 #[derive(Debug)]
 pub struct Activity {
     page: Page,
     timer: TimerFd,
-    /// Number of the most recent step of a start. Used only by the nursery.
+    /// Number of the latest step of starting a worker. Used only by the nursery.
     step: u64,
 }
 
@@ -46,37 +47,40 @@ pub enum Doing {
     /// The nursery is waiting for requests. It watches its agent and the fence deadline itself, so the sentinel does
     /// not have to act.
     Waits,
-    /// The nursery is starting a worker. Contains the number of the current step, which is different for every step.
+    /// The nursery is starting a worker. Contains the number of the current step. No two steps have the same number.
     Starts(u64),
     /// The nursery has killed all of its descendants and is about to exit.
     Done,
 }
 
 impl Activity {
-    /// Creates a page and a timer for a nursery that is importing modules.
+    /// Creates the page and the timer for a nursery that is importing modules.
     ///
     /// # Errors
-    /// No file descriptor or memory is available.
+    ///
+    /// Fails if no file descriptor or memory is available.
     pub fn new() -> io::Result<Self> {
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         let timer = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags)?;
         Ok(Self { page: Page::of_our_own(c"nursery-activity")?, timer, step: DONE })
     }
 
-    /// Duplicates the descriptors of the page and of the timer, to send them to another process.
+    /// Duplicates the descriptors of the page and the timer, to send them to another process.
     ///
     /// # Errors
-    /// No file descriptor is available.
+    ///
+    /// Fails if no file descriptor is available.
     pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(vec![self.page.as_fd().try_clone_to_owned()?, self.timer.as_fd().try_clone_to_owned()?])
     }
 
-    /// Maps the page and takes ownership of the timer. The descriptors come from another process, which called
+    /// Maps the page and takes ownership of the timer, which another process sent after calling
     /// [`Self::descriptors`].
     ///
     /// # Errors
-    /// The descriptors are not a page and a timer, or no memory is available. `EMFILE` if some descriptors did not
-    /// arrive, because this process has reached its limit on open files.
+    ///
+    /// Fails if the descriptors are not a page and a timer, or if no memory is available. Returns `EMFILE` if some
+    /// descriptors are missing, because this process has reached its limit on open files.
     pub fn from_descriptors(fds: Vec<OwnedFd>) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self { page: Page::map(page)?, timer: timer::from_descriptor(timer)?, step: DONE })
@@ -115,8 +119,8 @@ impl Activity {
         }
     }
 
-    /// Returns the nursery's activity. If the nursery is still starting a worker, also sets the timer again. Called
-    /// when the timer has expired.
+    /// Returns the nursery's activity. Called when the timer has expired. Restarts the timer if the nursery is still
+    /// starting a worker.
     pub fn look_again(&self) -> Doing {
         self.look_no_more();
         let doing = self.look();
@@ -126,7 +130,7 @@ impl Activity {
         doing
     }
 
-    /// Descriptor that becomes readable when [`Self::look_again`] should be called.
+    /// Returns the timer's descriptor. When it becomes readable, call [`Self::look_again`].
     pub fn timer(&self) -> BorrowedFd<'_> {
         self.timer.as_fd()
     }

@@ -20,21 +20,22 @@ use nix::sys::signal::Signal;
 
 use super::tree::{self, Target};
 
-/// How long a sweep waits for a cleaner after all other processes have exited.
+/// How long a sweep waits for a cleaner (a process that unlinks shared memory) after all other processes have
+/// exited.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// How long a sweep waits for `torch_shm_manager`. After its last client has exited, this program waits two seconds for
 /// another client, and only then starts to clean up.
 const MANAGER_PATIENCE: Duration = Duration::from_secs(3);
-/// How long a sweep waits for cleaners to exit after killing them. A sweep kills cleaners that exceed their time
-/// limits.
+/// How long a sweep waits for cleaners to exit after it has killed them for exceeding their time limits.
 pub const LAST_MOMENT: Duration = Duration::from_secs(1);
-/// Maximum time that cleaners can add to a sweep.
+/// Maximum time by which cleaners can prolong a sweep.
 pub const LONGEST: Duration = MANAGER_PATIENCE.saturating_add(LAST_MOMENT);
 
-/// Process name of `torch_shm_manager`, which the kernel truncates to 15 bytes.
+/// Name of the `torch_shm_manager` process, which the kernel truncates to 15 bytes.
 const MANAGER: &str = "torch_shm_manag";
-/// Maximum number of open descriptors of a resource tracker besides the three standard ones. A tracker has the read end
-/// of its pipe and possibly a copy of standard error. It also opens files briefly while it starts or prints a warning.
+/// Maximum number of descriptors that a resource tracker has open, besides the three standard ones. A tracker has
+/// the read end of its pipe and possibly a copy of standard error. It also opens files briefly while it starts or
+/// prints a warning.
 const FEW_DESCRIPTORS: usize = 4;
 
 /// Returns how long a sweep waits for this process once all other processes have exited. `None` if the process is not a
@@ -47,13 +48,13 @@ pub fn patience_with(target: &Target) -> Option<Duration> {
         .then_some(PATIENCE)
 }
 
-/// True if the process looks like a resource tracker: it has few open descriptors, and either reads from a pipe or runs
-/// Python. The second case covers a tracker that is about to unlink memory, because it has already closed the pipe.
+/// True if the process looks like a resource tracker: it has few open descriptors, and either reads from a pipe
+/// or runs Python. The Python case covers a tracker that has closed its pipe and is about to unlink memory.
 fn is_tracker(pid: i32) -> bool {
     let Some(Ok(entries)) = procfs::folder(pid).map(|folder| fs::read_dir(folder.join("fd"))) else { return false };
     let paths = entries.flatten().map(|entry| entry.path()).filter(|path| !is_standard(path));
     let paths: Vec<PathBuf> = paths.take(FEW_DESCRIPTORS + 1).collect();
-    // The path cannot be read while the process is exiting. Treat the program as Python in this case.
+    // The program of an exiting process cannot be determined. Treat it as Python.
     let may_be_python = || program(pid).is_none_or(|path| is_python(&path));
     paths.len() <= FEW_DESCRIPTORS && (paths.iter().any(|path| reads_a_pipe(path)) || may_be_python())
 }
@@ -63,7 +64,7 @@ fn is_standard(path: &Path) -> bool {
 }
 
 fn reads_a_pipe(path: &Path) -> bool {
-    // The permission bits of the link show whether the descriptor is open for reading or writing.
+    // The mode of the `/proc` link shows whether the descriptor is open for reading or for writing.
     let may_write = fs::symlink_metadata(path).is_ok_and(|link| link.permissions().mode() & 0o200 != 0);
     !may_write && fs::read_link(path).is_ok_and(|target| target.as_os_str().as_encoded_bytes().starts_with(b"pipe:"))
 }
@@ -83,13 +84,13 @@ fn program(pid: i32) -> Option<PathBuf> {
 pub struct Patience {
     alone_since: Option<Instant>,
     is_over: bool,
-    /// Time limit for each known cleaner, keyed by pid and start time. Known cleaners are recorded here, because a
-    /// cleaner that is exiting has no descriptors and no program, and can no longer be recognised.
+    /// Time limit for each cleaner found so far, keyed by pid and start time. The map is needed because an exiting
+    /// cleaner can no longer be recognised: it has no descriptors and no program.
     seen: BTreeMap<(i32, u64), Duration>,
 }
 
 impl Patience {
-    /// True if the process is a cleaner and its time limit has not passed.
+    /// True if the process is a cleaner whose time limit has not passed.
     pub fn spares(&mut self, target: &Target, now: Instant) -> bool {
         let Some(started) = target.started() else { return false };
         if let Some(patience) = patience_with(target) {
@@ -99,7 +100,7 @@ impl Patience {
         !self.is_over && patience.is_some_and(|&span| self.alone_since.is_none_or(|since| now < since + span))
     }
 
-    /// Records that only cleaners are still running, and starts their time limits. Returns true on the first call.
+    /// Records that only cleaners are still running. Their time limits start now. Returns true on the first call.
     pub fn begin(&mut self, now: Instant) -> bool {
         let is_first = self.alone_since.is_none();
         self.alone_since.get_or_insert(now);

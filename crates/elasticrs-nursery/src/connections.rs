@@ -20,17 +20,18 @@ pub enum Release {
     /// Close all sockets without notifying the peers, because the agent is still alive and its session continues
     /// without this nursery.
     Quietly,
-    /// Close all sockets except the newest, because the session has moved to the newest.
+    /// Close all sockets except the newest, because the session has moved to that socket.
     Older,
     /// Close only the newest socket, because the session did not move to it.
     Newest,
 }
 
-/// Secret that the nursery sends on a link after the agent and all of its processes have exited.
+/// Secret that the nursery sends on a link once the agent and all of its processes have exited. It proves their
+/// exit to the peer.
 pub type LastWord = [u8; 32];
 
-/// Maximum number of links that the nursery holds. The agent's session accepts the same number of links, so the nursery
-/// reaches this limit only if some of its links are dead and neither end has noticed.
+/// Maximum number of links that the nursery holds. The agent's session has the same limit, so the nursery reaches
+/// it only if some links have died unnoticed.
 const MAX_LINKS: usize = 64;
 
 /// A socket that the nursery holds open for its agent.
@@ -61,9 +62,10 @@ pub struct TooManyLinks;
 pub struct Connections(Vec<Held>);
 
 impl Connections {
-    /// Adds a socket. Unless `beside` is set, drops all other sockets first. Before adding a link, drops all dead
-    /// links. If the nursery still holds `MAX_LINKS` links then, refuses the new link, because a peer is waiting on
-    /// each of the others.
+    /// Adds a socket. Unless `beside` is set, drops all other sockets first.
+    ///
+    /// Before adding a link, drops all dead links. If `MAX_LINKS` links remain, refuses the new link, because a peer
+    /// is waiting on each of them.
     pub fn hold(&mut self, held: Held, beside: bool) -> Result<(), TooManyLinks> {
         if !beside {
             self.0.clear();
@@ -84,13 +86,13 @@ impl Connections {
             Release::All => {
                 for Held { socket, word } in self.0.drain(..) {
                     if let Some(word) = word {
-                        // The send buffer has room, because nothing else is ever sent on a link. An error means that
-                        // the link is down, so there is no peer to notify.
+                        // Ignore an error, because it means that the link is down. The send buffer always has room,
+                        // because nothing else is ever sent on a link.
                         let _ = send(socket.as_raw_fd(), &word, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL);
                     }
                     // Call `shutdown` first, because the kernel resets a connection that is closed with unread data.
-                    // The store ends a session when its connection is closed cleanly, but not when it is reset. An
-                    // error from `shutdown` means that the peer is already gone.
+                    // The store ends a session on a clean close, but not on a reset. Ignore an error, because the peer
+                    // is then already gone.
                     let _ = shutdown(socket.as_raw_fd(), Shutdown::Write);
                 }
             }
@@ -100,7 +102,7 @@ impl Connections {
         }
     }
 
-    /// Returns the sockets that are held, the newest last.
+    /// Returns the held sockets, newest last.
     pub fn all(&self) -> &[Held] {
         &self.0
     }

@@ -32,14 +32,14 @@ use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
 const NONE: u64 = 0;
-/// Value of the deadline after it was marked as passed. As a time, this value is always in the past, because it is one
-/// nanosecond after boot.
+/// Value of the deadline after it was marked as passed. It is also a time, one nanosecond after boot, so that
+/// comparisons with the clock treat it as passed.
 const PASSED: u64 = 1;
 const HOLDER_SHIFT: u32 = 60;
-/// Bits of the page's number that contain the deadline. The latest possible deadline is 36 years after boot.
+/// Mask of the bits that contain the deadline. They can express times up to 36 years after boot.
 const DEADLINE: u64 = (1 << HOLDER_SHIFT) - 1;
 
-/// Number, between 0 and 15, of a nursery that enforces the deadline. After 16 nurseries, the numbers repeat. By then,
+/// Number of a nursery that enforces the deadline, from 0 to 15. Numbers are reused after 16 nurseries. By then,
 /// the agent has long killed the earlier nursery with the same number.
 pub type Holder = u8;
 
@@ -61,10 +61,10 @@ pub enum Look {
     At(u64),
     /// The deadline has passed.
     Passed {
-        /// True for the first call that finds that the deadline has passed.
+        /// True only for the call that marked the deadline as passed.
         first: bool,
     },
-    /// Another nursery now enforces the deadline. Contains the deadline, or `None` if no deadline is set or if it was
+    /// Another nursery now enforces the deadline. Contains the deadline. `None` if there is no deadline, or if it was
     /// marked as passed.
     HandedOver(Option<u64>),
 }
@@ -73,7 +73,8 @@ impl Fence {
     /// Creates a fence without a deadline.
     ///
     /// # Errors
-    /// No file descriptor or memory is available.
+    ///
+    /// Fails if no file descriptor or memory is available.
     pub fn new() -> io::Result<Self> {
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         Ok(Self {
@@ -83,10 +84,11 @@ impl Fence {
         })
     }
 
-    /// Duplicates the descriptors of the page and of the timer, to send them to another process.
+    /// Duplicates the descriptors of the page and the timer, to send them to another process.
     ///
     /// # Errors
-    /// No file descriptor is available.
+    ///
+    /// Fails if no file descriptor is available.
     pub fn descriptors(&self) -> io::Result<Vec<OwnedFd>> {
         Ok(vec![self.deadline.page.as_fd().try_clone_to_owned()?, self.timer.as_fd().try_clone_to_owned()?])
     }
@@ -111,17 +113,19 @@ impl Fence {
         holder_of(self.deadline.page.number().load(Ordering::SeqCst))
     }
 
-    /// Makes the next nursery enforce the deadline instead of the current nursery. Called by the agent. If the deadline
-    /// was already marked as passed, returns `false` and changes nothing, because the current nursery still has to
-    /// report that.
+    /// Hands the enforcement of the deadline over to the next nursery. Called by the agent. Returns `false` and
+    /// changes nothing if the deadline was already marked as passed, because the current nursery still has to report
+    /// that.
     pub fn hand_over(&self) -> bool {
         self.deadline.hand_over()
     }
 
-    /// Sets or removes the deadline. Called by the agent. Returns `false` if the previous deadline had already passed.
+    /// Sets or removes the deadline. Called by the agent. Returns `false` if the previous deadline had already been
+    /// marked as passed.
     ///
     /// # Panics
-    /// This function never panics, because every number of nanoseconds is a valid time for a timer.
+    ///
+    /// Never panics, because every number of nanoseconds is a valid time for a timer.
     pub fn set(&self, boot_ns: Option<u64>) -> bool {
         let moved = self.deadline.set(boot_ns);
         if let Some(at) = moved.timer {
@@ -135,7 +139,8 @@ impl Fence {
     /// the expiration.
     ///
     /// # Errors
-    /// The timer could not be set or stopped. This is not expected to happen.
+    ///
+    /// Fails if the timer cannot be set or stopped, which is not expected to happen.
     pub fn look(&self) -> io::Result<Look> {
         settle(
             || self.deadline.look(boot_now(), self.holder),
@@ -148,14 +153,14 @@ impl Fence {
         .map_err(io::Error::from)
     }
 
-    /// True if the deadline has passed. Unlike [`Self::look`], this function does not mark the deadline as passed and
-    /// does not set the timer.
+    /// Returns true if the deadline has passed. Unlike [`Self::look`], does not mark the deadline as passed and does
+    /// not set the timer.
     pub fn has_passed(&self) -> bool {
         let deadline = self.deadline.page.number().load(Ordering::SeqCst) & DEADLINE;
         deadline != NONE && deadline <= boot_now()
     }
 
-    /// Descriptor that becomes readable when [`Self::look`] should be called.
+    /// Returns the timer's descriptor. When it becomes readable, call [`Self::look`].
     pub fn timer(&self) -> BorrowedFd<'_> {
         self.timer.as_fd()
     }
@@ -172,7 +177,7 @@ fn settle<E>(look: impl Fn() -> Look, set_timer: impl Fn(Look) -> Result<(), E>)
     loop {
         set_timer(found)?;
         match (found, look()) {
-            // The first of the two calls marked the deadline as passed, so only its result has `first: true`.
+            // The first call to `look` marked the deadline as passed, so only its result has `first: true`.
             (Look::Passed { .. }, Look::Passed { first: false }) => return Ok(found),
             (found, same) if same == found => return Ok(found),
             (_, other) => found = other,
@@ -189,10 +194,10 @@ struct Deadline {
 /// Result of changing the fence deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Moved {
-    /// True if the previous deadline had already passed.
+    /// True if the previous deadline had already been marked as passed.
     too_late: bool,
-    /// Time to set the timer to. `None` if the timer is already set to this time or an earlier one, or if the deadline
-    /// was removed.
+    /// Time to set the timer to. `None` if there is no deadline, or if the timer is already set to this time or an
+    /// earlier one.
     timer: Option<u64>,
 }
 
@@ -211,7 +216,7 @@ impl Deadline {
     }
 
     fn hand_over(&self) -> bool {
-        // The addition overflows if the current holder has number 15, and the next holder then gets number 0.
+        // Let the addition wrap around, because the holder after number 15 is number 0.
         let update = |number: u64| (number & DEADLINE != PASSED).then_some(number.wrapping_add(1 << HOLDER_SHIFT));
         self.page.number().fetch_update(Ordering::SeqCst, Ordering::SeqCst, update).is_ok()
     }
@@ -267,7 +272,7 @@ mod tests {
         ]
     }
 
-    /// Simulated timer, and the nurseries that check the deadline when it expires.
+    /// Simulates the timer, and the nurseries that check the deadline when the timer expires.
     struct Timer {
         deadline: Deadline,
         /// Numbers of the nurseries that check the deadline, oldest first.

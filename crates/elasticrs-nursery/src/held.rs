@@ -1,6 +1,6 @@
-//! Exited processes that their parent cannot reap, because a tracer holds them. The kernel notifies a tracer of an exit
-//! before it notifies the parent. The tracer may fail to handle the exit, for example if it is a debugger that waits at
-//! its prompt, or a profiler that was stopped.
+//! Exited processes that their parent cannot reap yet, because a tracer (such as a debugger) holds them. The
+//! kernel reports an exit to the tracer first. The parent is notified only after the tracer has handled the exit.
+//! A debugger that waits at its prompt, or a stopped profiler, does not handle exits.
 
 use std::fs;
 use std::time::Duration;
@@ -15,8 +15,8 @@ use super::tree::{Status, has_died};
 /// for it. A working tracer releases the process within milliseconds.
 pub const LIMIT: Duration = Duration::from_secs(1);
 
-/// Number of the field in `/proc/PID/stat` that contains the exit status. The field is 0 for readers without the
-/// permission to see the exit status.
+/// Number of the field in `/proc/PID/stat` that contains the exit status. The kernel shows 0 to readers that have
+/// no permission to see the exit status.
 const EXIT_CODE: usize = 52;
 
 /// A process that has exited but cannot be reaped yet, because a tracer holds it.
@@ -45,8 +45,8 @@ pub fn by_tracer(pid: i32) -> Option<Held> {
     (tracer != 0).then(|| Held { exit, tracer, told: tell(pid, &stat.name, tracer) })
 }
 
-/// Returns a one-line message about an exited process that a sweep could not reap, because a tracer holds it. If the
-/// tracer is in another pid namespace, the message does not name it.
+/// Returns a one-line message about an exited process that a sweep could not reap, because a tracer holds it.
+/// Does not name a tracer in another pid namespace.
 pub fn told(pid: i32) -> String {
     by_tracer(pid)
         .map_or_else(|| tell(pid, &Stat::of(pid).map(|stat| stat.name).unwrap_or_default(), 0), |held| held.told)
@@ -62,9 +62,9 @@ fn tell(pid: i32, name: &str, tracer: i32) -> String {
     )
 }
 
-/// True if this process may read the exit status of `pid`. To find out, reads the link `cwd`, which requires the same
-/// permission. For an exited process, the kernel checks the permission first, and then reports the missing directory as
-/// ENOENT.
+/// Returns true if this process may read the exit status of the exited process `pid`. Reading the link `cwd`
+/// requires the same permission. With the permission, it fails with ENOENT, because an exited process has no
+/// working directory.
 fn may_read(pid: i32) -> bool {
     let link = procfs::folder(pid).map(|folder| fs::read_link(folder.join("cwd")));
     link.is_some_and(|link| link.is_err_and(|error| error.raw_os_error() == Some(libc::ENOENT)))

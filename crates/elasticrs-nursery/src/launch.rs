@@ -35,11 +35,11 @@ pub enum NurseryImage {
     Warm(Arc<Warm>),
     /// Run an executable file from memory. Contains the bytes of the file, which is embedded in the extension module.
     Embedded(&'static [u8]),
-    /// Run another program in the agent's environment. The text of a [`Start`] is appended to `args`, and the program
-    /// must pass it to [`super::server::run`].
+    /// Run another program in the agent's environment. The nursery's settings (the text of a [`Start`]) are appended
+    /// to `args`, and the program must pass them to [`super::server::run`].
     Program {
         path: PathBuf,
-        /// Arguments of the program, including the program's own name.
+        /// Arguments of the program, starting with the program's own name.
         args: Vec<OsString>,
     },
 }
@@ -61,10 +61,10 @@ pub struct Warm {
 /// Options for the imports of a warm nursery.
 #[derive(Debug, Default)]
 pub struct Import {
-    /// Set if this nursery replaces a nursery that died during its imports: the offset in the report at which the
-    /// earlier imports started. `None` otherwise. See [`Warming::since`].
+    /// Offset in the report at which the earlier imports started, if this nursery replaces a nursery that died during
+    /// its imports. `None` otherwise. See [`Warming::since`].
     pub since: Option<u64>,
-    /// True to import at the lowest priority. The nursery's nice value must be restored before the nursery forks
+    /// True to import at the lowest priority. The nursery's nice value must then be restored before the nursery forks
     /// workers.
     pub is_background: bool,
 }
@@ -78,7 +78,7 @@ const SINCE_VARIABLE: &str = "ELASTICRS_WARM_SINCE";
 /// Descriptor number of the import report in a warm nursery: the first number after those of [`FIXED_FDS`].
 pub const REPORT_FD: i32 = 6;
 
-/// A started nursery, which sends `Ready` as its first reply once it can serve requests.
+/// A started nursery. Its first reply is `Ready`, which it sends once it can serve requests.
 #[derive(Debug)]
 pub struct Launched {
     /// Pid of the nursery, which is a child of this process. The owner of this value must reap it once the pidfd is
@@ -87,15 +87,15 @@ pub struct Launched {
     pub pidfd: OwnedFd,
     /// Connection to the nursery. When it is closed, the nursery kills all of its descendants and exits.
     pub link: AgentLink,
-    /// Non-blocking read end of the stage pipe. See [`stage_reached`].
+    /// Non-blocking read end of the pipe on which the nursery reports the stages of a start. See [`stage_reached`].
     pub stages: OwnedFd,
-    /// Token that all descendants of the nursery carry.
+    /// Token by which all descendants of the nursery can be recognised.
     pub token: Token,
     /// Imports that the nursery performs before it becomes ready. `None` if it imports nothing.
     pub warming: Option<Warming>,
-    /// Sentinel of this nursery. If the agent dies while this nursery imports modules or hangs while starting a worker,
-    /// the sentinel kills the job's processes in its place. The owner of this value must stop the sentinel in the same
-    /// way as a nursery.
+    /// Sentinel of this nursery. Kills the job's processes if the agent dies while the nursery is importing modules,
+    /// or while a start of a worker hangs in it. The owner of this value must stop the sentinel in the same way as a
+    /// nursery.
     pub sentinel: Option<Box<Launched>>,
 }
 
@@ -103,13 +103,13 @@ pub struct Launched {
 #[derive(Debug)]
 pub struct Warming {
     pub warm: Arc<Warm>,
-    /// Offset in the report file at which the records of these imports start. They include the records of earlier
-    /// nurseries that died while they imported a module.
+    /// Offset in the report file at which the records of these imports start. Some of the records may be from earlier
+    /// nurseries that died while importing a module.
     pub since: u64,
 }
 
-/// Returns the latest stage that the nursery has announced since the last call. Used to describe a start that hangs.
-/// The worker that hangs is the one with the oldest unanswered start request.
+/// Returns the latest stage that the nursery has reported since the last call. Used to describe a start that
+/// hangs. The hung start is the one with the oldest unanswered request.
 pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
     let mut reached = None;
     let mut bytes = [0; 4096];
@@ -149,7 +149,7 @@ pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
     launch_again(images, &Import::default())
 }
 
-/// Does the same as [`launch`], with options for the imports.
+/// Like [`launch`], but with options for the imports.
 pub fn launch_again(images: &[NurseryImage], import: &Import) -> Result<Launched, LaunchError> {
     check_floor()?;
     launch_as(images, import, Start { token: Token::random()?, descriptors: descriptors::given(), is_sentinel: false })

@@ -63,6 +63,6 @@ pub mod sweep;
 pub mod token;
 pub mod tree;
 
-/// Process name of the nursery. It does not contain the name of the agent, because a command that kills the agent by
-/// name would otherwise kill the nursery as well.
+/// Process name of the nursery. It does not contain the name of the agent, so that a command that kills the agent
+/// by name spares the nursery.
 pub const NAME: &std::ffi::CStr = c"worker-nursery";

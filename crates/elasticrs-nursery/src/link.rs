@@ -129,8 +129,8 @@ impl<Out, In> AsRawFd for Link<Out, In> {
 }
 
 impl Frame {
-    /// Returns the memory that the queued frame uses, in bytes. Includes the struct, which is larger than the content
-    /// of a small frame.
+    /// Returns the memory that the queued frame uses, in bytes. Includes the struct itself, which is larger than the
+    /// content of a small frame.
     fn size(&self) -> usize {
         self.bytes.len() + size_of::<Self>()
     }

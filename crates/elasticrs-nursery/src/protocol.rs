@@ -19,8 +19,7 @@ pub const PROTOCOL: u32 = 12;
 /// Maximum length of a frame in bytes. The environments of 1024 workers need far less.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
 
-/// Numbers of the file descriptors with which the nursery is started: the socket, the agent's pidfd, and the stage
-/// pipe.
+/// Numbers of the file descriptors that the nursery inherits: the socket, the agent's pidfd, and the stage pipe.
 pub const FIXED_FDS: [i32; 3] = [3, 4, 5];
 
 /// A message that is sent as one frame.
@@ -63,15 +62,15 @@ impl Message for Reply {
 /// A message from the agent to the nursery.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
-    /// Start one worker. The descriptors of `pass_fds` are sent with the frame, in the order of `pass_fds`, and each
-    /// `source` is an index into them.
+    /// Start one worker. The frame carries the descriptors of `pass_fds`, in the same order. Each `source` is an
+    /// index into them.
     Spawn {
         process: ProcessSpec,
         /// Signals that the worker ignores, because they were already ignored when the agent was started (`nohup`).
         keep_ignored: Vec<i32>,
     },
-    /// Send a signal to the process group of a worker. Used on kernels before 6.9, which cannot signal a process group
-    /// through a pidfd. Also used for every SIGKILL, because the nursery does not kill [cleaners](super::cleaner).
+    /// Send a signal to the process group of a worker. Used on kernels before 6.9, which cannot signal a process
+    /// group through a pidfd. Also used for every SIGKILL, because the nursery spares [cleaners](super::cleaner).
     /// Unknown pids are ignored.
     SignalGroup {
         /// Pid of the worker, which leads its process group.
@@ -82,10 +81,10 @@ pub enum Request {
     /// [`Reply::Swept`]. A second request during a sweep can only make the sweep's deadlines earlier. The two requests
     /// get a single answer.
     Sweep {
-        /// Number of this request. An answer contains the number of the last request that it answers, so an answer with
+        /// Number of this request. An answer contains the number of the last request that it covers, so an answer with
         /// a lower number does not cover this request.
         number: u32,
-        /// How long descendants may continue to run before the first signal, in milliseconds.
+        /// How long, in milliseconds, descendants may continue to run before the first signal.
         linger_ms: u64,
         /// Time in milliseconds from SIGTERM to SIGKILL. 0 sends SIGKILL at once.
         grace_ms: u64,
@@ -104,8 +103,8 @@ pub enum Request {
         /// Time limit in milliseconds for processes that cannot be killed, as in [`Request::Sweep`].
         give_up_ms: u64,
     },
-    /// Keep the descriptor that is sent with this request open until the nursery exits. For example, if the agent dies,
-    /// its connection to the store stays open until all of its processes have exited.
+    /// Keep the descriptor sent with this request open until the nursery exits. If the agent dies, its connection to
+    /// the store then stays open until all of its processes have exited.
     Hold {
         /// True to keep the descriptors that are already held, false to replace them.
         beside: bool,
@@ -121,7 +120,7 @@ pub enum Request {
         /// Number of the nursery that receives this request.
         holder: Holder,
     },
-    /// Record the nursery's activity in the page and the timer that are sent with this request. See
+    /// Report the nursery's activity through the page and the timer that are sent with this request. See
     /// [`super::activity`].
     Activity,
     /// Guard a nursery. Only sent to a sentinel, together with the nursery's pidfd and its activity page and timer.
@@ -151,7 +150,7 @@ pub enum Reply {
         local_rank: u32,
         stage: Stage,
         errno: i32,
-        /// Path or program for which the stage failed. Empty if the stage uses none.
+        /// Path or program on which the stage failed. Empty if the stage uses none.
         subject: String,
     },
     /// A worker has exited and was reaped. Sent once for each worker.
@@ -159,8 +158,8 @@ pub enum Reply {
         pid: i32,
         exit: WorkerExit,
         usage: Usage,
-        /// Time at which the nursery noticed the exit. Exits that it noticed in the same iteration of its loop have the
-        /// same time.
+        /// Time at which the nursery noticed the exit. Exits noticed in the same iteration of the nursery's loop have
+        /// the same time.
         seen: Stamp,
     },
     /// A worker was stopped by a signal (SIGSTOP, SIGTSTP, SIGTTIN, SIGTTOU).
@@ -178,20 +177,21 @@ pub enum Reply {
     },
     /// A [`Request::Hold`] or [`Request::Fence`] failed.
     NotGuarded {
-        /// Error number. `EMFILE` if a descriptor did not arrive, because the nursery has reached its limit on open
-        /// files, or if the nursery already holds the maximum number of links.
+        /// Error number. `EMFILE` means that the nursery holds the maximum number of links, or did not receive a
+        /// descriptor because of its limit on open files.
         errno: i32,
     },
     /// A sweep is complete.
     Swept {
         /// Number of the last request that this message answers.
         number: u32,
-        /// The first 64 descendants that had to be signalled, not including workers.
+        /// The first 64 descendants that had to be signalled, without the workers. `more` is the number of others.
         ended: Vec<Descendant>,
         more: u32,
-        /// Descendants, including workers, that could not be killed in time (state D).
+        /// Descendants, including workers, that did not die in time after SIGKILL (state D).
         stuck: Vec<Descendant>,
-        /// Descendants that were not killed, because they have left their worker's session and have reset the token.
+        /// Descendants that were spared, because they have left their worker's session and have reset the nursery's
+        /// token.
         spared: Vec<Descendant>,
         /// Descendants, including workers, that have exited but cannot be reaped yet, because a tracer holds them.
         held: Vec<i32>,

@@ -24,7 +24,7 @@ pub enum ImportFailure {
     ClosedConnection,
 }
 
-/// Returns the length of the report in bytes, which is the offset at which the report of the next process starts.
+/// Returns the length of the report in bytes. The records of the next process start at this offset.
 pub fn length(report: impl AsFd) -> u64 {
     fstat(report.as_fd()).map_or(0, |found| u64::try_from(found.st_size).unwrap_or(0))
 }
@@ -36,8 +36,8 @@ fn read(report: BorrowedFd<'_>, since: u64) -> Vec<u8> {
     told
 }
 
-/// Returns the name of the module that is being imported. `None` if the last record after the offset `since` is not the
-/// start of an import.
+/// Returns the name of the module that is being imported, according to the last record after the offset `since`.
+/// `None` if that record is not the start of an import.
 pub fn importing(report: impl AsFd, since: u64) -> Option<String> {
     let told = read(report.as_fd(), since);
     let last = told.strip_suffix(b"}\n")?.rsplit(|&byte| byte == b'\n').next()?;
@@ -45,8 +45,8 @@ pub fn importing(report: impl AsFd, since: u64) -> Option<String> {
     Some(name.trim().trim_matches('"').to_owned())
 }
 
-/// Appends a record that says how the process ended while it imported a module. Does nothing and returns false if the
-/// process was not importing a module, or if this import already has such a record.
+/// Appends a record of how the process failed while it was importing a module. Returns false and appends nothing
+/// if the process was not importing a module, or if this failure was already recorded.
 pub fn blame(report: impl AsFd, since: u64, end: ImportFailure) -> bool {
     let report = report.as_fd();
     let told = read(report, since);

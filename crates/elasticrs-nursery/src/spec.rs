@@ -1,5 +1,5 @@
-//! Plain-data description of a process to start. Python passes it to the agent's runtime, which passes it to the
-//! nursery.
+//! Description of a process to start, as plain data. Python passes it to the agent's runtime, and the runtime
+//! passes it to the nursery.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -21,7 +21,7 @@ pub enum Stdio {
 /// A file descriptor that is passed to a worker under a given number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PassedFd {
-    /// Index of the descriptor among those that are passed along with the specs.
+    /// Index into the list of descriptors that are sent with the specs.
     pub source: u32,
     pub target: i32,
 }
@@ -98,7 +98,7 @@ impl CpuSet {
     }
 }
 
-/// Serializes an `OsString` as bytes, because serde's default form is an enum whose variant depends on the platform.
+/// Serializes an `OsString` as bytes, because serde's default format depends on the platform.
 mod os_strings {
     use std::ffi::OsString;
     use std::os::unix::ffi::{OsStrExt, OsStringExt};

@@ -6,21 +6,21 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::token::Token;
 
-/// Settings of a nursery. As text, they are `TOKEN` or `TOKEN/DESCRIPTORS`, in decimal. The text for a sentinel starts
-/// with `!`.
+/// Settings of a nursery. Their text form is `TOKEN` or `TOKEN/DESCRIPTORS`, in decimal. For a sentinel, `!`
+/// precedes the text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Start {
-    /// Token that marks all descendants of the nursery.
+    /// Token by which the nursery's descendants are recognised.
     pub token: Token,
     /// Soft limit on file descriptors for the workers. `None` if the workers get the same limit as the agent.
     pub descriptors: Option<u64>,
-    /// True for a sentinel. A sentinel has no workers, and kills all processes that carry the token when its agent is
-    /// gone.
+    /// True for a sentinel. A sentinel has no workers. When its agent is gone, it kills all processes that carry the
+    /// token.
     pub is_sentinel: bool,
 }
 
 impl Start {
-    /// Parses the output of `Display`. `None` for any other text.
+    /// Parses the output of `Display`. Returns `None` for any other text.
     pub fn parse(text: &str) -> Option<Self> {
         let (is_sentinel, text) = text.strip_prefix('!').map_or((false, text), |rest| (true, rest));
         let (token, descriptors) = match text.split_once('/') {
@@ -34,7 +34,7 @@ impl Start {
     pub fn limit_descriptors(&self) -> nix::Result<()> {
         let Some(soft) = self.descriptors else { return Ok(()) };
         let (_, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
-        // The hard limit may have been lowered since the agent sent the soft limit.
+        // Respect the hard limit, because it may have been lowered since the agent sent the soft limit.
         setrlimit(Resource::RLIMIT_NOFILE, soft.min(hard), hard)
     }
 }

@@ -17,13 +17,12 @@ use super::token::Token;
 use super::tree::{self, Listed, Signalled, Target};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// Number of the newest pids to check first. Some programs repeatedly fork and exit, and continue in the child. Such a
-/// process exits before all of `/proc` can be read, but is always among the newest ones, so the newest pids are checked
-/// several times.
+/// Number of newest pids to check first. A program that repeatedly forks, exits, and continues in the child exits
+/// before all of `/proc` can be read. Its pid is always among the newest ones, so they are checked several times.
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// How long after the `give_up` deadline a slow check may still send signals.
+/// Time after the `give_up` deadline during which a slow check may still send signals.
 const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
 /// Result of a sweep.
@@ -31,7 +30,7 @@ const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 pub struct Outcome {
     /// Processes that had to be killed.
     pub ended: Signalled,
-    /// Processes that were still running after `give_up`.
+    /// Processes that were still running at the `give_up` deadline.
     pub stuck: Vec<Descendant>,
     /// Exited children that a tracer has not released.
     pub held: Vec<i32>,
@@ -45,7 +44,7 @@ struct Look {
     cleaners: bool,
     /// Exited children that cannot be reaped, because a tracer holds them.
     held: Vec<i32>,
-    /// True if a process exited during the check, which may therefore have missed its children.
+    /// True if a process exited during the check. The check may then have missed the children of that process.
     unsure: bool,
 }
 
@@ -109,7 +108,7 @@ impl Look {
         if Token::of(pid) != Some(token) {
             return;
         }
-        // Read the token again after opening the descriptor, because the pid may have been reused.
+        // Read the token again after opening the pidfd, because the pid may have been reused.
         match Target::open_any(pid) {
             Some(target) if Token::of(pid) == Some(token) => {
                 if !tree::has_died(pid, target.status) {
@@ -128,7 +127,7 @@ impl Look {
             return;
         }
         if now > ended.acts_until {
-            // The check took so long that the caller's time limit has passed, so send no signal.
+            // Send no signal, because the check took so long that the caller's time limit has passed.
             return;
         }
         target.signal(Signal::SIGKILL);

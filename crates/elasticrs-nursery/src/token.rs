@@ -40,27 +40,28 @@ impl Token {
         (BASE..BASE + (1 << 61)).contains(&limit).then_some(Self(limit))
     }
 
-    /// Stores the token in this process's soft limit, which processes that are started later inherit. The error is
+    /// Stores the token in this process's soft limit for `RLIMIT_RTTIME`, which child processes inherit. Fails with
     /// `EINVAL` if the hard limit is too low for the token.
     pub fn apply(self) -> nix::Result<()> {
         let (_, hard) = getrlimit(Resource::RLIMIT_RTTIME)?;
         setrlimit(Resource::RLIMIT_RTTIME, self.0, hard)
     }
 
-    /// Returns the token that a process carries, which may be the token of any nursery. `None` if the process has no
+    /// Returns the token that a process carries. The token can belong to any nursery. `None` if the process has no
     /// token or is gone.
     pub fn of(pid: i32) -> Option<Self> {
         soft_limit(pid).and_then(Self::from_limit)
     }
 
-    /// True if the process carries no token. False if the process carries a token, is gone, or may not be inspected.
+    /// Returns true if the process carries no token. Returns false if it carries one, is gone, or may not be
+    /// inspected.
     pub fn is_reset(pid: i32) -> bool {
         soft_limit(pid).is_some_and(|limit| Self::from_limit(limit).is_none())
     }
 }
 
-/// Returns the soft limit of a process's resource whose value encodes the token. `None` if the process is gone or may
-/// not be inspected.
+/// Returns the soft limit in which a process's token is stored (`RLIMIT_RTTIME`). `None` if the process is gone
+/// or may not be inspected.
 fn soft_limit(pid: i32) -> Option<u64> {
     if procfs::is_own() {
         in_limits(&procfs::read(pid, "limits")?)

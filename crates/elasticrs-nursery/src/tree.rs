@@ -69,7 +69,7 @@ impl Status {
         })
     }
 
-    /// Returns the status of a process without using `/proc`. Without a pidfd, this works only for a child of this
+    /// Returns the status of a process without using `/proc`. If `pidfd` is `None`, works only for a child of this
     /// process.
     fn asked(pid: i32, pidfd: Option<&OwnedFd>) -> Option<Self> {
         let (parent, has_ended) = match pidfd {
@@ -183,8 +183,8 @@ fn children_of_ours() -> Vec<i32> {
         |pids: RangeInclusive<i32>| pids.filter(|pid| wait::child_has_ended(*pid).is_some()).collect::<Vec<_>>();
     let newest = newest_pid();
     let found = among(1..=newest);
-    // After the highest pid, the kernel starts again with low pids. An older process may therefore have a higher pid
-    // than the newest one.
+    // After the highest pid, the kernel starts again with low pids. A child may therefore have a higher pid than the
+    // newest process.
     if found.is_empty() { among(newest + 1..=HIGHEST_PID) } else { found }
 }
 
@@ -202,7 +202,7 @@ pub fn pids() -> Vec<i32> {
 pub fn newest_pid() -> i32 {
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let pid = load.split_whitespace().next_back().and_then(|pid| pid.parse().ok());
-    // If the file cannot be read, start a thread. Its id is the most recently assigned pid.
+    // If the file cannot be read, start a thread, because its id is then the most recently assigned pid.
     pid.or_else(|| Builder::new().spawn(|| gettid().as_raw()).ok()?.join().ok()).unwrap_or(HIGHEST_PID)
 }
 
@@ -220,15 +220,15 @@ pub struct Target {
 }
 
 impl Target {
-    /// Opens a listed process. `None` if the process is gone, or if it has a new parent other than this process.
+    /// Opens a listed process. `None` if the process is gone, or if its parent is neither the listed parent nor this
+    /// process.
     pub fn open(me: i32, listed: Listed) -> Option<Self> {
         let pid = listed.pid;
         let pidfd = if listed.parent == me { None } else { Some(pidfd::open(pid).ok()?) };
         let target = Self::behind(pid, pidfd)?;
         let parent = target.status.parent;
-        // Compare the parents, because a process that has reused the pid since the listing usually has a different
-        // parent. The listed process still has its old parent, or became a child of this process when that parent
-        // exited.
+        // Compare the parents to detect a reused pid. The listed process either has its old parent, or became a child
+        // of this process when that parent exited.
         (parent == listed.parent || parent == me).then_some(target)
     }
 

@@ -293,7 +293,7 @@ impl CoordinationClient {
     }
 }
 
-/// Combines two values that must be given together. Raises an exception if only one of them is given.
+/// Combines two values that may only be given together. Raises an exception if only one of them is given.
 fn both<A, B>(values: (Option<A>, Option<B>), one: &str, other: &str) -> PyResult<Option<(A, B)>> {
     match values {
         (Some(a), Some(b)) => Ok(Some((a, b))),

@@ -1,4 +1,4 @@
-//! Converts errors of the core to Python exceptions. Only this module chooses their exception types.
+//! Converts errors of the core to Python exceptions. All choices of exception types are made here.
 
 use std::error::Error as _;
 
@@ -39,7 +39,7 @@ impl From<Error> for PyErr {
     }
 }
 
-/// Converts an OS error to `OSError` with its error number, because Python chooses the subclass by this number.
+/// Converts an OS error to `OSError` and keeps its error number, from which Python chooses the subclass.
 /// `PyErr::from(io::Error)` would lose the number.
 pub fn os_error(error: &std::io::Error, doing: &str) -> PyErr {
     match error.raw_os_error() {
@@ -48,7 +48,7 @@ pub fn os_error(error: &std::io::Error, doing: &str) -> PyErr {
     }
 }
 
-/// Converts an error that occurred while binding or resolving an address. An error of the resolver has no error number.
+/// Converts an error from binding or resolving an address. Resolver errors have no error number.
 pub fn listen_error(error: &ListenError) -> PyErr {
     match error.source.raw_os_error() {
         Some(_) => os_error(&error.source, &error.to_string()),

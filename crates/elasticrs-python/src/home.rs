@@ -54,7 +54,7 @@ impl Spawn for Home {
     }
 }
 
-/// Returns a function that delivers messages to the user. If there is a supervisor, it reports the messages as events.
+/// Returns a function that delivers messages to the user. With a supervisor, the messages become events.
 /// Otherwise, they are added to a list that the user fetches.
 pub fn teller(supervisor: Option<&Py<Supervisor>>, list: &Arc<List>) -> Tell {
     if let Some(supervisor) = supervisor {

@@ -21,8 +21,8 @@ struct Nursery {
 
 impl Guard for Nursery {
     fn connected(&self, socket: BorrowedFd<'_>) {
-        // If the descriptor cannot be duplicated, the supervisor reports an event, and the connection closes as soon as
-        // this process exits. The nursery still knows the deadline by which it must kill the workers.
+        // If the descriptor cannot be duplicated, the supervisor reports an event. The connection then closes as soon
+        // as this process exits, but the nursery still knows the deadline by which it must kill the workers.
         self.keeper.hold(socket);
     }
 
@@ -44,8 +44,8 @@ impl Guard for Nursery {
     }
 
     fn linked(&self, socket: BorrowedFd<'_>, word: [u8; 32], is_first: bool) {
-        // If the descriptor cannot be duplicated, the supervisor reports an event, and the other agent does not notice
-        // the death of this agent until the lease expires.
+        // If the descriptor cannot be duplicated, the supervisor reports an event. The other agent then notices the
+        // death of this agent only when the lease expires.
         self.keeper.hold_link(socket, word, is_first);
     }
 
@@ -54,7 +54,7 @@ impl Guard for Nursery {
     }
 
     fn deadline(&self, boot_ns: u64) {
-        // Ignore the result, because the event `Fenced` reports a deadline that has already passed.
+        // Ignore the result. If the deadline has already passed, the event `Fenced` reports this.
         let _ = self.keeper.fence(Some(boot_ns));
     }
 

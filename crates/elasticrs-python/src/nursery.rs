@@ -16,12 +16,12 @@ use pyo3::types::PyBytes;
 use crate::error::os_error;
 use crate::spec::{ProcessSpec, duration, signal};
 
-/// The nursery's program, which `build.rs` builds and which is executed from a memory file.
+/// The nursery's program. `build.rs` builds it, and it is executed from a memory file.
 static IMAGE: &[u8] = include_bytes!(env!("ELASTICRS_NURSERY_IMAGE"));
 
-/// Returns the images to try, in order. The first is the embedded program. The second, for systems that cannot execute
-/// memory files, is a plain Python interpreter that loads this extension by its path. The interpreter needs 10 ms
-/// instead of 1 ms to start, and 10 MB instead of 2 MB of memory.
+/// Returns the images to try, in order. For `auto`, the first is the embedded program. The second is a fallback
+/// for systems that cannot execute memory files: a plain Python interpreter that loads this extension by its
+/// path. The interpreter takes 10 ms instead of 1 ms to start, and 10 MB instead of 2 MB of memory.
 pub fn images(py: Python<'_>, kind: &str) -> PyResult<Vec<NurseryImage>> {
     let embedded = || NurseryImage::Embedded(IMAGE);
     match kind {
@@ -73,7 +73,7 @@ fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
     Ok((!path.is_empty()).then(|| NurseryImage::Program { path: path.into(), args }))
 }
 
-/// Runs a nursery in a process that was started only for this nursery. Returns the exit code.
+/// Runs a nursery in this process, which must have been started for that purpose only. Returns the exit code.
 #[pyfunction]
 pub fn nursery_main(py: Python<'_>, start: &str) -> u8 {
     py.detach(|| server::run(Some(start)))
@@ -87,8 +87,8 @@ pub fn warm_nursery_begin(start: &str) {
 
 type Strings = Vec<Py<PyBytes>>;
 
-/// Runs a warm nursery, in an interpreter that has already imported the modules that the workers need. The workers are
-/// forks of this process. The function returns only in the workers, and returns their arguments and environment.
+/// Runs a warm nursery, in an interpreter that has already imported the modules that the workers need. Forks the
+/// workers from this process. Returns only in the workers, with their arguments and environment.
 #[pyfunction]
 pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Strings)> {
     let os = py.import("os")?;
@@ -111,7 +111,8 @@ pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Stri
             };
             Ok((bytes(worker.argv), bytes(worker.env)))
         }
-        // Exit without running the exit handlers of libraries, because they must run only in the workers.
+        // Exit without running the exit handlers of the imported libraries, because those handlers may run only in the
+        // workers.
         Err(code) => Err(os.call_method1("_exit", (code,)).err().unwrap_or_else(|| PySystemExit::new_err(code))),
     }
 }

@@ -54,8 +54,8 @@ impl Argument {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct ProcessSpec {
     pub inner: nursery::ProcessSpec,
-    /// Descriptors that the new process inherits, as numbers in this process. They are duplicated when the group is
-    /// started.
+    /// Descriptors that the new process inherits, given by their numbers in this process. They are duplicated when
+    /// the group is started.
     pass_fds: Vec<RawFd>,
 }
 

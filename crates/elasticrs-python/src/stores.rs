@@ -17,7 +17,7 @@ use crate::error::{SupervisorError, os_error};
 /// child may not use its parent's thread.
 static SHARED: Mutex<Option<(u32, Weak<Runtime>)>> = Mutex::new(None);
 
-/// An optional reference to the stores' thread, which keeps the thread running.
+/// An optional reference to the stores' thread. The thread keeps running while any reference exists.
 pub struct Stores {
     runtime: Mutex<Option<Arc<Runtime>>>,
     owner: u32,

@@ -24,8 +24,7 @@ enum PortOrRange {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct WorkerStore {
     inner: worker::WorkerStore,
-    /// Reference to the stores' thread. `None` if no store is served, or if a supervisor was given. In the latter case,
-    /// the supervisor holds the reference.
+    /// Reference to the stores' thread. `None` if no store is served, or if a supervisor holds the reference instead.
     home: Mutex<Option<Stores>>,
     notices: Arc<List>,
 }
@@ -85,7 +84,7 @@ impl WorkerStore {
         self.notices.take()
     }
 
-    /// Does nothing in a forked child, because forked workers close inherited objects when they exit.
+    /// Closes the store. Does nothing in a forked child, because the store belongs to the parent.
     fn close(&self, py: Python<'_>) {
         let home = lock(&self.home).take();
         py.detach(|| {

@@ -34,8 +34,8 @@ pub enum Purpose {
 pub struct Door {
     listener: tokio::net::TcpListener,
     purpose: Purpose,
-    /// A connection that was accepted when this listener had already used its share of descriptors. It waits here until
-    /// descriptors are free, and later connections wait in the kernel's queue.
+    /// A connection that was accepted when this listener had already used up its share of descriptors. It is held
+    /// here until descriptors are free. Later connections wait in the kernel's queue.
     held: Option<(TcpStream, SocketAddr)>,
     reported: Option<Instant>,
 }
@@ -78,9 +78,9 @@ impl Door {
     }
 }
 
-/// Returns true if this descriptor is within the share of this purpose, which means that its number is below a limit.
-/// If it is not, checks the lowest free number instead, because lower descriptors may have been closed since the
-/// connection was accepted.
+/// Returns true if the connection fits into the share of descriptors for this purpose. It does if its descriptor
+/// number, or the lowest free number, is below a limit. The free number is checked because descriptors may have
+/// been closed since the connection was accepted.
 fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
     let below = soft.saturating_sub(kept(soft, purpose));
@@ -94,8 +94,8 @@ fn kept(soft: u64, purpose: Purpose) -> u64 {
     let own = (soft / 8).clamp(16, 64);
     match purpose {
         Purpose::Health => own,
-        // Stores also leave descriptors for health requests, which are few and short, and for the waiting connection of
-        // each store that has used up its share.
+        // Stores also leave descriptors for the few short health requests, and for one waiting connection of each store
+        // that has used up its share.
         Purpose::Store => own + (soft / 16).clamp(8, 64),
     }
 }

@@ -20,7 +20,7 @@ use nix::sys::socket::{
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Port {
     Any,
-    /// The first free port of this range, which includes both ends.
+    /// The first free port in this inclusive range.
     Range(u16, u16),
 }
 
@@ -31,7 +31,7 @@ impl From<u16> for Port {
     }
 }
 
-/// Error of a failed attempt to listen on an address.
+/// Failure to listen on an address.
 #[derive(Debug)]
 pub struct ListenError {
     /// The host that the caller passed, for messages. `None` for all addresses.
@@ -81,8 +81,9 @@ pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError
     Err(failed(error))
 }
 
-/// Listens on several addresses. An empty host means all addresses. If the first port is 0, the kernel chooses a port.
-/// If a later port is 0, the port of the previous address is used. If this fails for one address, closes all sockets.
+/// Listens on several addresses. An empty host means all addresses. Port 0 means any free port for the first
+/// address, and the port of the previous address for the others. If listening on one address fails, closes all
+/// sockets.
 pub fn listen_at_all(addresses: &[(String, u16)]) -> Result<Vec<TcpListener>, ListenError> {
     let mut listeners = Vec::new();
     let mut chosen = 0;
@@ -125,7 +126,7 @@ fn is_no_address_of_ours(error: &io::Error) -> bool {
 fn open(address: SocketAddr, is_v6_only: bool) -> io::Result<TcpListener> {
     let family = if address.is_ipv6() { AddressFamily::Inet6 } else { AddressFamily::Inet };
     let fd = socket(family, SockType::Stream, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK, None)?;
-    // Allow reuse of the address, because connections from an earlier round may still be in TIME_WAIT.
+    // Allow reuse of the address, because connections of an earlier listener may still be in TIME_WAIT.
     setsockopt(&fd, sockopt::ReuseAddr, &true)?;
     if address.is_ipv6() {
         setsockopt(&fd, sockopt::Ipv6V6Only, &is_v6_only)?;

@@ -47,7 +47,7 @@ pub struct Rate {
 }
 
 impl Notices {
-    /// Creates notices that are passed to `tell`.
+    /// Creates a `Notices` that passes lines to `tell`.
     pub fn new(tell: Tell) -> Self {
         Self { tell, rate: RefCell::new(Rate::new(LINES, WINDOW)) }
     }
@@ -78,8 +78,8 @@ impl Rate {
         Self { most, window, since: None, admitted: 0, left_out: 0 }
     }
 
-    /// Admits or rejects an event. For an admitted event, returns the number of events that were rejected since the
-    /// previous admitted one. `None` for a rejected event.
+    /// Admits or rejects an event. If the event is admitted, returns the number of events that were rejected since
+    /// the previous admitted one. `None` if the event is rejected.
     pub fn admit(&mut self, now: Instant) -> Option<u64> {
         if self.since.is_none_or(|since| now.saturating_duration_since(since) >= self.window) {
             (self.since, self.admitted) = (Some(now), 0);

@@ -20,17 +20,19 @@ unsafe impl OwnsDescriptor for Arc<OwnedFd> {}
 
 /// Registers a file descriptor with the current runtime.
 ///
-/// # Errors Fails if epoll does not support the descriptor, or if the user's limit on epoll watches is reached.
+/// # Errors
+///
+/// Fails if epoll does not support the descriptor, or if the user's limit on epoll watches is reached.
 pub fn register<T: OwnsDescriptor>(inner: T, interest: Interest) -> io::Result<AsyncFd<T>> {
-    // SAFETY: `OwnsDescriptor` guarantees that the descriptor stays open and the same, as this call requires.
+    // SAFETY: `OwnsDescriptor` guarantees that the descriptor stays open and does not change, as this call requires.
     unsafe { AsyncFd::register_with_interest(inner, interest) }.map_err(io::Error::from)
 }
 
-/// A value that reads and writes its own file descriptor, together with the readiness of that descriptor.
+/// A value that does I/O on its own file descriptor, and the registration of that descriptor with the runtime.
 #[derive(Debug)]
 pub struct Registered<T> {
-    /// A duplicate of the descriptor of `inner`. The type of `inner` may not guarantee that it keeps the same
-    /// descriptor, but the duplicate always stays the same. The kernel reports the same readiness for both descriptors.
+    /// Duplicate of the descriptor of `inner`. It is registered instead, because the type of `inner` may not
+    /// guarantee that its descriptor stays the same. The kernel reports the same readiness for both descriptors.
     readiness: AsyncFd<OwnedFd>,
     inner: T,
 }
@@ -38,7 +40,9 @@ pub struct Registered<T> {
 impl<T: AsFd> Registered<T> {
     /// Registers the descriptor of `inner` with the current runtime.
     ///
-    /// # Errors Fails as [`register`] does, or if this process has reached its limit on file descriptors.
+    /// # Errors
+    ///
+    /// Fails as [`register`] does, or if this process has reached its limit on file descriptors.
     pub fn new(inner: T, interest: Interest) -> io::Result<Self> {
         Ok(Self { readiness: register(inner.as_fd().try_clone_to_owned()?, interest)?, inner })
     }

@@ -48,9 +48,8 @@ pub fn start<F: Future<Output = ()>>(
     })
 }
 
-/// A thread that runs the tasks that are passed to it. Dropping the value drops all tasks, which closes their sockets,
-/// and waits until the thread has exited. In a forked child, dropping does nothing, because the thread exists only in
-/// the parent.
+/// A thread that runs tasks. Dropping this value drops all tasks, which closes their sockets, and waits until the
+/// thread has exited. In a forked child, dropping does nothing, because the thread exists only in the parent.
 #[derive(Debug)]
 pub struct Runtime {
     tasks: Option<UnboundedSender<Task>>,

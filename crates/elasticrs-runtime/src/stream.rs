@@ -8,7 +8,8 @@ use nix::sys::socket::{Shutdown, shutdown};
 use tokio::net::TcpStream;
 use tokio::task::yield_now;
 
-/// Reads the next bytes into `buffer` and returns how many were read; 0 if the peer has closed the connection.
+/// Reads the next bytes into `buffer`. Returns the number of bytes read, or 0 if the peer has closed the
+/// connection.
 pub async fn read(stream: &TcpStream, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
         stream.readable().await?;
@@ -32,9 +33,9 @@ pub async fn write_all(stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Shuts down the sending side. Then reads and discards up to `most` bytes until the peer closes the connection.
-/// Otherwise, closing the socket with unread bytes would reset the connection, and the peer could lose the last bytes
-/// that were sent to it.
+/// Shuts down the sending side, then reads and discards up to `most` bytes until the peer closes the connection.
+/// Without this, closing a socket that has unread bytes would reset the connection, and the peer could lose the
+/// last bytes sent to it.
 pub async fn part(stream: &TcpStream, most: usize) -> io::Result<()> {
     shutdown(stream.as_raw_fd(), Shutdown::Write)?;
     let mut block = vec![0; 4096];
@@ -44,8 +45,8 @@ pub async fn part(stream: &TcpStream, most: usize) -> io::Result<()> {
             0 => break,
             count => left = left.saturating_sub(count),
         }
-        // Yield after each read, because the peer may never stop sending, and other tasks and the caller's timeout need
-        // their turn.
+        // Yield after each read. The peer may never stop sending, and other tasks and the caller's timeout need their
+        // turn.
         yield_now().await;
     }
     Ok(())

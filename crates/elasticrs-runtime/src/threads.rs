@@ -14,9 +14,9 @@ const LOOK: Duration = Duration::from_millis(100);
 /// Maximum time that [`Leavable::leave`] waits for a thread to exit.
 const LEAVE_GRACE: Duration = Duration::from_millis(200);
 
-/// Starts a thread that blocks all signals, because Python's signal handlers should run only on Python's own threads.
-/// SIGPIPE is blocked as well, so writing to a closed connection returns an error even in a program in which SIGPIPE is
-/// fatal.
+/// Starts a thread that blocks all signals, because Python's signal handlers should run only on Python's own
+/// threads. Because SIGPIPE is also blocked, writing to a closed connection returns an error even in a program in
+/// which SIGPIPE is fatal.
 pub fn start<T: Send + 'static>(
     builder: Builder,
     body: impl FnOnce() -> T + Send + 'static,
@@ -38,13 +38,13 @@ pub fn panic_message(panic: &(dyn Any + Send)) -> String {
 #[derive(Debug)]
 pub struct Leavable {
     handle: JoinHandle<()>,
-    /// Receiver that detects the exit of the thread. The thread owns the sender and drops it when it exits, even after
-    /// a panic.
+    /// Receiver that is disconnected when the thread exits, even after a panic, because the thread owns the only
+    /// sender.
     ended: Receiver<()>,
 }
 
 impl Leavable {
-    /// Starts the thread as [`start`] does. If `body` panics, only this thread ends.
+    /// Starts the thread as [`start`] does. If `body` panics, only this thread exits.
     pub fn start(name: &str, body: impl FnOnce() + Send + 'static) -> io::Result<Self> {
         let (alive, ended) = channel();
         let handle = start(Builder::new().name(name.to_owned()), move || {
@@ -67,10 +67,10 @@ pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>
     ask_within(inbox, question, Duration::MAX)
 }
 
-/// Same as [`ask`], but also returns `None` if the task does not answer within `limit`, because its thread may hang.
+/// Like [`ask`], but also returns `None` if the task does not answer within `limit`, because its thread may hang.
 ///
-/// Regularly checks that the task still exists. Waiting until the request is dropped is not enough, because a request
-/// that is sent just as the task stops stays in the channel until the channel has no sender.
+/// Regularly checks that the task still exists. It is not enough to wait until the request is dropped: if the
+/// task stops just as the request is sent, the request stays in the channel as long as a sender exists.
 pub fn ask_within<Q, A>(
     inbox: &UnboundedSender<Q>,
     question: impl FnOnce(SyncSender<A>) -> Q,

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
-/// A file descriptor that becomes readable with [`Self::set`] and stays readable until [`Self::clear`].
+/// A file descriptor that [`Self::set`] makes readable. It stays readable until [`Self::clear`] is called.
 #[derive(Debug)]
 pub struct Wake(EventFd);
 
@@ -21,7 +21,7 @@ impl Wake {
         let _ = self.0.write(1);
     }
 
-    /// Clears the readiness of the descriptor. Never blocks.
+    /// Resets the descriptor, so that it is no longer readable. Never blocks.
     pub fn clear(&self) {
         // Ignore EAGAIN. It means that the descriptor was not readable.
         let _ = self.0.read();

@@ -1,12 +1,12 @@
-//! Splits the bytes that are read from the FIFO into lines, with bounded memory.
+//! Splits the bytes read from the timer FIFO into lines, using bounded memory.
 
 use memchr::memchr;
 
-/// Maximum length of a record in bytes. It is `PIPE_BUF`, the maximum size of an atomic write to a pipe. Longer records
-/// of several writers could be interleaved.
+/// Maximum length of a record in bytes. Equals `PIPE_BUF`, because the kernel may interleave longer writes of
+/// several processes to one pipe.
 pub const MAX_LINE: usize = 4096;
 
-/// Holds the beginning of an incomplete line. If the line is too long, its bytes are discarded.
+/// Splits a byte stream into lines. Keeps the start of an incomplete line, and discards a line that is too long.
 #[derive(Debug, Default)]
 pub struct Lines {
     partial: Vec<u8>,
@@ -14,8 +14,8 @@ pub struct Lines {
 }
 
 impl Lines {
-    /// Adds `bytes`, and passes each line that is now complete to `line`, without its newline. Passes `None` for a line
-    /// that is too long.
+    /// Adds `bytes`, and calls `line` with each line that is now complete, without its newline. Calls `line` with
+    /// `None` for a line that is too long.
     pub fn feed(&mut self, mut bytes: &[u8], mut line: impl FnMut(Option<&[u8]>)) {
         while let Some(end) = memchr(b'\n', bytes) {
             let (head, rest) = (&bytes[..end], &bytes[end + 1..]);

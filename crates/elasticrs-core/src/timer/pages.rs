@@ -14,7 +14,8 @@ use nix::sys::stat::fstat;
 
 use super::hang::{Beat, RankState, Section};
 
-/// Indices of the words in a page, and lengths of the areas for the section's name and for the heartbeat times.
+/// Layout of a page, in words: the index of each item, and the sizes of the section name and of the list of
+/// heartbeat times.
 const COUNT: usize = 1;
 const STEP: usize = 2;
 const LIMIT: usize = 3;
@@ -23,10 +24,10 @@ const NAME: usize = 8;
 const NAME_WORDS: usize = 8;
 const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
-/// Value of the limit word in a section without a time limit.
+/// Value of the limit word for a section without a time limit.
 const UNLIMITED: u64 = u64::MAX;
-/// Number of nanoseconds by which a heartbeat may be later than the time `now` that is passed to a read. The worker may
-/// store a heartbeat between reading the clock and reading the page.
+/// Tolerance, in nanoseconds, for heartbeats that are later than a read's `now`. The worker can store a heartbeat
+/// after the reader has read the clock and before it reads the page.
 const SLACK: u64 = 1_000_000_000;
 
 /// Heartbeat page of one worker.
@@ -37,8 +38,8 @@ pub struct HeartbeatPage {
 }
 
 impl HeartbeatPage {
-    /// Creates an empty page for a worker that is started after the time `made`. Fails if the system cannot create
-    /// sealed memory, because the worker could truncate a page without seals.
+    /// Creates an empty page for a worker that will start after the time `made`. Fails if the system cannot create
+    /// sealed memory, because a worker could truncate an unsealed page.
     pub fn new(made: u64) -> io::Result<Self> {
         Page::sealed(c"elasticrs-heartbeats").map(|page| Self { page, made })
     }
@@ -53,8 +54,8 @@ impl HeartbeatPage {
         Ok((descriptor, format!("{number}:{}:{}", facts.st_dev, facts.st_ino)))
     }
 
-    /// Maps the page of a descriptor that [`Self::share`] returned. `made` is the earliest possible time of a
-    /// heartbeat. Fails with `EINVAL` for any other file.
+    /// Maps the page behind a descriptor that [`Self::share`] returned. Ignores heartbeats earlier than `made`. Fails
+    /// with `EINVAL` if the descriptor is not a page.
     pub fn of(descriptor: OwnedFd, made: u64) -> io::Result<Self> {
         Page::map(descriptor).map(|page| Self { page, made })
     }
@@ -65,25 +66,25 @@ impl HeartbeatPage {
         self.read_by(|index| words[index].load(Ordering::Acquire), now)
     }
 
-    /// Reads the page, using `load` to read a word. Reads the limit before the heartbeats, and the worker stores them
-    /// in the opposite order. Therefore, a read that sees a limit also sees the heartbeat that belongs to it. Without
-    /// this order, a long step could be judged by the short limit of the section that follows it.
+    /// Reads the page, calling `load` for each word. The worker stores a heartbeat before the limit, so this function
+    /// loads the limit before the heartbeats. A read that sees a new limit then also sees the heartbeat stored before
+    /// it. Otherwise, a long step could be judged by the short limit of the section that follows it.
     fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> RankState {
         let (limit, exit) = (load(LIMIT), load(EXIT));
         let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
         let step = load(STEP);
-        // Read all times and use the latest. The heartbeat count is not a reliable index of the latest time, because
-        // the worker's stores may become visible in another order.
+        // Read all times and use the latest. The heartbeat count does not tell which one is the latest, because the
+        // worker's stores can become visible out of order.
         let can_be = |time: &u64| *time != 0 && (self.made..=now.saturating_add(SLACK)).contains(time);
         let mut times: Vec<u64> = (TIMES..TIMES + TIMES_KEPT).map(&mut load).filter(can_be).collect();
         times.sort_unstable();
         let Some(last) = times.last().copied().filter(|_| load(COUNT) > 0) else { return RankState::NoHeartbeat };
-        // The time of a heartbeat is odd only if the heartbeat ends a step.
+        // The lowest bit of a heartbeat's time is set only if the heartbeat ends a step.
         let steps = times.windows(2).filter(|pair| pair[1] & 1 == 1).map(|pair| pair[1] - pair[0]).collect();
         let section =
             (limit != 0).then(|| Section { name: name_of(&name), limit: (limit != UNLIMITED).then_some(limit) });
-        // When the program returns, the worker sends a heartbeat and then stores the same time as the time of its exit.
-        // If there is a later heartbeat, the worker is still training.
+        // On exit, the worker sends a last heartbeat and also stores its time in the exit word. A later heartbeat means
+        // that the worker is still training.
         let is_exiting = exit == last;
         let before_exit = times.iter().rev().nth(1).copied().filter(|_| is_exiting);
         RankState::Heartbeat(Beat {
@@ -150,12 +151,12 @@ mod tests {
         put(&page, TIMES + 3, 1001);
         put(&page, TIMES + 4, 1501);
         assert_eq!(page.read(2000), RankState::Heartbeat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
-        // The time passed to this read is earlier than the last heartbeat.
+        // The `now` of this read is earlier than the last heartbeat.
         assert_eq!(page.read(1400), RankState::Heartbeat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
     }
 
-    /// Interleaves the stores of `heartbeats.py`, in their order, with a read of the page. Starts the interleaving at
-    /// every possible point.
+    /// Interleaves the stores of `heartbeats.py` with the loads of a read. Tries every point of the read at which the
+    /// stores can start.
     #[test]
     fn a_limit_is_never_seen_without_the_heartbeat_that_began_it() {
         const STARTED: u64 = 1001;
@@ -173,7 +174,7 @@ mod tests {
             let mut left = stores[before..].iter();
             let mut number = 0;
             let load = |index: usize| {
-                // Starting with load number `first`, apply one store before each load.
+                // From load number `first` on, apply one store before each load.
                 if number >= first {
                     left.by_ref().take(1).for_each(|(index, value)| words[*index] = *value);
                 }

@@ -26,11 +26,11 @@ pub struct Record {
 pub enum Request {
     /// Starts a timer. If the process already has a timer with the same scope, replaces that timer.
     Acquire {
-        /// Expiration in seconds since 1970. Used in messages, and also as the deadline if `deadline_ns` is `None`.
+        /// Expiration time in seconds since 1970. Used in messages, and as the deadline if `deadline_ns` is `None`.
         expires: f64,
         /// Deadline in nanoseconds on the monotonic clock.
         deadline_ns: Option<u64>,
-        /// Signal to send at the deadline. `None` if the expiration is only reported.
+        /// Signal to send at the deadline. `None` to only report the expiration.
         signal: Option<Signal>,
         /// File and line of the block that acquires the timer.
         at: Option<Box<str>>,
@@ -77,11 +77,12 @@ struct Wire {
     at: Option<Box<str>>,
 }
 
-/// Start of each record of both clients. A JSON string cannot contain this text, because quotes are escaped in strings.
+/// First bytes of every record, from torch's client and from ours. A JSON string cannot contain them, because
+/// quotes are escaped in strings.
 const BEGIN: &[u8] = br#"{"version""#;
 
-/// Parses one line. If a writer died in the middle of a record, the line also contains the record of the next writer.
-/// In that case, calls `found` for the incomplete record and for the next one.
+/// Parses one line. If a writer died in the middle of a record, the next writer's record is on the same line. In
+/// that case, calls `found` twice: for the incomplete record and for the next one.
 pub fn read(line: &[u8], mut found: impl FnMut(Result<Record, Refusal>)) {
     let whole = parse(line);
     let rest = match whole {
@@ -97,7 +98,7 @@ pub fn read(line: &[u8], mut found: impl FnMut(Result<Record, Refusal>)) {
 /// Parses one record.
 pub fn parse(line: &[u8]) -> Result<Record, Refusal> {
     let wire: Wire = serde_json::from_slice(line).map_err(|_| {
-        // Detect the special numbers that Python's `json` module writes although they are not valid JSON.
+        // Detect NaN and infinities. Python's `json` module writes them, although they are not valid JSON.
         let is_no_number =
             [&b": NaN"[..], b": Infinity", b": -Infinity"].iter().any(|n| memmem::find(line, n).is_some());
         if is_no_number { Refusal::NotFinite } else { Refusal::Malformed }

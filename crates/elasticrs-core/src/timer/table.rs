@@ -1,7 +1,7 @@
-//! Table of the active timers. It is ordered by deadline, so the next deadline is found without a scan.
+//! Table of the active timers, ordered by deadline, so that the next deadline is found without a scan.
 //!
-//! The order is kept in an ordered map and not in a binary heap, because released timers must be removed at once.
-//! Otherwise, a worker that acquires and releases timers with distant deadlines for days would fill the memory.
+//! Uses an ordered map instead of a binary heap, because a released timer must be removed at once. Otherwise,
+//! released timers with distant deadlines would accumulate in memory.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::signal::Signal;
 
-/// Maximum number of active timers, counting all processes.
+/// Maximum number of active timers in all processes together.
 pub const MAX_TIMERS: usize = 16_384;
 
 /// A timer that has expired.
@@ -25,14 +25,14 @@ pub struct Due {
 /// Data of a timer, except its deadline.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Terms {
-    /// Expiration on the worker's wall clock, in seconds since 1970. Used only in messages.
+    /// Expiration time on the worker's wall clock, in seconds since 1970. Used only in messages.
     pub expires: f64,
     pub signal: Option<Signal>,
     pub at: Option<Box<str>>,
 }
 
-/// Key of a timer in the queue: the deadline in nanoseconds of the table's clock, and a unique number, because several
-/// timers may have the same deadline.
+/// Key of a timer in the queue: its deadline in nanoseconds on the table's clock, and a unique number. The number
+/// is needed because several timers can have the same deadline.
 type Position = (u64, u64);
 
 #[derive(Debug)]
@@ -48,7 +48,7 @@ pub struct Timers {
     queue: BTreeMap<Position, (i32, Arc<str>)>,
     last: u64,
     frozen_at: Option<u64>,
-    /// Total time that the table's clock was paused, in nanoseconds.
+    /// Total time for which the table's clock has been paused, in nanoseconds.
     paused: u64,
 }
 
@@ -122,7 +122,7 @@ impl Timers {
             return None;
         }
         let (_, (pid, scope)) = self.queue.pop_first()?;
-        // The timer is in the map as well, because the queue and the map are always changed together.
+        // `by_process` must contain the timer, because it is always updated together with the queue.
         let of_process = self.by_process.get_mut(&pid)?;
         let Timer { terms, .. } = of_process.remove(&scope)?;
         let others = of_process.len();
@@ -145,8 +145,8 @@ impl Timers {
     }
 }
 
-/// Converts a wall-clock time to the monotonic clock, using the current offset between the two clocks. Later changes of
-/// the wall clock have no effect.
+/// Converts a wall-clock time to the monotonic clock, using the current offset between the two clocks. Later
+/// changes to the wall clock do not affect the result.
 pub fn on_monotonic(expires: f64, wall_now: f64, now: Stamp) -> Stamp {
     let span = (expires - wall_now) * 1e9;
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "casts of floats saturate")]
@@ -250,7 +250,7 @@ mod tests {
     }
 
     proptest! {
-        /// Compares the table with a simple model, a map that contains the remaining time of each timer.
+        /// Compares the table with a simple model: a map from each timer to its remaining time.
         #[test]
         fn it_does_as_a_list_would(steps in proptest::collection::vec(step(), 0..200)) {
             let (mut timers, mut now, mut frozen) = (Timers::default(), 1000_u64, false);
@@ -259,7 +259,7 @@ mod tests {
                 match step {
                     Step::Acquire(pid, scope, span) => {
                         let scope = scope.to_string();
-                        // Skip the request while the clock is paused, because no process runs that could start a timer.
+                        // Do not start timers while the clock is paused, because the workers are paused too.
                         if !frozen {
                             timers.acquire(pid, &scope, Stamp(now + span), terms());
                             model.insert((pid, scope), span);

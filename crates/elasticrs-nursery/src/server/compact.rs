@@ -7,15 +7,15 @@ use elasticrs_sys::collapse;
 
 use super::Nursery;
 
-/// Pause between two pages. It leaves CPU time for the workers, and lets the nursery handle events.
+/// Pause between two pages, which leaves CPU time for the workers and lets the nursery handle events.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Progress of moving the nursery's memory to huge pages.
 #[derive(Debug)]
 pub(super) enum Compaction {
-    /// The compaction has not started. It starts after the first fork, so that it does not delay this fork.
+    /// The compaction has not started. It starts after the first fork, because it would otherwise delay that fork.
     Later,
-    /// The compaction is in progress. Contains the addresses that are still to be compacted.
+    /// The compaction is in progress. Contains the addresses of the pages that are not compacted yet.
     Now(Vec<usize>),
     Done,
 }
@@ -26,7 +26,7 @@ impl Nursery {
         matches!(self.compaction, Compaction::Now(_)).then_some(PAUSE)
     }
 
-    /// Starts the compaction, unless it has already started. Called after a worker was forked.
+    /// Starts the compaction, unless it has already started. Called after forking a worker.
     pub(super) fn begin_compaction(&mut self) {
         if matches!(self.compaction, Compaction::Later) {
             self.compaction = Compaction::Now(collapse::places());

@@ -14,8 +14,8 @@ impl Nursery {
         if signal != libc::SIGKILL && self.workers.contains(&pid) {
             let _ = signal::kill_group(pid, signal);
         } else if self.sessions.contains(&pid) {
-            // Queue the signal, and send it to each member of the group individually later. A signal to the whole group
-            // could reach other processes if the group's number was reused, and SIGKILL would also kill cleaners.
+            // Queue the signal, and send it to each member of the group individually later. Signalling the whole group
+            // could hit other processes if the group's number was reused, and SIGKILL would also kill cleaners.
             self.left_groups.insert(pid, signal);
         }
     }

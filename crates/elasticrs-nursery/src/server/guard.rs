@@ -1,5 +1,5 @@
-//! Actions of the nursery for an agent that is dead or stopped. The nursery keeps the agent's connections open until
-//! all processes have exited, and kills all processes when the fence deadline has passed.
+//! Protects the job when its agent is dead or stopped: the nursery keeps the agent's connections open until all
+//! processes have exited, and kills all processes when the fence deadline has passed.
 
 use std::os::fd::OwnedFd;
 
@@ -13,9 +13,8 @@ use crate::protocol::{Reply, Request};
 
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
-        // A missing socket means that the descriptor was lost, because this process has reached its limit on open
-        // files. `hold` is not expected to refuse a link, because the agent enforces the same limit before it sends a
-        // link.
+        // A missing socket means that its descriptor was lost, because this process has reached its limit on open
+        // files. `hold` should never refuse a link, because the agent enforces the same limit before it sends one.
         let is_held =
             fds.into_iter().next().is_some_and(|socket| self.held.hold(Held { socket, word }, beside).is_ok());
         if !is_held {
@@ -26,8 +25,8 @@ impl Nursery {
     /// Releases the connections of a dead agent, so that its session ends. Called when all of its processes except
     /// cleaners have exited.
     pub(super) fn end_session(&mut self) {
-        // First handle the agent's last requests, because they may report that the session has moved to another
-        // connection, or that the agent is alive.
+        // First handle the agent's last requests. They may say that the session has moved to another connection, or
+        // that the agent is alive.
         while let Ok(Some((request, fds))) = self.link.receive() {
             match request {
                 Request::Hold { beside, word } => self.hold(fds, beside, word),
@@ -39,8 +38,8 @@ impl Nursery {
     }
 
     pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
-        // Ignore an error. The page then still shows that the nursery is importing modules, so the sentinel kills all
-        // processes itself when the agent is gone, without waiting for the nursery.
+        // Ignore an error. The page then still says that the nursery is importing modules. In that state, the sentinel
+        // kills all processes itself once the agent is gone, without waiting for the nursery.
         self.activity = Activity::from_descriptors(fds).ok();
         if let Some(activity) = &mut self.activity {
             activity.wait();

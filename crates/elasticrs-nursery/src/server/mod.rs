@@ -58,18 +58,18 @@ pub fn run(start: Option<&str>) -> u8 {
     run_warm(start, None).err().unwrap_or_default()
 }
 
-/// Makes sure that all processes that are started during the imports belong to the job. Must be called before the
+/// Ensures that all processes that are started during the imports belong to the job. Must be called before the
 /// imports. After the imports, call [`run_warm`].
 pub fn begin_warm(start: &str) {
-    // Ignore errors, because the nursery works even if it is not a child subreaper or has no token. Errors are not
-    // expected, because the agent is permitted to make the same calls.
+    // Ignore errors, because the nursery also works without being a child subreaper and without a token. Errors are
+    // unlikely, because the agent has permission to make the same calls.
     let _ = prctl::set_child_subreaper(true);
     let _ = Start::parse(start).map(|start| start.token.apply());
 }
 
-/// Runs a warm nursery. Does the same as [`run`], but forks the workers from this process, which has already imported
-/// the modules that they need. In each forked worker, returns a [`Worker`]. In the nursery, returns its exit code as an
-/// error.
+/// Runs a warm nursery. Like [`run`], but forks the workers from this process, which has already imported the
+/// modules that they need. Returns a [`Worker`] in each forked worker. In the nursery itself, returns the exit
+/// code as an error.
 pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u8> {
     let code = |error: io::Error| error.raw_os_error().and_then(|errno| u8::try_from(errno).ok()).unwrap_or(255);
     let start = start.and_then(Start::parse);
@@ -78,11 +78,13 @@ pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u
         Sentinel::new(nursery, start.token).serve().map_err(code)?;
         return Err(0);
     }
-    // In a forked worker, close the nursery's descriptors before the worker's descriptors are put in place.
+    // `serve` drops the nursery. A forked worker therefore closes the nursery's descriptors before `settle` installs
+    // the worker's descriptors.
     nursery.serve().map_err(code)?.map(Begun::settle).ok_or(0)
 }
 
-/// Returns the name of this process before the nursery renames it. Forked workers get this name back.
+/// Returns the current name of this process. Forked workers get this name back after the nursery has renamed
+/// itself.
 fn leave_program() -> CString {
     let name = std::fs::read_to_string("/proc/self/comm").unwrap_or_default();
     CString::new(name.trim_end()).unwrap_or_default()
@@ -97,9 +99,10 @@ struct Nursery {
     stack: Stack,
     forker: Option<Forker>,
     compaction: Compaction,
-    /// Name that this process had before the nursery renamed it.
+    /// Name of this process before the nursery renamed it.
     name: CString,
-    /// True if this process carries a token. In this case, a descendant without a token must have reset its token.
+    /// True if this process carries a token. Descendants inherit the token, so a descendant without one must have
+    /// reset it.
     marked: bool,
     /// Value of `oom_score_adj` to restore in workers. `None` if the nursery did not lower its own value.
     oom_score_adj: Option<CString>,
@@ -107,23 +110,23 @@ struct Nursery {
     workers: BTreeSet<i32>,
     /// Sessions of the running workers, and of exited workers whose leftover processes have not been swept yet.
     sessions: BTreeSet<i32>,
-    /// The last forked worker, if it has not finished its setup yet. The setup continues while the nursery serves
-    /// requests or forks the next worker.
+    /// The last forked worker, if it is still completing its setup. Meanwhile, the nursery can serve requests or fork
+    /// the next worker.
     unsettled: Option<Unsettled>,
-    /// Signals that have yet to be sent to process groups, keyed by group. Each member is signalled individually.
+    /// Signals still to be sent to process groups, keyed by group. Each member of a group is signalled individually.
     left_groups: BTreeMap<i32, i32>,
     sweep: Option<Sweep>,
-    /// A start request that arrived during a sweep, with its descriptors. The start is postponed, because the sweep
-    /// would kill the worker. The nursery reads no further requests until then.
+    /// A start request that arrived during a sweep, with its descriptors. It is postponed, because the sweep would
+    /// kill the new worker. The nursery reads no further requests until it has handled this one.
     postponed: Option<(Request, Vec<OwnedFd>)>,
-    /// Leftover processes of workers that did not die in time after SIGKILL. The nursery reports each of them once.
-    /// After that, a sweep for the leftover processes of one worker no longer waits for them.
+    /// Leftover processes that did not die in time after SIGKILL. The nursery reports each of them once. Later sweeps
+    /// for a single worker no longer wait for them.
     given_up: BTreeSet<i32>,
-    /// Exited children that their tracers did not release. The nursery reports each of them once, and then no longer
-    /// waits for it.
+    /// Exited children that are still held by their tracers. The nursery reports each of them once, and then stops
+    /// waiting for it.
     held_by_tracers: BTreeSet<i32>,
-    /// Processes killed by sweeps that the agent did not request. They are reported in the answer to the agent's next
-    /// sweep request.
+    /// Processes that were killed by sweeps without a request from the agent. They are reported in the answer to the
+    /// agent's next sweep request.
     untold: Signalled,
     /// Connections that are kept open for the agent.
     held: Connections,
@@ -132,8 +135,8 @@ struct Nursery {
     activity: Option<Activity>,
     /// Nice value of the nursery before the current sweep lowered it. `None` if the value is not lowered.
     nice: Option<i32>,
-    /// Spare descriptors. They are closed at the start of a sweep, so that the sweep can open files in `/proc`. Without
-    /// free descriptors, the sweep would find no processes.
+    /// Spare descriptors. A sweep closes them first, so that it can open files in `/proc`. Without free descriptors,
+    /// it would find no processes.
     reserve: Vec<OwnedFd>,
     /// True if the agent is gone. Nothing is reported anymore, and the current sweep is the last one.
     orphaned: bool,
@@ -249,7 +252,7 @@ impl Nursery {
             PollFd::new(self.link.as_fd(), wanted),
             PollFd::new(timer, PollFlags::POLLIN),
         ];
-        // After the agent is gone, poll only the children, because the other descriptors would always be ready.
+        // Once the agent is gone, poll only the children, because the other descriptors would always be ready.
         let count = match &self.fence {
             _ if self.orphaned => 1,
             None => polled.len() - 1,
@@ -259,8 +262,8 @@ impl Nursery {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(error.into()),
         }
-        // Check for a hang-up of the socket here. While a start is postponed, the nursery does not read from the
-        // socket, and so would not notice the end of the stream.
+        // Check here whether the agent has closed the socket. While a start is postponed, the nursery does not read
+        // from the socket, so it would not notice the end of the stream.
         let has_hung_up =
             self.postponed.is_some() && polled[2].revents().is_some_and(|e| e.contains(PollFlags::POLLHUP));
         let [child, agent_gone, socket, fence] = polled.map(|fd| fd.any().unwrap_or(true));
@@ -360,8 +363,8 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Starts a sweep. `number` is the number of the request to answer. `None` if no answer is expected. If `left_by`
-    /// is a worker's pid, kills only the leftover processes of this worker.
+    /// Starts a sweep. `number` is the number of the request to answer, or `None` if no answer is expected. If
+    /// `left_by` is a worker's pid, kills only the leftover processes of that worker.
     fn begin_sweep(&mut self, deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if let Some(sweep) = &mut self.sweep {
             return sweep.bring_forward(deadlines, number, left_by);
@@ -425,7 +428,7 @@ impl Nursery {
         }
     }
 
-    /// Starts to kill all processes, because the agent is dead or has closed its end of the connection. The nursery
+    /// Starts killing all processes, because the agent is dead or has closed its end of the connection. The nursery
     /// exits when all processes have exited or the time limit has passed.
     fn lose_agent(&mut self) {
         if !self.orphaned {
@@ -468,13 +471,13 @@ fn at_once() -> Deadlines {
     Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
 }
 
-/// Reserves the number of file descriptors that a sweep opens at the same time, or fewer if not enough are available.
+/// Reserves as many file descriptors as a sweep has open at the same time, or fewer if not enough are available.
 fn reserve_of(any: &OwnedFd) -> Vec<OwnedFd> {
     (0..4).map_while(|_| any.try_clone().ok()).collect()
 }
 
-/// Tells the kernel not to kill this process when memory runs out. Returns the previous `oom_score_adj`. `None` if the
-/// change is not permitted.
+/// Protects this process from the OOM killer. Returns the previous `oom_score_adj`, or `None` if the change is
+/// not permitted.
 fn lower_oom_score() -> Option<CString> {
     const PATH: &str = "/proc/self/oom_score_adj";
     let before = std::fs::read_to_string(PATH).ok()?;

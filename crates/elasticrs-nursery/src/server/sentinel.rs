@@ -21,8 +21,8 @@ use crate::protocol::Request;
 use crate::sweep::kill_by_token;
 use crate::token::Token;
 
-/// Time limit for a nursery that is killing its processes. A nursery that takes longer is considered to hang in the
-/// kernel. The limit is three times the nursery's own time limit.
+/// Time limit for a nursery that is killing its processes. A nursery that takes longer is assumed to be stuck in
+/// the kernel. The limit is three times the nursery's own time limit.
 const HOPELESS: Duration = LAST_SWEEP.saturating_mul(3);
 
 pub(super) struct Sentinel {
@@ -39,8 +39,8 @@ pub(super) struct Sentinel {
 struct Guarded {
     pidfd: OwnedFd,
     activity: Activity,
-    /// Step of starting a worker that the nursery was performing at the last check, if the fence deadline had passed by
-    /// then. `None` otherwise.
+    /// The nursery's activity at the last check, if it was starting a worker and the fence deadline had passed.
+    /// `None` otherwise.
     overdue: Option<Doing>,
 }
 
@@ -78,7 +78,7 @@ impl Sentinel {
                 Ok(None) => return true,
                 Err(_) => return false,
             };
-            // Ignore missing or unusable descriptors, because the sentinel is useful even without some of its
+            // Ignore missing or unusable descriptors, because the sentinel remains useful without some of its
             // functions.
             match request {
                 Request::Guard => self.nursery = Guarded::new(fds),
@@ -110,7 +110,7 @@ impl Sentinel {
         let hangs = is_overdue && nursery.overdue == Some(doing);
         nursery.overdue = is_overdue.then_some(doing);
         if hangs {
-            // Mark the deadline as passed, because the nursery cannot do it. This call cannot fail.
+            // `look` marks the deadline as passed, because the nursery can no longer do so. The call cannot fail.
             let _ = fence.look();
             // Kill the nursery first, because it would otherwise report the exit of the worker that it is starting. The
             // only possible error is ESRCH.
@@ -126,8 +126,8 @@ impl Guarded {
         Some(Self { pidfd, activity: Activity::from_descriptors(vec![page, timer]).ok()?, overdue: None })
     }
 
-    /// Waits until the nursery has killed all of its descendants and exited. Returns false if the nursery died too
-    /// early, hangs, or does not watch its agent.
+    /// Waits until the nursery has killed all of its descendants and exited. Returns false if the nursery dies before
+    /// that, hangs, or does not watch its agent.
     fn ends_by_itself(self) -> bool {
         // Resume the nursery in case it was stopped. The only possible error is ESRCH.
         let _ = pidfd::send_signal(&self.pidfd, libc::SIGCONT);

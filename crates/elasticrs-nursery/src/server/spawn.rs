@@ -118,7 +118,7 @@ pub(super) struct Unsettled {
     settling: Settling,
 }
 
-/// What a forked process needs to complete its setup as a worker.
+/// Data that a forked process needs to complete its setup as a worker.
 pub(super) struct Begun {
     process: ProcessSpec,
     fds: Vec<OwnedFd>,
@@ -137,8 +137,8 @@ pub struct Worker {
 }
 
 impl Begun {
-    /// Completes the setup of a forked worker. After that, its state is the same as if its program had been executed.
-    /// Exits the process on failure.
+    /// Completes the setup of a forked worker. Afterwards, the process is in the same state as if it had executed its
+    /// program. Exits the process on failure.
     pub(super) fn settle(self) -> Worker {
         let Self { process, fds, mut outlet, name, oom_score_adj, parent } = self;
         let targets: Vec<i32> = process.pass_fds.iter().map(|passed| passed.target).collect();
@@ -180,7 +180,7 @@ pub(crate) fn command<'fd>(
         *standard = self::standard(descriptor, spec).map_err(failed(Stage::OpenLog, descriptor))?;
     }
     let passed = process.pass_fds.iter().map(|passed| {
-        // Descriptors are missing if this process has reached its limit on open files.
+        // A missing descriptor means that this process has reached its limit on open files.
         let index = usize::try_from(passed.source).map_err(|_| Errno::EBADF)?;
         let fd = fds.get(index).ok_or(Errno::EMFILE)?;
         if passed.target < 0 { Err(Errno::EBADF) } else { Ok((fd.as_fd(), passed.target)) }

@@ -18,8 +18,8 @@ use crate::protocol::Descendant;
 use crate::token::Token;
 use crate::tree::{self, Listed, Signalled, Status, Target};
 
-/// Maximum interval between checks. Checks are repeated because the exit of a process that is not a child of this
-/// process causes no SIGCHLD.
+/// Maximum interval between checks. Polling is necessary, because a process that is not a child of this process
+/// causes no SIGCHLD when it exits.
 const LOOK_AGAIN: Duration = Duration::from_millis(50);
 const FIRST_LOOK: Duration = Duration::from_micros(200);
 
@@ -33,7 +33,7 @@ pub(super) struct Deadlines {
 
 impl Deadlines {
     pub(super) fn new(now: Instant, linger: Duration, grace: Duration, give_up: Duration) -> Self {
-        // If the end of a duration is beyond the range of the clock, use one year instead.
+        // If a deadline is beyond the range of the clock, wait for one year instead.
         let after = |start: Instant, span| start.checked_add(span).unwrap_or(start + Duration::from_secs(31_536_000));
         let term = after(now, linger);
         let kill = after(term, grace);
@@ -54,9 +54,9 @@ pub(super) enum Verdict {
 #[derive(Debug)]
 pub(super) struct Sweep {
     deadlines: Deadlines,
-    /// Number of the last request that this sweep answers. `None` if no request is to be answered.
+    /// Number of the last request that this sweep answers. `None` if there is no request to answer.
     number: Option<u32>,
-    /// Pid of the exited worker whose leftover processes the sweep kills, without killing running workers. `None` to
+    /// Pid of the exited worker whose leftover processes the sweep kills. Running workers are then spared. `None` to
     /// kill all descendants.
     left_by: Option<i32>,
     /// Pids to which SIGTERM was sent. The field `killed` contains the pids to which SIGKILL was sent.
@@ -70,7 +70,7 @@ pub(super) struct Sweep {
     /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
     /// holds them.
     corpses: BTreeSet<i32>,
-    /// Time since which every check has found only processes that may stay. `None` if the last check found another
+    /// Time at which checks started to find only processes that may stay. `None` if the last check found another
     /// process.
     only_held: Option<Instant>,
     pause: Duration,
@@ -85,9 +85,8 @@ struct Look {
     cleaners: bool,
     /// Exited children that `wait4` does not return, because a tracer holds them.
     held: Vec<i32>,
-    /// True if a process exited during the check. The check may have missed the children of that process, which are now
-    /// children of this process. A zombie with another parent does not count, because its children already have a new
-    /// parent.
+    /// True if a process exited during the check. The check may then have missed its children, which are now children
+    /// of this process. A zombie with another parent is ignored, because its children already have a new parent.
     unsure: bool,
     /// True if the check sent a process its first SIGTERM or its first SIGKILL.
     new: bool,
@@ -110,9 +109,9 @@ impl Sweep {
         }
     }
 
-    /// Handles another sweep request during this sweep. Does nothing if `left_by` is set. If this sweep kills only the
-    /// leftover processes of one worker, extends it to all descendants with the deadlines `by`. Otherwise, adopts each
-    /// deadline in `by` that is earlier than the current deadline.
+    /// Handles another sweep request during this sweep. Ignores a request for a single worker (`left_by`). If this
+    /// sweep is for a single worker, extends it to all descendants, with the deadlines `by`. Otherwise, adopts each
+    /// deadline in `by` that is earlier than the current one.
     pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if left_by.is_some() {
             return;
@@ -130,14 +129,14 @@ impl Sweep {
         self.pause = Duration::ZERO;
     }
 
-    /// Returns the time until the next step of the sweep. The caller takes the step earlier if a child changes its
-    /// state.
+    /// Returns how long to wait before the next step of the sweep. The caller takes the step earlier if a child
+    /// changes its state.
     pub(super) fn wait(&self, now: Instant) -> Duration {
         let until = self.deadlines.next(now).map_or(Duration::ZERO, |at| at - now);
         until.min(self.pause)
     }
 
-    /// Returns the number of the request to answer, and all signalled processes except the `stuck` ones.
+    /// Returns the number of the request to answer, and all signalled processes that are not in `stuck`.
     pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Signalled) {
         let stuck: Vec<i32> = stuck.iter().map(|stuck| stuck.pid).collect();
         (self.number, self.ended.without(&stuck))
@@ -180,8 +179,8 @@ impl Sweep {
             self.pause = Duration::ZERO;
             return Verdict::GoOn;
         }
-        // Running workers, spared processes, and processes held by a tracer may remain as children. If there are any,
-        // do not wait for `ECHILD`.
+        // Do not wait for `ECHILD` if running workers, spared processes, or processes held by a tracer remain as
+        // children.
         let may_stay = self.left_by.is_some() || !look.exempt.is_empty() || !look.held.is_empty();
         let only_harmless = is_quiet && !look.cleaners && may_stay;
         self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));
@@ -247,17 +246,16 @@ impl Sweep {
         self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
     }
 
-    /// Sends a signal to a process. Returns true if the process has not been sent this signal before.
+    /// Sends a signal to a process. Returns true if this sweep sends the signal to the process for the first time.
     fn signal(&mut self, nursery: &Nursery, pid: i32, target: &Target, signal: Signal) -> bool {
         let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
         let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
         if signal == Signal::SIGKILL {
-            // Send SIGKILL every time, because the pid may belong to another process now. A second SIGKILL does no
-            // harm.
+            // Send SIGKILL every time, because another process may have reused the pid. A second SIGKILL does no harm.
             target.signal(signal);
         } else if is_new {
             target.signal(signal);
-            // Continue the process as well, because a stopped process does not handle SIGTERM.
+            // Also continue the process, because a stopped process does not handle SIGTERM.
             target.signal(Signal::SIGCONT);
         }
         if is_new && !was_named && !nursery.workers.contains(&pid) && !nursery.orphaned {
@@ -268,8 +266,8 @@ impl Sweep {
 }
 
 impl Nursery {
-    /// True if the process has left its worker's session and has reset its token. Such a process is meant to outlive
-    /// the job.
+    /// Returns true if the process is meant to outlive the job: it has left its worker's session and has reset its
+    /// token.
     fn is_exempt(&self, pid: i32, status: Status) -> bool {
         self.marked && !self.sessions.contains(&status.session) && Token::is_reset(pid)
     }

@@ -6,7 +6,8 @@ use subtle::ConstantTimeEq as _;
 
 use super::protocol::{Digest, Secret};
 
-/// The side that makes a proof. A proof covers the name of its side, so the other side cannot send it back as its own.
+/// The side that makes a proof. A proof includes the name of its side, so that the other side cannot send it back
+/// as its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     /// The client answers the store's challenge.

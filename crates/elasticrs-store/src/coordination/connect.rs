@@ -78,8 +78,8 @@ pub(super) struct Met {
     pub(super) store: StoreId,
     pub(super) revision: u64,
     pub(super) pace: Pace,
-    /// Time at which the hello was sent, in nanoseconds of the boot clock. The store starts the session's time to live
-    /// later.
+    /// Time at which the client sent its hello, in nanoseconds on the boot clock. The store starts the session's time
+    /// to live later, so a deadline that is computed from this time is never too late.
     pub(super) sent: u64,
 }
 
@@ -289,7 +289,7 @@ impl Greeter<'_> {
             match stream::read(&self.stream, &mut chunk).await {
                 Ok(0) if self.frames.is_untouched() => {
                     // The peer may be another program, or a proxy whose store is not running yet. Report `Closed`,
-                    // because in the case of a proxy, a retry may succeed.
+                    // because a retry may succeed in the case of a proxy.
                     let what =
                         "closed the connection during the handshake: another program, or a proxy without a store";
                     return Err(StoreError::new(LostKind::Closed, format!("{} {what}", self.options.endpoint())));

@@ -1,4 +1,4 @@
-//! A connection on the server side: the handshake, then requests until the connection ends.
+//! Server side of a connection: the handshake, then the requests until the connection is closed.
 
 use std::io;
 use std::rc::Rc;
@@ -26,8 +26,8 @@ const HANDSHAKE: Duration = Duration::from_secs(5);
 /// How long a refused connection stays open, so that the client can read the reason.
 const PARTING: Duration = Duration::from_secs(2);
 
-/// Maximum number of bytes to read and discard from a refused client. The client may have sent them before it was
-/// refused.
+/// Maximum number of bytes that the store reads and discards from a refused client. The client may have sent them
+/// before it was refused.
 const MAX_DROPPED: usize = 4 * MAX_REQUEST;
 
 /// Reason why the store stops serving a connection.
@@ -63,7 +63,7 @@ impl From<Broken> for Disconnect {
     }
 }
 
-/// Deadline for the rest of a request that has partly arrived.
+/// Deadline for receiving the rest of an incomplete request.
 #[derive(Clone, Copy)]
 struct Begun {
     until: Instant,
@@ -79,7 +79,7 @@ struct Connection {
     scope: Scope,
 }
 
-/// Serves one client until its connection ends.
+/// Serves one client until its connection is closed.
 pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
     // Without `TCP_NODELAY`, small messages would be delayed. If setting it fails, serve the client anyway.
     let _ = stream.set_nodelay(true);
@@ -102,7 +102,7 @@ pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
     connection.part(end).await;
 }
 
-/// Notifies the hub when it is dropped, which happens whenever the connection ends.
+/// Guard whose `drop` notifies the hub, so that the hub learns of every closed connection.
 struct User {
     hub: Rc<Hub>,
     outbox: Rc<Outbox>,
@@ -195,7 +195,7 @@ impl Connection {
         self.outbox.push(self.outbox.message(message));
     }
 
-    /// Executes requests and sends answers until the connection ends.
+    /// Executes requests and sends answers until the connection is closed.
     async fn converse(&mut self, session: SessionId) -> Disconnect {
         let mut begun = None;
         loop {
@@ -203,7 +203,7 @@ impl Connection {
                 match self.frames.cut() {
                     Ok(Some(frame)) => {
                         begun = None;
-                        // The request is complete, so stop counting its bytes as those of an incomplete one.
+                        // Reset the count of unparsed bytes, because the request is complete.
                         self.outbox.set_unparsed(0);
                         let done = Request::decode(frame).map_err(Disconnect::from).and_then(|request| {
                             if !allows(self.scope.as_deref(), &request) {
@@ -229,8 +229,9 @@ impl Connection {
         }
     }
 
-    /// Waits for more bytes. If a request is incomplete, the rest must arrive within the request timeout. The timeout
-    /// is measured in two halves, so that, if this process is stopped, the pause uses up at most one of them.
+    /// Waits for more bytes. The rest of an incomplete request must arrive within the request timeout. The timeout is
+    /// measured in two halves. If this process is stopped, the pause uses up at most one of them, so the client still
+    /// has time.
     async fn read_on(&mut self, begun: &mut Option<Begun>) -> Result<(), Disconnect> {
         self.frames.rest();
         self.hub.hold(&self.outbox, self.frames.capacity());
@@ -309,8 +310,8 @@ impl Connection {
     async fn part(mut self, end: Disconnect) {
         match end {
             Disconnect::Gone | Disconnect::Broken => {}
-            // Do not report this peer. It is a client of this store that got no answer while the store was paused, and
-            // now probes the port for a `TCPStore`.
+            // Do not report this peer. It is a client of this store that received no answer while the store was paused,
+            // and now probes the port for a `TCPStore`.
             Disconnect::Foreign if self.frames.unread() == QUESTION => {}
             Disconnect::Foreign => {
                 let what = describe(self.frames.unread());

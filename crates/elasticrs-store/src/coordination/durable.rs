@@ -36,14 +36,14 @@ const HEAD_LENGTH: usize = 20;
 const HEAD: u64 = HEAD_LENGTH as u64;
 /// Offset of the synced length in the head.
 const SYNCED_AT: u64 = 12;
-/// Number of bytes that the length and the digest of a record take.
+/// Size of the length and the digest of a record, in bytes.
 const AROUND: u64 = 4 + 32;
 
-/// Maximum number of bytes that the sessions in one record may take.
+/// Maximum total size of the sessions in one record, in bytes.
 const MAX_SESSIONS: u64 = 16 << 20;
-/// Approximate number of bytes per record when a whole state is written.
+/// Approximate size of a record in bytes when the whole state is written.
 const CHUNK: usize = 1 << 20;
-/// Minimum growth of a file before it is replaced, in bytes. The file must also have doubled in size.
+/// Minimum growth of a file in bytes before it is replaced. In addition, the file must have doubled in size.
 const GROWTH: u64 = 4 << 20;
 
 /// Error while opening, reading or writing the state file.
@@ -232,24 +232,25 @@ impl StateFile {
     }
 
     /// Appends these items as one batch, and returns when they are on disk. If this fails, the store has to stop,
-    /// because the contents of the file are unknown.
+    /// because the contents of the file are then unknown.
     pub(super) fn commit(&mut self, items: &[Item]) -> Result<(), StateError> {
-        // Write the synced length last. If the store crashes before that, the record begins at the synced length, so
-        // `load` drops an incomplete record instead of reporting damage.
+        // Write the synced length last. If the store crashes before that, an incomplete record starts no earlier than
+        // the old synced length, so `load` drops it instead of reporting damage.
         let written = self.append(items).and_then(|()| self.file.sync_data()).and_then(|()| self.note_synced());
         written.map_err(|source| self.failed(source))
     }
 
-    /// True if the file has grown so much that it should be replaced by a shorter one.
+    /// Returns true if the file has grown so much that it should be replaced by a shorter one.
     pub(super) fn has_grown(&self) -> bool {
         self.end - self.begun > self.begun.max(GROWTH)
     }
 
     /// Replaces the file with a new one that contains this whole state, and returns when the new file is on disk. If
-    /// the new file cannot be written, keeps using the old file. The next attempt is due when that file has doubled in
-    /// size.
+    /// the new file cannot be written, keeps using the old file and tries again when that file has doubled in size.
     ///
-    /// # Errors Fails if the old file is no longer at its path, or may no longer be there.
+    /// # Errors
+    ///
+    /// Fails if the old file is no longer at its path, or if it is unknown whether it still is.
     pub(super) fn replace(&mut self, whole: impl Iterator<Item = Item>) -> Result<Replaced, StateError> {
         match Self::begin(self.path.clone(), Some(&self.file), whole) {
             Ok(new) => {
@@ -279,8 +280,8 @@ impl StateFile {
     ) -> Result<Self, (StateError, Harm)> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let next = path.with_file_name(format!(".{name}.elasticrs-new"));
-        // Another user may have created a file at this path before. `O_NOFOLLOW` refuses a symbolic link, and `fill`
-        // resets the permissions.
+        // Another user may have created a file at this path. `O_NOFOLLOW` rejects a symbolic link, and `fill` resets
+        // the permissions.
         let mut options = OpenOptions::new();
         options.create(true).mode(MODE).custom_flags(OFlag::O_NOFOLLOW.bits());
         let Some(file) = lock(&next, &path, &mut options).map_err(|error| (error, Harm::None))? else {
@@ -299,8 +300,8 @@ impl StateFile {
                 .fill(whole)
                 .map_err(harm(Harm::None))
                 .and_then(|()| put_in_place(&next, &begun.path).map_err(harm(Harm::Unknown))),
-            // Another file is at `path`. If `held` is `None`, that file was created after the store had looked for one.
-            // Otherwise it has replaced `held`.
+            // Another file is at `path`. If `held` is `None`, the other file was created after the store had looked for
+            // one. Otherwise, it has replaced `held`.
             Ok(false) if begun.path.exists() => Err((Errno::EWOULDBLOCK.into(), Harm::Unknown)),
             // `path` no longer exists: the file that `held` refers to was removed.
             Ok(false) => Err((Errno::ENOENT.into(), Harm::Unknown)),
@@ -360,7 +361,7 @@ impl StateFile {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Harm {
     None,
-    /// The old file is no longer at its path, or may no longer be there.
+    /// The old file is no longer at its path, or it is unknown whether it still is.
     Unknown,
 }
 
@@ -375,8 +376,8 @@ fn chained(before: &Digest, record: &[u8]) -> Digest {
     Sha256::new().chain_update(before).chain_update(record).finalize().into()
 }
 
-/// Opens and locks the file at `at`. Retries if another process replaces the file before it is locked. Returns `None`
-/// if there is no file. I/O errors name the path `state` instead of `at`.
+/// Opens and locks the file at `at`. Retries if another process replaces the file before it is locked. Returns
+/// `None` if there is no file. Error messages contain the path `state` instead of `at`.
 fn lock(at: &Path, state: &Path, options: &mut OpenOptions) -> Result<Option<Flock<File>>, StateError> {
     loop {
         let file = match options.read(true).write(true).open(at) {
@@ -400,8 +401,8 @@ fn check_owner(path: &Path, file: &File) -> io::Result<Result<(), StateError>> {
     Ok(if is_ours { Ok(()) } else { Err(StateError::Stranger { path: path.to_owned(), owner, own }) })
 }
 
-/// Refuses a folder that all users may write to, because any user could replace the file. Accepts a folder with the
-/// sticky bit, because in such a folder users may replace only their own files.
+/// Rejects a folder to which all users may write, because any user could replace the file. Accepts a folder with
+/// the sticky bit, in which users may replace only their own files.
 fn check_folder(path: &Path) -> Result<(), StateError> {
     let folder = folder_of(path);
     let Ok(about) = metadata(folder) else {
@@ -458,8 +459,8 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
     }
     let mut image = Image::default();
     let mut digest = Digest::default();
-    // Twice the limit is enough for the keys of one record, because each key occurs at most once, and a deleted key has
-    // no value.
+    // Twice the limit is enough for the keys of one record. Each key occurs at most once, and a deleted key has no
+    // value.
     let most = u64::try_from(limit).unwrap_or(u64::MAX).saturating_mul(2).saturating_add(MAX_SESSIONS);
     let mut at = HEAD;
     loop {

@@ -39,7 +39,7 @@ use crate::types::{LostKind, OpResult, StoreId, Txn, WatchFrom};
 /// Maximum number of watches of a client.
 const MAX_WATCHES: usize = 1024;
 
-/// Bytes that an absent session occupies in addition to its keys.
+/// Memory that an absent session (one without a connection) takes in addition to its keys, in bytes.
 const ABSENT_COST: usize = 512;
 
 /// Delay before freed memory is returned to the kernel, because it may be needed again soon.
@@ -48,7 +48,8 @@ const TRIM_AFTER: Duration = Duration::from_millis(100);
 /// Configuration of a server.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// ID of the only run that the server serves. `None` to serve any run. In that case, all runs share the same keys.
+    /// ID of the only run that the server serves. `None` to serve any run, in which case all runs share the same
+    /// keys.
     pub run_id: Option<String>,
     pub token: Option<Vec<u8>>,
     pub max_connections: usize,
@@ -65,7 +66,7 @@ pub struct Config {
 pub struct Durable {
     /// Path of the state file.
     pub file: PathBuf,
-    /// Minimum time to live of a session, so that sessions survive outages of the store that are shorter than this.
+    /// Minimum time to live of a session. Sessions therefore survive shorter outages of the store.
     pub grace: Duration,
 }
 
@@ -88,7 +89,7 @@ pub const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 #[derive(Debug)]
 struct Session {
     secret: Secret,
-    /// Outbox of the session's connection. `None` if the session is absent.
+    /// Outbox of the session's connection. `None` while the session has no connection.
     outbox: Option<Rc<Outbox>>,
 }
 
@@ -166,8 +167,8 @@ impl Hub {
         }
     }
 
-    /// Restores the state of a previous store. The restored sessions have no connections. Each client has the session's
-    /// full time to live, starting now, to reconnect.
+    /// Restores the state of a previous store. The restored sessions have no connections. The clients have the full
+    /// time to live of their sessions, starting now, to reconnect.
     pub(super) fn going_on_with(mut self, file: StateFile, mut image: Image) -> Self {
         self.shared.get_mut().next_session = image.next_session;
         // Use the same start time for all sessions, so that sessions that are not resumed expire together, in one
@@ -260,9 +261,9 @@ impl Hub {
         Some(pace)
     }
 
-    /// Handles the end of a connection. Does nothing if the session has moved to another connection. If the connection
-    /// broke and the store may keep another absent session, the session becomes absent. Otherwise the session ends, and
-    /// its keys are deleted later.
+    /// Handles the end of a connection. Does nothing if the session has moved to another connection. If the
+    /// connection broke, keeps the session without a connection, provided that there is room for another such
+    /// session. Otherwise, ends the session. Its keys are deleted later.
     pub(super) fn leave(&self, session: SessionId, outbox: &Rc<Outbox>, is_broken: bool) {
         let mut shared = self.shared.borrow_mut();
         let uses = |known: &Session| known.outbox.as_ref().is_some_and(|current| Rc::ptr_eq(current, outbox));
@@ -280,7 +281,7 @@ impl Hub {
     }
 
     /// Returns true if there is room for one more absent session. Without this limit, clients that only connect and
-    /// disconnect could use up the memory and so end the sessions of others.
+    /// disconnect could fill the memory, which would end the sessions of other clients.
     fn may_wait(&self, shared: &Shared) -> bool {
         shared.absent < self.config.max_connections && self.has_room_in(shared)
     }
@@ -293,7 +294,7 @@ impl Hub {
     }
 
     /// Returns true if there is room for one more connection. An eighth of the memory is reserved for the requests of
-    /// open connections, because new connections alone must not cause a session to end.
+    /// open connections, so that new connections alone never cause a session to end.
     pub(super) fn has_room(&self) -> bool {
         self.has_room_in(&self.shared.borrow())
     }
@@ -302,7 +303,8 @@ impl Hub {
         self.used(shared) + CONNECTION_COST <= shared.state.shared_limit() / 8 * 7
     }
 
-    /// Records how many bytes of an incomplete request a client has sent.
+    /// Records how many bytes of an incomplete request a client has sent. Ends sessions if the memory limit is then
+    /// exceeded.
     pub(super) fn hold(&self, outbox: &Outbox, unparsed: usize) {
         outbox.set_unparsed(unparsed);
         self.keep_within_limit(&mut self.shared.borrow_mut());
@@ -442,12 +444,13 @@ impl Hub {
         }
     }
 
-    /// Deletes the keys of ended sessions. Sessions that end in the same wake-up are handled together. Never returns.
+    /// Deletes the keys of ended sessions. Sessions that end in the same iteration of the event loop are handled
+    /// together. Never returns.
     pub(super) async fn reap(self: Rc<Self>) {
         loop {
             self.reap.notified().await;
-            // Yield first, so that the tasks of all connections that ended in this wake-up run before the keys of their
-            // sessions are deleted.
+            // Yield first, so that all connections that closed in this iteration of the event loop are handled before
+            // any keys are deleted.
             yield_now().await;
             let mut shared = self.shared.borrow_mut();
             let ended = std::mem::take(&mut shared.ended);
@@ -461,15 +464,14 @@ impl Hub {
         }
     }
 
-    /// Waits until all earlier changes are on disk, because only then may the queued messages be sent (JOURNAL-1).
+    /// Waits until all earlier changes are on disk. The queued messages may be sent only after that (JOURNAL-1).
     pub(super) async fn settled(&self) {
         if let Some(journal) = &self.journal {
             journal.settled().await;
         }
     }
 
-    /// Saves changes to disk, one batch at a time. Returns the error when a save fails, after which the store has to
-    /// stop.
+    /// Saves changes to disk, one batch at a time. Returns only if a save fails. The store then has to stop.
     pub(super) async fn save(self: Rc<Self>) -> StateError {
         let Some(journal) = &self.journal else { return pending().await };
         loop {

@@ -1,7 +1,7 @@
 //! Tracks the changes that are not on disk yet, and lets tasks wait until those changes are saved.
 //!
-//! - **JOURNAL-1** the store sends a message only when all changes made before it are on disk, so a crash loses only
-//!   changes that no client has seen.
+//! - **JOURNAL-1** The store sends a message only when all changes made before it are on disk. A crash therefore
+//!   loses only changes that no client has seen.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;

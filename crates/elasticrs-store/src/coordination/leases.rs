@@ -55,8 +55,8 @@ impl Leases {
         pace
     }
 
-    /// Adds a session of a previous store. Its time to live starts anew, and is at least `ttl_ms`, the longest time to
-    /// live that the previous store granted to it.
+    /// Adds a session that was restored from a previous store. Its time to live starts anew, and is at least
+    /// `ttl_ms`, the longest one that the previous store granted.
     pub(super) fn restore(&mut self, session: SessionId, interval_ms: u32, attempts: u16, ttl_ms: u32, now: u64) {
         let pace = self.begin(session, interval_ms, attempts, now);
         if let Some(lease) = self.held.get_mut(&session) {
@@ -124,7 +124,7 @@ impl Leases {
         self.looked = now;
     }
 
-    /// Returns the sessions that had expired at the last call of [`Self::look`].
+    /// Returns the sessions that had expired as of the last call to [`Self::look`].
     pub(super) fn expired(&self) -> Vec<SessionId> {
         let now = self.looked.saturating_sub(self.late);
         self.deadlines.iter().take_while(|(deadline, _)| *deadline <= now).map(|(_, session)| *session).collect()

@@ -1,7 +1,7 @@
 //! Accounting for the memory that a server holds for clients in addition to the keys.
 //!
-//! - **MEM-1** each charge is released exactly once, when its owner is dropped. Memory that several clients share is
-//!   counted once.
+//! - **MEM-1** Each charge (a number of bytes that its owner added to the total) is released exactly once, when
+//!   its owner is dropped. Memory that several clients share is counted once.
 
 use std::cell::Cell;
 use std::ops::Deref;

@@ -14,11 +14,11 @@ use super::protocol::Answer;
 use super::wire::MAGIC;
 use crate::types::LostKind;
 
-/// Maximum number of unread bytes of a client. The store drops a client that exceeds it. One longer message may be
-/// queued in addition.
+/// Limit on the unread bytes of a client. If a client exceeds it, the store drops the client instead of queueing
+/// another message. One message that is longer than the limit is not counted.
 const MAX_UNREAD: usize = 8 << 20;
 
-/// Maximum number of messages per system call.
+/// Maximum number of messages to send in one system call.
 const BATCH: usize = 64;
 
 /// The queued messages of one client, in order. Several clients may share a message.
@@ -32,14 +32,15 @@ pub(super) struct Outbox {
     /// Number of bytes of the first message that were already sent.
     sent: Cell<usize>,
     unread: Cell<usize>,
-    /// Number of unread bytes of the queued message that is longer than [`MAX_UNREAD`]. There is at most one.
+    /// Number of unread bytes of the queued message that is longer than [`MAX_UNREAD`]. At most one such message is
+    /// queued.
     unread_of_long: Cell<usize>,
     /// True if at least one byte was sent on this connection.
     has_begun: Cell<bool>,
     is_closing: Cell<bool>,
     pub(super) wake: Notify,
     all: Rc<Held>,
-    /// Memory charge for the connection, including the received part of an incomplete request.
+    /// Memory that is counted for the connection, including the received part of an incomplete request.
     connection: Charge,
 }
 
@@ -89,7 +90,7 @@ impl Outbox {
         self.wake.notify_one();
     }
 
-    /// Returns the number of messages queued so far. [`Self::flush`] takes this number and sends only these messages.
+    /// Returns the number of messages queued so far. Pass it to [`Self::flush`] to send only these messages.
     pub(super) fn pushed(&self) -> u64 {
         self.next.get()
     }
@@ -99,8 +100,8 @@ impl Outbox {
         self.connection.set(CONNECTION_COST + bytes);
     }
 
-    /// Returns the approximate number of bytes that the store holds for this client. Messages shared with other clients
-    /// count in full.
+    /// Returns the approximate number of bytes that the store holds for this client. Messages shared with other
+    /// clients are counted in full.
     pub(super) fn holds(&self) -> usize {
         self.connection.bytes() + self.unread.get()
     }
@@ -110,7 +111,8 @@ impl Outbox {
         if self.is_closing.replace(true) {
             return;
         }
-        // Keep a partly sent message, because the client would otherwise take the next message for the rest of it.
+        // Keep a partly sent message, because the client would otherwise mistake the next message for the rest of this
+        // one.
         self.queue.borrow_mut().truncate(usize::from(self.sent.get() > 0));
         let mut last = if self.has_begun.get() { Vec::new() } else { MAGIC.to_vec() };
         last.extend(Answer::Refused { kind, message: message.into() }.encode());

@@ -14,8 +14,8 @@ pub(super) const QUESTION: [u8; 6] = [0, 0xce, 0xf7, 0x85, 0x3c, 7];
 /// Time limit for the answer.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// Returns true if a `TCPStore` of torch listens on this address. An agent's worker store counts as one, because it has
-/// the same protocol.
+/// Returns true if a `TCPStore` of torch listens on this address. Also returns true for an agent's worker store,
+/// because it uses the same protocol.
 pub(crate) async fn is_tcp_store(address: SocketAddr) -> bool {
     matches!(timeout(PATIENCE, number_of_keys(address)).await, Ok(Ok(0..=0xffff_ffff)))
 }

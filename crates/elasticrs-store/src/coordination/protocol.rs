@@ -13,7 +13,7 @@ use crate::types::{
     WatchFrom,
 };
 
-/// Protocol version of this code. Versions with different first numbers are incompatible.
+/// Protocol version of this code, as major and minor number. Different major versions are incompatible.
 pub const VERSION: (u16, u16) = (3, 0);
 
 /// A challenge or a proof, as long as a SHA-256 digest.
@@ -55,15 +55,15 @@ pub enum Request {
     /// Answer to the store's challenge. The proof is made with the token of `scope`, or with the store's own token if
     /// `scope` is `None`.
     Prove { proof: Digest, scope: Scope },
-    /// A transaction. The store carries out all its reads and writes together, or none of them.
+    /// A transaction. The store executes all of its operations atomically.
     Txn { tag: u64, txn: Txn },
     /// Starts a watch: the store reports changes from now on.
     Watch { tag: u64, watch: WatchFrom },
-    /// Stops a watch. The store no longer reports changes of the watched keys.
+    /// Stops a watch. The store no longer reports changes to the watched keys.
     Unwatch(Watch),
     /// Extends the lease of the session.
     KeepAlive {
-        /// Time on the client's clock when the client sent this message. The answer contains the same value.
+        /// Time at which the client sent this message, on the client's clock. The answer contains the same value.
         sent: u64,
     },
 }
@@ -99,15 +99,15 @@ pub enum Answer {
         ok: bool,
         /// Revision of the store after it has executed the request.
         revision: u64,
-        /// For a transaction, one result per op. For a watch, the current entries, if the client asked for them. For a
-        /// refused watch, the oldest revision in the history.
+        /// One result per operation of a transaction, or the current entries for a watch, if the client asked for them.
+        /// If the watch was refused, the oldest revision in the history.
         results: Vec<OpResult>,
     },
     /// Changes that one revision made to keys that this client watches.
     Changes { revision: u64, changes: Vec<Change> },
     Alive {
         sent: u64,
-        /// The store's wall clock, in nanoseconds since 1970.
+        /// Time on the store's wall clock, in nanoseconds since 1970.
         wall_ns: u64,
         pace: Pace,
     },
@@ -133,7 +133,7 @@ impl Request {
         Cursor::whole(frame)
     }
 
-    /// Reads the version of a hello, which is at the same place in all protocol versions.
+    /// Reads the protocol version from a hello. It is at the same position in all protocol versions.
     pub fn version_of(frame: &[u8]) -> Result<(u16, u16), Malformed> {
         let mut c = Cursor::new(frame);
         match c.u8()? {
@@ -212,7 +212,8 @@ record!(Watch { exact, prefix });
 record!(Entry { key, create_revision, mod_revision, value });
 record!(Change { key, create_revision, mod_revision, value });
 
-// `Arc<str>` is a key or prefix, `String` is a run ID, and `Box<str>` is a message for users.
+// Each of these types has its own length limit: `Arc<str>` for keys and prefixes, `String` for run IDs, and
+// `Box<str>` for messages to users.
 texts!(Arc<str>: MAX_KEY, String: MAX_RUN_ID, Box<str>: u16::MAX as usize);
 
 impl Field for LostKind {

@@ -18,8 +18,8 @@ use crate::types::{Compare, Op, Txn};
 /// Derives the token of a scope, as hexadecimal text.
 pub fn scoped_token(token: &[u8], scope: &str) -> String {
     let mut mac = keyed(token);
-    // Handshake proofs are also computed with the store's token, and no scope token may equal one of them. The data of
-    // a proof starts with a random challenge, so start with a constant here.
+    // Start with a constant, so that no scope token can be equal to a handshake proof. Proofs are computed with the
+    // same key, but their data starts with a random challenge.
     mac.update(b"scope\0");
     mac.update(scope.as_bytes());
     mac.finalize().into_bytes().iter().fold(String::new(), |mut text, byte| {

@@ -180,13 +180,14 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
         // farewell waits until its lease expires.
         yield_now().await;
     }
-    // Stop these tasks before the connections, because they would otherwise end the sessions of the closed connections.
+    // Stop these tasks before the connections. Otherwise, these tasks would end the sessions of the closed
+    // connections.
     keepers.shutdown().await;
     saving.shutdown().await;
     if closed.is_some() {
         hub.finish();
     }
-    // Move the tasks out of the hub before dropping them, because each connection accesses the hub while it is dropped.
+    // Move the tasks out of the hub before dropping them, because dropping a connection accesses the hub.
     let mut tasks = std::mem::take(&mut *hub.tasks.borrow_mut());
     tasks.shutdown().await;
     if let Some(reply) = closed {

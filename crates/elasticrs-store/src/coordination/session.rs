@@ -1,4 +1,4 @@
-//! The protocol of the coordination store, for use by a session: sends requests and keep-alives, receives answers, and
+//! Client side of the coordination store's protocol: sends requests and keep-alives, receives answers, and
 //! resumes the session on a new connection.
 
 use std::io;

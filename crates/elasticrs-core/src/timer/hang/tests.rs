@@ -187,7 +187,7 @@ fn a_stopped_agent_or_machine_makes_nobody_hung() {
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 103, 200, &[beat(2)], None), Some((112, vec![0])));
-    // Only the agent was stopped, while the rank kept running until second 50.
+    // Here only the agent was paused. The rank kept running until second 50.
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 53, 200, &[beat(50)], None), Some((63, vec![0])));
@@ -227,7 +227,7 @@ fn a_limit_is_learned_from_steps() {
     let seen = |steps| RankState::Heartbeat(Beat { last: SECOND, steps, ..Beat::default() });
     let few = [seen(vec![SECOND; 3])];
     assert_eq!(watch(&mut Watch::new(limits, 1, 0), 1, 2000, &few, None), Some((1801, vec![0])));
-    // The steps of all ranks are used together to learn the limit.
+    // The limit is learned from the steps of all ranks together.
     let many = [seen(vec![7 * SECOND; 8]), seen(vec![7 * SECOND; 8])];
     assert_eq!(watch(&mut Watch::new(limits, 2, 0), 1, 2000, &many, None), Some((71, vec![0, 1])));
 }
@@ -352,7 +352,7 @@ fn any_seen() -> impl Strategy<Value = RankState> {
 }
 
 proptest! {
-    /// Checks HANG-1 and HANG-3 when no call to `look` is late.
+    /// Checks HANG-1 and HANG-3 when every call to `look` is on time.
     #[test]
     fn nobody_is_hung_before_the_limit_or_long_after_it(
         seen in proptest::collection::vec(any_seen(), 1..6),
@@ -380,7 +380,7 @@ proptest! {
                         prop_assert!(seen[overdue.rank] != RankState::Exited);
                     }
                     let first = hung.iter().filter(|late| late.is_due).map(|o| o.since + nanoseconds(o.limit)).min().unwrap_or(0);
-                    // Accept limits that had already passed before the first call to `look`.
+                    // Allow late detection of limits that had passed before the first call to `look`.
                     prop_assert!(first <= SECOND || now <= first || now <= planned);
                     return Ok(());
                 }
@@ -396,7 +396,7 @@ proptest! {
         }
     }
 
-    /// Checks HANG-2: if a call to `look` is late, the time since the previous call never counts.
+    /// Checks HANG-2: the time between a late call to `look` and the previous call never counts toward a limit.
     #[test]
     fn gaps_never_count(gaps in proptest::collection::vec(0_u64..100, 1..30), limit in 20_u64..100) {
         let mut watch = Watch::new(fixed(limit), 1, 0);

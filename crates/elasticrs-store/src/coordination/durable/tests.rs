@@ -82,8 +82,8 @@ proptest! {
             flipped
         };
         prop_assert_eq!(read(&bytes).unwrap(), kept(&image, 0));
-        // Simulate a crash during the last commit. The head still contains the synced length of the commit before that,
-        // so the restored state is that of the earlier commit.
+        // Simulate a crash during the last commit. The head still contains the synced length of the previous commit, so
+        // the state of the previous commit is restored.
         let (noted, before) = &states[states.len() - 2];
         let synced = usize::try_from(*noted).unwrap();
         let mut on_its_way = bytes.clone();
