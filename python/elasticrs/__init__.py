@@ -27,8 +27,8 @@ _SUBMODULES = (
 def lazy(
     module: str, name: str, homes: Mapping[str, tuple[str, ...]], submodules: tuple[str, ...] = ()
 ) -> Any:
-    """Return an attribute of a package on its first use, after importing the module that defines it. Called
-    by the ``__getattr__`` functions of packages.
+    """Import the module that defines an attribute of a package, and return the attribute. Called by the
+    packages' ``__getattr__`` functions on first access.
 
     Torch's packages import their submodules immediately, so that a program can use
     ``elastic.multiprocessing.errors`` after importing only the package. The packages of elasticrs import a
@@ -54,5 +54,5 @@ def lazy(
 
 
 def __getattr__(name: str) -> Any:
-    # Import submodules lazily, so that the command line, and workers that only use `record`, start fast.
+    # Import submodules lazily, because the command line and workers that only use `record` must start fast.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

@@ -1,4 +1,4 @@
-"""Entry point ``python -m elasticrs``, which is the same as ``python -m elasticrs.launch``."""
+"""Entry point of ``python -m elasticrs``, which does the same as ``python -m elasticrs.launch``."""
 
 from elasticrs.launch import main
 

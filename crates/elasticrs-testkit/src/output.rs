@@ -6,7 +6,8 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 
 use crate::{Problem, Request, ready, say};
 
-/// `lines N BYTES`: prints N lines. Each line starts with its number and has BYTES bytes, including the newline.
+/// `lines N BYTES`: prints N lines. Each line starts with its number and is BYTES bytes long, including the
+/// newline.
 pub fn lines(request: &mut Request) -> Result<(), Problem> {
     let (count, bytes): (u64, usize) = (request.number()?, request.number()?);
     ready()?;
@@ -20,7 +21,8 @@ pub fn lines(request: &mut Request) -> Result<(), Problem> {
     Ok(())
 }
 
-/// `notify NAME`: for each line on standard input, sends an empty datagram to this abstract socket and prints `SENT`.
+/// `notify NAME`: for each line on standard input, sends an empty datagram to the abstract socket NAME and prints
+/// `SENT`.
 pub fn notify(request: &mut Request) -> Result<(), Problem> {
     let address = SocketAddr::from_abstract_name(request.next()?)?;
     let socket = UnixDatagram::unbound()?;

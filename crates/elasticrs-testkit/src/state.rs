@@ -6,7 +6,7 @@ use nix::unistd::{getpgrp, getpid, getppid, getsid};
 
 use crate::{Problem, Request, pause_for_ever, ready, say};
 
-/// `alloc MB`: allocates this number of mebibytes, writes to all of them, and waits.
+/// `alloc MB`: allocates MB mebibytes, writes to every page, and waits.
 pub fn allocate(request: &mut Request) -> Result<(), Problem> {
     let megabytes: usize = request.number()?;
     let memory = std::hint::black_box(vec![1_u8; megabytes << 20]);
@@ -17,7 +17,7 @@ pub fn allocate(request: &mut Request) -> Result<(), Problem> {
     Ok(())
 }
 
-/// `env`: prints the environment, with one variable on each line.
+/// `env`: prints the environment, one variable per line.
 pub fn environment() -> Result<(), Problem> {
     for (name, value) in std::env::vars_os() {
         say(&format!("{}={}", name.to_string_lossy(), value.to_string_lossy()))?;
@@ -31,7 +31,7 @@ pub fn directory() -> Result<(), Problem> {
     ready()
 }
 
-/// `fds`: prints each open descriptor on its own line, followed by the file that it refers to.
+/// `fds`: prints each open file descriptor and the file that it refers to, one per line.
 pub fn descriptors() -> Result<(), Problem> {
     for fd in elasticrs_testkit::open_fds() {
         let target = fs::read_link(format!("/proc/self/fd/{fd}"))?;
@@ -40,8 +40,8 @@ pub fn descriptors() -> Result<(), Problem> {
     ready()
 }
 
-/// `sigmask`: prints the lines `SigBlk`, `SigIgn` and `SigCgt` of `/proc/self/status`. They also show changes made by
-/// the Rust runtime, which ignores SIGPIPE and handles SIGSEGV and SIGBUS.
+/// `sigmask`: prints the lines `SigBlk`, `SigIgn` and `SigCgt` of `/proc/self/status`. The lines also reflect
+/// changes made by the Rust runtime, which ignores SIGPIPE and handles SIGSEGV and SIGBUS.
 pub fn signals() -> Result<(), Problem> {
     let status = fs::read_to_string("/proc/self/status")?;
     for line in status.lines().filter(|line| ["SigBlk", "SigIgn", "SigCgt"].iter().any(|name| line.starts_with(name))) {
@@ -50,7 +50,7 @@ pub fn signals() -> Result<(), Problem> {
     ready()
 }
 
-/// `ids`: prints its pid, parent pid, process group, session and OOM score adjustment on one line.
+/// `ids`: prints the worker's pid, parent pid, process group, session and OOM score adjustment on one line.
 pub fn ids() -> Result<(), Problem> {
     let score = fs::read_to_string("/proc/self/oom_score_adj")?;
     say(&format!("{} {} {} {} {}", getpid(), getppid(), getpgrp(), getsid(None)?, score.trim()))?;

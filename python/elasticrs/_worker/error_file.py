@@ -1,4 +1,4 @@
-"""Writes the error file, in which a worker records its uncaught exception.
+"""Writes the error file in which a worker records its uncaught exception.
 
 The format is torch's: ``message`` with ``extraInfo``, whose values are strings. Additional data is stored
 under the key ``elasticrs``. :class:`elasticrs.multiprocessing.errors.ErrorHandler` imports this module.
@@ -63,7 +63,7 @@ def error_document(error: BaseException, written_by: str) -> str:
 
 
 def failure_facts(error: BaseException) -> "dict[str, object]":
-    """Return what the restart policy needs to know about an uncaught exception.
+    """Return the facts about an uncaught exception that the restart policy needs.
 
     Returns:
         ``exception``: qualified name of its type. ``place``: file name and line where it was raised, such as
@@ -77,12 +77,13 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     frames = [(code, line) for code, line in frames if not code.co_filename.startswith(_ELASTICRS)] or frames
     own = [(code, line) for code, line in frames if not any(part in code.co_filename for part in _LIBRARIES)]
     shown = [(code.co_filename, line) for code, line in own or frames]
-    # Libraries derive errors about invalid data from SyntaxError, such as the XML parser's.
+    # Exclude subclasses of SyntaxError that libraries define, because they report invalid data, not invalid
+    # code. An example is the `ParseError` of Python's XML parser.
     is_code = not isinstance(error, SyntaxError) or kind.__module__ == "builtins"
     if isinstance(error, SyntaxError) and is_code and error.filename:
         shown.append((error.filename, error.lineno or 0))
-    # A function that imports or parses something may run long after the start of the program, also if it
-    # belongs to a library.
+    # Require that every frame is module-level code or import machinery, because a function can import or
+    # parse something long after the program has started.
     is_importing = all(
         code.co_name == "<module>" or any(part in code.co_filename for part in _STARTERS)
         for code, _ in frames
@@ -96,7 +97,7 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
 
 
 def _is_marked(error: BaseException) -> bool:
-    """Return true if an exception, one of its causes, or a member of one of these exception groups is an
+    """Return true if an exception, or any exception among its causes and exception group members, is an
     ``elasticrs.errors.NonRetryable``.
     """
     pending, seen = [error], set()  # type: list[BaseException | None], set[int]
@@ -141,7 +142,7 @@ def write_whole(path: str, text: str) -> None:
 
 
 def may_be_replaced(path: str) -> bool:
-    """Return true if ``path`` does not exist or is a regular file. Devices, pipes and symbolic links may not
+    """Return true if ``path`` does not exist or is a regular file. Devices, pipes and symbolic links must not
     be replaced.
     """
     return not os.path.lexists(path) or (os.path.isfile(path) and not os.path.islink(path))
@@ -172,16 +173,16 @@ def give_notice(name: str, error: BaseException) -> None:
         return
     from _socket import AF_UNIX, SOCK_DGRAM, socket
 
-    # Send only the innermost frames of the traceback and the beginning of the error message, because the
-    # agent reads a limited number of bytes for each notice.
+    # Send only the innermost frames of the traceback and the start of the error message, because the agent
+    # reads at most 4096 bytes per notice.
     *frames, message = traceback.format_exception(type(error), error, error.__traceback__)
     parts = ("".join(frames).encode(*_CODEC)[-_NOTICE_PART:], message.encode(*_CODEC)[:_NOTICE_PART])
-    # Drop incomplete characters at the points where the parts were truncated.
+    # Drop characters that were cut in half when the parts were truncated.
     text = "".join([part.decode("utf-8", "ignore") for part in parts])
     notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
-        # If the agent's receive queue is full, wait for at most one second, so that a stopped agent does not
-        # delay this worker's exit for longer.
+        # If the agent's receive queue is full, wait for at most one second, because a stopped agent must not
+        # delay this worker's exit any longer.
         notices.settimeout(1)
         notices.sendto(f"{time.monotonic_ns()}\n{text}".encode(), "\0" + name)
     except OSError:

@@ -1,5 +1,4 @@
-"""Writes torch's flight record of a worker, the latest collectives of the process, when the agent requests
-it.
+"""Writes a worker's flight record (torch's log of the latest collectives) when the agent requests it.
 
 A thread blocks while it opens a FIFO beside the error file. When the agent finds a hang, it opens the other
 end, and the thread writes the record to a file. Until then, the thread uses no CPU time, has no open file
@@ -30,7 +29,7 @@ _owner = 0
 
 
 def answer_with_record() -> None:
-    """Start the thread that writes the flight record, if the agent watches this worker's heartbeats.
+    """Start the thread that writes the flight record, if the agent monitors this worker's heartbeats.
 
     Do nothing if this process has already started it, or if the FIFO or the thread cannot be created, because
     then only the record is missing from the report. ``ELASTICRS_TRACEBACKS=0`` disables the thread.
@@ -44,16 +43,17 @@ def answer_with_record() -> None:
     from elasticrs._worker.error_file import may_be_replaced
 
     if not may_be_replaced(path):
-        return  # Create no file next to a device such as /dev/null.
+        return  # The error file is a device such as /dev/null, so create no file next to it.
     requests = f"{path}.flight_requests"
     try:
         if os.path.lexists(requests):
-            # Another process of this worker has created the FIFO. From now on, only this process answers.
+            # Another process of this worker created the FIFO. Replace the FIFO, so that only the newest
+            # process answers requests.
             os.unlink(requests)
         os.mkfifo(requests, 0o600)
         _start_thread(requests, f"{path}.flight")
     except (OSError, RuntimeError):
-        return  # Ignore the error. The report will only lack this record.
+        return  # Ignore the error, because the report then only lacks this flight record.
 
 
 def _start_thread(requests: str, record: str) -> None:
@@ -70,8 +70,8 @@ def _start_thread(requests: str, record: str) -> None:
     )
     from _thread import start_new_thread
 
-    # Block all signals in the thread, except those of its own faults. Otherwise the kernel could deliver a
-    # signal that the program has blocked in all of its threads, to wait for it with `sigwait`, to this one.
+    # Block all signals in this thread, except those for faults such as SIGSEGV. If the program blocks a
+    # signal everywhere to receive it with `sigwait`, the kernel must not deliver that signal here instead.
     before = pthread_sigmask(SIG_BLOCK, valid_signals() - {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV})
     try:
         start_new_thread(_answer, (requests, record))
@@ -80,7 +80,7 @@ def _start_thread(requests: str, record: str) -> None:
 
 
 def _answer(requests: str, record: str) -> None:
-    """Write the record each time that the agent opens the FIFO. Return if the FIFO no longer exists."""
+    """Write the flight record each time the agent opens the FIFO. Return once the FIFO no longer exists."""
     from elasticrs._worker.error_file import write_whole
 
     while _wait_for_request(requests):
@@ -91,19 +91,19 @@ def _answer(requests: str, record: str) -> None:
 
 
 def _wait_for_request(requests: str) -> bool:
-    """Block until the agent has opened and closed the FIFO. Return false if it no longer exists."""
+    """Block until the agent has opened and closed the FIFO. Return false if the FIFO no longer exists."""
     from stat import S_ISFIFO
 
     try:
-        # This blocks, without the GIL, until the agent opens the FIFO for writing.
+        # Block, with the GIL released, until the agent opens the FIFO for writing.
         descriptor = os.open(requests, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         if not S_ISFIFO(os.fstat(descriptor).st_mode):
             return False
-        # Wait for the end, because otherwise opening the FIFO would not block the next time. Close the
-        # descriptor before the record is written, because the agent takes a reader for a thread that waits.
+        # Read until EOF, because otherwise the next `open` would not block. Close the descriptor before
+        # writing the record, because the agent takes an open reader as a sign that the thread is waiting.
         while os.read(descriptor, 512):
             pass
     except OSError:
@@ -135,14 +135,16 @@ def flight_document() -> str:
             record["entries"] = record.get("entries", [])[-MAX_ENTRIES:]
         used = [record for record in records if record["entries"]] or records[:1]
         return "\n".join(json.dumps(line) for line in ({"groups": _groups()}, *used))
-    # The functions of torch are private, so a later release may change them. The report then says that the
-    # record is damaged.
+    # These functions of torch are private, so a later release may change them. The report then describes the
+    # record as damaged.
     except Exception:
         return json.dumps({"no_record": "damaged"})
 
 
 def _groups() -> dict[str, list[int]]:
-    """Return the global ranks of each process group of this rank. The records of gloo do not contain them."""
+    """Return the global ranks in each of this rank's process groups, by group name. Gloo's flight records do
+    not contain them.
+    """
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return {}

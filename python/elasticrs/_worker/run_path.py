@@ -5,7 +5,7 @@ import sys
 
 
 def run_script_path(training_script: str, *training_script_args: str) -> None:
-    """Run a script in this interpreter as the main program. Torch has a function with the same name.
+    """Run a script in this interpreter as the main program, like torch's function of the same name.
 
     Unlike in torch, a script that calls ``sys.exit()`` or ``sys.exit(0)`` counts as successful.
 

@@ -1,5 +1,5 @@
-"""Installs a signal handler through which the agent requests the stacks of a worker that runs without the
-hook.
+"""Installs a signal handler that writes the stacks of all threads when the agent requests them. Used in
+workers that run without the hook.
 
 The agent sends a real-time signal before it kills a hung worker. ``faulthandler`` then writes the stacks of
 all threads to a file beside the error file. ``hook/sitecustomize.py`` does the same.
@@ -29,7 +29,7 @@ def answer_with_stacks() -> None:
     from elasticrs._worker.error_file import may_be_replaced
 
     if not may_be_replaced(path):
-        return  # Create no file next to a device such as /dev/null.
+        return  # The error file is a device such as /dev/null, so create no file next to it.
     try:
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     except OSError:
@@ -42,7 +42,7 @@ def _is_caught(signum: int) -> bool:
         with open("/proc/self/status", "rb") as file:
             masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
-        # Treat the signal as caught, so that no handler is installed. The agent never sends the signal if
-        # this file cannot be read.
+        # Assume that the signal is caught, so that no handler is installed. The agent never sends the signal
+        # if it cannot read this file.
         return True
     return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Time limit that made the agent stop a worker. Exactly one of ``timer``, ``hung`` and ``raised`` is set.
+    """Exceeded time limit that made the agent stop a worker. Exactly one of ``timer``, ``hung`` and
+    ``raised`` is set.
 
     Args:
         seen_ns: time when the agent noticed that the limit was exceeded, in monotonic nanoseconds.
@@ -168,8 +169,8 @@ class Attempt(Record):
         return failed
 
     def how_it_began(self) -> str:
-        """Describe the restart that led to this attempt: its total time, the time of each phase, and whether
-        its workers were warm.
+        """Describe the restart that led to this attempt: its total duration, the duration of each phase, and
+        whether the workers were started warm.
         """
         span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
@@ -211,7 +212,7 @@ class Attempt(Record):
         return worker.seen_ns if event is None else event.seen_ns
 
     def how_it_ended(self, worker: WorkerExited) -> str:
-        """Return text that says how a worker ended, to append to the worker's name."""
+        """Return a phrase that describes how a worker exited, to append to the worker's name."""
         return phrases.SILENT if worker.local_rank in self.silent else phrases.how_it_ended(worker.exitcode)
 
     def last_met(self, local_rank: int) -> Met | None:
@@ -233,7 +234,7 @@ class Attempt(Record):
             return began
         met = {local_rank: self.last_met(local_rank) for local_rank in began}
         taken: dict[int, int] = {}
-        # If two workers have held the same rank, give the rank to the worker with the later round.
+        # If two workers have held the same rank, give the rank to the worker that held it in the later round.
         for local_rank, last in sorted(met.items(), key=lambda each: -each[1].round if each[1] else 0):
             rank = last.rank if last else began[local_rank]
             taken[-1 - local_rank if rank in taken else rank] = local_rank
@@ -269,8 +270,8 @@ class Attempt(Record):
 
     def failed_exits(self) -> list[WorkerExited]:
         """Return the failed workers: workers that exited with a code other than 0, exceeded a time limit, or
-        exited with 0 too early. The first failure comes first. The others follow in the order in which their
-        exits were seen.
+        exited with 0 too early. The first failure comes first. The others follow in the order in which the
+        agent saw their exits.
         """
         failed = [
             worker
@@ -292,7 +293,8 @@ class Attempt(Record):
 
 
 def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
-    """Return the milliseconds of each phase of a restart, in order. The phases add up to the whole restart.
+    """Return the duration of each phase of a restart in milliseconds, in order. The durations add up to that
+    of the whole restart.
 
     The first phase starts when the failure was seen, or, after a failure on another node, when the workers
     were stopped. ``signalling`` lasts until the other workers have been signalled, ``stopping`` until all
@@ -365,13 +367,16 @@ class JobResult(Record):
 
     @property
     def restarts(self) -> int:
-        """Number of charged restarts. Includes a restart whose attempt has not started yet."""
+        """Number of restarts charged to the restart budget, including a restart whose attempt has not started
+        yet.
+        """
         return max(self.read_history().charged, self.attempts[-1].restarts if self.attempts else 0)
 
     def restarts_left(self, policy: RestartSettings) -> int:
         """Return the number of restarts left in the restart budget."""
         history = self.read_history()
         if policy.window is None or not history.charged:
-            # A polled rendezvous handler has neither a failure history nor a restart window.
+            # With a polled rendezvous handler, there is neither a failure history nor a restart window. In
+            # this case, subtract the restart count.
             return policy.max_restarts - self.restarts
         return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

@@ -1,5 +1,5 @@
-"""Convert a failure that another node has reported, for use in the failure report and the hang detection of
-this node. Imported only after a failure.
+"""Converts a failure reported by another node, for this node's failure report and hang diagnosis. Imported
+only after a failure.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
-    """Return the facts about a worker that hung on another node, so that this node can find out which of its
-    own workers the hung worker was waiting for.
+    """Return the facts about a worker that hung on another node. This node uses them to find out which local
+    worker the hung worker was waiting for.
     """
     step, frame = step_of(cause), cause.get("frame")
     return HungElsewhere(

@@ -1,4 +1,4 @@
-"""Checkpoint requests: the agent passes them on to its workers and reports the result to the user.
+"""Passes checkpoint requests to the agent's workers and reports the results to the user.
 
 At the end of each training step, a worker checks for requests in the memory page that it shares with the
 agent (:mod:`elasticrs.workers.node_page`). As soon as one worker sees a request, all workers of the job save.
@@ -53,11 +53,11 @@ class CheckpointRequests:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Name and value of the environment variable through which workers find the shared page."""
+        """Environment variable (name and value) through which workers find the shared memory page."""
         return {VARIABLE: self.page.variable}
 
     def ask(self) -> None:
-        """Request a checkpoint. May be called from any thread.
+        """Request a checkpoint. Can be called from any thread.
 
         Raises:
             RuntimeError: the agent has stopped.
@@ -70,21 +70,21 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Reset ``fd``, so that it is no longer readable. The request is not lost, because the shared page
-        contains it.
+        """Clear ``fd``, so that it is no longer readable. No request is lost, because the shared page counts
+        the requests.
         """
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
 
     @property
     def are_open(self) -> bool:
-        """True if the result of a checkpoint request has not been reported yet."""
+        """True if the result of at least one checkpoint request has not been reported yet."""
         return self.page.asked > self._told
 
     def look(self) -> float:
-        """Report results of checkpoint requests to the user. Print one line for all requests that the same
-        save has fulfilled. Return the number of seconds until this method should be called again; infinity if
-        no request is pending.
+        """Report results of checkpoint requests to the user, with one line for all requests that the same
+        save fulfilled. Return the number of seconds until the next call is due; infinity if no request is
+        pending.
         """
         served, result, served_ns = self.page.answer()
         first = self._asked_ns.get(self._told + 1)

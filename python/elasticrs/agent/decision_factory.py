@@ -1,4 +1,4 @@
-"""Choose the class that makes the decisions of an agent. Each class is imported only if it is needed."""
+"""Chooses the class that decides how an agent reacts to events. Only the chosen class is imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_decisions(
     planned: Callable[[Plan, Callable[[], Store]], None] | None = None,
     home: Home | None = None,
 ) -> Decisions:
-    """Create the object that makes the decisions of an agent.
+    """Create the object that decides how an agent reacts to events.
 
     Args:
         job: configuration of the job.

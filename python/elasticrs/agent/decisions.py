@@ -1,5 +1,5 @@
-"""Interface through which the agent's loop gets its decisions. One implementation is for jobs on a single
-node, another for jobs on several nodes.
+"""Interface between the agent's loop and the code that decides how the agent reacts to events. This module
+also contains the implementation for jobs on a single node.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 class Decisions(ABC):
-    """Base class of the objects that make the agent's decisions. The agent's loop passes every event to such
-    an object and executes the returned actions in order.
+    """Base class of the objects that decide how an agent reacts to events. The agent's loop passes each event
+    to the object and executes the returned actions in order.
 
     Attributes:
         plan: plan of the attempt that :class:`~elasticrs.agent.state_machine.Start` requests.
@@ -64,7 +64,7 @@ class Decisions(ABC):
         """Return the actions that the agent must take in response to an event on this node."""
 
     def open(self, supervisor: _core.Supervisor) -> None:  # noqa: B027 -- nothing to do for one node
-        """Pass the supervisor to this object. Called once, before any event other than a signal."""
+        """Receive the supervisor. Called once, before any event other than a signal."""
 
     def read_history(self) -> FailureHistory:
         """Return the history of the job's failures. Times are in seconds on this node's monotonic clock."""
@@ -85,8 +85,8 @@ class Decisions(ABC):
         return None
 
     def fenced(self) -> list[machine.Action]:
-        """Return the actions to take because this node's lease has expired. The nursery is already killing
-        the workers.
+        """Return the actions to take after this node's lease has expired. The nursery (the process that forks
+        workers) is already killing the workers at that time.
         """
         return []
 
@@ -104,7 +104,7 @@ class Decisions(ABC):
         raise RuntimeError("plans come with the rounds")
 
     def release_plan(self) -> None:
-        """Release the port that was reserved for the attempt that has ended. Idempotent."""
+        """Release the port reserved for the finished attempt. Idempotent."""
         plan, self.plan = self.plan, None
         if plan is not None:
             plan.close()
@@ -117,7 +117,9 @@ class Decisions(ABC):
 
 
 class OneNode(Decisions):
-    """Makes the decisions for a job on a single node, with :func:`elasticrs.agent.state_machine.step`."""
+    """Decisions for a job on a single node, based on the state machine
+    :func:`elasticrs.agent.state_machine.step`.
+    """
 
     def __init__(self, job: JobConfig, planner: Planner) -> None:
         self._job = job
@@ -146,8 +148,8 @@ class OneNode(Decisions):
         return actions
 
     def _with_evidence(self, event: machine.Event) -> machine.Event:
-        """Return a copy of the event with evidence about the failure. Return the event unchanged if the
-        restart policy needs no evidence for this kind of event.
+        """Return a copy of the event that includes evidence about the failure. Return the event unchanged if
+        the restart policy needs no evidence for it.
         """
         if self._attempt is None:
             return event
@@ -161,7 +163,7 @@ class OneNode(Decisions):
                     from elasticrs.agent.own_cause import evidence
                 except OSError:
                     # The import fails if this process has run out of file descriptors. Continue without
-                    # evidence; the restart budget still limits the restarts.
+                    # evidence, because the restart budget still limits the restarts.
                     return event
                 return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event

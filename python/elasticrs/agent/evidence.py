@@ -34,8 +34,8 @@ out of memory.
 
 
 def memory_counters(cgroups: str, mountinfo: str) -> list[str]:
-    """Return the paths of the files that may count OOM kills in a process's memory cgroup. Some of the files
-    may not exist.
+    """Return the paths of the files that count OOM kills in a process's memory cgroups. Some of the files may
+    not exist.
 
     cgroups: contents of the process's ``/proc/PID/cgroup``.
     mountinfo: contents of ``/proc/self/mountinfo`` of the process that will read the files.
@@ -79,7 +79,7 @@ def _mounted_at(path: str, mountinfo: str, kind: str, option: str) -> str | None
 
 
 def _unescape(field: str) -> str:
-    # In mountinfo, the kernel writes each blank, tab, newline and backslash of a path as a backslash and
+    # In mountinfo, the kernel escapes each space, tab, newline and backslash of a path as a backslash and
     # three octal digits.
     head, *rest = field.split("\\")
     return head + "".join(chr(int(part[:3], 8)) + part[3:] for part in rest)
@@ -100,8 +100,8 @@ def parse_oom_kill(text: str) -> int | None:
 
 
 def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
-    """Read the OOM kill counters of this process and of the workers, whose cgroups may differ. The keys of
-    the result are file paths. Files that cannot be read are left out.
+    """Read the OOM kill counters of this process's and the workers' cgroups, keyed by file path. Files that
+    cannot be read are left out.
     """
     mountinfo = _read("/proc/self/mountinfo")
     paths = {VMSTAT: None}
@@ -115,8 +115,8 @@ def oom_kills(pids: Iterable[int] = ()) -> dict[str, int]:
 
 
 def read_counters(paths: Iterable[str]) -> dict[str, int]:
-    """Read the OOM kill counters from these files, leaving out files that have none. To read the same
-    counters again, pass the result of an earlier call as ``paths``.
+    """Read the OOM kill counters from these files, leaving out files without a counter. To read the same
+    counters again, pass an earlier result as ``paths``.
     """
     counts = {}
     for path in paths:
@@ -135,8 +135,8 @@ def _read(path: str) -> str:
 
 
 def oom_rise(before: Mapping[str, int], after: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the path of the OOM kill counter that rose most, and the size of the rise. Return ``None`` if no
-    counter rose.
+    """Return the path of the OOM kill counter with the largest increase, and the increase. Return ``None`` if
+    no counter has increased.
     """
     rises = {path: after[path] - count for path, count in before.items() if after.get(path, 0) > count}
     if any(path != VMSTAT for path in before):

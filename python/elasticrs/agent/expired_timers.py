@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 def log_expired(run_id: str, event: _core.TimerExpired) -> None:
     """Call the hook ``log_debug_info_for_expired_timers`` for a timer, as torch's timer server does. The
-    program may have replaced the hook with a function of its own.
+    program may have replaced the hook.
 
     Args:
         run_id: identifier of the job.

@@ -1,4 +1,4 @@
-"""Convert a failed attempt into torch's ``ProcessFailure`` objects and into the failure report.
+"""Converts a failed attempt into torch's ``ProcessFailure`` objects and into the failure report.
 
 Imported only after a failure.
 """
@@ -31,7 +31,7 @@ _MAX_EARLIER = 8
 
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
-    """Return a dictionary that maps the global rank of each failed worker to its failure. The first failure
+    """Return a dictionary that maps the global ranks of failed workers to their failures. The first failure
     comes first.
     """
     ranks = attempt.global_ranks()
@@ -42,8 +42,8 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
 
 
 def _add_xids(attempt: Attempt, failed: Mapping[int, ProcessFailure]) -> None:
-    """Add each Xid to the notes of the failed workers that caused it. If no failed worker is known to have
-    caused the Xid, add the Xid to the first failure.
+    """Add each Xid (an NVIDIA driver error) to the notes of the failed workers that caused it. If no such
+    worker is known, add the Xid to the first failure.
     """
     first = next(iter(failed.values()))
     for xid in reversed(attempt.xids.values()):
@@ -53,8 +53,8 @@ def _add_xids(attempt: Attempt, failed: Mapping[int, ProcessFailure]) -> None:
 
 
 def first_of(attempt: Attempt) -> tuple[int, str]:
-    """Return the local rank of the worker that failed first in an attempt, and text to append to the worker's
-    name.
+    """Return the local rank of the worker that failed first in an attempt. Also return a phrase that says how
+    it failed, to append to the worker's name.
     """
     failed = failures(attempt)
     failure = failed[root_cause(failed)]
@@ -64,14 +64,15 @@ def first_of(attempt: Attempt) -> tuple[int, str]:
 def _how(attempt: Attempt, failure: ProcessFailure) -> str:
     worker = attempt.exits[failure.local_rank]
     why = attempt.why_expired(failure.local_rank)
-    # A worker that was only slow to exit is described by its exit, not by the time limit that it exceeded.
+    # If the worker was merely slow to exit, describe its exit instead of the time limit that it exceeded.
     if why is not None and not attempt.is_slow_to_exit(failure.local_rank):
         return f": {why}"
     if worker.local_rank in attempt.silent:
         return f" {phrases.SILENT}"
     is_oom = probably_oom(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
     told = how_it_failed(failure) + (" (probably by the kernel's OOM killer)" if is_oom else "")
-    # After a hang, omit the diagnosis here: the description of the exceeded time limit already contains it.
+    # After a hang, omit the diagnosis, because the description of the exceeded time limit already contains
+    # it.
     return told if attempt.diagnosis is None or attempt.expired else f"{told}; {attempt.diagnosis.summary}"
 
 
@@ -143,7 +144,7 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
     if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
-        # Leave out the failures on this node. The job recovered from them and ended in a later round, in
+        # Omit the failures on this node, because the job recovered from them. It failed in a later round, in
         # which this node did not take part.
         failed = {}
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
@@ -216,8 +217,8 @@ def print_report(
 
 
 def hand_on(error: ChildFailedError, headline: str) -> None:
-    """Write the root cause to the file in which the launcher's own parent process looks for it: the worker's
-    error file or, if there is none on this node, the headline in the same format.
+    """Write the root cause to the launcher's own error file, which the launcher's parent process reads. Copy
+    the worker's error file if it exists on this node. Otherwise, write the headline in the same format.
     """
     from elasticrs.multiprocessing.errors import get_error_handler
 
@@ -250,8 +251,8 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     failure = failure_of(
         worker,
         *files,
-        # The failure is the exception or the hang. The signal that killed the worker later is only a
-        # consequence.
+        # Report the exception or the hang as the failure, because the signal that killed the worker later is
+        # only a consequence.
         seen_ns=attempt.failed_ns(worker),
         sent_signal=worker.sent_signal if timer is None else None,
         cause=_cause(attempt, worker),

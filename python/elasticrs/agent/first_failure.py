@@ -1,4 +1,4 @@
-"""Determine the first failure of an attempt at once, from the supervisor's events alone.
+"""Determines which worker failed first in an attempt, from the supervisor's events alone.
 
 No file is read, because a slow file system would delay the stop of the other workers and the report to the
 other nodes. The final report applies the same rule (:mod:`elasticrs.multiprocessing.errors.root_cause`), but
@@ -63,8 +63,8 @@ def first_seen(attempt: Attempt) -> int:
 
 
 def how_it_failed(attempt: Attempt, local_rank: int) -> str:
-    """Return text to append to a worker's name, such as ``: KeyError: 1 (train.py:4)`` or `` died by
-    SIGKILL``.
+    """Return a phrase that says how a worker failed, to append to its name. Examples are ``: KeyError: 1
+    (train.py:4)`` and `` died by SIGKILL``.
     """
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)

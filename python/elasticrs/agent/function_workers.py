@@ -1,4 +1,5 @@
-"""Workers that run a function, or a script through a function, with any start method.
+"""Workers that run a Python function, or a script through a function, with any start method of
+multiprocessing.
 
 The agent's loop never blocks to wait for a :mod:`keeper <elasticrs.multiprocessing.keeper>`. Events report
 that the keeper has started the workers or has exited.
@@ -57,8 +58,8 @@ def function_workers(
 
 
 def script_workers(setup: WorkerSetup, script: Sequence[str], start_method: str) -> FunctionWorkers:
-    """Create workers that run a script (its path and arguments) with :func:`run_script_path`. Use this only
-    in a process that belongs to the launcher alone.
+    """Create workers that run a script with :func:`run_script_path`. ``script`` contains its path and
+    arguments. Call this only in a process that runs nothing but the launcher.
     """
     return function_workers(setup, run_script_path, script, start_method, is_script=True)
 
@@ -87,7 +88,8 @@ class FunctionWorkers(Workers):
         self._late: dict[int, FunctionStart] = {}
         # Pickled return values, by local rank.
         self._values: dict[int, bytes] = {}
-        # File descriptors of the heartbeat pages of workers that the core does not start, by local rank.
+        # File descriptors of the workers' heartbeat pages, by local rank. Empty if the core starts the
+        # workers.
         self._pages: dict[int, int] = {}
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
@@ -143,7 +145,7 @@ class FunctionWorkers(Workers):
             self._start.watch(supervisor)
 
     def fd_ready(self, supervisor: Supervisor, fd: int) -> None:  # noqa: ARG002
-        """Read a part of a worker's return value from a readable file descriptor."""
+        """Read available bytes of a worker's return value from a file descriptor."""
         for start in self._starts():
             start.fd_ready(fd)
 
@@ -172,7 +174,8 @@ class FunctionWorkers(Workers):
         resource tracker, because it would outlive the launcher.
         """
         for start in self._starts():
-            # The supervisor is already closed, so nothing can be unregistered from it.
+            # Clear `watcher` first, because the supervisor is already closed and `close` could not unregister
+            # from it.
             start.watcher = None
             start.close()
         self._start = None
@@ -181,7 +184,7 @@ class FunctionWorkers(Workers):
             stop_tracker()
 
     def return_values(self, attempt: Attempt) -> dict[int, object]:
-        """Return the functions' return values by global rank; ``None`` for scripts.
+        """Return the functions' return values by global rank. For scripts, all values are ``None``.
 
         Raises:
             pickle.UnpicklingError: a value cannot be unpickled. The class of the value may raise any other
@@ -194,7 +197,7 @@ class FunctionWorkers(Workers):
 
 
 class _Phase(IntEnum):
-    """State of the workers that a keeper starts for one attempt."""
+    """State of one attempt's workers that are forked by a keeper process."""
 
     PREPARED = auto()
     """The keeper has been started and has not forked the workers yet."""
@@ -215,7 +218,9 @@ class _Phase(IntEnum):
 
 
 class KeptWorkers(FunctionWorkers):
-    """Workers that are forked by a keeper process. The core's process group adopts them before they run."""
+    """Workers that are forked by a keeper (a separate process that also reaps them). The core's process group
+    adopts the workers before they run.
+    """
 
     _phase = _Phase.PREPARED
     _was_stopped = False
@@ -224,8 +229,8 @@ class KeptWorkers(FunctionWorkers):
     _why_not_started: str | None = None
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
-        """Start the keeper, which forks the workers; see the base class. The workers wait until the core
-        monitors them.
+        """Start the keeper (the process that forks the workers); see the base class. The workers wait until
+        the core monitors them.
         """
         self._phase, self._was_stopped = _Phase.PREPARED, False
         self.are_started, self._why_not_started, self.leftovers = False, None, None
@@ -247,8 +252,8 @@ class KeptWorkers(FunctionWorkers):
             supervisor.watch_fd(self._kept.control)
 
     def fd_ready(self, supervisor: Supervisor, fd: int) -> None:
-        """Handle a readable file descriptor: the keeper has started the workers or has exited, or a return
-        value has arrived. See the base class.
+        """Handle a readable file descriptor; see the base class. The keeper has started the workers or has
+        exited, or a return value has arrived.
         """
         kept = self._kept
         if kept is None:
@@ -265,8 +270,8 @@ class KeptWorkers(FunctionWorkers):
         """Let the core's process group adopt the workers, and then let the workers run."""
         attempt = self._attempt
         if attempt is None or self._was_stopped:
-            # A stop was requested, so do not let the group adopt the workers. A later event will report the
-            # end of the group.
+            # Do not let the group adopt the workers, because a stop was requested. A later event will report
+            # the end of the group.
             supervisor.unwatch_fd(kept.control)
             return
         try:
@@ -275,7 +280,7 @@ class KeptWorkers(FunctionWorkers):
                 return
             supervisor.unwatch_fd(kept.control)
             if not adopt(supervisor, pids, kept.statuses, self._pages):
-                return  # The group has already ended. A later event will report that.
+                return  # The group has already ended, which a later event will report.
         except (OSError, RuntimeError) as error:
             supervisor.unwatch_fd(kept.control)
             self._why_not_started = f"the workers could not be started: {error}"
@@ -286,7 +291,7 @@ class KeptWorkers(FunctionWorkers):
         self._phase, self.are_started = _Phase.RUNNING, True
 
     def stop(self) -> None:
-        """Give up workers that have not been started yet, and kill lingering processes at once; see the base
+        """Abandon workers that have not been started yet, and kill lingering processes at once; see the base
         class.
 
         On a second call, do not wait for a keeper that has not forked its workers, because its imports may
@@ -309,7 +314,7 @@ class KeptWorkers(FunctionWorkers):
         if kept is None:
             self.leftovers = Leftovers()
         elif self._phase is _Phase.PREPARED:
-            # The core never adopted these workers, so it will not report their end. Finish the keeper now.
+            # The core never adopted these workers and will not report their exits, so finish the keeper now.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:
@@ -319,7 +324,8 @@ class KeptWorkers(FunctionWorkers):
                 self._phase = _Phase.ABANDONED
             elif has_succeeded:
                 self._phase = _Phase.SUCCEEDED
-                # The core may report success even if a stop was requested before.
+                # The core may report success although a stop was requested. In this case, do not let leftover
+                # processes linger.
                 linger = keeper.AT_ONCE if self._was_stopped else self.setup.job.linger
             else:
                 self._phase = _Phase.ENDING
@@ -348,8 +354,8 @@ class KeptWorkers(FunctionWorkers):
 
 
 def stop_tracker() -> None:
-    """Stop multiprocessing's resource tracker if it is running. Use this only in a process that belongs to
-    the launcher alone.
+    """Stop multiprocessing's resource tracker if it is running. Call this only in a process that runs nothing
+    but the launcher.
 
     The tracker exits when every copy of its pipe is closed. A worker's descendant that was allowed to
     continue may hold a copy of the pipe. In this case, the tracker runs until that descendant exits, and this

@@ -50,7 +50,7 @@ _MAX_LINES = 4
 
 
 class GpuWatcher(Observer):
-    """Observer that controls the child process and handles its messages.
+    """Observer that controls the child process that watches the GPUs, and handles its messages.
 
     Args:
         job: configuration of the job.
@@ -134,7 +134,7 @@ class GpuWatcher(Observer):
 
     def hold(self, attempt: Attempt) -> None:
         """Once the workers have exited, delay the end of the attempt until their device memory is free. If no
-        further attempt can follow, wait only for the last Xids.
+        further attempt can follow, wait only for the last Xids (NVIDIA driver errors).
         """
         self._read()
         self._settle()
@@ -201,8 +201,7 @@ class GpuWatcher(Observer):
         try:
             os.write(self._child.stdin.fileno(), json.dumps(request).encode() + b"\n")
         except (BrokenPipeError, BlockingIOError):
-            # The child process has died or no longer reads its input. If it has died, `_read` notices this at
-            # EOF.
+            # The child process has died or no longer reads its input. If it has died, `_read` will see EOF.
             self._is_blind = True
 
     def _read(self) -> None:
@@ -247,8 +246,8 @@ class GpuWatcher(Observer):
             self._was_in_use = self._was_in_use or (bool(self._held) and self._until is not None)
 
     def close(self) -> None:
-        """Kill the child process. Idempotent. Before this, the supervisor must stop watching the child's
-        output.
+        """Kill the child process. Idempotent. Call this only after the supervisor has stopped watching the
+        child's output.
         """
         child, self._child = self._child, None
         if child is None:

@@ -57,8 +57,8 @@ time needed to compare them.
 
 
 def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
-    """If all of the job's workers run on this node, diagnose a hang: name the ranks that keep the others
-    waiting.
+    """Diagnose a hang by naming the ranks that keep the others waiting, if all of the job's workers run on
+    this node.
 
     Call this before the exits of killed workers are recorded.
 
@@ -74,7 +74,7 @@ def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
 
 
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
-    """In a running job, name the ranks that keep the others waiting, without disturbing the workers.
+    """Name the ranks of a running job that keep the others waiting, without disturbing the workers.
 
     The diagnosis does not use stacks, because the signal that requests a stack would interrupt the program's
     system calls. Only workers whose heartbeats are watched write flight records. This function blocks until
@@ -163,8 +163,8 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
 
 
 def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
-    """Return the facts about this node's ranks after a collective failed. They come from the flight records
-    that the agent requested after the failure, or from the dumps that NCCL's watchdog wrote.
+    """Return the facts about this node's ranks after a collective has failed. The facts come from the flight
+    records that the agent requested after the failure, or from the dumps that NCCL's watchdog wrote.
     """
     oldest = time.time() - _MAX_AGE
     deadline = time.monotonic() + _TIME_LIMIT
@@ -245,14 +245,14 @@ def _is_group(group: tuple[str, object]) -> bool:
 
 
 def _content(path: str, limit: int) -> bytes | None:
-    """Read a file that a worker may have replaced by anything.
+    """Read a file that a worker may have replaced with something else, such as a link or a FIFO.
 
     Return ``None`` if it is missing or not a regular file. Return more than ``limit`` bytes if it is larger.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
-        return None  # The evidence is missing. The report says so.
+        return None  # The evidence is missing, and the report will say so.
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return None

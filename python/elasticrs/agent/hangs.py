@@ -1,4 +1,4 @@
-"""Describe workers that missed their heartbeat deadline, for messages to the user. The functions are pure,
+"""Describes workers that missed their heartbeat deadline, in messages to the user. The functions are pure,
 except that they read evidence files.
 
 Imported only after a worker hung, or at the end of a job whose workers sent heartbeats.
@@ -70,8 +70,8 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     if not was_found_here:
         others = ", but a rank on another node is waiting"
     elif silent < event.limit:
-        # The worker has not exceeded its own limit, but it caused the hang, because other ranks are waiting
-        # for it.
+        # This worker's limit has not passed yet, but the worker is reported as hung, because other ranks are
+        # waiting for it.
         others = ", but the limit of another rank has passed"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
@@ -119,8 +119,8 @@ def place(frame: str) -> str:
 
 
 def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int, int]) -> list[str]:
-    """Describe the last heartbeat of each rank. Ranks that are at the same step share a line; the slowest
-    ranks come first.
+    """Describe the last heartbeat of each rank. Ranks at the same step share a line, and the slowest ranks
+    come first.
 
     Args:
         beats: last heartbeats of the attempt.
@@ -147,8 +147,8 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
 
 
 def stack(path: str, *, others: int = 0) -> str | None:
-    """Return the first frames of the stack in a hang file: the stack of the thread that handled the signal,
-    or of the main thread in a ``py-spy`` dump.
+    """Return the innermost frames of the first stack in a hang file. The stack belongs to the thread that
+    handled the signal or, in a ``py-spy`` dump, to the main thread.
 
     Return ``None`` if the file ``path`` contains no frames. Also include the innermost frames of up to
     ``others`` further threads, because one of these threads may be delaying the worker's exit.

@@ -1,4 +1,4 @@
-"""The health check server, with the names that torch uses. Torch's own server never opens a port.
+"""Health check server with the same names as in torch. Unlike torch's server, it opens a port.
 
 ``GET /healthz`` reports whether the agent's loop is alive, and ``/readyz`` whether the workers run.
 ``/metrics`` is for Prometheus, and ``/status`` is for people; see ``docs/metrics.md``. A thread of the core
@@ -78,7 +78,7 @@ class HealthCheckServer:
         return f"[{self._host}]:{self.port}" if ":" in self._host else f"{self._host}:{self.port}"
 
     def open(self) -> _core.HealthServer:
-        """Open the port, but let the caller answer the requests. Not in torch. Idempotent.
+        """Open the port, and let the caller answer the requests. Idempotent. Torch has no such method.
 
         Raises:
             OSError: the address cannot be used.
@@ -103,7 +103,7 @@ class HealthCheckServer:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop the server. Return when its port is closed. Idempotent."""
+        """Stop the server and close its port. Idempotent."""
         self.find_overdue = self.supervisor = None
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -119,14 +119,15 @@ class HealthCheckServer:
             server.close()
 
     def answer(self, supervisor: _core.Supervisor | None = None) -> None:
-        """Answer a pending request with the result of the callback. Not in torch.
+        """Answer a pending request with the result of the callback. Torch has no such method.
 
         The server reports success only if the thread of ``supervisor`` is alive as well.
         """
         server, find_overdue = self._server, self.find_overdue
         if server is None:
             return
-        # Take the request first, so that a failing callback is not called again for the same request.
+        # Consume the request before calling the callback, so that a failing callback is not called again for
+        # it.
         _take(server.fd)
         age, doing = max(0.0, time.time() - self._alive_callback()), None
         if find_overdue is not None:
@@ -152,7 +153,7 @@ class HealthCheckServer:
 
 class _AliveCallbackProxy:
     """Callback for a server that is created before the agent. Until the agent sets the real callback, this
-    object reports progress.
+    object always reports recent progress.
 
     The class has the same name in torch. :func:`elasticrs.launcher.launch_agent` connects this object to the
     agent.

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
 
 class EventRecorder(Observer):
-    """Observer that records the same events as torch's agent and launcher. With ``tells_end`` it also records
-    the end of the agent.
+    """Observer that records the same events as torch's agent and launcher. If ``tells_end`` is true, it also
+    records how the agent ended.
     """
 
     def __init__(self, job: JobConfig, settings: ObserveSettings, *, tells_end: bool = True) -> None:
@@ -54,9 +54,9 @@ class EventRecorder(Observer):
         self._handler = get_logging_handler(settings.event_log_handler)
         if isinstance(self._handler, LineFileHandler):
             self._handler.write_behind()
-        # After a failure, the failed attempt and all later events are kept here and recorded after the next
-        # workers have started. Reading the cause of the failure takes time and would otherwise delay the
-        # restart.
+        # After a failure, the failed attempt and all later events are stored here until the next workers have
+        # started. Recording them earlier would delay the restart, because reading the cause of the failure
+        # takes time.
         self._failed: tuple[Attempt, int] | None = None
         self._later: list[Event] = []
         self._hung: _core.WorkerHung | None = None
@@ -66,8 +66,8 @@ class EventRecorder(Observer):
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Record the end of the rendezvous, and the start or stop of the timer watchdog. Torch creates a new
-        watchdog for each round.
+        """Record the end of a rendezvous. Also record that the timer watchdog starts or stops, because torch
+        creates a new watchdog for each round.
         """
         if isinstance(action, Rendezvous):
             self._record_watching(False)
@@ -81,7 +81,9 @@ class EventRecorder(Observer):
             self._record_watching(True)
 
     def running(self, result: JobResult) -> None:
-        """Record the start of each worker. After a restart, also record the restart as a whole."""
+        """Record the start of each worker. After a restart, or with ``--warm``, also record how the attempt
+        was started.
+        """
         attempt = result.attempts[-1]
         for ranks in attempt.plan.ranks:
             self._record_worker("START", ranks, attempt.pids[ranks.local_rank])
@@ -105,7 +107,7 @@ class EventRecorder(Observer):
         self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Keep a failed attempt, and record it after the restart, because recording it now would delay the
+        """Store a failed attempt and record it after the restart, because recording it now would delay the
         restart.
         """
         self._meeting_since = time.monotonic()
@@ -113,8 +115,8 @@ class EventRecorder(Observer):
             self._failed = attempt, self._restarts
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """Record that a timer has expired. If the worker was killed because of the timer, also record the
-        kill.
+        """Record that a timer has expired. If the agent killed the worker because of the timer, also record
+        the kill.
         """
         claim: dict[str, object] = {
             "worker_pid": str(timer.pid),
@@ -127,7 +129,7 @@ class EventRecorder(Observer):
             self._record_watchdog("kill worker process", claim)
 
     def hung(self, event: _core.WorkerHung) -> None:
-        """Keep the event of a hung worker. The next event shows whether this node or another node detected
+        """Store the event until the next one arrives, which shows whether this node or another node detected
         the hang.
         """
         self._hung = event
@@ -148,7 +150,7 @@ class EventRecorder(Observer):
         self._record_hung(worker.local_rank, attempt)
 
     def started(self) -> None:
-        """Record how the workers of a failed attempt ended. Called after the restart, because reading the
+        """Record how the workers of a failed attempt exited. Called after the restart, because reading the
         causes of the failures takes time.
         """
         if self._failed is None:
@@ -174,13 +176,13 @@ class EventRecorder(Observer):
             self._later.append(event)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:
-        """Record the end of all workers, and then the end of the agent. The agent counts as successful if it
-        ran to completion, even if workers failed.
+        """Record how all workers and then the agent ended. The agent is successful if it ran to completion,
+        even if workers failed.
         """
         self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
-            # As in torch, the stop of the watchdog is recorded before the ends of the workers, unless the
-            # workers have succeeded.
+            # As in torch, record that the watchdog stopped before recording how the workers ended. If the
+            # workers have succeeded, record it afterwards.
             self._record_watching(False)
         reason = _reason(result, error)
         if reason is None and result.attempts:
@@ -286,7 +288,7 @@ class WatchdogRecorder(EventRecorder):
     """Observer that records only watchdog events, for an agent whose hooks record all other events."""
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Keep the plan of the attempt for later events, and record that the watchdog starts."""
+        """Store the plan of the attempt for later events, and record that the watchdog starts."""
         if isinstance(action, Start):
             self._plan, self._restarts = plan, action.restarts
             self._record_watching(True)
@@ -320,8 +322,8 @@ def _reason(result: JobResult, error: BaseException | None) -> str | None:
 
 
 def _ends(attempt: Attempt, *, succeeded: bool) -> Iterator[tuple[WorkerRanks, str, ProcessFailure | None]]:
-    """Yield how each worker ended. As in torch, a stopped worker counts as failed if the agent's signal
-    killed it, and as terminated otherwise.
+    """Yield each worker's ranks, its final state, and its failure, if any. As in torch, a worker that the
+    agent stopped is ``FAILED`` if the signal killed it, and ``TERMINATED`` otherwise.
     """
     if succeeded:
         yield from ((ranks, "SUCCEEDED", None) for ranks in attempt.plan.ranks)

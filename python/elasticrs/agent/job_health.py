@@ -1,4 +1,4 @@
-"""Observer in the agent's loop that publishes the health of the job for the health check server.
+"""Observer that publishes the job's health through the health check server.
 
 Important changes are published when they happen, so that the server can show them even if the loop hangs.
 Frequent changes, such as exits of workers, are published only when a client requests the status.
@@ -37,9 +37,9 @@ MAX_EARLIER_FAILURES = 16
 
 
 class HealthObserver(Observer):
-    """Observer that publishes the state of the job to an open health check server, and closes the server at
-    the end. With ``is_asked``, the agent's loop answers the requests. Otherwise, a thread of the server
-    answers them.
+    """Observer that publishes the state of the job through an open health check server, and closes the server
+    when the job ends. If ``is_asked`` is true, the agent's loop answers the requests. Otherwise, a thread of
+    the server answers them.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class HealthObserver(Observer):
         self._publish()
 
     def opened(self, supervisor: _core.Supervisor) -> None:
-        """Start to answer health requests in the agent's loop, unless the server has its own thread."""
+        """Start answering health requests in the agent's loop, unless a thread of the server answers them."""
         self._supervisor = supervisor
         self._native.show(supervisor, is_asked=self._is_asked)
         if self._is_asked:
@@ -80,7 +80,7 @@ class HealthObserver(Observer):
             self._native.enter("waiting_for_nodes")
 
     def fd_ready(self, fd: int) -> bool:
-        """Answer a health request. Return false if the descriptor is not the server's."""
+        """Answer a health request. Return false if the descriptor does not belong to the server."""
         if not self._is_asked or fd != self._native.fd:
             return False
         attempt = self._attempt
@@ -88,7 +88,7 @@ class HealthObserver(Observer):
             self._ranks,
             self._shown_budget,
         ):
-            # Publish the ranks and the restart count again if they have changed. Each round may assign
+            # Publish the ranks and the restart count again if they have changed. A new round may assign
             # different ranks, and the count includes restarts on other nodes.
             self._publish(self._workers_now(attempt))
         self._server.answer(self._supervisor)
@@ -99,8 +99,8 @@ class HealthObserver(Observer):
         return True
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Publish that a rendezvous has ended or that a worker on another node hangs. Record whether a
-        restart is charged to the restart budget.
+        """Publish that workers are about to be started, or that a worker on another node hangs. Remember
+        whether a restart is charged to the restart budget.
         """
         if isinstance(action, Start):
             self._native.enter("starting" if self._attempt is None else "restarting")
@@ -110,7 +110,7 @@ class HealthObserver(Observer):
             self._is_uncharged = not action.charged
 
     def prepared(self, attempt: Attempt) -> None:
-        """Let the server watch the size of the log files that the agent does not read."""
+        """Let the server monitor the sizes of the log files that the agent does not read."""
         if attempt.paths is not None:
             self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
@@ -120,8 +120,8 @@ class HealthObserver(Observer):
         self._enter_state("STOPPED")
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """If the expired timer caused the agent to kill the worker, count the worker as hung since the timer
-        expired.
+        """If the agent killed the worker because of this timer, record that the worker has hung since the
+        timer expired.
         """
         if timer.signal is not None:
             self._was_hung((time.monotonic_ns() - timer.seen_ns) / 1e9)
@@ -170,8 +170,8 @@ class HealthObserver(Observer):
             self._failed_ns = None
         self._native.enter("productive")
         if not self._job.replaces_workers:
-            # Skip this with `--on-failure replace`, because the ranks then come from the workers' own
-            # rendezvous and not from the plan.
+            # With `--on-failure replace`, publish no group rank here, because the ranks come from the
+            # workers' rendezvous instead of the plan.
             first = self._attempt.plan.ranks[0]
             placed = first.group_rank, first.world_size
             self._native.identify(self._job.run_id, os.uname().nodename, placed)
@@ -191,7 +191,7 @@ class HealthObserver(Observer):
         self._enter_state("UNHEALTHY")
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
-        """Mark the published status as outdated. It is published again when a client requests it."""
+        """Mark the published status as outdated, so that it is published again when a client requests it."""
         self._is_stale = True
         if attempt is self._attempt and attempt.first_failure == worker.local_rank:
             self._note_failure(attempt)
@@ -325,7 +325,7 @@ def _group(attempt: Attempt) -> dict[str, Any]:
 
 
 def _cause(attempt: Attempt) -> _core.RestartCause:
-    """Return the name that the metrics use for the cause of the restart after this attempt."""
+    """Return the cause of the restart after this attempt, under the name that the metrics use."""
     if "started" not in attempt.stamps:
         return "start_failed"
     if attempt.expired and attempt.first_failure is not None:

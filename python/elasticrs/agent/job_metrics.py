@@ -36,7 +36,7 @@ class MetricRecorder(Observer):
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Before the workers are started, publish the duration of the rendezvous."""
+        """Publish the duration of the rendezvous before the workers are started."""
         if isinstance(action, Rendezvous):
             self._meeting_since = time.monotonic()
         elif isinstance(action, Start):
@@ -94,7 +94,7 @@ class MetricRecorder(Observer):
             # restarts that other nodes have caused.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
-        # With a window, more restarts than the maximum may have been charged.
+        # With a restart window, the number of charged restarts can exceed the maximum.
         most = self._job.max_restarts
         left = max(0, most - self._restarts)
         self._put("flakiness", 100 if is_failed else int(100.0 - 100.0 * (left + 1) / (most + 1)))

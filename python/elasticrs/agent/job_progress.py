@@ -141,7 +141,7 @@ def send(metrics: Mapping[str, int], environ: Mapping[str, str]) -> None:
     listed = [{"name": name, "value": str(value)} for name, value in metrics.items()]
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     body = json.dumps({"trainerStatus": {"metrics": listed, "lastUpdatedTime": now}}).encode()
-    # Read the token each time, because Kubernetes replaces it before it expires.
+    # Read the token for every report, because Kubernetes replaces it before it expires.
     if not environ.get(TOKEN):
         raise ValueError(f"{TOKEN} is not set")
     with open(environ[TOKEN], encoding="ascii") as file:

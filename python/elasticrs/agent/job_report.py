@@ -1,5 +1,6 @@
-"""The outcome of a job for other programs: the JSON report, the launcher's exit code, and a pod's termination
-message. ``docs/report.schema.json`` describes the JSON report. Imported only at the end of a job.
+"""Describes the outcome of a job to other programs: the JSON report, the launcher's exit code, and a pod's
+termination message. ``docs/report.schema.json`` describes the JSON report. Imported only when a job has
+finished.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
         return special.get(result.verdict, result.exit_code)
     if codes.kind == "worker" and failed:
         root = failed[root_cause(failed)]
-        # If the agent killed the worker after an exception, the exit code only reflects the agent's signal.
+        # Ignore the exit code if the agent killed the worker after an exception, because the code only
+        # reflects the agent's signal.
         code = root.exitcode if root.sent_signal is None else None
-        # A shell reports a process that was killed by a signal as 128 plus the number of the signal.
+        # As a shell does, report death by a signal as 128 plus the signal number.
         return result.exit_code if not code else code if code > 0 else 128 - code
     return result.exit_code
 
@@ -60,7 +62,7 @@ def exit_code(codes: ExitCodes, result: JobResult, failed: Failures) -> int:
 def report(
     job: JobConfig, result: JobResult, failed: Failures, headline: str | None, code: int
 ) -> dict[str, Any]:
-    """Return the JSON report of a job that has ended.
+    """Return the JSON report of a finished job.
 
     Args:
         job: configuration of the job.

@@ -151,7 +151,7 @@ class Agent:
         return self._result
 
     def _events_end_it(self) -> bool:
-        """Return true if a signal has already stopped the agent. In this case, no supervisor is needed."""
+        """Return true if a signal has already stopped the agent, so that no supervisor is needed."""
         first = self._events[0]
         if not isinstance(first, machine.SignalReceived):
             return False
@@ -179,7 +179,7 @@ class Agent:
                 check.cancel()
         results = check.finish()
         if self._events and isinstance(first := self._events[0], machine.SignalReceived):
-            # The results are not used, because the signal has cancelled the checks.
+            # Ignore the results, because the signal has cancelled the checks.
             self._console.say(f"{phrases.signal_name(first.signum)} received: the node check was cancelled")
             return None
         unfit = self._reported(results)
@@ -212,8 +212,8 @@ class Agent:
 
     def _is_held_for_check(self, event: machine.Event) -> bool:
         """Start the node check if the event reports that this node's workers have exited after a failure on
-        this or another node. Return true if the check was started. The event must then wait for the result,
-        because workers must not be started on an unfit node.
+        this or another node. If so, return true. The event is then handled only after the check, because
+        workers must not be started on an unfit node.
         """
         match event:
             case machine.GroupEnded(why_unfit=None, outcome=outcome) if outcome in ("failed", "lost") or (
@@ -348,8 +348,8 @@ class Agent:
         except Exception as error:
             if not self._decisions.has_peers:
                 raise
-            # Keep the exception and report the failure to the other nodes first. The exception is raised when
-            # the loop has ended.
+            # Report the failure to the other nodes first, and raise the exception after the loop has
+            # finished.
             self._error = error
             self._tracker.not_started(f"{type(error).__name__}: {error}")
 

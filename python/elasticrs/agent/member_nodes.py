@@ -1,5 +1,5 @@
-"""Decisions of an agent in a job on several nodes whose workers keep running when others fail (``--on-failure
-replace``).
+"""Decisions of one node's agent in a multi-node job with ``--on-failure replace``, in which workers keep
+running when others fail.
 
 There are two separate rendezvous in the same store, one for the workers and one for the agents. The agents'
 rendezvous counts restarts on all nodes and determines how the job ends. :mod:`elasticrs.agent.shared_budget`
@@ -40,7 +40,7 @@ _PHASES = {"running": machine.Phase.RUNNING, "stopping": machine.Phase.STOPPING}
 
 
 class MemberNodes(SeveralNodes):
-    """Makes the decisions of an agent in a job on several nodes with ``--on-failure replace``.
+    """Makes the decisions of one node's agent in a multi-node job with ``--on-failure replace``.
 
     Args:
         job, rendezvous, console, planned, home: as for the base class.
@@ -57,8 +57,8 @@ class MemberNodes(SeveralNodes):
         home: Home | None = None,
     ) -> None:
         super().__init__(job, rendezvous, console, planned, home)
-        # Do not let the agents' rounds wait for late nodes, because a node can join later without affecting
-        # running workers.
+        # Start the agents' rounds without waiting for late nodes, because a node can join later without
+        # affecting running workers.
         waits = {"last_call_timeout": 0.0, "restart_call_timeout": 0.0}
         settings = Settings({**self._rendezvous.settings.fields(), **waits})
         # Allow two store clients per worker: one for its session and one for its round.
@@ -92,8 +92,8 @@ class MemberNodes(SeveralNodes):
 
     def fenced(self) -> list[machine.Action]:
         found = super().fenced()
-        # Stop the workers here as well, because between two rounds the rendezvous may not know that workers
-        # are running.
+        # Also stop the workers here, because between two rounds the rendezvous may not know that workers are
+        # running.
         return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
 
     # --- actions from the rendezvous ---
@@ -136,8 +136,8 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """Record that the job's results may be incomplete if a node was lost after the training and its
-        workers took part in the last rendezvous of all workers.
+        """Record that the job's results may be incomplete, if a node was lost after the training had
+        finished. This applies only if the lost workers took part in the last rendezvous of all workers.
 
         After the training, no other workers take over the ranks of the lost workers. Their remaining work,
         such as saving, is therefore not repeated.
@@ -152,8 +152,8 @@ class MemberNodes(SeveralNodes):
             )
 
     def _tell_round(self, begun: messages.Start) -> None:
-        """Print why a new round has started, unless a worker on this node has failed. In that case, the line
-        about the replacement of the worker contains the reason.
+        """Print why a new round has started. Print nothing if a worker on this node has failed, because the
+        line about its replacement contains the reason.
         """
         why, self._why, self._first_word = self._why, "", None
         is_own, self._is_own = self._is_own, False
@@ -219,7 +219,7 @@ class MemberNodes(SeveralNodes):
         attempt = self._attempt
         assert attempt is not None
         first = first_word(attempt, local_rank, self._place(), self._clock())
-        # Include all known facts now. No later report about this failure follows, because the other workers
+        # Include all known facts now, because no later report about this failure follows. The other workers
         # of this node keep running.
         known = facts(attempt, local_rank, self._job.fatal_codes)
         self._first_word = first.replaced(round=None, **known)

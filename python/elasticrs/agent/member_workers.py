@@ -125,8 +125,8 @@ def _alone(job: JobConfig) -> Rendezvous:
 
 
 def among_workers(nodes: Rendezvous, job: JobConfig) -> Rendezvous:
-    """Return the rendezvous of the workers that run on the given nodes. It is a copy of the nodes' rendezvous
-    whose members are workers instead of nodes.
+    """Return the workers' rendezvous: a copy of the nodes' rendezvous whose members are workers instead of
+    nodes.
     """
     return nodes.replaced(min_nodes=nodes.min_nodes * job.nproc, max_nodes=nodes.max_nodes * job.nproc)
 
@@ -154,8 +154,8 @@ def variables_of_members(rendezvous: Rendezvous, meeting_point: MeetingPoint, nu
     variables = {
         "ELASTICRS_TRAIN": f"{scheme}://{endpoint}/{job}?{urlencode({**settings, **limits})}",
         "ELASTICRS_TRAIN_JOB": workers_job(rendezvous.run_id, meeting_point.job, number),
-        # Disable NCCL's own watchdog by default, because it would kill a worker that has left an aborted
-        # collective.
+        # Disable NCCL's watchdog by default, because it would kill a worker whose collective was aborted,
+        # although the worker can continue.
         NCCL_ENDS_PROCESSES: os.environ.get(NCCL_ENDS_PROCESSES, "0"),
     }
     if (token := _workers_token(rendezvous)) is not None:

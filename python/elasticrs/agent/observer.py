@@ -1,4 +1,4 @@
-"""Observers of the agent's loop, which publish events, metrics and health. They are notified of each event
+"""Observers of the agent's loop. They are notified of each event and publish events, metrics and health data,
 but make no decisions.
 
 If an observer fails, for example because of a user's handler or a full disk, the job continues. The user is
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Base class of observers. The loop calls the methods in its own thread, so they may not block."""
+    """Base class of observers. The loop calls the methods in its own thread, so they must not block."""
 
     def opened(self, supervisor: _core.Supervisor) -> None:
         """Handle the start of the loop. The supervisor is the same for the whole job."""
@@ -34,7 +34,7 @@ class Observer:
         """
 
     def prepared(self, attempt: Attempt) -> None:
-        """Handle an attempt whose log files are ready and whose workers will be started next."""
+        """Handle an attempt whose log files have been created and whose workers are about to be started."""
 
     def started(self) -> None:
         """Do slow work that would have delayed the start. Called when the workers are already starting, or
@@ -94,9 +94,7 @@ class Observer:
 
 
 class Observers(Observer):
-    """The observers of one agent. Each event is passed to all observers in order, even if one of them
-    fails.
-    """
+    """The observers of one agent. Passes each event to all of them in order, even if one fails."""
 
     def __init__(self, observers: Sequence[Observer], say: Callable[[str], None]) -> None:
         self._observers = tuple(observers)

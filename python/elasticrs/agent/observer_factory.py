@@ -1,4 +1,4 @@
-"""Create the observers of a job from its settings. Imported only if at least one observer is configured."""
+"""Creates the observers of a job from its settings. Imported only if at least one observer is configured."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def make_observers(
 def make_observers_of_hooks(
     job: JobConfig, settings: ObserveSettings, say: Callable[[str], None], server: HealthCheckServer | None
 ) -> Sequence[Observer]:
-    """Return the observers of an agent whose own hooks make the decisions and record torch's events and
-    metrics.
+    """Return the observers of an agent that uses torch's hooks. The hooks make the decisions, and record
+    torch's events and metrics themselves.
 
     ``server`` has already been started. A thread of the server answers the health requests, because hooks may
     block for a long time.

@@ -50,7 +50,7 @@ class Place(Value):
 
 
 def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) -> Cause:
-    """Describe the first failure from the facts that are known at once. No file is read.
+    """Describe the first failure from the facts that are known immediately, without reading any file.
 
     Args:
         attempt: attempt that failed.
@@ -109,8 +109,8 @@ def own_cause(
     first = failed[rank]
     stopped = victims(failed)
     permanent = _permanence(attempt, failed, stopped, fatal_exit_codes)
-    # If the nursery was lost, the workers that were killed with it count as failed and not as stopped,
-    # although this agent sent the signal.
+    # If the nursery exited, treat the workers that were killed with it as failed instead of stopped, although
+    # this agent sent the signal.
     if rank in stopped and not is_nursery_lost and not permanent:
         return None
     is_consequence = reports_lost_peer(str(first.message))
@@ -134,7 +134,8 @@ def own_cause(
         time_ns=time_ns,
         error_ns=clock.error_ns,
         exception=first.exception,
-        # An error that only reports a lost peer says nothing about this worker's program.
+        # Omit the place of an error that only reports a lost peer, because it says nothing about this
+        # worker's program.
         place=None if is_consequence else first.place,
         is_consequence=is_consequence or None,
         reached=_reached(attempt),
@@ -176,7 +177,9 @@ def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
 
 
 def _reached(attempt: Attempt) -> int | None:
-    """Return the highest training step of a heartbeat; ``None`` if there was no heartbeat with a step."""
+    """Return the highest training step in the workers' last heartbeats, or ``None`` if no heartbeat contained
+    a step.
+    """
     steps = [beat.step for beat in attempt.heartbeats if beat.step is not None]
     return max(steps, default=None)
 
@@ -209,16 +212,16 @@ def _permanence(
 
 
 def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
-    """Return true if a worker failed while its program was starting. A failure :data:`STEADY` seconds or more
-    after the start of the workers does not count.
+    """Return true if a worker failed while its program was starting. Return false if it failed :data:`STEADY`
+    seconds or more after the workers were started.
 
     A program that rejects its arguments exits with 2. Exit code 2 counts only if standard output is an empty
     file, because a program that has printed something has started.
     """
     started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
     if started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9:
-        # Do not count this as a start error: a late import may fail merely because a file system has failed
-        # since the start.
+        # A failure this late is not a start error. For example, a late import may fail because a file system
+        # has failed in the meantime.
         return False
     if failure.is_start_error:
         return True
@@ -256,7 +259,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     text = traceback_text(first)
     why = attempt.why_expired(first.local_rank)
     if why is None:
-        # If no time limit was exceeded, the only thing left to note is evidence of the OOM killer.
+        # Without an exceeded time limit, the note can only be about the OOM killer.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
 

@@ -1,4 +1,4 @@
-"""Find the slowest worker of ``elasticrs.train`` on a node. The functions are pure; :class:`Pace` is not.
+"""Finds the slowest ``elasticrs.train`` worker on a node. All functions are pure, but :class:`Pace` is not.
 
 All workers of a data-parallel job make the same number of steps per second, because they wait for the slowest
 worker. So the number of steps does not identify the slowest worker. The rates in ``WorkerStats`` identify it

@@ -47,8 +47,8 @@ def can_take(pid: int, signum: int) -> bool | None:
     except (OSError, LookupError, ValueError):
         return None
     if _has(blocked, signal.SIGSEGV):
-        # The C library briefly blocks all signals, even SIGSEGV, while it starts a process. Do not treat such
-        # a mask as the worker's own.
+        # Ignore a mask that blocks even SIGSEGV, because the C library briefly blocks all signals while it
+        # starts a process.
         blocked = 0
     return _has(blocked | ignored | caught, signum) or _waits_for(pid, signum)
 
@@ -76,8 +76,8 @@ def _has(mask: int, signum: int) -> bool:
 
 
 class PassedSignals:
-    """Delivers signals to the workers of one agent. Holds a signal as long as the signal would kill the
-    worker.
+    """Delivers signals to the workers of one agent. A signal that would kill a worker is held until the
+    worker can receive it.
 
     Args:
         send: sends a signal to the workers with the given local ranks.
@@ -130,8 +130,8 @@ class PassedSignals:
         return TICK if self._held else None
 
     def _deliver(self, workers: Mapping[int, int]) -> set[tuple[int, int, int]]:
-        """Deliver the held signals that workers can take. Return the signals that are held for workers that
-        have exited.
+        """Deliver the held signals that workers can now receive. Return the signals that are held for workers
+        that have exited.
         """
         ready: dict[int, list[int]] = {}
         gone = set()

@@ -1,4 +1,4 @@
-"""Detect that an attempt failed because another process was using its port."""
+"""Detects that an attempt failed because another process was using its port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Queries NCCL's RAS service about a hang. Its answer only adds lines to the failure report.
+"""Queries NCCL's RAS service (its built-in diagnostics) about a hang. The answer only adds lines to the
+failure report.
 
 Each process that uses NCCL 2.24 or later runs RAS in a thread. All processes of a job on one node listen on
 the address in ``NCCL_RAS_ADDR``, with ``SO_REUSEPORT``. The default address is the same for all jobs, so the
@@ -42,7 +43,7 @@ _GREETING, _ACCEPTED = b"SERVER PROTOCOL ", b"OK\n"
 
 
 class RasAddress:
-    """Address of a job's RAS service on this node. Its port is reserved until :meth:`close`.
+    """Address of a job's RAS service on this node. The port is reserved until :meth:`close` is called.
 
     Args:
         environ: environment of the workers. If the user has set ``NCCL_RAS_ADDR``, that address is used, and
@@ -69,7 +70,7 @@ class RasAddress:
                 self._socket.setsockopt(_socket.SOL_SOCKET, option, 1)
             self._socket.bind(("127.0.0.1", 0))
         except OSError:
-            # Continue without an address, because all that RAS does is add lines to a report.
+            # Continue without an address, because RAS only adds lines to the failure report.
             self.close()
             return
         self.address = self._socket.getsockname()
@@ -122,8 +123,8 @@ class RasQuery:
         self._notes: list[str] | None = None
 
     def notes(self) -> list[str]:
-        """Return the lines from the answer to show in the report; empty if no answer has arrived yet. Never
-        blocks.
+        """Return the lines of the answer to show in the report, or an empty list if no answer has arrived
+        yet. Never blocks.
         """
         return self._finish(0.0) or []
 
@@ -149,7 +150,7 @@ def _answer_in_file(address: tuple[str, int], path: str, deadline: float) -> str
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError:
-            return None  # Omit the answer from the report, which would otherwise refer to this file.
+            return None  # Omit the answer, because the report would refer to the missing file.
     return text
 
 
@@ -215,8 +216,8 @@ def _notes(text: str) -> list[str]:
 
 
 def _section(lines: Sequence[str], heading: str) -> list[str]:
-    """Return the lines of the section with this heading. A line underlined with ``=`` is a heading, so the
-    section ends at the next such line.
+    """Return the lines of the section with this heading. The section ends at the next heading, which is a
+    line underlined with ``=``.
     """
     starts = [
         number

@@ -47,7 +47,7 @@ def _is_requested(error_file: str) -> bool:
     record, requests = flight_record_file(error_file), flight_requests_file(error_file)
     try:
         if os.path.lexists(record):
-            os.unlink(record)  # This older record is about a hang from which the worker has recovered.
+            os.unlink(record)  # Delete the record of an earlier hang, from which the worker has recovered.
         descriptor = os.open(requests, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
         return False  # The worker has no thread that waits for requests.
@@ -87,9 +87,9 @@ def has_records(attempt: Attempt) -> bool:
 
 
 def is_collective_failure(attempt: Attempt) -> bool:
-    """Return true if the first failure may be a collective that failed because of another rank. This is
-    assumed if the exception only reports a lost or silent peer, or if the process died of SIGABRT, because
-    NCCL's watchdog kills its process in this way.
+    """Return true if the first failure may be a collective that failed because of another rank. The exception
+    then reports a lost or silent peer, or the process died of SIGABRT, which NCCL's watchdog uses to kill its
+    process.
     """
     from elasticrs.agent.first_failure import first_seen
     from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer

@@ -1,4 +1,4 @@
-"""Decisions of an agent in a job on several nodes.
+"""Decisions of one node's agent in a multi-node job.
 
 The state machine in :mod:`elasticrs.rendezvous.elastic.machine` decides when workers start and stop. This
 module decides the rest: how to react to signals, how to describe a failure, and which exit code to use.
@@ -50,7 +50,7 @@ _PHASES = {
 
 
 class SeveralNodes(Decisions):
-    """Makes the decisions of the agent of one node in a job on several nodes.
+    """Makes the decisions of one node's agent in a multi-node job.
 
     Args:
         job: configuration of the job.
@@ -199,8 +199,8 @@ class SeveralNodes(Decisions):
             if event.has_no_program:
                 from elasticrs.agent.own_cause import no_program
 
-                # Report this as a failure, not just as a failed start, because the restart policy compares
-                # the failures of all nodes: if only this node fails, one of its mounts may be broken.
+                # Report a failure instead of a failed start, so that the restart policy can compare it with
+                # the failures of other nodes. If only this node fails, one of its mounts may be broken.
                 cause = no_program(why, self._place(), self._clock())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
@@ -241,8 +241,8 @@ class SeveralNodes(Decisions):
         return self._tell(messages.Leave(reason, close=ends_the_job))
 
     def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:
-        """Report the hang to the other nodes before the hung worker is killed. Once it is dead, the workers
-        that wait for it fail and can no longer provide evidence.
+        """Report the hang to the other nodes before the hung worker is killed. Once this worker is dead, the
+        workers that wait for it fail and can no longer provide evidence.
         """
         self._gathers_evidence = True
         attempt = self._attempt
@@ -294,8 +294,8 @@ class SeveralNodes(Decisions):
         return self._over(messages.GroupEnded(told, event.why_stuck, evidence, event.found_unfit))
 
     def _health_timeout(self) -> float:
-        """Return the maximum number of seconds that the node check and the wait for free device memory may
-        take after this node's workers have exited.
+        """Return the maximum total duration, in seconds, of the node check and the wait for free device
+        memory. Both follow the exit of this node's workers.
         """
         check = self._job.node_check_timeout if self._job.node_check else 0.0
         return check + (MEMORY_LIMIT if are_gpus_visible(os.environ) else 0.0)

@@ -110,8 +110,8 @@ class RoundEnded(Event):
 
 
 class MustStop(Event):
-    """The workers must be stopped with the signal ``signum``. If the lease of this node has expired
-    (``is_fence``), they must be killed at once.
+    """The workers must be stopped with the signal ``signum``. If ``is_fence`` is true, this node's lease has
+    expired, and the workers must be killed at once.
     """
 
     signum: int
@@ -204,7 +204,7 @@ def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]
     if state.met:
         return _pay(state, state.failed)
     # The last round did not end because of these failures, so no restart was charged for them. Report one of
-    # them now.
+    # these failures now.
     return state, [Report(min(state.failed))]
 
 
@@ -230,7 +230,7 @@ def _swept(state: NodeState, event: WorkerSwept) -> tuple[NodeState, list[Effect
     place = event.local_rank
     effects: list[Effect] = []
     if place not in state.failed:
-        # The worker exceeded a timer but then exited with 0. It counts as failed.
+        # The worker exceeded a timer before it exited with 0, so treat it as failed.
         state, effects = _fail(state, WorkerFailed(place))
     if event.is_stuck:
         return _stop(state, SIGTERM, effects)
@@ -278,8 +278,8 @@ def _group_ended(state: NodeState, event: GroupEnded) -> tuple[NodeState, list[E
 
 
 def _gone(state: NodeState, say: SayDone | SayEnded | SayNotStarted) -> tuple[NodeState, list[Effect]]:
-    """Handle the end of the workers, after all their processes have exited. If the workers have succeeded,
-    this node remains part of the running round.
+    """Handle the end of a group: all its processes have exited, or it could not be started. If the workers
+    have succeeded, this node remains part of the running round.
     """
     state = state.replaced(group="none", failed=frozenset(), swept=frozenset(), paid=frozenset(), met=())
     if state.has_ended:

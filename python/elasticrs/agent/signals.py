@@ -1,4 +1,4 @@
-"""Signals that the agent receives, as events of its loop.
+"""Turns the signals that the agent receives into events of its loop.
 
 The Python signal handlers do nothing. The interpreter writes the number of each signal to a socket
 (:func:`signal.set_wakeup_fd`), and the loop watches the other end of the socket like any other file
@@ -65,7 +65,9 @@ def catch_signals(signums: Iterable[int]) -> SignalPipe | None:
 
 
 def without_what_was_taken_back(received: bytes) -> bytes:
-    """Return the received signals. Keep only the last SIGTSTP, and only if no SIGCONT follows it (SIG-4)."""
+    """Return the received signals. Drop every SIGTSTP except the last one, and also drop the last one if a
+    SIGCONT follows it (SIG-4).
+    """
     last = received.rfind(signal.SIGTSTP)
     is_wanted = last > received.rfind(signal.SIGCONT)
     return bytes(
@@ -74,9 +76,8 @@ def without_what_was_taken_back(received: bytes) -> bytes:
 
 
 def suspend(supervisor: _core.Supervisor | None, signals: SignalPipe) -> None:
-    """Suspend the workers and this process after Control-Z, and resume the workers when this process
-    continues. The terminal does not suspend the workers itself, because they are not in its foreground
-    process group.
+    """Suspend the workers and this process after Ctrl-Z, and resume the workers when this process continues.
+    The terminal does not suspend the workers, because they are not in its foreground process group.
     """
     if supervisor is not None:
         supervisor.suspend()
@@ -125,8 +126,8 @@ class SignalPipe:
         return frozenset(self._caught)
 
     def catch(self, signums: Iterable[int], *, pauses: bool = False) -> None:
-        """Catch exactly these signals from now on. With ``pauses``, also catch SIGTSTP as a request for
-        :meth:`stop_this_process`, unless it is already in ``signums``.
+        """Catch exactly these signals from now on. If ``pauses`` is true, also catch SIGTSTP as a request for
+        :meth:`stop_this_process`, unless ``signums`` contains it.
         """
         wanted = set(signums)
         self._has_pauses = pauses and signal.SIGTSTP not in wanted
@@ -175,8 +176,8 @@ class SignalPipe:
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # A SIGCONT that arrives after this call makes the kernel discard the pending SIGTSTP. A SIGCONT
-            # that arrived earlier is in the pipe.
+            # If a SIGCONT arrives after this call, the kernel discards the pending SIGTSTP. If a SIGCONT has
+            # arrived earlier, it is in the pipe.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()

@@ -1,4 +1,4 @@
-"""Detect workers in uninterruptible sleep. A process in this state (``D`` in ``/proc``) cannot be killed.
+"""Detects workers in uninterruptible sleep. A process in this state (``D`` in ``/proc``) cannot be killed.
 
 A worker stays in this state while it waits for a device or a file system that does not respond. The worker
 holds resources that a replacement on this node would need, so the job fails and is not restarted. Torch
@@ -28,7 +28,7 @@ _LONGEST = 1.0
 
 
 def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -> dict[int, float]:
-    """Return the time at which each currently sleeping process was first seen sleeping.
+    """Return the time at which each process that now sleeps was first seen sleeping.
 
     Args:
         earlier: result of the previous check.
@@ -39,7 +39,7 @@ def since(earlier: Mapping[int, float], states: Mapping[int, str], now: float) -
 
 
 def overdue(first_seen: Mapping[int, float], now: float, limit: float) -> dict[int, float]:
-    """Return the processes that have slept for at least ``limit`` seconds, with the number of seconds. Return
+    """Return the processes that have slept for at least ``limit`` seconds, and for how many seconds. Return
     an empty result if ``limit`` is not positive.
     """
     if limit <= 0:
@@ -57,7 +57,8 @@ class Sleepers:
     """
 
     def __init__(self, limit: float, proc: str = "/proc") -> None:
-        # In the /proc of another pid namespace, these pids belong to other processes.
+        # Disable the check if /proc belongs to another pid namespace, because the pids would refer to other
+        # processes there.
         self._limit = limit = limit if has_own_proc() else 0.0
         self._proc = proc
         self._next = 0.0
@@ -66,8 +67,8 @@ class Sleepers:
         """Seconds between two checks for sleeping workers."""
 
     def look(self, pids: Mapping[int, int]) -> dict[int, float]:
-        """Return the local ranks of the workers that have slept for too long, with the number of seconds.
-        Check only if ``interval`` seconds have passed since the last check.
+        """Return the local ranks of the workers that have slept for too long, and for how many seconds. Check
+        only if ``interval`` seconds have passed since the last check.
         """
         now = time.monotonic()
         if self._limit <= 0 or now < self._next:

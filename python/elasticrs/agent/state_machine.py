@@ -149,7 +149,7 @@ class RendezvousCompleted(Event):
 
 
 class RendezvousFailed(Event):
-    """The rendezvous failed, so no further attempt is possible. ``message`` is the reason, for the user."""
+    """The rendezvous failed, so no further attempt is possible. ``message`` tells the user the reason."""
 
     message: str
 
@@ -199,8 +199,8 @@ class WorkerExited(Event):
 
 
 class WorkerSwept(Event):
-    """A failed worker's processes have exited, so a replacement may be started. ``is_stuck`` is true if some
-    of them have not exited because they cannot be killed.
+    """A failed worker's processes have exited, so a replacement can be started. If ``is_stuck`` is true, some
+    of these processes cannot be killed and are still running.
     """
 
     local_rank: int
@@ -241,13 +241,15 @@ class GroupEnded(Event):
 
     @property
     def why_stuck(self) -> str | None:
-        """Reason why this node cannot run another attempt even if its checks pass; ``None`` if it can."""
+        """Reason why this node cannot run another attempt even if its checks pass. ``None`` if there is no
+        such reason.
+        """
         return phrases.stuck(self.stuck_ranks) if self.stuck_ranks else self.unfit
 
     @property
     def why_unfit(self) -> str | None:
-        """Why this node cannot run another attempt, or why it should not (a check found it unfit). ``None``
-        if it can run another attempt.
+        """Reason why this node cannot or should not run another attempt. It should not if a check found it
+        unfit. ``None`` if there is no such reason.
         """
         return self.why_stuck or self.found_unfit
 
@@ -289,7 +291,7 @@ class Start(Action):
 
 
 class HungElsewhere(Value):
-    """A worker that hangs on another node, with the facts that the other node has reported.
+    """A worker that hangs on another node, as reported by that node.
 
     Args:
         silence: seconds since the worker's last heartbeat.
@@ -324,8 +326,8 @@ class CollectEvidence(Action):
 
 
 class AnnounceRestart(Action):
-    """Report in one line what failed and that the workers are restarted. ``charged`` is true if the restart
-    was charged to the budget. The workers are restarted after ``delay`` seconds.
+    """Print a line that says what failed and that the workers are restarted after ``delay`` seconds.
+    ``charged`` is true if the restart was charged to the budget.
     """
 
     restarts_left: int
@@ -343,8 +345,8 @@ class Replace(Action):
 
 
 class ReportFailure(Action):
-    """Report why the job failed. ``message`` is the reason; ``None`` if the failure of a worker is the
-    reason.
+    """Report why the job failed. ``message`` is the reason, or ``None`` if a worker's failure is
+    the reason.
     """
 
     message: str | None = None
@@ -473,7 +475,7 @@ def _on_replacement(
             return _stop_all(state)
         if not isinstance(event, WorkerSwept):
             return state, []
-        # The worker exceeded a timer but then exited with 0. It counts as failed.
+        # The worker exceeded a timer before it exited with 0, so treat it as failed.
         state, stop = _on_worker_to_replace(state, event.local_rank)
         if stop:
             return state, stop
@@ -497,8 +499,8 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 def _restart(
     state: AgentState, evidence: Evidence, message: str | None = None, *, collects: bool = False
 ) -> tuple[AgentState, list[Action]]:
-    """Restart all workers if the restart policy allows it. Otherwise, fail the job. The reason comes from the
-    policy if another attempt would fail in the same way, and is ``message`` otherwise.
+    """Restart all workers if the restart policy allows it. Otherwise, fail the job. If another attempt would
+    fail in the same way, the policy provides the reason. If not, ``message`` is the reason.
     """
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:

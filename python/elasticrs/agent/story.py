@@ -1,5 +1,5 @@
-"""Print the progress of a job, one line for each event: the location of the logs, failures, restarts, and the
-end of the job.
+"""Prints the progress of a job, one line for each event: the location of the logs, failures, restarts, and
+the end of the job.
 
 This observer makes no decisions. Slow work, such as reading a traceback, is done after the next workers have
 been started.
@@ -29,8 +29,8 @@ _QUIET = ("WARNING", "WARN", "ERROR", "CRITICAL", "FATAL")
 
 
 def is_talkative(level: str) -> bool:
-    """Return true if the user wants progress lines even for a job without problems. ``level`` is a log level
-    as a name or a number, as in :mod:`logging`. If ``LOGLEVEL`` is not set, these lines are shown.
+    """Return true if the user wants progress lines even for a job without problems. ``level`` is the value of
+    ``LOGLEVEL``, a name or a number as in :mod:`logging`. If it is empty, the lines are printed.
     """
     if level.isdecimal():
         return int(level) <= 20
@@ -61,7 +61,7 @@ class Story(Observer):
         self._is_restart = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Keep an announced restart, and print it after the workers have been started. If the restart is
+        """Remember an announced restart, and print it once the workers have been started. If the restart is
         delayed, print it now.
         """
         if isinstance(action, AnnounceRestart):
@@ -98,8 +98,8 @@ class Story(Observer):
         )
 
     def failed(self, attempt: Attempt) -> None:
-        """Print the first failure now if its worker is slow to exit. Otherwise :meth:`exited` prints the
-        failure when the worker has exited.
+        """Print the first failure now if the failed worker is slow to exit. Otherwise, :meth:`exited` prints
+        the failure when the worker has exited.
         """
         if attempt.first_failure is not None and attempt.is_slow_to_exit(attempt.first_failure):
             self._tell_first(attempt)
@@ -170,8 +170,8 @@ class Story(Observer):
             self._say("".join(ending))
 
     def _node_changes(self) -> str:
-        """Return text with the number of rounds that were started without a charged restart, because nodes
-        joined or left.
+        """Return a phrase with the number of rounds that were started because nodes joined or left, without a
+        charged restart.
         """
         if not self._job.is_multi_node or self._job.replaces_workers:
             return ""
@@ -180,7 +180,8 @@ class Story(Observer):
         return f", {count} change{'s' if count != 1 else ''} of nodes" if count > 0 else ""
 
     def _tell_first(self, attempt: Attempt) -> None:
-        # In a job on several nodes, the rendezvous prints the first failure on every node.
+        # In a job on several nodes, the rendezvous prints the first failure on every node, so do not print it
+        # here.
         if self._job.is_multi_node or not attempt.signalled:
             return
         first = first_seen(attempt)
@@ -204,7 +205,7 @@ class Story(Observer):
             from elasticrs.agent.failed_attempt import first_of
         except OSError:
             # The import fails if this process has no free file descriptor. In this case, describe the first
-            # failed worker by its exit, which is already known.
+            # failure by the worker's exit, which is already known.
             local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
         else:
             local_rank, how = first_of(attempt)

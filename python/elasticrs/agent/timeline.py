@@ -1,5 +1,5 @@
-"""Write a timeline of a job for other programs: events with their times, as JSON lines in the file that
-``ELASTICRS_TIMELINE`` names.
+"""Writes a timeline of a job for other programs: timestamped events as JSON lines, in the file named by
+``ELASTICRS_TIMELINE``.
 
 ``ns`` is a time of :func:`time.monotonic_ns`, ``attempt`` is the number of the attempt, and ``restart_count``
 is the value that its workers see as ``TORCHELASTIC_RESTART_COUNT``. The events are:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def records(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
-    """Return the events of these attempts in order of time. Events that did not happen are left out."""
+    """Return the events of these attempts in chronological order. Events that did not happen are left out."""
     found: list[dict[str, Any]] = []
     for attempt in attempts:
         first = attempt.exits.get(attempt.first_failure) if attempt.first_failure is not None else None
@@ -57,7 +57,7 @@ def records(attempts: Iterable[Attempt]) -> list[dict[str, Any]]:
 
 
 def write(path: str, attempts: Iterable[Attempt]) -> None:
-    """Write the events to a file and overwrite its previous contents.
+    """Write the events to a file, overwriting its previous contents.
 
     Raises:
         OSError: the file cannot be written.

@@ -66,7 +66,7 @@ console is not.
 
 
 class AttemptTracker:
-    """Starts the attempts of a job and records what happens in them.
+    """Starts the attempts of a job and records their events.
 
     Args:
         owner: object that makes the decisions.
@@ -130,7 +130,7 @@ class AttemptTracker:
 
     @property
     def is_open(self) -> bool:
-        """True if the supervisor exists, which is the case between :meth:`open` and :meth:`close`."""
+        """True between :meth:`open` and :meth:`close`, while the supervisor exists."""
         return self._supervisor is not None
 
     @property
@@ -261,7 +261,7 @@ class AttemptTracker:
             self._follow_workers()
 
     def forward(self, signum: int, *, are_running: bool) -> None:
-        """Pass a signal on to the running workers. If no workers are running, drop the signal, because there
+        """Pass a signal on to the running workers. Drop the signal if no workers are running, because there
         is nothing to save yet.
         """
         if not are_running or self.attempt is None:
@@ -288,7 +288,7 @@ class AttemptTracker:
             self._console.say(
                 f"the console did not accept all output within {DRAIN_TIMEOUT:g} s; see {files}"
             )
-        # Check for events again, because many problems with log files appear only at the last read.
+        # Check for events again, because many problems with log files are detected only at the last read.
         self._hear_out()
 
     def _hear_out(self) -> None:
@@ -296,8 +296,8 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # Stop watching this descriptor. It is readable, but nothing reads from it, so the loop would
-                # never sleep.
+                # Stop watching this descriptor. Nothing reads from it, so it stays readable, and this loop
+                # would never end.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
@@ -316,7 +316,7 @@ class AttemptTracker:
     # --- events of the core ---
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait for an event from the supervisor and handle it. Return false if there was none."""
+        """Wait for an event from the supervisor and handle it. Return false if no event arrived."""
         running = {} if self.attempt is None else self.attempt.running()
         left = self._passed.look(running)
         pause = None if self._warming is None else self._warming.look_again(self.supervisor)
@@ -347,8 +347,8 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Report that all workers are running, or that all their processes have exited. If a keeper starts
-        the workers, this report comes later than the core's own event.
+        """Report that all workers are running, or that all their processes have exited. If a keeper process
+        forks the workers, this happens later than the core's own event.
         """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
@@ -361,11 +361,10 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # The group was started without workers and has just adopted them, so use the current time.
+        # If the group was started without workers, it has just adopted them, so use the current time.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         if "imported" in attempt.stamps:
-            # Limit the end of the imports to the start of the workers, because the nursery's report may
-            # arrive after that start.
+            # The nursery's report may arrive late, so limit its time to the start of the workers.
             attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()
@@ -378,7 +377,9 @@ class AttemptTracker:
         self.observers.running(self.result)
 
     def _warmth(self) -> tuple[bool | None, str | None]:
-        """Return two values: true if workers that start now are warm, and the reason if they are cold."""
+        """Return true if workers that start now are warm (``None`` without ``--warm``), and the reason if
+        they are cold.
+        """
         if self._warming is not None:
             return self._warming.is_warm, self._warming.why_cold
         preload = self._job.preload
@@ -449,8 +450,8 @@ class AttemptTracker:
         page, is_stopped = attempt.plan.page, "stopped" in attempt.stamps
         is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
         if self._replaces and (event.exitcode != 0 or is_early) and not is_stopped:
-            # Record the first failure here. No other worker is stopped because of it, so no other event
-            # reports it.
+            # Record the first failure here, because no other event reports it if the other workers keep
+            # running.
             attempt.first_failure = (
                 event.local_rank if attempt.first_failure is None else attempt.first_failure
             )
@@ -459,8 +460,8 @@ class AttemptTracker:
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
         if is_early and not is_stopped:
-            # Stop all workers. This worker cannot be replaced, because the core counts it as succeeded, and
-            # the other workers would wait for it.
+            # Stop all workers, because they would wait for this worker. It cannot be replaced, because the
+            # core considers it to have succeeded.
             attempt.silent |= {event.local_rank}
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all workers")

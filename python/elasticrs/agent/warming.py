@@ -1,4 +1,4 @@
-"""Tracks the nurseries that import modules before they fork workers.
+"""Tracks the nurseries (the processes that import modules and then fork workers).
 
 The workers of an attempt are forked only if no file of an imported module has changed. When files change
 during an attempt, a second nursery imports the modules again in the background, and replaces the first
@@ -81,7 +81,7 @@ class Warming:
         self._checking: Asked | None = None
 
     def ended(self, event: Warmed) -> None:
-        """Handle the event that a nursery has finished its imports or has exited.
+        """Handle the event that reports the end of a nursery's imports or the exit of a nursery.
 
         Args:
             event: result of the imports.
@@ -123,13 +123,13 @@ class Warming:
             self._go_cold(f"{touched[0]} has changed during each of the last {_MOST_TOUCHED} imports")
 
     def _go_cold(self, why: str) -> None:
-        """Start workers cold for the rest of the job."""
+        """Start workers cold (without preloaded modules) for the rest of the job."""
         self._is_over, self.is_warm, self.why_cold = True, False, why
         self._say(f"warm: workers start cold from now on: {why}")
 
     def may_fork(self, supervisor: Supervisor) -> bool:
-        """Return true if the workers of a new attempt may be forked. If the files have changed and the second
-        nursery has imported the new files, let it replace the first nursery.
+        """Return true if the workers of a new attempt may be forked. If files have changed and the second
+        nursery has already imported the new files, let it replace the first nursery.
 
         Args:
             supervisor: supervisor of the nurseries. It may not have a group of workers.

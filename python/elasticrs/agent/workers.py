@@ -1,4 +1,4 @@
-"""Describe the workers of an attempt for the core: their processes, and the destinations of their output."""
+"""Describes the workers of an attempt to the core: their processes, and the destinations of their output."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class WorkerSetup(Value):
 
 
 class Leftovers(Value):
-    """Facts that the core cannot report about how the workers ended.
+    """Facts about the end of the workers that the core cannot report.
 
     Args:
         ended: pid and name of the first few leftover processes that had to be killed and that the core had
@@ -166,16 +166,16 @@ class Workers(ABC):
     # for example a keeper or pipes for return values.
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- optional to override
-        """Handle the start of all workers that the core starts."""
+        """Called after the core has started all of its workers."""
 
     def replaced(self, supervisor: _core.Supervisor, local_rank: int) -> None:  # noqa: B027 -- optional to override
-        """Handle the start of the process that :meth:`replacement` described."""
+        """Handle the start of the process that :meth:`replacement` returned."""
 
     def fd_ready(self, supervisor: _core.Supervisor, fd: int) -> None:  # noqa: B027 -- optional to override
         """Handle a readable file descriptor that belongs to this object."""
 
     def stop(self) -> None:  # noqa: B027 -- optional to override
-        """Handle a request to stop the workers. The core has already received the request."""
+        """Handle a request to stop the workers, which the core has already received."""
 
     def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- optional to override
         """Handle the end of the attempt, after all processes that the core started have exited or their start
@@ -189,9 +189,9 @@ class Workers(ABC):
 
 
 def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None:
-    """Watch the workers' expiration timers if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and their
-    heartbeats if ``--hang-timeout`` is given. This applies to all attempts. Return the path of the timers'
-    FIFO, or ``None`` without timers.
+    """Monitor the workers' expiration timers if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and their
+    heartbeats if ``--hang-timeout`` is given. The settings apply to all attempts. Return the path of the
+    timers' FIFO, or ``None`` without timers.
 
     Raises:
         UsageError: a file already exists at ``TORCHELASTIC_TIMER_FILE``, or no FIFO can be created there.
@@ -236,8 +236,8 @@ def prepare_group(
     extra: Mapping[str, str],
 ) -> _core.GroupSpec:
     """Create the log files of an attempt, store their paths in ``attempt``, and return the group of processes
-    to start. If a process cannot be started, the core starts none of them. ``extra`` contains additional
-    environment variables for all workers.
+    to start. The core starts either all of these processes or none. ``extra`` contains additional environment
+    variables for all workers.
 
     Raises:
         _core.SupervisorError: the supervisor has failed.
@@ -305,8 +305,8 @@ def prepare_replacement(
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:
     """Return the environment variable with a worker's new member name in the rendezvous. For a replacement,
-    the variable also contains the name of the replaced worker, so that the other workers need not wait until
-    the lease of that worker expires.
+    the variable also contains the name of the replaced worker. The other workers then need not wait until
+    that worker's lease expires.
     """
     if plan.members is None:
         return {}
@@ -441,7 +441,7 @@ def _filled_in(argument: str, local_rank: int) -> str:
     if "$" not in argument:
         return argument
     from elasticrs.workers.arguments import (
-        macros,  # this module imports `re`, which only macros need
+        macros,  # Import this lazily, because it imports `re`, which only macros need.
     )
 
     return str(macros.substitute([argument], str(local_rank))[0])

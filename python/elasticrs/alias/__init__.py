@@ -74,7 +74,7 @@ def is_active() -> bool:
 
 
 def activate() -> None:
-    """Redirect all further imports in this interpreter. Idempotent.
+    """Redirect all later imports in this interpreter. Idempotent.
 
     Raises:
         RuntimeError: torch's own modules are already loaded and would stay in use beside the elasticrs
@@ -84,7 +84,7 @@ def activate() -> None:
         return
     if loaded := sorted(name for name in sys.modules if our_name(name) is not None):
         raise RuntimeError(f"{loaded[0]} has already been imported; activate elasticrs.alias before that")
-    # Insert this finder at the front, so that Python asks it before the finder of torch's own files.
+    # Insert this finder at the front, so that Python tries it before the finder of torch's own files.
     sys.meta_path.insert(0, _Finder())
 
 
@@ -100,7 +100,7 @@ class _Finder:
             return None
         parent = name.rpartition(".")[0]
         if parent and parent not in sys.modules:
-            # The parent package is still torch's own package, so Python finds the module in that package.
+            # The parent is still torch's own package, so let Python find the module there.
             return None
         from importlib.machinery import ModuleSpec
         from importlib.util import find_spec
@@ -131,7 +131,7 @@ def _torchs_own(fullname: str) -> ModuleSpec | None:
 
 
 class _Loader:
-    """Import loader that returns an existing module under a second name and does not change the module.
+    """Import loader that makes an existing module available under a second name, without changing the module.
 
     Args:
         name: the full name of the elasticrs module.
@@ -159,7 +159,7 @@ class _Loader:
             # Import the submodules now, because programs use them as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
-            # Torch is not imported, so this is a module of torchelastic, which does not need the imports
+            # Torch is not imported, so this is a module of torchelastic. Such modules do not need the imports
             # below.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
@@ -173,8 +173,8 @@ class _Loader:
         from importlib.abc import InspectLoader
         from importlib.util import find_spec
 
-        # Only torch's launcher adds the local rank to the script's arguments. The launcher of torchelastic
-        # 0.2 does not.
+        # Run a separate module for torch's launcher, because it adds the local rank to the script's
+        # arguments. The launcher of torchelastic 0.2 does not.
         name = "elasticrs.alias.launch" if fullname == f"{_TORCH}.launch" else self._name
         spec = find_spec(name)
         loader = spec.loader if spec else None

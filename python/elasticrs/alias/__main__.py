@@ -1,4 +1,4 @@
-"""``python -m elasticrs.alias install|uninstall|status``: the hook that reads ``ELASTICRS_ALIAS``.
+"""``python -m elasticrs.alias install|uninstall|status``: manages the hook that reads ``ELASTICRS_ALIAS``.
 
 The hook is one line in a ``.pth`` file beside the installed packages, which every interpreter of this
 environment runs at its start. Without the variable it imports nothing.
@@ -87,7 +87,7 @@ def install() -> int:
 
 
 def uninstall() -> int:
-    """Remove the hook from all places where :func:`install` may have put it."""
+    """Remove the hook from all folders into which :func:`install` may have written it."""
     found = _installed()
     for path in found:
         os.unlink(path)

@@ -21,7 +21,8 @@ def with_local_rank(argv: list[str]) -> list[str]:
     try:
         args = parse(argv, os.environ)
     except (UsageError, HelpRequested):
-        # The launcher parses the arguments again, and then reports the mistake or prints the help.
+        # Ignore the mistake, because the launcher parses the arguments again, and then reports the mistake or
+        # prints the help.
         return argv
     if args.use_env:
         return argv

@@ -121,8 +121,8 @@ def _groups(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> list[Gro
 def _memberships(
     name: str, by_rank: Mapping[int, GroupSteps], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], bool, list[int]]]:
-    """Return the different groups with this name. Groups without a common rank may have the same name. For
-    each group, return the members, whether all members are known, and the ranks with entries.
+    """Return the distinct groups with this name, because groups that have no rank in common may share a name.
+    Each item contains the members, true if all members are known, and the ranks with entries.
     """
     known: dict[tuple[int, ...], list[int]] = {}
     unknown = []

@@ -44,8 +44,8 @@ def blame(
 
 def shows_waiting(frames: Sequence[Frame] | None) -> bool | None:
     """Return true if the stack shows that the rank waits for other ranks, and false if it shows that the rank
-    does not wait. ``None`` if the stack is unknown, or if the rank may be in ``Work.wait``, which has no
-    frame of its own.
+    does not wait. Return ``None`` if the stack is unknown, or if the rank may be in ``Work.wait``, which has
+    no Python frame.
     """
     if not frames:
         return None
@@ -114,8 +114,8 @@ class _Search:
         return rank not in self._waits and rank not in self._matched.receiving
 
     def _free_absent(self, stuck: StuckCollective) -> list[int]:
-        """Return the absent ranks that wait for no rank according to the records. Leave out ranks whose
-        stacks show that they wait, unless no other rank remains (**CUL-2**).
+        """Return the absent ranks that, according to the records, wait for no other rank. Leave out ranks
+        whose stacks show that they wait, unless no other rank remains (**CUL-2**).
         """
         free = [rank for rank in stuck.absent if self._is_free(rank)]
         others = [rank for rank in free if shows_waiting(self._stacks.get(rank)) is not True]
@@ -141,7 +141,7 @@ class _Search:
         return Confidence.CERTAIN if is_complete and not hides_waiting else Confidence.LIKELY
 
     def _peers(self) -> Iterator[Culprit]:
-        """Yield the ranks that other ranks wait for in point-to-point operations, and that do not wait
+        """Yield the ranks that other ranks wait for in point-to-point operations, unless they wait
         themselves.
         """
         peers = {peer for found in self._matched.receiving.values() for peer in found}
@@ -161,8 +161,8 @@ class _Search:
     # --- chains of waiting ranks ---
 
     def _ends_of(self, start: int) -> _Ends:
-        """Follow the ranks that a collective waits for, directly or through other collectives. Return the
-        kinds of ranks at the ends of these chains.
+        """Follow the chains of waiting ranks that start at a collective. Return the kinds of ranks at which
+        these chains end.
 
         Args:
             start: index of the collective.
@@ -186,7 +186,7 @@ class _Search:
         return _Ends(has_root, has_unknown)
 
     def _in_other_order(self, circles: Sequence[int]) -> Iterator[Culprit]:
-        """Yield the rank that is part of every circle of waiting ranks, if there is only one such rank.
+        """Yield the rank that is part of every cycle of waiting ranks, if there is exactly one such rank.
 
         Ranks that call the groups in the same order cannot wait for each other in a circle. So if a single
         rank has called them in another order, every circle contains this rank.
@@ -263,8 +263,8 @@ class _Search:
 
 
 def _circle(ahead: Mapping[int, Mapping[int, set[int]]], without: int | None = None) -> list[int]:
-    """Return a circle of collectives: each one waits for the next, and the last one waits for the first.
-    Empty if there is no circle.
+    """Return a cycle of collectives, in which each one waits for the next, and the last one for the first.
+    Return an empty list if there is no cycle.
 
     Args:
         ahead: for each collective, the collectives in which its absent ranks wait, and these ranks.

@@ -31,7 +31,7 @@ def observe(found: RankEvidence) -> RankFacts:
 
 
 def diagnose(evidence: Iterable[RankEvidence]) -> Diagnosis:
-    """Name the ranks that keep a job from making progress. Pure function that raises no exceptions.
+    """Name the ranks that keep a job from making progress. Pure function that never raises an exception.
 
     Args:
         evidence: evidence about each rank of the job, in any order.

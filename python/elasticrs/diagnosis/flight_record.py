@@ -175,7 +175,7 @@ def _decoded(data: bytes) -> object:
         raise FlightRecordError(Damage.TOO_LARGE, f"{containers} arrays and objects")
     try:
         return json.loads(data.decode("utf-8"), parse_constant=_refuse)
-    except ValueError as error:  # Also raised for invalid UTF-8 and for numbers with too many digits.
+    except ValueError as error:  # Also raised for invalid UTF-8 and for integers with too many digits.
         raise FlightRecordError(Damage.NOT_JSON, str(error)) from error
 
 
@@ -208,7 +208,9 @@ def _number(record: object, field: str, where: str) -> int:
 
 
 def _members(config: object) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each group that has a name. The record has the ranks as text such as ``[0, 1]``."""
+    """Return the ranks of each group that has a name. The record contains the ranks as text, such as ``[0,
+    1]``.
+    """
     members = {}
     for name, raw in _object(config, "pg_config").items():
         group = _object(raw, "pg_config")
@@ -224,8 +226,8 @@ def _members(config: object) -> dict[str, tuple[int, ...]]:
 
 
 class _EntryReader:
-    """Converts the entries of one record. Most entries repeat the same sizes and types, so each distinct
-    value is checked only once.
+    """Converts the entries of one record. Checks each distinct value only once, because most entries repeat
+    the same sizes and types.
     """
 
     def __init__(self) -> None:

@@ -110,8 +110,8 @@ class _Encoder:
         return self._records.setdefault(json.dumps(fields), len(self._records))
 
     def _runs(self, group: GroupSteps) -> list[list[int]]:
-        """Return the collectives as runs of consecutive, identical steps. Each run is a list: the first
-        sequence number, the number of collectives, the call's index in the table of calls, and the flags.
+        """Return the collectives as runs of consecutive, identical steps. Each run is a list of four numbers:
+        the first sequence number, the number of collectives, the index in the table of calls, and the flags.
         """
         numbers = sorted(group.steps)
         kept = numbers[-self._max_steps :]

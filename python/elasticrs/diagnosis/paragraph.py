@@ -1,4 +1,4 @@
-"""Formats a diagnosis for people: one paragraph, and lines with the evidence."""
+"""Formats a diagnosis as text: one paragraph, and lines with the evidence."""
 
 from __future__ import annotations
 
@@ -153,7 +153,9 @@ class Writer:
         return f"{self._waits(first, stuck)}; the evidence does not show which rank is missing"
 
     def _others(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
-        """Count the waiting ranks that the text about the culprits does not mention."""
+        """Return a clause with the number of waiting ranks that the text about the culprits does
+        not mention.
+        """
         told = {rank for culprit in culprits for rank in culprit.ranks}
         told |= {rank for culprit in culprits if culprit.collective for rank in culprit.collective.waiting}
         others = {rank for collective in stuck for rank in collective.waiting} - told
@@ -167,8 +169,8 @@ class Writer:
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
     def _why(self, ranks: Iterable[int]) -> str:
-        """Return the reasons why there is no record of the ranks. If a rank has no reason, later calls have
-        overwritten the calls of the group in its record.
+        """Return the reasons why there is no record of these ranks. If a rank does have a record, the reason
+        is that later calls have overwritten the group's calls in it.
         """
         reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
         return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)
@@ -196,8 +198,8 @@ class Writer:
         return f'group "{printable(name)}"{which}'
 
     def _at(self, ranks: Sequence[int]) -> str:
-        """Return the line of the program at which most of these ranks are, such as `` (train.py:88)``. Empty
-        if there is no such line.
+        """Return the program line at which most of these ranks are, such as `` (train.py:88)``. Return an
+        empty string if there is no such line.
         """
         lines: dict[str, int] = {}
         for rank in ranks:
@@ -210,7 +212,7 @@ class Writer:
         return f" ({best})" if 2 * lines[best] > len(ranks) else ""
 
     def _places(self, ranks: Sequence[int]) -> str:
-        """Describe the positions of the ranks in the program. Empty if no stack is known."""
+        """Describe where in the program the ranks are. Return an empty string if no stack is known."""
         by_place: dict[str, list[int]] = {}
         for rank in ranks:
             if self._stacks.get(rank):
@@ -237,7 +239,7 @@ class Writer:
     def evidence(self, stuck: Sequence[StuckCollective], stacks: Sequence[MergedStack]) -> tuple[str, ...]:
         """Return one line for each incomplete collective, and one line for each distinct stack."""
         lines = []
-        # Further lines are only counted, because a hostile record may describe thousands of groups.
+        # Only count further lines, because a malicious record may describe thousands of groups.
         for collective in stuck[:MAX_LINES]:
             operation = printable(collective.operation)
             parts = [f"{collective.backend} {operation} {self._name(collective, stuck)}"]

@@ -88,8 +88,8 @@ class _Reader:
 
     def _copy(self, value: Any) -> Any:
         """Return a memoized value. Copy a list or dictionary, so that it cannot become part of itself. Reject
-        one that contains other lists or dictionaries, because nested copies would let a short pickle describe
-        an exponentially large value.
+        nested lists and dictionaries, because copying them would let a short pickle describe an exponentially
+        large value.
         """
         if type(value) not in (list, dict):
             return value

@@ -15,7 +15,7 @@ JSON_VERSION = 1
 
 
 class NoRecord(str, Enum):
-    """Reasons why there is no flight record of a rank."""
+    """Reasons why a rank has no flight record."""
 
     NO_TORCH = "no_torch"
     """The worker has not imported torch."""
@@ -95,7 +95,7 @@ class Confidence(str, Enum):
 
 
 class Call(NamedTuple):
-    """Properties of a rank's call of a collective. These properties have to be the same on all ranks."""
+    """Properties of a rank's call to a collective. They must be the same on all ranks."""
 
     operation: str
     elements: int | None = None
@@ -103,14 +103,14 @@ class Call(NamedTuple):
     dtypes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return a description for people, such as ``all_reduce of 4 Float``."""
+        """Return a readable description, such as ``all_reduce of 4 Float``."""
         if self.elements is None:
             return self.operation
         return f"{self.operation} of {self.elements:,} {'/'.join(dict.fromkeys(self.dtypes))}".rstrip()
 
 
 class Side(NamedTuple):
-    """Ranks that made the same call for a collective, and the call."""
+    """A call to a collective, and the ranks that made this call."""
 
     ranks: tuple[int, ...]
     call: Call
@@ -189,13 +189,13 @@ class Diagnosis(NamedTuple):
     """Lines for people with the evidence for the summary."""
 
     def blamed(self) -> set[int]:
-        """Return the ranks to blame, leaving out those that are merely possible culprits."""
+        """Return the ranks to blame, except those that are only possible culprits."""
         sure = (culprit for culprit in self.culprits if culprit.confidence is not Confidence.POSSIBLE)
         return {rank for culprit in sure for rank in culprit.ranks}
 
     def as_json(self) -> dict[str, Any]:
-        """Return the diagnosis as JSON values. ``docs/design/diagnosis.md`` has the schema. Ranks are written
-        as inclusive spans, ``[[0, 3], [8, 31]]``.
+        """Return the diagnosis as JSON values, with the schema in ``docs/design/diagnosis.md``. Ranks are
+        written as inclusive ranges, such as ``[[0, 3], [8, 31]]``.
         """
         return {
             "version": JSON_VERSION,
@@ -239,7 +239,7 @@ def _collective(stuck: StuckCollective) -> dict[str, Any]:
 
 
 def spans(ranks: Sequence[int]) -> list[list[int]]:
-    """Return ascending ranks as inclusive spans."""
+    """Return ascending ranks as inclusive ranges, such as ``[[0, 3], [8, 8]]``."""
     found: list[list[int]] = []
     for rank in ranks:
         if found and rank == found[-1][1] + 1:

@@ -1,5 +1,5 @@
-"""Exceptions that a worker raises to control how the launcher reacts to the worker's failure, and the base
-class of the exceptions that the launcher raises for a failed job.
+"""Exceptions that a worker raises to control how the launcher reacts to its failure, and the base class of
+the launcher's exceptions for a failed job.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ def record(event: Event, destination: str = "null") -> None:
     """
     if event.timestamp == 0:
         event = replace(event, timestamp=time.time_ns() // 1_000_000)
-    # Events of a watchdog contain the state of the agent, not of the worker. Recognize failures in these
-    # events by the name of the event.
+    # Recognize failures in watchdog events by the name of the event, because these events contain the state
+    # of the agent instead of the worker.
     is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
 
@@ -102,7 +102,7 @@ def status_metadata(
     **known: EventMetadataValue,
 ) -> dict[str, EventMetadataValue]:
     """Return the metadata of a job event, in torch's order. Unknown values are ``None``. If ``hostname`` is
-    ``None``, the resolver looks the host name up.
+    ``None``, look up the host name.
     """
     known |= {"state": state, "hostname": hostname or fq_hostname(), "metadata": json.dumps(inner)}
     return {**{name: known.get(name) for name in _ORDER}, **known}
@@ -116,7 +116,7 @@ def details_of_worker(worker: RoleRanks, exit_code: object, pid: object) -> dict
 
 
 def record_rdzv_event(event: RdzvEvent) -> None:
-    """Record a rendezvous event at the destination ``dynamic_rendezvous``."""
+    """Send a rendezvous event to the destination ``dynamic_rendezvous``."""
     is_failure = event.node_state is NodeState.FAILED
     _get_or_create_logger("dynamic_rendezvous").info(event.serialize(), extra={"is_failure": is_failure})
 
@@ -132,8 +132,7 @@ def construct_and_record_rdzv_event(
     local_id: int | None = None,
     rank: int | None = None,
 ) -> None:
-    """Create and record a rendezvous event. Do nothing if the handler of the destination is a
-    ``NullHandler``.
+    """Create and record a rendezvous event. Do nothing if the destination's handler is a ``NullHandler``.
 
     Args:
         run_id: name of the job.

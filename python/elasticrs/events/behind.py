@@ -1,4 +1,4 @@
-"""Writes lines in the background: a bounded queue with a thread that writes the queued lines in order."""
+"""Writes lines in the background. A thread takes the lines from a bounded queue and writes them in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST = 10_000
 
 
 class Behind:
-    """Queue of lines with a thread that writes them. Writing may block forever.
+    """Queue of lines, and a thread that writes them. A thread is needed, because a write may block forever.
 
     Args:
         write: writes a line. The second argument is true if the line must be flushed to disk. Only the thread
@@ -34,8 +34,8 @@ class Behind:
 
     @property
     def is_ours(self) -> bool:
-        """True in the process that created this object. False in a forked child, which does not have the
-        thread.
+        """True in the process that created this object. False in a forked child, because the child does not
+        inherit the thread.
         """
         return self._owner == os.getpid()
 
@@ -61,9 +61,7 @@ class Behind:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait(self, seconds: float) -> int:
-        """Wait until all lines are written, for at most this number of seconds. Return the number of
-        unwritten lines.
-        """
+        """Wait until all lines are written, for at most ``seconds``. Return the number of unwritten lines."""
         deadline = time.monotonic() + seconds
         with self._news:
             while self._lines and (left := deadline - time.monotonic()) > 0:
@@ -71,7 +69,7 @@ class Behind:
             return len(self._lines)
 
     def end(self) -> None:
-        """Stop the thread, after all lines have been written."""
+        """Wait until all lines are written, and then stop the thread."""
         with self._news:
             self._is_ending = True
             self._news.notify_all()
@@ -88,6 +86,6 @@ class Behind:
                 line, is_failure = self._lines[0]
             self._write(line, is_failure)
             with self._news:
-                # The line stays in the queue until it is written, so that it counts as waiting.
+                # Remove the line only after it is written, so that it counts as unwritten until then.
                 self._lines.popleft()
                 self._news.notify_all()

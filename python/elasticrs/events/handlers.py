@@ -42,7 +42,7 @@ _log = logging.getLogger("elasticrs.events")
 
 
 class UnknownDestinationError(KeyError):
-    """No event handler has this name. As in torch, this is a ``KeyError``."""
+    """Raised if no event handler has this name. It is a ``KeyError``, as in torch."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -61,8 +61,8 @@ class ConsoleHandler(_StreamHandler):
         try:
             descriptor = self.stream.fileno()
         except (OSError, ValueError):
-            # The program has replaced `sys.stderr` with an object that has no descriptor. Write the text to
-            # that object.
+            # The program has replaced `sys.stderr` with an object that has no descriptor, so write the text
+            # to that object.
             super().emit(record)
             return
         if self._console is None or self._owner != os.getpid():
@@ -103,8 +103,8 @@ class LineFileHandler(logging.Handler):
         self._agents = 0
 
     def write_behind(self) -> None:
-        """Write in a background thread from now on. The thread runs until :meth:`write_through` has been
-        called as many times as this method.
+        """Write in a background thread from now on. The thread runs until there have been as many calls of
+        :meth:`write_through` as of this method.
         """
         self._agents += 1
         if self._behind is None or not self._behind.is_ours:
@@ -128,7 +128,7 @@ class LineFileHandler(logging.Handler):
             behind.end()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Append an event. Each kind of error is logged once. Errors never end the job."""
+        """Append an event to the file. Log each kind of write error once instead of raising it."""
         line, is_failure = (self.format(record) + "\n").encode(), getattr(record, "is_failure", False)
         if self._behind is None or not self._behind.is_ours:
             self._write(line, is_failure)
@@ -172,7 +172,7 @@ _log_handlers: dict[str, logging.Handler] = {
 
 
 def get_logging_handler(destination: str = "null") -> logging.Handler:
-    """Return the handler of a destination. Create it on first use.
+    """Return the handler of a destination, creating it on first use.
 
     Args:
         destination: a name in ``_log_handlers``, ``file:PATH``, or the name of an entry point.

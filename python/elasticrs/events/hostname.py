@@ -18,8 +18,8 @@ _known: dict[int, str] = {}
 
 
 def fq_hostname() -> str:
-    """Return the name of this machine from the resolver, or the host name from the kernel if the resolver is
-    too slow. Within a process, the result never changes.
+    """Return the fully qualified name of this machine from the resolver, or the kernel's host name if the
+    resolver is too slow. Within a process, the result never changes.
     """
     with _lock:
         # Resolve the name again in a forked child, because it may be in another network namespace.

@@ -1,3 +1,1 @@
-"""Access the machine and the process that the agent runs in: clocks, devices, ports, forks, and blocking
-calls.
-"""
+"""Access to the agent's machine and process: clocks, devices, ports, forks, and blocking calls."""

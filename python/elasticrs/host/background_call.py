@@ -1,4 +1,4 @@
-"""Run a blocking call, such as a name lookup or an access to a network file system, on its own thread."""
+"""Runs a blocking call, such as a name lookup or an access to a network file system, on its own thread."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class Asked:
                 os.eventfd_write(self.fd, 1)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the function has returned, for at most ``seconds``. Return true if it has returned.
-        Signal handlers run during the wait and may raise exceptions.
+        """Wait until the function has returned, for at most ``seconds``. Return false on timeout. Signal
+        handlers run during the wait and may raise exceptions.
         """
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)

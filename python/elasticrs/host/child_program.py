@@ -1,12 +1,12 @@
-"""Run this package's modules in child processes, isolated from the user's environment."""
+"""Runs this package's modules in child processes, isolated from the user's environment."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Another release of this package may be installed, so put this package's folder first in the search path, but
-# only while the package itself is imported.
+# Put this package's folder first in the search path while the package is imported, because another release of
+# the package may be installed.
 _PROGRAM = """\
 import sys
 sys.path.insert(0, sys.argv.pop(1))
@@ -18,7 +18,7 @@ sys.exit(main(*sys.argv[1:]))
 
 
 def command(module: str, *arguments: str, has_site_packages: bool = False) -> list[str]:
-    """Return a command line that calls the ``main`` function of one of this package's modules.
+    """Return a command line that calls the ``main`` function of ``module``, a module of this package.
 
     The program ignores environment variables such as ``PYTHONPATH`` and the working directory, because
     modules found there could shadow the standard library.

@@ -1,4 +1,4 @@
-"""Convert times to the wall clock of the store, so that times from different nodes can be compared."""
+"""Converts times to the wall clock of the store, so that times from different nodes can be compared."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ class Clock(Value):
     error_ns: int | None = 0
 
     def from_monotonic(self, ns: int) -> int:
-        """Convert a time of this node's monotonic clock to the store's wall clock. Both are in
-        nanoseconds.
-        """
+        """Convert a time on this node's monotonic clock to the store's wall clock, in nanoseconds."""
         return ns + _wall_minus_monotonic() + self.offset_ns
 
     def to_monotonic(self, ns: int) -> int:
-        """Convert a time on the store's wall clock to this node's monotonic clock. Unit: nanoseconds."""
+        """Convert a time on the store's wall clock to this node's monotonic clock, in nanoseconds."""
         return ns - self.offset_ns - _wall_minus_monotonic()
 
 

@@ -1,4 +1,4 @@
-"""Count the workers that a node can run, and find its visible GPUs, without importing torch.
+"""Counts the workers that a node can run, and finds its visible GPUs, without importing torch.
 
 Three sources are tried in this order: the driver's files; NVML, but only on Windows Subsystem for Linux,
 where these files do not exist; and torch. NVML runs in a short-lived child process, because it would leave
@@ -47,7 +47,7 @@ class Gpu(Value):
 
 
 class Count(Value):
-    """Number of devices, with their kind and the source of the number.
+    """Number of devices, the kind of the devices, and the source of the number.
 
     Args:
         number: number of devices.
@@ -65,7 +65,7 @@ class CountError(ValueError):
 
 
 class UnknownDeviceError(CountError):
-    """Raised if there is no kind of device with this name."""
+    """Raised if no kind of device has this name."""
 
 
 def cpu_count() -> int:
@@ -160,8 +160,8 @@ def visible_indices(environ: Mapping[str, str], uuids: Sequence[str], name: str 
     text = environ.get(name)
     if text is None:
         return list(range(len(uuids)))
-    # Like torch, ignore the first entry of a different kind and all entries after it. A repeated entry hides
-    # all devices, even if the repetition follows an entry for a device that does not exist.
+    # Like torch, stop at the first entry of a different kind. If an entry is repeated, all devices are
+    # hidden, even if the repetition follows an entry for a missing device.
     entries = [entry.strip() for entry in text.split(",")]
     listed = list(takewhile(lambda entry: _kind(entry) == _kind(entries[0]), entries))
     names = {int(entry) if _is_ordinal(entry) else entry for entry in listed}
@@ -199,7 +199,7 @@ def _index(name: str, uuids: Sequence[str], taken: Sequence[int]) -> int | None:
     if name.startswith("GPU-") and any(uuids):
         return None
     # The entry names a MIG slice, or the driver reports no UUIDs. Assume that the entry selects the first
-    # device that no earlier entry has selected.
+    # device not yet selected by another entry.
     return next((index for index in range(len(uuids)) if index not in taken), None)
 
 
@@ -229,18 +229,20 @@ def _driver_gpus(driver: str) -> list[Gpu]:
 
 
 def _uuid(text: str) -> str:
-    # Return an empty string if the driver reports no UUID. A UUID in `CUDA_VISIBLE_DEVICES` then cannot be
-    # checked.
+    # Return an empty string if the driver reports no UUID. UUIDs in `CUDA_VISIBLE_DEVICES` cannot be checked
+    # in this case.
     lines = (line.partition(":") for line in text.splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "GPU UUID"), "")
 
 
 def _kfd_gpus(sysfs: str) -> list[Gpu]:
-    """Return AMD GPUs in the order in which the compute driver lists its nodes. ROCm uses the same order."""
+    """Return AMD GPUs in the order in which the compute driver lists its nodes, which is also
+    ROCm's order.
+    """
     folder = os.path.join(sysfs, "class/kfd/kfd/topology/nodes")
     nodes = sorted(filter(str.isdecimal, _names(folder)), key=int)
     found = (_kfd_properties(_read(folder, node, "properties")) for node in nodes)
-    # Skip CPUs, which the driver lists as nodes as well.
+    # Skip CPUs, which the driver also lists as nodes.
     return [Gpu(_kfd_address(each)) for each in found if each.get("simd_count")]
 
 
@@ -281,7 +283,8 @@ def _nvml_count(environ: Mapping[str, str]) -> int:
             command("elasticrs.host.nvml"), capture_output=True, text=True, check=False, timeout=CHILD_TIMEOUT
         )
     except (subprocess.TimeoutExpired, OSError):
-        # The driver hangs, or the child process cannot be started. Torch may still be able to count devices.
+        # The driver hangs, or the child process could not be started. Continue, because torch may still be
+        # able to count devices.
         return 0
     return len(visible_indices(environ, done.stdout.split()))
 

@@ -1,4 +1,4 @@
-"""Undo the installation of signal handlers in children made by ``fork``.
+"""Undoes the installation of signal handlers in forked children.
 
 A forked child has the same signal handlers and the same wake-up file descriptor as this process. A signal to
 the child would therefore be handled as a request to stop the parent's job, or would be deferred until the end
@@ -29,8 +29,8 @@ _masks: dict[int, set[int]] = {}
 
 
 def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None:
-    """Register a function that forked children call first, in their main thread, to restore the previous
-    signal handling.
+    """Register a function that restores the previous signal handling. Forked children call it first, in their
+    main thread.
 
     Args:
         undo: function that restores the previous handlers.
@@ -40,7 +40,7 @@ def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None
 
 
 def is_undone(undo: Callable[[], None]) -> None:
-    """Unregister a function that was passed to :func:`undo_in_children`, because its handlers have been
+    """Unregister a function that was passed to :func:`undo_in_children`, after its handlers have been
     removed. Idempotent.
     """
     _installed[:] = [each for each in _installed if each[0] != undo]
@@ -49,8 +49,8 @@ def is_undone(undo: Callable[[], None]) -> None:
 def _before() -> None:
     signums = {signum for _, each in _installed for signum in tuple(each)}
     if signums:
-        # Save the mask before changing it, because pending Python signal handlers run at the end of each call
-        # of `pthread_sigmask` and may raise an exception.
+        # Save the mask before changing it. Each call of `pthread_sigmask` runs pending Python signal handlers
+        # at its end, and they may raise an exception.
         _masks[_thread.get_ident()] = set(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
         signal.pthread_sigmask(signal.SIG_BLOCK, signums)
 

@@ -80,8 +80,8 @@ class Workers:
         self.pids: frozenset[int] = frozenset()
 
     def of(self, pid: int) -> int | None:
-        """Return the pid of the worker that a process belongs to, which is the process itself or one of its
-        ancestors. Return ``None`` if the process belongs to no worker.
+        """Return the pid of the worker that is this process or one of its ancestors. Return ``None`` if there
+        is no such worker.
         """
         for _ in range(_MAX_ANCESTORS):
             if pid in self.pids:
@@ -95,23 +95,23 @@ class Workers:
 
 
 class Memory:
-    """Measures the device memory that an attempt's workers hold. Used on the thread that calls NVML."""
+    """Measures the device memory that an attempt's workers hold. Used only on the thread that calls NVML."""
 
     def __init__(self, library: Nvml, gpus: list[Device], workers: Workers) -> None:
         self._library = library
         self._workers = workers
-        # Leave out GPUs that are divided into MIG slices. Other jobs may use some of the slices, and their
-        # processes are not visible here.
+        # Leave out GPUs that are divided into MIG slices, because other jobs may use some of the slices, and
+        # their processes are not visible here.
         self._gpus = [gpu for gpu in gpus if not library.is_divided(gpu)]
         self._before: dict[int, int] = {}
 
     def remember(self) -> None:
-        """Record how much memory is in use before the workers use any."""
+        """Record the memory in use before the workers use any."""
         self._before = self._unclaimed()
 
     def held(self) -> dict[int, int]:
-        """Return how many bytes of device memory living and dead workers hold, keyed by GPU. Leave out GPUs
-        on which workers hold no memory.
+        """Return the bytes of device memory that workers, dead or alive, hold on each GPU. Leave out GPUs on
+        which workers hold no memory.
         """
         held = {gpu: used - self._before.get(gpu, 0) for gpu, used in self._unclaimed().items()}
         return {gpu: size for gpu, size in held.items() if size > TOLERANCE}
@@ -410,5 +410,5 @@ def main(kernel_log: str, kernel_pid_namespace: str) -> int:
         # The agent has died.
         os._exit(1)
     sys.stdout.flush()
-    # Skip the interpreter's shutdown, which could hang if another thread is blocked in the driver.
+    # Skip the interpreter's shutdown, because it could hang if another thread is blocked in the driver.
     os._exit(0)

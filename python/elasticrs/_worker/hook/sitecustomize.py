@@ -40,7 +40,7 @@ def _step_aside() -> None:
         os.environ["PYTHONPATH"] = os.pathsep.join(others)
     elif len(entries) == 1:
         os.environ.pop("PYTHONPATH", None)
-    else:  # The path contains this folder twice if the user's variable is set but empty.
+    else:  # The agent adds this folder twice if the user's PYTHONPATH is set but empty.
         os.environ["PYTHONPATH"] = ""
 
 
@@ -102,8 +102,8 @@ def undisturbed(write: "Callable[[], None]") -> None:
 
 
 def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
-    """Run ``action``, and repeat it each time a signal handler raises an exception inside it. Return the
-    handler's last exception.
+    """Run ``action``, and repeat it whenever a signal handler raises an exception inside it. Return the last
+    such exception, or ``None``.
     """
     raised = None
     for _ in range(100):
@@ -117,8 +117,8 @@ def _despite_handlers(action: "Callable[[], None]") -> "BaseException | None":
 
 
 def _is_end(frame: "types.FrameType") -> bool:
-    """Return true if the exception ends the program. Return false if the program continues, because the
-    program itself called ``sys.excepthook`` or because a callback raised the exception.
+    """Return true if the uncaught exception ends the program. Return false if the program continues, because
+    it called ``sys.excepthook`` itself or because a callback raised the exception.
     """
     while frame.f_back is not None:
         frame = frame.f_back
@@ -174,7 +174,7 @@ def _install(path: str) -> None:
     def at_exit() -> None:
         if os.getpid() == pid:
             _ignore_requests()
-        # Look at `sys.last_value` as well, because the program may have replaced the `sys.excepthook` set
+        # Also check `sys.last_value`, because the program may have replaced the `sys.excepthook` installed
         # here. The interpreter stores every uncaught exception in `sys.last_value`.
         error = getattr(sys, "last_value", None)
         if error is not None and error is not recorded:
@@ -184,7 +184,7 @@ def _install(path: str) -> None:
     atexit.register(at_exit)
 
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
-        return  # Create no file next to a device such as /dev/null.
+        return  # The error file is a device such as /dev/null, so create no file next to it.
     try:
         # Use a file descriptor, because the interpreter closes file objects at exit.
         descriptor = os.open(path + ".fault", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -203,7 +203,7 @@ def _install(path: str) -> None:
 
 class _OptimizerImport:
     """Import finder that detects the import of torch's optimizers. After the import, each optimizer step
-    sends a heartbeat, and a thread waits for requests to write torch's flight record.
+    sends a heartbeat, and a thread answers requests for torch's flight record.
     """
 
     name = "torch.optim.optimizer"
@@ -232,8 +232,8 @@ class _OptimizerImport:
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            # The loader is written in C and has no `exec_module` to replace. Optimizer steps then send no
-            # heartbeats, and the agent reports that.
+            # This loader is written in C, so its `exec_module` cannot be replaced. Optimizer steps then send
+            # no heartbeats, and the agent reports that the rank is not watched for hangs.
             return
 
 
@@ -241,7 +241,7 @@ def _beat_with_steps(optimizers: object) -> None:
     try:
         from elasticrs.timer.optimizer_steps import beat_with_steps
     except ImportError:
-        return  # elasticrs is not installed in this Python. The agent reports that the rank is not watched.
+        return  # This Python lacks elasticrs. The agent then reports that the rank is not watched for hangs.
     beat_with_steps(optimizers)
 
 
@@ -249,7 +249,8 @@ def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if "ELASTICRS_HEARTBEAT" in os.environ:
-        # The warm nursery may have imported the optimizers before it forked this worker.
+        # The finder would miss the import if the warm nursery imported the optimizers before it forked this
+        # worker.
         if _OptimizerImport.name in sys.modules:
             _beat_with_steps(sys.modules[_OptimizerImport.name])
         else:
@@ -266,12 +267,13 @@ def _start() -> None:
         failed = missing.name != "sitecustomize"
         raise
     finally:
-        # With `-v`, `site` passes the error to `sys.excepthook` and the program continues.
+        # Install nothing if the user's `sitecustomize` failed under `-v`, because `site` then passes the
+        # error to `sys.excepthook` and the program continues.
         if path and not (failed and sys.flags.verbose):
             _install(path)
 
 
-# Do nothing when `@record` imports this file. It uses a different module name and needs only the function
-# `undisturbed`.
+# Run only when `site` imports this file. `@record` imports the file under a different name and needs only the
+# function `undisturbed`.
 if __name__ == "sitecustomize":
     _start()

@@ -1,4 +1,6 @@
-"""Find and kill the child processes that imports have started in a warm nursery. Loaded by ``nursery.py``."""
+"""Finds and kills child processes that imports have started in a warm nursery (the process that forks
+workers). Loaded by ``nursery.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import os
 
 
 def pids() -> list[int]:
-    """Return the pids of all child processes, including those that have exited but have not been reaped."""
+    """Return the pids of all child processes, including zombies."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
         return [int(pid) for pid in file.read().split()]
 

@@ -1,4 +1,6 @@
-"""Manages the file descriptors of a warm nursery while it imports modules. Loaded by ``nursery.py``."""
+"""Manages the file descriptors of a warm nursery (the process that forks workers) during the imports. Loaded
+by ``nursery.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import sys
 
 
 class Captured:
-    """Captures stdout and stderr until :meth:`end`.
+    """Captures stdout and stderr until :meth:`end` is called.
 
     Args:
         lowest: lowest file descriptor that may be used to keep the original streams.
@@ -23,7 +25,7 @@ class Captured:
             os.close(memory)
 
     def end(self) -> dict[int, bytes]:
-        """Restore the streams. Return the captured output, by descriptor."""
+        """Restore the streams. Return the captured output, keyed by file descriptor."""
         printed = {}
         for fd, kept in self._kept.items():
             (sys.stdout if fd == 1 else sys.stderr).flush()
@@ -34,7 +36,9 @@ class Captured:
 
 
 def reserve(limit: int) -> list[int]:
-    """Occupy all free descriptors below a limit, so that modules do not get them. Return the descriptors."""
+    """Open all free descriptors below ``limit``, so that imported modules cannot get them. Return the
+    descriptors.
+    """
     null = os.open(os.devnull, os.O_RDONLY)
     free = [fd for fd in range(3, limit) if fd != null and not os.path.exists(f"/proc/self/fd/{fd}")]
     for fd in free:

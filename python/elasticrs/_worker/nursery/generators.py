@@ -1,5 +1,5 @@
-"""Find the random number generators that imports create, so that workers can reseed them. Loaded by
-``nursery.py``.
+"""Finds random number generators that imports have created in a warm nursery, so that each worker can reseed
+them. Loaded by ``nursery.py``.
 
 A generator that is created without a seed takes one from the operating system, so its numbers normally differ
 between processes. If such a generator is created before the fork, all workers get the same numbers.
@@ -24,7 +24,7 @@ _SEED_BYTES = 16
 
 
 class _Entropy:
-    """Wrapper of ``os.urandom`` that records all values that may be used as a seed.
+    """Wrapper around ``os.urandom`` that records each value that may have become a numpy seed.
 
     It is a callable object, because a function would become a method if a class stored it.
     """
@@ -42,7 +42,9 @@ class _Entropy:
 
 
 class Watch:
-    """Records which random number generators are seeded by the operating system, until :meth:`end`."""
+    """Records which random number generators take their seed from the operating system, until :meth:`end` is
+    called.
+    """
 
     def __init__(self) -> None:
         self._urandom = os.urandom
@@ -68,9 +70,7 @@ class Watch:
         return seed
 
     def end(self) -> list[Callable[[], None]]:
-        """Stop recording. Return functions that reseed the generators. Each worker must call these
-        functions.
-        """
+        """Stop recording. Return the functions that each worker must call to reseed the generators."""
         self._entropy.is_watched = False
         if vars(os)["urandom"] is self._entropy:
             vars(os)["urandom"] = self._urandom
@@ -84,8 +84,8 @@ class Watch:
             return []
         shared = numpy.mtrand._rand._bit_generator
         found = [shared]
-        # Search all objects for numpy generators only if more than one seed was recorded, because the search
-        # is slow. The first recorded seed is that of numpy's shared generator.
+        # Search all objects for more numpy generators only if more than one seed was recorded, because the
+        # search is slow. The first recorded seed is that of numpy's shared generator.
         if len(self._entropy.drawn) > 1:
             import gc
 

@@ -1,5 +1,5 @@
-"""Startup code of a warm nursery: imports modules, then forks workers, which continue as if started by
-``exec``.
+"""Startup code of a warm nursery. It imports modules once and then forks workers, which continue as if they
+had been started by ``exec``.
 
 The nursery runs the workers' command line with this directory first in ``PYTHONPATH``. Before the interpreter
 opens the script, ``site`` imports ``sitecustomize.py`` from this directory, which executes this file. This
@@ -98,18 +98,18 @@ def _report(**line: object) -> None:
     os.write(_REPORT, json.dumps(line).encode() + b"\n")
 
 
-# --- checks that the process is clean ---
+# --- checks for side effects of imports ---
 
 
 class _ProgramError(BaseException):
-    """Raised if a module tries to replace this process with another program, because the new program could
+    """Raised if an imported module tries to replace this process by ``exec``. The new program could otherwise
     run the script in place of the nursery.
     """
 
 
 def _refusing(real: Any) -> Any:
-    """Wrap an ``exec`` function to raise :class:`_ProgramError` in this process. Child processes may still
-    call it.
+    """Wrap an ``exec`` function so that it raises :class:`_ProgramError` in this process. Child processes can
+    still call the real function.
     """
     pid = os.getpid()
 
@@ -144,11 +144,12 @@ def _has_threads() -> bool:
 
 
 def _temporary_folders() -> list[Any]:
-    """Return the finalizers of temporary folders. With these finalizers, the first forked worker to exit
-    would remove the folders for all workers.
+    """Return the finalizers of temporary directories. If workers inherited them, the first worker to exit
+    would remove the directories for all workers.
     """
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
-    # Compare only function names, because the `repr` of a finalizer's arguments may be slow.
+    # Compare the function's name instead of the finalizer's `repr`, because the `repr` of its arguments may
+    # be slow.
     return [end for end in list(registry) if _name_of_function(end) == "TemporaryDirectory._cleanup"]
 
 
@@ -158,7 +159,7 @@ def _name_of_function(finalizer: Any) -> object:
 
 
 def _mapped(name: str) -> set[str]:
-    """Return the paths of the memory-mapped files that contain this name in their path."""
+    """Return the paths of this process's memory-mapped files that contain ``name``."""
     with open("/proc/self/maps") as maps:
         return {line.split(maxsplit=5)[-1].rstrip() for line in maps if name in line}
 
@@ -179,7 +180,7 @@ def _standard_streams() -> list[Any]:
 
 
 def _settings(stream: Any) -> dict[str, object]:
-    stream.buffer.fileno()  # This call raises if the stream is closed or detached.
+    stream.buffer.fileno()  # Raise an error here if the stream is closed or detached.
     return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
 
 
@@ -201,7 +202,7 @@ class _Surroundings:
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def note_blas(self) -> None:
-        """Record the variables that the script had set when each OpenBLAS library was loaded.
+        """Record, for each newly loaded OpenBLAS library, the variables that the script has set so far.
 
         Call this method before each further assignment and after the last import, because a library reads the
         variables when it is loaded.
@@ -210,8 +211,8 @@ class _Surroundings:
             self.blas[path] = dict(self.variables.assigned)
 
     def restore(self) -> str | None:
-        """Undo what imports have changed in this process. Return the name of the last change found; ``None``
-        if nothing had changed.
+        """Undo the changes that imports have made to this process's state. Return the name of the last change
+        found, or ``None`` if nothing had changed.
         """
         import signal
 
@@ -220,7 +221,8 @@ class _Surroundings:
             changed = "the umask"
         if signal.pthread_sigmask(signal.SIG_SETMASK, self._mask) != self._mask:
             changed = "the signal mask"
-        # Stop interval timers, because `exec` keeps them. A forked process does not inherit them.
+        # Stop interval timers that imports have started, because they survive `exec`. Report them as a
+        # change, because forked workers do not inherit timers.
         timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
         if [timer for timer in timers if signal.setitimer(timer, 0) != (0.0, 0.0)]:
             changed = "the interval timers"
@@ -229,9 +231,9 @@ class _Surroundings:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
             except PermissionError:
-                # Only root can lower the nice value again, so accept the new value. Preload the module
-                # anyway, because workers that imported it themselves would raise the inherited value a
-                # second time.
+                # Only root can lower the nice value again. Accept the new value and still preload the module.
+                # If workers imported the module themselves, they would raise the inherited value a second
+                # time.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -243,8 +245,8 @@ class _Surroundings:
         return changed
 
     def hidden(self) -> str | None:
-        """Return the name of a newly imported module that also exists as a file beside the script. ``None``
-        if there is none.
+        """Return the name of a newly imported module that has the same name as a file beside the script.
+        Return ``None`` if there is no such module.
 
         The script would import that file instead of the module.
         """
@@ -253,8 +255,8 @@ class _Surroundings:
         return self.beside_script(new)
 
     def hidden_by_us(self) -> str | None:
-        """Return the name of a module that the nursery itself imported and that also exists as a file beside
-        the script. ``None`` if there is none.
+        """Return the name of a module that the nursery imported for its own use and that has the same name as
+        a file beside the script. Return ``None`` if there is no such module.
 
         Workers cannot be forked from the nursery then, because the script has to import the file instead.
         """
@@ -273,8 +275,8 @@ class _Surroundings:
 
 
 def _kept(fd: int) -> str | None:
-    """Return the kind of an open descriptor if it has state that forked workers must not share. Return
-    ``None`` if sharing it is harmless.
+    """Return a description of an open descriptor, such as ``a socket``, if forked workers must not share it.
+    Return ``None`` if sharing it is harmless.
     """
     import fcntl
     import stat
@@ -286,13 +288,13 @@ def _kept(fd: int) -> str | None:
         return "a pipe"
     if stat.S_ISREG(mode):
         return None if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND else "a file"
-    # Descriptors of epoll and similar objects have no file type.
+    # A file type of 0 means an anonymous inode, such as an epoll instance.
     return None if stat.S_IFMT(mode) else "a descriptor"
 
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
-    """Return the reason why an imported module cannot be preloaded: its import had an effect that does not
-    survive a fork, or that forked workers must not share. ``None`` if there is no such effect.
+    """Return the reason why an imported module cannot be preloaded, or ``None`` if it can. The reason is a
+    side effect of the import that a fork would lose or that forked workers must not share.
     """
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
@@ -324,8 +326,8 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
 def _import(
     written: str, is_explicit: bool, before: dict[int, str], surroundings: _Surroundings
 ) -> tuple[str, str | None] | None:
-    """Import a module. If it cannot be preloaded, return the reason, and the traceback if the import raised
-    an exception. Otherwise return ``None``.
+    """Import a module. Return ``None`` on success. If the module cannot be preloaded, return the reason and a
+    traceback; the traceback is ``None`` if the import raised no exception.
     """
     import time
 
@@ -346,7 +348,7 @@ def _import(
             return f"it raises {type(error).__name__} at import", text
     finally:
         if os.getpid() != pid:
-            _exit(0)  # This is a child that the module forked. Exit, because there can be only one nursery.
+            _exit(0)  # The module forked this child. Exit, because there can be only one nursery.
         _end_if_cut_off(before)
     # Check for side effects even if the module was not found, because its parent packages may have been
     # imported.
@@ -361,15 +363,15 @@ def _import(
 
 
 def _end_if_cut_off(before: dict[int, str]) -> None:
-    """If an import has closed a descriptor to the agent, close the connection and wait for the agent to
-    report the module and kill this process.
+    """If an import has closed a descriptor that leads to the agent, disconnect and wait. The agent then
+    reports the module and kills this process.
     """
     now = _open_files()
     if any(now.get(fd) != before[fd] for fd in _AGENT):
         import signal
 
-        # Replace the last descriptor with a pipe. The pipe shows the agent that this process still runs the
-        # nursery and has not called `exec`.
+        # Replace the last descriptor with a pipe, because the agent takes a missing pipe as a sign that this
+        # process has called `exec`.
         os.dup2(os.pipe()[1], _AGENT[-1])
         os.close(_AGENT[0])
         while True:
@@ -381,7 +383,8 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
 
     for remove in _temporary_folders():
         remove()
-    # Close the pipe of multiprocessing's resource tracker, because the tracker then cleans up and exits.
+    # Close all other descriptors, including the pipe of multiprocessing's resource tracker. The tracker then
+    # cleans up and exits.
     os.closerange(_REPORT + 1, os.sysconf("SC_OPEN_MAX"))
     children.end()
     for fd in _AGENT:
@@ -390,8 +393,8 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
 
 
 def _left_out_before(environ: dict[str, str]) -> set[str]:
-    """Return the modules that earlier nursery processes left out, and the modules whose import made such a
-    process exit.
+    """Return the modules to skip, because an earlier nursery process left them out or exited while importing
+    them.
     """
     import json
     from itertools import pairwise
@@ -419,8 +422,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
     variables = _beside("variables").Variables(shielded, _RANK_ZERO)
     surroundings = _Surroundings(settings["folders"], variables, _beside("children"))
     generators = _beside("generators")
-    # Do not watch the seeds if a file beside the script has the name of a module that `Watch` imports.
-    # Otherwise, the script could no longer import that file.
+    # Do not create a `Watch` if one of the modules that it imports has the same name as a file beside the
+    # script. The script could then no longer import its own file.
     watch = generators.Watch() if surroundings.beside_script(generators.NEEDED) is None else None
     descriptors = _beside("descriptors")
     reserved, captured = descriptors.reserve(_RESERVED), descriptors.Captured(_RESERVED)
@@ -441,8 +444,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # Leave out all later steps as well, because the later imports of the script see the
-                # environment that this module has changed.
+                # Drop all later steps too, because in the script, the later imports see the environment as
+                # changed by this module.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]
@@ -473,8 +476,8 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
         _report(failed=f"{hidden} is next to the script and has the name of a module that --warm needs")
         _exit(1)
     paths = sysconfig.get_paths()
-    # Leave out sysconfig's path `data`. It may be `/usr`, and a subfolder such as `/usr/src` may contain the
-    # user's own programs.
+    # Leave out sysconfig's `data` path, because it may be `/usr`, and a subfolder such as `/usr/src` may
+    # contain the user's own programs.
     library = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     folders = [*library, *site.getsitepackages(), site.getusersitepackages()]
     prefixes = {path for folder in folders for path in (folder, os.path.realpath(folder))}
@@ -492,8 +495,8 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
 
 
 def _open_standard_descriptors() -> None:
-    """Open the missing standard descriptors on ``/dev/null``, as Rust's runtime does. Workers always have all
-    three.
+    """Open any missing standard descriptor (0, 1 or 2) on ``/dev/null``, as Rust's runtime does, because a
+    worker always has all three.
     """
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:
@@ -513,7 +516,7 @@ def _core() -> types.ModuleType:
 
 
 def _beside(name: str) -> types.ModuleType:
-    """Load the module of this name from the folder of this file, without adding it to ``sys.modules``."""
+    """Load the module ``name`` from this file's folder, without adding it to ``sys.modules``."""
     from importlib.machinery import SourceFileLoader
 
     module = type(sys)(name)
@@ -540,7 +543,7 @@ def _become_worker(
 
 
 def _serve() -> None:
-    """Run the imports, and then serve as the nursery. This function returns only in the forked workers."""
+    """Run the imports, and then fork workers on request. Returns only in the forked workers."""
     environ, arguments = dict(os.environ), list(sys.argv)
     if None in (sys.stdin, sys.stdout, sys.stderr):
         _open_standard_descriptors()
@@ -550,8 +553,8 @@ def _serve() -> None:
     start = environ[_START]
     for name in (_SETTINGS, _START, _SINCE):
         os.environ.pop(name, None)
-    # Close the descriptors that lead to the agent when this process calls `exec`, so that the agent notices
-    # if an import replaces this process with another program.
+    # Make the descriptors that lead to the agent close-on-exec, so that the agent notices if an import
+    # replaces this process with another program.
     for fd in _AGENT:
         os.set_inheritable(fd, False)
     entries = os.environ["PYTHONPATH"].split(os.pathsep)[1:]
@@ -584,8 +587,8 @@ def _start() -> None:
     try:
         _serve()
     except BaseException:
-        # Exit, because `site` would ignore the error and the interpreter would run the script in a process
-        # that is not a complete worker.
+        # Exit, because `site` would ignore the error, and the interpreter would then run the script in a
+        # half-initialized process.
         try:
             import traceback
 

@@ -1,4 +1,6 @@
-"""Resets per-process state in a worker that was forked from a warm nursery. Loaded by ``nursery.py``."""
+"""Resets per-process state in a worker that was forked from a warm nursery (a process with preloaded
+modules). Loaded by ``nursery.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ _SET_BLAS_THREADS = [
 
 
 def last_collection(open_files: Callable[[], dict[int, str]]) -> None:
-    """Unfreeze the garbage collector at exit if the script has left a file open, because the interpreter's
-    last collection must visit the file object to flush the file.
+    """At exit, unfreeze the garbage collector if the script has left a file open. Otherwise, the
+    interpreter's last collection might not reach the file object, and the file would not be flushed.
     """
     import atexit
 
@@ -30,10 +32,10 @@ def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int
     import gc
     import stat
 
-    if "triton._C.libtriton" in sys.modules:  # Without this, triton warns about uncollected objects.
+    if "triton._C.libtriton" in sys.modules:  # Triton would otherwise warn about uncollected objects.
         return gc.unfreeze()
     for fd, link in open_files().items():
-        # Files named `.fault` belong to the hook, and no Python file object writes to them.
+        # Skip `.fault` files, because they belong to the hook and no Python file object writes to them.
         if fd in known or link.endswith(".fault"):
             continue
         mode, flags = os.fstat(fd).st_mode, fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -53,7 +55,7 @@ def main_module() -> None:
 
 def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | None]]) -> None:
     """Set the worker's environment to ``entries``, and then repeat the changes that the imports made.
-    ``done`` contains each changed variable with its values before and after the imports.
+    ``done`` maps each changed variable to its values before and after the imports.
     """
     os.environ.clear()
     for entry in entries:
@@ -62,8 +64,8 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
     for variable, (before, after) in done.items():
         if after is None:
             os.environ.pop(variable, None)
-        # If the variable was not set before the import, the import may have set only a default. Keep the
-        # worker's own value in this case.
+        # If the variable was unset before the imports, the new value may only be a default. In this case,
+        # prefer the worker's own value.
         elif before is not None or variable not in os.environ:
             os.environ[variable] = after
 
@@ -71,16 +73,14 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
 def arguments(argv: list[bytes], before: list[str]) -> None:
     told = [os.fsdecode(argument) for argument in argv]
     sys.orig_argv[:] = told
-    # Leave `sys.argv` as it is if an import has changed it, because the import would have changed it in the
-    # worker as well.
+    # Keep `sys.argv` if an import has changed it, because the same import in the worker would also have
+    # changed it.
     if sys.argv == before and len(before) > 1:
         sys.argv[1:] = told[1 - len(before) :]
 
 
 def streams(standard: Iterable[Any]) -> None:
-    """Initialize the standard streams again. Keep the same objects, because libraries hold references to
-    them.
-    """
+    """Reinitialize the standard streams in place, because libraries hold references to the stream objects."""
     import io
 
     unbuffered = os.environ.get("PYTHONUNBUFFERED", "") != "" or "-u" in sys.orig_argv[1:2]
@@ -108,8 +108,8 @@ def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None
     """
     import time
 
-    # Do not copy the dictionary, because that would change the reference count of every module, and the
-    # kernel would copy the modules' memory pages.
+    # Do not copy the dictionary, because a copy would change the reference count of every module. The kernel
+    # would then have to copy the shared memory pages.
     loaded: Any = sys.modules
     for seed in generators or ():
         seed()
@@ -132,8 +132,7 @@ def seeds(rank_zero: dict[str, str], generators: list[Callable[[], None]] | None
 
 
 def blas(assigned: dict[str, dict[str, str]]) -> None:
-    """Set the number of threads in each OpenBLAS library, because the nursery has limited the library to a
-    single thread.
+    """Set the thread count of each OpenBLAS library, because the nursery has limited it to one.
 
     The number is the one that the library would have read from the worker's environment.
 
@@ -159,8 +158,8 @@ def blas(assigned: dict[str, dict[str, str]]) -> None:
 
 
 def output(printed: dict[int, bytes]) -> None:
-    """Print the output of the imports, as if this process had run them. ``printed`` contains the output by
-    descriptor.
+    """Print the output of the imports, as if this process had run them. ``printed`` maps file descriptors to
+    output.
     """
     for fd, said in printed.items():
         stream = sys.stdout if fd == 1 else sys.stderr

@@ -1,5 +1,5 @@
-"""Runs ``nursery.py`` from the same folder, if this Python can compile it. ``PYTHON_EXEC`` may name a Python
-of any version.
+"""Runs ``nursery.py`` from the same folder, if this Python is recent enough to compile it. The workers'
+Python, set by ``PYTHON_EXEC``, can be of any version.
 """
 
 import os
@@ -9,14 +9,15 @@ _here = os.path.dirname(os.path.abspath(__file__))
 
 if "ELASTICRS_NURSERY_START" not in os.environ:
     if os.environ.pop("ELASTICRS_NURSERY_PID", "") == str(os.getpid()):
-        # A library has replaced the nursery with this program by `exec`. Wait, so that the script does not
-        # run in a process that is not a worker. The agent has noticed the `exec` and kills this process.
+        # A library has called `exec` in the nursery to start this program. Wait until the agent, which has
+        # noticed the `exec`, kills this process. Otherwise, the script would run in a process that is not a
+        # worker.
         import signal
 
         while True:
             signal.pause()
-    # This process is a child that an import has started. Remove all settings of the nursery, and continue as
-    # a normal interpreter.
+    # An import has started this child process. Remove the nursery's settings and continue as a normal
+    # interpreter.
     sys.path[:] = [entry for entry in sys.path if entry != _here]
     sys.path_importer_cache.pop(_here, None)
     _entries = [entry for entry in os.environ["PYTHONPATH"].split(os.pathsep) if entry != _here]

@@ -1,5 +1,5 @@
-"""Computes stamps (modification times and sizes) of files. The agent compares stamps to detect changes.
-Loaded by ``nursery.py``.
+"""Computes stamps (modification times and sizes) of files. The agent compares the stamps to detect changed
+files. Loaded by ``nursery.py``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import os
 
 
 def stamp(file: str, since: int | None = None) -> list[int]:
-    """Return the modification time and the size of a file; an empty list if it is missing.
+    """Return the modification time and the size of a file, or an empty list if the file is missing.
 
     If the file has changed since the imports started, the nursery may have imported the old contents. In this
     case, return an impossible time, so that the agent treats the file as changed. Ignore a change time in the

@@ -1,4 +1,6 @@
-"""Manages the environment variables of a warm nursery while it imports modules. Loaded by ``nursery.py``."""
+"""Manages the environment variables of a warm nursery (the process that forks workers) during the imports.
+Loaded by ``nursery.py``.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ that reads one cannot be preloaded.
 
 
 class Variables(dict):  # type: ignore[type-arg]
-    """Replacement for the data of ``os.environ`` during the imports. Records reads of variables that only
-    workers have.
+    """Dictionary that replaces the data of ``os.environ`` during the imports. Records each read of a variable
+    that only workers have.
 
     Args:
         hidden: variables with a value that only C code sees, in addition to :data:`_QUIET`.
@@ -61,27 +63,27 @@ class Variables(dict):  # type: ignore[type-arg]
         raise KeyError(name)
 
     def hide(self) -> None:
-        """Set the hidden values in the C environment. Call this after each assignment to ``os.environ``,
-        because the assignment may have overwritten a hidden value.
+        """Export the hidden values to the C environment, where Python code does not see them. Call this after
+        each assignment to ``os.environ``, because an assignment may overwrite a hidden value.
         """
         for name, value in self._hidden.items():
             os.putenv(name, value)
 
     def assign(self, name: str, value: str) -> None:
-        """Set a variable to the value that the script assigns to it."""
-        # Read the old value from this object, because a read from `os.environ` could be recorded as a read by
-        # the module.
+        """Set a variable as the script does between its imports."""
+        # Read the old value with `get`, because a lookup in `os.environ` would call `__missing__`, which
+        # records a read by a module.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
-        # From now on, C code sees the value that the script has assigned to Arrow's variable. The variable of
-        # OpenBLAS stays hidden, because workers set the thread count of OpenBLAS after the fork.
+        # Stop hiding Arrow's variable, so that C code sees the script's value from now on. Keep hiding the
+        # OpenBLAS variable, because workers set the thread count of OpenBLAS after the fork.
         if name == _ARROW:
             self._hidden.pop(name, None)
         self.hide()
 
     def changed(self) -> str | None:
-        """Return a variable that the script had set and that an import has then changed; ``None`` if there is
-        none.
+        """Return the name of a variable that an import has changed after the script had set it. Return
+        ``None`` if there is no such variable.
 
         Such an import cannot be preloaded, because the script in the worker would overwrite the changed
         value.
@@ -91,8 +93,8 @@ class Variables(dict):  # type: ignore[type-arg]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Restore the environment as it must be when the script starts. Undo the assignments of the preload
-        steps, and stop recording the variables that are read.
+        """Restore the environment with which the script must start: undo the assignments of the preload
+        steps, and stop recording reads.
         """
         for name, value in self._before.items():
             del os.environ[name]

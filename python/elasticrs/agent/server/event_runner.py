@@ -1,4 +1,4 @@
-"""Run the workers of torch's agent class in the event-driven loop that the command line also uses."""
+"""Runs the workers of torch's agent class in the event-driven loop that the command line also uses."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class EventRunner(Record):
 
 
 class _Planner(Record):
-    """Creates plans with the rendezvous handler of a single node."""
+    """Creates the plans of attempts with the rendezvous handler of a single-node job."""
 
     _group: WorkerGroup
     _handler: OneNodeRendezvous

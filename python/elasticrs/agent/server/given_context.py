@@ -1,5 +1,5 @@
-"""Context of workers that were started by a user's own ``start_processes`` function. The agent's hooks use
-this context.
+"""Process context for workers that were started by a user-defined ``start_processes`` function. Used by the
+agent's hooks.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def start_by(
 
 
 class GivenContext:
-    """Wraps a context that the user's ``start_processes`` returned, and keeps the plan's port reserved. All
-    other attributes come from the wrapped context. Failures are reported only after all workers have exited.
+    """Wrapper around the context returned by the user's ``start_processes``. It keeps the plan's port
+    reserved, and takes all other attributes from the wrapped context. Failures are reported only after all
+    workers have exited.
     """
 
     has_failed = False
@@ -68,7 +69,7 @@ class GivenContext:
         return getattr(self._context, name)
 
     def wait_for_news(self, seconds: float) -> None:
-        """Sleep, because there is no event for the exit of the workers."""
+        """Sleep for ``seconds``, because no event reports the exit of a worker."""
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:

@@ -178,8 +178,8 @@ class LocalElasticAgent(SimpleElasticAgent):
                 self._health_check_server.stop()
 
     def request_checkpoint(self) -> None:
-        """Request a checkpoint from the workers, which must use :func:`elasticrs.train.train`. May be called
-        from any thread. Not in torch.
+        """Request a checkpoint from the workers, which must use :func:`elasticrs.train.train`. Can be called
+        from any thread. Torch has no such method.
 
         All workers of the job, on all nodes, save at the end of the same step, usually the second step from
         now. The agent prints a line when the checkpoint was saved or could not be saved. A request stays
@@ -195,12 +195,12 @@ class LocalElasticAgent(SimpleElasticAgent):
         checkpoints.ask()
 
     def _pass_on(self, signum: int) -> None:
-        # A context that the user supplied cannot pass signals on.
+        # Do nothing for a user-supplied context, because it cannot pass signals on.
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.pass_on(signum)
 
     def _suspend(self, signals: SignalPipe) -> None:
-        """Pause the workers and this process until this process is continued."""
+        """Pause the workers and this process until this process receives SIGCONT."""
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.suspend(signals)
         else:
@@ -212,8 +212,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
 
     def _rendezvous_settings(self) -> Rendezvous | None:
-        """Return the settings of the rendezvous handler if it is from this package, so that the agent can
-        react to its events instead of polling it. Return ``None`` for other handlers.
+        """Return the rendezvous settings of this package's handlers, with which the agent can react to events
+        instead of polling. Return ``None`` for other handlers.
         """
         rendezvous: Rendezvous | None = getattr(self._worker_group.spec.rdzv_handler, "rendezvous", None)
         if rendezvous is None:
@@ -267,8 +267,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         if result.is_failed() and not result.failures and attempt is not None:
             from elasticrs.agent.failed_attempt import failures
 
-            # No worker caused the failure; the nursery may have died, for example. Report the workers that
-            # failed as a result.
+            # No worker caused the failure. For example, the nursery may have died. Report the workers that
+            # failed as a consequence.
             result.failures = failures(attempt)
         return result
 
@@ -310,7 +310,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 "the worker ids %s are not those of the processes that were started: %s", ids, pcontext.pids()
             )
             return RunResult(WorkerState.UNKNOWN)
-        # After the first failure, the other workers are being stopped. Wait until they exit, because the
+        # After the first failure, the agent is stopping the other workers. Wait until they exit, because the
         # result contains their exits.
         with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):
             found = pcontext.wait(-1 if pcontext.has_failed else 0)
@@ -359,12 +359,14 @@ object.
 
 
 def _policy_without_effect(spec: WorkerSpec) -> list[str]:
-    """Return the settings of the restart policy that a program has changed, and that torch's loop ignores."""
+    """Return the names of restart policy settings that the program has changed but that torch's
+    loop ignores.
+    """
     names = ("restart_delay", "max_same_failures", "fatal_exit_codes", "exit_codes", "max_excluded_nodes")
     found = [
         name
         for name in names
-        # The specification may be a mock, whose fields are mocks.
+        # Check the type, because programs may pass a mock specification, whose fields are mocks.
         if isinstance(value := getattr(spec, name, None), (str, int))
         and value != getattr(defaults.WorkerSettings, name)
     ]

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 class LocalJob:
-    """Settings of the job of one agent. See :class:`~elasticrs.agent.server.LocalElasticAgent` for the
-    arguments.
+    """Settings of one agent's job. See :class:`~elasticrs.agent.server.LocalElasticAgent` for the arguments.
 
     Attributes:
         made: configuration and workers that the command line has already created; ``None`` if this object
@@ -55,8 +54,8 @@ class LocalJob:
             self.signals = defaults.parse_signals(self._signal_names)
         except ValueError as error:
             raise ValueError(f"signals_to_handle: expected {error}") from None
-        # A real `WorkerSpec` validates its fields when it is created. Programs may also pass a
-        # `Mock(spec=WorkerSpec)`, whose fields are mocks.
+        # Check the type, because programs may pass a `Mock(spec=WorkerSpec)`, whose fields are mocks. A real
+        # `WorkerSpec` has already validated its fields.
         forwarded = spec.signals_to_forward if isinstance(spec.signals_to_forward, str) else None
         self._forwarded = defaults.forwarded_by_name(forwarded, self.signals)
         if uninterruptible_state_timeout is None:
@@ -87,7 +86,7 @@ class LocalJob:
 
     @property
     def prefix_template(self) -> str | None:
-        """Template of the prefix of tee'd lines; ``None`` for the default prefix."""
+        """Template for the prefix of tee'd lines, or ``None`` for the default prefix."""
         return self._prefix_template or os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
 
     def config(self, *, is_multi_node: bool = False) -> JobConfig:
@@ -163,7 +162,7 @@ def _entry(spec: WorkerSpec, start_method: str) -> Entry:
 
 
 def _preload(spec: WorkerSpec, start_method: str) -> Preload | None:
-    # The specification may be a mock, whose fields are mocks.
+    # Check the type, because programs may pass a mock specification, whose fields are mocks.
     if not isinstance(spec.warm, str) or spec.warm == "off":
         return None
     from elasticrs.workers import warm

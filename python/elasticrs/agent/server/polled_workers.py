@@ -58,13 +58,13 @@ class PolledWorkers:
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
     def suspend(self, signals: SignalPipe) -> None:
-        """Suspend the workers and this process after Control-Z, until the process is continued. For use in a
-        signal handler.
+        """Suspend the workers and this process after Ctrl-Z, until the process is continued. Can be called in
+        a signal handler.
         """
         when_safe(lambda: suspend(self._tracker.supervisor if self._tracker.is_open else None, signals))
 
     def pass_on(self, signum: int) -> None:
-        """Pass a signal on to the workers. Does nothing if no workers are running."""
+        """Pass a signal on to the workers. Do nothing if no workers are running."""
         self._tracker.forward(signum, are_running=self._has_started and self.is_running)
 
     def start(self, plan: Plan, restarts: int) -> dict[int, int]:
@@ -102,8 +102,8 @@ class PolledWorkers:
         return self.pids()
 
     def announce(self, restarts_left: int) -> bool:
-        """Print a line about the restart after the workers have been started. Return false, and print
-        nothing, if no worker failure caused the restart.
+        """Announce a restart to the observers, which print a line once the workers have been started. Return
+        false and do nothing if no worker failure caused the restart.
         """
         if self.has_failed:
             self._tracker.observers.acting(machine.AnnounceRestart(restarts_left), None)
@@ -124,9 +124,7 @@ class PolledWorkers:
 
     @property
     def is_running(self) -> bool:
-        """True if any worker of the current attempt, or any process that such a worker started, is still
-        running.
-        """
+        """True if a worker of the current attempt, or one of its descendants, is still running."""
         return bool(self._result.attempts) and self._ended is None
 
     @property

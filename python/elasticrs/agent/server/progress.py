@@ -1,5 +1,4 @@
-"""Tracks the current activity of an agent that calls torch's hooks, and the deadline for its next progress
-report.
+"""Tracks what an agent that calls torch's hooks is doing, and when its next progress report is due.
 
 The agent's thread writes this state, and its health check server reads it. A running hook cannot be asked for
 its progress. The agent knows only the time of the call and the maximum time for which the hook may block.
@@ -42,7 +41,7 @@ class Progress:
         return Place(self, name, allowance)
 
     def tell(self, seconds: float = 0.0) -> None:
-        """Report progress of the current activity. The next report is due in ``seconds``. May be called from
+        """Report progress of the current activity. The next report is due in ``seconds``. Can be called from
         any thread.
         """
         place = self._place
@@ -57,7 +56,7 @@ class Progress:
 
     def overdue(self) -> tuple[float, str | None]:
         """Return the number of seconds by which a progress report is overdue (0 if it is not), and the name
-        of the current activity. May be called from any thread.
+        of the current activity. Can be called from any thread.
         """
         place = self._place
         if place is None:

@@ -27,9 +27,9 @@ def raised_signals(
     forwarded: Iterable[int] = (),
     pass_on: Callable[[int], object] = lambda _: None,
 ) -> Iterator[None]:
-    """While the block runs, raise :class:`SignalException` in the main thread if a signal requests a stop.
-    Restore the signal handlers at the end of the block. A repeated signal that is not a new request
-    (:class:`.StopRequests`) raises nothing.
+    """Raise :class:`SignalException` in the main thread when a signal requests a stop while the block runs.
+    Restore the previous signal handlers afterwards. A repeated signal that is not a new request (see
+    :class:`.StopRequests`) raises nothing.
 
     Outside of the main thread, no handler is installed and a warning is issued. Forked children get the
     previous handlers.

@@ -1,4 +1,4 @@
-"""Exchange ranks between the agents of a round over the rendezvous store, with torch's keys and JSON format.
+"""Exchanges ranks between the agents of a round over the rendezvous store, with torch's keys and JSON format.
 
 Agents of this package and agents of torch can therefore take part in the same round.
 ``torchelastic/role_info/<group_rank>`` holds the data that a node contributes,
@@ -21,9 +21,7 @@ _RANKS = "torchelastic/assigned_ranks/"
 
 
 def exchange(store: Any, group_rank: int, group_world_size: int, own: NodeShare) -> NodeRanks:
-    """Agree with the other nodes on the ranks of all workers. The timeout of the shared store limits how long
-    this may take.
-    """
+    """Agree with the other nodes on the ranks of all workers. The timeout of the shared store applies."""
     told = _RoleInstanceInfo(own.role, group_rank, own.local_world_size)
     store.set(f"{_INFO}{group_rank}", told.serialize().decode())
     if group_rank == 0:

@@ -1,4 +1,4 @@
-"""Print the workers' output in a program that has replaced ``sys.stdout`` or ``sys.stderr``.
+"""Prints the workers' output in a program that has replaced ``sys.stdout`` or ``sys.stderr``.
 
 The core writes to file descriptors. But in a notebook, or with ``contextlib.redirect_stdout``, the lines must
 be written to a Python object, as torch's agent does.

@@ -70,7 +70,7 @@ class ElasticAgent(ABC):
 
     @abstractmethod
     def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
-        """Return the worker group. The caller may not change it."""
+        """Return the worker group. The caller must not modify it."""
 
 
 class SimpleElasticAgent(ElasticAgent):
@@ -129,19 +129,18 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop all workers. A hook with a parameter ``is_restart``, as in torch 2.5, is also passed that
+        """Stop all workers. If the hook has a parameter ``is_restart``, as in torch 2.5, it also gets that
         argument.
         """
 
     @abstractmethod
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Check the state of the workers without waiting."""
+        """Return the state of the workers without waiting."""
 
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         """Release all resources, and send the signal to workers that are still running. The hook gets only
-        the arguments that it accepts: older releases of torch have no ``timeout``, and 2.5 and 2.6 have
-        ``is_restart``.
+        the arguments that it accepts, because the arguments differ between releases of torch.
         """
 
     @prof
@@ -173,8 +172,8 @@ class SimpleElasticAgent(ElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Assign ranks to the workers. The nodes agree on them over the store. The store is not needed if
-        there is a single node, or if ``TORCH_ELASTIC_WORKER_IDENTICAL=1`` declares that all nodes have the
+        """Assign ranks to the workers. The nodes exchange the ranks over the store. The store is not needed
+        if there is a single node, or if ``TORCH_ELASTIC_WORKER_IDENTICAL=1`` declares that all nodes have the
         same workers.
         """
         own = NodeShare(spec.role, spec.local_world_size)
@@ -209,7 +208,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @prof
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Run the workers; see :class:`ElasticAgent`. At the end, ``_shutdown`` is always called.
+        """Run the workers; see :class:`ElasticAgent`. Always call ``_shutdown`` afterwards.
 
         Raises:
             SignalException: a signal asked the agent to stop. ``_shutdown`` has sent the signal to the
@@ -218,8 +217,8 @@ class SimpleElasticAgent(ElasticAgent):
         return self._run_and_shut_down(partial(self._invoke_run, role))
 
     def _run_and_shut_down(self, invoke: Callable[[], RunResult], *, is_observed: bool = False) -> RunResult:
-        """Run the workers, and always call ``_shutdown`` at the end. With ``is_observed``, observers record
-        the events and metrics.
+        """Run the workers, and always call ``_shutdown`` afterwards. If ``is_observed`` is true, observers
+        record the events and metrics.
         """
         started = time.monotonic()
         is_shut_down = False
@@ -242,7 +241,7 @@ class SimpleElasticAgent(ElasticAgent):
                 if not is_kind(error, RendezvousError):
                     self._tell_failure(error)
                 raise
-            # Return a result, although torch's agent returns `None` after a graceful exit, because torch's
+            # Return a result even though torch's agent returns `None` after a graceful exit, because torch's
             # own launcher cannot handle `None`.
             _log.info("%s", error)
             self._worker_group.state = WorkerState.SUCCEEDED
@@ -254,8 +253,9 @@ class SimpleElasticAgent(ElasticAgent):
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, found: RunResult | Exception) -> None:
-        """Pass the reason for the failure to the rendezvous handler, which reports it to the other nodes when
-        the launcher shuts the handler down. Torch's handlers do not have this method.
+        """Pass the reason for the failure to the rendezvous handler if it has a method ``set_failed``, unlike
+        torch's handlers. The handler reports the reason to the other nodes when the launcher shuts the
+        handler down.
         """
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
         if set_failed is not None:
@@ -282,7 +282,7 @@ class SimpleElasticAgent(ElasticAgent):
             put_metric(f"workers.{group.spec.role}.remaining_restarts", self._remaining_restarts)
             put_metric(f"workers.{group.spec.role}.{result.state.name.lower()}", 1)
             if result.state == WorkerState.SUCCEEDED:
-                # Treat `None` as success, because torch's hook and hooks of users may return `None`.
+                # Treat `None` as success, because torch's hook and users' hooks may return `None`.
                 with self._progress.within("_exit_barrier", self._exit_barrier_timeout):
                     is_over = self._exit_barrier() is not False
                 if is_over:
@@ -310,14 +310,14 @@ class SimpleElasticAgent(ElasticAgent):
                 raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
 
     def _tell_restart(self, state: WorkerState) -> None:
-        """Log that all workers are restarted because of their state, and the number of remaining restarts.
-        Not in torch.
+        """Log that all workers are being restarted, their state, and the number of remaining restarts. Torch
+        has no such method.
         """
         left, most = self._remaining_restarts, self._worker_group.spec.max_restarts
         _log.warning("the workers are %s; restarting, %d of %d left", state.name, left, most)
 
     def _get_alive_time(self) -> float:
-        """Return the time of the last progress, in seconds since 1970. May be called from any thread.
+        """Return the time of the last progress, in seconds since 1970. Can be called from any thread.
 
         The result is the current time, unless a hook has exceeded its time limit.
         """
@@ -325,18 +325,18 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _tell_progress(self, seconds: float = 0.0) -> None:
         """Report that a long-running hook is still making progress. The next report, or the end of the hook,
-        is due in ``seconds``. May be called from any thread. Not in torch.
+        is due in ``seconds``. Can be called from any thread. Torch has no such method.
         """
         self._progress.tell(seconds)
 
     def _pause(self, seconds: float) -> None:
-        """Wait before the next check of the workers. A subclass that receives events may return earlier. Not
-        in torch.
+        """Wait before the next check of the workers. A subclass that receives events may return earlier.
+        Torch has no such method.
         """
         time.sleep(seconds)
 
     def _exit_barrier(self) -> bool | None:
-        """Wait until all nodes have finished, for at most ``exit_barrier_timeout``.
+        """Wait until all nodes have finished, for at most ``exit_barrier_timeout`` seconds.
 
         Returns:
             ``False`` if the round has ended for another reason. Torch's hook returns nothing.
@@ -350,8 +350,8 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # Watch only handlers with `set_succeeded`. In other handlers, such as torch's,
-            # `num_nodes_waiting` also counts new nodes, which are no reason to restart.
+            # Check for waiting nodes only if the handler has `set_succeeded`. In other handlers, such as
+            # torch's, `num_nodes_waiting` also counts new nodes, which are no reason to restart.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
             # As in torch, ignore the error. The work is done, and the node that hosted the store may already
@@ -378,16 +378,18 @@ class SimpleElasticAgent(ElasticAgent):
     # --- events and metrics ---
 
     def get_event_failed(self) -> Event:
-        """Return the event for the failure of this agent, with the exception that is being handled."""
+        """Return the event that reports this agent's failure. It contains the exception that is currently
+        being handled.
+        """
         return self._construct_event("FAILED", EventSource.AGENT, raw_error=traceback.format_exc())
 
     def get_event_succeeded(self) -> Event:
-        """Return the event for the successful end of this agent."""
+        """Return the event that reports this agent's success."""
         return self._construct_event("SUCCEEDED", EventSource.AGENT)
 
     @contextmanager
     def record_duration(self, state: str) -> Iterator[None]:
-        """Record an event with this name and the duration of the block."""
+        """Record the duration of the block as an event for ``state``."""
         started = time.perf_counter()
         try:
             yield
@@ -483,8 +485,8 @@ def _first_failure(found: RunResult | Exception) -> str:
 
 
 def _call(method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
-    """Call a hook that may have been written for another release of torch. Each argument in ``named`` is
-    passed only if the hook accepts it.
+    """Call a hook that may have been written for another release of torch. Pass each argument in ``named``
+    only if the hook accepts it.
     """
     taken = inspect.signature(method).parameters
     kinds = {each.kind for each in taken.values()}

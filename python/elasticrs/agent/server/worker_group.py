@@ -130,7 +130,7 @@ class Worker:
 
 
 class WorkerState(str, Enum):
-    """State of a worker group. All workers of the group share it."""
+    """State of a worker group, shared by all workers of the group."""
 
     UNKNOWN = "UNKNOWN"
     INIT = "INIT"
@@ -178,8 +178,9 @@ class WorkerGroup:
         self._store, self._open_store = store, None
 
     def take_plan(self, plan: Plan, open_store: Callable[[], Any]) -> None:
-        """Copy the plan of the next attempt into this group, so that other code can read the plan. The
-        address and port of the workers' store in the specification, if set, override the plan. Not in torch.
+        """Copy the plan of the next attempt into this group, so that other code can read the plan. If the
+        specification sets an address or port for the workers' store, it overrides the plan. Torch has no such
+        method.
 
         Args:
             plan: plan of the next attempt.
@@ -198,7 +199,7 @@ class WorkerGroup:
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
 
     def plan(self) -> Plan:
-        """Build the plan of an attempt from the result of the hooks' rendezvous. Not in torch.
+        """Build the plan of an attempt from the result of the hooks' rendezvous. Torch has no such method.
 
         Raises:
             RuntimeError: there has been no rendezvous.
@@ -228,7 +229,7 @@ class WorkerGroup:
 
 @dataclass
 class RunResult:
-    """Result of a worker group. The keys are **global** ranks.
+    """Result of a worker group. The dictionaries are keyed by **global** rank.
 
     Args:
         state: state of the group; SUCCEEDED or FAILED at the end.

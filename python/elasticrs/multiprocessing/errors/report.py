@@ -146,8 +146,8 @@ def traceback_text(failure: ProcessFailure) -> str:
 
 
 def how_it_failed(failure: ProcessFailure) -> str:
-    """Return text to append to a worker's name, such as ``: KeyError: 1 (train.py:4)`` or `` died by
-    SIGKILL``.
+    """Return a phrase that says how a worker failed, to append to its name. Examples are ``: KeyError: 1
+    (train.py:4)`` and `` died by SIGKILL``.
     """
     # If the agent killed a worker that was already exiting after an exception, report the exception.
     ended_by_itself = failure.sent_signal is None and bool(failure.signal_number())
