@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode
 
 from elasticrs.agent import state_machine as machine
 from elasticrs.agent.decisions import OneNode
-from elasticrs.host.background_call import Asked
+from elasticrs.host.background_call import BackgroundCall
 from elasticrs.job.config import LOOPBACK
 from elasticrs.rendezvous.elastic.describe import describe
 from elasticrs.rendezvous.elastic.etcd_membership import workers_password
@@ -65,7 +65,7 @@ class MemberWorkers(OneNode):
         super().__init__(job, planner)
         self._rendezvous = among_workers(_alone(job), job)
         self._supervisor: _core.Supervisor | None = None
-        self._names: Asked | None = None
+        self._names: BackgroundCall | None = None
         self._begin: machine.Event | None = None
         self._meeting_point: MeetingPoint | None = None
         self._variables: dict[str, str] = {}
@@ -75,7 +75,7 @@ class MemberWorkers(OneNode):
     def open(self, supervisor: _core.Supervisor) -> None:
         """Resolve the host names on another thread, because name servers may be slow. See the base class."""
         self._supervisor = supervisor
-        self._names = Asked(partial(look_up, self._rendezvous, SystemResolver()))
+        self._names = BackgroundCall(partial(look_up, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
 
     def step(self, event: machine.Event) -> list[machine.Action]:

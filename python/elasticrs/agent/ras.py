@@ -17,7 +17,7 @@ import os
 import time
 
 from elasticrs.host import nvidia
-from elasticrs.host.background_call import Asked
+from elasticrs.host.background_call import BackgroundCall
 from elasticrs.report.phrases import printable
 
 TYPE_CHECKING = False
@@ -119,7 +119,7 @@ class RasQuery:
     def __init__(self, address: tuple[str, int], path: str) -> None:
         self._path = path
         self._deadline = time.monotonic() + TIME_LIMIT
-        self._asked = Asked(lambda: _answer_in_file(address, path, self._deadline))
+        self._asked = BackgroundCall(lambda: _answer_in_file(address, path, self._deadline))
         self._notes: list[str] | None = None
 
     def notes(self) -> list[str]:

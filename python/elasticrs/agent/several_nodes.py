@@ -13,7 +13,7 @@ from functools import partial
 from elasticrs.agent import state_machine as machine
 from elasticrs.agent.decisions import Decisions
 from elasticrs.agent.evidence import read_counters
-from elasticrs.host.background_call import Asked
+from elasticrs.host.background_call import BackgroundCall
 from elasticrs.host.nvidia import MEMORY_LIMIT, are_gpus_visible
 from elasticrs.job.config import SAFETY_TICK
 from elasticrs.job.failure_cause import Verdict
@@ -85,7 +85,7 @@ class SeveralNodes(Decisions):
         self._home = home
         self._use_agent_store = rendezvous.backend != "static" and agent_hosts_store(os.environ)
         self._supervisor: _core.Supervisor | None = None
-        self._names: Asked | None = None
+        self._names: BackgroundCall | None = None
         self._is_told = False
         self._driver: Driver | None = None
         self._attempt: Attempt | None = None
@@ -100,10 +100,10 @@ class SeveralNodes(Decisions):
     def open(self, supervisor: _core.Supervisor) -> None:
         """Look up the host names on another thread, because name servers may be slow. See the base class."""
         self._supervisor = supervisor
-        self._names = Asked(partial(look_up, self._rendezvous, SystemResolver()))
+        self._names = BackgroundCall(partial(look_up, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
 
-    def _begin(self, supervisor: _core.Supervisor, names: Asked) -> list[machine.Action]:
+    def _begin(self, supervisor: _core.Supervisor, names: BackgroundCall) -> list[machine.Action]:
         self._names = None
         supervisor.unwatch_fd(names.fd)
         names.close()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs.host.background_call import Asked
+from elasticrs.host.background_call import BackgroundCall
 from elasticrs.report import phrases
 from elasticrs.workers.warm import import_report, sources
 from elasticrs.workers.warm.import_report import Report
@@ -77,8 +77,8 @@ class Warming:
         self._touched = 0
         self._settling = sources.Settling()
         self._due = 0.0
-        self._looking: Asked | None = None
-        self._checking: Asked | None = None
+        self._looking: BackgroundCall | None = None
+        self._checking: BackgroundCall | None = None
 
     def ended(self, event: Warmed) -> None:
         """Handle the event that reports the end of a nursery's imports or the exit of a nursery.
@@ -170,7 +170,7 @@ class Warming:
             return left
         pause = CHECK_INTERVAL
         if self._checking is None:
-            self._checking = Asked(lambda: _check(newest))
+            self._checking = BackgroundCall(lambda: _check(newest))
         elif self._checking.wait(0):
             checked, changes, seconds = self._checking.take()
             self._checking.close()
@@ -179,7 +179,7 @@ class Warming:
             if checked is newest and self._settling.have_settled(changes):
                 self._import_again(supervisor, next(iter(changes)))
                 return None
-            self._checking = Asked(lambda: _check(newest))
+            self._checking = BackgroundCall(lambda: _check(newest))
         self._due = time.monotonic() + pause
         return pause
 
@@ -200,7 +200,7 @@ class Warming:
             return None
         if self._looking is not None:
             self._looking.close()
-        self._looking = asked = Asked(look)
+        self._looking = asked = BackgroundCall(look)
         if not self._has_ended(asked):
             return None
         self._looking = None
@@ -208,7 +208,7 @@ class Warming:
         found: _T = asked.take()
         return found
 
-    def _has_ended(self, asked: Asked | None) -> bool:
+    def _has_ended(self, asked: BackgroundCall | None) -> bool:
         """Wait until a file check has finished. Return false if it takes too long, and print a message the
         first time.
         """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-class Asked:
+class BackgroundCall:
     """Calls a function that may block for a long time, on a separate thread.
 
     The main thread cannot make such a call itself, because Python runs no signal handlers while the main

@@ -9,7 +9,7 @@ import subprocess
 import time
 from functools import partial
 
-from elasticrs.host.background_call import Asked
+from elasticrs.host.background_call import BackgroundCall
 from elasticrs.host.child_program import command as program
 from elasticrs.host.health_program import UNFIT
 from elasticrs.job.value import Value
@@ -70,7 +70,7 @@ class NodeCheck:
     def __init__(self, sources: Sequence[HealthSource], timeout: float) -> None:
         self._cancelled = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
-            self._call = Asked(partial(_run_all, sources, timeout, self._cancelled))
+            self._call = BackgroundCall(partial(_run_all, sources, timeout, self._cancelled))
         except BaseException:
             os.close(self._cancelled)
             raise
@@ -94,10 +94,10 @@ class NodeCheck:
 def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) -> list[NodeCheckResult]:
     if len(sources) == 1:
         return [_run(sources[0], timeout, cancelled)]
-    calls: list[Asked] = []
+    calls: list[BackgroundCall] = []
     try:
         for source in sources:
-            calls.append(Asked(partial(_run, source, timeout, cancelled)))  # noqa: PERF401 -- close them all
+            calls.append(BackgroundCall(partial(_run, source, timeout, cancelled)))  # noqa: PERF401 -- close them all
         for call in calls:
             call.wait()
         return [call.take() for call in calls]

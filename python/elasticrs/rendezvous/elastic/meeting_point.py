@@ -10,7 +10,7 @@ import os
 import time
 from functools import partial
 
-from elasticrs.host.background_call import Asked
+from elasticrs.host.background_call import BackgroundCall
 from elasticrs.host.clock import Clock
 from elasticrs.job.value import Record
 from elasticrs.rendezvous.elastic import hosting
@@ -168,7 +168,7 @@ class MeetingPoint:
         """Call a function that may block, and return its result; ``None`` if it takes longer than ``seconds``
         seconds.
         """
-        asked = Asked(question)
+        asked = BackgroundCall(question)
         try:
             return asked.take() if asked.wait(seconds) else None
         finally:
