@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    """Set up what the tests and everything that they start inherit.
+    """Set the environment and the signal handlers that the tests and their child processes inherit.
 
     A shell's background job, or ``nohup``, ignores signals, and so would all that a test starts.
     """
@@ -65,14 +65,14 @@ def pytest_configure() -> None:
 
 
 def may_take(item: pytest.Item) -> float:
-    """Seconds that a test may take, as far as it says so."""
+    """Return how many seconds a test may take according to its markers. 0 without such a marker."""
     timeout = item.get_closest_marker("timeout")
     return float(timeout.args[0]) if timeout else 10.0 * (item.get_closest_marker("slow") is not None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What may take long comes first in each of several processes, which begin with an equal share: at the
-    end nobody is left alone with it.
+    """If the tests run in several processes, distribute the slow tests evenly and run them first, so that no
+    process finishes long after the others.
     """
     processes = getattr(config, "workerinput", {}).get("workercount", 1)
     if processes == 1:
@@ -110,7 +110,7 @@ def pytest_runtest_makereport(
 
 
 class Launch(Protocol):
-    """Starts the launcher with these arguments."""
+    """A function that starts the launcher with these arguments."""
 
     def __call__(
         self,
@@ -125,7 +125,8 @@ class Launch(Protocol):
 
 @pytest.fixture
 def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
-    """Starts the launcher with these arguments; see :class:`helpers.launcher.Launched`.
+    """Return a function that starts the launcher with the given arguments; see
+    :class:`helpers.launcher.Launched`.
 
     ``prefix`` is put before the command line, for programs such as ``unshare``; ``argv`` is in place of the
     launcher's own, for another interpreter.
@@ -142,7 +143,7 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
         **how: Any,
     ) -> Launched:
         command = [*prefix, *(launcher if argv is None else argv), *args]
-        # Log directories that nobody named belong to the test, too.
+        # Keep the default log directories in the test's folder, too.
         environment = clean_environment({"TMPDIR": str(tmp_path), **(env or {})})
         started.append(Launched(command, env=environment, cwd=cwd or tmp_path, **how))
         return started[-1]
@@ -154,7 +155,7 @@ def launch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
 
 @pytest.fixture
 def worker_script(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a worker's source, dedented, to a file of its own, and returns the path."""
+    """Return a function that writes a worker's dedented source to a file and returns the path."""
 
     def write(source: str, name: str = "worker.py") -> Path:
         path = tmp_path / name

@@ -1,1 +1,1 @@
-"""What is compared with the installed torch, and how."""
+"""Tests of compatibility with the installed torch."""

@@ -1,4 +1,4 @@
-"""Random command lines and ``PET_*`` variables, read by torchrun's parser and by ours.
+"""Comparison of torchrun's parser and ours on random command lines and ``PET_*`` variables.
 
 ``python -m compat.command_lines --cases 500 --seed 0`` prints each on which they do not agree. They agree
 when both refuse, or when both accept and every option that both have means the same. Ours may refuse a value
@@ -38,12 +38,14 @@ COUNTED = {"max-restarts", "monitor-interval", "node-rank", "master-port", "shut
 
 
 def values_of(name: str) -> tuple[str, ...]:
-    """Good and bad values of an option."""
+    """Return valid and invalid values for an option."""
     return VALUES.get(name) or (NUMBERS if name in COUNTED else TEXTS)
 
 
 def spelled(name: str, chance: random.Random) -> str:
-    """One of its spellings; now and then shortened, which may be ambiguous, or mistyped."""
+    """Return a random spelling of an option: sometimes abbreviated and possibly ambiguous, rarely
+    misspelled.
+    """
     name = name.replace("-", "_") if chance.random() < 0.3 else name
     if chance.random() < 0.2:
         first = 1 + max(name.find("-"), name.find("_"))
@@ -52,7 +54,7 @@ def spelled(name: str, chance: random.Random) -> str:
 
 
 def command_line(chance: random.Random) -> list[str]:
-    """Options and, mostly, a script with arguments."""
+    """Return a random command line: some options and, in most cases, a script with arguments."""
     argv: list[str] = []
     for option in chance.sample(SHARED, chance.choice((0, 1, 1, 2, 3, 5))):
         typed = spelled(option.name, chance)
@@ -63,7 +65,8 @@ def command_line(chance: random.Random) -> list[str]:
             continue
         value = chance.choice(values_of(option.name))
         form = chance.random()
-        # Argparse takes a mistyped option for the script if there is a space in it.
+        # If a misspelled option contains a space, argparse takes it for the script. Do not join such a value
+        # with `=`.
         if typed.startswith("--") and form < 0.5 and " " not in value:
             argv.append(f"{typed}={value}")
         elif not typed.startswith("--") and form < 0.5:
@@ -79,7 +82,7 @@ def command_line(chance: random.Random) -> list[str]:
 
 
 def variables(chance: random.Random) -> dict[str, str]:
-    """Some ``PET_*`` variables, of good values mostly."""
+    """Return random values for some ``PET_*`` variables."""
     found: dict[str, str] = {}
     for option in chance.sample(SHARED, chance.choice((0, 0, 1, 2, 4))):
         if option.is_flag:
@@ -90,7 +93,7 @@ def variables(chance: random.Random) -> dict[str, str]:
 
 
 def theirs(argv: list[str]) -> argparse.Namespace | None:
-    """What torch reads; ``None`` when it refuses."""
+    """Parse a command line with torch's parser. Return ``None`` if the parser rejects it."""
     from torch.distributed.run import get_args_parser
 
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
@@ -101,7 +104,7 @@ def theirs(argv: list[str]) -> argparse.Namespace | None:
 
 
 def meant(read: argparse.Namespace) -> dict[str, Any]:
-    """Torch's texts, as our launcher takes them.
+    """Convert the values from torch's parser as our launcher would convert them.
 
     Raises:
         ValueError: one of them is a mistake.
@@ -119,14 +122,14 @@ def meant(read: argparse.Namespace) -> dict[str, Any]:
 
 
 def as_text(value: object) -> str:
-    """As it was typed, but for what torch has taken apart."""
+    """Return an option's value as the user typed it. Torch splits some values into lists."""
     if isinstance(value, list):
         return ",".join(part.replace(",", ",,") for part in value)
     return str(value)
 
 
 def disagreement(argv: list[str]) -> str | None:
-    """How the two differ about a command line, in the environment as it is."""
+    """Describe how the two parsers disagree about a command line. ``None`` if they agree."""
     read = theirs(argv)
     try:
         ours = vars(parse(argv, os.environ))

@@ -1,4 +1,6 @@
-"""Both launchers, each in a folder of its own, with what the reference leaves behind; the import switch."""
+"""Fixtures that start both launchers in separate folders, clean up after torchrun, and switch the import
+alias on.
+"""
 
 import os
 import subprocess
@@ -15,7 +17,9 @@ TREE = Path(__file__).resolve().parent.parent.parent / "python"
 
 @pytest.fixture
 def start(launch, tmp_path):
-    """Starts ``"torchrun"`` or ``"elasticrs"``; see :class:`helpers.launcher.Launched`."""
+    """Return a function that starts ``"torchrun"`` or ``"elasticrs"`` as a
+    :class:`helpers.launcher.Launched`.
+    """
     started, told = [], []
 
     def start(launcher, *args, env=None):
@@ -34,12 +38,14 @@ def start(launch, tmp_path):
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """The interpreter of an environment that sees this tree and the packages of the tests."""
+    """Return the interpreter of a virtual environment that contains this source tree and the packages of the
+    tests.
+    """
     folder = tmp_path_factory.mktemp("alias") / "venv"
     venv.create(folder, symlinks=True)
     (packages,) = folder.glob("lib/python*/site-packages")
-    # Not by PYTHONPATH: what an environment has, each of its interpreters has. The name is the one of an
-    # editable installation.
+    # Use a `.pth` file instead of PYTHONPATH, because every interpreter of the environment then finds the
+    # packages. The file has the name that an editable installation would use.
     (packages / "elasticrs.pth").write_text(f"{TREE}\n{sysconfig.get_path('purelib')}\n", encoding="utf-8")
     return folder / "bin" / "python"
 

@@ -1,4 +1,4 @@
-"""Every public name of the installed torch's elastic modules, compared with ours.
+"""Comparison of every public name in the installed torch's elastic modules with ours.
 
 A difference has a place (a module, or :data:`OPTIONS` for the command line), a name in it, and a state:
 
@@ -39,12 +39,12 @@ COMMANDS = ("torch.distributed.run", "torch.distributed.launch")
 OPTIONS = "options of the command line"
 
 PRIVATE = {
-    # Torch imports it in another part.
+    # Other modules of torch import this function.
     "agent.server.api": ("_get_fq_hostname",),
-    # Others make a server with it.
+    # Other projects create a server with this class.
     "agent.server.local_elastic_agent": ("_AliveCallbackProxy",),
     "rendezvous.registry": ("_register_out_of_tree_handlers",),
-    # Its `entry_points` is patched.
+    # Programs patch `metadata.entry_points`.
     "run": ("metadata",),
 }
 """Names that are not public and used from outside."""
@@ -62,7 +62,7 @@ Differences = dict[tuple[str, str], str]
 
 
 def ours_of(module: str) -> str:
-    """The name of our module for one of torch's."""
+    """Return the name of our module that corresponds to a module of torch."""
     for prefix in (ELASTIC, "torch.distributed"):
         if module == prefix or module.startswith(prefix + "."):
             return "elasticrs" + module[len(prefix) :]
@@ -70,7 +70,7 @@ def ours_of(module: str) -> str:
 
 
 def torch_modules() -> Iterator[str]:
-    """The names of all public modules."""
+    """Yield the names of torch's public modules, including submodules."""
     for name in TORCHS:
         yield name
         module = importlib.import_module(name)
@@ -80,7 +80,8 @@ def torch_modules() -> Iterator[str]:
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """What a program may use of a module: its ``__all__``, else what is defined there and has no underscore.
+    """Return the names that programs may use from a module: its ``__all__`` or, without one, the names
+    without an underscore that it defines.
 
     A package without ``__all__`` offers what it imports from its own modules.
     """
@@ -98,13 +99,13 @@ def _is_public(name: str, value: object, homes: tuple[str, ...]) -> bool:
         return False
     home = getattr(value, "__module__", None)
     if home is None:
-        # Nothing tells where a constant is from; this one is argparse's.
+        # A constant does not tell where it was defined. Exclude `REMAINDER`, which comes from argparse.
         return name.isupper() and name != "REMAINDER" and isinstance(value, str | int | float)
     return f"{home}.".startswith(homes)
 
 
 class Comparison:
-    """Collects the state of each name of torch's modules."""
+    """Collects, for each name in torch's modules, how ours differs."""
 
     def __init__(self) -> None:
         self.found: dict[tuple[str, str], list[str]] = {}
@@ -122,14 +123,14 @@ class Comparison:
     def _module(self, name: str) -> None:
         place = ours_of(name)
         if not exists(ours_of(name)):
-            # Of a package that is missing, its modules are as well.
+            # Report only the package if a whole package is missing, not each of its modules.
             if exists(ours_of(name).rpartition(".")[0]):
                 self._tell(place, "(module)", "missing")
             return
         try:
             theirs = importlib.import_module(name)
         except ImportError:
-            # It needs a package that torch does not require: nothing of it can be read.
+            # The module needs a package that torch does not require, so its names cannot be read.
             return
         ours = importlib.import_module(ours_of(name))
         for each in public_names(theirs):
@@ -222,7 +223,7 @@ class Comparison:
 
 
 def exists(module: str) -> bool:
-    """Whether there is a module of this name."""
+    """Return true if a module with this name exists."""
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
@@ -230,17 +231,17 @@ def exists(module: str) -> bool:
 
 
 def our_name(module: str) -> str | None:
-    """As :func:`ours_of`; ``None`` for a module that is none of these."""
+    """Like :func:`ours_of`, but return ``None`` for a module that is not compared."""
     return ours_of(module) if any(f"{module}.".startswith(f"{name}.") for name in TORCHS) else None
 
 
 def is_telling(base: type) -> bool:
-    """Whether a base class says something about what an object can do."""
+    """Return true if a base class is a basic Python type or belongs to one of the compared modules."""
     return base.__module__ in ("builtins", "abc", "enum", "typing") or base.__module__.startswith(TORCHS)
 
 
 def kind(value: object) -> str:
-    """What sort of thing it is, as far as its users can tell."""
+    """Return the kind of a value as its users see it: class, function or attribute."""
     if inspect.isclass(value):
         return "class"
     if isinstance(value, staticmethod | classmethod):
@@ -251,7 +252,9 @@ def kind(value: object) -> str:
 
 
 def members(cls: type) -> dict[str, object]:
-    """Public members of a class and of its bases in torch, abstract methods, and hooks."""
+    """Return the public members, abstract methods and hooks of a class, including those of its base classes
+    in torch.
+    """
     found: dict[str, object] = {}
     for base in reversed(cls.__mro__):
         if not base.__module__.startswith("torch."):
@@ -266,7 +269,9 @@ def members(cls: type) -> dict[str, object]:
 
 
 def attributes(cls: type) -> set[str]:
-    """Names that objects of this class have, as far as the class tells."""
+    """Return the names of the instance attributes that a class declares as slots, annotations or
+    parameters.
+    """
     found: set[str] = set()
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())
@@ -276,7 +281,9 @@ def attributes(cls: type) -> set[str]:
 
 
 def parameters(value: Any) -> dict[str, inspect.Parameter]:
-    """By name, without the object itself; none when Python cannot tell."""
+    """Return the parameters by name, without ``self`` and ``cls``. Empty if Python cannot determine the
+    signature.
+    """
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     try:
@@ -295,15 +302,15 @@ def parameters(value: Any) -> dict[str, inspect.Parameter]:
 
 
 def is_same(theirs: object, ours: object) -> bool:
-    """Whether two defaults are the same to a caller."""
+    """Return true if two default values are equivalent for a caller."""
     if shown(theirs) == shown(ours):
         return True
-    # A member of an IntEnum is its number.
+    # A member of an IntEnum equals its number, so compare the values, too.
     return isinstance(theirs, int | float | str) and isinstance(ours, int | float | str) and theirs == ours
 
 
 def shown(default: object) -> str:
-    """A default in comparable form: what a function or a class is called, whoever made it."""
+    """Return a default value as a string that can be compared between the two packages."""
     if isinstance(default, enum.Enum):
         return f"{type(default).__name__}.{default.name}"
     if inspect.isroutine(default):
@@ -313,7 +320,7 @@ def shown(default: object) -> str:
 
 
 def options(module: str) -> Mapping[str, dict[str, object]]:
-    """Facts about each option by all its spellings; the shared one names it."""
+    """Return the properties of each option, keyed by the option's longest spelling."""
     parser = importlib.import_module(module).get_args_parser()
     found: dict[str, dict[str, object]] = {}
     for action in parser._actions:
@@ -330,7 +337,7 @@ def options(module: str) -> Mapping[str, dict[str, object]]:
 
 
 def compare() -> Differences:
-    """All names with their states."""
+    """Compare all names and return their states."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return Comparison().run()

@@ -1,4 +1,4 @@
-"""The tables of docs/compatibility.md: what differs from torch on purpose, and why.
+"""The tables of docs/compatibility.md, which list the intentional differences from torch and their reasons.
 
 A table is below a heading that names its place, with the columns name, state and reason. Names of one state
 and reason may share a row. Everything else in the file is prose and left alone.
@@ -19,7 +19,7 @@ Rows = dict[tuple[str, str], tuple[str, str]]
 
 
 def read(text: str) -> Rows:
-    """All rows between the two marks.
+    """Return all table rows between the two marks in the document.
 
     Raises:
         ValueError: a name is listed twice, or a row cannot be read.
@@ -39,7 +39,7 @@ def read(text: str) -> Rows:
 
 
 def problems(found: Differences, rows: Rows) -> Iterator[str]:
-    """What the table does not say, or says wrongly."""
+    """Yield a message for each difference that the tables omit or describe wrongly."""
     for key in sorted(found.keys() | rows.keys()):
         place, name = key
         state, reason = rows.get(key, ("not listed", ""))
@@ -52,7 +52,7 @@ def problems(found: Differences, rows: Rows) -> Iterator[str]:
 
 
 def written(text: str, found: Differences, default_reasons: Mapping[str, str]) -> str:
-    """The document with tables of what was found; reasons of rows that still hold are kept.
+    """Return the document with updated tables. Rows that still hold keep their reasons.
 
     Args:
         text: the document.

@@ -1,4 +1,6 @@
-"""``ELASTICRS_ALIAS=1``: torch's names lead to our modules, in an environment of the test's own."""
+"""With ``ELASTICRS_ALIAS=1``, importing torch's elastic modules loads ours. The tests use separate
+environments.
+"""
 
 import os
 import subprocess
@@ -191,7 +193,7 @@ assert importlib.util.find_spec("torch.distributed.elastic.timer.neither") is No
 
 
 def test_a_module_that_only_torch_has_is_torchs_and_stands_on_ours(installed, tmp_path):
-    # As a later version of torch may have; this one has nothing else.
+    # This fake torch has only a package that a later version of torch could have.
     packages = ("torch", "torch/distributed", "torch/distributed/elastic", "torch/distributed/elastic/newer")
     for package in packages:
         (tmp_path / package).mkdir()
@@ -249,7 +251,7 @@ def test_spawned_children_have_it_too(installed, tmp_path):
     before = procs.children()
     (tmp_path / "spawned.py").write_text(SPAWNED, encoding="utf-8")
     assert installed("spawned.py").stdout == "elasticrs.timer.api\n"
-    # Multiprocessing's resource tracker outlives it for a moment.
+    # Reap multiprocessing's resource tracker, which outlives the program for a moment.
     procs.reap_adopted(keep=[child.pid for child in before])
 
 
@@ -273,7 +275,7 @@ os.write(1, " ".join(shown).encode() + b"\\n")
 )
 def test_the_command_line_of_torch_starts_our_launcher(installed, tmp_path, command, expected):
     (tmp_path / "worker.py").write_text(SHOW, encoding="utf-8")
-    # What an installation of torch puts beside the interpreter.
+    # An installation of torch puts this script beside the interpreter.
     (tmp_path / "torchrun").write_text("import sys; from torch.distributed.run import main; sys.exit(main())")
     done = installed("-W", "error", *command, "--nproc-per-node=2", "worker.py", "--x", check=False)
     assert sorted(done.stdout.splitlines()) == expected, done.stderr

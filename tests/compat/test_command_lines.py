@@ -1,4 +1,4 @@
-"""Random command lines mean the same to both launchers."""
+"""Both launchers interpret random command lines in the same way."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""``worker_main``: torch's server in a worker that asks for it, and errors in any case."""
+"""``worker_main`` starts torch's server if the worker requests it, and always records the worker's errors."""
 
 import http.client
 import json
@@ -31,7 +31,7 @@ else:
 
 @pytest.fixture
 def worker(tmp_path):
-    """Starts the worker; ends with its ``with`` block."""
+    """Return a function that starts the worker. Use its result in a ``with`` block."""
 
     def start(form, **variables):
         env = {

@@ -1,4 +1,4 @@
-"""How a job ends under both launchers: signals, exit codes, the report, the error file."""
+"""Comparison of how jobs end under both launchers: signals, exit codes, the report and the error file."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from helpers import procs
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.beyond_torchrun,  # both are started here, whatever --launcher says
+    pytest.mark.beyond_torchrun,  # the test itself starts both launchers, regardless of --launcher
 ]
 
 BOTH = ("torchrun", "elasticrs")
@@ -66,7 +66,7 @@ def test_a_signal_that_is_not_handled(start, worker_script):
             procs.reap_adopted()
             procs.assert_gone([pid])
         else:
-            # The orphan of the other launcher.
+            # torchrun leaves this worker running as an orphan.
             assert procs.process(pid).state != "Z"
 
 
@@ -85,7 +85,7 @@ def test_a_mistake(start, arguments, theirs, ours):
     assert launched.stderr.count("\n") == 1
 
 
-# The records of both packages are the same decorator to a user.
+# Each launcher runs with the `record` decorator of its package.
 FAILS = """
     import os, sys
     if os.environ.get("ELASTICRS_ROUND"):
@@ -102,14 +102,14 @@ FAILS = """
 
 
 def normalised(report):
-    """Without what differs from run to run; the last report of a text."""
+    """Return the last report in a text, without the parts that vary between runs."""
     lines = report[report.rindex("Failures:") :].splitlines()
     text = "\n".join(re.sub(r"^[=-]{10,}$", "-----", line.rstrip()) for line in lines)
-    # The times of elasticrs have milliseconds.
+    # elasticrs prints times with milliseconds, and torchrun prints whole seconds.
     text = re.sub(r"\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d(\.\d+)?", "TIME", text)
     text = re.sub(r"(host +: ).*", r"\1HOST", text)
     text = re.sub(r"(?i)\b(pid:? )\d+", r"\1PID", text)
-    # The path of elasticrs also contains the host name.
+    # With elasticrs, the path of the logs also contains the host name.
     ours = rf"/\S*/(\w+)_{re.escape(os.uname().nodename.split('.')[0])}_\w{{8}}/attempt_0"
     text = re.sub(ours, r"\1/attempt_0", text)
     text = re.sub(r"/\S*/(\w+)_\S{8}/attempt_0", r"\1/attempt_0", text)
@@ -118,7 +118,7 @@ def normalised(report):
 
 
 def in_order(wanted, lines):
-    """The first of ``wanted`` that is not among ``lines``, in this order."""
+    """Return the first line of ``wanted`` that is missing from ``lines`` or out of order."""
     rest = iter(lines)
     return next((line for line in wanted if line not in rest), None)
 
@@ -130,26 +130,30 @@ def test_the_report_and_the_error_file(start, worker_script, tmp_path, how):
     reports, errors = {}, {}
     for launcher in BOTH:
         logs = tmp_path / launcher / "logs"
-        # Any free port: torch's default is everybody's.
+        # Use any free port, because another program may be using torch's default port.
         rendezvous = ("--rdzv-id=job", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
         launched = start(launcher, "--log-dir", logs, *rendezvous, script).exits(1)
         reports[launcher] = normalised(launched.stderr)
         found = list(logs.glob("*/attempt_0/0/error.json"))
         errors[launcher] = [comparable(json.loads(file.read_text())) for file in found]
-    # Ours says more, but nothing of theirs is missing, and it is in the same order.
+    # Our report may have additional lines, but it contains all of torchrun's lines in the same order.
     assert in_order(without_frames(reports["torchrun"]), reports["elasticrs"]) is None, reports
     assert errors["elasticrs"] == errors["torchrun"]
     assert bool(errors["torchrun"]) == ("raise" in how)
 
 
 def without_frames(lines):
-    """Without the frames of a decorator, which are each package's own, and torch's advice to use it."""
+    """Remove the frames of the ``record`` decorator, which differ between the packages, and torch's advice to
+    use it.
+    """
     own = re.compile(r"WRAPPER|\bf\(|\^\^\^|To enable traceback see|^$")
     return [line for line in lines if not own.search(line)]
 
 
 def comparable(error):
-    """The content of an error file, with forms in place of what differs, without what is ours."""
+    """Return an error file's content in a comparable form: without our additions and without
+    variable parts.
+    """
     error.pop("elasticrs", None)
     extra = error["message"]["extraInfo"]
     assert extra["timestamp"].isdecimal()

@@ -51,7 +51,9 @@ OUTCOMES = [
 
 @pytest.fixture
 def outcomes(tmp_path):
-    """Call ``main`` with each of these arguments; return each exception's classes, by name, and exit code."""
+    """Return a function that calls ``main`` with each list of arguments, and returns the exceptions' class
+    names and exit codes.
+    """
     (tmp_path / "fails.py").write_text("raise SystemExit(3)\n", encoding="utf-8")
 
     def outcomes(package, name, cases):

@@ -1,4 +1,6 @@
-"""Names, signatures, defaults and options are torch's, but for what docs/compatibility.md lists."""
+"""Names, signatures, defaults and options match torch's, except for those that
+docs/compatibility.md lists.
+"""
 
 import subprocess
 import sys
@@ -13,7 +15,8 @@ TESTS = Path(__file__).resolve().parent.parent
 
 @pytest.mark.torch
 def test_every_difference_from_torch_is_in_the_table_and_the_table_holds():
-    # In a process of its own: importing torch costs this one hundreds of megabytes, and threads.
+    # Compare in a separate process, because importing torch would cost this process hundreds of megabytes and
+    # start threads.
     done = subprocess.run(
         [sys.executable, "-m", "compat"],
         cwd=TESTS,
@@ -61,7 +64,7 @@ def test_modules_are_attributes_of_their_packages_after_an_import_of_the_package
 
 
 class Theirs:
-    """What a made-up torch has."""
+    """A class of a made-up torch."""
 
     def __init__(self, one, two=2): ...
 
@@ -71,7 +74,7 @@ class Theirs:
 
 
 class Ours:
-    """And what is made of it here."""
+    """Our counterpart of :class:`Theirs`, with some differences."""
 
     def __init__(self, one, two=3, *, three=None): ...
 

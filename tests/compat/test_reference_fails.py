@@ -1,4 +1,4 @@
-"""Cases that fail with torchrun and pass here; each case runs with both.
+"""Cases that fail with torchrun and pass with elasticrs. Each case runs with both launchers.
 
 So that a case is known to be one. When a later torch mends it, the test says so.
 """
@@ -51,7 +51,7 @@ UP = r"UP (\d) (\d) (\S+) (\d+) (\d+)"
 
 @pytest.fixture
 def agent(start, worker_script):
-    """Starts one of several agents of a job on this machine."""
+    """Return a function that starts one agent of a job. All agents of the job run on this machine."""
     endpoint = f"127.0.0.1:{ports.free()}"
     script = worker_script(RANKS)
 
@@ -72,7 +72,7 @@ def agent(start, worker_script):
 
 
 def end(*agents):
-    """SIGTERM to all, and wait for them."""
+    """Send SIGTERM to all agents that are running, wait for them, and return their exit codes."""
     for each in agents:
         if not each.has_exited:
             each.signal(signal.SIGTERM)
@@ -92,7 +92,8 @@ def test_a_node_that_comes_is_taken_in(agent):
 def test_under_torchrun_it_ends_the_job(agent):
     first = agent("torchrun", "127.0.0.1")
     first.wait_for_line(UP)
-    # The newcomer sorts behind: rank 0 has published its address in the first round, and does so no more.
+    # The new node sorts after the first node, which therefore keeps rank 0. It published its address in the
+    # first round, and torchrun does not publish it again.
     second = agent("torchrun", "127.0.0.2")
     assert [first.wait(60), second.wait(60)] == [1, 1]
     assert "MASTER_ADDR" in first.stderr + second.stderr
@@ -104,17 +105,18 @@ def test_under_torchrun_a_newcomer_that_sorts_first_splits_the_job(agent):
     second = agent("torchrun", "127.0.0.1")
     ups = [first.wait_for_lines(UP, 2)[1], second.wait_for_line(UP)]
     assert sorted(up[1] for up in ups) == ["0", "1"]
-    # Two masters for one job of two workers.
+    # The two workers of one job have different masters.
     assert len({(up[3], up[4]) for up in ups}) == 2
     end(first, second)
 
 
 @pytest.mark.parametrize("launcher", BOTH)
 def test_a_lost_node_is_noticed(agent, launcher):
-    # Two torchruns may take long until both are there; nobody waits when they are.
+    # Give torchrun a long last call, because two agents may start slowly. The wait ends when both have
+    # joined.
     pace = {"last_call": 1 if launcher == "elasticrs" else 30, "keep_alive": 1}
     agents = [agent(launcher, address, **pace) for address in ("127.0.0.1", "127.0.0.2")]
-    # The first to come hosts the store.
+    # The first agent to start hosts the store. Kill the other one.
     ups = [each.wait_for_line(r"UP (\d) 2 \S+ \d+ (\d+)") for each in agents]
     lost = 1 if holds_endpoint(agents[0]) else 0
     agents[lost].signal(signal.SIGKILL)
@@ -123,7 +125,8 @@ def test_a_lost_node_is_noticed(agent, launcher):
     if launcher == "elasticrs":
         survivor.wait_for_line(r"UP 0 1 ")
     else:
-        # Its agent's keep-alives have been missing since three intervals; the orphan is lost as well.
+        # Kill the orphaned worker, too. The surviving agent starts no new round, although five keep-alive
+        # intervals pass.
         os.kill(int(ups[lost][2]), signal.SIGKILL)
         rounds = survivor.stdout.count("UP ")
         survivor.read_for(5)
@@ -135,7 +138,7 @@ def test_a_lost_node_is_noticed(agent, launcher):
 
 
 def holds_endpoint(launched):
-    """Whether this agent listens on the port of its endpoint."""
+    """Return true if this agent listens on the port of its endpoint."""
     (argument,) = [
         word
         for word in Path(f"/proc/{launched.pid}/cmdline").read_text().split("\0")

@@ -22,7 +22,9 @@ from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 @pytest.fixture(autouse=True)
 def signals(monkeypatch):
-    """A launch leaves the names of the signals in the environment."""
+    """Set the variable and restore it afterwards, because each launch writes the names of the handled signals
+    to it.
+    """
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM")
 
 
@@ -66,7 +68,7 @@ def test_a_mock_that_is_made_from_the_class_can_be_started():
 
 
 def test_a_start_outside_the_main_thread_warns_in_torchs_words(caplog):
-    # Torch's own test compares this text.
+    # A test of torch compares this text.
     context = MagicMock(spec=PContext)
     context._tail_logs = []
     thread = threading.Thread(target=PContext.start, args=[context])
@@ -80,7 +82,7 @@ def test_a_start_outside_the_main_thread_warns_in_torchs_words(caplog):
 
 
 def test_an_agent_can_be_made_from_a_mock_of_a_spec(tmp_path):
-    # Torch's own tests of its settings make agents in this way.
+    # Torch's tests of the agent's settings create agents in this way.
     spec = Mock(spec=WorkerSpec, max_restarts=3, local_world_size=1, rdzv_handler=Mock())
     made = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), shutdown_timeout=240)
     assert made._shutdown_timeout == 240
@@ -111,7 +113,9 @@ def agent(tmp_path):
 
 @pytest.fixture
 def wrapped(monkeypatch):
-    """Adds a variable to all workers; returns what it was called with."""
+    """Wrap ``start_processes`` so that it adds a variable to all workers. Return the arguments of
+    each call.
+    """
     calls, own = [], local_elastic_agent.start_processes
 
     def start(**how):
@@ -137,14 +141,14 @@ def test_failures_and_restarts_of_such_workers(agent, wrapped):
     assert len(wrapped) == 2
     assert result.state is WorkerState.FAILED
     assert made._remaining_restarts == 0
-    # One of the two came first, and the other one may be told to stop before it has ended.
+    # Only the first failure is certain, because the agent may stop the other worker before it exits.
     assert {0: 1, 1: 2}.items() & {rank: found.exitcode for rank, found in result.failures.items()}.items()
 
 
 def test_a_signal_ends_such_workers(agent, wrapped, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    # In arguments, two dollars are one.
+    # In arguments, `$$` stands for one dollar sign.
     made = agent(f"echo $$$$ > {fifo}; exec sleep 1000", nproc=1)
     pids = []
 
@@ -196,7 +200,7 @@ def test_how_the_agent_ended_is_recorded_by_the_launcher(tmp_path):
     with patch.object(events, "record") as record:
         elastic_launch(config(tmp_path), "true")()
     assert recorded(record) == ("SUCCEEDED", None)
-    # As in torch: the agent ran to its end.
+    # As in torch, the event says that the agent succeeded, because the agent itself finished normally.
     with patch.object(events, "record") as record, pytest.raises(ChildFailedError):
         elastic_launch(config(tmp_path), "false")()
     assert recorded(record) == ("SUCCEEDED", None)

@@ -1,4 +1,4 @@
-"""Programs as they were written for torchelastic in 2019 and 2020 run under the alias, without a change."""
+"""Programs written for torchelastic in 2019 and 2020 run unchanged under the alias."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The modules of torch that import ``torch.distributed.elastic`` themselves, over ours."""
+"""Torch's modules that import ``torch.distributed.elastic`` work when the alias gives them ours."""
 
 import pytest
 from helpers import ports

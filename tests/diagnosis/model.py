@@ -1,4 +1,4 @@
-"""A model of ranks that run collectives, one of which does something else than the others."""
+"""A model of ranks that run collectives. One rank does something different from the others."""
 
 import json
 import random
@@ -14,14 +14,14 @@ FAULTS = ("stop", "skip", "extra", "size", "operation")
 
 
 class Job(NamedTuple):
-    """Groups of ranks, and what each rank calls."""
+    """The groups of a simulated job, and the operations that each rank calls."""
 
     groups: list[tuple[str, list[int]]]
     programs: list[list[Operation]]
 
 
 def mesh(rows: int, columns: int) -> list[tuple[str, list[int]]]:
-    """The default group, and those of a mesh of two dimensions."""
+    """Return the default group and the groups of a two-dimensional mesh."""
     size = rows * columns
     across = [("tp", list(range(row * columns, (row + 1) * columns))) for row in range(rows)]
     down = [("dp", list(range(column, size, columns))) for column in range(columns)]
@@ -29,14 +29,14 @@ def mesh(rows: int, columns: int) -> list[tuple[str, list[int]]]:
 
 
 def program(source: random.Random, length: int) -> list[tuple[str, str, int]]:
-    """What all ranks do: the kind of group, the operation, and the number of elements."""
+    """Return random steps for all ranks: the kind of group, the operation, and the number of elements."""
     kinds = source.choices(["default_pg", "tp", "dp"], [1, 3, 3], k=length)
     names = source.choices(["all_reduce", "all_gather", "broadcast", "barrier"], [4, 2, 1, 1], k=length)
     return [(kind, name, source.choice([4, 8, 16])) for kind, name in zip(kinds, names, strict=True)]
 
 
 def job(groups: list[tuple[str, list[int]]], steps: list[tuple[str, str, int]]) -> Job:
-    """All ranks carry out the same steps, each in its own groups."""
+    """Return a job in which all ranks execute the same steps, each rank in the groups that contain it."""
     programs: list[list[Operation]] = []
     for rank in range(len(groups[0][1])):
         own = {kind: index for index, (kind, members) in enumerate(groups) if rank in members}
@@ -45,7 +45,7 @@ def job(groups: list[tuple[str, list[int]]], steps: list[tuple[str, str, int]]) 
 
 
 def with_fault(healthy: Job, rank: int, at: int, fault: str) -> Job:
-    """The same job, but this rank does something else at one step."""
+    """Return the same job, except that one rank does something different at one step."""
     calls = list(healthy.programs[rank])
     group, name, elements = calls[at]
     if fault == "stop":
@@ -63,7 +63,7 @@ def with_fault(healthy: Job, rank: int, at: int, fault: str) -> Job:
 
 
 class Run:
-    """The job until no rank gets any further."""
+    """A simulation of the job, run until no rank can advance."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -77,7 +77,9 @@ class Run:
             continue
 
     def _advance(self, rank: int) -> bool:
-        """Call the next operation of a rank, or complete that in which it waits. True if that is possible."""
+        """Start the next operation of a rank, or complete the operation that it waits in. Return true if
+        either is possible.
+        """
         calls = self.job.programs[rank]
         waits = bool(self.called[rank]) and (rank, *self.called[rank][-1][:2]) not in self.complete
         if waits:
@@ -104,7 +106,7 @@ class Run:
         return None
 
     def is_stuck(self) -> bool:
-        """True if a rank waits in a collective."""
+        """Return true if a rank waits in a collective."""
         return any(
             (rank, group, number) not in self.complete
             for rank, calls in enumerate(self.called)
@@ -112,7 +114,7 @@ class Run:
         )
 
     def evidence(self, *, knows_groups: bool = True) -> list[RankEvidence]:
-        """What the ranks would give."""
+        """Return the evidence that the ranks would report."""
         return [self._evidence(rank, knows_groups) for rank in range(len(self.called))]
 
     def _evidence(self, rank: int, knows_groups: bool) -> RankEvidence:
@@ -132,7 +134,7 @@ class Run:
 
 
 def entry(*, record_id=0, group=("0", "default_pg"), number=1, name="gloo:all_reduce", sizes=None, **others):
-    """An entry, as torch writes it."""
+    """Return an entry in the format that torch writes."""
     sizes = [[4]] if sizes is None else sizes
     return {
         "record_id": record_id,
@@ -160,7 +162,7 @@ def entry(*, record_id=0, group=("0", "default_pg"), number=1, name="gloo:all_re
 
 
 def dump(entries, **others):
-    """A flight record, as torch writes it with gloo."""
+    """Return a flight record in the format that torch writes with gloo."""
     config = {"": {"desc": "", "name": "", "ranks": "[0, 1]"}}
     record = {"version": "2.10", "comm_lib_version": "", "pg_config": config, "pg_status": {}, **others}
     return json.dumps({**record, "entries": entries} if entries else record).encode()

@@ -1,4 +1,4 @@
-"""Evidence that real gloo groups have given; see ``recording.py``."""
+"""Evidence from real gloo groups, recorded by ``recording.py``."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ RECORDED = Path(__file__).resolve().parent / "recorded"
 
 
 def evidence_from(ranks, *, knows_groups=True, has_stacks=True):
-    """Evidence from what the ranks of a recorded group gave. Two ranks are on each node."""
+    """Return the evidence that recorded ranks reported. There are two ranks on each node."""
     return [
         RankEvidence(
             rank["rank"],
@@ -24,5 +24,5 @@ def evidence_from(ranks, *, knows_groups=True, has_stacks=True):
 
 
 def recorded(name, **options):
-    """Evidence of one scenario."""
+    """Return the recorded evidence of one scenario."""
     return evidence_from(json.loads((RECORDED / f"{name}.json").read_text())["ranks"], **options)

@@ -1,4 +1,4 @@
-"""Runs gloo groups that get stuck, and records what their ranks give as evidence.
+"""Record the evidence that the ranks of real gloo groups report when they get stuck.
 
 ``python -m diagnosis.recording`` in ``tests`` writes the files in ``recorded``, one for each of
 :data:`SCENARIOS`. They have to be written again only if torch changes the format of its flight recorder.
@@ -27,7 +27,7 @@ Step = tuple[str, "int | None", int]
 
 
 class Scenario(NamedTuple):
-    """What each rank does, and how many collectives its record has once it is stuck."""
+    """The steps of each rank, and the number of collectives in its record once the group is stuck."""
 
     size: int
     steps: dict[int, list[Step]]
@@ -36,7 +36,7 @@ class Scenario(NamedTuple):
     groups: list[tuple[str, list[int]]] = []  # noqa: RUF012 -- a named tuple's default is never changed
 
     def of(self, rank: int) -> tuple[list[Step], int]:
-        """The steps of a rank, and the number of its entries."""
+        """Return the steps of a rank and the number of entries in its record."""
         steps = self.steps[rank if rank in self.steps else -1]
         return steps, self.entries[rank if rank in self.entries else -1]
 
@@ -62,7 +62,9 @@ TENSOR_AND_DATA = [("tp", [0, 1]), ("tp", [2, 3]), ("dp", [0, 2]), ("dp", [1, 3]
 
 
 def tensor_and_data(rank: int, *, stuck: int) -> list[Step]:
-    """Two steps of a rank in a tensor-parallel and a data-parallel group; ``stuck`` loads in the second."""
+    """Return two steps of a rank in a tensor-parallel and a data-parallel group. The rank ``stuck`` hangs in
+    its data loader before the second step.
+    """
     step = [reduce(group=rank // 2), reduce(8, group=2 + rank % 2)]
     return [*step, *([LOAD] if rank == stuck else []), *step]
 
@@ -100,7 +102,7 @@ SCENARIOS = {
 
 
 class Worker:
-    """One rank of a stuck group."""
+    """The process of one rank in a stuck group."""
 
     def __init__(self, scenario: Scenario, rank: int, folder: Path) -> None:
         self.rank, self.stacks = rank, folder / f"stacks-{rank}"
@@ -119,11 +121,11 @@ class Worker:
 
     @property
     def exits(self) -> bool:
-        """True if its plan ends the process."""
+        """True if the rank exits instead of getting stuck."""
         return EXIT in self._steps
 
     def ask(self) -> dict[str, Any]:
-        """The evidence that its thread gives now."""
+        """Return the evidence that the rank reports now."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(b"record\n")
@@ -131,14 +133,14 @@ class Worker:
         return json.loads(self.process.stdout.readline())
 
     def is_stuck(self, answer: dict[str, Any]) -> bool:
-        """True if it has come as far as its plan lets it."""
+        """Return true if the rank has reached the point where it gets stuck."""
         entries = json.loads(answer["record"]).get("entries", [])
-        # A call that blocks has been recorded before it waits, and a call that is not the last has returned.
+        # torch records a blocking call before it waits, so only the last call may be incomplete.
         done = all(entry["retired"] for entry in entries[:-1])
         return len(entries) == self._entries and done
 
     def written_stacks(self) -> str:
-        """The stacks of its threads, as the agent would get them."""
+        """Return the stacks of the process's threads, in the form that the agent reads."""
         self.process.send_signal(signal.SIGRTMIN + 12)
         return wait_until(lambda: self._stacks() or None)
 
@@ -152,7 +154,7 @@ class Worker:
 
 
 def wait_until(look: Any) -> Any:
-    """Ask until there is an answer."""
+    """Call a function repeatedly until it returns something other than ``None``."""
     pause = threading.Event()
     for _ in range(int(LIMIT / 0.02)):
         found = look()
@@ -189,7 +191,7 @@ def evidence_of(worker: Worker) -> dict[str, Any]:
 
 
 def without_paths(text: str) -> str:
-    """Replace the folders of this machine."""
+    """Replace paths that depend on this machine."""
     packages, library = str(Path(torch.__file__).parents[1]), os.path.dirname(os.__file__)
     for folder, name in (
         (packages, "/env/site-packages"),

@@ -1,4 +1,4 @@
-"""Who is blamed, from values: NCCL, missing evidence, and what is not evidence."""
+"""Diagnosis of culprits from hand-written evidence: NCCL, missing records, and facts that prove nothing."""
 
 import json
 
@@ -22,7 +22,7 @@ RECEIVING = written((REDUCE[0]._replace(function="recv"), *STEP))
 
 
 def calls(*names, backend="gloo", waits=True, group=("0", "default_pg"), **others):
-    """Entries of these operations. The last one has not completed if ``waits``."""
+    """Return entries for these operations. If ``waits`` is true, the last one has not completed."""
     done = {"retired": True, "state": "scheduled" if backend == "gloo" else "completed"}
     last = len(names) - 1 if waits else len(names)
     return [
@@ -151,7 +151,7 @@ def test_groups_of_one_name_are_told_apart_by_their_members():
 
 
 def test_a_group_that_was_created_again_starts_anew():
-    """A training that goes on in a smaller group uses its name again."""
+    """The diagnosis ignores the entries of an earlier group with the same name."""
     earlier = [{**raw, "pg_id": 0} for raw in calls("broadcast", *["all_reduce"] * 8, waits=False)]
     later = [{**raw, "pg_id": 5, "record_id": 9 + raw["record_id"]} for raw in WAITS]
     evidence = [rank(0, earlier + later), rank(1, WAITS), rank(2, earlier + later[:1], OUTSIDE)]
@@ -167,7 +167,7 @@ def test_overwritten_entries_are_no_evidence_of_absence():
 
 
 def test_an_older_record_is_not_used():
-    """It lacks a collective that needs its rank and has completed on the others."""
+    """A record is outdated if it lacks a collective that cannot have completed without its rank."""
     later = calls("all_reduce", "all_reduce", "all_reduce")
     evidence = [rank(0, later), rank(1, later), rank(2, calls("all_reduce"))]
     assert blamed(evidence) == [((2,), Reason.NO_RECORD, POSSIBLE)]
@@ -181,7 +181,9 @@ def test_a_broadcast_may_complete_before_all_have_entered_it():
 
 
 def test_a_failed_collective_does_not_count_as_completed():
-    """gloo marks it as retired, so the record of the absent rank would seem to be older."""
+    """gloo marks a failed collective as retired. The record of a rank that did not enter it is not considered
+    outdated.
+    """
     failed = calls("all_reduce", "all_reduce", waits=False)
     others = [rank(1, WAITS), rank(2, DONE, OUTSIDE)]
     assert blamed([rank(0, failed, has_raised=True), *others]) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
@@ -197,7 +199,7 @@ def test_variants_of_an_operation_match():
 
 
 def test_a_single_mismatch_that_has_completed_is_no_evidence():
-    """The ranks may have used variants of an operation that are not known here."""
+    """An unknown operation may be a variant of the one that the other ranks called, so no rank is blamed."""
     usual, other = calls("all_reduce", "barrier"), calls("new_all_reduce", "barrier")
     evidence = [*(rank(number, usual) for number in range(3)), rank(3, other)]
     assert blamed(evidence) == []
@@ -234,7 +236,7 @@ def test_a_majority_among_few_records_is_less_certain():
 
 
 def test_coalesced_collectives_are_one():
-    """NCCL records each part, and a last entry that shows whether all of them have completed."""
+    """NCCL records each part of a coalesced collective, followed by an entry with the state of the whole."""
     parts = calls("all_reduce", "all_reduce", "coalesced", backend="nccl")
     parts = [{**raw, "collective_seq_id": 1} for raw in parts]
     parts[:2] = [{**raw, "state": "scheduled", "retired": False} for raw in parts[:2]]
@@ -286,7 +288,7 @@ def test_no_evidence_at_all_is_no_error():
 
 
 def test_a_frame_of_the_program_alone_may_be_a_wait():
-    """``Work.wait`` has no Python frame."""
+    """A rank that is in the program's code may be waiting, because ``Work.wait`` has no Python frame."""
     evidence = [rank(0, WAITS), rank(1, DONE, written([Frame("/job/train.py", 5, "step")]))]
     assert blamed(evidence) == [((1,), Reason.DID_NOT_ENTER, LIKELY)]
 

@@ -1,4 +1,4 @@
-"""Parsing of flight records: real ones, and everything else."""
+"""Parsing of flight records: real records and arbitrary input."""
 
 import json
 

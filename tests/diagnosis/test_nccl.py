@@ -1,5 +1,5 @@
-"""Records of NCCL 2.28.9 with torch 2.11, from a GPU: a job whose collectives are done, and one whose two
-last collectives wait behind a kernel that does not end.
+"""Records of NCCL 2.28.9 with torch 2.11 on a GPU. One job has finished its collectives. In the other, the
+last two collectives wait behind an endless kernel.
 """
 
 import json
@@ -16,7 +16,7 @@ NCCL, GLOO = "_dump_nccl_trace_json", "_dump_fr_trace_json"
 
 
 def record(name, dump=NCCL, ranks=None):
-    """A record; with the members of its groups replaced by these ranks."""
+    """Return a record. If ``ranks`` is given, these ranks replace the members of its groups."""
     document = json.loads((RECORDS / f"{name}.json").read_text())[dump]
     for group in document["pg_config"].values() if ranks else ():
         group["ranks"] = str(ranks)

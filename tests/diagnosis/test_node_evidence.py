@@ -1,4 +1,4 @@
-"""Facts about the ranks of several nodes: their encoding, and the diagnosis from all of them."""
+"""Encoding of the facts about each node's ranks, and the diagnosis from all nodes' facts."""
 
 import random
 import zlib
@@ -43,7 +43,7 @@ FACTS = st.builds(RankFacts, COUNTS, st.just("node1"), RECORDS | st.sampled_from
 
 
 def by_node(facts, nproc):
-    """Split the facts about all ranks into those of nodes with this number of ranks."""
+    """Split the facts about all ranks into nodes with ``nproc`` ranks each."""
     return [(f"node{first // nproc}", facts[first : first + nproc]) for first in range(0, len(facts), nproc)]
 
 
@@ -82,7 +82,7 @@ def test_a_desynchronised_rank_is_the_same_for_one_node_and_for_several(seed, fa
     nodes = encoded(facts, nproc)
     found = diagnose_nodes(nodes, 12)
     assert (found.culprits if found is not None else ()) == expected
-    # A node's own ranks may be reported in any order.
+    # A node may report its ranks in any order.
     shuffled = [
         (node, encode(random.Random(seed).sample(own, len(own)), **LIMITS))
         for node, own in by_node(facts, nproc)
@@ -98,7 +98,7 @@ def test_the_ranks_of_a_node_that_does_not_answer_have_no_record():
     found = diagnose_nodes(nodes, 8)
     assert found.no_record == {NoRecord.LOST: (4, 5)}
     assert "ranks 4, 5 (node2), of which there is no record (the node did not answer)" in found.summary
-    # If two neighbours do not answer, it is unknown which rank was on which of them.
+    # If two neighbouring nodes do not answer, it is unknown which rank ran on which node.
     nodes[3] = ("node3", b"\0")
     found = diagnose_nodes(nodes, 8)
     assert found.no_record == {NoRecord.LOST: (4, 5, 6, 7)}
@@ -163,7 +163,7 @@ def test_equal_ranks_take_hardly_more_room_than_one():
     assert sizes[1] < sizes[0] + 100
 
 
-# --- bytes that are no encoding ---
+# --- invalid encodings ---
 
 
 @given(st.binary(max_size=60))

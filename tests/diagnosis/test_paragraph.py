@@ -1,4 +1,4 @@
-"""The paragraph, the lines of evidence and the JSON form of large and unusual jobs."""
+"""Descriptions of large and unusual jobs: the paragraph, the lines of evidence, and the JSON form."""
 
 import json
 

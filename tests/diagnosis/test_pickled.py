@@ -1,4 +1,4 @@
-"""Pickles are read without unpickling them: plain values only, whatever the bytes are."""
+"""Decoding of pickles without unpickling them. Arbitrary bytes lead to plain values or an error."""
 
 import os
 import pickle

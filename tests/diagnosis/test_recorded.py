@@ -1,4 +1,4 @@
-"""The culprits of real gloo groups, from recorded evidence."""
+"""Diagnosis of culprits in real gloo groups, from recorded evidence."""
 
 import itertools
 import random
@@ -14,7 +14,7 @@ CERTAIN, LIKELY = Confidence.CERTAIN, Confidence.LIKELY
 
 EXPECTED = {
     "missing_rank": [((5,), Reason.DID_NOT_ENTER, CERTAIN)],
-    # A function of the program may wait in `Work.wait`, which has no Python frame.
+    # The rank is in the program's code. It may be in `Work.wait`, which has no Python frame.
     "busy_rank": [((1,), Reason.DID_NOT_ENTER, LIKELY)],
     "skipped": [((2,), Reason.OTHER_OPERATION, CERTAIN)],
     "wrong_order": [((3,), Reason.OTHER_OPERATION, CERTAIN)],
@@ -42,7 +42,9 @@ def test_the_culprit_is_named(name):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_less_evidence_names_the_same_ranks_with_less_confidence(name):
-    """Except where only the stacks show that a rank receives, which gloo does not record."""
+    """Missing evidence does not change the culprits, with one exception: only the stacks show that a rank is
+    receiving, because gloo does not record that.
+    """
     for knows_groups, has_stacks in itertools.product((True, False), repeat=2):
         found = diagnose(recorded(name, knows_groups=knows_groups, has_stacks=has_stacks))
         if name == RECEIVING and not has_stacks:

@@ -1,4 +1,4 @@
-"""Culprits in a model of desynchronised ranks."""
+"""Diagnosis of culprits in a model of desynchronised ranks."""
 
 import random
 
@@ -13,7 +13,9 @@ SHAPES = [(3, 3), (3, 4), (4, 4), (5, 3), (1, 5), (1, 8), (2, 2), (2, 3), (1, 2)
 
 
 def simulated(seed, shapes):
-    """A job with one faulty rank, and that rank. ``None`` if the fault does not stop the job."""
+    """Return a simulated job with one faulty rank, and that rank. ``None`` if the fault does not block the
+    job.
+    """
     source = random.Random(seed)
     groups = [group for group in mesh(*source.choice(shapes)) if len(group[1]) > 1]
     kinds = {kind for kind, _ in groups}
@@ -48,7 +50,7 @@ def test_ranks_that_do_as_all_others_are_never_blamed(seed, knows_groups):
 
 @given(st.integers(0, 10**9), st.data())
 def test_no_healthy_rank_is_blamed_if_records_are_missing(seed, data):
-    """Except as a possible culprit because its record is missing."""
+    """A healthy rank may only be named as a possible culprit, because its record is missing."""
     found = simulated(seed, SHAPES)
     assume(found is not None)
     run, rank = found

@@ -110,7 +110,7 @@ def test_a_real_rank_waits_in_its_collective():
         ((Frame(f"{TORCH}/distributed/fsdp/_runtime_utils.py", 9, "_unshard"),), True),
         ((Frame(f"{TORCH}/distributed/checkpoint/filesystem.py", 9, "_write"),), False),
         ((Frame("/usr/lib/python3.11/selectors.py", 415, "select"), LOADER), False),
-        ((), False),  # In a function of the program, perhaps in `Work.wait`.
+        ((), False),  # In the program's code, perhaps in `Work.wait`.
     ],
 )
 def test_only_the_frames_inside_the_program_show_that_a_rank_waits(inner, waits):

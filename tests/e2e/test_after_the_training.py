@@ -1,4 +1,4 @@
-"""A worker that is replaced after the end of the training. The replacement gets the final state, or fails."""
+"""Replacement of a worker that dies after the training. The replacement gets the final state, or fails."""
 
 import os
 import re
@@ -67,7 +67,9 @@ RETURNED = r"RETURNED rank=(\d) world=(\d) pid=(\d+) life=(\d) step=(\d) weights
 
 @pytest.fixture
 def job(launch, worker_script, tmp_path):
-    """Yield a function that starts 3 workers, one of which dies at a gate, and one that opens a gate."""
+    """Yield two functions. The first starts 3 workers, one of which dies at a gate (a FIFO). The second opens
+    a gate.
+    """
     gates = {name: tmp_path / name for name in ("ALL_HAVE_RETURNED", "MAY_EXIT")}
     for path in gates.values():
         os.mkfifo(path)
@@ -83,7 +85,7 @@ def job(launch, worker_script, tmp_path):
     opened = []
 
     def open_gate(name):
-        # Leave a byte for each worker, because some may come to the gate later.
+        # Write a byte for each worker and keep the FIFO open, because some workers may reach the gate later.
         opened.append(os.open(gates[name], os.O_RDWR))
         os.write(opened[-1], b"x" * 8)
 
@@ -97,7 +99,7 @@ def returned(job, count):
 
 
 def others_exit(job, victim="1"):
-    """Wait until all workers but one have returned from the training and exited."""
+    """Wait until all workers except the victim have returned from the training and exited."""
     for each in returned(job, 3):
         if each[1] != victim:
             procs.wait_gone(int(each[3]))

@@ -1,4 +1,5 @@
-"""Random faults of agents, nurseries, workers and store of a job on one machine: the report is right.
+"""Random faults in the agents, nurseries, workers and store of a job on one machine. The report is still
+correct.
 
 A failure shows its seed; ``MONKEY_SEED`` and the first of the many games repeat it.
 """

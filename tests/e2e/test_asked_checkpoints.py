@@ -1,4 +1,4 @@
-"""An agent is asked for a checkpoint, or to stop: its workers of ``elasticrs.train`` save first."""
+"""Workers of ``elasticrs.train`` save a checkpoint when their agent is asked for one, and before it stops."""
 
 import os
 import re
@@ -62,7 +62,7 @@ SCRIPT = """
 
 
 def steps_of(job, rank=r"\d"):
-    """The steps that have been done, by anybody or by one rank."""
+    """Return the steps that were completed by all ranks, or by one rank."""
     return [int(each) for each in re.findall(rf"DONE rank={rank} step=(\d+)", job.stdout)]
 
 
@@ -80,7 +80,7 @@ def test_an_agent_that_is_stopped_has_its_workers_save_and_the_next_run_goes_on_
     os.kill(job.pid, signal.SIGTERM)
     assert job.wait() == 1
     assert "END" not in job.stdout
-    # Both have ended at one step, and it is saved.
+    # Both workers stopped after the same step, and saved it.
     last = {max(steps_of(job, rank)) for rank in (0, 1)}
     assert len(last) == 1
     assert len(list(folder.iterdir())) == 1
@@ -173,7 +173,7 @@ def test_a_node_that_is_drained_saves_with_the_others_and_they_go_on(launch, wor
     stays.wait_for_line(rf"step={last + 3}$", "stdout")
     may_end.touch()
     assert stays.wait() == 0
-    # No step is lost or repeated, and nobody has failed.
+    # No step was lost or repeated, and no worker failed.
     assert steps_of(stays) == list(range(1, STEPS + 1))
     assert "interrupted by" not in stays.stderr
     assert "replaced" not in stays.stderr
@@ -191,6 +191,6 @@ def test_a_worker_that_gets_sigterm_leaves_in_order_and_is_replaced(launch, work
     job.wait_for_line(rf"pid {pid}\) died by SIGTERM; .*replaced")
     may_end.touch()
     assert job.wait() == 0
-    # One checkpoint was saved by the worker before it left. The other has the final state.
+    # The worker saved one checkpoint before it left. The other one has the final state.
     assert len(list(folder.iterdir())) == 2
     assert "broken off" not in job.stderr

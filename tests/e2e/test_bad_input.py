@@ -1,4 +1,6 @@
-"""A mistake is one line and exit code 2; nothing starts. For the texts see unit/test_usage_errors.py."""
+"""A usage error leads to one line and exit code 2, and nothing starts. unit/test_usage_errors.py checks the
+texts.
+"""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Disks that are full, broken or read-only, and exhausted descriptors: the launcher survives.
+"""The launcher survives disks that are full, broken or read-only, and a shortage of file descriptors.
 
 Whatever the kernel accepted is in the files, and each trouble is told once, by rank and file. Processes and
 descriptors are seen to by the guard around every test.
@@ -24,7 +24,7 @@ PHASES = ("starting", "running", "stopping", "restarting")
 
 @pytest.fixture
 def mounts(tmp_path):
-    """Makes a prefix from a line of shell, in which ``$0`` is the folder of the logs."""
+    """Return a function that makes a command prefix from a shell line, in which ``$0`` is the log folder."""
     (tmp_path / "logs").mkdir(exist_ok=True)
 
     def make(setup):
@@ -38,7 +38,7 @@ def mounts(tmp_path):
 
 @pytest.fixture
 def broken_job(launch, tmp_path):
-    """Makes the job; see :class:`BrokenLogsJob`."""
+    """Return a function that starts the job; see :class:`BrokenLogsJob`."""
     made = []
 
     def make(*args, **how):
@@ -51,7 +51,9 @@ def broken_job(launch, tmp_path):
 
 
 class Phase:
-    """A job brought to a certain point, and then, when something has befallen it, to its end."""
+    """A job that has been brought to a certain phase. After the test has injected a fault, :meth:`end` lets
+    it finish.
+    """
 
     def __init__(self, name, make, restarts=0, **how):
         self.name = name
@@ -63,18 +65,19 @@ class Phase:
             self.job.ready(count=1)
         else:
             pids = self.job.ready()
-        # Before the launcher is gone: what it sees is out of reach then.
+        # Open the log folder while the launcher is running, because its mounts are unreachable after it has
+        # exited.
         self.job.inside()
         if name in {"stopping", "restarting"}:
             send(pids[0], EXIT_1)
         if name == "stopping":
             self.job.wait_for("STOPPING .*", N - 1)
         if name == "restarting":
-            # One of them runs; the others are on their way.
+            # Only one worker is known to run; the others are still starting.
             self.job.ready(attempt=1, count=1)
 
     def end(self, refused=None):
-        """Bring the job to its end; returns the exit code.
+        """Let the job finish, and return the launcher's exit code.
 
         Args:
             refused: what the writes of all workers must have met by then.
@@ -90,7 +93,7 @@ class Phase:
 
     @property
     def stdouts(self):
-        """Rank and standard output's file of all workers."""
+        """Rank and stdout file of every worker."""
         return {(rank, f"attempt_{self.attempt}/{rank}/stdout.log") for rank in range(N)}
 
 
@@ -100,7 +103,7 @@ def assert_no_traceback(job):
 
 
 def assert_could_not_restart(phase, error):
-    """Rank 0 fails, and the next attempt cannot be started."""
+    """Make rank 0 fail, and assert that the next attempt cannot start."""
     send(phase.job.ready()[0], EXIT_1)
     phase.job.launched.exits(1)
     line, last = [line for line in phase.job.launched.stderr.splitlines() if "could not be started" in line]
@@ -111,7 +114,7 @@ def assert_could_not_restart(phase, error):
 
 
 def end_with(phase, error, refused=None):
-    """Bring the job to its end; false if the error came before the last worker was there."""
+    """Let the job finish. Return false if the error occurred before the last worker had started."""
     code = phase.end(refused)
     stderr = phase.job.launched.stderr
     assert_no_traceback(phase.job)
@@ -149,14 +152,14 @@ def test_a_full_disk_is_reported_while_the_job_runs(broken_job, mounts):
     prefix = mounts('mount -t tmpfs -o size=64k none "$0"')
     phase = Phase("running", broken_job, prefix=prefix)
     phase.job.fill()
-    # Every five seconds the file system is asked.
+    # The launcher checks the file system every five seconds.
     phase.job.launched.wait_for_line(rf"rank 0: log file .*: {os.strerror(errno.ENOSPC)}")
     assert phase.end() == 0
 
 
 @pytest.mark.privileged
 def test_a_restart_onto_a_full_disk(broken_job, mounts):
-    # Directories of a tmpfs take no space, but inodes.
+    # On a tmpfs, a directory needs no space but an inode.
     prefix = mounts('mount -t tmpfs -o size=64k,nr_inodes=20 none "$0"')
     phase = Phase("running", broken_job, restarts=3, prefix=prefix)
     phase.job.take_inodes()
@@ -169,7 +172,7 @@ def test_a_restart_onto_a_full_disk(broken_job, mounts):
 
 @pytest.fixture
 def image(mounts, tmp_path):
-    """An ext4 file system in a file, and the shell that mounts it."""
+    """Return a command prefix that mounts an ext4 image on the log folder."""
     path = tmp_path / "image"
     if shutil.which("mke2fs", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
         pytest.skip("no mke2fs")
@@ -186,7 +189,8 @@ def test_a_broken_disk(name, broken_job, image, tmp_path):
     phase.job.shut_down()
     if end_with(phase, "could not open", errno.EIO):
         assert_told_once(phase, "Input/output error")
-    # The launcher's mounts have gone with it, and the files are what a machine finds after its repair.
+    # The launcher's mounts are gone. Mount the image again, to see the files that a machine would find after
+    # a repair.
     out = tmp_path / "out"
     subprocess.run([*image, "cp", "-r", tmp_path / "logs", out], check=True)
     phase.job.check_files(out)
@@ -301,7 +305,7 @@ def test_a_nursery_without_descriptors_kills_leftover_processes(launch, worker_s
     pid = int(launched.wait_for_line(r"READY (\d+)")[1])
     take_descriptors(nursery_of(launched))
     send(pid, EXIT_1)
-    # Well before the nursery would give it up.
+    # The launcher exits long before the nursery would give up on the leftover process.
     assert launched.wait(timeout=HANG / 2) == 1
 
 

@@ -18,7 +18,9 @@ FAIL, SUCCEED = signal.SIGUSR2, signal.SIGUSR1
 
 
 class Nodes:
-    """A job of two agents on this machine, the first of which hosts the store, and a stranger in it."""
+    """A job of two agents on this machine, and a foreign client of its store. The first agent hosts the
+    store.
+    """
 
     def __init__(self, launch):
         self.port = ports.free()
@@ -31,7 +33,7 @@ class Nodes:
         self.agents += [launch(*self.options)]
 
     def workers(self, attempt):
-        """Those of an attempt, once both have told of themselves."""
+        """Return the workers of an attempt, once both have reported."""
         found = []
         for agent in self.agents:
             line = agent.wait_for_line(rf"READY (.* restart={attempt} .*)$", "stdout")
@@ -40,7 +42,7 @@ class Nodes:
         return found
 
     def damage(self, kind, value):
-        """Write over all keys of a kind, as they stand now; returns their names."""
+        """Overwrite all existing keys of a kind, and return their names."""
         if self.stranger is None:
             self.stranger = Client(self.port, run_id="job", stall_timeout=None).connected()
         reply = self.stranger.txn(then=[("range", PREFIX, 0)])
@@ -51,7 +53,7 @@ class Nodes:
         return keys
 
     def ended(self):
-        # The host of the store waits for all that are connected.
+        # Disconnect the foreign client first, because the agent that hosts the store waits for all clients.
         self.close()
         codes = [agent.wait() for agent in self.agents]
         for agent in self.agents:

@@ -19,7 +19,9 @@ exec "$@"
 
 @pytest.fixture
 def name_server(tmp_path):
-    """A socket that gets questions and leaves them open, and what is before a command line that asks it."""
+    """Yield a socket that receives DNS queries but never answers, and a command prefix that makes it the name
+    server.
+    """
     address = f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         sock.bind((address, 53))

@@ -1,4 +1,4 @@
-"""Options of torchrun that change what a worker is, what it sees, and where its output goes."""
+"""Options of torchrun that change how a worker runs, what it sees, and where its output goes."""
 
 import os
 import re
@@ -45,7 +45,8 @@ def test_devices_pass_through_without_it(launch, worker_script):
     assert shown_by(launched) == [["0", "4", None], ["1", "4", None]]
 
 
-# The server, and after a restart the first attempt's resource tracker, outlive torchrun for a moment.
+# Under torchrun, the fork server and the resource tracker of the first attempt outlive the launcher for a
+# moment.
 FORKSERVER = pytest.param("forkserver", marks=pytest.mark.beyond_torchrun)
 METHODS = pytest.mark.parametrize("method", ["spawn", "fork", FORKSERVER])
 
@@ -64,7 +65,7 @@ def test_a_path_is_run_as_the_main_program_of_a_function(launch, worker_script, 
     assert sorted(launched.stdout.splitlines()) == ["['a', '--b'] 0", "['a', '--b'] 1"]
 
 
-@pytest.mark.beyond_torchrun  # which knows sys.exit(0) alone
+@pytest.mark.beyond_torchrun  # torchrun accepts only sys.exit(0)
 @pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "os._exit(0)", ""])
 def test_a_path_may_end_as_scripts_do(launch, worker_script, end):
     launched = launch("--run-path", worker_script(f"import os, sys\n{end}")).exits(0)
@@ -85,7 +86,7 @@ def test_a_path_that_fails_is_reported_with_its_exception(launch, worker_script,
     assert "KeyError: 'no such thing'" in launched.stderr
 
 
-@pytest.mark.beyond_torchrun  # its children have the handlers of the launcher, and raise
+@pytest.mark.beyond_torchrun  # torchrun's children have the launcher's signal handlers, which raise
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_a_forked_path_has_none_of_the_launchers_signal_handlers(launch, worker_script, method):
     script = worker_script("""
@@ -124,7 +125,7 @@ def test_matching_lines_are_copied_with_their_prefix(launch, worker_script, tmp_
     assert len(launched.stdout.splitlines()) == 4
 
 
-@pytest.mark.beyond_torchrun  # its file is made, and stays empty
+@pytest.mark.beyond_torchrun  # torchrun creates the file but leaves it empty
 def test_filters_copy_lines_of_tee(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--redirects=3", "--duplicate-stdout-filters=x")
     launched = launch(*arguments, worker_script("print('x')")).exits(0)
@@ -157,7 +158,9 @@ class Broken(LogsSpecs):
 
 @pytest.fixture
 def plugin(tmp_path):
-    """A package that registers classes for --logs-specs; gives the environment in which it is installed."""
+    """Return a function that installs a package with classes for --logs-specs and returns the environment to
+    use.
+    """
 
     def install(module, group):
         (tmp_path / "site").mkdir()
@@ -240,7 +243,7 @@ def complete(parser, shell):
 """
 
 
-@pytest.mark.beyond_torchrun  # other names of the program
+@pytest.mark.beyond_torchrun  # torchrun's program name differs
 def test_completion_comes_from_the_optional_package(launch, tmp_path):
     (tmp_path / "shtab.py").write_text(SHTAB)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
@@ -267,7 +270,7 @@ def test_the_count_of_devices_names_its_source(launch):
 def test_cpus_are_those_that_the_launcher_may_use(launch, worker_script):
     script = worker_script("import os; print('WORLD', os.environ['WORLD_SIZE'])")
     mine = os.sched_getaffinity(0)
-    # As under taskset, or in the cpuset of a container.
+    # Restrict the CPUs, as taskset or a container's cpuset would.
     os.sched_setaffinity(0, {min(mine)})
     try:
         launched = launch("--nproc-per-node=cpu", script)

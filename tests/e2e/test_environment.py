@@ -33,7 +33,9 @@ CONTRACT = (
 
 @pytest.fixture
 def shown(launch, worker_script):
-    """Launches workers that print these variables; returns one dictionary for each, by rank."""
+    """Return a function that launches workers and returns the variables that each of them printed, ordered by
+    rank.
+    """
 
     def run(names, *args, n=1, env=None):
         names = ["RANK", *names]
@@ -202,7 +204,7 @@ def test_the_script_sees_a_plain_interpreter(launch, worker_script):
 
 
 def test_macros_in_arguments_are_filled_in(launch):
-    # The dollar of a shell's own variables is doubled, as string.Template wants it.
+    # Double the dollar sign of a shell variable, as string.Template requires.
     command = 'echo "MACRO ${local_rank} $$RANK"'
     launched = launch("--nproc-per-node", "2", "--no-python", "/bin/sh", "-c", command).exits(0)
     assert {match[1] for match in launched.wait_for_lines(r"MACRO (.*)", 2)} == {"0 0", "1 1"}
@@ -210,7 +212,7 @@ def test_macros_in_arguments_are_filled_in(launch):
 
 def test_a_worker_inherits_three_descriptors(launch):
     launched = launch("--no-python", "ls", "/proc/self/fd").exits(0)
-    # The last one is that of the list itself.
+    # Descriptor 3 is the directory that `ls` itself has open.
     assert launched.stdout.split() == ["0", "1", "2", "3"]
 
 

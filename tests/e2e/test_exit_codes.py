@@ -50,7 +50,7 @@ def test_the_report_names_the_root_cause(launch, worker_script):
 def test_restarts_within_the_budget_lead_to_success(launch, worker_script, failures):
     arguments = ("--nproc-per-node", "2", "--max-restarts", str(failures))
     launched = launch(*arguments, worker_script(FAIL_ONCE), str(failures)).exits(0)
-    # The sibling may be stopped before it has come to its first line.
+    # Rank 0 may be stopped before it prints its first line.
     starts = [match[1] for match in launched.wait_for_lines(r"START 1 (\d)", failures + 1)]
     assert starts == [str(attempt) for attempt in range(failures + 1)]
     launched.wait_for_line(f"START 0 {failures}")
@@ -93,5 +93,5 @@ def test_leftover_processes_of_a_failed_worker_are_killed(launch, worker_script)
     launched = launch(script)
     launched.wait_for_line(r"LEFT (\d+)")
     os.kill(int(launched.wait_for_line(r"WORKER (\d+)")[1]), signal.SIGUSR1)
-    # Nothing else to assert: the guard around every test sees whoever is left.
+    # Nothing else needs an assertion, because the guard around every test finds leftover processes.
     launched.exits(1)

@@ -1,4 +1,6 @@
-"""Ranks that raised and do not exit fail after ``--exit-timeout``; programs that continue do not."""
+"""Ranks that raised an exception but do not exit fail after ``--exit-timeout``. Programs that continue do not
+fail.
+"""
 
 import re
 import signal
@@ -32,7 +34,8 @@ HOLDS = {
                 upload()
         group = Group()
     """,
-    # The handler of a rank that hangs in its exit is not asked: it is given no grace.
+    # A rank that hangs in its exit is killed without a grace period, so its SIGTERM handler cannot delay the
+    # restart.
     "deaf": """
         import atexit, signal
         def upload():
@@ -146,7 +149,7 @@ LIVES = {
 def test_a_program_that_continues_is_not_killed(launch, worker_script, how):
     script = worker_script(
         "import os, select, sys\n" + "exec(" + repr(textwrap.dedent(LIVES[how])) + ")\n"
-        # Much longer than the limit.
+        # Wait much longer than --exit-timeout.
         "select.select([], [], [], 1.0)\nprint('WENT ON')\n"
     )
     launched = launch("--exit-timeout=0.05", script).exits(0)

@@ -1,4 +1,4 @@
-"""Restarted workers meet again in a process group: the store of a former attempt must not be found."""
+"""Restarted workers form a process group again, because they do not find the store of an earlier attempt."""
 
 import re
 import sys
@@ -30,7 +30,7 @@ train(int(sys.argv[1]))
 # Threads of gloo now and then abort the interpreter's own way out (torch 2.15).
 os._exit(0)
 """
-# One import of torch for all: most of the time of an attempt.
+# Import torch once for all attempts, because the import takes most of an attempt's time.
 FORKS = """
 from elasticrs import LaunchConfig, elastic_launch
 config = LaunchConfig(1, 1, 4, rdzv_backend="c10d", max_restarts=10, start_method="fork")
@@ -39,7 +39,9 @@ elastic_launch(config, train)(10)
 
 
 def meetings(launched):
-    """The attempts in which all met before one rank left; which rank is seen to end first is a race."""
+    """Return the number of attempts in which all ranks met. The reported rank is not checked, because the
+    exits race.
+    """
     return len(re.findall("ALL HAVE MET", launched.stdout))
 
 
@@ -49,7 +51,7 @@ def meetings(launched):
 @pytest.mark.timeout(300)
 def test_restarts_succeed_ten_times_in_a_row(launch, worker_script):
     argv = (sys.executable, worker_script(TRAIN + FORKS))
-    # An attempt that does not meet fails of itself, and is missing in the count.
+    # If the ranks of an attempt do not meet, the attempt fails and is missing from the count.
     launched = launch(argv=argv).exits(0, timeout=240)
     assert meetings(launched) == 10, launched.stderr
 

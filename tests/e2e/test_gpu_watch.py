@@ -1,5 +1,5 @@
-"""The launcher watches GPUs: Xids are evidence in its reports, and workers start again when the device memory
-of their predecessors is free.
+"""The launcher watches GPUs. Its reports contain Xids (error codes of the driver), and workers restart only
+after the device memory of the previous workers is free.
 """
 
 import json
@@ -60,7 +60,9 @@ FAILS = "raise SystemExit(1)"
 
 @pytest.fixture
 def run(launch, worker_script, gpus, tmp_path):
-    """Starts the launcher with a script, where the fake GPUs are. It writes a report to ``report.json``."""
+    """Return a function that starts the launcher on a script with fake GPUs. The launcher writes
+    ``report.json``.
+    """
 
     def start(script, *options, env=None, **constants):
         report = ("--report", f"file:{tmp_path / 'report.json'}")
@@ -203,7 +205,9 @@ def test_a_job_without_nvidias_driver_has_no_watcher(launch, worker_script, gpus
 
 @pytest.fixture
 def two_nodes(launch, worker_script, gpus):
-    """Starts a job with two agents on this machine. Only the second one has the fake GPUs."""
+    """Return a function that starts a job with two agents on this machine. Only the second agent sees the
+    fake GPUs.
+    """
 
     def start(script, *options):
         meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{ports.free()}")
@@ -216,7 +220,9 @@ def two_nodes(launch, worker_script, gpus):
 
 
 def on_the_node_with_gpus(script):
-    """Ranks depend on the order in which the nodes join, so let the workers find out where they are."""
+    """Return a script that runs only on the node with GPUs and pauses on the other. The workers look at their
+    agent's command line, because ranks depend on the order in which the nodes join.
+    """
     find = """
     import pathlib
     def ancestor(pid):

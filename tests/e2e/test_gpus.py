@@ -1,4 +1,4 @@
-"""With a CUDA device: the count of devices, a worker for each of them, CPUs near them."""
+"""Tests with a CUDA device: the number of devices, one worker for each device, and CPUs near it."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def counted_here(environ):
 
 @pytest.fixture(scope="module")
 def environ():
-    """Without a choice of devices."""
+    """Return the environment without CUDA_VISIBLE_DEVICES."""
     return {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
 
 
@@ -90,7 +90,7 @@ def test_a_virtual_local_rank_sees_its_own_device_alone(launch, worker_script, c
     assert len({each["address"] for each in shown}) == count
 
 
-@pytest.mark.beyond_torchrun  # it needs the program numactl
+@pytest.mark.beyond_torchrun  # torchrun needs the program numactl
 def test_workers_run_on_cpus_near_their_device(launch, worker_script):
     mine = os.sched_getaffinity(0)
     for each in shown_by(launch("--numa-binding=node", "--nproc-per-node=gpu", worker_script(SHOW))):

@@ -64,7 +64,9 @@ signal.pause()
 
 @pytest.fixture
 def trace():
-    """Starts a tracer of this process, which never waits for it; killed at the end, which lets it go."""
+    """Return a function that starts a tracer of a process. The tracer never waits for that process, and is
+    killed after the test.
+    """
     tracers = []
 
     def start(pid, options=0):
@@ -79,7 +81,7 @@ def trace():
         with tracer:
             tracer.kill()
         procs.bystanders.discard(tracer.pid)
-    # What they held falls to us only now.
+    # The traced processes become children of this process only when their tracers are gone.
     procs.reap_adopted()
 
 

@@ -1,4 +1,5 @@
-"""Kill each process at each moment: the launcher reports it, and nothing leaks and no log line is lost.
+"""Kill each process of a job in each phase. The launcher reports the failure, leaks nothing, and loses no log
+line.
 
 Processes and descriptors are seen to by the guard around every test.
 """
@@ -24,7 +25,7 @@ AGENT_EVENTS = ("agent SIGTERM", "agent SIGINT twice", "agent SIGKILL", "nursery
 
 
 class Phase:
-    """A job brought to a certain point."""
+    """A job that has been brought to a certain phase."""
 
     def __init__(self, name, launch, folder):
         warm, _, name = name.rpartition(" ")
@@ -41,7 +42,7 @@ class Phase:
             self.job.launched.wait_for_lines("STOPPING", N - 1)
             del pids[0]
         if name in {"starting", "restarting"}:
-            # One of them runs; the others are on their way.
+            # Only one worker is known to run; the others are still starting.
             pids = self.job.ready(self.attempt, count=1)
         self.pids = pids
         self.victim = max(pids)
@@ -60,7 +61,7 @@ def test_a_worker_meets_its_fate(phase, event):
     send(phase.pids[phase.victim], WORKER_EVENTS[event])
     expected = 1
     if event == "worker SIGSTOP" and not phase.is_stopping:
-        # That is no failure: the job goes on until it is told otherwise.
+        # A stopped worker is not a failure, so the job continues until the launcher gets SIGTERM.
         phase.job.launched.signal(signal.SIGTERM)
     elif event == "worker exits 0" and not phase.is_stopping:
         for rank, pid in phase.job.ready(phase.attempt).items():

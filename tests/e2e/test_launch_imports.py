@@ -1,4 +1,4 @@
-"""The import budget: a short list of the modules that a launch loads beyond a bare interpreter."""
+"""The import budget: a short list of modules that a launch may load beyond those of a bare interpreter."""
 
 import sys
 
@@ -15,7 +15,7 @@ print(*sorted(set(sys.modules) - before))
 
 STANDARD = {
     "__future__",
-    # The signal module is made of enums, and that is what enum needs.
+    # The signal module defines enums, and the enum module needs the others.
     *("signal", "enum", "types", "functools", "_functools", "operator", "_operator"),
     *("collections", "_collections", "itertools", "keyword", "reprlib", "_thread", "collections.abc"),
     # Written in C.

@@ -1,4 +1,4 @@
-"""The command line, end to end: mistakes, environment, restarts, signals."""
+"""End-to-end tests of the command line: usage errors, environment, restarts and signals."""
 
 import errno
 import json
@@ -31,7 +31,7 @@ STUBBORN = """
 
 
 def ready(job, count):
-    """The pids of the workers, once all have said that they are ready."""
+    """Wait until all workers are ready, and return their pids."""
     return [int(match[1]) for match in job.wait_for_lines(r"^READY \d+ (\d+)$", count)]
 
 
@@ -173,7 +173,7 @@ def test_an_ignored_hangup_stays_ignored(launch, worker_script):
 
 @pytest.mark.beyond_torchrun
 def test_control_z_stops_the_workers_and_continuing_reverses_it(launch, worker_script):
-    # A session leader cannot be stopped by the terminal's own signal, but our handler sends SIGSTOP.
+    # The launcher leads a session here, so SIGTSTP has no default effect. Its handler sends SIGSTOP instead.
     job = launch("--nproc-per-node=2", worker_script(STUBBORN))
     workers = ready(job, 2)
     job.signal(signal.SIGTSTP)
@@ -234,7 +234,8 @@ def test_an_unread_console_delays_no_restart(launch, worker_script, tmp_path):
     reached = tmp_path / "reached"
     os.mkfifo(reached)
     job = launch("--max-restarts=1", "-t", "1", script, reached)
-    # Opening waits for the restarted worker; until then nobody reads the launcher's pipes.
+    # Opening the FIFO blocks until the restarted worker opens it. Until then, nothing reads the launcher's
+    # pipes.
     with open(reached):
         pass
     assert job.wait() == 0
@@ -249,7 +250,7 @@ def test_an_unread_console_does_not_fail_a_job(launch, worker_script, tmp_path):
     """)
     short = launcher_with("agent.tracker", DRAIN_TIMEOUT=0.2)
     job = launch("-t", "1", "--log-dir", tmp_path / "logs", script, argv=short)
-    # Nobody reads its stdout until it has ended.
+    # Do not read the launcher's stdout before it has exited.
     assert procs.wait_readable(job.pidfd, 30)
     assert job.wait() == 0
     (log,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")

@@ -1,4 +1,5 @@
-"""At limits of the machine or the user, the job runs or fails with one line; no process is left.
+"""At limits of the machine or the user, the job either runs or fails with one line, and no process is left
+behind.
 
 Processes and descriptors are seen to by the guard around every test.
 """
@@ -34,7 +35,9 @@ NO_PROCESS = ("create", "limit on processes")
 
 
 def assert_clear(launched, code, *words):
-    """It ended by itself with this code, a line that holds all these words, and nothing else of Python's."""
+    """Assert that the launcher exited with this code, and printed a line with all these words but no
+    traceback.
+    """
     launched.exits(code)
     lines = [line for line in launched.stderr.splitlines() if all(word in line for word in words)]
     assert lines, launched.stderr
@@ -109,7 +112,7 @@ def test_workers_without_files_need_fewer(launch, worker_script):
 
 
 def as_user():
-    # The rights of root go with an exec only, and do not count for the one after it.
+    # `setpriv` still has root's capabilities at its exec, so run `env`. Its exec is the first without them.
     return ("setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups", "env")
 
 
@@ -121,12 +124,14 @@ def old_enough(interpreter):
 
 @pytest.fixture
 def unprivileged(launch):
-    """Starts the launcher as a user without any rights, in a directory of his."""
+    """Return a function that starts the launcher as a user without privileges, in a directory that this user
+    can read.
+    """
     interpreters = (sys.executable, "/usr/local/bin/python3", "/usr/bin/python3")
     interpreter = next(filter(old_enough, interpreters), None)
     if interpreter is None:
         pytest.skip("no Python >= 3.10 that another user can execute")
-    # Below a directory of pytest's, which is its user's alone, nobody else can look.
+    # Do not use pytest's temporary directory, because only the user who runs pytest can enter it.
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
         shutil.copytree(PACKAGE, home / "python" / "elasticrs", ignore=shutil.ignore_patterns("__pycache__"))
@@ -192,14 +197,16 @@ def test_more_workers_than_the_user_may_have_processes(unprivileged):
 @pytest.mark.parametrize("restarts", [0, 2])
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 8])
 def test_the_processes_of_the_user_run_out(unprivileged, limit, restarts):
-    # Launcher, its threads and the nursery count as well: it passes the check, and then some are too many.
+    # The limit also counts the launcher, its threads and the nursery. So the launcher's check passes, but
+    # there are not enough processes for all workers.
     arguments = ("--nproc-per-node", str(min(limit, 6)), "--max-restarts", str(restarts))
     launched = unprivileged(*arguments, limits=(f"--nproc={limit}",))
     if limit == 1:
         assert_clear(launched, 1, "resources")
     else:
         assert_clear(launched, 1, *NO_PROCESS)
-        # Others may have ended in the meantime: a restart is tried, where a nursery could be had.
+        # The launcher tries to restart, because other processes may have exited in the meantime. With a limit
+        # of 2, not even the nursery can be started.
         assert launched.stderr.count("restarting") == (restarts if limit > 2 else 0)
 
 
@@ -208,7 +215,9 @@ def test_the_processes_of_the_user_run_out(unprivileged, limit, restarts):
 
 @pytest.fixture
 def pids_group(tmp_path):
-    """Makes a control group that holds at most so many processes; returns a prefix that enters it."""
+    """Return a function that creates a control group with a limit on processes, and returns a command prefix
+    that enters it.
+    """
     made = []
 
     def make(limit):
@@ -250,7 +259,8 @@ def test_the_control_group_fills_up(launch, worker_script, pids_group, limit):
 
 
 def test_a_variable_that_is_too_long_for_a_program(launch, worker_script):
-    # 128 KiB is the kernel's limit for one string: we come to it by adding to what was just short enough.
+    # The kernel limits a string to 128 KiB. PYTHONPATH is just short enough, and the launcher exceeds the
+    # limit by adding to it.
     length = 32 * resource.getpagesize() - len("PYTHONPATH=") - 1
     entries = f"{PACKAGE.parent}{os.pathsep}"
     launched = launch(worker_script(SAY), env={"PYTHONPATH": entries + "x" * (length - len(entries))})
@@ -269,7 +279,8 @@ def test_large_variables_pass(launch, worker_script):
 
 def test_an_argument_that_becomes_too_long(launch, worker_script):
     launched = launch("--nproc-per-node", "2", worker_script(SAY), "${local_rank}" + "x" * 131_058)
-    # "${local_rank}" is longer than the rank: whatever came to us can be passed on.
+    # The rank is shorter than "${local_rank}", so an argument that fits the launcher's command line also fits
+    # the worker's.
     launched.exits(0)
 
 
@@ -284,7 +295,7 @@ def test_a_temporary_directory_that_is_missing(launch, worker_script, tmp_path):
 @pytest.mark.privileged
 def test_no_temporary_directory_can_be_written(unprivileged):
     everything = ("unshare", "--mount", "--", "sh", "-c")
-    # The working directory is not his either.
+    # The user cannot write to the working directory either.
     setup = (
         'for d in /tmp /var/tmp "$0"; do mount --bind $d $d && mount -o remount,bind,ro $d; done; exec "$@"'
     )

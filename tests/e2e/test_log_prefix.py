@@ -1,4 +1,4 @@
-"""The time in the prefix of the launcher's own lines."""
+"""Timestamps in the prefix of the launcher's messages."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ JOB = ("--nproc-per-node=2", "--max-restarts=1")
 
 @pytest.fixture
 def environment(tmp_path):
-    """Environment of a user who has not set anything."""
+    """Return the environment of a user who has not set any variable for elasticrs."""
     found = clean_environment({"TMPDIR": str(tmp_path)})
     for name in NO_TIME:
         del found[name]
@@ -33,7 +33,7 @@ def environment(tmp_path):
 
 @pytest.fixture
 def run(environment, worker_script, tmp_path):
-    """Run the launcher with a file for its stderr, and return the file's lines."""
+    """Return a function that runs the launcher with a file as its stderr, and returns the file's lines."""
 
     def call(*args, env=None, stderr=None, script=FAILS_ONCE, code=0):
         command = [*LAUNCHERS["elasticrs"], *args, worker_script(script)]
@@ -77,18 +77,20 @@ def test_every_line_in_a_pipe_carries_the_time(environment, worker_script):
     assert done.returncode == 1
     lines = own_lines(done.stderr)
     assert_times(lines)
-    # The headline above the report, and the summary below it.
+    # The headline above the report and the summary below it also have timestamps.
     assert re.search(r"\]: rank \d of 2: KeyError", "\n".join(lines))
     assert "failed after" in lines[-1]
 
 
 def read_terminal(descriptor):
-    """Return what is left to read from a terminal whose other side is closed, which may come in pieces."""
+    """Return the remaining output of a terminal whose other side is closed. Each read may return only a part
+    of it.
+    """
     pieces = []
     while True:
         try:
             pieces.append(os.read(descriptor, 1 << 16))
-        except OSError as error:  # that is how Linux tells the end of a terminal's output
+        except OSError as error:  # Linux reports the end of a terminal's output with EIO
             if error.errno != errno.EIO:
                 raise
             return b"".join(pieces)
@@ -98,7 +100,7 @@ def test_lines_on_a_terminal_carry_no_time_unless_asked(run):
     for args, has_time in (((), False), (("--log-prefix=time",), True)):
         ours, theirs = os.openpty()
         try:
-            # All output of the job fits into the terminal's buffer, so it is read after the job has ended.
+            # All output of the job fits into the terminal's buffer, so read it after the job has finished.
             try:
                 run(*JOB, *args, stderr=theirs)
             finally:

@@ -1,4 +1,4 @@
-"""Log files and the console: paths, whole lines, every byte."""
+"""Log files and console output: correct paths, whole lines, and every byte."""
 
 import json
 import os
@@ -19,7 +19,7 @@ BOTH = """
 
 
 def logs_of(folder, attempt=0):
-    """The log files of one attempt by (local rank, name)."""
+    """Return the log files of one attempt, keyed by local rank and file name."""
     (run,) = folder.iterdir()
     files = (run / f"attempt_{attempt}").glob("*/std*.log")
     return {(int(file.parent.name), file.name): file.read_bytes() for file in files}
@@ -107,7 +107,7 @@ def test_output_just_before_an_exit_is_not_lost(launch, worker_script, tmp_path,
 
 @pytest.mark.beyond_torchrun
 def test_bytes_that_are_no_text_pass_unchanged(launch, worker_script, tmp_path):
-    # Without carriage returns: those replace what stands before them, as on a terminal.
+    # Leave out carriage returns, because the launcher drops the text before them, as a terminal would.
     script = worker_script(r"""
         import os
         os.write(1, bytes(range(256)).translate(None, b"\r\n") + b"\n")
@@ -131,7 +131,7 @@ def test_a_stuck_console_stops_neither_workers_nor_a_restart(launch, worker_scri
     """)
     os.mkfifo(tmp_path / "second-is-done")
     launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", "--max-restarts", "1", script)
-    # Nobody reads the console until the second attempt has written all of its three megabytes.
+    # Do not read the console until the second attempt has written all of its three megabytes.
     os.close(os.open(tmp_path / "second-is-done", os.O_RDONLY))
     launched.exits(0)
     assert launched.stdout.count("x") == 2 * 300 * 9_999

@@ -1,4 +1,4 @@
-"""Random signals to every process of a job, in any order: the report is right.
+"""Random signals to every process of a job, in any order. The report is still correct.
 
 The soak test kills one thing at a time and waits for what follows; here launcher, nursery and workers are hit
 in short rows, without regard to what they are doing. A failure shows the seed; ``MONKEY_SEED`` repeats it.
@@ -23,7 +23,7 @@ FOR_THE_LAUNCHER = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
 
 
 class Game:
-    """One job and what was done to it."""
+    """A job, and a record of the signals that the test has sent to it."""
 
     def __init__(self, launch, folder, rng):
         self.rng = rng
@@ -46,7 +46,7 @@ class Game:
             launched.read_for(rng.choice([0.0, 0.0, 0.001, 0.01, 0.08]))
 
     def end(self):
-        """Whoever was stopped goes on, and is asked until it ends; returns the exit code."""
+        """Continue stopped processes and send SIGTERM until the launcher exits. Return its exit code."""
         launched = self.job.launched
         while not launched.has_exited:
             for process in [*launched.descendants(), procs.process(launched.pid)]:
@@ -83,7 +83,9 @@ class Game:
                 self.ask(signum)
 
     def ask(self, signum):
-        """Asks for the end; a job whose workers have all left with 0 has succeeded by then."""
+        """Ask the launcher to stop. A job whose workers have all been told to exit with 0 may still
+        succeed.
+        """
         self.asked |= not {worker.pid for worker in self.workers()} <= self.told_to_succeed
         self.job.launched.signal(signum)
 
@@ -95,7 +97,7 @@ class Game:
         return next(iter(procs.nurseries(self.job.launched.pid)), None)
 
     def may_have_succeeded(self):
-        """Whether all workers of the last attempt were told to leave with 0."""
+        """Return true if all workers of the last attempt were told to exit with 0."""
         ready = re.findall(r"READY \d (\d+) (\d+)$", self.job.launched.stderr, re.MULTILINE)
         last = max((int(attempt) for attempt, _ in ready), default=0)
         pids = {int(pid) for attempt, pid in ready if int(attempt) == last}
@@ -106,7 +108,9 @@ class Game:
 
 
 def is_handled(launched):
-    """Whether the launcher has come as far as handling signals: before, the interpreter's own rules apply."""
+    """Return true if the launcher has installed its signal handlers. Before that, it has the interpreter's
+    handlers.
+    """
     with open(f"/proc/{launched.pid}/status", encoding="utf-8") as status:
         (mask,) = [line.split()[1] for line in status if line.startswith("SigCgt:")]
     return bool(int(mask, 16) >> (signal.SIGHUP - 1) & 1)
@@ -136,9 +140,10 @@ def test_the_report_is_right_for_random_signals(launch, tmp_path, rng):
                 procs.assert_gone(child.pid for child in procs.adopted())
             procs.reap_adopted()
         else:
-            # 0 only when nobody asked to stop and all workers of one attempt left with 0.
+            # The exit code can only be 0 if the launcher was not asked to stop and all workers of one attempt
+            # were told to exit with 0.
             assert code == 1 or (code == 0 and not game.asked and game.may_have_succeeded()), story
             assert not procs.adopted(), story
-        # Those of workers have a prefix.
+        # A worker's traceback has a prefix, so this would be a traceback of the launcher.
         assert "\nTraceback" not in "\n" + launched.stderr, story
         game.job.check_logs(is_console_complete=code != -signal.SIGKILL)

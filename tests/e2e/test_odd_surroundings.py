@@ -1,4 +1,4 @@
-"""Closed, full or blocked standard descriptors, odd names, directories that vanish."""
+"""Closed, full or blocked standard descriptors, odd names, and directories that vanish."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
 
 
 def under_shell(redirection, *args, cwd):
-    """The launcher under a shell that redirects its descriptors."""
+    """Run the launcher in a shell that redirects its descriptors."""
     line = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND, *map(str, args)]
     return run_program(line, env=clean_environment(), cwd=cwd)
 
@@ -54,7 +54,7 @@ def test_help_that_cannot_be_written_is_one_line(tmp_path):
 
 @pytest.fixture
 def stuck():
-    """A pipe that is full and that nobody reads."""
+    """Yield the write end of a pipe that is full and that nothing reads."""
     reader, writer = os.pipe()
     other = os.open(f"/proc/self/fd/{writer}", os.O_WRONLY | os.O_NONBLOCK)
     try:
@@ -69,7 +69,7 @@ def stuck():
 
 @pytest.fixture
 def stuck_launcher(stuck, tmp_path, request):
-    """A launcher with a report for nobody, which it gives up after so many seconds."""
+    """Yield a launcher whose report nothing reads. It gives up writing after ``PATIENCE`` seconds."""
     command = [*launcher_with("launcher.command_line", PATIENCE=request.param), "--no-python", "false"]
     launcher = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=stuck, cwd=tmp_path, env=clean_environment()

@@ -1,4 +1,4 @@
-"""Features of newer kernels are used if they exist, and are not required.
+"""elasticrs uses features of newer kernels if they exist, but does not require them.
 
 The testkit puts a seccomp filter before the launcher, which all that it starts inherits.
 """
@@ -38,7 +38,7 @@ def test_a_restart_without(launch, worker_script, features):
         *("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", worker_script(SCRIPT)),
         prefix=(*OLD_KERNEL, features),
         stdin=reader,
-        # The hook would open a file for the stack of a fatal signal.
+        # The traceback hook would open a file for the stack of a fatal signal.
         env={"ELASTICRS_TRACEBACKS": "0"},
     )
     launched.wait_for_lines("READY", 3, "stdout")
@@ -46,14 +46,15 @@ def test_a_restart_without(launch, worker_script, features):
     launched.exits(0)
     os.close(reader)
     os.close(writer)
-    # Three standard descriptors, and the one that reads the list.
+    # Each worker has three standard descriptors, and a fourth one while it lists them.
     launched.wait_for_lines("attempt 1 4", 3, "stdout")
     assert "code 7; 2 others" in launched.stderr
 
 
 @pytest.mark.beyond_torchrun
 def test_heartbeats_without_sealed_memory_are_refused_in_one_line(launch, worker_script):
-    # A worker could make any other file shorter, which would kill the agent as it looks (SIGBUS).
+    # Heartbeats need sealed memory, because a worker could truncate any other file. Reading it would then
+    # kill the agent with SIGBUS.
     options = ("--standalone", "--hang-timeout", "30")
     launched = launch(*options, worker_script("print('never')"), prefix=(*OLD_KERNEL, "memfd")).exits(1)
     line, last = [line for line in launched.stderr.splitlines() if "heartbeats" in line]

@@ -1,4 +1,4 @@
-"""A launcher in a pid namespace without its own ``/proc`` leaves no processes there either."""
+"""A launcher in a pid namespace without its own ``/proc`` leaves no processes behind."""
 
 import os
 import signal
@@ -11,13 +11,15 @@ from helpers.procs import run_program
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun]
 
-# The launcher is not pid 1 in there: the end of that one would be the end of all others.
+# The launcher is not process 1 of its namespace, because all other processes would be killed when process 1
+# exits.
 FIRST = ("sh", "-c", '"$@"; echo "ENDED $?"; read line', "sh")
 INSIDE = ("unshare", "--pid", "--fork", "--kill-child", "--")
 WITHOUT = ("unshare", "--mount", "--", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh")
 PROCS = {"outer": (*INSIDE, *FIRST), "none": (*WITHOUT, *INSIDE, *FIRST)}
 
-# Of the three the last one has lost its parent, and another one is below the first.
+# The script leaves several `sleep` processes behind. One of them has a child, and another one has lost its
+# parent.
 SCRIPT = """
     import os, signal, subprocess, sys
     attempt, how = os.environ["TORCHELASTIC_RESTART_COUNT"], sys.argv[1]
@@ -37,7 +39,9 @@ SCRIPT = """
 
 @pytest.fixture(params=PROCS)
 def inside(request, launch, worker_script):
-    """Starts a launcher in there; its pid 1 stays until the end of the test."""
+    """Return a function that starts a launcher in a pid namespace, whose process 1 stays until the end of the
+    test.
+    """
     reader, writer = os.pipe()
     started = []
 
@@ -58,7 +62,7 @@ def code_of(launched):
 
 
 def program_of(launched, name):
-    """Return the pid of the program inside whose command contains a name."""
+    """Return the pid of the only program whose command contains ``name``, ignoring shells."""
     programs = [each for each in launched.descendants() if not each.command.startswith("sh ")]
     (pid,) = (each.pid for each in programs if name in each.command)
     return pid
@@ -107,7 +111,7 @@ def test_nothing_is_left_when_a_part_of_it_is_killed(inside, killed, code):
     names = {"launch": "-m elasticrs.launch", "nursery": "worker-nursery"}
     os.kill(program_of(launched, names[killed]), signal.SIGKILL)
     assert code_of(launched) == code, launched.stderr
-    # One look at the processes may miss one that gets another parent meanwhile.
+    # Poll, because a single scan can miss a process that is reparented in the meantime.
     procs.wait_until(lambda: not sleeps_in(launched))
 
 
@@ -129,8 +133,8 @@ def test_no_process_of_the_outer_namespace_is_taken_for_a_child(proc):
 
 
 def test_a_launcher_may_be_the_first_process(launch, worker_script):
-    """As in a container without an init program. It handles SIGTERM, which the kernel ignores for pid 1 by
-    default, although a process without a parent is left.
+    """The launcher can be process 1, as in a container without an init program. It handles SIGTERM, which the
+    kernel ignores for process 1 by default. A leftover orphan does not change that.
     """
     script = """
         import os, signal, subprocess

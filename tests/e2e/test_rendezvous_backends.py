@@ -1,4 +1,4 @@
-"""Rendezvous backends of packages, and files, from the command line."""
+"""Rendezvous backends from installed packages, and rendezvous through a file, on the command line."""
 
 import errno
 import os
@@ -85,7 +85,7 @@ PAUSE = "import os, signal; os.write(1, f'RUNS {os.getpid()}\\n'.encode()); sign
 
 @pytest.fixture
 def backend(launch, tmp_path):
-    """Starts a job with the backend ``mine`` of an installed package."""
+    """Return a function that starts a job with the backend ``mine`` of an installed package."""
 
     def start(*arguments, kind=OURS, conf="", name="mine"):
         site = tmp_path / "site"
@@ -118,7 +118,7 @@ def test_a_backend_of_a_package_brings_nodes_together(backend, worker_script, ki
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].stderr
     lines = sorted(line for node in nodes for line in node.stdout.splitlines())
     assert lines[:4] == ["0 4 0 0", "1 4 0 0", "2 4 1 0", "3 4 1 0"]
-    # What torch's launcher passes to each handler.
+    # torch's launcher passes the same settings to each handler.
     assert lines[4:] == ["SHUT 2:2 [('a', 'b'), ('timeout', 900)]"] * 2
 
 
@@ -128,7 +128,7 @@ def test_a_failure_is_reported_after_the_restarts(backend, worker_script, tmp_pa
     launched = backend(
         "--nproc-per-node=2", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}", "--tee=3", script
     ).exits(1)
-    # Rank 0 may be stopped before it shows anything.
+    # Rank 0 may be stopped before it prints anything.
     shown = [line for line in launched.stdout.splitlines() if line.startswith("[default1]")]
     assert shown == [f"[default1]:1 2 0 {count}" for count in (0, 1)]
     launched.wait_for_line(r"exitcode\s*: 3", "stderr")
@@ -198,14 +198,14 @@ def test_a_backend_that_fails_is_one_line(backend, worker_script, how, code, lin
 
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.beyond_torchrun  # its launcher ends with an error of its own
+@pytest.mark.beyond_torchrun  # torchrun fails with a different error
 @pytest.mark.parametrize(("trouble", "code"), [("spare", 0), ("connection", 1)])
 def test_errors_of_torch_are_caught(backend, worker_script, trouble, code):
     launched = backend(worker_script(SHOW), kind=TORCHS, conf=f"trouble={trouble}").exits(code)
     failed = "rendezvous failed: nobody is there"
     lines = launched.stderr.splitlines()
     assert any(line.endswith(failed) for line in lines) == bool(code)
-    # Torch itself logs one, of a package that imports it.
+    # Only check the start of each line, because torch logs a traceback of a package that imports it.
     assert not [line for line in lines if line.startswith("Traceback")]
 
 
@@ -227,7 +227,7 @@ def test_a_path_runs_there_as_well(backend, worker_script):
 
 @pytest.fixture
 def in_file(launch, tmp_path):
-    """Starts two nodes that meet in a file."""
+    """Return a function that starts two nodes that meet in a file."""
 
     def start(script):
         meeting = ("--rdzv-backend=c10d", "--rdzv-conf=store_type=file", "--rdzv-id=job")
@@ -243,7 +243,7 @@ def test_nodes_meet_in_a_file(in_file, worker_script):
     assert sorted(node.stdout for node in nodes) == ["0 2 0 0\n", "1 2 1 0\n"]
 
 
-@pytest.mark.beyond_torchrun  # there the worker would run for ever
+@pytest.mark.beyond_torchrun  # under torchrun, the worker would run forever
 def test_a_node_that_fails_for_good_ends_the_others(in_file, worker_script):
     script = worker_script("""
         import os, signal
@@ -276,7 +276,7 @@ def test_one_node_needs_no_file_to_meet_in(launch, worker_script):
     assert launched.stdout == "0 1 0 0\n"
 
 
-@pytest.mark.beyond_torchrun  # it takes any words for seconds
+@pytest.mark.beyond_torchrun  # torchrun accepts any text as a number of seconds
 def test_bad_settings_of_a_file_are_one_line(launch, worker_script):
     conf = "--rdzv-conf=store_type=file,join_timeout=soon"
     launched = launch("--rdzv-backend=c10d", conf, worker_script(SHOW)).exits(2)

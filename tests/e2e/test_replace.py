@@ -61,7 +61,7 @@ UP = r"UP rank=(\d) pid=(\d+) life=(\d)"
 
 
 def started(job, count):
-    """Local rank and pid of all workers that have come up so far, once there are so many."""
+    """Wait until ``count`` workers have started, and return their local ranks and pids."""
     return [(int(found[1]), int(found[2])) for found in job.wait_for_lines(UP, count, "stdout")]
 
 

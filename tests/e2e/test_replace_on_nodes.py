@@ -1,4 +1,6 @@
-"""``--on-failure replace`` on several nodes: one budget, one report, and ranks as the workers have them."""
+"""``--on-failure replace`` on several nodes: one restart budget, one report, and the ranks that the workers
+have.
+"""
 
 import os
 import re
@@ -38,7 +40,7 @@ UP = r"UP rank=(\d) pid=(\d+) group=(\d) life=(\d)"
 
 
 class Nodes:
-    """Agents with two workers each, and who these are by the ranks that they began with."""
+    """Agents with two workers each. The workers are identified by the ranks that they started with."""
 
     def __init__(self, start: Callable[..., Launched], folder: Path) -> None:
         self._start, self._folder = start, folder
@@ -48,13 +50,15 @@ class Nodes:
         self._met: dict[int, int] = {}
 
     def start(self, *options: str) -> Launched:
-        """One more agent, with other options."""
+        """Start one more agent, with additional options."""
         self.agents.append(self._start(*options))
         self._up.append(0)
         return self.agents[-1]
 
     def up(self, agent: Launched, count: int) -> list[int]:
-        """Wait for so many more workers of an agent; returns with how many restarts each began."""
+        """Wait for ``count`` more workers of an agent. Return the restart count with which each of them
+        started.
+        """
         index = self.agents.index(agent)
         self._up[index] += count
         found = agent.wait_for_lines(UP, self._up[index], "stdout")[-count:]
@@ -66,7 +70,9 @@ class Nodes:
         return next(each for each in self.agents if re.search(line, each.stdout))
 
     def kill(self, *ranks: int) -> list[int]:
-        """Kill workers, and wait for those in their places; returns with how many restarts they began."""
+        """Kill workers and wait for their replacements. Return the restart counts with which the replacements
+        started.
+        """
         agents = [self.agent_of(rank) for rank in ranks]
         for rank in ranks:
             os.kill(self.pids[rank], signal.SIGKILL)
@@ -104,7 +110,9 @@ def nodes(launch, worker_script, tmp_path, either_store):
 
 @pytest.fixture
 def store(tmp_path):
-    """Where a store of its own serves that keeps its state; what kills it, and what starts it again."""
+    """Yield the address of a separate store that saves its state, a function that kills it, and one that
+    starts it again.
+    """
     port, running = ports.free(), []
 
     def start() -> None:
@@ -127,7 +135,7 @@ def store(tmp_path):
 
 
 def two(nodes, *options, **how):
-    """Two nodes whose workers are there."""
+    """Start two nodes and wait for their workers."""
     found = nodes("--nnodes=2", *options, **how)
     for agent in (found.start(), found.start()):
         agent.wait_for_lines(UP, 2, "stdout")
@@ -178,7 +186,7 @@ def test_workers_that_fail_before_all_have_met_again_cost_one(nodes):
     job = two(nodes, "--max-restarts=2")
     job.meet(1)
     assert job.kill(0) == [1]
-    # Of the other node, and still in the meeting that is over.
+    # Rank 2 runs on the other node, and has not yet met the replacement of rank 0.
     assert job.kill(2) == [1]
     job.meet(2)
     assert job.kill(1, 3) == [2, 2]

@@ -1,4 +1,4 @@
-"""Whatever ends an attempt, torch's managers unlink the shared memory of its workers.
+"""torch's managers unlink the shared memory of the workers, however an attempt ends.
 
 ``/dev/shm`` is a file system of its own, so small that a few attempts which leave something would fill it.
 """
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun]
 
 
 class OwnShm:
-    """A ``/dev/shm`` of 24 MiB, as long as this object has not been closed."""
+    """A private ``/dev/shm`` of 24 MiB that exists until this object is closed."""
 
     def __init__(self) -> None:
         setup = "mount -t tmpfs -o size=24m tmpfs /dev/shm && echo && exec cat"
@@ -61,7 +61,8 @@ def job(launch, shm, tmp_path):
 
 def assert_nothing_is_left(shm, method="spawn"):
     if method == "forkserver":
-        # All of its functions use the tracker of the program, which ends after that.
+        # All functions of the fork server share the program's resource tracker, which exits after the
+        # program.
         procs.reap_adopted()
     assert shm.names() == []
 

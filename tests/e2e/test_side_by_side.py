@@ -1,4 +1,5 @@
-"""The same command lines under torchrun and elasticrun: environment of workers, outcome, remaining files.
+"""The same command lines under torchrun and elasticrun: the workers' environment, the outcome and the
+remaining files.
 
 What may differ is listed here, and nothing else may.
 """
@@ -14,7 +15,7 @@ from helpers.launcher import LAUNCHERS
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.beyond_torchrun,  # both are started here, whatever --launcher says
+    pytest.mark.beyond_torchrun,  # the test itself starts both launchers, regardless of --launcher
 ]
 
 SHOW = """
@@ -46,12 +47,12 @@ DIFFERENT = {"--master-port": "/workers/0-0/env/TORCHELASTIC_USE_AGENT_STORE"}
 
 
 def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
-    """Runs one of the launchers, and gives everything that can be seen of it in comparable form."""
+    """Run one of the launchers, and return everything that can be observed, in comparable form."""
     home = tmp_path / launcher
     (home / "shown").mkdir(parents=True)
     (home / "tmp").mkdir()
     os.mkfifo(home / "turn")
-    # SHOW is indented like a test's source; a body is a line.
+    # SHOW has the indentation of a worker in a test. The body is a single line.
     script = worker_script(SHOW + body)
     launched = launch(
         *(argument.format(logs=home / "logs") for argument in arguments),
@@ -73,9 +74,9 @@ def show(launch, worker_script, tmp_path, launcher, arguments, body, env):
 
 
 def comparable(env, home):
-    """Without what is random, and what may differ."""
+    """Return the environment without random values and without intentional differences."""
     env = {name: value.replace(home, "HOME") for name, value in env.items() if name not in OURS | TORCHS}
-    # The hook takes itself out of the path before the script runs.
+    # The startup hook removes its folder from the path before the script runs.
     assert "_worker" not in env.get("PYTHONPATH", "")
     assert env.pop("MASTER_PORT").isdecimal()
     env["MASTER_ADDR"] = "here" if env["MASTER_ADDR"] in ("localhost", "127.0.0.1") else env["MASTER_ADDR"]
@@ -88,12 +89,14 @@ def comparable(env, home):
 
 
 def tree(logs):
-    """Path below the run's own folder, to content; a failed worker's error file by its name alone."""
+    """Return the content of the files in the run's folder, keyed by relative path. Error files are listed
+    without content.
+    """
     if not logs.is_dir():
         return None
     (run,) = logs.iterdir()
-    # Both launchers append an underscore and eight random characters, which may be underscores. Ours puts the
-    # name of the host before that.
+    # Both launchers append an underscore and eight random characters, some of which may be underscores.
+    # elasticrs inserts the host name before them.
     found = {"run": run.name[:-9].removesuffix(f"_{os.uname().nodename}")}
     for path in run.rglob("*"):
         name = str(path.relative_to(run))
@@ -150,7 +153,7 @@ SLOW = [
 
 
 def flat(value, path=""):
-    """One level, so that a difference is named by its path."""
+    """Flatten nested dictionaries, so that each difference is named by its path."""
     if isinstance(value, dict):
         return {
             name: leaf for key, each in value.items() for name, leaf in flat(each, f"{path}/{key}").items()

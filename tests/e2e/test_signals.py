@@ -1,4 +1,4 @@
-"""Signals to the launcher are passed on, the stop is bounded, and no process is left."""
+"""The launcher forwards signals, stops the workers within a time limit, and leaves no process behind."""
 
 import os
 import re
@@ -32,7 +32,9 @@ N = 3
 
 @pytest.fixture
 def running(launch, worker_script):
-    """Launches a worker's source with N ranks; returns launcher and workers' pids when all are ready."""
+    """Return a function that launches N workers, and returns the launcher and the workers' pids once all
+    workers are ready.
+    """
 
     def run(source, *args, **how):
         launched = launch("--nproc-per-node", str(N), *args, worker_script(source), **how)
@@ -73,7 +75,7 @@ def test_workers_that_ignore_the_signal_are_killed_when_their_grace_is_over(runn
 
 @pytest.mark.beyond_torchrun
 def test_a_second_interrupt_kills_at_once(running):
-    # A grace much longer than a test may take: only the second signal can end it.
+    # The grace period is much longer than a test may take, so only the second signal can stop the workers.
     launched, _ = running(STUBBORN, "--shutdown-timeout", "3000")
     launched.signal(signal.SIGINT)
     launched.wait_for_lines("IGNORED", N)
@@ -101,8 +103,8 @@ SAVES = """
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_that_come_together_are_one_request(running, second):
     launched, _ = running(SAVES)
-    # A wrapper that passes it on, next to a `timeout` that signals the whole group; systemd's SendSIGHUP; a
-    # terminal that closes, next to a scheduler.
+    # Two signals arrive together if `timeout` and a wrapper both send SIGTERM, if systemd uses SendSIGHUP, or
+    # if a terminal closes while a scheduler stops the job.
     launched.signal(signal.SIGTERM)
     launched.wait_for_line("SIGTERM received", "stderr")
     launched.signal(second)
@@ -135,7 +137,8 @@ def test_a_signal_before_there_are_workers_is_handled(launch, worker_script):
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("module", ["elasticrs", "elasticrs.launch"])
 def test_an_interrupt_before_there_are_handlers_leaves_no_traceback(launch, worker_script, tmp_path, module):
-    # Stands before the library's own module, and is imported before anything can be caught.
+    # This module shadows the standard `signal` module, and is imported before the launcher can catch an
+    # exception.
     (tmp_path / "signal.py").write_text("import os; os.write(1, b'IMPORTS\\n'); os.read(0, 1)\n")
     reader, writer = os.pipe()
     path = os.pathsep.join(filter(None, (str(tmp_path), *sys.path)))
@@ -287,5 +290,5 @@ def test_a_stopped_worker_is_reported_and_can_still_be_ended(running):
     assert not launched.has_exited
     launched.signal(signal.SIGTERM)
     launched.exits(1)
-    # It was resumed for the signal, and ended in its own way.
+    # The launcher resumed the worker for the signal, and the worker's handler ran.
     launched.wait_for_lines("GOT SIGTERM", N)

@@ -1,4 +1,6 @@
-"""Slow exits of workers. An exit that makes progress is not cut off. An exit that is cut off is reported."""
+"""Slow exits of workers. The agent waits while an exit makes progress, and reports an exit that it cuts
+short.
+"""
 
 import json
 import re

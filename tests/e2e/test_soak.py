@@ -1,4 +1,4 @@
-"""Many kills at random moments. A failure shows the seed; ``SOAK_SEED`` repeats it."""
+"""Many kills at random moments. A failure prints the seed, and ``SOAK_SEED`` repeats the run."""
 
 import os
 import random
@@ -25,7 +25,7 @@ def rng(record_property):
 def test_one_job_survives_200_kills(launch, tmp_path, rng):
     job = SteadyJob(launch, tmp_path, N, "--max-restarts", str(KILLS), "--shutdown-timeout", "5")
     for attempt in range(KILLS):
-        # At a random moment from the first sign of life on: some workers may not have started yet.
+        # Kill at a random moment after the first worker has reported. Some workers may not have started yet.
         pids = list(job.ready(attempt, count=rng.randint(1, N)).values())
         job.launched.read_for(rng.uniform(0.0, 0.02))
         if rng.random() < 0.1:

@@ -1,4 +1,4 @@
-"""Several nodes with the static rendezvous: ranks, address and port given by hand. All on loopback."""
+"""Several nodes on loopback with the static rendezvous. The user sets the ranks, the address and the port."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(180)
 
 QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "connect_timeout": 1}
 
-# Rank 0 serves at the given port, as torch's store does; the last rank fails until the tenth restart.
+# Rank 0 listens on the given port, as torch's store does. The last rank fails until the tenth restart.
 MEET = """
     import os, select, signal, socket, sys, time
     from contextlib import suppress
@@ -93,7 +93,7 @@ STORE = """
 
 
 class Nodes:
-    """The agents of one job, all of them on this machine."""
+    """The agents of one job. All agents run on this machine."""
 
     def __init__(self, launch, nnodes, script=RANKS, *, host="127.0.0.1", restarts=3, conf=None, env=None):
         self._launch, self._script, self._env = launch, script, env
@@ -104,7 +104,7 @@ class Nodes:
         self.agents = []
 
     def start(self, rank, *options, conf=None):
-        """The agent of a node rank."""
+        """Start the agent with this node rank."""
         given = {**(self._conf or {}), **(conf or {})}
         all_conf = (
             ["--rdzv-conf", ",".join(f"{name}={each}" for name, each in given.items())] if given else []
@@ -119,18 +119,18 @@ class Nodes:
 
 @contextmanager
 def listening(port):
-    """Another program that has a port."""
+    """Occupy a port, as another program would."""
     with socket.create_server(("127.0.0.1", port)) as server:
         yield server
 
 
 def ready(agent, count=1):
-    """What the latest of its workers tell, once there have been that many."""
+    """Wait until ``count`` workers of an agent are ready, and return the report of the latest one."""
     return Worker.parse(agent.wait_for_lines(r"^READY (.*)$", count)[-1][1])
 
 
 def finish(*agents):
-    """Let the workers succeed that run now."""
+    """Let the running workers succeed, and wait for their agents."""
     for agent in agents:
         told = [Worker.parse(line.partition(" ")[2]) for line in agent.stdout.splitlines() if "READY" in line]
         os.kill(told[-1].pid, signal.SIGUSR1)
@@ -138,7 +138,7 @@ def finish(*agents):
 
 
 def line_of(agent, *texts):
-    """It fails with one line that has all of these texts."""
+    """Assert that an agent failed with a line that contains all of these texts, and return the line."""
     assert agent.wait() != 0
     found = [line for line in agent.stderr.splitlines() if all(text in line for text in texts)]
     assert found, f"no line has {texts}:\n{agent.stderr}"
@@ -195,7 +195,7 @@ def test_a_process_group_forms_over_the_given_address(launch, worker_script):
     assert ["SUM 6" in agent.stdout for agent in nodes.agents] == [True] * 3
 
 
-# --- what torch does otherwise ---
+# --- differences from torch ---
 
 
 @pytest.mark.beyond_torchrun
@@ -241,7 +241,8 @@ def test_a_killed_agent_comes_back(launch, lost):
         ready(agent)
     agents[lost].signal(signal.SIGKILL)
     agents[lost].wait()
-    # At once: the others have not stopped yet, and the workers of rank 0 have the port.
+    # Restart the agent at once: the other agents have not stopped yet, and the workers of rank 0 still hold
+    # the port.
     agents[lost] = nodes.start(lost)
     for rank, agent in agents.items():
         told = ready(agent, 1 if rank == lost else 2)
@@ -270,7 +271,7 @@ def test_two_nodes_with_the_same_rank(launch):
     nodes = Nodes(launch, 3, conf=QUICK)
     first, second = nodes.start(0), nodes.start(1)
     again = nodes.start(1)
-    # Which of them came first is open.
+    # Either of the two agents may have joined first.
     agents = [second, again]
     while not any(agent.has_exited for agent in agents):
         for agent in agents:

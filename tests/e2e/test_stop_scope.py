@@ -1,4 +1,6 @@
-"""The processes that the first signal of a stop reaches: helpers of a worker serve it while it saves."""
+"""The first signal of a stop reaches only the worker, because the worker needs its helper processes while it
+saves.
+"""
 
 import os
 import signal
@@ -53,7 +55,7 @@ WORKER = f"""
 
 @pytest.fixture
 def fifos(tmp_path):
-    """Two of them; whoever opens one to read waits until :func:`let_go`."""
+    """Return two FIFOs. A process that opens one of them for reading blocks until :func:`let_go`."""
     made = [tmp_path / "one", tmp_path / "other"]
     for path in made:
         os.mkfifo(path)
@@ -117,7 +119,7 @@ def test_the_whole_group_is_signalled_on_request_and_with_no_python(launch, work
 
 
 def test_a_signal_reaches_functions_before_6_9(launch, worker_script, fifos):
-    # Nobody but their keeper may signal their groups there.
+    # Before Linux 6.9, only the keeper (the parent process of these workers) may signal their groups.
     fifo, _ = fifos
     options = ("--nproc-per-node", "2", "--run-path", "--start-method", "fork", "--stop-scope", "group")
     launched = launch(*options, worker_script(WORKER), str(fifo), prefix=BEFORE_6_9)

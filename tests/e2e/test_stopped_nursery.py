@@ -1,4 +1,6 @@
-"""A nursery that is paused by SIGSTOP still kills the workers when its agent is killed."""
+"""A nursery (the parent process of workers) that is paused by SIGSTOP still kills its workers when its agent
+is killed.
+"""
 
 import os
 import signal

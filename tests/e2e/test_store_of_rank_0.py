@@ -1,4 +1,4 @@
-"""Several nodes whose workers' store rank 0 hosts: ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``."""
+"""Several nodes with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, where rank 0 hosts the workers' store."""
 
 import pytest
 from helpers import ports
@@ -59,7 +59,7 @@ def test_rank_0_listens_on_the_port_of_the_round(two_nodes):
     started = two_nodes(WORKER)
     assert [each.wait() for each in started] == [0, 0], started[0].stderr
     told = started[0].wait_for_lines(r"^USE False (\d+)$", 2)
-    # Each round has another one.
+    # Each round uses a different port.
     assert told[0][1] != told[1][1]
     assert len(started[1].wait_for_lines("^GOT hello$", 2)) == 2
 

@@ -1,4 +1,4 @@
-"""The launcher's lines about a job: folder of logs, failures, restarts, the end."""
+"""The launcher's messages about a job: the log folder, failures, restarts, and the result."""
 
 import os
 import re
@@ -62,7 +62,8 @@ def test_the_output_of_stopped_ranks_follows_a_line_about_the_stop(launch, worke
     job.wait_for_lines("READY", 2)
     go.write_text("go")
     assert job.wait() == 1
-    # Python writes a traceback piece by piece, so those of two ranks may be mixed; this is one piece.
+    # Python writes a traceback in several pieces, so the tracebacks of two ranks can be mixed. This line is
+    # always one piece.
     piece = "Traceback (most recent call last):\n"
     before, _, after = job.stderr.partition(piece)
     assert re.search(r"rank 2 \(pid \d+\) exited with code 3.*stopping the other 2 ranks", before)
@@ -177,7 +178,7 @@ def test_agents_of_one_host_have_different_prefixes(launch, worker_script):
         bare = f"elasticrs[{os.uname().nodename}:{agent.pid}]: "
         (with_rank,) = prefixes - {bare}
         group_ranks.append(re.fullmatch(re.escape(bare[:-3]) + r" group (\d)\]: ", with_rank)[1])
-        # The first line of a node is printed before it has a rank, and the last one after its round.
+        # A node prints its first line before it has a rank, and its last line when it no longer has one.
         lines = [line for line in agent.stderr.splitlines() if line.startswith("elasticrs[")]
         assert lines[-1].startswith(f"{bare}succeeded")
         assert re.search(r"rank 1 .*: FileNotFoundError: data\.bin \(worker\.py:\d+\)", agent.stderr)

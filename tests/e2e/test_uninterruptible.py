@@ -1,4 +1,4 @@
-"""Workers that hang in the kernel: the job ends as failed, and nothing is started again."""
+"""If workers hang in the kernel, the job fails and is not restarted."""
 
 import os
 import re
@@ -52,7 +52,7 @@ def test_the_job_fails_without_a_restart(launch, worker_script, fifo):
     said = r"\(state D\).* 0\.4 s .*; "
     assert re.search(f"{said}stopping", launched.stderr)
     assert re.search(f"{said}.*restart", launched.stderr)
-    # Rank 0 may be stopped before it says anything.
+    # Rank 0 may be stopped before it prints anything.
     assert {*launched.stdout.splitlines()} | {"ATTEMPT 0 0"} == {"ATTEMPT 0 0", "ATTEMPT 1 0"}
 
 
@@ -60,7 +60,7 @@ def test_the_state_is_not_checked_by_default(launch, worker_script, fifo):
     script = worker_script(SLEEPER)
     launched = launch("--nproc-per-node=2", script, fifo, env={**LIMIT, next(iter(LIMIT)): "-1"})
     launched.wait_for_lines("ATTEMPT", 2)
-    # Whoever writes lets the child go on, and the worker with it.
+    # Opening the FIFO for writing releases the child, and with it the worker.
     os.close(os.open(fifo, os.O_WRONLY))
     launched.signal(15)
     launched.exits(1)

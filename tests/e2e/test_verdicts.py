@@ -1,4 +1,4 @@
-"""Conclusions from a failure: restarts, the exit code, the JSON report, the termination message."""
+"""Consequences of a failure: restarts, the exit code, the JSON report and the termination message."""
 
 import errno
 import json
@@ -60,7 +60,7 @@ SAME_AGAIN = "raise ValueError('x')"
 
 @pytest.fixture
 def run(launch, worker_script, tmp_path):
-    """Runs a script with these options and ``--max-restarts 5``."""
+    """Return a function that runs a script with these options and ``--max-restarts 5``."""
 
     def run(script, *options, nproc=2, **how):
         report = tmp_path / "report.json"

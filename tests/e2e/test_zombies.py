@@ -1,4 +1,4 @@
-"""Workers with many zombie children: each is reported in one line."""
+"""A worker with many zombie children is reported in one line."""
 
 import signal
 

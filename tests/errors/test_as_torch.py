@@ -1,4 +1,6 @@
-"""The same calls on torch's package of errors and on ours write, return, raise and call the same."""
+"""The same calls have the same effects in torch's error package and in ours: files, results, exceptions and
+callbacks.
+"""
 
 import importlib
 import json
@@ -20,20 +22,20 @@ NESTED = {"message": {"message": "m", "extraInfo": {"py_callstack": "s", "timest
 
 @pytest.fixture(autouse=True, scope="module")
 def torch() -> None:
-    """Its import starts a thread that stays; so it comes before the first test."""
+    """Import torch before the first test, because the import starts a thread that never exits."""
     importlib.import_module(PACKAGES[0])
 
 
 @pytest.fixture(autouse=True)
 def fault_handler() -> Any:
-    """Pytest's own would be redirected."""
+    """Mock ``faulthandler.enable``, because the tests would otherwise redirect pytest's fault handler."""
     with mock.patch("faulthandler.enable"):
         yield
 
 
 @pytest.fixture
 def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], list[Any]]:
-    """Calls a function with each package and an empty folder."""
+    """Return a function that calls another function with each package and an empty folder."""
 
     def call(function: Callable[..., Any]) -> list[Any]:
         seen = []
@@ -48,7 +50,9 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[
 
 
 def written(folder: Path) -> Any:
-    """The error file without what is ours or depends on time; of a stack the last line."""
+    """Return the error file in comparable form: without our additions and timestamps, and with only the last
+    line of the stack.
+    """
     path = folder / "error.json"
     if not path.exists():
         return None
@@ -154,7 +158,7 @@ def test_a_passed_on_error_file_is_equal(both, content):
 
 
 def told(errors: Any, calls: list[Any]) -> Any:
-    """A handler of a user's that overrides every hook."""
+    """Return an error handler that overrides every hook, as a user might do, and records the calls."""
     hooks = [name for name in dir(errors.ErrorHandler) if not name.startswith("__")]
 
     def hook(name: str) -> Callable[..., Any]:
@@ -197,7 +201,7 @@ def test_the_report_of_one_failure_is_equal(both):
         path.write_text(json.dumps(NESTED))
         error = errors.ChildFailedError("train.py", {3: errors.ProcessFailure(1, 997, -15, str(path))})
         lines = str(error).replace(str(folder), "HERE").splitlines()
-        # The host is a name that no look-up in the network makes longer, and no line ends with a space.
+        # Our host name is not looked up in the network, and our lines have no trailing spaces.
         return [line.rstrip() for line in lines if "host  " not in line and not set(line) <= {"=", "-"}]
 
     theirs, ours = both(report)

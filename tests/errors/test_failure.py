@@ -1,4 +1,4 @@
-"""Error files as the agent reads them."""
+"""Reading of error files by the agent."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Reading the evidence about a hang, from files that a worker may have written in any way."""
+"""Reading the evidence about a hang. A worker may have written anything to these files."""
 
 import json
 import os
@@ -26,7 +26,7 @@ RECORDED = Path(__file__).resolve().parents[1] / "diagnosis" / "recorded"
 
 
 class Evidence:
-    """Evidence of the ranks of an attempt, in the files of the workers and of the core."""
+    """The evidence about an attempt's ranks, in the files that the workers and the core write."""
 
     def __init__(self, folder, size, *, world=None):
         ranks = [WorkerRanks("", rank, rank, 0, rank, size, world or size, 1, size) for rank in range(size)]
@@ -49,7 +49,7 @@ class Evidence:
 
 @pytest.fixture
 def stuck(tmp_path):
-    """The evidence of eight recorded ranks: rank 5 has not entered a collective."""
+    """Evidence recorded from eight ranks, of which rank 5 did not enter a collective."""
     ranks = json.loads((RECORDED / "missing_rank.json").read_text())["ranks"]
     evidence = Evidence(tmp_path, len(ranks))
     for rank in ranks:
@@ -125,7 +125,7 @@ def test_no_content_raises_an_exception(tmp_path_factory, lines, stacks):
 
 
 def nccl_dump(record):
-    """The dump of NCCL's watchdog, made from a record of gloo."""
+    """Return a dump in the format of NCCL's watchdog, made from a gloo record."""
     document = json.loads(record.replace("gloo:", "nccl:"))
     for entry in document["entries"]:
         entry["state"] = "completed" if entry["retired"] else "started"
@@ -136,7 +136,7 @@ def nccl_dump(record):
 
 @pytest.fixture
 def aborted(tmp_path):
-    """An attempt of eight ranks that NCCL's watchdog has ended: rank 5 did not enter a collective."""
+    """An attempt of eight ranks that NCCL's watchdog aborted, because rank 5 did not enter a collective."""
     ranks = json.loads((RECORDED / "missing_rank.json").read_text())["ranks"]
     evidence = Evidence(tmp_path, len(ranks))
     for rank in ranks:
@@ -181,7 +181,7 @@ def test_only_failures_of_collectives_are_diagnosed(aborted):
 
 
 class Answers:
-    """Threads that answer requests for records, as the threads of workers do."""
+    """Threads that answer requests for records, in place of the threads in real workers."""
 
     def __init__(self, evidence, ranks):
         self._evidence, self._ranks, self._is_over = evidence, ranks, False
@@ -209,7 +209,7 @@ class Answers:
 
 
 def diagnosed(evidence, late):
-    """Diagnose a running job until all ranks except the late ones have been asked, and have answered."""
+    """Diagnose a running job repeatedly, until all ranks except the late ones have answered."""
     while True:
         found = diagnose_running(evidence.attempt, 60)
         if found is not None and set(found.no_record.get(NoRecord.LATE, ())) <= set(late):
@@ -233,7 +233,7 @@ def test_a_worker_whose_thread_does_not_wait_is_not_waited_for(stuck):
 
 def test_a_worker_that_does_not_answer_costs_no_more_than_the_time_limit(stuck):
     os.mkfifo(flight_requests_file(stuck.files[3]))
-    # Its thread waits, but it does not get the GIL.
+    # The worker's thread waits for requests, but it does not get the GIL to answer one.
     reader = os.open(flight_requests_file(stuck.files[3]), os.O_RDONLY | os.O_NONBLOCK)
     assert diagnose_running(stuck.attempt, 0.1) is None
     os.close(reader)

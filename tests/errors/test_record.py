@@ -30,7 +30,7 @@ from elasticrs.multiprocessing.errors import (
 def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    # pytest's own fault handler would be redirected.
+    # The tests would otherwise redirect pytest's fault handler.
     monkeypatch.setattr("faulthandler.enable", mock.Mock())
     return path
 
@@ -201,7 +201,7 @@ def fail() -> None:
 
 @pytest.fixture(params=["device", "pipe", "link"])
 def special(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """What is no regular file, in a folder of its own."""
+    """Yield the path of a file that is not a regular file, in a separate folder."""
     path = tmp_path / "special" / request.param
     path.parent.mkdir()
     reader = None
@@ -213,7 +213,7 @@ def special(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
             pytest.skip(f"no device can be made: {error}")
     elif request.param == "pipe":
         os.mkfifo(path)
-        # A writer does not wait when somebody reads.
+        # A reader must exist, because writers would otherwise block.
         reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     else:
         path.symlink_to(tmp_path / "target")

@@ -46,7 +46,7 @@ def test_whole_reports(tmp_path, golden):
         return str(ChildFailedError(name, {failure.local_rank: failure for failure in failures})).lstrip("\n")
 
     callstack = "Traceback (most recent call last):\n  File x\nValueError: cause\n"
-    folder = tmp_path / ("long" * 15)  # so that the longest line is wider than the report gets
+    folder = tmp_path / ("long" * 15)  # so that the longest line is wider than the lines that frame a report
     folder.mkdir()
     files = [recorded(folder, name, f"Traceback of {name}:\n  line\nE: x\n") for name in "ab"]
     details = ProcessFailure(
@@ -119,7 +119,7 @@ def test_failures_are_shown_in_the_order_of_their_exits():
 
 
 def raised(directory: Path, rank: int, raised_ns: int, ended_ns: int) -> ProcessFailure:
-    """A worker that recorded an exception, and ended later."""
+    """Return the failure of a worker that recorded an exception and exited later."""
     callstack = f"Traceback (most recent call last):\nE: {rank}\n"
     path = recorded_in(directory, str(rank), raised_ns, 100 + rank, callstack)
     return ProcessFailure(rank, 100 + rank, 1, path, seen_ns=ended_ns)

@@ -1,4 +1,4 @@
-"""The failure report as the launcher prints it, without `@record` and without redirection."""
+"""The failure report that the launcher prints for workers without `@record` and without redirected output."""
 
 import json
 import os
@@ -92,7 +92,7 @@ def test_the_timeline_is_written(launch, worker_script, tmp_path):
 
 
 def test_an_error_file_that_could_not_be_written_is_no_missing_one(launch, worker_script, tmp_path):
-    # Opening a file goes, writing to it does not: as on a full disk.
+    # The worker can open the error file but not write to it, as on a full disk.
     script = worker_script(
         """
     import resource

@@ -1,4 +1,4 @@
-"""The choice of the first failure."""
+"""Choice of the root cause among a job's failures."""
 
 import json
 import time

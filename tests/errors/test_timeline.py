@@ -1,4 +1,4 @@
-"""The timeline of a job, for programs."""
+"""The machine-readable timeline of a job."""
 
 import json
 import time
@@ -71,7 +71,7 @@ def test_the_phases_of_a_restart_are_all_of_it():
         "importing": 6.0,
         "starting": 1.99998,
     }
-    # Another node has failed, and the workers' start was not seen.
+    # The failure was on another node, and the start of the workers was not recorded.
     first.stamps, second.stamps = {"ended": 40}, {"planned": 1_000_040}
     assert phases(first, second) == {"rendezvous": 1.0}
     first.stamps |= {"stopped": 30}

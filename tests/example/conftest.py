@@ -1,4 +1,4 @@
-"""The demos as modules, and as a user runs them."""
+"""Fixtures that load the demos as modules, and run them as a user would."""
 
 import runpy
 import sys
@@ -14,13 +14,13 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def demo(request):
-    """What is in the demo that the test module names."""
+    """Return the contents of the demo that the test module's ``EXAMPLE`` names."""
     return SimpleNamespace(**runpy.run_path(str(EXAMPLES / request.module.EXAMPLE / "demo.py")))
 
 
 @pytest.fixture
 def run_demo():
-    """Runs a demo, which keeps its promises, and returns what it printed."""
+    """Return a function that runs a demo, asserts that it succeeds, and returns its output."""
 
     def run(program, *arguments):
         command = [sys.executable, EXAMPLES / program, *arguments]

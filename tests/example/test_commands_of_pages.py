@@ -1,4 +1,4 @@
-"""Every command in the pages runs, or the page says why not, in a comment that readers do not see.
+"""Every command in the documentation runs in a test, or a hidden comment on the page says why not.
 
 A block of commands has the language ``console`` or ``bash``. In a ``console`` block whose commands start with
 ``$``, the other lines are output. The test runs the block in an empty folder with a small ``train.py``, and
@@ -54,7 +54,7 @@ FENCE = re.compile(r"(?ms)^(?: *<!-- test: ([^\n]*?) -->\n)?( *)```(\w*)\n(.*?)^
 
 
 class Block(NamedTuple):
-    """Commands of a page, one for each line."""
+    """The commands of a block on a page, one per line."""
 
     place: str
     marker: str
@@ -144,10 +144,10 @@ def words_of(command):
 
 
 def launches():
-    """Yield the place and the arguments of each ``elasticrun`` in the pages."""
+    """Yield the location and the arguments of each ``elasticrun`` command in the documentation."""
     for place, _, commands in BLOCKS:
         for command in commands:
-            # An ellipsis in a command is not an argument.
+            # Skip commands with an ellipsis, because it is not an argument.
             _, found, arguments = f" {command}".partition(" elasticrun ")
             if found and "…" not in arguments:
                 yield place, words_of(arguments)
@@ -173,7 +173,7 @@ def test_targets_of_make_exist():
 
 
 def test_commands_are_in_blocks_that_say_so():
-    """A block without a language, and a block made by indentation, would not be tested."""
+    """Blocks without a language and indented blocks contain no commands, because they would not be tested."""
     first = re.compile(
         r"\s*(?:\$ |elasticrun |torchrun |python3? |make |pip |curl |docker |kubectl |srun |sbatch )"
     )

@@ -1,4 +1,4 @@
-"""The example, and its demo's account of a run."""
+"""The example, and the summary that its demo prints about a run."""
 
 from collections.abc import Callable
 from typing import Any

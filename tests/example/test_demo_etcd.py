@@ -1,4 +1,4 @@
-"""The demo of etcd keeps its promises."""
+"""The etcd demo runs as its documentation promises."""
 
 import pytest
 from helpers import etcd
@@ -17,7 +17,7 @@ def test_an_agent_and_a_member_of_etcd_are_killed(run_demo, options, worlds):
     if etcd.binary() is None:
         pytest.skip("needs etcd")
     printed = run_demo("ddp_multinode/demo_etcd.py", *options)
-    # The nursery of the killed agent.
+    # Reap the nursery of the killed agent.
     reap_adopted()
     told = [line[11:].split(":")[0] for line in printed.splitlines() if line[8:9] == "s"]
     expected = [f"{world} workers train" for world in worlds]

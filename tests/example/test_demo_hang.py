@@ -1,4 +1,4 @@
-"""The example of a rank that hangs, and its demo's account of a run."""
+"""The example of a rank that hangs, and the summary that its demo prints about a run."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The demo of several nodes keeps its promises, in namespaces and without."""
+"""The demo of several nodes runs as its documentation promises, with and without network namespaces."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ PLACES = [
 def test_a_host_is_cut_off_and_comes_back(run_demo, tmp_path, options):
     if not options and (reason := hosts.why_not()):
         pytest.skip(reason)
-    # A fresh clone has the name of the project, which is then in the path of every script.
+    # Use the folder name of a fresh clone, because the project's name is then part of every script's path.
     clone = tmp_path / "elasticrs"
     for part in ("examples", "tests/helpers"):
         shutil.copytree(ROOT / part, clone / part)

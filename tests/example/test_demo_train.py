@@ -1,4 +1,6 @@
-"""A worker of the example is killed, the others stay, and the end is the same to the last bit."""
+"""When a worker of the example is killed, the others keep running, and the final result is identical to the
+last bit.
+"""
 
 import re
 

@@ -17,7 +17,7 @@ DOCKERFILE = ROOT / "examples/docker/Dockerfile"
 
 
 def stages():
-    """Return the instructions of each stage, as pairs of a name and its arguments."""
+    """Return the instructions of each Dockerfile stage, as pairs of a name and its arguments."""
     lines = DOCKERFILE.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     found = []
     for line in lines:
@@ -65,7 +65,7 @@ def test_process_1_reaps_orphans_and_lets_workers_save_at_the_stop_signal(launch
     container = launch("--nproc-per-node", "2", script, prefix=prefix)
     container.wait_for_lines("READY", 2)
     (first,) = procs.children(container.pid)
-    # As with `docker exec`, this process is not below the nursery. Process 1 adopts it.
+    # As with `docker exec`, this process is not a descendant of the nursery, so process 1 adopts it.
     enter = ("nsenter", "--target", str(first.pid), "--pid", "--mount", "--")
     subprocess.run([*enter, "setsid", "--fork", "sleep", "1000"], check=True)
     (orphan,) = procs.wait_until(

@@ -1,4 +1,4 @@
-"""Run the examples that people start from. A process is killed in the middle of each, and it resumes."""
+"""The examples that users start from. Each example resumes after one of its processes has been killed."""
 
 import os
 import re
@@ -21,13 +21,13 @@ EPOCHS = 3
 
 pytestmark = [
     pytest.mark.torch,
-    # With torchrun, the second attempt finds the addresses of the first one's workers in the store.
+    # With torchrun, the second attempt would find the addresses of the first attempt's workers in the store.
     pytest.mark.beyond_torchrun,
 ]
 
 
 def run_line(example):
-    """Return the options with which the first lines of an example run it."""
+    """Return the options of the command line in an example's first lines."""
     source = (EXAMPLES / example).read_text(encoding="utf-8").replace("\\\\\n", "")
     (options,) = re.findall(rf"^Run: elasticrun (.*) examples/{example}\nTry: ", source, re.MULTILINE)
     return options.split()
@@ -41,7 +41,7 @@ def test_the_first_lines_have_a_valid_command_line(example):
 
 @pytest.fixture
 def train(launch, tmp_path):
-    """Runs an example to its end, and returns its output."""
+    """Return a function that runs an example to completion and returns its output."""
 
     def train(example, *options, epochs=EPOCHS, accident="-1:0", checkpoints="checkpoints", code=0):
         script = tmp_path / f"{example}.py"
@@ -50,7 +50,7 @@ def train(launch, tmp_path):
             "PYTHONPATH": os.pathsep.join([str(HERE), str(EXAMPLES)]),
             "ACCIDENT": accident,
             "OMP_NUM_THREADS": "1",
-            # Whatever a framework would download is an error.
+            # Make a framework fail if it tries to download anything.
             "HF_HUB_OFFLINE": "1",
             "HF_HOME": str(tmp_path),
         }

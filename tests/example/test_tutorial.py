@@ -1,4 +1,4 @@
-"""Run the programs and the commands of the tutorial, the quick start, and the pages for users."""
+"""The programs and commands of the tutorial, the quick start, and the user documentation."""
 
 import ast
 import re
@@ -58,7 +58,8 @@ def test_the_quick_start_of_the_readme(launch, tmp_path):
     script.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
     (command,) = re.findall(r"^\$ elasticrun (.*) hello\.py$", text, re.MULTILINE)
     job = launch(*command.split(), script).exits(0, timeout=120)
-    # Python writes a line and its end separately under `-u`, so the lines of two workers may run together.
+    # With `-u`, Python writes a line and its newline separately, so the lines of two workers may run
+    # together.
     assert sorted(re.findall(r"rank \d of \d", job.stdout)) == ["rank 0 of 2", "rank 1 of 2"]
 
 

@@ -1,4 +1,4 @@
-"""The script for two hosts: the same line twice makes one job."""
+"""The script for two hosts: the same command line on two hosts starts one job."""
 
 import os
 import sys

@@ -84,7 +84,7 @@ def row_of(
 
 
 def run(name: str, context: Context) -> dict[str, Any]:
-    """Run one check and return its row of the results."""
+    """Run one check and return its row in the table of results."""
     started = time.monotonic()
     figures: Figures = {}
     try:

@@ -50,7 +50,9 @@ def check_count(context: Context) -> Figures:
 
 
 def check_warm(context: Context) -> Figures:
-    """Check that workers forked from a nursery with torch can use the device, also after a restart."""
+    """Check that workers forked from a nursery that has imported torch can use the device, also after a
+    restart.
+    """
     options = ["--nproc-per-node", "2", "--max-restarts", "1", "--warm", "torch"]
     with Job(context, options, "warm.py") as job:
         victim = job.wait("used", 2, attempt=0)[1]
@@ -66,7 +68,9 @@ def check_warm(context: Context) -> Figures:
 
 
 def check_killed_kernel(context: Context) -> Figures:
-    """Check that the memory of a worker killed during a kernel is free when the next attempt starts."""
+    """Check that the device memory of a worker that was killed during a kernel is free when the next attempt
+    starts.
+    """
     with Job(context, ["--max-restarts", "1"], "running_kernel.py") as job:
         (running,) = job.wait("running")
         os.kill(running["pid"], 9)
@@ -135,7 +139,7 @@ def check_abort(context: Context) -> Figures:
 
 
 def check_watchdog(context: Context) -> Figures:
-    """Check that a timeout of a collective ends the process, writes NCCL's dump, and restarts the job."""
+    """Check that a collective's timeout kills the process, writes NCCL's dump, and restarts the job."""
     ranks, limit = ("1", 5.0) if context.device == "cuda" else ("2", 3.0)
     variables = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",

@@ -1,4 +1,5 @@
-"""Checks of what elasticrs learns from NVIDIA's driver: the fitness of GPUs, Xids, and device memory in use.
+"""Checks of the information that elasticrs gets from NVIDIA's driver: GPU health, Xids, and device memory in
+use.
 
 On a CPU, they use a library that plays a GPU (``crates/elasticrs-fake-nvml``).
 """
@@ -22,7 +23,7 @@ FIFOS = ("events", "calls", "kmsg")
 
 
 class Driver(NamedTuple):
-    """How a job finds NVIDIA's driver.
+    """The arguments and variables with which a job finds NVIDIA's driver.
 
     Attributes:
         launcher: arguments of Python that start the launcher.
@@ -35,7 +36,7 @@ class Driver(NamedTuple):
 
 @contextmanager
 def driver(context: Context) -> Iterator[Driver]:
-    """Provide the driver of this machine or, on a CPU, one that plays a GPU without errors."""
+    """Provide the driver of this machine or, on a CPU, a driver that simulates a healthy GPU."""
     if context.device == "cuda":
         yield Driver()
         return
@@ -50,7 +51,7 @@ def driver(context: Context) -> Iterator[Driver]:
     (folder / "gpu0" / "field230").write_text("0\n")
     for name in FIFOS:
         os.mkfifo(folder / name)
-    # Keep the FIFOs open, because a reader would otherwise see the end of the file without a writer.
+    # Keep the FIFOs open for writing, because a reader would otherwise see the end of the file.
     kept = [os.open(folder / name, os.O_RDWR | os.O_CLOEXEC) for name in FIFOS]
     program = (
         "import sys; from elasticrs.launch import main;"
@@ -73,7 +74,7 @@ def expect_watched(job: Job) -> None:
 
 
 def check_nvml(context: Context) -> Figures:
-    """Check that the node check finds the GPUs fit, and that the driver reports a recovery action."""
+    """Check that the node check finds the GPUs healthy, and that the driver can report a recovery action."""
     with driver(context) as found:
         started = time.monotonic()
         done = subprocess.run(
@@ -97,7 +98,7 @@ def check_nvml(context: Context) -> Figures:
 
 
 def check_xid(context: Context) -> Figures:
-    """Check that the report of a worker names the Xid of its illegal access to device memory."""
+    """Check that the failure report names the Xid of a worker's illegal access to device memory."""
     with (
         driver(context) as found,
         Job(context, [], "xid.py", variables=found.variables, launcher=found.launcher) as job,
@@ -116,7 +117,7 @@ def check_xid(context: Context) -> Figures:
 
 
 def has_kernel_log() -> bool:
-    """Return true if this process may read the kernel log, and the log has the pids of this process."""
+    """Return true if this process can read the kernel log, and uses the same pids as the kernel log."""
     try:
         os.close(os.open(KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK))
     except OSError:
@@ -125,7 +126,7 @@ def has_kernel_log() -> bool:
 
 
 def check_memory_gate(context: Context) -> Figures:
-    """Check that workers start again when the device memory of their predecessors is free."""
+    """Check that workers restart only when the device memory of their predecessors is free."""
     options = ["--max-restarts", "1"]
     with (
         driver(context) as found,

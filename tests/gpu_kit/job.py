@@ -1,4 +1,4 @@
-"""A launched job of the kit, and the events that its workers report through a FIFO."""
+"""A job that the kit launches, and the events that its workers report through a FIFO."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def expect(condition: object, message: str) -> None:
 
 
 class Context(NamedTuple):
-    """Arguments of every check.
+    """Arguments that every check gets.
 
     Attributes:
         device: ``"cuda"`` or ``"cpu"``.
@@ -58,7 +58,7 @@ class Context(NamedTuple):
 
 
 class Job:
-    """Run one of the kit's programs with ``elasticrun``. Leaving the context manager stops the launcher."""
+    """A program of the kit, run with ``elasticrun``. Leaving the context manager stops the launcher."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Job:
         self._partial = b""
         fifo = context.folder / "events"
         os.mkfifo(fifo)
-        # Open the FIFO for reading and writing, because a reader would otherwise see the end of the file
-        # while no worker has it open.
+        # Also open the FIFO for writing. Otherwise, this process would see the end of the file while no
+        # worker has it open.
         self._fifo = os.open(fifo, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._output = context.folder / "output.txt"
         self.events = context.folder / "events.jsonl"
@@ -165,8 +165,8 @@ class Job:
 
     def _until(self, is_there: Callable[[], bool], wanted: str, *, may_end: bool = False) -> None:
         while not is_there():
-            # Poll before reading the events, because all events that were written before the launcher exited
-            # are then read.
+            # Poll the process before reading: if it has exited, all of its events have been written and can
+            # be read now.
             has_ended = self._process.poll() is not None
             left = self._context.deadline - time.monotonic()
             if left <= 0:

@@ -1,1 +1,1 @@
-"""What the tests share: waiting on events, processes, the launcher, and a guard against leaks."""
+"""Helpers for all tests: waiting for events, processes, the launcher, and a guard against leaks."""

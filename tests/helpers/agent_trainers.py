@@ -1,4 +1,4 @@
-"""Trainers that agents have started: one node with all of them, or a node for each."""
+"""Trainers that agents start: either all on one node, or each on a separate node."""
 
 import json
 import os
@@ -19,8 +19,8 @@ NEXT = "+"
 
 
 class UnderAgents(Trainers):
-    """Trainers of ``elasticrun --on-failure replace``. The one in the place of another has the same order,
-    without faults, and its name with a :data:`NEXT` behind it.
+    """Trainers under ``elasticrun --on-failure replace``. A replacement gets the same orders without the
+    faults, and the same name with :data:`NEXT` appended.
 
     Args:
         launch: starts an agent.
@@ -45,7 +45,7 @@ class UnderAgents(Trainers):
         told, self._gate = folder / "told", folder / "gate"
         for fifo in (told, self._gate):
             os.mkfifo(fifo)
-        # Ends never come to one that has the other end itself.
+        # Also open the FIFO for writing, so that this process never sees the end of the file.
         super().__init__(os.open(told, os.O_RDWR))
         self._launch, self._workers, self._port = launch, workers, port
         self._query = {name: conf[name] for name in ("stuck_timeout", "join_timeout") if name in conf}
@@ -62,7 +62,7 @@ class UnderAgents(Trainers):
         meets: bool = False,
         nodes: Sequence[str] = (),
     ) -> None:
-        """Start these trainers, and let them begin when all are up.
+        """Start these trainers, and let them continue when all of them are up.
 
         Args:
             orders: by name.
@@ -80,14 +80,14 @@ class UnderAgents(Trainers):
         self.wait_until(
             lambda: {told["name"] for told in self.told[begin:] if told["what"] == "up"} >= set(orders)
         )
-        # Who waits for the end of the file goes on.
+        # Closing the gate releases the trainers, which wait for its end of file.
         os.close(gate)
 
     def _agent(self, options: Sequence[str], names: Iterable[str]) -> Launched:
         return self._launch(*options, _PROGRAM, self._folder, *names, env={"OMP_NUM_THREADS": "1"})
 
     def comes_late(self, names: str) -> str:
-        """Start one more node with these when the job has ended; return what its agent says."""
+        """Start one more node with these trainers after the job has finished. Return its agent's stderr."""
         count = len(names)
         least, most = (max(1, each // count) for each in self._workers)
         agent = self._agent(self._options(count, (least, most), 4, meets=True), names)
@@ -104,11 +104,11 @@ class UnderAgents(Trainers):
         return [*options, f"--rdzv-endpoint=127.0.0.1:{self._port}", f"--rdzv-conf={conf}"]
 
     def after(self, *names: str) -> Sequence[str]:
-        """Those that are started in the places of these, should they fail."""
+        """Return the names of the trainers that replace these if they fail."""
         return [name + NEXT for name in names]
 
     def lose(self, name: str) -> None:
-        """The node of this trainer is lost."""
+        """Kill the agent of this trainer, as if its node were lost."""
         agent, others = self.agents[name], {child.pid for child in procs.children()}
         agent.signal(signal.SIGKILL)
         self._failed.add(agent)
@@ -116,23 +116,25 @@ class UnderAgents(Trainers):
         procs.reap_adopted(keep=others)
 
     def replaced(self, name: str, code: int) -> None:
-        """A trainer has ended like this, and the agent has told so when it started another one."""
+        """Wait until the agent reports that a trainer exited with this code and was replaced."""
         how = f"died by {signal.Signals(-code).name}" if code < 0 else rf"exited with code {code}|Error"
         line = rf"pid {self.pids[name]}\).*(?:{how}).*replaced by pid {self.pids[name + NEXT]}"
         self.agents[name].wait_for_line(line, "stderr")
 
     def fails(self, *names: str) -> None:
-        """The agents of these fail."""
+        """Wait until the agents of these trainers fail."""
         for name in names:
             self._failed.add(self.agents[name].exits(1))
 
     def over(self) -> None:
-        """Wait until all agents have ended; those that are not known to have failed have succeeded."""
+        """Wait until all agents have exited. All of them must have succeeded, except those known to have
+        failed.
+        """
         for agent in {*self.agents.values()} - self._failed:
             agent.exits(0)
 
     def stderr_text(self) -> str:
-        """What the trainers and their agents have written there."""
+        """Return the stderr of the trainers and their agents."""
         return "".join(agent.stderr for agent in {*self.agents.values()})
 
     def close(self) -> None:
@@ -142,7 +144,7 @@ class UnderAgents(Trainers):
         agents = {*self.agents.values()}
         while True:
             for agent in agents:
-                # Nothing waits for room in a pipe that is never emptied.
+                # Read all output, because an agent would otherwise block on a full pipe.
                 agent.read_for(0)
             running = [agent for agent in agents if not agent.has_exited]
             sources = [self._fd, *(fd for agent in running for fd in agent.sources())]

@@ -1,4 +1,5 @@
-"""A monkey among the agents of a job on this machine: it signals, kills, cuts, starts, and checks.
+"""A chaos monkey for the agents of a job on this machine: it sends signals, cuts connections, starts agents,
+and checks the results.
 
 Everything that it does follows from a seed, but for the moments at which the job has come so far.
 """
@@ -55,7 +56,7 @@ NONSENSE = re.compile(
 
 
 class Record(dict[str, str]):
-    """What a worker, or its daemon, has told of itself."""
+    """The fields that a worker or its daemon reported about itself."""
 
     @property
     def pid(self) -> int:
@@ -68,7 +69,7 @@ class Record(dict[str, str]):
 
 
 class Agent:
-    """One launcher, and where its output goes."""
+    """A launcher process and the file with its output."""
 
     def __init__(self, name: str, argv: list[str], folder: Path, env: dict[str, str]) -> None:
         self.name, self.out = name, folder / f"{name}.out"
@@ -90,7 +91,7 @@ class Agent:
         return self.popen.poll() is None
 
     def nursery(self) -> int | None:
-        # The nursery's name for itself is what its command line says.
+        # `procs.nurseries` recognizes a nursery by its command line.
         return next((each.pid for each in procs.nurseries(self.pid)), None)
 
     def text(self) -> str:
@@ -98,7 +99,7 @@ class Agent:
 
 
 class Game:
-    """One job, from its start to the judgement."""
+    """One job with random faults, from its start to the check of its outcome."""
 
     def __init__(self, folder: Path, seed: int, etcd: Site | None = None) -> None:
         self.folder, self.seed, self.chance = folder, seed, random.Random(seed)
@@ -136,7 +137,7 @@ class Game:
         name = f"a{len(self.agents)}"
         has_store = self.etcd or self.store or self.host()
         if any(each.popen.poll() is not None for each in self.agents) and not has_store:
-            # That job may be over, and this is another one.
+            # The previous job may be over, so this agent may start a new one.
             self.is_host_hit = True
         backend, endpoint, conf = self.meeting_place(relayed)
         restarts = self.max_restarts + 1 if odd else self.max_restarts
@@ -167,7 +168,7 @@ class Game:
         return agent
 
     def meeting_place(self, relayed: bool) -> tuple[str, str, dict[str, object]]:
-        """The kind of store, where it is, and the settings."""
+        """Return the rendezvous backend, its endpoint and its settings."""
         port = self.relay() if relayed else self.port
         if self.etcd is not None:
             endpoint = f"127.0.0.1:{port}" if relayed else self.etcd.endpoint
@@ -176,13 +177,13 @@ class Game:
         return "c10d", f"127.0.0.1:{port}", {**CONF, **no_host}
 
     def start_store(self) -> None:
-        """A store that is not in an agent; the agents only connect to it."""
+        """Start a separate store, to which all agents connect as clients."""
         with (self.folder / "store.out").open("ab") as out:
             command = store_command(port=self.port)
             self.store = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         self.tell(f"store {self.store.pid}")
         while not listens(self.store.pid, self.port) and self.store.poll() is None:
-            select.select([], [], [], 0.005)  # its socket shows in /proc alone
+            select.select([], [], [], 0.005)  # only /proc shows when the store listens
 
     def act_store(self) -> None:
         if self.etcd is not None:
@@ -201,7 +202,9 @@ class Game:
         self.start_store()
 
     def act_members(self, cluster: Etcd) -> None:
-        """One member of three is no loss; with two the job has no store for a while."""
+        """Kill or pause one or two of the three members. With two of them down, the job has no store for a
+        while.
+        """
         hit = self.chance.sample(range(cluster.size), self.chance.choice((1, 1, 2)))
         self.is_host_hit |= len(hit) > 1
         for index in hit:
@@ -222,7 +225,9 @@ class Game:
     # --- looking ---
 
     def look(self) -> None:
-        """Read what is new in the ledger, and judge it while those that it speaks of may still live."""
+        """Read and check the new lines of the ledger, while the processes that they name may still be
+        running.
+        """
         data = self.ledger.read_bytes()
         new, self._read = data[self._read :], len(data)
         if new and not new.endswith(b"\n"):
@@ -241,7 +246,8 @@ class Game:
             self.records.append(record)
 
     def _judge(self, new: Record) -> None:
-        # An agent with another number is refused, unless it is the first to come.
+        # Each worker reports its maximum: an agent with a different --max-restarts is refused, unless it is
+        # the job's first agent.
         if int(new["restart"]) > int(new["max"]):
             self.complain(f"restart {new['restart']} of {new['max']}: {new}")
         for old in self.records:
@@ -427,7 +433,7 @@ class Game:
             self.wait(0.02)
         unswept = {agent.name for agent in self.agents if agent.is_killed}
         for each in left:
-            # Descendants survive the death of agent and nursery both: only a cgroup would help.
+            # Daemons survive if both the agent and the nursery are killed. Only a cgroup could prevent that.
             if not (each["word"] == "DAEMON" and each["agent"] in unswept):
                 self.complain(f"left behind: {each}")
 
@@ -438,7 +444,8 @@ class Game:
         for agent in self.agents:
             code, text = agent.popen.poll(), agent.text()
             self.tell(f"{agent.name} ended with {code}")
-            # The interpreter, of agent or worker, has its own word on being interrupted at its start.
+            # Skip agents that got a stop signal, because the interpreter prints a traceback if a signal
+            # interrupts its start.
             if not agent.is_asked and (found := NONSENSE.search(text)):
                 self.complain(f"{agent.name} prints {found[0]!r}")
             if code == 0:
@@ -451,7 +458,7 @@ class Game:
                 if bad_ends:
                     self.complain(f"{agent.name} ended with 0, but not so its workers {bad_ends}")
             elif code == 1:
-                # A signal may come before anything has begun.
+                # The signal may arrive before the agent has printed anything.
                 if not agent.is_asked and not re.search(r"^elasticrs\[|FAILED", text, re.MULTILINE):
                     self.complain(f"{agent.name} failed without a word")
                 found = re.search(
@@ -463,7 +470,7 @@ class Game:
                     self.complain(f"{agent.name} names no cause")
             elif code is not None and not (agent.is_asked and code < 0) and not agent.is_killed:
                 self.complain(f"{agent.name} ended with {code}")
-        # Who comes when a job is just over, and its store with it, begins another one.
+        # If an agent starts just after the job and its store are gone, it starts a new job.
         begun = re.findall(r"^BEGIN .* agent=(\w+) round=1 rank=0 ", self.ledger.read_text(), re.MULTILINE)
         if len(causes) > 1 and not self.is_host_hit and len(begun) < 2:
             self.complain(f"different first causes: {causes}")
@@ -493,7 +500,7 @@ class Game:
 
 
 def connections(port: int) -> Iterator[tuple[str, str]]:
-    """State and inode of what has this port of loopback on its own side."""
+    """Yield the state and inode of each connection whose local end is this port on loopback."""
     with open("/proc/net/tcp", encoding="utf-8") as table:
         for line in table:
             fields = line.split()
@@ -502,13 +509,13 @@ def connections(port: int) -> Iterator[tuple[str, str]]:
 
 
 def listens(pid: int, port: int) -> bool:
-    """Whether this process listens at this port of loopback."""
+    """Return true if this process listens on this loopback port."""
     sockets = {f"socket:[{inode}]" for state, inode in connections(port) if state == "0A"}
     return any(target in sockets for target in links(pid))
 
 
 def sessions(port: int) -> int:
-    """How many connections a server at this port of loopback has accepted, and still has."""
+    """Return the number of open connections that a server on this loopback port has accepted."""
     return sum(state == "01" and inode != "0" for state, inode in connections(port))
 
 
@@ -520,7 +527,7 @@ def links(pid: int) -> Iterator[str]:
 
 
 def play(folder: Path, seed: int, etcd: Site | None = None) -> Game:
-    """One game; its complaints are in the result."""
+    """Run one job with random faults. The returned game lists what went wrong in ``complaints``."""
     procs.become_subreaper()
     game = Game(folder, seed, etcd)
     try:

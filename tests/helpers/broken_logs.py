@@ -1,4 +1,5 @@
-"""Jobs whose logs break while they run: mounts of their own, and what the workers say past them.
+"""Jobs whose log file system breaks while they run. They have private mounts, and workers report through a
+FIFO outside them.
 
 The launcher runs in a mount namespace of its own, which vanishes with its last process, whatever becomes of
 the test. From outside it is reached through ``/proc``.
@@ -30,12 +31,14 @@ FS_IOC_SHUTDOWN = 0x8004587D
 
 
 def namespace(setup: str, folder: Path) -> tuple[str, ...]:
-    """A prefix for a command: mounts of its own, made by a line of shell in which ``$0`` is the folder."""
+    """Return a command prefix with private mounts, which a shell line sets up. In that line, ``$0`` is the
+    folder.
+    """
     return ("unshare", "--mount", "--", "sh", "-c", f'{setup} && exec "$@"', str(folder))
 
 
 def why_not(prefix: Sequence[str]) -> str | None:
-    """Why this machine cannot run anything behind this prefix, or ``None``."""
+    """Return why this machine cannot run a command with this prefix, or ``None`` if it can."""
     tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
     return None if tried.returncode == 0 else f"cannot mount here: {tried.stderr.strip()}"
 
@@ -77,14 +80,14 @@ class BrokenLogsJob:
         self.launched = launch(*arguments, env=env, prefix=prefix, **how)
 
     def close(self) -> None:
-        """Let go of the pipe and the logs."""
+        """Close the pipe and the log folder."""
         os.close(self._events)
         self.let_go()
 
-    # --- what the workers say --------------------------------------------------------------------------
+    # --- reports of the workers ------------------------------------------------------------------------
 
     def wait_for(self, pattern: str, count: int = 1) -> list[re.Match[str]] | None:
-        """The first ``count`` lines of workers that match; ``None`` when the launcher ends before.
+        """Wait for ``count`` matching lines from workers. Return ``None`` if the launcher exits first.
 
         Raises:
             AssertionError: neither comes.
@@ -105,17 +108,19 @@ class BrokenLogsJob:
             assert ready, f"{len(found)} of {count} lines match {pattern!r}:\n{self._told}"
 
     def ready(self, attempt: int = 0, count: int | None = None) -> dict[int, int]:
-        """Wait until that many workers of an attempt (all, by default) run; returns pids by rank.
+        """Wait until ``count`` workers of an attempt are running (by default, all), and return their pids by
+        rank.
 
         It may be that there are none: when the attempt cannot be started.
         """
         found = self.wait_for(rf"READY (\d+) {attempt} (\d+)", self.n if count is None else count)
         return {int(line[1]): int(line[2]) for line in found or ()}
 
-    # --- what befalls them -----------------------------------------------------------------------------
+    # --- faults ----------------------------------------------------------------------------------------
 
     def inside(self) -> Path:
-        """The logs as the launcher sees them; they stay there when it has ended, until :meth:`let_go`.
+        """Return the log folder as the launcher sees it. The path stays valid after the launcher has exited,
+        until :meth:`let_go`.
 
         To be called when a worker runs: before, the launcher's mounts may not be there yet.
         """
@@ -124,17 +129,17 @@ class BrokenLogsJob:
         return Path(f"/proc/self/fd/{self._inside}")
 
     def let_go(self) -> None:
-        """Let the file system of the logs be unmounted."""
+        """Close the log folder, so that its file system can be unmounted."""
         if self._inside is not None:
             os.close(self._inside)
             self._inside = None
 
     def fill(self) -> None:
-        """Take all the space that is left."""
+        """Use up the free space of the file system."""
         self._assert_own_file_system()
         filler = os.open(self.inside() / "filler", os.O_WRONLY | os.O_CREAT, 0o600)
         try:
-            # Never more than this, whatever was mounted.
+            # Never write more than this, whatever file system is mounted.
             for _ in range(OWN_SIZE >> 12):
                 os.write(filler, bytes(1 << 12))
         except OSError as error:
@@ -146,40 +151,43 @@ class BrokenLogsJob:
             os.close(filler)
 
     def take_inodes(self) -> None:
-        """Take all that are left: no file or directory can be made any more."""
+        """Use up all inodes, so that no file or directory can be created."""
         self._assert_own_file_system()
         for number in range(os.statvfs(self.inside()).f_ffree):
             (self.inside() / f"inode-{number}").touch()
 
     def shut_down(self) -> None:
-        """Make everything on the file system of the logs an input/output error."""
+        """Make every operation on the file system of the logs fail with an input/output error."""
         self._assert_own_file_system()
         assert self._inside is not None
         fcntl.ioctl(self._inside, FS_IOC_SHUTDOWN, struct.pack("I", 0))
         self.let_go()
 
     def make_read_only(self) -> None:
-        """Nothing can be made in the logs any more, nor opened for writing; what is open stays so."""
+        """Make the logs read-only. Nothing can be created or opened for writing, but files that are open stay
+        writable.
+        """
         theirs = f"/proc/{self.launched.pid}/ns/mnt"
         assert os.readlink(theirs) != os.readlink("/proc/self/ns/mnt"), "these mounts are everybody's"
         enter = ("nsenter", f"--mount={theirs}", "--", "sh", "-c")
-        # Made elsewhere and put there in one step: a mount that is written to cannot be made read-only.
+        # Prepare the read-only mount elsewhere and bind it over the logs in one step, because a mount with
+        # files open for writing cannot be made read-only.
         bind = 'mount --bind "$0" "$1" && mount -o remount,bind,ro "$1" && mount --bind "$1" "$0"'
         elsewhere = self.logs.with_name("read-only")
         elsewhere.mkdir()
         subprocess.run([*enter, bind, str(self.logs), str(elsewhere)], check=True)
 
     def _assert_own_file_system(self) -> None:
-        """What is about to be ruined belongs to this test alone."""
+        """Assert that the file system, which is about to be damaged, belongs to this test alone."""
         inside = self.inside()
         assert inside.stat().st_dev != self.logs.stat().st_dev, "nothing is mounted there"
         size = os.statvfs(inside)
         assert size.f_blocks * size.f_frsize <= OWN_SIZE, "this is no file system of ours"
 
-    # --- what must hold --------------------------------------------------------------------------------
+    # --- checks ----------------------------------------------------------------------------------------
 
     def check_files(self, logs: Path) -> None:
-        """Every byte that the kernel accepted from a worker is in its file, and nothing else.
+        """Assert that each log file contains exactly the bytes that the kernel accepted from its worker.
 
         Args:
             logs: the log directory, wherever it can be seen now.
@@ -190,20 +198,20 @@ class BrokenLogsJob:
             rank, attempt = count.name.split(".")
             (log,) = logs.glob(f"*/attempt_{attempt}/{rank}/stdout.log")
             written, accepted = log.read_bytes(), int(count.read_bytes() or b"0")
-            # A worker may be killed between a write and the count.
+            # A worker may be killed between a write and the update of the count.
             assert accepted <= len(written) <= accepted + WIDTH, log
             lines = b"".join(b"%0*d\n" % (WIDTH - 1, number) for number in range(len(written) // WIDTH + 1))
             assert lines.startswith(written), log
 
     def troubles(self, error: str) -> list[tuple[int, str]]:
-        """Rank and file (below the attempt) of every line of the launcher that tells of this trouble."""
+        """Return the rank and the log file from each line in which the launcher reports this error."""
         pattern = rf"rank (\d+): log file \S*/(attempt_\d+/\d+/std\w+\.log): {error}$"
         found = re.findall(pattern, self.launched.stderr, re.MULTILINE)
         return [(int(rank), file) for rank, file in found]
 
 
 def take_descriptors(pid: int) -> None:
-    """No further descriptor for this process."""
+    """Limit the process's open files so that it cannot open another one."""
     used = {int(fd) for fd in os.listdir(f"/proc/{pid}/fd")}
     free = next(number for number in range(len(used) + 1) if number not in used)
     _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)

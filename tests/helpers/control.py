@@ -1,4 +1,6 @@
-"""A helper program that takes one JSON object per line on standard input, and answers each with one."""
+"""A helper program that reads commands as lines of JSON from standard input, and answers each with a line of
+JSON.
+"""
 
 import json
 import os
@@ -16,7 +18,7 @@ INSIDE = Path(__file__).resolve().parent / "inside"
 
 
 class Program:
-    """One of `tests/helpers/inside`, running. It ends when :meth:`close` ends its standard input.
+    """A running program of `tests/helpers/inside`. It exits when :meth:`close` closes its standard input.
 
     Args:
         name: of the file.
@@ -57,7 +59,7 @@ class Program:
         return answer
 
     def read_line(self) -> str:
-        """The next line that it writes."""
+        """Return the next line that the program writes."""
         stdout = self._process.stdout
         assert stdout is not None
         deadline = time.monotonic() + HANG
@@ -70,7 +72,7 @@ class Program:
         return line.decode()
 
     def close(self) -> int:
-        """End its standard input and wait for its end; returns the exit code."""
+        """Close the program's standard input, wait for the program to exit, and return its exit code."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -16,13 +16,13 @@ MAJOR = 3
 
 
 def store_command(*options: object, port: int = 0) -> list[str]:
-    """The command line of a store of its own, on the loopback interface."""
+    """Return the command line of a separate store on the loopback interface."""
     command = [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", str(port)]
     return [*command, *map(str, options)]
 
 
 class Client:
-    """A client, and what has come to it so far."""
+    """A client and the events that it has received."""
 
     def __init__(self, port: int, *, host: str = "127.0.0.1", run_id: str = RUN, **options: Any) -> None:
         self.inner = _core.CoordinationClient(host, port, run_id=run_id, **options)
@@ -30,7 +30,7 @@ class Client:
         self.events: list[Any] = []
 
     def next(self, kind: type | tuple[type, ...] = object, timeout: float = HANG) -> Any:
-        """Take the next event; it must be of this kind."""
+        """Take the next event, which must be of this kind."""
         if not self.events:
             assert self.inner.wait(timeout), f"nothing came within {timeout} s"
             self.events = self.inner.take()
@@ -43,7 +43,7 @@ class Client:
         return self
 
     def reply(self) -> _core.Reply:
-        """Take the reply to the last request; changes before it are kept."""
+        """Take the reply to the last request, and keep the changes that arrived before it."""
         kept = []
         while not isinstance(event := self.next((_core.Reply, _core.Changes)), _core.Reply):
             kept.append(event)
@@ -57,7 +57,7 @@ class Client:
         return self.reply()
 
     def put(self, key: str, value: bytes = b"", *, leased: bool = False) -> int:
-        """Put and return the revision."""
+        """Write a value and return the revision."""
         return self.txn(then=[("put", key, value, leased)]).revision
 
     def watch(self, prefix: str, **how: Any) -> _core.Reply:
@@ -66,7 +66,7 @@ class Client:
         return self.reply()
 
     def changes(self, timeout: float = HANG) -> list[tuple[str, bytes | None]]:
-        """Take the changes of the next revision: keys and values."""
+        """Take the changes of the next revision, as pairs of key and value."""
         return [(change.key, change.value) for change in self.next(_core.Changes, timeout).changes]
 
     def lost(self, timeout: float = HANG) -> _core.ConnectionLost:
@@ -75,14 +75,18 @@ class Client:
         return event
 
     def close(self) -> None:
-        """Idempotent; lets go of the native object, whose descriptors live as long as it does."""
+        """Close the client and drop the native object, because its descriptors stay open as long as it
+        exists. Idempotent.
+        """
         if hasattr(self, "inner"):
             self.inner.close()
             del self.inner
 
 
 class Patient(Client):
-    """Its session is taken up again, and how long that takes does not matter."""
+    """A client that skips notices about an unreachable store, for tests that do not check how long a
+    reconnect takes.
+    """
 
     def next(self, kind: type | tuple[type, ...] = object, timeout: float = HANG) -> Any:
         while isinstance(event := super().next(timeout=timeout), _core.StoreNotice):
@@ -106,7 +110,9 @@ def text(value: str) -> bytes:
 
 
 class RawClient:
-    """The protocol by hand: a client that keeps silent, does not read, or breaks the rules."""
+    """A client that writes protocol messages itself, so that it can stay silent, stop reading, or break the
+    rules.
+    """
 
     def __init__(self, port: int, *, receive_buffer: int | None = None) -> None:
         self.socket = socket.socket()
@@ -123,7 +129,7 @@ class RawClient:
     ) -> None:
         self.socket.sendall(MAGIC)
         body = struct.pack("<HH", major, 0) + text(run_id) + struct.pack("<IH", interval_ms, attempts)
-        # A challenge; no session to take up, and no store that was met before.
+        # An empty challenge, no session to resume, and no previously known store.
         self.send(0x01, body + bytes(32 + 2))
         assert self.exactly(len(MAGIC)) == MAGIC
 
@@ -141,7 +147,7 @@ class RawClient:
         return received
 
     def until(self, kind: int) -> bytes:
-        """The body of the next message of this kind; those before it are dropped."""
+        """Return the body of the next message of this kind, and drop the messages before it."""
         while True:
             (length,) = struct.unpack("<I", self.exactly(4))
             message = self.exactly(length)
@@ -150,9 +156,7 @@ class RawClient:
             assert message[0] != REFUSED, message
 
     def refusal(self, kind: str) -> str:
-        """Return the message with which the store ends the session for a reason of this kind. Messages before
-        it are dropped.
-        """
+        """Return the text of the store's refusal, which must be of this kind. Drop the messages before it."""
         body = self.until(REFUSED)
         message = body[3:].decode()
         assert KINDS[body[0]] == kind, f"{KINDS[body[0]]}: {message}"
@@ -163,7 +167,7 @@ class RawClient:
 
 
 class Server:
-    """A server on a port of its own, and clients that end with it."""
+    """A server on a free port, and its clients. They are closed together with the server."""
 
     def __init__(self, host: str = "127.0.0.1", run_id: str | None = RUN, **options: Any) -> None:
         self.inner = _core.CoordinationServer([(host, 0)], run_id=run_id, **options)
@@ -171,7 +175,7 @@ class Server:
         self._clients: list[Client | RawClient] = []
 
     def client(self, **options: Any) -> Client:
-        """A client that is connected."""
+        """Return a connected client."""
         client = Client(self.port, **options)
         self._clients.append(client)
         return client.connected()
@@ -190,7 +194,7 @@ class Server:
 
 @contextlib.contextmanager
 def serving(**options: Any) -> Iterator[Server]:
-    """A server, closed at the end."""
+    """Run a server during a ``with`` block."""
     server = Server(**options)
     try:
         yield server

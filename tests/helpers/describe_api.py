@@ -1,4 +1,5 @@
-"""What a module offers, as JSON, from a process of its own: importing torch leaves a thread behind.
+"""Description of a module's names as JSON. A separate process makes it, because importing torch leaves a
+thread behind.
 
 As a program: the names of the module, then the functions to describe, ``=`` before those to call.
 """
@@ -27,13 +28,13 @@ print(json.dumps(described))
 
 
 def describe(module: str, *names: str) -> dict[str, Any]:
-    """Fields of dataclasses, members of enums, parameters of everything else."""
+    """Return the fields of dataclasses, the members of enums, and the parameters of everything else."""
     described: dict[str, Any] = json.loads(run(PROGRAM, module, *names))
     return described
 
 
 def run(program: str, *arguments: str) -> str:
-    """The last line that a program printed."""
+    """Run a program and return the last line that it printed."""
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True, timeout=50
     )

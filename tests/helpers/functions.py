@@ -1,4 +1,4 @@
-"""Functions that run in processes of their own."""
+"""Functions that tests run in separate processes."""
 
 import multiprocessing
 import os
@@ -28,7 +28,7 @@ def say(text: str) -> str:
 
 
 def with_descendants(fails: bool, pipe: int | None = None) -> None:
-    """Start a child, and one that leaves the session; then fail, or wait."""
+    """Start two children, one of them in a new session. Then raise an exception, or wait forever."""
     children = [subprocess.Popen(["sleep", "1000"], start_new_session=new) for new in (False, True)]
     if pipe is not None:
         os.write(
@@ -73,7 +73,7 @@ def signals_of_mine() -> bool:
 
 
 def be_signalled_beside_a_context() -> str:
-    """What a worker hears that starts processes itself and is told to stop."""
+    """Return how SIGTERM reaches a worker that has started processes itself."""
     context = start_processes("inner", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
     try:
         signal.raise_signal(signal.SIGTERM)

@@ -34,7 +34,7 @@ class Golden:
         return [title.strip() for title in re.findall(r"(?m)^#(.*)$", _path(name).read_text("utf-8"))]
 
     def __call__(self, name: str, texts: Mapping[str, str], more: Mapping[str, str] | None = None) -> None:
-        """Compare texts with the file.
+        """Compare texts with a golden file.
 
         Args:
             name: name of the file without its suffix.

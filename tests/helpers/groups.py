@@ -1,4 +1,4 @@
-"""Groups of plain programs, straight on the extension."""
+"""Groups of plain programs, run directly with the extension module."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from helpers.procs import HANG
 
 
 class Group:
-    """A supervisor and the events that it has told."""
+    """A supervisor and the events that it has reported."""
 
     def __init__(self, supervisor: _core.Supervisor) -> None:
         self.supervisor = supervisor
@@ -38,14 +38,14 @@ class Group:
         return started.pids
 
     def replace(self, local_rank: int, argv: Sequence[str], **process: Any) -> int:
-        """Start a process in the place of a worker that was swept, and return its pid."""
+        """Start a replacement for a worker whose processes have been cleaned up, and return its pid."""
         self.supervisor.replace(_core.ProcessSpec(local_rank, argv, env=dict(os.environ), **process))
         replaced = self.until(_core.WorkerReplaced, _core.ReplaceFailed)
         assert isinstance(replaced, _core.WorkerReplaced), replaced.message
         return replaced.pid
 
     def until(self, *kinds: type) -> Any:
-        """The next event of one of these kinds; all before it are kept in ``events``."""
+        """Wait for an event of one of these kinds and return it. Keep all events in ``events``."""
         while True:
             event = self.supervisor.next_event(HANG)
             assert event is not None, f"hangs; so far: {self.events}"
@@ -54,7 +54,7 @@ class Group:
                 return event
 
     def end(self) -> _core.GroupEnded:
-        """Wait until nothing of the group is left."""
+        """Wait until the group has ended, and return that event."""
         ended = self.until(_core.GroupEnded)
         assert isinstance(ended, _core.GroupEnded)
         return ended
@@ -65,9 +65,9 @@ class Group:
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    """A supervisor of the test's own."""
+    """Yield a group with a new supervisor, which is closed after the test."""
     group = Group(_core.Supervisor())
     yield group
     group.supervisor.close()
-    # pytest holds on to the group for longer than the guard against leaks waits.
+    # Drop the supervisor, because pytest keeps the group for longer than the leak guard waits.
     del group.supervisor

@@ -1,4 +1,4 @@
-"""Threads of other processes that do not run, as if they hung in the kernel."""
+"""Pausing threads of other processes, as if they hung in the kernel."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,7 @@ _SEIZE, _INTERRUPT, _DETACH, _EVERY_THREAD = 0x4206, 0x4207, 17, 0x40000000
 
 
 def thread_of(pid: int, name: str) -> int | None:
-    """The thread of that name, of which there is one at most; the kernel keeps 15 bytes of a name."""
+    """Return the thread with this name, or ``None``. The kernel keeps only 15 bytes of a name."""
     found = [
         int(task.name)
         for task in Path(f"/proc/{pid}/task").iterdir()
@@ -23,7 +23,7 @@ def thread_of(pid: int, name: str) -> int | None:
 
 
 def trace(thread: int) -> ctypes.CDLL:
-    """Be told of its end before its parent is; until then it runs on."""
+    """Trace a thread, so that this process sees its exit before its parent does. The thread keeps running."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p)
     if libc.ptrace(_SEIZE, thread, None, None) != 0:
@@ -32,7 +32,7 @@ def trace(thread: int) -> ctypes.CDLL:
 
 
 def hold(thread: int | None) -> ctypes.CDLL:
-    """This thread does not run until it is let go, or has gone with its process: :func:`gone`."""
+    """Pause a thread until it is detached, or until its process exits; see :func:`gone`."""
     assert thread is not None
     libc = trace(thread)
     assert libc.ptrace(_INTERRUPT, thread, None, None) == 0
@@ -41,13 +41,13 @@ def hold(thread: int | None) -> ctypes.CDLL:
 
 
 def gone(thread: int) -> bool:
-    """Wait for the end of a held thread: whether it is the process that has ended it."""
+    """Wait until a paused thread has exited. Return false if a signal killed it."""
     return os.WIFEXITED(os.waitpid(thread, _EVERY_THREAD)[1])
 
 
 @contextlib.contextmanager
 def held(thread: int | None) -> Iterator[None]:
-    """This thread does not run meanwhile."""
+    """Pause a thread during the ``with`` block."""
     libc = hold(thread)
     try:
         yield

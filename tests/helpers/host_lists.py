@@ -1,4 +1,4 @@
-"""Random host lists of Slurm, with the hosts that they stand for."""
+"""Random host lists in Slurm's notation, and the hosts that they name."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Numbers = tuple[str, list[str]]
 
 @st.composite
 def _span(draw: st.DrawFn) -> Numbers:
-    """A number or a range, padded or not."""
+    """Draw a number or a range, with or without zero padding."""
     low = draw(st.integers(0, 120))
     high = draw(st.one_of(st.none(), st.integers(low, low + 5)))
     width = draw(st.integers(len(str(low)), 4))
@@ -33,7 +33,7 @@ _TEXT = st.from_regex(r"[a-z][a-z0-9.]{0,4}-?", fullmatch=True)
 
 @st.composite
 def _name(draw: st.DrawFn) -> Numbers:
-    """A plain name, or one with up to two brackets. Slurm allows no text after the last one."""
+    """Draw a plain name, or a name with up to two brackets. Slurm allows no text after the last bracket."""
     parts: list[Numbers] = []
     for _ in range(draw(st.integers(0, 2))):
         text = draw(_TEXT)
@@ -48,6 +48,6 @@ def _name(draw: st.DrawFn) -> Numbers:
 
 @st.composite
 def host_lists(draw: st.DrawFn) -> tuple[str, Sequence[str]]:
-    """A list in Slurm's notation, and its hosts in their order."""
+    """Draw a list in Slurm's notation, and return it with its hosts in order."""
     names = draw(st.lists(_name(), min_size=1, max_size=3))
     return ",".join(text for text, _ in names), [host for _, hosts in names for host in hosts]

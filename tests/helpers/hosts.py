@@ -1,4 +1,5 @@
-"""Several hosts on one machine: network namespaces with names, addresses, hosts files and cables.
+"""Several simulated hosts on one machine: network namespaces with host names, addresses, hosts files and
+cables.
 
 A host is a process (`inside/holder.py`) in a network, a UTS and a mount namespace that nobody else has.
 One more of them is the switch: its bridge has a port for each host. All of it is done from inside these
@@ -43,7 +44,7 @@ exec "$@"
 
 
 def why_not() -> str | None:
-    """Why there can be no hosts on this machine for this user, or ``None``."""
+    """Return why this user cannot create hosts on this machine, or ``None`` if it is possible."""
     command = ["unshare", *NAMESPACES, "--", "ip", "link", "add", "type", "bridge"]
     try:
         tried = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -53,7 +54,9 @@ def why_not() -> str | None:
 
 
 def network_of(pid: int) -> str | None:
-    """The network namespace of a process; ``None`` if it has ended (zombies, too) or is somebody else's."""
+    """Return the network namespace of a process. ``None`` if the process has exited (including zombies) or
+    belongs to another user.
+    """
     try:
         return os.readlink(f"/proc/{pid}/ns/net")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -61,7 +64,7 @@ def network_of(pid: int) -> str | None:
 
 
 class Namespaces:
-    """A set of namespaces, held by a process in them."""
+    """A set of namespaces, kept alive by a process inside them."""
 
     def __init__(self, *set_up: str) -> None:
         unshare = ("unshare", *NAMESPACES, "--propagation", "private", "--", "sh", "-c", *set_up)
@@ -70,12 +73,14 @@ class Namespaces:
         self._net = network_of(self.pid)
 
     def prefix(self, cwd: Path | str = "/") -> tuple[str, ...]:
-        """What to put before a command line so that it runs inside; its pid is that of the command."""
-        # Entering a mount namespace moves the process to its root.
+        """Return a command prefix that runs a command in the namespaces. The started process becomes the
+        command, with the same pid.
+        """
+        # Entering a mount namespace changes the working directory to the root of that namespace.
         return ("nsenter", f"--target={self.pid}", *NAMESPACES, f"--wdns={cwd}", "--")
 
     def configure(self, *lines: str) -> None:
-        """Run lines of ip(8) inside."""
+        """Run lines of ip(8) commands in the namespaces."""
         command = [*self.prefix(), "ip", "-batch", "-"]
         done = subprocess.run(
             command, input="\n".join(lines), capture_output=True, text=True, check=False, timeout=procs.HANG
@@ -83,22 +88,22 @@ class Namespaces:
         assert done.returncode == 0, f"{lines}: {done.stderr}"
 
     def processes(self) -> list[procs.Process]:
-        """All that runs inside, but for the holder and for what has ended."""
+        """Return all running processes in the namespaces except for the holder."""
         return [each for each in procs.processes() if each.pid != self.pid and self.holds(each.pid)]
 
     def holds(self, pid: int) -> bool:
-        """Whether a process runs inside."""
+        """Return true if a process runs in the namespaces."""
         return network_of(pid) == self._net
 
     def close(self) -> list[str]:
-        """End everything inside; returns what should have ended before."""
+        """Kill everything in the namespaces. Return the processes that should have exited before."""
         left = [str(each) for each in self.processes()]
         code = self._holder.close()
         return left + ([] if code == 0 else [f"a holder of namespaces that ended with {code}"])
 
 
 class Host(Namespaces):
-    """One machine, as far as the programs on it can tell.
+    """A simulated host, which programs on it cannot distinguish from a separate machine.
 
     Attributes:
         name: its host name, which all others can resolve.
@@ -114,28 +119,28 @@ class Host(Namespaces):
         return f"{self.name} ({self.address})"
 
     def endpoint(self, port: int) -> str:
-        """This host and a port, as a launcher wants them."""
+        """Return this host's address with a port, in the format of the launcher's options."""
         return f"[{self.address}]:{port}" if ":" in self.address else f"{self.address}:{port}"
 
     def run(
         self, *command: str | Path, check: bool = True, timeout: float = procs.HANG
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
+        """Run a command on this host and wait until it exits."""
         argv = [*self.prefix(), *map(str, command)]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False)
         assert not check or done.returncode == 0, f"{command} on {self}: {done.stderr}"
         return done
 
     def can_ping(self, other: "Host", seconds: float = procs.HANG) -> bool:
-        """Whether an answer comes from the other host, within this time."""
+        """Return true if the other host answers within this time."""
         return not self.run(
             sys.executable, INSIDE / "ping.py", other.address, str(seconds), check=False
         ).returncode
 
-    # --- what befalls it -------------------------------------------------------------------------------
+    # --- faults ----------------------------------------------------------------------------------------
 
     def link_down(self) -> None:
-        """Pull the cable. Connections stay as they are, on both sides; nothing is delivered any more."""
+        """Unplug the cable. Both sides keep their connections, but nothing is delivered."""
         self._network.switch.configure(f"link set {self.port} down")
 
     def link_up(self) -> None:
@@ -143,7 +148,7 @@ class Host(Namespaces):
         self._network.switch.configure(f"link set {self.port} up")
 
     def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
-        """Signal a process of this host, and no other.
+        """Send a signal to a process, which must run on this host.
 
         Raises:
             ProcessLookupError: it has ended.
@@ -159,7 +164,8 @@ class Host(Namespaces):
             os.close(pidfd)
 
     def wait_empty(self) -> None:
-        """Wait until all that runs on it has ended by itself, what it still starts included.
+        """Wait until all processes on this host have exited by themselves, including those that they start in
+        the meantime.
 
         Bystanders stay.
 
@@ -171,7 +177,7 @@ class Host(Namespaces):
             procs.assert_gone(running, deadline - time.monotonic())
 
     def power_off(self) -> None:
-        """Cut it off and kill all that runs on it: what a host does that dies. The peers hear nothing."""
+        """Disconnect the host and kill all its processes, as if it lost power. Its peers are not notified."""
         self.link_down()
         while running := self.processes():
             for each in running:
@@ -182,7 +188,8 @@ class Host(Namespaces):
             procs.assert_gone([each.pid for each in running])
 
     def impair(self, seed: int, **how: float) -> PacketRelay:
-        """Put a relay into the cable that loses, repeats, reorders and delays packets, until it is closed.
+        """Insert a relay into the cable, which loses, repeats, reorders and delays packets until it is
+        closed.
 
         Args:
             seed: of its random numbers.
@@ -192,7 +199,7 @@ class Host(Namespaces):
 
 
 class Network:
-    """A switch and hosts, all in one subnet: 10.77.0.0/24, or fd77::/64 without any IPv4.
+    """A switch and hosts in one subnet: 10.77.0.0/24, or fd77::/64 without IPv4.
 
     Args:
         folder: for the file of names.
@@ -216,13 +223,13 @@ class Network:
             raise
 
     def address_of(self, number: int) -> str:
-        """Of the host with this number; they count from 1."""
+        """Return the address of the host with this number. The first host is number 1."""
         return f"fd77::{number:x}" if self.is_ipv6_only else f"10.77.0.{number}"
 
     def add_host(self) -> Host:
-        """One host more, at the switch and known by name to all."""
+        """Add a host to the switch. All other hosts can resolve its name."""
         number = len(self.hosts) + 1
-        # In place: the file is mounted on every host.
+        # Append in place, because this file is mounted on every host.
         with self.hosts_file.open("a", encoding="utf-8") as names:
             names.write(f"{self.address_of(number)} node{number}\n")
         host = Host(self, number)
@@ -238,7 +245,8 @@ class Network:
 
     def impair(self, host: Host, seed: int, **how: float) -> PacketRelay:
         """See :meth:`Host.impair`."""
-        # A bridge of two ports, the cable and one end of the relay; the other end is where the cable was.
+        # Create a bridge with two ports: the cable, and one end of the relay. The other end takes the cable's
+        # former place.
         number = host.port[1:]
         ends = (f"near{number}", f"far{number}")
         relay = PacketRelay(self.switch.prefix(), ends, seed, put_back=lambda: self._put_back(host))
@@ -254,17 +262,19 @@ class Network:
         return relay
 
     def name(self, **names: Host) -> None:
-        """These hosts get further names; a name that is known already leads elsewhere from now on."""
+        """Give these hosts additional names. A name that is already in use is reassigned."""
         lines = self.hosts_file.read_text(encoding="utf-8").splitlines()
         kept = [line for line in lines if line.split()[1] not in names]
-        # In one write and in place: the file is mounted on every host.
+        # Write once and in place, because this file is mounted on every host.
         text = "\n".join([*kept, *(f"{host.address} {name}" for name, host in names.items())]) + "\n"
         with self.hosts_file.open("r+", encoding="utf-8") as file:
             file.write(text)
             file.truncate()
 
     def separate(self, *hosts: Host) -> None:
-        """These hosts do not reach each other any more, but all others, who reach them; nobody is told."""
+        """Block the traffic between these hosts. They can still reach all other hosts. No host is
+        notified.
+        """
         self.switch.configure(*(f"link set {host.port} type bridge_slave isolated on" for host in hosts))
 
     def reunite(self, *hosts: Host) -> None:
@@ -275,11 +285,11 @@ class Network:
         self.switch.configure(f"link set {host.port} master br0", f"link delete br{host.port[1:]}")
 
     def processes(self) -> list[procs.Process]:
-        """All that runs on any host."""
+        """Return the processes that run on any host."""
         return [each for host in self.hosts for each in host.processes()]
 
     def close(self) -> list[str]:
-        """Take everything away; returns the names of the processes that were still there."""
+        """Remove all hosts, and return the names of the processes that were still running."""
         for relay in self._relays:
             relay.close()
         left = [f"{each} on {host}" for host in self.hosts for each in host.close()]

@@ -1,4 +1,4 @@
-"""Asking the health check server."""
+"""Requests to the health check server."""
 
 import http.client
 import json
@@ -9,7 +9,9 @@ from helpers.procs import HANG
 
 
 def get(port: int, path: str, method: str = "GET", host: str | None = None) -> tuple[int, str, str]:
-    """Status, content type and content; ``host`` is what is asked for, where it is another name."""
+    """Send a request, and return the status, the content type and the content. ``host`` replaces the Host
+    header.
+    """
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=HANG)
     try:
         connection.request(method, path, headers={} if host is None else {"Host": host})
@@ -28,5 +30,5 @@ def get_json(port: int, path: str) -> tuple[int, dict[str, Any]]:
 
 
 def port_of(launched: Launched) -> int:
-    """Where its server listens, as it says."""
+    """Return the port of the health check server, as the launcher prints it."""
     return int(launched.wait_for_line(r"health check server on http://127\.0\.0\.1:(\d+)$", "stderr")[1])

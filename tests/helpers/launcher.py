@@ -1,4 +1,4 @@
-"""A launcher in a process and session of its own, watched by events."""
+"""A launcher in a separate process and session, with methods that wait for its output and exit."""
 
 import os
 import re
@@ -22,7 +22,7 @@ NO_TIME = {"PET_LOG_PREFIX": "none"}
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of the tests without what would change a launcher, and with ``extra``.
+    """Return the environment of the tests without variables that affect a launcher, and with ``extra``.
 
     The launcher's lines have no time, because many tests compare whole lines.
     """
@@ -36,7 +36,8 @@ def _in_line(pattern: str, line: str) -> list[re.Match[str]]:
 
 
 class Launched:
-    """A running launcher. All its output is kept; waiting for a line looks at it from the start.
+    """A running launcher. All of its output is kept, and a wait for a line searches the output from the
+    start.
 
     The pipes are read only while something waits here: a launcher that writes more than a pipe holds needs
     :meth:`wait_for_line` or :meth:`wait`, and a test of back-pressure simply does not wait.
@@ -51,7 +52,8 @@ class Launched:
         stdin: int = subprocess.DEVNULL,
         ignore: Sequence[signal.Signals] = (),
     ) -> None:
-        # Ignored dispositions are inherited, and subprocess offers no other way to pass them.
+        # The launcher inherits signals that this process ignores. subprocess offers no other way to pass
+        # them.
         previous = {signum: signal.signal(signum, signal.SIG_IGN) for signum in ignore}
         try:
             self._process = subprocess.Popen(
@@ -75,7 +77,7 @@ class Launched:
         for fd in self._pipes:
             os.set_blocking(fd, False)
 
-    # --- what it says ----------------------------------------------------------------------------------
+    # --- output ----------------------------------------------------------------------------------------
 
     @property
     def stdout(self) -> str:
@@ -89,16 +91,18 @@ class Launched:
 
     @property
     def stdout_bytes(self) -> bytes:
-        """All of it so far, as it came."""
+        """All of the standard output so far, as bytes."""
         return bytes(self._output["stdout"])
 
     def wait_for_line(self, pattern: str, stream: str | None = None) -> re.Match[str]:
-        """The first whole line that holds ``pattern``, in ``"stdout"``, ``"stderr"`` or either."""
+        """Wait for the first complete line that contains ``pattern``, in ``"stdout"``, ``"stderr"`` or
+        either.
+        """
         return self.wait_for_lines(pattern, 1, stream)[0]
 
     def wait_for_lines(self, pattern: str, count: int, stream: str | None = None) -> list[re.Match[str]]:
-        """The first ``count`` matches in whole lines. Two lines may come as one, with two ends behind it:
-        an unbuffered ``print`` writes text and newline apart.
+        """Wait for ``count`` matches in complete lines. One line may contain two matches, because an
+        unbuffered ``print`` writes text and newline separately.
 
         Raises:
             AssertionError: the launcher ended or hung without having written them; shows its output.
@@ -117,25 +121,28 @@ class Launched:
         lines = [line for text in texts for line in text.split("\n")[:-1]]
         return [match for line in lines for match in _in_line(pattern, line)]
 
-    # --- what it does ----------------------------------------------------------------------------------
+    # --- process ---------------------------------------------------------------------------------------
 
     @property
     def has_exited(self) -> bool:
-        """Whether it has ended by now."""
+        """True if the launcher has exited."""
         return procs.wait_readable(self.pidfd, 0)
 
     def sources(self) -> list[int]:
-        """Descriptors to poll: one is readable when there is output to read, or it has ended."""
+        """Return the descriptors to poll. One becomes readable when there is output, or when the launcher has
+        exited.
+        """
         return [*self._pipes, self.pidfd]
 
     def read_for(self, seconds: float) -> None:
-        """Take what it writes until it ends or the time is over: for tests that act at a random moment."""
+        """Read output for this time, or until the launcher exits. For tests that act at a random moment."""
         deadline = time.monotonic() + seconds
         while self._pump(deadline):
             pass
 
     def wait(self, timeout: float = HANG) -> int:
-        """Wait for its end; returns the exit code, or the negative number of the signal.
+        """Wait until the launcher exits. Return its exit code, or the negative number of the signal that
+        killed it.
 
         Raises:
             AssertionError: it hung; the message has its output and its processes.
@@ -149,7 +156,7 @@ class Launched:
         return self._process.wait()
 
     def exits(self, code: int, timeout: float = HANG) -> "Launched":
-        """Wait for its end, which has this exit code.
+        """Wait until the launcher exits, which must be with this exit code.
 
         Raises:
             AssertionError: it hung, or ended otherwise; the message has its output.
@@ -159,36 +166,40 @@ class Launched:
         return self
 
     def feed(self, data: bytes) -> None:
-        """Write to its stdin, which has to be :data:`subprocess.PIPE`."""
+        """Write to the launcher's stdin, which must be :data:`subprocess.PIPE`."""
         assert self._process.stdin is not None
         os.write(self._process.stdin.fileno(), data)
 
     def end_stdin(self) -> None:
-        """Close its stdin, which has to be :data:`subprocess.PIPE`."""
+        """Close the launcher's stdin, which must be :data:`subprocess.PIPE`."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def signal(self, signum: int) -> None:
-        """Signal the launcher alone."""
+        """Send a signal to the launcher only."""
         signal.pidfd_send_signal(self.pidfd, signum)
 
     def insist(self, signum: int) -> None:
-        """Signal the launcher until it ends: the same signal again within a moment counts as one."""
+        """Repeat a signal until the launcher exits, because it treats repeated signals within a short time as
+        one.
+        """
         deadline = time.monotonic() + HANG
         while not self.has_exited and time.monotonic() < deadline:
             self.signal(signum)
             self.read_for(0.2)
 
     def wait_stopped(self) -> None:
-        """Wait until it has been stopped by a signal."""
+        """Wait until a signal has stopped the launcher."""
         os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED)
 
     def descendants(self) -> list[procs.Process]:
-        """Everything below the launcher."""
+        """Return all descendants of the launcher."""
         return procs.descendants(self.pid)
 
     def close(self) -> bool:
-        """End it if the test did not, and release everything; true when it had ended by itself."""
+        """Kill the launcher if it is still running, and release all resources. Return true if it had already
+        exited.
+        """
         ended = self.has_exited
         if not ended:
             self.signal(signal.SIGKILL)
@@ -200,12 +211,15 @@ class Launched:
         return ended
 
     def _pump(self, deadline: float) -> bool:
-        """Wait for output and take it; false at the deadline, or when it has ended and all is read."""
+        """Wait for output and read it. Return false at the deadline, or if the launcher has exited and all
+        output has been read.
+        """
         poll = select.poll()
         for fd in (*self._pipes, self.pidfd):
             poll.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000)}
-        # Something that escaped may hold the pipes open for ever: after its end, what is there is all.
+        # An escaped process may hold the pipes open forever. Once the launcher has exited, only read what is
+        # in them.
         took = [self._take(fd) for fd in list(self._pipes) if fd in ready or self.pidfd in ready]
         return any(took) or (bool(ready) and self.pidfd not in ready)
 

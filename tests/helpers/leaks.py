@@ -1,4 +1,4 @@
-"""A guard around every test: no process, descriptor or thread is left.
+"""A guard around every test that fails if the test leaves a process, a descriptor or a thread behind.
 
 The process of the tests is a child subreaper, so that whatever a test leaves behind, however deep, ends up
 as its child: the list of children is the whole truth. What is found is named, killed, and fails the test.
@@ -19,13 +19,14 @@ import pytest
 from helpers import procs
 
 ALLOWED_CHILDREN = (
-    # Started by multiprocessing with the first semaphore or shared memory; it lives as long as this process.
+    # multiprocessing starts its tracker for the first semaphore or shared memory. The tracker lives as long
+    # as this process.
     re.compile(r"from multiprocessing\.resource_tracker import main"),
 )
 
 
 class Snapshot(NamedTuple):
-    """What this process has at one moment."""
+    """The children, descriptors and threads of this process at one moment."""
 
     children: frozenset[tuple[int, int]]
     descriptors: Counter[str]
@@ -33,7 +34,7 @@ class Snapshot(NamedTuple):
 
 
 def snapshot() -> Snapshot:
-    """Children by pid and start time, descriptors by what they refer to, threads by kernel id."""
+    """Record the children by pid and start time, the descriptors by target, and the threads by kernel id."""
     return Snapshot(
         frozenset((child.pid, child.started) for child in procs.children()),
         descriptors(),
@@ -42,18 +43,18 @@ def snapshot() -> Snapshot:
 
 
 def descriptors() -> Counter[str]:
-    """Open descriptors by target; the one that reads the list is not among them."""
+    """Count the open descriptors by target, except for the one that lists them."""
     targets: Counter[str] = Counter()
     for fd in os.listdir("/proc/self/fd"):
         try:
             targets[os.readlink(f"/proc/self/fd/{fd}")] += 1
         except FileNotFoundError:
-            continue  # the descriptor of listdir itself
+            continue  # the descriptor that listdir itself used
     return targets
 
 
 def end_children(before: Snapshot) -> list[str]:
-    """Name and end all children that ``before`` does not hold.
+    """Kill all children that are not in ``before``, and return their names.
 
     Killing one may orphan others: again, until none is new.
     """
@@ -72,14 +73,16 @@ def is_leak(child: procs.Process, before: Snapshot) -> bool:
 
 
 def new_descriptors(before: Snapshot) -> list[str]:
-    """Descriptors that ``before`` does not hold; collects first: the unreachable is no leak of ours."""
+    """Return the descriptors that are not in ``before``. Collect garbage first, because unreachable objects
+    are not leaks.
+    """
     if descriptors() - before.descriptors:
         gc.collect()
     return [f"descriptor -> {target} (x{n})" for target, n in (descriptors() - before.descriptors).items()]
 
 
 def new_threads(before: Snapshot, timeout: float = 2.0) -> list[str]:
-    """Threads that ``before`` does not hold.
+    """Return the threads that are not in ``before``.
 
     A thread that was joined is in the list for some microseconds more, and nothing tells when it has gone:
     hence the looks at intervals, which cost time only when there is something to see.
@@ -102,7 +105,7 @@ def thread_name(tid: int) -> str:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """Fails the test that leaves a process, a descriptor or a thread."""
+    """Fail a test that leaves a process, a descriptor or a thread behind."""
     procs.become_subreaper()
     before = snapshot()
     yield

@@ -18,7 +18,7 @@ Formed = tuple[Job, list[Agent], list[Worker]]
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Callable[..., Network]]:
-    """Makes a network of N hosts; see :class:`helpers.hosts.Network`.
+    """Return a function that creates a network of N hosts; see :class:`helpers.hosts.Network`.
 
     A test must leave nothing running on them. What it leaves is ended here, and fails it.
     """
@@ -39,7 +39,7 @@ def network(tmp_path: Path) -> Iterator[Callable[..., Network]]:
 
 @pytest.fixture
 def hosts(network: Callable[..., Network]) -> Callable[..., list[Host]]:
-    """Makes N hosts that reach each other, `node1` at 10.77.0.1 and so on."""
+    """Return a function that creates N hosts that can reach each other: `node1` at 10.77.0.1 and so on."""
 
     def make(count: int, *, is_ipv6_only: bool = False) -> list[Host]:
         return network(count, is_ipv6_only=is_ipv6_only).hosts
@@ -51,7 +51,7 @@ def hosts(network: Callable[..., Network]) -> Callable[..., list[Host]]:
 def multinode(
     network: Callable[..., Network], launch: Callable[..., Launched], tmp_path: Path
 ) -> Callable[..., Job]:
-    """Makes a job with its store on a host; see :class:`helpers.nodes.Job`."""
+    """Return a function that creates a job with its store on a given host; see :class:`helpers.nodes.Job`."""
 
     def make(store: Host, nnodes: str, *options: str, **how: Any) -> Job:
         return Job(launch, tmp_path, store, nnodes, *options, **how)
@@ -61,7 +61,9 @@ def multinode(
 
 @pytest.fixture
 def formed(hosts: Callable[..., list[Host]], multinode: Callable[..., Job]) -> Callable[..., Formed]:
-    """Makes a job of N hosts, its store on the first, and waits until its workers run."""
+    """Return a function that starts a job on N hosts, with its store on the first, and waits until its
+    workers run.
+    """
 
     def make(count: int, *options: str, nnodes: str | None = None, **how: Any) -> Formed:
         machines = hosts(count)
@@ -74,7 +76,9 @@ def formed(hosts: Callable[..., list[Host]], multinode: Callable[..., Job]) -> C
 
 @pytest.fixture
 def impair() -> Callable[..., PacketRelay]:
-    """Puts a relay of packets into the cable of a host; see :meth:`helpers.hosts.Host.impair`."""
+    """Return a function that inserts a packet relay into a host's cable; see
+    :meth:`helpers.hosts.Host.impair`.
+    """
     if reason := packets.why_not():
         pytest.skip(reason)
 

@@ -1,4 +1,6 @@
-"""One job with agents on several hosts: starting them, waiting for what they do together, ending it."""
+"""One job with agents on several hosts: starting the agents, waiting for their workers, and stopping the
+agents.
+"""
 
 import os
 import re
@@ -27,7 +29,7 @@ T = TypeVar("T")
 
 
 class Worker(NamedTuple):
-    """What a worker of `tests/workers/ranks.py` tells about itself."""
+    """The facts that a worker of `tests/workers/ranks.py` reports about itself."""
 
     pid: int
     host: str
@@ -47,7 +49,7 @@ class Worker(NamedTuple):
 
     @classmethod
     def parse(cls, told: str) -> "Worker":
-        """From the rest of its line."""
+        """Parse the fields in a worker's line."""
         fields = dict(field.split("=", 1) for field in told.split())
         types = cls.__annotations__
         typed: dict[str, Any] = {
@@ -61,7 +63,9 @@ SUCCEED, FAIL = signal.SIGUSR1, signal.SIGUSR2
 
 
 def round_of(launched: Sequence[Launched], numbers: Sequence[int]) -> list[Worker]:
-    """The workers of one round, one on each node: each agent's so many-th."""
+    """Wait for each agent's n-th worker, with n from ``numbers``. These workers form one round, with one
+    worker on each node.
+    """
     found = []
     for agent, number in zip(launched, numbers, strict=True):
         line = agent.wait_for_lines(READY.pattern, number, "stdout")[number - 1]
@@ -71,7 +75,7 @@ def round_of(launched: Sequence[Launched], numbers: Sequence[int]) -> list[Worke
 
 
 def finish(launched: Iterable[Launched], workers: Iterable[Worker]) -> None:
-    """Let these workers succeed, and with them their agents."""
+    """Let these workers succeed, and wait until their agents succeed."""
     for worker in workers:
         os.kill(worker.pid, SUCCEED)
     for agent in launched:
@@ -83,12 +87,12 @@ QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "store_lost_ti
 
 
 def pids(workers: Iterable[Worker], *hosts: Host) -> list[int]:
-    """Of all these workers, or of those on these hosts."""
+    """Return the pids of all these workers, or only of those on the given hosts."""
     return [worker.pid for worker in workers if not hosts or worker.host in {host.name for host in hosts}]
 
 
 def restarts(workers: Iterable[Worker]) -> set[int]:
-    """How many restarts the workers were told of."""
+    """Return the restart counts that the workers have reported."""
     return {worker.restart for worker in workers}
 
 
@@ -103,7 +107,7 @@ class Agent:
         return f"agent {self.pid} on {self.host}"
 
     def workers(self) -> list[Worker]:
-        """All that have told of themselves so far, in that order."""
+        """Return all workers that have reported so far, in order."""
         return [Worker.parse(match[1]) for match in READY.finditer(self.launched.stdout)]
 
     def signal(self, signum: int) -> None:
@@ -156,7 +160,7 @@ class Job:
         conf: Mapping[str, object] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> list[Agent]:
-        """One agent on each of these hosts.
+        """Start one agent on each of these hosts.
 
         Args:
             options: behind those of the job, so that they win.
@@ -182,17 +186,19 @@ class Job:
         return started
 
     def finish(self, agents: Iterable[Agent], workers: Iterable[Worker], timeout: float = HANG) -> None:
-        """Let these workers succeed; then these agents do, and nothing is left on their hosts."""
+        """Let these workers succeed. Assert that these agents then succeed, and that nothing is left on their
+        hosts.
+        """
         chosen = tuple(agents)
         self.tell(workers, signal.SIGUSR1)
         codes = self.ended(*chosen, timeout=timeout)
         assert not any(codes), self.story(f"exit codes {codes}")
         self.assert_empty(*(agent.host for agent in chosen))
 
-    # --- what they do together -------------------------------------------------------------------------
+    # --- waiting ---------------------------------------------------------------------------------------
 
     def until(self, seen: Callable[[], T | None], what: str, timeout: float = HANG) -> T:
-        """Take the output of all agents until ``seen`` returns something.
+        """Read the output of all agents until ``seen`` returns something other than ``None``.
 
         Raises:
             AssertionError: it does not within ``timeout`` seconds, or all have ended; shows all output.
@@ -214,7 +220,8 @@ class Job:
             poll.poll(left * 1000)
 
     def formed(self, *agents: Agent, world: int | None = None, timeout: float = HANG) -> list[Worker]:
-        """Wait until workers of these agents run that no earlier call has returned, all of one round.
+        """Wait until these agents run new workers, all of one round. Workers that an earlier call returned do
+        not count.
 
         Returns:
             All of them by rank. Ranks, sizes and the address of the store are checked.
@@ -242,13 +249,13 @@ class Job:
         return workers
 
     def forget(self) -> None:
-        """The next :meth:`formed` is to return workers that have not told of themselves yet."""
+        """Make the next :meth:`formed` ignore all workers that have reported so far."""
         for agent in self.agents:
             agent.launched.read_for(0)
             self._seen |= {worker.pid for worker in agent.workers()}
 
     def line(self, agent: Agent, pattern: str, timeout: float = HANG) -> re.Match[str]:
-        """Wait for a line of one agent, in either stream."""
+        """Wait for a line of one agent, in stdout or stderr."""
 
         def seen() -> re.Match[str] | None:
             whole = f"{agent.launched.stdout}\n{agent.launched.stderr}"
@@ -257,9 +264,9 @@ class Job:
         return self.until(seen, f"{pattern!r} from {agent}", timeout)
 
     def ended(self, *agents: Agent, timeout: float = HANG) -> list[int]:
-        """Wait for the end of these agents (all, by default); returns their exit codes."""
+        """Wait until these agents (by default, all) have exited, and return their exit codes."""
         chosen = agents or tuple(self.agents)
-        # The last of them may be the last that runs: nobody is left to wait for, then.
+        # `until` raises an error when no agent is running, although all of them may have exited as expected.
         with suppress(AssertionError):
             self.until(
                 lambda: True if all(each.launched.has_exited for each in chosen) else None, "ends", timeout
@@ -269,27 +276,28 @@ class Job:
         return [agent.launched.wait() for agent in chosen]
 
     def tell(self, workers: Iterable[Worker], signum: int) -> None:
-        """Signal workers; some may have ended."""
+        """Send a signal to workers. Ignore workers that have exited."""
         for worker in workers:
             host = next(agent.host for agent in self.agents if agent.host.name == worker.host)
             with suppress(ProcessLookupError):
                 host.kill(worker.pid, signum)
 
     def assert_empty(self, *hosts: Host) -> None:
-        """Nothing of the job runs on these hosts any more, or goes on to: whatever ended, it ended whole."""
+        """Assert that all processes of the job on these hosts exit by themselves, and reap the orphans."""
         for host in hosts or {agent.host for agent in self.agents}:
             host.wait_empty()
         self.reap()
 
     def reap(self) -> list[procs.Process]:
-        """Collect what a killed agent has left, which becomes this process's when it ends."""
+        """Reap the processes that a killed agent left behind, which become children of this process."""
         keep = {agent.pid for agent in self.agents}
-        # What a test has started beside the job still has its namespaces; what is on its way out has not.
+        # Other programs that the test has started still have namespaces. A process that is exiting no longer
+        # has any.
         running = {each.pid for each in procs.children() if network_of(each.pid) is not None}
         return procs.reap_adopted(keep=keep | running)
 
     def story(self, what: str) -> str:
-        """All output, agent by agent."""
+        """Return a message that contains the output of all agents."""
         parts = [what]
         for agent in self.agents:
             state = f"ended with {agent.launched.wait()}" if agent.launched.has_exited else "running"

@@ -1,4 +1,4 @@
-"""A relay of packets in the cable of a host: the kernel's own TCP has to cope with what it does."""
+"""A packet relay in the cable of a host, to test how the kernel's TCP copes with a bad network."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,12 +7,12 @@ from helpers.control import Program
 
 
 def why_not() -> str | None:
-    """Why there can be no such relay on this machine, or ``None``."""
+    """Return why this machine cannot run a packet relay, or ``None`` if it can."""
     return None if Path("/dev/net/tun").exists() else "no packet relay: /dev/net/tun is missing"
 
 
 class PacketRelay:
-    """See `inside/packet_relay.py`.
+    """A running packet relay; see `inside/packet_relay.py`.
 
     Args:
         prefix: to run it in the namespaces of the switch.
@@ -29,18 +29,19 @@ class PacketRelay:
         self._put_back = put_back
 
     def set(self, **how: float) -> None:
-        """From the next packet on; what is not given is off."""
+        """Set the impairment of all further packets. Settings that are not given are switched off."""
         self._running().ask("set", **how)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """What became of the packets from the host (``"up"``) and to it (``"down"``).
+        """Return the packet counts of the direction from the host (``"up"``) and of the direction to it
+        (``"down"``).
 
         Each has ``taken``, ``lost``, ``repeated``, ``overtaken`` (by later ones) and ``delivered``.
         """
         return self._running().ask("counts")
 
     def close(self) -> None:
-        """Take the relay out of the cable; idempotent."""
+        """Remove the relay from the cable. Idempotent."""
         if self._program is not None:
             self._program.close()
             self._program = None

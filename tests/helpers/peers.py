@@ -10,8 +10,8 @@ from helpers.procs import HANG
 
 @contextmanager
 def peer(serve: Callable[[socket.socket], object]) -> Iterator[tuple[str, int]]:
-    """Serve each connection with a function, one at a time, in a thread. Errors of a connection end only that
-    one.
+    """Call a function for each connection, one at a time, in a thread. An error ends only the connection that
+    it occurs in.
 
     Yields:
         the host and the port.
@@ -38,7 +38,7 @@ def peer(serve: Callable[[socket.socket], object]) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def answering(answer: bytes) -> Iterator[tuple[str, int]]:
-    """Answer the first bytes of each connection with these, and close it."""
+    """On each connection, wait for data, send these bytes and close the connection."""
 
     def serve(connection: socket.socket) -> None:
         connection.recv(4096)

@@ -1,5 +1,5 @@
-"""Processes with an agent that polls: it tells of each round in a line ``ROUND …``, its workers exit with the
-digit that comes over its stdin, and its last lines are ``RESULT …`` and ``SHUT …``.
+"""Nodes with an agent that polls its workers. A node prints ``ROUND …`` for each round, and ``RESULT …`` and
+``SHUT …`` as its last lines. A digit on its stdin makes its workers exit with that code.
 """
 
 import contextlib
@@ -18,16 +18,18 @@ class PolledNode:
         self._rounds = 0
 
     def round(self) -> str:
-        """What it says of the next round."""
+        """Wait for the next round, and return what the node prints about it."""
         self._rounds += 1
         return self.launched.wait_for_lines(r"^ROUND (.*)$", self._rounds)[-1][1]
 
     def workers_exit(self, code: int) -> None:
-        """Those that run now, with this code, below 10."""
+        """Make the current workers exit with this code, which must be below 10."""
         self._writer.send(str(code).encode())
 
     def result(self) -> str:
-        """How its agent ended; its handler has then been shut down in order."""
+        """Wait until the node exits, and return the result of its agent. Its rendezvous handler must have
+        been shut down.
+        """
         assert self.launched.wait() == 0, self.launched.stderr
         *_, result, shut = self.launched.stdout.splitlines()
         assert shut == "SHUT True True", self.launched.stderr
@@ -36,7 +38,7 @@ class PolledNode:
 
 @contextlib.contextmanager
 def polled_nodes(launch: Callable[..., Launched]) -> Iterator[Callable[..., PolledNode]]:
-    """Gives a function that starts a node by its command line."""
+    """Yield a function that starts a node with a given command line."""
     with contextlib.ExitStack() as opened:
 
         def start(argv: Sequence[Any], **options: Any) -> PolledNode:

@@ -1,12 +1,13 @@
-"""Ports for tests that need to know one before anything listens on it."""
+"""Port numbers for tests that need to know a port before anything listens on it."""
 
 import random
 import socket
 
 
 def free() -> int:
-    """Below the ephemeral ports, of which any could be taken a moment later."""
-    # Not the numbers that hypothesis seeds: all processes that run tests would begin with the same port.
+    """Return a free port below the ephemeral ports, because any of those could be taken a moment later."""
+    # Do not use the generator that hypothesis seeds, because all test processes would start with the same
+    # port.
     numbers = random.SystemRandom()
     while True:
         port = numbers.randrange(10000, 32000)
@@ -15,7 +16,9 @@ def free() -> int:
 
 
 def pairs(count: int) -> list[int]:
-    """So many ports in order, each free as the next one is; no two overlap."""
+    """Return ``count`` free ports in ascending order. The port after each of them is also free, and no two
+    pairs overlap.
+    """
     found = set[int]()
     while len(found) < count:
         port = free() & ~1
@@ -25,6 +28,6 @@ def pairs(count: int) -> list[int]:
 
 
 def is_free(port: int) -> bool:
-    """True if nobody listens there."""
+    """Return true if nothing listens on this port."""
     with socket.socket(socket.AF_INET6) as sock:
         return sock.connect_ex(("::ffff:127.0.0.1", port)) != 0

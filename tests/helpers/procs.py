@@ -1,4 +1,4 @@
-"""Processes, as the kernel shows them.
+"""Functions to find processes, wait for them, and kill them.
 
 Waiting is for an event (a pidfd that becomes readable), or for a fact that nothing announces
 (:func:`wait_until`). Deadlines are hang guards: none of them is ever what a test measures.
@@ -47,14 +47,14 @@ ctypes.CDLL(None).pthread_exit(None)
 def run_program(
     command: Sequence[str | Path], *, timeout: float = HANG, check: bool = False, **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, and return its exit code and output. ``how`` are more arguments of
+    """Run a program until it exits, and return its exit code and output. ``how`` contains more arguments for
     :func:`subprocess.run`.
     """
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=check, **how)
 
 
 class Process(NamedTuple):
-    """A row of the process table. Pid and start time together are never reused."""
+    """A row of the process table. The combination of pid and start time is never reused."""
 
     pid: int
     started: int
@@ -68,20 +68,20 @@ class Process(NamedTuple):
 
 
 def become_subreaper() -> None:
-    """From now on, whoever loses its parent below this process becomes its child."""
+    """Make this process the new parent of descendants that lose their parent."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def process(pid: int) -> Process | None:
-    """The process with this pid, dead and unreaped ones too; ``None`` when there is none."""
+    """Return the process with this pid, even if it is a zombie. ``None`` if it does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         cmdline = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name stands in parentheses and may hold any character, these included.
+    # The name is in parentheses and may contain any character, even parentheses.
     name, _, rest = stat.partition("(")[2].rpartition(")")
     fields = rest.split()
     command = cmdline.replace(b"\0", b" ").decode(errors="replace").strip() or f"[{name}]"
@@ -89,12 +89,12 @@ def process(pid: int) -> Process | None:
 
 
 def processes() -> list[Process]:
-    """All processes of the machine."""
+    """Return all processes of the machine."""
     return _existing(_parents())
 
 
 def descendants(pid: int) -> list[Process]:
-    """Everything below ``pid``, parents before their children."""
+    """Return all descendants of ``pid``, parents before their children."""
     by_parent: dict[int, list[int]] = {}
     for each, parent in _parents().items():
         by_parent.setdefault(parent, []).append(each)
@@ -108,12 +108,15 @@ def descendants(pid: int) -> list[Process]:
 
 
 def children(pid: int | None = None) -> list[Process]:
-    """The children of ``pid``, or of this process, zombies and adopted ones included."""
+    """Return the children of ``pid`` (by default, of this process), including zombies and adopted
+    children.
+    """
     if pid is None:
         try:
             os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | WALL)
         except ChildProcessError:
-            # Asked before and after every test, where the table of processes would take milliseconds.
+            # Return early, because this function runs before and after every test, and scanning the process
+            # table takes milliseconds.
             return []
         pid = os.getpid()
     return _existing(each for each, parent in _parents().items() if parent == pid)
@@ -124,7 +127,7 @@ def _existing(pids: Iterable[int]) -> list[Process]:
 
 
 def _parents() -> dict[int, int]:
-    """The parent of each process of the machine."""
+    """Return the parent's pid for each process of the machine."""
     found = {}
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         try:
@@ -137,7 +140,7 @@ def _parents() -> dict[int, int]:
 
 
 def nurseries(agent: int) -> list[Process]:
-    """The children of a launcher that are, or will be, parents of workers.
+    """Return the nurseries of a launcher: its children that start workers, or will start them.
 
     Not those that have ended, which have no command line any more; nor the sentinel of an import, which is
     known by its argument.
@@ -147,14 +150,16 @@ def nurseries(agent: int) -> list[Process]:
 
 
 def wait_readable(fd: int, timeout: float = HANG) -> bool:
-    """Wait until ``fd`` is readable (a pidfd: its process has ended); false after ``timeout`` seconds."""
+    """Wait until ``fd`` is readable. A pidfd is readable when its process has exited. Return false after
+    ``timeout`` seconds.
+    """
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(max(0.0, timeout) * 1000))
 
 
 def wait_gone(pid: int, timeout: float = HANG) -> bool:
-    """Wait until ``pid`` has ended, reaped or not; false after ``timeout`` seconds."""
+    """Wait until ``pid`` has exited, reaped or not. Return false after ``timeout`` seconds."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -166,7 +171,9 @@ def wait_gone(pid: int, timeout: float = HANG) -> bool:
 
 
 def wait_until(look: Callable[[], Found], is_so: Callable[[Found], bool] = bool) -> Found:
-    """Look again and again until it is so, and return what was seen: for facts that nothing announces."""
+    """Poll until ``is_so`` accepts the result of ``look``, and return that result. For conditions without a
+    notification.
+    """
     deadline = time.monotonic() + HANG
     while not is_so(seen := look()):
         assert time.monotonic() < deadline, f"still {seen!r} after {HANG} s"
@@ -180,21 +187,22 @@ def wait_state(pid: int, state: str) -> None:
 
 
 def assert_gone(pids: Iterable[int], timeout: float = HANG) -> None:
-    """All of them end by themselves, within one deadline."""
+    """Assert that all of these processes exit by themselves within ``timeout`` seconds."""
     deadline = time.monotonic() + timeout
     alive = [pid for pid in pids if not wait_gone(pid, deadline - time.monotonic())]
     assert not alive, f"still there after {timeout} s: {[str(process(pid)) for pid in alive]}"
 
 
 def kill_and_reap(child: Process) -> None:
-    """SIGKILL a child of this process, and collect it.
+    """Kill a child of this process with SIGKILL, and reap it.
 
     Raises:
         TimeoutError: it does not end (state D).
     """
     pidfd = os.pidfd_open(child.pid)
     try:
-        # A zombie takes it without complaint, and one without its main thread only looks like one.
+        # Do not skip zombies: the signal does not harm them, and a process whose main thread has exited only
+        # looks like one.
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         if not wait_readable(pidfd):
             raise TimeoutError(f"does not end after SIGKILL: {child}")
@@ -204,8 +212,8 @@ def kill_and_reap(child: Process) -> None:
 
 
 def adopted(keep: Iterable[int] = ()) -> list[Process]:
-    """What a test has left to this process: its children but ``keep``, :data:`bystanders` and the resource
-    tracker that multiprocessing has started for this very process.
+    """Return the processes that a test has left to this process: its children except for ``keep``,
+    :data:`bystanders` and the resource tracker of this process.
     """
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     kept = {*keep, *bystanders, tracker}
@@ -213,7 +221,7 @@ def adopted(keep: Iterable[int] = ()) -> list[Process]:
 
 
 def reap_adopted(keep: Iterable[int] = (), timeout: float = HANG) -> list[Process]:
-    """Wait until all that is :func:`adopted` has ended by itself, and collect it.
+    """Wait until all :func:`adopted` processes have exited by themselves, and reap them.
 
     For tests that kill an agent: its nursery, and whatever else it leaves for a moment, becomes a child of
     this process.
@@ -238,8 +246,8 @@ def reap_adopted(keep: Iterable[int] = (), timeout: float = HANG) -> list[Proces
 
 
 def kill_adopted(keep: Iterable[int] = ()) -> None:
-    """SIGKILL and collect all that is :func:`adopted`: what torchrun and its workers leave behind, such as
-    the resource tracker of its multiprocessing.
+    """Kill and reap all :func:`adopted` processes, such as the resource trackers that torchrun and its
+    workers leave behind.
     """
     kept = set(keep)
     while orphans := adopted(kept):

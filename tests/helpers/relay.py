@@ -1,4 +1,4 @@
-"""A relay of TCP connections on a host: it delays, stalls and resets what goes through it."""
+"""A relay on a host that delays, stalls and resets TCP connections."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from helpers.hosts import Host
 
 
 class TcpRelay:
-    """See `inside/tcp_relay.py`.
+    """Change settings of the relay; see `inside/tcp_relay.py`.
 
     Args:
         host: where it runs and listens, on all its addresses.
@@ -23,25 +23,29 @@ class TcpRelay:
         self.endpoint = host.endpoint(self.port)
 
     def set(self, **settings: float | bool | str) -> None:
-        """Change some of `delay_up`, `delay_down`, `rate`, `is_stalled_up`, `is_stalled_down`, `new`."""
+        """Change any of the settings `delay_up`, `delay_down`, `rate`, `is_stalled_up`, `is_stalled_down` and
+        `new`.
+        """
         self._program.ask("set", **settings)
 
     def stall(self) -> None:
-        """Forward nothing any more, in either direction. Both sides still have their connections."""
+        """Stop forwarding in both directions. Both sides keep their connections."""
         self.set(is_stalled_up=True, is_stalled_down=True)
 
     def resume(self) -> None:
-        """After :meth:`stall`: nothing of what was sent meanwhile is missing."""
+        """Continue after :meth:`stall`, and forward everything that was sent in the meantime."""
         self.set(is_stalled_up=False, is_stalled_down=False)
 
     def reset(self) -> int:
-        """RST to both sides of every connection; returns how many there were."""
+        """Send RST to both sides of every connection, and return the number of connections."""
         return int(self._program.ask("reset")["connections"])
 
     def counts(self) -> dict[str, Any]:
-        """Bytes forwarded ``up`` and ``down``, ``connections`` ever accepted, and those ``open``."""
+        """Return the bytes forwarded ``up`` and ``down``, and the numbers of ``connections`` accepted so far
+        and of those still ``open``.
+        """
         return self._program.ask("counts")
 
     def close(self) -> None:
-        """End it; its connections are closed."""
+        """Stop the relay and close its connections."""
         self._program.close()

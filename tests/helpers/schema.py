@@ -1,4 +1,4 @@
-"""The JSON schemas in the documents."""
+"""The JSON schemas in the documentation."""
 
 import json
 import re
@@ -10,6 +10,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def schemas(document: str) -> list[Draft202012Validator]:
-    """A validator for each block of JSON of a document, in order."""
+    """Return a validator for each JSON block in a document, in order."""
     blocks = re.findall(r"```json\n(.*?)```", (DOCS / document).read_text(encoding="utf-8"), re.DOTALL)
     return [Draft202012Validator(json.loads(block)) for block in blocks]

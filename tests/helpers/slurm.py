@@ -1,4 +1,5 @@
-"""A real Slurm on several hosts of one machine: a controller, and a ``slurmd`` on each other host.
+"""A real Slurm on several simulated hosts: the controller on one host, and a ``slurmd`` on each of the
+others.
 
 Each host is a network namespace, so nodes have names and addresses of their own. The programs are those on
 PATH, or those that ``make setup`` has put into the environment. There is no authentication, no accounting and
@@ -51,7 +52,7 @@ PartitionName=main Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4
 
 
 class Programs(NamedTuple):
-    """Where the programs of Slurm are.
+    """Paths of the Slurm programs.
 
     Attributes:
         path: folders of programs.
@@ -69,7 +70,7 @@ class Programs(NamedTuple):
 
 
 def find() -> Programs | None:
-    """The programs, or ``None`` if they are not installed."""
+    """Find the Slurm programs. Return ``None`` if they are not installed."""
     usr = Path(sys.prefix) / "slurm/usr"
     if usr.is_dir():
         (plugins,) = usr.glob("lib/*/slurm-wlm")
@@ -80,7 +81,7 @@ def find() -> Programs | None:
 
 
 def environment(programs: Programs, folder: Path, **values: str) -> dict[str, str]:
-    """Write the configuration to the folder, and return the environment of users.
+    """Write the configuration to the folder, and return the environment for commands of users.
 
     Args:
         values: values of the configuration.
@@ -120,7 +121,8 @@ class Slurm:
         self.login, *self.nodes = network.hosts
         (folder / "state").mkdir()
         nodes = ",".join(node.name for node in self.nodes)
-        # Sockets in this folder have long names, and the path of a socket has at most 108 bytes.
+        # Use a short path, because sockets in this folder have long names, and a socket's path is limited to
+        # 108 bytes.
         self._spool = tempfile.TemporaryDirectory(prefix="slurm-")
         self.env = environment(
             programs, folder, controller=self.login.name, nodes=nodes, spool=self._spool.name
@@ -154,7 +156,7 @@ class Slurm:
         self._own.add(daemon.pid)
 
     def wait_idle(self) -> None:
-        """Wait until all nodes are up, and no job runs on them."""
+        """Wait until all nodes are up and idle."""
 
         def are_idle() -> bool:
             shown = self.run("sinfo", "--noheader", "--format", "%D %T", check=False)
@@ -166,31 +168,31 @@ class Slurm:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
     def logs(self) -> str:
-        """What the daemons have written."""
+        """Return the logs of the daemons."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"=== {log.name}\n{log.read_text(encoding='utf-8')}" for log in logs)
 
     def run(self, *command: str | Path, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of a user to its end, on the login host."""
+        """Run a user's command on the login host, and wait until it exits."""
         return procs.run_program(
             self.prefix(*command), check=check, env={**self.env, **env}, stdin=subprocess.DEVNULL
         )
 
     def prefix(self, *command: str | Path) -> list[str]:
-        """The command line that runs a command on the login host."""
+        """Return the command line that runs a command on the login host."""
         return [*self.login.prefix(self.folder), *map(str, command)]
 
     def job(self, number: int | str) -> dict[str, str]:
-        """What the controller says about a job."""
+        """Return what the controller reports about a job."""
         shown = self.run("scontrol", "show", "job", "--oneliner", str(number)).stdout
         return dict(part.partition("=")[::2] for part in shown.split())
 
     def queue(self) -> str:
-        """The jobs that are pending or running, a line for each."""
+        """Return the pending and running jobs, one per line."""
         return self.run("squeue", "--noheader").stdout
 
     def close(self) -> None:
-        """Stop the daemons, kill what still runs on the nodes, and collect it."""
+        """Stop the daemons, and kill and reap all processes that still run on the nodes."""
         procs.bystanders.difference_update(self._own)
         for daemon in self._daemons:
             daemon.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A job of `tests/workers/steady.py`: starting it, ending it, and accounting for its log."""
+"""A job of `tests/workers/steady.py`: starting it, stopping it, and checking its logs."""
 
 import os
 import re
@@ -18,7 +18,7 @@ EXIT_0, EXIT_1 = signal.SIGUSR1, signal.SIGUSR2
 
 
 class SteadyJob:
-    """A launcher with N steady workers, all streams tee'd.
+    """A launcher with N steady workers, with all streams tee'd.
 
     Args:
         launch: the fixture.
@@ -47,18 +47,20 @@ class SteadyJob:
         self.launched = launch(*arguments, env={**own, **env}, **how)
 
     def ready(self, attempt: int = 0, count: int | None = None) -> dict[int, int]:
-        """Wait until that many workers of an attempt (all, by default) run; returns pids by rank."""
+        """Wait until ``count`` workers of an attempt are running (by default, all), and return their pids by
+        rank.
+        """
         pattern = rf"READY (\d+) {attempt} (\d+)"
         lines = self.launched.wait_for_lines(pattern, self.n if count is None else count, "stderr")
         return {int(line[1]): int(line[2]) for line in lines}
 
     def nursery(self) -> int:
-        """The pid of the process between launcher and workers."""
+        """Return the pid of the nursery, the process between the launcher and the workers."""
         (found,) = procs.nurseries(self.launched.pid)
         return found.pid
 
     def check_logs(self, *, is_console_complete: bool = True) -> None:
-        """Every line that the kernel accepted is in its file, in order.
+        """Assert that every line that the kernel accepted is in its file, in order.
 
         Args:
             is_console_complete: all of them are on the console as well (not so when the launcher was killed).
@@ -77,7 +79,7 @@ class SteadyJob:
 
 
 def send(pid: int, signum: int) -> None:
-    """Signal a worker; it may have ended in the meantime."""
+    """Send a signal to a worker. Ignore a worker that has exited."""
     try:
         os.kill(pid, signum)
     except ProcessLookupError:

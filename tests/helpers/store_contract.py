@@ -1,4 +1,4 @@
-"""Promises of the coordination store's interface, which the store of elasticrs and etcd both keep."""
+"""Tests of the guarantees that both coordination stores give: the store of elasticrs and etcd."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ def pair(found: _core.Entry | None) -> tuple[str, bytes] | None:
 
 
 class StoreContract:
-    """Tests with two sessions of one store: the fixtures ``client`` and ``other`` of the module, which are
-    a :class:`~helpers.coordination.Client` each.
+    """Tests with two sessions of one store. The module's fixtures ``client`` and ``other`` each provide a
+    :class:`~helpers.coordination.Client`.
     """
 
     def test_reads_of_a_transaction_see_its_writes(self, client: Any) -> None:

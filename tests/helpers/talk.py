@@ -1,4 +1,4 @@
-"""Two programs on hosts with a connection between them, both told what to do."""
+"""Two programs on hosts with a connection between them, both controlled by the test."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ from helpers.procs import bystanders
 
 
 class End:
-    """One end: see `inside/talk.py`.
+    """One end of the connection; see `inside/talk.py`.
 
     Args:
         host: where it runs.
@@ -38,21 +38,21 @@ class End:
         return self.launched.pid
 
     def order(self, command: str) -> None:
-        """Tell it what to do, without waiting until it is done."""
+        """Send a command to the program, without waiting for its answer."""
         os.write(self._input, command.encode() + b"\n")
 
     def tell(self, command: str) -> str:
-        """Tell it what to do; returns what it says then."""
+        """Send a command to the program, and return its answer."""
         self.order(command)
         return self.hear()
 
     def hear(self) -> str:
-        """The next line that it says."""
+        """Return the next line that the program prints."""
         self._heard += 1
         return self.launched.wait_for_lines("", self._heard, "stdout")[-1].string
 
     def close(self) -> None:
-        """End it, if it has not ended."""
+        """Stop the program if it is still running."""
         os.close(self._input)
         bystanders.discard(self.pid)
         self.launched.close()
@@ -60,7 +60,7 @@ class End:
 
 @contextmanager
 def serving(host: Host, port: int = 7000) -> Iterator[End]:
-    """An end that waits for a connection."""
+    """Run an end that listens for a connection."""
     end = End(host, "serve", host.address, port)
     try:
         assert end.hear() == "LISTENING"
@@ -71,7 +71,7 @@ def serving(host: Host, port: int = 7000) -> Iterator[End]:
 
 @contextmanager
 def connecting(host: Host, address: str, port: int = 7000, peer: End | None = None) -> Iterator[End]:
-    """An end that is connected, to ``peer`` if that is given."""
+    """Run an end that connects. If ``peer`` is given, wait until it is connected, too."""
     end = End(host, "connect", address, port)
     try:
         for each in (end, *((peer,) if peer else ())):

@@ -1,4 +1,4 @@
-"""The tests' end of ``workers/torch_client.py``: clients of torch's TCPStore, each in its own process.
+"""Clients of torch's TCPStore for tests, each in a separate process (``workers/torch_client.py``).
 
 ``ELASTICRS_TORCH_PYTHON`` names the interpreter of another torch; tests of operations that it lacks are then
 skipped.
@@ -21,23 +21,23 @@ from helpers.procs import HANG
 
 OTHER_TORCH = os.environ.get("ELASTICRS_TORCH_PYTHON")
 PROGRAM = Path(__file__).resolve().parent.parent / "workers" / "torch_client.py"
-# With what a client begins.
+# The first bytes that a client sends.
 GREETING = b"\0" + struct.pack("<I", 0x3C85F7CE)
 
 
 class ClientError(Exception):
-    """What the client raised: the name of its type, and its text."""
+    """Raised if the client raised an exception. The text has the exception's type and message."""
 
 
 class TorchClient:
-    """A process with a client of its own."""
+    """A process that runs one client."""
 
     def __init__(self, connection: Connection) -> None:
         self.pid: int | None = None
         self._connection = connection
 
     def begin(self, name: str, *args: object) -> None:
-        """Ask for something that may take long; :meth:`result` waits for it."""
+        """Start an operation that may take long. :meth:`result` waits for it."""
         self._connection.send((name, args))
 
     def result(self, timeout: float = HANG) -> Any:
@@ -58,11 +58,11 @@ class TorchClient:
         return answer
 
     def is_done(self) -> bool:
-        """Whether :meth:`result` would return at once."""
+        """Return true if :meth:`result` would return at once."""
         return self._connection.poll()
 
     def ask(self, name: str, *args: object) -> Any:
-        """:meth:`begin` and :meth:`result`."""
+        """Start an operation with :meth:`begin`, and return its :meth:`result`."""
         self.begin(name, *args)
         return self.result()
 
@@ -72,7 +72,7 @@ class TorchClient:
         return self.result()
 
     def begin_call(self, method: str, *args: object, timeout: float | None = None) -> None:
-        """As :meth:`call`, to be waited for with :meth:`result`."""
+        """Start a :meth:`call`, and let :meth:`result` wait for it."""
         if OTHER_TORCH and not self.ask("can", method):
             pytest.skip(f"this torch cannot {method}")
         self.begin("call", method, args, timeout)
@@ -83,7 +83,7 @@ class TorchClient:
 
 
 class TorchClients:
-    """The process from which all clients are forked: torch is imported once."""
+    """The process from which all clients are forked, so that torch is imported only once."""
 
     def __init__(self, folder: Path) -> None:
         address = str(folder / "clients")
@@ -91,15 +91,15 @@ class TorchClients:
         self._process = subprocess.Popen(
             [OTHER_TORCH or sys.executable, str(PROGRAM), address],
             stdin=subprocess.PIPE,
-            # The clients' warnings about time-outs that tests bring about are no news.
+            # Discard the clients' warnings about timeouts, because the tests cause these timeouts on purpose.
             stderr=subprocess.DEVNULL,
             env=clean_environment({"OMP_NUM_THREADS": "1"}),
         )
-        # It outlives the tests that need it, and others of the same process may wait for all their orphans.
+        # This process outlives the tests that use it, and other tests must not wait for it as an orphan.
         procs.bystanders.add(self._process.pid)
 
     def fork(self, count: int = 1) -> Sequence[TorchClient]:
-        """New processes, without a store yet."""
+        """Fork new client processes, which have no store yet."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n" * count)
         self._process.stdin.flush()

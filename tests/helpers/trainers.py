@@ -1,4 +1,4 @@
-"""Trainers that meet each other, forked from one process that has imported torch."""
+"""Trainers that form a job together. All of them are forked from one process that has imported torch."""
 
 import json
 import os
@@ -20,7 +20,7 @@ Told = dict[str, Any]
 
 
 class Parent:
-    """The process that forks the trainers of one job after the other."""
+    """The process that forks the trainers of all jobs, one job at a time."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -41,7 +41,8 @@ class Parent:
 
     @contextmanager
     def job(self, query: str, stderr: Path) -> "Iterator[ByHand]":
-        """Give out trainers, with a coordination store of their own; all are gone at the end.
+        """Yield the trainers of a job with a separate coordination store. All trainers are stopped
+        afterwards.
 
         Args:
             query: what stands after the ? of the URL.
@@ -58,7 +59,7 @@ class Parent:
 
 @contextmanager
 def store() -> Iterator[int]:
-    """A coordination store in a process of its own; its port."""
+    """Run a coordination store in a separate process, and yield its port."""
     process = subprocess.Popen(
         [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", "0"],
         stdout=subprocess.PIPE,
@@ -74,7 +75,7 @@ def store() -> Iterator[int]:
 
 
 class Trainers:
-    """The trainers of one job, and what they tell.
+    """The trainers of one job, and their reports.
 
     Args:
         told: the descriptor from which that comes.
@@ -88,15 +89,15 @@ class Trainers:
         self._rest = b""
 
     def has_news(self, timeout: float) -> bool:
-        """Wait until they have told something."""
+        """Wait until a trainer reports something. Return false after ``timeout`` seconds."""
         return bool(select.select([self._fd], [], [], timeout)[0])
 
     def story(self, last: int | None = 200) -> str:
-        """What was told last, or all of it, and what else is known."""
+        """Return the latest reports, or all of them, and anything else that is known."""
         return "\n".join(map(str, self.told[-last if last else 0 :]))
 
     def take(self, timeout: float) -> Told | None:
-        """What is told next; `None` after a while of silence."""
+        """Return the next report, or `None` if there is none within ``timeout`` seconds."""
         if self._seen == len(self.told):
             if not self.has_news(timeout):
                 return None
@@ -113,13 +114,13 @@ class Trainers:
         return self.told[self._seen - 1]
 
     def take_for(self, seconds: float) -> None:
-        """Take what is told in this time."""
+        """Take all reports that arrive within this time."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self.take(left)
 
     def wait(self, what: str, count: int = 1, timeout: float = HANG, **fields: Any) -> list[Told]:
-        """Wait until `count` trainers tell this, after what was waited for before."""
+        """Wait for `count` matching reports, not counting those that have been taken before."""
         found: list[Told] = []
         deadline = time.monotonic() + timeout
         while len(found) < count:
@@ -143,14 +144,14 @@ class Trainers:
 
     @staticmethod
     def kill_pid(pid: int, signum: int = signal.SIGKILL) -> float:
-        """Send a signal to one that has told of itself; say when."""
+        """Send a signal to a trainer, and return the time at which it was sent."""
         moment = time.monotonic()
         os.kill(pid, signum)
         return moment
 
 
 class ByHand(Trainers):
-    """Trainers that meet at a URL; no agent has started them."""
+    """Trainers that meet at a URL and are started without agents."""
 
     def __init__(self, parent: Parent, url: str, stderr: Path) -> None:
         super().__init__(parent.told.fileno())
@@ -163,16 +164,16 @@ class ByHand(Trainers):
             self._parent.order({**defaults, **order, "name": name})
 
     def start_all(self, orders: Mapping[str, Mapping[str, Any]], **_: Any) -> None:
-        """Start these, with an order for each; what is for agents does not matter."""
+        """Start these trainers, each with an order. Ignore the arguments that only agents need."""
         for name, order in orders.items():
             self.start(name, loop="train", **order)
 
     def after(self, *names: str) -> Sequence[str]:  # noqa: ARG002 -- as under agents
-        """Nobody takes the place of one that ends."""
+        """Return no names, because nothing replaces a trainer that exits."""
         return ()
 
     def replaced(self, name: str, code: int) -> None:
-        """A trainer has ended like this."""
+        """Assert that a trainer exited with this code."""
         assert self.code(name) == code
 
     def fails(self, *names: str) -> None:
@@ -181,14 +182,14 @@ class ByHand(Trainers):
             self.replaced(name, 1)
 
     def over(self) -> None:
-        """Nothing is left to wait for."""
+        """Do nothing, because there are no agents to wait for."""
 
     def stderr_text(self) -> str:
-        """What they have written there."""
+        """Return the stderr of all trainers."""
         return self.stderr.read_text()
 
     def code(self, name: str) -> int:
-        """Wait for the end of a trainer."""
+        """Wait until a trainer has exited, and return its exit code."""
         self._parent.order({"name": name, "wait": self.pids[name]})
         code: int = self.wait("ended", name=name)[0]["code"]
         return code

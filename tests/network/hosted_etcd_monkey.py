@@ -1,4 +1,5 @@
-"""Check that a job with its own etcd on five nodes survives random kills, pauses, cuts and shutdowns.
+"""Check that a job that hosts etcd on its five nodes survives random kills, pauses, network failures and
+shutdowns.
 
 At most two members are down at a time, so a majority is always up. `make soak-hosted` runs 200 rounds.
 """
@@ -37,7 +38,9 @@ CONF = {
 
 
 class Monkey:
-    """Harms nodes at random. Each act harms one node and repairs it, or at least starts the repair."""
+    """Injects faults into random nodes. Each act harms one node and repairs it, or at least starts the
+    repair.
+    """
 
     def __init__(self, multinode, machines, folder):
         self.chance, self.machines = random.Random(SEED), machines

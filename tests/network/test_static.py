@@ -12,7 +12,7 @@ QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "connect_timeo
 
 
 def start(job, host, rank):
-    """The agent of a node rank."""
+    """Start the agent with this node rank."""
     (agent,) = job.start(host, options=("--rdzv-backend", "static", "--node-rank", str(rank)))
     return agent
 

@@ -13,7 +13,7 @@ for _ in range(3):
     dist.all_reduce(part)
     part.item()
 c10d = torch._C._distributed_c10d
-# Since torch 2.11 NCCL and the other backends have a recorder each.
+# Since torch 2.11, NCCL and the other backends have separate recorders.
 dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
 texts = [dump(includeCollectives=True, onlyActive=False) for dump in dumps if dump is not None]
 names = [entry["profiling_name"] for text in texts for entry in json.loads(text).get("entries", [])]

@@ -50,13 +50,15 @@ def wait_for_device() -> None:
 
 
 def write_driver_file(name: str, text: str) -> None:
-    """On a CPU, write a line to a file of the driver that plays a GPU."""
+    """Write a line to a file of the simulated GPU driver. For runs on a CPU only."""
     with open(os.path.join(os.environ["FAKE_NVML"], name), "w", encoding="utf-8") as file:
         file.write(f"{text}\n")
 
 
 def wait_for_calls(function: str, count: int) -> None:
-    """On a CPU, wait until a function of the driver that plays a GPU has been called."""
+    """Wait until a function of the simulated GPU driver has been called ``count`` times. For runs on a CPU
+    only.
+    """
     with open(os.path.join(os.environ["FAKE_NVML"], "calls"), encoding="utf-8") as calls:
         for line in calls:
             count -= line == f"{function}\n"

@@ -17,7 +17,7 @@ if ATTEMPT == 0:
         held = torch.ones(4 << 30, dtype=torch.uint8, device=DEVICE)
         torch.cuda.synchronize()
     else:
-        # The watcher has determined the memory that others use.
+        # Wait until the watcher has read how much memory other processes use.
         wait_for_calls("nvmlDeviceGetComputeRunningProcesses_v3", 1)
         write_driver_file("gpu0/memory", f"{4 << 30} 5")
     report("holds", free=free)

@@ -1,4 +1,6 @@
-"""Use the device in a worker forked from the warm nursery. Then wait until the kit kills a worker."""
+"""Use the device in a worker forked from a warm nursery, which has imported torch. Then wait until the kit
+kills a worker.
+"""
 
 import sys
 

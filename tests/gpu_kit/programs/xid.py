@@ -1,4 +1,4 @@
-"""Access an illegal address of device memory. On a CPU, play the driver that reports such an access."""
+"""Access an illegal address of device memory. On a CPU, simulate a driver that reports such an access."""
 
 import ctypes
 import os
@@ -40,6 +40,6 @@ else:
     text = f"31, pid={os.getpid()}, name=python3, channel 0x0000000a. MMU Fault"
     write_driver_file("kmsg", f"4,1,1,c;NVRM: Xid (PCI:0000:00:06): {text}")
     write_driver_file("events", "0 31")
-    # The driver waits for another event when it has reported this one.
+    # The second wait shows that the watcher has received this event.
     wait_for_calls("nvmlEventSetWait_v2", 2)
     raise RuntimeError("an illegal memory access was encountered")

@@ -1,4 +1,4 @@
-"""Keeps the members of an etcd cluster: they are its children, and end with it.
+"""Runs the members of an etcd cluster as child processes, which do not outlive it.
 
 The first line of output is ``ready``. Commands, one JSON object per line:
 

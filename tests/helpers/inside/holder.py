@@ -1,4 +1,4 @@
-"""Keeps the namespaces of a host alive until standard input ends, then kills whatever still runs in them.
+"""Keeps the namespaces of a host alive until standard input closes, and then kills all processes in them.
 
 The namespaces have no name: with the last process in them the kernel takes them away, with their links and
 mounts. So there is nothing that a later run would have to clean up.
@@ -14,7 +14,7 @@ PASSES = 100
 
 
 def inside() -> list[int]:
-    """All processes in this network namespace, but for this one."""
+    """Return all other processes in this network namespace."""
     mine = os.readlink("/proc/self/ns/net")
     found = []
     for entry in os.listdir("/proc"):
@@ -23,12 +23,12 @@ def inside() -> list[int]:
                 if os.readlink(f"/proc/{entry}/ns/net") == mine:
                     found.append(int(entry))
             except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue  # it has ended (a zombie, too), or is somebody else's
+                continue  # it has exited (zombies, too), or belongs to another user
     return found
 
 
 def kill_all(seconds: float = 5.0) -> bool:
-    """SIGKILL everything inside; false when something does not go."""
+    """Kill all other processes in this network namespace. Return false if a process survives."""
     for _ in range(PASSES):
         pids = inside()
         if not pids:

@@ -1,4 +1,5 @@
-"""A cable that loses, repeats, reorders and delays packets: frames between two TAP devices, which it makes.
+"""A cable that loses, repeats, reorders and delays packets: it forwards frames between two TAP devices that
+it creates.
 
 Arguments: the names of the devices, and the seed of the random numbers. Each direction has numbers of its
 own, so that the fate of its n-th frame depends on the seed alone. Commands, one JSON object per line:
@@ -25,7 +26,7 @@ BACKLOG = 4096
 
 
 class Impairment(NamedTuple):
-    """What happens to each frame. Shares are probabilities from 0 to 1, times are in seconds."""
+    """The treatment of frames. Shares are probabilities from 0 to 1, and times are in seconds."""
 
     loss: float = 0.0
     duplicate: float = 0.0
@@ -38,7 +39,7 @@ class Impairment(NamedTuple):
     """Up to this much more delay, at random; reorders, too."""
 
     def deliveries(self, chance: random.Random) -> list[float]:
-        """After which delays the next frame arrives: none of them when it is lost, two when it is repeated.
+        """Return the delays after which the next frame arrives: none if it is lost, two if it is repeated.
 
         Always takes the same number of random numbers, so that a change of one share moves no other fate.
         """
@@ -60,7 +61,7 @@ class Direction:
         self.counts = {"taken": 0, "lost": 0, "repeated": 0, "overtaken": 0, "delivered": 0}
 
     def take(self, how: Impairment, now: float) -> None:
-        """Read all frames that are there, and decide about each."""
+        """Read all available frames, and decide what happens to each of them."""
         while True:
             try:
                 frame = os.read(self.source, MAX_FRAME)
@@ -76,14 +77,14 @@ class Direction:
                 heapq.heappush(self._waiting, (now + delay, self.counts["taken"], frame))
 
     def deliver(self, now: float) -> float | None:
-        """Write what is due; returns when the next one is, or ``None``."""
+        """Write all frames that are due. Return the time when the next frame is due, or ``None``."""
         while self._waiting and self._waiting[0][0] <= now:
             _, number, frame = heapq.heappop(self._waiting)
             self.counts["overtaken"] += number < self._newest
             self._newest = max(self._newest, number)
             try:
                 os.write(self._target, frame)
-            except OSError:  # the device is down, or full: as if it were lost
+            except OSError:  # the device is down, or its queue is full: the frame is lost
                 self.counts["lost"] += 1
             else:
                 self.counts["delivered"] += 1
@@ -91,14 +92,14 @@ class Direction:
 
 
 def make_tap(name: str) -> int:
-    """A device of its own, up, as long as the descriptor is open."""
+    """Create a TAP device that exists as long as the returned descriptor is open."""
     fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
     return fd
 
 
 class Relay:
-    """Both directions, and the commands."""
+    """Forwards frames in both directions, and executes the commands."""
 
     def __init__(self, near: int, far: int, seed: str) -> None:
         self._how = Impairment()
@@ -106,7 +107,7 @@ class Relay:
         self._commands = b""
 
     def run(self) -> None:
-        """Until standard input ends."""
+        """Forward frames until standard input closes."""
         poll = select.epoll()
         for fd in (0, *(way.source for way in self._ways.values())):
             poll.register(fd, select.EPOLLIN)

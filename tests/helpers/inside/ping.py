@@ -1,4 +1,4 @@
-"""Sends one echo request to the address in the first argument; exits 0 when the answer comes.
+"""Sends an ICMP echo request to the address in the first argument, and exits with 0 if the reply arrives.
 
 The second argument is the number of seconds to wait. Wants a raw socket.
 """
@@ -27,7 +27,7 @@ def main(address: str, seconds: float) -> int:
     request, answer = ECHO[family]
     me = os.getpid() & 0xFFFF
     message = struct.pack("!BBHHH", request, 0, 0, me, 1)
-    if family == socket.AF_INET:  # the kernel does it for the other
+    if family == socket.AF_INET:  # for IPv6, the kernel computes the checksum
         message = struct.pack("!BBHHH", request, 0, checksum(message), me, 1)
     deadline = time.monotonic() + seconds
     with socket.socket(family, socket.SOCK_RAW, protocol) as raw:

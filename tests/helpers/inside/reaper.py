@@ -1,4 +1,4 @@
-"""Runs a program, and collects what the program leaves behind, as the init process of a machine does.
+"""Runs a program and reaps the processes that it leaves behind, as a machine's init process does.
 
 Without it, orphans of the program become zombies of the tests' process, and a program that waits until a
 process group is empty would wait for them.

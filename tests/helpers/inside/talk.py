@@ -1,4 +1,5 @@
-"""One end of a connection, told what to do line by line on standard input; says what it did, one line each.
+"""One end of a connection. It reads commands from standard input, one per line, and prints a line about each
+of them.
 
 Arguments: `serve` or `connect`, an address, a port. Commands: `send TEXT`, `peek SECONDS` (is there something
 to read?), `receive`, `ask TEXT` (send, and wait for as much to come back), `echo` (until the other side

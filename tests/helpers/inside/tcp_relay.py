@@ -1,4 +1,4 @@
-"""Forwards TCP connections, and harms them as told.
+"""Forwards TCP connections, and delays, stalls or resets them on command.
 
 Arguments: the address and port to listen on, the address and port to forward to. The first line of output is
 ``listening PORT``. "up" is from whoever connected to the target, "down" is back.
@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class Direction:
-    """Bytes that go one way in one connection."""
+    """One direction of a connection."""
 
     def __init__(self, relay: "Relay", name: str, source: socket.socket, target: socket.socket) -> None:
         self._relay, self._name = relay, name
@@ -45,7 +45,7 @@ class Direction:
         self._size = 0
 
     async def run(self) -> None:
-        """Until the source has ended and all of it is delivered."""
+        """Run until the source has closed and all of its data is delivered."""
         reader = asyncio.ensure_future(self._read())
         try:
             await self._write()
@@ -89,7 +89,7 @@ class Direction:
 
 
 class Relay:
-    """All connections, and the commands."""
+    """All relayed connections, and the commands that change them."""
 
     def __init__(self, listen: tuple[str, int], target: tuple[str, int]) -> None:
         self.settings = dict(SETTINGS)
@@ -115,7 +115,7 @@ class Relay:
                 future.set_result(None)
 
     async def run(self) -> None:
-        """Until standard input ends."""
+        """Forward frames until standard input closes."""
         loop = asyncio.get_running_loop()
         self._start_listening()
         commands = asyncio.StreamReader()
@@ -209,7 +209,7 @@ class Relay:
         tasks = list(self._open.items())
         for task, sockets in tasks:
             for each in sockets:
-                # Closed with unsent data thrown away: that is a RST.
+                # Discard unsent data when the socket is closed, so that the kernel sends a RST.
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             task.cancel()
         return len(tasks)
