@@ -29,7 +29,7 @@ LOST = re.compile(r"node \w+ was lost|: lost etcd at")
 TRIES = 4
 CONF = {
     "host": 1,
-    # The lease must last longer than the election of a leader on a loaded machine.
+    # The lease must outlast a leader election of etcd on a loaded machine.
     "lease_ttl": 15,
     "last_call_timeout": 30,
     "store_lost_timeout": 600,
@@ -126,7 +126,7 @@ class Monkey:
         on_etcd = [self.kill_etcd, self.kill_program, self.stop_etcd]
         acts = [self.power_off, self.kill_agent, self.end_agent, self.stop_agent, self.cut_off]
         chosen = self.chance.choices([*on_etcd, *acts, self.kill_worker], k=self.chance.choice((1, 1, 2)))
-        # Harm at most two nodes, because three of the five members form a majority.
+        # Harm at most two of the five nodes, because etcd needs a majority of three.
         for act, machine in zip(chosen, self.chance.sample(self.machines, len(chosen)), strict=True):
             print(f"{act.__name__} on {machine.name}", flush=True)
             act(machine)
@@ -156,7 +156,7 @@ class Monkey:
             self.pause(0.4)
 
     def recovers(self):
-        """Wait until all nodes run workers of one new round."""
+        """Kill workers until all nodes run workers of the same new round."""
         before = max(int(each.round) for each in self.seen())
         for left in reversed(range(TRIES)):
             # Kill a worker to cause a new round. Retry, because the chosen node may not have a worker yet.
@@ -174,7 +174,9 @@ class Monkey:
         return [each for agent in self.job.agents for each in agent.workers()]
 
     def is_whole(self, before):
-        """Return true if the newest workers of all nodes belong to one round, later than ``before``."""
+        """Return true if the newest workers of all nodes belong to the same round, and that round is later
+        than ``before``.
+        """
         newest = [agent.workers()[-1:] for agent in self.agents.values()]
         found = [each for workers in newest for each in workers]
         rounds = {each.round for each in found}
@@ -182,7 +184,9 @@ class Monkey:
         return is_one and len(found) == NODES and int(rounds.pop()) > before
 
     def check(self):
-        """Check that ranks are unique, workers of a round agree, and only failures count as restarts."""
+        """Check that ranks are unique within a round, that its workers agree on size, master and restarts,
+        and that only killed workers cause restarts.
+        """
         rounds = {}
         for each in self.seen():
             same = rounds.setdefault(each.round, [])

@@ -1,4 +1,4 @@
-"""The end of jobs on several nodes: reports, the restart budget, and the agents that may leave early."""
+"""End of jobs on several nodes: error reports, the restart budget, and agents that may exit early."""
 
 import json
 import signal
@@ -42,7 +42,7 @@ def on(agent, workers):
     return [worker for worker in workers if worker.host == agent.host.name]
 
 
-# --- what is reported and counted ---
+# --- error reports and restart counts ---
 
 
 def test_every_agent_reports_the_error_of_the_worker_that_failed_first(
@@ -114,13 +114,14 @@ def test_a_node_that_joins_while_the_host_of_the_store_lingers_learns_of_the_suc
     job.tell(on(agents[1], workers), SUCCEED)
     store = agents[0].host
     store.run(sys.executable, "-c", WAIT_FOR_KEY, store.address, PORT, "/elasticrs/job/done/1/1")
-    # It has to read how the job ended, and cannot: the host waits for it.
+    # Stop this agent before it can read the job's outcome, so that the host of the store keeps waiting for
+    # it.
     agents[1].signal(signal.SIGSTOP)
     job.tell(on(agents[0], workers), SUCCEED)
     (late,) = job.start(agents[1].host)
     if job.ended(late) == [1]:
         assert "job job is closed: succeeded at 20" in late.launched.stderr, job.story("no outcome")
-    else:  # It came before the job was closed, waited as a spare, and shares the success.
+    else:  # The agent joined before the job was closed, waited as a spare, and shares the success.
         assert job.ended(late) == [0]
     assert late.workers() == []
     agents[1].signal(signal.SIGCONT)
@@ -135,7 +136,7 @@ def test_a_finished_node_waits_no_longer_than_the_exit_barrier(formed):
     assert job.ended(agents[1]) == [0]
     says(agents[1].launched.stderr, "this node", "other nodes")
     job.assert_empty(agents[1].host)
-    # The others have not noticed.
+    # The other node is unaffected.
     job.finish(agents[:1], on(agents[0], workers))
 
 
@@ -155,7 +156,8 @@ def test_a_spare_reports_that_it_waits_until_the_job_ends(formed):
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 def test_a_signal_to_all_agents_ends_the_job(formed, signum):
     job, agents, workers = formed(2)
-    # All at once: an agent that hears of the end from another one first need not tell of its own signal.
+    # Signal all agents at the same time. An agent that first learns from another agent that the job is ending
+    # does not report its own signal.
     for agent in agents:
         agent.signal(signal.SIGSTOP)
         procs.wait_state(agent.pid, "T")
@@ -180,7 +182,7 @@ def test_a_second_signal_ends_an_agent_without_waiting_for_its_workers(formed, w
     assert job.ended(agents[which]) == [1]
     procs.assert_gone(pids(on(agents[which], workers)))
     job.assert_empty(agents[which].host)
-    if which == 0:  # the store is gone, and with it the reason to be gentle
+    if which == 0:  # the store exited with this agent, so the other agent kills its workers at once
         procs.assert_gone(pids(workers))
     agents[1 - which].launched.insist(signal.SIGTERM)
     assert job.ended() == [1, 1]
@@ -196,7 +198,7 @@ def test_a_signal_ends_agents_that_wait_for_nodes(hosts, multinode, seconds):
     for agent in agents:
         agent.signal(signal.SIGTERM)
     codes = job.ended()
-    # So early that Python has not begun to run is as good.
+    # An agent that gets the signal before Python installs a handler is killed by it, which is fine.
     assert set(codes) <= {1, -signal.SIGTERM}, job.story(f"exit codes {codes}")
     assert not any("Traceback" in agent.launched.stderr for agent in agents), job.story("a traceback")
     job.assert_empty()

@@ -1,4 +1,6 @@
-"""Unfit nodes in a job on several nodes: who leaves, who takes the place, and when nobody is excluded."""
+"""Exclusion of unfit nodes from a job: which node leaves, which node replaces it, and when no node is
+excluded.
+"""
 
 import pytest
 from helpers.nodes import FAIL, restarts
@@ -14,7 +16,9 @@ KEPT = "may be unfit, but is not excluded"
 
 @pytest.fixture
 def with_spare(hosts, multinode):
-    """Makes a job of two nodes and a spare. Returns it, its agents, and the workers of the first round."""
+    """Return a function that starts a job of two nodes and a spare. It returns the job, its agents, and the
+    workers of the first round.
+    """
 
     def make(*options, **how):
         machines = hosts(3)

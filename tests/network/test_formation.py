@@ -1,4 +1,4 @@
-"""Nodes of a job meet, get their ranks and finish, on good and on bad networks."""
+"""Nodes of a job meet, get their ranks and finish, on reliable and on faulty networks."""
 
 import signal
 
@@ -27,7 +27,8 @@ def test_two_nodes_form_and_finish(hosts, multinode, is_ipv6_only):
     assert by_host(workers) == {"node1": [0, 1], "node2": [2, 3]}
     assert [each.local for each in workers] == [0, 1, 0, 1]
     assert {(each.run, each.restart, each.role_world) for each in workers} == {("job", 0, 4)}
-    # What the other host can reach, not what this one calls itself.
+    # Resolve the master address on the second node, because a name that only the first node knows would be
+    # useless.
     names = second.run("getent", "ahosts", workers[0].master).stdout
     assert first.address in names.split()
     job.finish(agents, workers)
@@ -84,7 +85,7 @@ def test_the_name_of_the_endpoint_may_become_known_late(network, multinode):
         job.line(agent, "cannot resolve 'late'")
     net.name(late=net.hosts[0])
     workers = job.formed(*agents)
-    # Both have come to the host by that name.
+    # On the second node, the master address resolves to the host that the endpoint's name now points to.
     assert net.hosts[0].address in net.hosts[1].run("getent", "ahosts", workers[0].master).stdout.split()
     job.finish(agents, fail_once(job, agents, workers))
 
@@ -124,7 +125,7 @@ def test_agents_need_not_reach_each_other_but_the_store(network, multinode):
 
 
 def fail_once(job, agents, workers):
-    """One worker fails; all come back, at the cost of one restart. Returns the new workers."""
+    """Make one worker fail, and return the new workers of all nodes after exactly one restart."""
     job.tell(workers[-1:], signal.SIGUSR2)
     again = job.formed(*agents, timeout=60)
     assert restarts(again) == {1}

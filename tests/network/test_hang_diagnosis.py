@@ -1,4 +1,4 @@
-"""The diagnosis of a hang on hosts of their own: nodes are named, and a dead node is evidence, too."""
+"""Hang diagnosis with each node on its own host: it names the nodes, and reports a dead node."""
 
 import re
 
@@ -57,7 +57,7 @@ def test_a_node_that_has_died_does_not_delay_the_others_and_is_named(hosts, mult
     agents = job.start(*machines)
     for agent in agents:
         job.line(agent, r"stuck (\d)")
-    # The others do not hear of it before its lease ends, and the hang is found before that.
+    # The other nodes notice the loss only when the node's lease expires, and the hang timeout is shorter.
     machines[2].power_off()
     assert job.ended(*agents[:2]) == [0, 0], job.story("another exit code")
     (told,) = {tuple(DIAGNOSIS.findall(agent.launched.stderr)) for agent in agents[:2]}

@@ -1,4 +1,4 @@
-"""Nodes with their own networks, whose agents host the etcd in which they meet."""
+"""Jobs whose agents host the etcd cluster of their rendezvous, on nodes with separate network stacks."""
 
 import pytest
 from helpers.etcd import binary, healthy_members
@@ -8,7 +8,9 @@ pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.slow, pytest.mark.timeout
 
 @pytest.fixture
 def hosting(hosts, multinode):
-    """A job on four hosts, three of which are endpoints, and its workers."""
+    """Start a job on four hosts, three of which host etcd members. Return the job, the hosts and
+    the workers.
+    """
     program = binary()
     if program is None:
         pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
@@ -18,13 +20,13 @@ def hosting(hosts, multinode):
         machines[0],
         "1:4",
         *("--rdzv-backend", "etcd", "--rdzv-endpoint", names),
-        # The lease must last longer than an election.
+        # The lease must outlast a leader election of etcd.
         conf={"host": 1, "lease_ttl": 8, "last_call_timeout": 60, "store_lost_timeout": 5},
         env={"TORCHELASTIC_ETCD_BINARY_PATH": program},
     )
     job.start(*machines)
     workers = job.formed(*job.agents)
-    # Wait for all three members, because otherwise the loss of one could be the loss of the majority.
+    # Wait for all three members. Until then, losing one member could cost etcd its majority.
     everybody = [machine.name for machine in machines[:3]]
     job.until(lambda: True if healthy_members(*machines[:3]) == everybody else None, "three members")
     return job, machines, workers
@@ -32,7 +34,7 @@ def hosting(hosts, multinode):
 
 def test_the_machine_with_rank_0_is_lost_and_comes_back(hosting):
     job, machines, workers = hosting
-    # If rank 0 is on the node without a member, take any node with a member.
+    # If rank 0 runs on the node without an etcd member, power off the first node instead.
     by_name = {agent.host.name: agent for agent in job.agents[:3]}
     first = by_name.get(workers[0].host, job.agents[0])
     first.host.power_off()
@@ -44,8 +46,7 @@ def test_the_machine_with_rank_0_is_lost_and_comes_back(hosting):
     agents = [*rest, back]
     workers = job.formed(*agents)
     job.line(back, "member of etcd .* its data")
-    # Check that the returned member counts for the majority: without it, only one of three would remain after
-    # the next loss.
+    # Power off a second host. etcd keeps its majority only if the member that came back is working.
     lost = next(agent for agent in rest if agent.host is not machines[3])
     lost.host.power_off()
     agents.remove(lost)

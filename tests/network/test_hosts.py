@@ -1,4 +1,4 @@
-"""The hosts on which the other tests run work as documented and leave nothing behind."""
+"""The simulated hosts of the other tests behave as documented and leave nothing behind."""
 
 import os
 import select
@@ -48,7 +48,7 @@ def test_a_cable_that_is_pulled_is_silent(hosts):
         second.link_down()
         assert client.tell("send hello") == "SENT"
         assert client.tell("close") == "CLOSED"
-        # Neither the data nor the end of the connection has arrived, and the sender's side waits.
+        # Neither the data nor the FIN has arrived, so the sender's socket stays in FIN-WAIT-1.
         assert server.tell("peek 0.3") == "NOTHING"
         assert "FIN-WAIT-1" in second.run("ss", "-tn").stdout
         assert "ESTAB" in first.run("ss", "-tn").stdout
@@ -123,7 +123,8 @@ def test_a_network_leaves_nothing(tmp_path):
     assert len(namespaces) == 3
     assert network.close() == []
     assert (snapshot(), links_of_the_machine(), mounts_and_names()) == before
-    # Those of other test processes may have got the numbers of ours.
+    # Check only our own processes, because the kernel may have reused the numbers for namespaces of other
+    # tests.
     assert not namespaces & {network_of(each.pid) for each in procs.descendants(os.getpid())}
 
 
@@ -165,5 +166,5 @@ def test_nothing_outlives_a_killed_test_run(tmp_path):
         assert len(pids) == 4
         owner.kill()
         owner.wait(procs.HANG)
-    # All of them have become children of this process, and end by themselves.
+    # This process has adopted all of the processes, and they exit on their own.
     assert sorted(each.pid for each in procs.reap_adopted()) == sorted(pids)

@@ -1,5 +1,5 @@
-"""The commands of the manifests in contrib/kubernetes, in network namespaces with the names and variables of
-pods. No cluster is involved: the tests set what its controllers would set.
+"""The commands of the manifests in contrib/kubernetes, run in network namespaces that have the names and
+variables of pods. No cluster is involved: the tests set what its controllers would set.
 """
 
 import os
@@ -23,7 +23,9 @@ def document(name, kind):
 
 
 def indexed(job, spec, service):
-    """Variables that Kubernetes gives to the pods of an indexed Job, by the name of the pod."""
+    """Return the variables of each pod of an indexed Job by pod name, the service, and the container's
+    command.
+    """
     pods = {f"{job}-{index}": {"JOB_COMPLETION_INDEX": str(index)} for index in range(spec["completions"])}
     return pods, service, spec["template"]["spec"]["containers"][0]["command"]
 
@@ -80,8 +82,8 @@ def of_pytorch_job():
 
 @pytest.fixture
 def pods(network, launch, tmp_path):
-    """Starts the command of a manifest in a host for each pod, and returns the launchers and the hosts in the
-    order of the pods.
+    """Return a function that runs a manifest's command on one host for each pod. It returns the launchers and
+    the hosts in the order of the pods.
     """
 
     agents = set()
@@ -91,7 +93,7 @@ def pods(network, launch, tmp_path):
         machines = network(len(variables))
         hosts = dict(zip(variables, machines.hosts, strict=True))
         for pod, host in hosts.items():
-            # With a headless service, a pod has a name in the service's domain.
+            # With a headless service, each pod has a DNS name in the service's domain.
             names = (f"{pod}.{service}.{DOMAIN}", f"{pod}.{service}") if service else (pod,)
             machines.name(**dict.fromkeys(names, host))
         options = [*command[1:-1], "--nproc-per-node=1", "--rdzv-conf=last_call_timeout=5", *options]
@@ -109,7 +111,7 @@ def pods(network, launch, tmp_path):
         return launched, list(hosts.values())
 
     yield start
-    # Killed agents have left their nurseries.
+    # Reap the nurseries (the processes that fork workers) of killed agents.
     procs.reap_adopted(keep=agents)
 
 
@@ -126,7 +128,7 @@ def test_the_pods_of_a_manifest_meet(pods, kind):
 
 @pytest.mark.parametrize("kind", [of_train_job, of_pytorch_job])
 def test_a_lost_pod_of_kubeflow_is_replaced_without_a_restart(pods, kind):
-    """With torchrun's static rendezvous, the other pods would not notice the loss."""
+    """The other pods notice the loss, which they would not do with torchrun's static rendezvous."""
     launched, hosts = pods(kind, "--rdzv-conf=keep_alive_interval=0.4")
     round_of(launched, [1, 1])
     launched[1].signal(signal.SIGKILL)
@@ -147,7 +149,7 @@ def test_a_job_set_continues_without_one_pod(pods):
 
 
 def test_ranks_of_a_worker_are_told_by_the_rendezvous(pods):
-    # A PyTorchJob sets RANK and WORLD_SIZE for programs without a launcher.
+    # A PyTorchJob sets RANK and WORLD_SIZE, but they are meant for programs that run without a launcher.
     launched, _ = pods(of_pytorch_job, "--nproc-per-node=2")
     told = [Worker.parse(each[1]) for agent in launched for each in agent.wait_for_lines(READY.pattern, 2)]
     assert sorted((each.rank, each.world) for each in told) == [(n, 4) for n in range(4)]

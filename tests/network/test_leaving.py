@@ -1,4 +1,4 @@
-"""Agents that get a signal to exit, and the loss of the host of the store."""
+"""Agents receive exit signals, or lose the host of the store."""
 
 import signal
 

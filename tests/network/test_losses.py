@@ -14,7 +14,7 @@ KILL, FAIL, SUCCEED = signal.SIGKILL, signal.SIGUSR2, signal.SIGUSR1
 def test_a_killed_worker_restarts_all_nodes_together(formed):
     job, agents, workers = formed(2, nproc=2)
     job.tell(workers[3:], KILL)
-    again = job.formed(*agents)  # of one round, all of them
+    again = job.formed(*agents)  # `formed` checks that all workers belong to one round
     assert restarts(again) == {1}
     procs.assert_gone(pids(workers))
     for agent in agents:

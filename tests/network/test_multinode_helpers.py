@@ -1,4 +1,4 @@
-"""The helpers for jobs on several hosts, shown with the reference: `--launcher torchrun` or not."""
+"""The helpers for jobs on several hosts, tested with the reference (torchrun) whatever `--launcher` says."""
 
 import signal
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.privileged, pytest.mark.torch, pytest.mark.slow, pytes
 
 @pytest.fixture
 def launch(launch):
-    """The reference, whatever is tested."""
+    """Launch torchrun, the reference, whichever launcher is being tested."""
 
     def start(*args, **how):
         return launch(*args, **how, argv=LAUNCHERS["torchrun"])

@@ -24,7 +24,9 @@ QUICK = {
 
 
 class Monkey:
-    """Three nodes, of which the first has the store and is spared, but for its worker."""
+    """Injects faults into a job on three nodes. The first node hosts the store, so only its worker
+    is harmed.
+    """
 
     def __init__(self, multinode, machines, folder, seed):
         self.chance = random.Random(seed)
@@ -75,12 +77,15 @@ class Monkey:
         name = self.chance.choice(list(acts))
         print(name)
         acts[name]()
-        # A random moment: in a round, while it ends, while the next one forms.
+        # Wait for a random time, so that the next fault hits a running round, one that is stopping, or one
+        # that is forming.
         moment = self.chance.choice((0.0, 0.05, 0.3, 1.0)) * self.chance.random()
         self.agents[0].launched.read_for(moment)
 
     def recovers(self):
-        """All three run a round that began after everything else, and end well."""
+        """Make all workers fail, wait until all three nodes run a new round, and check that the job
+        succeeds.
+        """
         self.job.forget()
         self.fail_all_workers()
         self.job.formed(*self.agents, timeout=2 * HANG)

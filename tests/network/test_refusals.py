@@ -1,4 +1,4 @@
-"""Configuration errors end an agent in time with one clear line, and leave nothing behind."""
+"""A configuration error makes an agent exit promptly with one clear line, and leaves nothing behind."""
 
 import signal
 import sys
@@ -16,7 +16,7 @@ SOON = {"join_timeout": 2, "connect_timeout": 1}
 
 
 def says(job, agent, *texts):
-    """It fails, with one line that has all of these texts; returns the line."""
+    """Check that the agent fails with a line that contains all of these texts, and return the line."""
     (code,) = job.ended(agent)
     assert code not in {0, -signal.SIGKILL}, job.story(f"exit code {code}")
     lines = [line for line in agent.launched.stderr.splitlines() if all(text in line for text in texts)]
@@ -28,7 +28,7 @@ def says(job, agent, *texts):
 
 @contextmanager
 def running(host, *command):
-    """A server on a host; it has to say something when it listens."""
+    """Run a server on a host inside the ``with`` block. The server must print a line once it listens."""
     argv = [*host.prefix("/"), *map(str, command)]
     server = Launched(argv, env=clean_environment(), cwd=Path("/"))
     try:
@@ -124,16 +124,16 @@ def test_more_nodes_at_least_than_at_most(hosts, multinode):
 
 def test_agents_that_do_not_agree(hosts, multinode):
     first, second = hosts(2)
-    # Refused itself, the host of the store stays that long for the one that was first.
+    # If the refused agent hosts the store, it keeps the store running for `close_timeout` seconds.
     job = multinode(first, "2", max_restarts=0, conf={"close_timeout": 1})
     (here,) = job.start(first)
     (there,) = job.start(second, options=("--max-restarts", "3"))
-    # The later agent is refused.
+    # The agent that registers second is refused.
     job.until(lambda: here.launched.has_exited or there.launched.has_exited or None, "one is refused")
     refused, other = (here, there) if here.launched.has_exited else (there, here)
     shown = [f"node {agent.host.name} ({agent.host.address})" for agent in (refused, other)]
     says(job, refused, "max_restarts", *shown)
-    if other is there:  # it has lost the store with the refused one
+    if other is there:  # the refused agent hosted the store, so this agent fails too
         job.ended(other)
     else:
         (late,) = job.start(second)

@@ -1,4 +1,4 @@
-"""The relays change connections and packets exactly as documented."""
+"""The relays alter connections and packets exactly as documented."""
 
 import random
 import sys
@@ -15,7 +15,7 @@ PORT = 7000
 
 @pytest.fixture
 def relayed(hosts):
-    """Three hosts; a connection from the first to the last, through a relay on the second."""
+    """Connect the first of three hosts to the last one through a relay on the second."""
     client_host, relay_host, server_host = hosts(3)
     relay = TcpRelay(relay_host, server_host, PORT)
     try:
@@ -49,7 +49,8 @@ def test_a_relay_limits_the_rate(relayed):
     _, relay, server, client = relayed
     relay.set(rate=100_000)
     server.order("echo")
-    # The answer begins while the question still comes: the last of it takes no less than this.
+    # The echo starts before the request has fully arrived, so the round trip takes at least one transfer
+    # time, not two.
     assert float(client.tell("ask " + 20_000 * "x").split()[-1]) >= 0.2
 
 
@@ -96,7 +97,7 @@ def test_new_connections_are_refused_or_hang(relayed):
     assert "ConnectionRefusedError" in client_host.run(*python, check=False).stderr
     relay.set(new="hang")
     assert "TimeoutError" in client_host.run(*python, check=False).stderr
-    assert server.tell("send hello") == "SENT"  # the old connection continues
+    assert server.tell("send hello") == "SENT"  # the open connection still works
 
 
 # --- packets ---

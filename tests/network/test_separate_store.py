@@ -1,4 +1,4 @@
-"""The store is a separate program on a host without workers, so any agent may exit, the leader included."""
+"""The store is a separate program on a host without workers, so any agent may exit, even the leader."""
 
 import random
 import signal
@@ -31,7 +31,7 @@ def store_on(host):
 
 @pytest.fixture
 def apart(network, multinode):
-    """A job of at least two of three nodes; its store is on a fourth host."""
+    """A job of two or three nodes whose store runs on a fourth host."""
     net = network(4)
     *machines, store_host = net.hosts
     with store_on(store_host):
@@ -73,7 +73,8 @@ def test_the_first_agent_is_killed_while_a_restart_is_under_way(apart, seed):
     leader.launched.read_for(random.Random(seed).uniform(0.0, 0.1))
     leader.signal(KILL)
     job.assert_empty(leader.host)
-    # Whether the round of three came first is chance: two of them run in the end.
+    # The kill may come before or after the restart of all three nodes. In either case, the other two nodes
+    # run.
     again = job.formed(*others)
     assert restarts(again) <= {0, 1}
     job.finish(others, again)
@@ -111,7 +112,7 @@ def test_the_host_of_the_store_is_cut_off_for_a_while(apart):
     agents = job.start(*machines)
     workers = job.formed(*agents)
     store_host.link_down()
-    # All agents fence themselves, because they cannot know which of them the store still knows.
+    # All agents kill their workers, because no agent can know whether the store still lists it as a member.
     procs.assert_gone(pids(workers))
     store_host.link_up()
     again = job.formed(*agents)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.t
 
 @pytest.fixture
 def three(formed):
-    """A job that needs two nodes and has three."""
+    """A job on three nodes that needs only two."""
     return formed(3, nnodes="2:3", conf=QUICK)
 
 
@@ -37,7 +37,7 @@ def test_a_host_that_is_cut_off_is_given_up_fences_itself_and_comes_back(three):
     host = agents[2].host
     host.link_down()
     goes_on_with_two(job, agents)
-    # No message reaches the host, so it has to find out by itself.
+    # No message reaches the disconnected host, so its agent has to notice the loss on its own.
     procs.assert_gone(pids(workers, host))
     host.link_up()
     takes_it_in_again(job, agents)
@@ -76,7 +76,7 @@ def test_a_stopped_agent_is_given_up_and_its_workers_are_killed_for_it(three):
     agents[2].signal(signal.SIGSTOP)
     agents[2].launched.wait_stopped()
     goes_on_with_two(job, agents)
-    # While the agent is still stopped.
+    # The workers are killed while their agent is still stopped.
     procs.assert_gone(pids(workers, agents[2].host))
     agents[2].signal(signal.SIGCONT)
     takes_it_in_again(job, agents)
@@ -84,7 +84,7 @@ def test_a_stopped_agent_is_given_up_and_its_workers_are_killed_for_it(three):
 
 @pytest.fixture
 def relayed(hosts, multinode):
-    """The same, with a relay between the third node and the store."""
+    """Like :func:`three`, but with a relay between the third node and the store."""
     machines = hosts(3)
     relay = TcpRelay(machines[1], machines[0], PORT)
     try:

@@ -1,4 +1,4 @@
-"""Nodes with ranks that the user assigns, each on its own host."""
+"""Jobs with user-assigned node ranks, each node on its own host."""
 
 import signal
 

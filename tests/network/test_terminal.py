@@ -1,4 +1,4 @@
-"""Two agents in the foreground of one terminal: Ctrl-C reaches both at once, and no worker directly."""
+"""Ctrl-C in a terminal with two foreground agents signals both agents at once, and no worker directly."""
 
 import os
 import select
@@ -24,7 +24,7 @@ print("CODES", *(agent.wait() for agent in agents), flush=True)
 
 
 class Terminal:
-    """The side of a terminal on which somebody sits."""
+    """The user's end of a pseudoterminal."""
 
     def __init__(self, fd):
         self.fd, self.shown = fd, ""
@@ -42,7 +42,7 @@ class Terminal:
 
 @pytest.fixture
 def foreground():
-    """Two agents of one job in the foreground of a terminal."""
+    """Run two agents of one job in the foreground of a terminal."""
     ours, theirs = os.openpty()
     options = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=job"]
     options += [f"--rdzv-endpoint=127.0.0.1:{free()}", str(RANKS)]
@@ -59,6 +59,7 @@ def test_ctrl_c_ends_the_job_on_both(foreground):
     foreground.until("READY ", 4)
     foreground.press(b"\x03")
     foreground.until("CODES 1 1")
-    # An agent that the other one notifies of the end first need not report its own signal.
+    # An agent may learn from the other one that the job is ending before it handles its own signal, so one
+    # report is enough.
     assert foreground.shown.count("SIGINT received: ") in (1, 2), foreground.shown
     line_with(foreground.shown, "hosts", "store", "job ends")

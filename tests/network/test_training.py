@@ -1,4 +1,4 @@
-"""Real training with gloo over hosts that fail: no step is lost, and the training finishes."""
+"""Real training with gloo on hosts that fail: no step is lost, and the training finishes."""
 
 import re
 import signal
@@ -19,19 +19,21 @@ LONG = 3 * HANG
 
 
 class Training:
-    """A job of `tests/workers/steps.py`."""
+    """A job that runs `tests/workers/steps.py`."""
 
     def __init__(self, multinode, machines, nnodes, *options):
         self.job = multinode(machines[0], nnodes, *options, script=STEPS, conf=QUICK)
         self.agents = self.job.start(*machines)
 
     def steps(self, world):
-        """Steps done so far with that many workers."""
+        """Return the steps that jobs with ``world`` workers have printed so far."""
         printed = "".join(agent.launched.stdout for agent in self.job.agents)
         return [int(step) for step in re.findall(rf"^step (\d+) world {world}$", printed, re.MULTILINE)]
 
     def goes_on(self, world, beyond=0):
-        """Wait for three steps, more than there were, with that many workers; returns the last."""
+        """Wait for three new steps later than ``beyond`` with ``world`` workers, and return the
+        last of them.
+        """
         already = len(self.steps(world))
 
         def seen():
@@ -41,7 +43,7 @@ class Training:
         return self.job.until(seen, f"three steps with {world} workers", LONG)
 
     def workers(self, agent):
-        """Pids of its workers that run."""
+        """PIDs of the agent's workers that are still running."""
         told = re.findall(r"^TRAINING pid=(\d+)", agent.launched.stdout, re.MULTILINE)
         return [int(pid) for pid in told if agent.host.holds(int(pid))]
 

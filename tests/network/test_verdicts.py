@@ -1,4 +1,4 @@
-"""What several nodes conclude from a failure: the same on each of them, with the evidence of all."""
+"""All nodes draw the same conclusion from a failure, based on the evidence from all of them."""
 
 import signal
 
@@ -34,7 +34,8 @@ signal.pause()
     ("script", "max_restarts", "unreached"),
     [
         (MARKED, 3, "round 2 starts"),
-        # The first node that fails stops the others, perhaps before they have failed in the same way.
+        # Allow three rounds, because the first node that fails can stop the others before they fail in the
+        # same way.
         (MISSING, 9, "round 4 starts"),
     ],
     ids=["marked", "missing module"],

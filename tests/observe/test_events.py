@@ -1,4 +1,4 @@
-"""The API of events: torch's names, signatures and JSON, and our destinations."""
+"""The API of events: torch's names, signatures and JSON, and the destinations that elasticrs adds."""
 
 import errno
 import json
@@ -130,7 +130,7 @@ def test_an_unread_fifo_is_refused_and_a_full_one_does_not_block(listener, tmp_p
 
 @pytest.fixture
 def behind(tmp_path, listener):
-    """A handler whose file takes nothing until somebody reads the FIFO."""
+    """A handler whose writes block until a reader opens the FIFO ``gate``."""
     handler = events.get_logging_handler(f"file:{tmp_path / 'events'}")
     fifo = tmp_path / "gate"
     os.mkfifo(fifo)
@@ -160,7 +160,7 @@ def test_lines_that_a_thread_writes_keep_their_order_and_are_all_written(behind)
     os.close(os.open(behind.gate, os.O_RDONLY))
     behind.write_through()
     assert lines_of(behind) == [str(number) for number in range(1000)]
-    # The thread has ended, and the handler writes by itself again.
+    # The background thread has exited, so the handler writes directly again.
     behind.handle(logging.makeLogRecord({"msg": "last"}))
     assert lines_of(behind)[-1] == "last"
 

@@ -1,4 +1,4 @@
-"""The events of whole jobs, each against the schema of its document."""
+"""The events of whole jobs, each validated against the documented schema."""
 
 import errno
 import json
@@ -40,8 +40,8 @@ def names(events):
 
 
 def is_ours(event):
-    """True for the end of a worker in an attempt that a restart has followed, and for that restart: torch
-    tells nothing of them.
+    """Return true if torch does not emit this event: a restart, or the end of a worker in the attempt before
+    it.
     """
     has_ended = event["metadata"]["state"] in ("FAILED", "TERMINATED") and event["source"] == "WORKER"
     return event["name"] == RUNNING or (has_ended and event["metadata"]["agent_restarts"] == 0)
@@ -68,7 +68,7 @@ def test_a_job_that_restarts_and_succeeds(launch, worker_script, tmp_path):
     attempt = ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", "WORKER START", "WORKER START"]
     ends = ["WORKER SUCCEEDED", "WORKER SUCCEEDED", "AGENT SUCCEEDED"]
     failed = events[4:6]
-    # Rank 0 may have ended well before it was stopped.
+    # Rank 0 may have exited before it was stopped, so check only the state of rank 1.
     assert names(failed)[1] == "WORKER FAILED"
     assert [event["metadata"]["global_rank"] for event in failed] == [0, 1]
     assert json.loads(failed[1]["metadata"]["metadata"])["exit_code"] == [3]
@@ -241,7 +241,8 @@ def test_an_unread_console_delays_nothing(launch, worker_script, tmp_path):
             os.write(2, b"x" * 65536 if os.environ["RANK"] == "0" else b"")
     """)
     done = tmp_path / "done"
-    # The pipe is full before the first event, and is read by nobody until the file is there.
+    # Standard input is a full pipe. Standard output goes to `done`, and standard error to the pipe that this
+    # test reads.
     shell = 'head -c 1048576 /dev/zero | { "$@" 2>&1 >&3 || true; } 3>done'
     launch(
         *("--event-log-handler=console", "--redirects=3", "--nproc-per-node=2", script),
@@ -266,7 +267,7 @@ def test_an_unknown_destination_is_a_mistake_of_the_command_line(launch, destina
 
 @pytest.fixture
 def handled(launch, tmp_path):
-    """A job whose events go to a handler of a package."""
+    """Run a job whose events go to a handler that an installed package provides."""
 
     def handled(emit):
         (tmp_path / "mine.py").write_text(
@@ -297,7 +298,7 @@ def test_a_failing_handler_is_reported_once_and_the_job_continues(handled):
 
 
 def shape(value):
-    """What readers of torch's events rely on: keys, their order, and types where there is a value."""
+    """Reduce an event to what its readers rely on: the keys, their order, and the types of the values."""
     if isinstance(value, dict):
         return {name: shape(each) for name, each in value.items()}
     return [shape(each) for each in value] if isinstance(value, list) else type(value).__name__

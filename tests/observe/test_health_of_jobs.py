@@ -1,4 +1,6 @@
-"""The health check server of whole jobs: its answers, its clients, and that it never blocks the job."""
+"""The health check server of whole jobs answers correctly, copes with bad clients, and never blocks
+the job.
+"""
 
 import errno
 import os
@@ -33,7 +35,7 @@ def status_of(port):
 
 @pytest.fixture
 def samples_of():
-    """What Prometheus' own parser finds on the page: by name and labels."""
+    """Return a function that reads the metrics page with Prometheus' own parser."""
     parser = pytest.importorskip("prometheus_client.parser")
 
     def read(port):
@@ -92,7 +94,7 @@ def test_rates_of_workers_and_the_slowest_one(launch, worker_script, samples_of)
 
 
 def wait_ready(port):
-    """Workers run before the agent is told so."""
+    """Poll until the agent is ready, because the workers run before the agent is notified."""
     while get_json(port, "/readyz")[0] != 200:
         pass
 
@@ -174,7 +176,7 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
     assert value("restarts_total", cause="worker_failed") == 1
     assert value("recovery_seconds_count") == 1
     assert value("time_seconds_total", activity="restarting") > 0
-    # The counters go on: two attempts have said a line each.
+    # The counters continue across the restart: each of the two attempts printed one line.
     labels = {"local_rank": "0", "rank": "0", "stream": "stdout"}
     assert value("log_lines_total", **labels) == 2
     release(job, {int(line[1]): int(line[2]) for line in again})
@@ -249,7 +251,7 @@ def test_a_worker_that_is_paused(launch, worker_script):
         pass
     os.kill(pids[0], signal.SIGCONT)
     job.wait_for_line("continues")
-    # Answers serve for a moment, and the line is written first.
+    # Poll, because responses are cached briefly and the line is printed before the state is published.
     while {worker["state"] for worker in status_of(port)["workers"]} != {"RUNNING"}:
         pass
     release(job, pids)
@@ -268,7 +270,7 @@ def test_a_timer_that_expires_is_counted(launch, worker_script, samples_of):
     """)
     env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
     job, port, pids = start(launch, script, "--max-restarts=1", nproc=1, restart=1, env=env)
-    # The record of the new timer is in the FIFO, and is read at once.
+    # The new timer's request is already in the FIFO, so the agent reads it soon.
     while (status := status_of(port))["timers"]["live"] != 1:
         pass
     assert status["timers"]["expired"] == 1
@@ -311,7 +313,7 @@ def test_a_worker_that_hangs(launch, worker_script, samples_of):
     assert value("worker_heartbeat_age_seconds", **labels) >= last["age_seconds"]
     assert value("restarts_total", cause="worker_hung") == 1
     assert value("restarts_total", cause="timer_expired") == 0
-    # What it had not done for a second, when that was noticed, was no productive time.
+    # The second that passed before the agent noticed the hang is not productive time.
     assert value("time_seconds_total", activity="hung") >= 1
     release(job, pids)
 
@@ -320,7 +322,7 @@ def test_a_runtime_that_hangs_is_no_live_agent(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS), "--health-check-timeout=0.2")
     assert get_json(port, "/healthz")[0] == 200
     with held(thread_of(job.pid, "elasticrs")):
-        # The loop may be late as well on a machine with much to do.
+        # On a loaded machine, the agent's loop can be late too, so wait until the reason names the runtime.
         while (answer := get_json(port, "/healthz"))[0] == 200 or "runtime" not in answer[1]["reason"]:
             pass
     while get_json(port, "/healthz")[0] != 200:
@@ -329,7 +331,7 @@ def test_a_runtime_that_hangs_is_no_live_agent(launch, worker_script):
 
 
 def trickle(port):
-    """A client that begins a request and never ends it."""
+    """Connect a client that starts a request and never finishes it."""
     client = socket.create_connection(("127.0.0.1", port))
     client.sendall(b"GET /healthz HTTP/1.1\r\nHost: ")
     return client
@@ -353,7 +355,7 @@ def test_a_client_that_trickles_is_given_up(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS))
     client = trickle(port)
     client.settimeout(30)
-    # Closed by the server, which has got no whole request in its time.
+    # The server closes the connection, because it received no complete request in time.
     assert client.recv(1) == b""
     client.close()
     release(job, pids)

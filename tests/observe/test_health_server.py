@@ -1,4 +1,4 @@
-"""The API of the health check server, and its answers about an agent that hangs."""
+"""The API of the health check server, and its responses when an agent hangs."""
 
 import json
 import logging
@@ -78,21 +78,21 @@ def test_a_callback_that_hangs_is_death_until_it_returns(serve):
         return time.time()
 
     server = serve(hangs, timeout=0.2)
-    # The request itself waits for as long as the limit is.
+    # The first request waits until the timeout expires.
     get_json(server.port, "/healthz")
     assert called.is_set()
     code, health = get_json(server.port, "/healthz")
     assert (code, health["alive"]) == (503, False)
     assert "not answered" in health["reason"]
     goes_on.set()
-    # As soon as it has answered.
+    # The agent is alive again as soon as the callback has returned.
     while get_json(server.port, "/healthz")[0] != 200:
         pass
 
 
 def test_a_callback_that_raises_is_death_and_is_called_once_for_each_question(serve, monkeypatch):
     asked, said = [], []
-    # Records with a traceback would keep the server's descriptor.
+    # Do not keep log records: their tracebacks would hold the server's file descriptor open.
     monkeypatch.setattr(logging.getLogger("elasticrs.agent"), "exception", said.append)
 
     def breaks():
@@ -125,7 +125,7 @@ def test_probes_may_ask_under_any_name(serve):
 
 
 def test_the_chosen_host_is_a_name_of_this_machine():
-    # An alias that no file has: the resolver of the C library makes an address of it.
+    # No hosts file contains `127.1`: the C library's resolver parses it as an address.
     server = _core.HealthServer("127.1", 0, 60.0)
     try:
         assert get(server.port, "/status", host="127.1:80")[0] == 200
@@ -138,7 +138,7 @@ def test_a_client_that_keeps_sending_is_closed_and_delays_no_other(serve):
     port = serve(time.time).port
     with socket.create_connection(("127.0.0.1", port), timeout=HANG) as client:
         client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
-        # More than sockets and the server take together.
+        # Send more data than the socket buffers and the server take together.
         much = bytes(64 << 20)
         with pytest.raises(ConnectionError):
             client.sendall(much)
@@ -259,21 +259,22 @@ def test_a_loop_that_hangs_turns_it_to_503(host, tmp_path):
     process = host("ours")
     with process.stdout:
         port = int(process.stdout.readline())
-        # Until the workers run nobody needs to have asked.
+        # The workers start even if nothing has called /healthz yet.
         with open(tmp_path / "job", "w") as job:
-            # The worker runs before the loop is told so.
+            # Poll, because the worker runs before the agent's loop is notified of it.
             while get_json(port, "/readyz")[0] != 200:
                 pass
             get_json(port, "/healthz")
             code, health = get_json(port, "/healthz")
             assert (code, health["alive"]) == (503, False)
-            # What was published before is told while it hangs.
+            # While the loop hangs, the server returns the state that was published last.
             assert get_json(port, "/readyz") == (200, {"ready": True, "state": "HEALTHY"})
             assert get_json(port, "/status")[1]["agent"]["alive"] is False
             assert "elasticrs_agent_alive 0\n" in get(port, "/metrics")[2]
             with open(tmp_path / "fifo", "w"):
                 pass
-            # The loop has gone on, and nobody has asked it since.
+            # Poll until the metrics show that the loop has resumed, although nothing has called /healthz
+            # since.
             while (
                 get_json(port, "/readyz")[0] == 200
                 and "elasticrs_agent_alive 0\n" in get(port, "/metrics")[2]
@@ -289,7 +290,7 @@ def test_a_loop_that_is_already_stuck_is_503_at_the_first_request(host, tmp_path
     with process.stdout:
         port = int(process.stdout.readline())
         with open(tmp_path / "fifo", "w"):
-            # It is in the user's class, and stays there for longer than the limit.
+            # The loop is stuck in the user's LogsSpecs class for longer than the limit.
             assert not wait_readable(process.stdout.fileno(), 1.7)
             assert "elasticrs_agent_alive 0\n" in get(port, "/metrics")[2]
             code, health = get_json(port, "/healthz")
@@ -297,7 +298,7 @@ def test_a_loop_that_is_already_stuck_is_503_at_the_first_request(host, tmp_path
             assert health["age_seconds"] >= 1.7
             assert "no step" in health["reason"]
         with open(tmp_path / "job", "w") as job:
-            # The workers run, and the loop waits for them.
+            # Wait until the workers run and the loop waits for them.
             while get_json(port, "/readyz")[0] != 200:
                 pass
             assert get_json(port, "/healthz")[0] == 200

@@ -1,4 +1,4 @@
-"""Metrics for the bytes of log files that are not followed: real workers, and a check that hangs."""
+"""Byte metrics of log files that are not tailed: with real workers, and with a size check that hangs."""
 
 import os
 import re
@@ -21,14 +21,14 @@ WRITES = """
 
 
 class Page:
-    """The metrics of one agent; every counter of bytes is looked at for going down."""
+    """The metrics page of one agent. Each read checks that no byte counter has decreased."""
 
     def __init__(self, port):
         self.port = port
         self._last = {}
 
     def samples(self, name):
-        """By everything in the braces, in order."""
+        """Return the values of a metric, keyed by the text between the braces."""
         code, _, text = get(self.port, "/metrics")
         assert code == 200
         found = {
@@ -41,18 +41,18 @@ class Page:
         return found
 
     def counts(self):
-        """Of bytes, by rank and stream."""
+        """Return the numbers of bytes by rank and stream."""
         found = self.samples("log_bytes_total")
         return {tuple(re.findall(r'"(\w+)"', labels)[::2]): count for labels, count in found.items()}
 
     def until(self, **counts):
-        """Ask until these are the counts: the rank behind the name of the stream."""
+        """Poll until the byte counts equal these. `stdout0` means the stdout of rank 0."""
         expected = {(name[-1], name[:-1]): count for name, count in counts.items()}
         while self.counts() != expected:
             pass
 
     def workers(self, attempt="0"):
-        """The pids of an attempt by rank, as soon as it runs."""
+        """Wait until the attempt runs, and return its pids by rank."""
         while True:
             _, status = get_json(self.port, "/status")
             if status["attempt"] == attempt and status["state"] == "HEALTHY":
@@ -83,7 +83,7 @@ def test_bytes_of_all_attempts_are_counted(start, tmp_path):
     assert page.samples("log_lines_total") == {}
     assert page.samples("log_sizes_age_seconds")[""] >= 0
     pids = page.workers()
-    # Copied and truncated by somebody: what is written from then on is new.
+    # Truncate the file, as logrotate's copytruncate does. Everything written after that is new.
     (written,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
     os.truncate(written, 0)
     page.until(stdout0=1000, stderr0=10, stdout1=2000, stderr1=10)
@@ -128,7 +128,7 @@ def test_a_look_that_hangs_holds_up_neither_scrapes_nor_the_job(start):
         os.kill(pids[1], signal.SIGKILL)
         pids = page.workers("1")
         assert page.counts() == {("0", "stdout"): 1000, ("1", "stdout"): 2000}
-    # It has everything to do that came meanwhile: the end of the first attempt, and the second one.
+    # The released thread catches up on the end of the first attempt and on the second attempt.
     page.until(stdout0=2500, stdout1=4000)
     release(job, pids)
 
@@ -174,7 +174,7 @@ def test_only_new_bytes_of_an_existing_file_count(launch, worker_script, tmp_pat
     page = Page(port_of(job))
     job.wait_for_line("y{9}", "stderr")
     pids, added = page.workers(), 0
-    # The first look says where counting begins; then every byte counts.
+    # The first measurement is the baseline. All bytes that are written after it count.
     while not (counted := page.counts()["0", "stdout"]):
         with log.open("ab") as file:
             added += file.write(b".")

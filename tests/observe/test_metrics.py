@@ -133,7 +133,7 @@ def test_a_sink_gets_everything_beside_the_handlers(kept):
     metrics.put_metric("a", 1)
     assert got == others == [("torchelastic", "a", 1.0)]
     assert kept.values == [("torchelastic", "a", 1)]
-    # The end of one agent is none of the other.
+    # Removing the sink of one agent leaves that of the other agent in place.
     api.remove_sink(sinks[0])
     metrics.put_metric("b", 2)
     assert (len(got), len(others)) == (1, 2)

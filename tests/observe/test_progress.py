@@ -1,4 +1,4 @@
-"""The training step is reported to Kubeflow Trainer, which here is a small server with TLS."""
+"""The agent reports the training step to Kubeflow Trainer, here a small TLS server."""
 
 import http.server
 import json
@@ -25,7 +25,7 @@ LAUNCHER = launcher_with("agent.job_progress", INTERVAL=0.05)
 
 @contextmanager
 def serving(files, answer):
-    """A server with TLS. ``answer`` gets each request, and returns a status."""
+    """Run a TLS server that queues its requests. ``answer`` returns the HTTP status of each response."""
     requests = queue.Queue()
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -55,7 +55,7 @@ def serving(files, answer):
 
 @pytest.fixture
 def job(launch, authority, tmp_path, worker_script):
-    """Starts a job whose rank 0 makes three steps, and each other rank one more; they wait for SIGUSR1."""
+    """Start a job whose rank N reports N + 3 steps. The workers then wait for SIGUSR1."""
     token = tmp_path / "token"
     token.write_text("secret\n", encoding="ascii")
     script = worker_script("""
@@ -84,13 +84,13 @@ def job(launch, authority, tmp_path, worker_script):
 
 
 def finish(job):
-    # The agent passes the signal on.
+    # The agent passes SIGUSR1 on to its workers.
     job.signal(signal.SIGUSR1)
     job.exits(0)
 
 
 def until(requests, is_last):
-    """The first request for which this is true."""
+    """Return the first request whose metrics satisfy ``is_last``."""
     deadline = time.monotonic() + HANG
     while True:
         path, headers, body = requests.get(timeout=deadline - time.monotonic())
@@ -107,7 +107,7 @@ def test_the_lowest_step_is_reported_with_the_token_of_the_pod(job, authority):
         assert metrics == {"step": "2", "restarts": "0"}
         status = TrainerV1alpha1UpdateTrainJobStatusRequest.from_dict(body)
         assert status.trainer_status.last_updated_time.utcoffset().total_seconds() == 0
-        # What is known already is not sent again.
+        # Values that were already reported are not sent again.
         started.wait_for_lines("STEPPED", 2)
         assert requests.empty()
         finish(started)
@@ -118,7 +118,7 @@ def test_the_lowest_step_is_reported_with_the_token_of_the_pod(job, authority):
 def test_a_report_that_fails_is_told_once_and_the_job_continues(job, authority, cause):
     statuses = iter([403] * 5)
     with serving(authority.issue("kubeflow"), lambda: next(statuses, 200)) as (requests, port):
-        # Without this authority, the system's own ones count.
+        # Pass an empty CA file, so that the certificate of the server cannot be verified.
         started = job(port, ca="/dev/null" if cause == "authority" else authority.ca)
         if cause == "token":
             started.token.unlink()
@@ -184,7 +184,7 @@ def test_a_server_that_does_not_answer_delays_nothing(job, authority):
         ([0, 1], [7, None], {"step": 7, "restarts": 2}),
         ([0, 1], [None], None),
         ([0, 1], [], None),
-        # The node of rank 0 reports.
+        # Only the node of rank 0 reports.
         ([2, 3], [7, 5], None),
     ],
 )

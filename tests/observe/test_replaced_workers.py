@@ -1,4 +1,4 @@
-"""Reports about replaced workers: the ranks of their last meeting, the restarts that are left."""
+"""Reports about replaced workers: their ranks in the last rendezvous, and the restarts that are left."""
 
 import json
 import os
@@ -37,7 +37,9 @@ WORKER = """
 
 
 def status_with(port, expected):
-    """The status, once it and the metrics have these ranks: an answer serves for a moment."""
+    """Poll until the status and the metrics show these ranks, because responses are cached briefly. Return
+    the status.
+    """
 
     def look():
         (code, status), (_, _, page) = get_json(port, "/status"), get(port, "/metrics")
@@ -90,7 +92,7 @@ def test_a_worker_whose_rank_was_reassigned_shows_none(launch, worker_script):
     port = port_of(job)
     pids = {int(up[1]): int(up[2]) for up in job.wait_for_lines(r"UP (\d) (\d+) 0\.", 2)}
     status_with(port, {0: 0, 1: 1})
-    # This worker joins a rendezvous with the rank that the other worker was started with.
+    # Worker 0 joins a rendezvous with the rank that worker 1 was started with.
     os.kill(pids[0], signal.SIGUSR2)
     job.wait_for_line(r"MET 0\.")
     status_with(port, {0: 1, 1: None})
@@ -130,7 +132,7 @@ def test_torchs_metrics_know_the_restarts_that_were_charged():
     try:
         recorder.replaced(attempt, Attempt(1, 1, None))
         assert values == {"workers.r.remaining_restarts": 1, "workers.r.healthy": 1}
-        # One more, on another node.
+        # Add one more restart, which happened on another node.
         attempt.restarts = 3
         recorder.ended(JobResult(Phase.SUCCEEDED, 0, attempts=[attempt]), None)
     finally:

@@ -1,4 +1,4 @@
-"""A framework's own handlers in place of ours."""
+"""A framework's subprocess handlers instead of those of elasticrs."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ FACTORY = "elasticrs.multiprocessing.api.get_subprocess_handler"
 
 
 class Handler:
-    """Starts a program without us."""
+    """A subprocess handler that does not use elasticrs."""
 
     def __init__(
         self, entrypoint: str, args: tuple[str, ...], env: dict[str, str], stdout: str | None
@@ -32,7 +32,7 @@ class Handler:
 
 @pytest.fixture(autouse=True)
 def made(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the factory was called with."""
+    """Replace the handler factory, and return a list of the arguments of its calls."""
     calls: list[dict[str, Any]] = []
 
     def make(**how: Any) -> Handler:

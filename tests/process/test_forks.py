@@ -1,4 +1,4 @@
-"""Processes that a program forks beside our waits handle their own signals."""
+"""Child processes that a program forks while elasticrs waits handle their own signals."""
 
 import multiprocessing
 import os
@@ -62,7 +62,9 @@ if __name__ == "__main__":
 
 @pytest.fixture(autouse=True, scope="module")
 def tracker() -> None:
-    """Multiprocessing's resource tracker comes with the first spawn, and stays."""
+    """Start multiprocessing's resource tracker now, because the first spawn would start it and leave it
+    running.
+    """
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()

@@ -1,4 +1,4 @@
-"""Functions as workers, inside a host program with children, threads and signal handlers of its own."""
+"""Function workers inside a host program that has children, threads and signal handlers."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 
 def host(tmp_path, functions, main):
-    """Run a program that launches functions; what it printed as JSON on its last line, and its stderr."""
+    """Run a program that launches functions. Return the JSON value on its last line, and its stderr."""
     program = tmp_path / "host.py"
     indented = "\n".join("    " + line for line in main.strip().splitlines())
     program.write_text(HOST.format(logs=str(tmp_path / "logs"), functions=functions.strip(), main=indented))
@@ -247,7 +247,7 @@ print(json.dumps(None))
 
 
 def test_the_hosts_children_descriptors_and_signals_are_left_alone(tmp_path):
-    # A thread that has ended is in the kernel's list a little longer: the guard waits for that.
+    # The kernel lists a thread for a moment after it exits, so `leaks.new_threads` waits until it is gone.
     found, _ = host(
         tmp_path,
         """

@@ -1,4 +1,6 @@
-"""Functions as workers on several nodes: host programs on one machine, each an agent of the same job."""
+"""Function workers on several nodes. Each node is a host program on this machine with an agent of the same
+job.
+"""
 
 import json
 import signal
@@ -56,7 +58,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def nodes(launch, tmp_path):
-    """Starts the program once for each node."""
+    """Return a function that starts the program once for each rank."""
     program, port = tmp_path / "host.py", ports.free()
 
     def start(functions, main, *ranks, env=None):
@@ -71,7 +73,7 @@ def nodes(launch, tmp_path):
 
 
 def told(started):
-    """What each node said last, when all have ended well."""
+    """Check that all nodes exit successfully, and return the value that each of them printed last."""
     codes = [each.wait() for each in started]
     assert not any(codes), "\n".join(each.stderr for each in started)
     return [json.loads(each.stdout.rsplit("TOLD ", 1)[1]) for each in started]
@@ -169,7 +171,7 @@ def work():
     main = "tell(values=list(launch(work, nodes=(1, 1), nproc=1).items()))"
     first, port = nodes(functions, main, 0), None
     first[0].wait_for_line("TOLD .*runs")
-    # The same program again: a node too many.
+    # Run the same program as a second node, which is one more than the job allows.
     second = nodes(functions, main, 1)
     second[0].wait_for_line("spare")
     port = int((first[0]._process.args)[-1].rpartition(":")[2])
@@ -263,7 +265,7 @@ def work():
 """
     main = "tell(values=list(launch(work, nproc=1, exit_barrier_timeout=0.2).items()))"
     first, second = nodes(functions, main, 0, 1)
-    # It ends though the first one, which hosts the store, still runs.
+    # The second node exits although the first one, which hosts the store, is still running.
     first.wait_for_line("TOLD .*runs")
     from elasticrs.store import connect
 

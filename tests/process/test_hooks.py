@@ -1,4 +1,4 @@
-"""Subclasses of the local agent, whose hooks are called, and handlers of the user's own: real workers."""
+"""Agent subclasses whose hooks are called, and user-defined rendezvous handlers, with real workers."""
 
 import json
 import signal
@@ -81,7 +81,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def host(launch, tmp_path):
-    """Starts a program with an agent."""
+    """Return a function that starts a program with an agent."""
     port = ports.free()
 
     def start(functions, main, node=0, env=None, more=()):
@@ -95,7 +95,7 @@ def host(launch, tmp_path):
 
 
 def told(started):
-    """What it said last, when it has ended well."""
+    """Check that the program exits successfully, and return the value that it printed last."""
     assert started.wait() == 0, started.stderr
     return json.loads(started.stdout.rsplit("TOLD ", 1)[1])
 
@@ -118,7 +118,7 @@ tell(result.state.value, result.return_values, CALLS, made._remaining_restarts)
 """
     state, values, calls, left = told(host(FAILS_ONCE, main))
     assert (state, left) == ("SUCCEEDED", 0)
-    # Rounds are counted from 1, as where the agent waits for events.
+    # Rounds are numbered from 1, as in an agent with the event loop.
     assert values == {"0": [0, True, 2], "1": [10, True, 2]}
     begin = ["initialize_workers", "rendezvous", "assign_worker_ranks", "start_workers"]
     again = ["restart_workers", "stop_workers", "shutdown", *begin]
@@ -288,7 +288,7 @@ except SignalException as error:
     started.wait_for_line("READY")
     started.signal(signal.SIGTERM)
     started.wait_for_line("DEAF")
-    # Until then it would belong to the first request.
+    # Wait, because a second signal that comes earlier is considered part of the first stop request.
     started.read_for(1.5 * ECHO)
     started.signal(signal.SIGINT)
     assert told(started) == ["SIGINT"]

@@ -1,4 +1,4 @@
-"""Real agents whose hooks hang or take long, and the answers of their health check servers."""
+"""Real agents whose hooks hang or take long, and the responses of their health check servers."""
 
 import re
 import signal
@@ -62,14 +62,14 @@ handler.shutdown()
 
 
 class Host:
-    """An agent, one of whose hooks waits for us."""
+    """An agent with a hook that waits for the test."""
 
     def __init__(self, launched, writer):
         self.launched, self._writer = launched, writer
         self.port = port_of(launched)
 
     def answers(self):
-        """What it says, whenever it is asked."""
+        """Send /healthz requests one after another, and yield the responses."""
         while True:
             code, health = get_json(self.port, "/healthz")
             assert (code == 200) == health["alive"]
@@ -117,7 +117,7 @@ def test_a_hook_that_hangs_is_no_live_agent_until_it_returns(host, where, told):
     assert said["age_seconds"] > said["limit_seconds"] == LIMIT
     assert re.fullmatch(rf".*\b[\d.]+ s ago, in {where}", said["reason"])
     agent.goes_on()
-    # Also when it is to pause for long.
+    # The agent is alive again, even if its next pause is long.
     assert any(health["alive"] and health["reason"] is None for health in agent.answers())
     agent.end()
 
@@ -135,7 +135,7 @@ def test_a_hook_that_may_take_long_is_no_dead_agent(host, where, told, interval)
     agent = host(where, interval, told)
     agent.launched.wait_for_line(f"IN {where}")
     until = agent.uptime() + 3 * LIMIT
-    # The thread that answers may be late on a machine with much to do; the hook is never overdue.
+    # On a loaded machine, the health check thread may be late, but the hook never misses its deadline.
     for health in agent.answers():
         assert "progress" not in (health["reason"] or "")
         if agent.uptime() > until:
@@ -149,7 +149,7 @@ def test_a_runtime_that_hangs_is_no_live_agent(host):
     while get_json(agent.port, "/readyz")[0] != 200:
         pass
     with held(thread_of(agent.launched.pid, "elasticrs")):
-        # The thread that answers may be late on a machine with much to do.
+        # On a loaded machine, the first failures may have other reasons, so poll until one names the runtime.
         assert any("runtime" in health["reason"] for health in agent.answers() if not health["alive"])
     assert any(health["alive"] for health in agent.answers())
     agent.end()

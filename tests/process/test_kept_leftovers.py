@@ -47,7 +47,7 @@ def test_a_kept_process_may_run_forever(leave):
     launched, _, left = leave("--keep-descendants")
     launched.exits(0)
     assert "sleep 300" not in launched.stderr
-    # Helpers of multiprocessing end after their program.
+    # Multiprocessing's helper processes exit after their program.
     procs.reap_adopted(keep=[left])
     (child,) = procs.adopted()
     assert (child.pid, child.state) == (left, "S")

@@ -42,6 +42,6 @@ def test_a_launch_without_a_guard_is_refused_with_one_line_for_each_worker(tmp_p
     procs.reap_adopted()
     assert done.returncode == 1
     assert done.stderr.count(MESSAGE) in (1, 2)
-    # Only the program itself prints a traceback. Its workers do not.
+    # Only the program itself prints a traceback, not its workers.
     assert done.stderr.count("Traceback") == 1
     assert "bootstrapping" not in done.stderr

@@ -1,4 +1,4 @@
-"""Agents that poll, written for torch's base class, on several nodes: one job of real processes."""
+"""Polling agents, written for torch's base class, on several nodes of one job with real processes."""
 
 import signal
 import sys
@@ -83,7 +83,9 @@ def node(launch, tmp_path):
 
 
 def ranks(told):
-    """Group rank and size, and local, global, role rank and both sizes of each worker."""
+    """Return the group rank and size, and for each worker its local, global and role rank and both world
+    sizes.
+    """
     workers = told.split(" ", 2)[2].split(" | ")
     return [each.split()[0] for each in workers], [
         tuple(int(field.split("=")[1]) for field in each.split()[2].split(",")) for each in workers
@@ -105,7 +107,7 @@ def test_ranks_are_agreed_on_and_all_finish(node):
     assert ranks(other) == (["1/2"], [(0, 2, 2, 3, 3)])
     assert port(one) == port(other)
     first.workers_exit(0)
-    # In the exit barrier it does not end before the other one.
+    # The first agent waits in the exit barrier for the other one.
     assert not first.launched.has_exited
     second.workers_exit(0)
     assert (first.result(), second.result()) == ("SUCCEEDED", "SUCCEEDED")
@@ -166,7 +168,7 @@ def test_a_lost_node_ends_the_round_for_the_others(node):
         pass
     second.launched.signal(signal.SIGKILL)
     second.launched.wait()
-    # Its worker reads the end of its input.
+    # The orphaned worker exits when its standard input is closed.
     procs.reap_adopted(keep=[first.launched.pid])
     assert ranks(first.round())[0] == ["0/1"]
     first.workers_exit(0)

@@ -1,4 +1,4 @@
-"""Redirection of standard output, and files that are shown as they grow, both without an agent."""
+"""Redirecting standard output and tailing files, both without an agent."""
 
 import ctypes
 import io

@@ -1,4 +1,6 @@
-"""Signals at every moment of starting, waiting and closing; and a keeper that is killed."""
+"""Signals at every moment of starting, waiting and closing, and a killed keeper (the parent of function
+workers).
+"""
 
 import dis
 import os
@@ -22,7 +24,9 @@ PACKAGE = str(Path(multiprocessing.__file__).parent)
 
 @pytest.fixture(autouse=True, scope="module")
 def tracker() -> None:
-    """Multiprocessing's resource tracker comes with the first spawn, and stays."""
+    """Start multiprocessing's resource tracker now, because the first spawn would start it and leave it
+    running.
+    """
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()
@@ -30,7 +34,7 @@ def tracker() -> None:
 
 @pytest.fixture
 def caught() -> Iterator[PContext]:
-    """A context that runs all the time, so that SIGTERM has our handler from the first moment on."""
+    """A context that runs during the whole test, so that SIGTERM has elasticrs' handler from the start."""
     context = start(1, "sleep", "1000")
     yield context
     context.close()
@@ -45,7 +49,7 @@ def start(n: int, entrypoint: str | Callable[..., object], *args: object, method
 
 
 class SignalAt:
-    """Sends SIGTERM to this process at one of the steps that it takes in :mod:`elasticrs.multiprocessing`.
+    """Sends SIGTERM to this process at a chosen line or instruction of :mod:`elasticrs.multiprocessing`.
 
     Args:
         step: which, counted from 0.
@@ -66,7 +70,7 @@ class SignalAt:
         sys.settrace(self._before)
 
     def _enter(self, frame: FrameType, _event: str, _arg: object) -> Callable[..., object] | None:
-        # Forked children would be traced as well.
+        # Do not trace forked children, which inherit the trace function.
         if os.getpid() != self._pid or not frame.f_code.co_filename.startswith(PACKAGE):
             return None
         frame.f_trace_opcodes = self._event == "opcode"
@@ -82,7 +86,9 @@ class SignalAt:
 
 
 def _returns(frame: FrameType) -> bool:
-    """Whether the next instruction returns: there the interpreter itself never looks for signals."""
+    """Return true if the next instruction is a return, because the interpreter does not check for signals
+    there.
+    """
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN_")
 
 
@@ -91,7 +97,9 @@ def known() -> set[int]:
 
 
 def start_under_signals(stride: int, opcodes: bool, how: Callable[[], PContext]) -> int:
-    """Start again and again, each time with the signal a few steps later, until a start is through."""
+    """Start again and again, each time with the signal a few steps later, until a start finishes before its
+    signal.
+    """
     before, tries = known(), 0
     while True:
         signal_at = SignalAt(tries * stride, opcodes=opcodes)
@@ -105,7 +113,7 @@ def start_under_signals(stride: int, opcodes: bool, how: Callable[[], PContext])
             assert not signal_at.sent, f"step {tries * stride}: the signal was lost"
             return tries
         tries += 1
-        # Nobody has the context: what is still there would stay.
+        # The failed start returned no context to close, so leftover processes would never be cleaned up.
         assert known() <= before, f"step {tries * stride}"
 
 
@@ -165,7 +173,8 @@ def stop_and_close(context: PContext) -> None:
 def test_a_second_signal_raises_nothing_in_the_clean_up_after_the_first(monkeypatch, echo, answer, exitcode):
     monkeypatch.setattr(stop_requests, "ECHO", echo)
     reader, writer = os.pipe()
-    # When it is told to end, it sends us the second signal, and ends by itself or not at all.
+    # On SIGTERM, the worker sends this process the second signal, and then exits with code 7 or keeps
+    # running.
     code = f"trap 'kill -TERM $0; {answer}' TERM; echo > $1; while :; do sleep 1000 & wait; done"
     context = start(1, "sh", "-c", code, os.getpid(), f"/proc/{os.getpid()}/fd/{writer}")
     os.read(reader, 1)
@@ -175,7 +184,7 @@ def test_a_second_signal_raises_nothing_in_the_clean_up_after_the_first(monkeypa
         stop_and_close(context)
     assert raised.value.__context__ is None
     assert context._group.exits[0].exitcode == exitcode
-    # The next request is told again.
+    # The next stop request raises an exception again.
     with pytest.raises(SignalException):
         multiprocessing.api._terminate_process_handler(signal.SIGTERM, None)
 
@@ -198,7 +207,8 @@ def test_functions_whose_keeper_is_killed_have_failed(method):
     assert worker.ppid != os.getpid()
     os.kill(worker.ppid, signal.SIGKILL)
     failures = context.wait(procs.HANG).failures
-    # As their subreaper this process may learn how the orphans ended; the second may have been told to stop.
+    # This process is the orphans' subreaper, so it may have reaped the first one itself and know its exit
+    # code. Ignore the second failure, which may be a consequence of the first.
     first = next(iter(failures.values()))
     assert first.exitcode in {None, -signal.SIGKILL}
     assert first.exitcode is not None or "keeper" in first.message

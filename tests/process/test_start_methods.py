@@ -1,4 +1,4 @@
-"""Functions as workers of an agent, by start method."""
+"""Function workers of an agent, with every start method."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Programs and functions that a program starts by itself, without an agent."""
+"""Programs and functions that a program starts on its own, without an agent."""
 
 import contextlib
 import errno
@@ -33,7 +33,9 @@ methods = pytest.mark.parametrize("method", START_METHODS)
 
 @pytest.fixture(autouse=True, scope="module")
 def tracker():
-    """Multiprocessing's resource tracker comes with the first spawn, and stays."""
+    """Start multiprocessing's resource tracker now, because the first spawn would start it and leave it
+    running.
+    """
     from multiprocessing import resource_tracker
 
     resource_tracker.ensure_running()
@@ -102,7 +104,7 @@ def test_a_handler_stands_alone(tmp_path):
 
 
 def test_a_handler_does_not_wait_for_what_its_program_left(tmp_path, monkeypatch):
-    # What is left may go on for as long as this test takes.
+    # Let leftover processes run for as long as this test takes.
     monkeypatch.setattr(_core, "GroupSpec", functools.partial(_core.GroupSpec, linger=1000.0))
     before = os.listdir("/proc/self/fd")
     out = tmp_path / "out"
@@ -155,7 +157,7 @@ def test_functions_have_their_environment_and_their_files(tmp_path, method):
 def test_an_exception_that_cannot_be_pickled_ends_everything(tmp_path, method):
     reader, writer = os.pipe()
     with open(reader, encoding="ascii") as pids:
-        # Only a fork has the descriptor.
+        # Only a forked worker inherits the descriptor.
         pipe = (writer,) if method == "fork" else ()
         arguments = {0: (False, *pipe), 1: (True, *pipe)}
         context = start(tmp_path, functions.with_descendants, args_by_rank=arguments, start_method=method)
@@ -255,7 +257,7 @@ def test_a_traced_function_blocks_no_other(tmp_path, method):
     os.kill(traced, signal.SIGKILL)
     try:
         procs.wait_state(traced, "Z")
-        # The group stops it as well, and may be quicker.
+        # The group also sends this worker SIGTERM, and may be faster.
         with contextlib.suppress(ProcessLookupError):
             os.kill(other, signal.SIGTERM)
         assert group.wait_until(lambda: 1 in group.exits, procs.HANG)
@@ -312,7 +314,7 @@ def test_nothing_outlives_a_killed_program(tmp_path, method):
         host.kill()
         host.wait()
         procs.assert_gone(map(int, workers))
-        # The keeper goes after its workers, and falls to us like them.
+        # The keeper exits after its workers. This process adopts and reaps it, too.
         procs.assert_gone([each.pid for each in before if "resource_tracker" not in each.command])
         _reap()
 
@@ -332,7 +334,7 @@ def test_a_program_killed_while_it_starts_leaves_nothing(tmp_path):
 
 
 def _reap():
-    """Collect what has fallen to us; the trackers of killed programs end by themselves."""
+    """Reap adopted processes. The resource trackers of killed programs exit on their own."""
     procs.reap_adopted(keep=[child.pid for child in procs.children() if "pytest" in child.command])
 
 
@@ -340,7 +342,9 @@ def _reap():
 
 
 def start_with_gate(tmp_path, name):
-    """A program that sends us a signal when it is told to."""
+    """Start a program that sends this process a signal on request. Return its context, and the function that
+    requests the signal.
+    """
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     command = f"read go < {gate}; kill -{name} $0; exec sleep 1000"
@@ -466,7 +470,7 @@ def test_the_null_device_has_no_files_even_with_filters(tmp_path):
 
 
 class OneFile(LogsSpecs):
-    """Of a user, made for a release that knew nothing of filtered files."""
+    """A user's logs specs, written for a release that did not have filtered log files."""
 
     def __init__(self, path):
         super().__init__()

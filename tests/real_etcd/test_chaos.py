@@ -15,7 +15,7 @@ PATIENT, QUICK = 20, 4
 
 @pytest.fixture
 def job(launch, etcd_cluster, tmp_path):
-    """Start the agents of a job; their workers share a folder."""
+    """Return a function that starts the agents of a job. The workers share a checkpoint file."""
 
     def job(script, lease_ttl, **env):
         conf = f"etcd_prefix={etcd_cluster.prefix},lease_ttl={lease_ttl},store_lost_timeout=60"
@@ -32,7 +32,7 @@ def job(launch, etcd_cluster, tmp_path):
 
 
 def harm(cluster, chance, seconds, agents):
-    """Kill and stop one member at a time, whichever it is."""
+    """Kill or stop a random member and bring it back, again and again for about this many seconds."""
     while seconds > 0:
         pauses = chance.uniform(0, 0.5), chance.choice((0.0, 0.3, 1.5))
         seconds -= sum(pauses)
@@ -51,7 +51,7 @@ def test_training_continues_while_members_of_etcd_die(job, etcd_cluster, tmp_pat
     for agent in agents:
         agent.wait_for_line("TRAINING", "stdout")
     harm(server, random.Random(3), 3, agents)
-    # For a while there is no quorum.
+    # Stop two members, so that etcd has no quorum for a while.
     for index in (0, 2):
         server.stop(index)
     agents[0].read_for(2.0)

@@ -1,4 +1,4 @@
-"""The client of etcd v3 keeps what the interface of the coordination store promises."""
+"""The etcd v3 client fulfills the contract of the coordination store's interface."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The client of etcd v3 while members of the cluster are killed and stopped."""
+"""The etcd v3 client while members of the cluster are killed and stopped."""
 
 import pytest
 from helpers.etcd_client import EtcdClient
@@ -11,7 +11,7 @@ ROUNDS = 30
 
 
 def history(client: EtcdClient, first: int, count: int) -> list[tuple[int, list[str]]]:
-    """Return the changes of ``count`` revisions, with a watch that starts in the past."""
+    """Return ``count`` revisions with their changed keys, from a watch that starts at revision ``first``."""
     client.watch("n/", from_revision=first)
     return [read(client) for _ in range(count)]
 
@@ -23,8 +23,8 @@ def read(client: EtcdClient) -> tuple[int, list[str]]:
 
 @pytest.fixture
 def own_cluster(tmp_path, etcd_program):
-    """Three members for one test. A member of etcd 3.5.0 to 3.5.2 that is killed under traffic may lose
-    a transaction (etcd issue 13766), which the tests after it would meet.
+    """Three etcd members for a single test. In etcd 3.5.0 to 3.5.2, a member that is killed under traffic can
+    lose a transaction (etcd issue 13766), which would break the tests after it.
     """
     for server in serving(tmp_path, 3):
         yield site(server)
@@ -40,7 +40,7 @@ def own_cluster(tmp_path, etcd_program):
     ],
 )
 def test_members_fail_in_the_middle_of_traffic(own_cluster, connect_etcd, harm, is_leader):
-    """Each transaction is done once, and each watch is told of all of them once and in order."""
+    """Each transaction is applied once, and the watches report all transactions once and in order."""
     server, prefix = own_cluster.server, f"{own_cluster.prefix}/"
     ends = server.endpoints
     clients = [connect_etcd(ends, prefix, ttl=30.0).connected() for _ in range(6)]
@@ -55,7 +55,7 @@ def test_members_fail_in_the_middle_of_traffic(own_cluster, connect_etcd, harm, 
             client.inner.txn(client.tag, [("missing", key)], [("put", key, b"", False)], [("get", key)])
         if number == ROUNDS // 3:
             getattr(server, harm)(victim)
-        # A transaction that is done a second time finds its key.
+        # If a transaction were applied twice, the second attempt would find its key and fail.
         assert all(client.reply().ok for client in clients)
         if number == ROUNDS // 3 * 2:
             server.bring_back(victim)
@@ -65,7 +65,7 @@ def test_members_fail_in_the_middle_of_traffic(own_cluster, connect_etcd, harm, 
     assert told == history(clients[0], begun + 1, count)
     assert told == sorted(told)
     server.mend()
-    # A member that was paused may answer this with old data (etcd issue 20418).
+    # Poll, because a member that was paused may return old data (etcd issue 20418).
     wait_until(lambda: len(own_cluster.keys()), lambda found: found == count + len(clients) + 1)
 
 

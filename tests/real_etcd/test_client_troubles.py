@@ -20,7 +20,7 @@ from helpers.procs import HANG, wait_until
 
 from elasticrs import _core
 
-# --- no session at all ---
+# --- sessions that cannot be opened ---
 
 
 def refusal(endpoints, **options):
@@ -53,7 +53,8 @@ def test_a_restored_backup_ends_an_idle_session(lonely_etcd, tmp_path, connect_e
     shutil.copytree(tmp_path / "backup", lonely_etcd.data_of(0))
     lonely_etcd.mend()
     lost = idle.lost()
-    # Either the time limit of the request ends the session, or the lease if no keep-alive was answered first.
+    # The session ends with the request's timeout, or with its lease if no keep-alive was answered before
+    # that.
     assert (lost.kind in ("timeout", "silent"), "backup" in lost.message) == (True, True)
 
 
@@ -124,7 +125,7 @@ def test_a_client_with_a_certificate_is_served(etcd_tls, authority, connect_etcd
 
 @contextmanager
 def serving_tls(cert, key=None):
-    """A server that shows this certificate, and nothing more."""
+    """A server that presents this certificate and then closes the connection."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
     context.set_alpn_protocols(["h2"])
@@ -153,7 +154,7 @@ DAY = datetime.timedelta(days=1)
     ids=["early", "expired"],
 )
 def test_a_certificate_outside_of_its_time_is_refused_on_both_sides(etcd_tls, authority, when, says):
-    # Or one of the clocks is wrong.
+    # A wrong clock on either side would have the same effect.
     files = authority.issue(f"wrong time {says}", **when)
     with serving_tls(files.cert, files.key) as endpoint:
         lost = refusal([endpoint], is_tls=True, ca_cert=str(files.ca))
@@ -200,7 +201,7 @@ def test_a_user_is_served_below_its_prefix(etcd_auth, connect_etcd):
     client.watch("", snapshot=True)
     client.put("k", b"v")
     assert client.changes() == [("k", b"v")]
-    # All tokens of the user end with this.
+    # Changing the password invalidates all tokens of the user.
     etcd_auth.server.ask("auth/user/changepw", name=user.name, password=user.password)
     client.put("k", b"w")
     assert client.changes() == [("k", b"w")]
@@ -221,7 +222,7 @@ def test_a_user_is_accepted_by_an_etcd_without_authentication(etcd, connect_etcd
 
 @pytest.fixture(scope="module")
 def jwt_etcd(tmp_path_factory):
-    """A server whose tokens for users are signed, and last for two seconds."""
+    """A server that issues signed user tokens (JWT), which expire after two seconds."""
     folder = tmp_path_factory.mktemp("jwt")
     key = rsa.generate_private_key(65537, 2048)
     (folder / "private").write_bytes(
@@ -250,7 +251,7 @@ def test_a_signed_token_that_has_run_out_is_renewed(jwt_etcd, connect_etcd):
     for value in (b"1", b"2"):
         client.put("k", value)
         assert client.changes() == [("k", value)]
-        # One that is younger than the client's.
+        # Wait until a token that is newer than the client's has expired.
         asked = jwt_etcd.ask("auth/authenticate", name=user.name, password=user.password)
         jwt_etcd.wait_until_stale(asked["token"])
     assert refusal(jwt_etcd.endpoints, user=user.name, password="wrong").kind == "denied"
@@ -261,7 +262,7 @@ def test_a_signed_token_that_has_run_out_is_renewed(jwt_etcd, connect_etcd):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A server with little space that takes no large requests."""
+    """A server with a small storage quota, which rejects large requests."""
     limits = ("--quota-backend-bytes", str(4 << 20), "--max-request-bytes", str(400_000))
     yield from serving_etcd(tmp_path_factory.mktemp("small"), 1, None, *limits)
 
@@ -284,7 +285,7 @@ def test_a_server_without_space_refuses_clients(small):
     assert (lost.kind, "space exceeded" in lost.message) == ("limit", True)
 
 
-# --- connections break ---
+# --- broken connections ---
 
 
 @pytest.fixture

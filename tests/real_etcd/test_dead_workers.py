@@ -34,7 +34,9 @@ LEASE = 600
 
 @pytest.fixture
 def job(launch, worker_script, etcd):
-    """Start two agents with one worker each. Returns the agents by the rank of their worker, and the pids."""
+    """Start two agents with one worker each. Yield each agent and the pid of its worker, by the worker's
+    rank.
+    """
     script = worker_script(WORKER)
     conf = f"etcd_prefix={etcd.prefix},protocol=http,lease_ttl={LEASE}"
     command = (

@@ -1,4 +1,6 @@
-"""Jobs whose agents host the etcd in which they meet: on loopback, one member for each agent."""
+"""Jobs whose agents host the etcd cluster of their rendezvous, on loopback and with one member for each
+agent.
+"""
 
 import errno
 import os
@@ -24,12 +26,12 @@ PREFIX = "/torchelastic/p2p"
 
 
 def _order(files):
-    """As :class:`Gateway` takes them."""
+    """Return the paths in the order that :class:`Gateway` expects."""
     return () if files is None else (files.ca, files.cert, files.key)
 
 
 class Job:
-    """Three seats on this machine, and the agents of one job."""
+    """Three seats (port pairs for etcd members) on this machine, and the agents of one job."""
 
     def __init__(self, launch, folder, files=None):
         if binary() is None:
@@ -53,7 +55,7 @@ class Job:
         return agent
 
     def start(self, *options, **how):
-        """Start an agent on each seat. Return the agents and the workers of the first round, when all members
+        """Start an agent on each seat. Return the agents and the workers of the first round once all members
         are up.
         """
         agents = [self.agent(*options, **how) for _ in range(3)]
@@ -62,24 +64,24 @@ class Job:
         return agents, workers
 
     def ends(self, agents, workers):
-        """Let these workers succeed. Check that their agents succeed, and that nothing is left."""
+        """Let these workers succeed. Check that their agents succeed and leave nothing behind."""
         finish(agents, workers)
         reap_adopted()
         self.is_gone()
 
     def is_gone(self):
-        """Check that the job uses nothing on this machine any longer."""
+        """Check that the job no longer uses anything on this machine."""
         assert self.left() == ([], [], [])
 
     def stop(self, *agents):
-        """Stop these agents, and check that nothing is left."""
+        """Stop these agents, and check that they leave nothing behind."""
         for agent in agents:
             agent.signal(signal.SIGTERM)
             agent.exits(1)
         self.is_gone()
 
     def listed(self, index):
-        """Return the members by seat, as the member of this seat lists them. Empty if it does not answer."""
+        """Return the members by seat, as listed by the member of this seat. Empty if it does not respond."""
         port = self.ports[index]
         try:
             entries = self._gateway.members_at(Seat("127.0.0.1", port, port + 1, self._scheme), 5)
@@ -89,7 +91,9 @@ class Job:
         return {urls.index(each.peer_urls[0]): each for each in entries}
 
     def are_up(self, *seats):
-        """Return true if the members of these seats answer, belong to one cluster, and have joined it."""
+        """Return true if the members of these seats list each other as the three joined members of one
+        cluster.
+        """
         found = [self.listed(seat) for seat in seats]
         return all(
             listed == found[0] and len(listed) == 3 and all(listed[seat].has_joined for seat in seats)
@@ -106,7 +110,7 @@ class Job:
             raise AssertionError(f"{error}: {listed}\n{told}") from None
 
     def names(self):
-        """Return the members' names, which contain the incarnation of the cluster."""
+        """Return the members' names, which differ in each new cluster."""
         return {each.name for each in self.listed(0).values()}
 
     def programs(self):
@@ -145,7 +149,7 @@ def job(launch, tmp_path, etcd_program):
 
 
 def round_of(agents, numbers):
-    """Return the workers of a round, in which no restart was charged."""
+    """Return the workers of a round. Check that it has one worker per agent, and that it used no restart."""
     found = nodes.round_of(agents, numbers)
     told = "\n".join(agent.stderr for agent in agents)
     assert {(each.world, each.restart) for each in found} == {(len(agents), 0)}, told
@@ -177,7 +181,7 @@ def test_agents_that_are_killed_in_turn_come_back_as_the_same_members(job):
     (agents, workers), numbers = job.start(), [1, 1, 1]
     before = job.names()
     for turn in range(3):
-        # In the first turn, kill the agent with rank 0. Later, kill the agents that were started first.
+        # In the first iteration, kill the agent with rank 0. After that, kill the oldest agent.
         lost = next(i for i, each in enumerate(workers) if each.rank == 0) if turn == 0 else 0
         numbers.pop(lost)
         job.lose(agents.pop(lost))
@@ -410,7 +414,8 @@ def test_certificates_of_two_authorities_are_reported(launch, tmp_path, authorit
     job = Job(launch, tmp_path, files)
     first = job.agent(conf=secured(files))
     wait_until(lambda: any(job.listed(index) for index in range(3)))
-    # It has a certificate that the first one does not know, and knows that of the first one.
+    # This agent trusts the first one's certificate, but its own is from an authority that the first one does
+    # not trust.
     second = job.agent(conf=secured(other_authority.issue("other")._replace(ca=files.ca)))
     assert "issuer" in first.wait_for_line(NO_CONNECTION)[1]
     assert "rejected this node" in second.wait_for_line(NO_CONNECTION)[1]
@@ -448,7 +453,8 @@ def test_members_serve_only_clients_with_the_token(job):
         return False
 
     def refuses_other_tokens():
-        # The agent fails because its member finds members of another job, or because its session is refused.
+        # The agent fails either because its member finds members of another job, or because etcd refuses its
+        # session.
         assert "token" in job.agent(env={"ELASTICRS_TOKEN": "other"}).exits(1).stderr
 
     assert is_refused(Gateway())
@@ -500,7 +506,7 @@ def test_a_port_of_another_program_is_named(job, which):
 
 
 def test_an_etcd_of_another_owner_is_refused(job, etcd):
-    # Where this job looks for a member of its own.
+    # The agent expects an etcd member of its own job at this address.
     port = etcd.server.members[0].peers
     agent = job.agent(last=[f"localhost:{port - 1}"])
     refused(agent, "not of this job", f"localhost:{port}")

@@ -1,4 +1,6 @@
-"""Whole jobs whose nodes meet in etcd: agents on loopback, workers that report their ranks."""
+"""Whole jobs that use etcd for their rendezvous: the agents run on loopback, and the workers report their
+ranks.
+"""
 
 import os
 import signal
@@ -24,7 +26,7 @@ FOR_GOOD = {"job", "head"}
 
 @pytest.fixture
 def agent(launch, etcd):
-    """Start an agent of the test's job; settings may be added."""
+    """Return a function that starts an agent of the test's job, optionally with other settings."""
 
     def agent(*options, conf=LONG, prefix=etcd.prefix, endpoint=etcd.endpoint, nnodes="2", **how):
         return launch(
@@ -38,12 +40,12 @@ def agent(launch, etcd):
 
 
 def seen(agent, number):
-    """The worker that an agent started as its `number`-th one."""
+    """Return the ``number``-th worker that this agent has started."""
     return Worker.parse(agent.wait_for_lines(READY.pattern, number, "stdout")[-1][1])
 
 
 def formed(agents, number=1):
-    """The workers of a round by rank, each agent's `number`-th."""
+    """Return each agent's ``number``-th worker, sorted by rank. Check that they belong to one round."""
     numbers = number if isinstance(number, list) else [number] * len(agents)
     workers = sorted((seen(*each) for each in zip(agents, numbers, strict=True)), key=lambda each: each.rank)
     assert [each.rank for each in workers] == list(range(len(agents)))
@@ -59,7 +61,7 @@ def kill(workers, signum):
 
 
 def left(etcd):
-    """What is left of the job, by the last parts of the names; it is on one lease."""
+    """Return the job's keys that are left in etcd, shortened to their first component."""
     found = etcd.keys()
     return {key.removeprefix("/elasticrs/a%2Fjob/").partition("/")[0] for key in found}
 
@@ -109,10 +111,10 @@ def test_the_others_act_at_once_when_an_agent_is_killed(agent, etcd):
 
 
 def test_the_others_act_when_the_lease_of_a_killed_machine_ends(agent):
-    # Not so short that a loaded machine ends the lease of the other one.
+    # Choose a lease long enough that the other agent keeps its own on a loaded machine.
     agents = [agent(nnodes="1:2", conf="lease_ttl=8,store_lost_timeout=60") for _ in range(2)]
     formed(agents)
-    # Silent, with all its connections: as when a cable is pulled.
+    # A stopped agent is silent on all of its connections, as after a cut cable.
     agents[0].signal(signal.SIGSTOP)
     (alone,) = formed(agents[1:], 2)
     assert (alone.world, alone.restart) == (1, 0)
@@ -171,7 +173,9 @@ def test_a_dead_first_endpoint_is_passed_over(agent, etcd):
 
 @pytest.fixture
 def refused(launch, worker_script):
-    """An agent ends with one line that has these tokens, within its time, and starts nothing."""
+    """Check that an agent fails with a single line that contains all of these texts, and starts no
+    workers.
+    """
 
     def refused(endpoint, *says, nnodes="1", **conf):
         pairs = ",".join(f"{name}={value}" for name, value in {"join_timeout": 20, **conf}.items())
@@ -230,7 +234,7 @@ def test_certificates_that_do_not_fit(refused, etcd_tls, authority, other_author
     files, secure = etcd_tls.server.files, f"https://{etcd_tls.endpoint}"
     refused(secure, TLS, ssl_cert=files.cert, ssl_cert_key=files.key)
     refused(secure, TLS, ca_cert=other_authority.ca, ssl_cert=files.cert, ssl_cert_key=files.key)
-    # Whether the server's alert arrives before the end of the connection is chance.
+    # The connection may close before the server's TLS alert arrives, so do not check for the alert.
     refused(secure, "in --rdzv-conf", ca_cert=authority.ca, join_timeout=5)
 
 
@@ -251,10 +255,10 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
         given = ",".join(f"{name}={value}" for name, value in conf.items())
         one = agent(nnodes="1", endpoint=endpoint, conf=f"lease_ttl=3,store_lost_timeout=3,{given}")
         (worker,) = formed([one])
-        # etcd reads it anew for each connection.
+        # etcd reads its certificate anew for each connection.
         authority.issue("etcd", not_after=datetime.now() - timedelta(days=1))
         refused(endpoint, "expired", join_timeout=1, **conf)
-        # By now the lease would have ended if the connection had.
+        # Wait until the lease would have expired if the connection had been lost.
         one.read_for(3)
         assert (one.has_exited, one.stderr) == (False, "")
         server.kill(0)
@@ -262,7 +266,8 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
         one.exits(1)
         killed, ended, last = [line for line in one.stderr.splitlines() if "lost etcd at" in line]
         assert "failed after" in last
-        # Either the client or its user notices first that the lease has ended.
+        # The client or its user may be the first to notice that the lease has expired. Check only what their
+        # messages have in common.
         says(killed, "network", "round 1")
         says(ended, "3 s", "expired")
         assert len(one.stdout.splitlines()) == 1
@@ -288,7 +293,7 @@ def test_this_nodes_certificate_expires_under_a_job_and_is_renewed(agent, etcd_t
 
 @pytest.fixture
 def password(tmp_path):
-    """Writes a password to a file."""
+    """Return a function that writes a password to a file."""
 
     def password(text):
         path = tmp_path / "password"

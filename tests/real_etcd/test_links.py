@@ -1,4 +1,4 @@
-"""A killed agent is detected long before its lease expires, but not while its processes run.
+"""A killed agent is detected long before its lease expires, unless processes of it are still running.
 
 The nursery of a killed agent notifies the other sessions. A plain program has no nursery, so only its lease
 proves its end.
@@ -159,7 +159,8 @@ def test_a_killed_agent_is_noticed_whichever_it_is(etcd, begin, victim):
 def test_an_agent_lives_on_in_etcd_until_its_nursery_is_done(etcd, begin):
     first, _, third = begin(("a", "nursery"), ("b", "nursery"), ("c", "nursery"))
     nursery = first.nursery()
-    # Hold the nursery as a debugger does, because a stopped nursery is resumed when its agent dies.
+    # Hold the nursery with ptrace, because a nursery that SIGSTOP stopped would be resumed when its agent
+    # dies.
     with held(nursery):
         first.kill()
         third.kill()

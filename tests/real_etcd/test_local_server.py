@@ -16,7 +16,7 @@ from elasticrs.rendezvous.etcd_server import EtcdServer, find_free_port, stop_et
 
 @pytest.fixture
 def program(monkeypatch):
-    """There is an etcd for these tests; without one they are skipped."""
+    """Use the installed etcd program. Without one, skip the test."""
     if binary() is None:
         pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
     monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", binary())
@@ -78,7 +78,7 @@ def test_it_ends_with_the_program(program, tmp_path, how):
     assert wait_readable(keeper, HANG)
     os.close(keeper)
     assert not data.exists()
-    # A keeper without its parent is this process's.
+    # Reap the keeper, which this process adopted when its parent exited.
     reap_adopted()
 
 
@@ -147,13 +147,13 @@ def test_a_free_port_is_reserved():
 
 
 GOOD, IPV6 = ((family, socket.SOCK_STREAM, 0, "", ()) for family in (socket.AF_INET, socket.AF_INET6))
-UNUSABLE = (socket.AF_INET, socket.SOCK_STREAM, 9999, "", ())  # There is no such protocol.
+UNUSABLE = (socket.AF_INET, socket.SOCK_STREAM, 9999, "", ())  # This protocol does not exist.
 
 
 @pytest.mark.parametrize("addresses", [[IPV6, GOOD], [UNUSABLE, GOOD], [UNUSABLE, IPV6, GOOD]])
 def test_every_address_of_localhost_is_tried_for_a_free_port_ipv4_first(monkeypatch, addresses):
     with monkeypatch.context() as patched:
-        # Only the list is replaced, because this machine may have only one address.
+        # Replace only the list of addresses, because this machine may have a single address.
         patched.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
         held = find_free_port()
     with held:

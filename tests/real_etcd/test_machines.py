@@ -1,5 +1,5 @@
-"""The rendezvous of a few agents on real etcd, in one process: what the simulation promises holds with the
-session that is shipped, also while members of the cluster die, stop and come back.
+"""Rendezvous of a few agents in one process on real etcd. The guarantees that the simulation checks also hold
+with the shipped session, even while cluster members are killed, stopped and brought back.
 """
 
 import random
@@ -44,7 +44,7 @@ def session(site, ttl):
 
 
 class Agent:
-    """A machine with its session; its workers are a number."""
+    """A rendezvous state machine with its etcd session. A round number represents its workers."""
 
     def __init__(self, world, name):
         self.world, self.name = world, name
@@ -104,7 +104,7 @@ class Agent:
 
 
 class World:
-    """Agents, one thread, and what has to hold."""
+    """Agents driven by a single thread, with checks of their rounds."""
 
     def __init__(self, site, count, ttl=PATIENT):
         self.site, self.ttl, self.agents, self.later = site, ttl, [], []
@@ -127,7 +127,7 @@ class World:
         return [agent for agent in self.live if agent.round is not None]
 
     def until(self, is_so, seconds=HANG):
-        """Drive all agents until it is so; false when the time is over."""
+        """Drive all agents until the condition holds. Return false if it does not hold in time."""
         deadline = now() + seconds
         while not is_so():
             if now() > deadline:
@@ -148,12 +148,12 @@ class World:
         return True
 
     def runs(self, count):
-        """Return true if ``count`` agents run one round."""
+        """Return true if ``count`` agents run the same round."""
         rounds = Counter(agent.round for agent in self.running)
         return rounds.most_common(1)[0][1] == count if rounds else False
 
     def runs_after(self, round_, count):
-        """They run a later round than this one."""
+        """Return true if ``count`` agents run the same round, and it is later than this one."""
         return self.runs(count) and self.head().round > round_
 
     def head(self):
@@ -194,7 +194,7 @@ def test_a_job_on_etcd_leaves_nothing_but_its_end(etcd, world):
 
 
 def fail(agent):
-    """Its workers fail, and are gone."""
+    """Report to the agent that its workers have failed and exited."""
     agent.tell(m.WorkerFailed({"node": agent.name, "time_ns": 1, "message": "boom"}))
 
 
@@ -210,7 +210,7 @@ def test_rounds_follow_failures_ends_and_newcomers(etcd, world):
         elif act == "leave" and len(job.live) > 2:
             agent.tell(m.Leave("SIGTERM"))
         elif act == "lose":
-            # It comes back with another incarnation.
+            # The agent comes back with a new incarnation number.
             agent.tell(ConnectionLost("closed", "reset"))
         elif len(job.live) < 4:
             job.agents.append(Agent(job, f"n{len(job.agents)}"))
@@ -225,7 +225,7 @@ def test_rounds_follow_failures_ends_and_newcomers(etcd, world):
 
 
 def moments(chance, seconds):
-    """Pauses of up to half a second, so many seconds in all."""
+    """Yield random pauses of up to half a second, until they add up to ``seconds``."""
     while seconds > 0:
         pause = 0.5 * chance.random()
         seconds -= pause
@@ -243,7 +243,7 @@ def test_members_come_and_go_and_no_node_is_lost(etcd_cluster, world):
         index = chance.randrange(3)
         chance.choice((server.kill, server.stop))(index)
         job.until(lambda: False, chance.choice((0.0, 0.3, 1.5)))
-        # Its log is not complete before the next one goes.
+        # Bring the member back before the next one fails, because its log is incomplete until then.
         server.bring_back(index)
         server.wait_healthy(index)
     # No quorum for a while.

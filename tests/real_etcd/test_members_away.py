@@ -1,4 +1,4 @@
-"""Jobs whose etcd loses one or most of its members, for a while or permanently, or has slow ones."""
+"""Jobs whose etcd has slow members, or loses one or most of its members, temporarily or permanently."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
 @pytest.fixture
 def agents(launch, etcd_cluster):
-    """Start the two agents of a job."""
+    """Return a function that starts the two agents of a job."""
 
     def agents(**conf):
         pairs = ",".join(f"{name}={value}" for name, value in {"lease_ttl": 8, **conf}.items())
@@ -30,14 +30,14 @@ def agents(launch, etcd_cluster):
 
 
 def workers(agents, number):
-    """Those of a round, each agent's `number`-th."""
+    """Return each agent's ``number``-th worker. Check that they belong to one round."""
     found = round_of(agents, [number] * len(agents))
     assert len({(each.round, each.restart) for each in found}) == 1
     return found
 
 
 def test_one_member_of_three_is_not_missed(agents, etcd_cluster):
-    # Long enough for an election on a loaded machine, because no lease may end.
+    # The lease outlasts a leader election on a loaded machine, because no lease may expire here.
     job = agents(lease_ttl=30)
     first = workers(job, 1)
     etcd_cluster.server.kill(etcd_cluster.server.leader())
@@ -50,7 +50,8 @@ def test_one_member_of_three_is_not_missed(agents, etcd_cluster):
 def test_members_with_a_slow_disk_stop_no_worker(agents, etcd_cluster):
     job, server = agents(), etcd_cluster.server
     first = workers(job, 1)
-    # Each as long as a sync may take on a busy disk: one member, then all, as on one disk.
+    # Stop members for as long as an fsync can take on a busy disk: first the leader, then all, as if they
+    # shared a disk.
     for chosen in ([server.leader()], [0, 1, 2]):
         for seconds in (0.2, 0.5, 1.0):
             for index in chosen:

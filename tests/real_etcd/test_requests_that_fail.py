@@ -127,7 +127,9 @@ def proxy(etcd, request) -> Iterator[Proxy]:
 
 @pytest.fixture
 def connect(etcd, proxy, connect_etcd):
-    """Connect through the proxy, with a time limit for requests that fail, in seconds."""
+    """Return a function that connects a client through the proxy. ``limit`` is the number of seconds after
+    which a request that keeps failing ends the session.
+    """
     return lambda limit: connect_etcd(
         [proxy.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=limit
     ).connected()
@@ -147,8 +149,8 @@ def next_notice(client: EtcdClient) -> _core.StoreNotice:
 
 
 def notice_and_end(client: EtcdClient, text: str) -> tuple[_core.StoreNotice, _core.ConnectionLost]:
-    """Return the first notice with this text, and the end. On a loaded machine, a notice may come before that
-    about a keep-alive that was not answered in time.
+    """Return the first notice that contains this text, and the end of the session. On a loaded machine, an
+    earlier notice may report a keep-alive that was not answered in time.
     """
     while text not in (notice := next_notice(client)).message:
         continue

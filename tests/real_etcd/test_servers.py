@@ -1,4 +1,4 @@
-"""The servers for the tests of etcd work as their fixtures document."""
+"""The etcd servers for the tests behave as their fixtures document."""
 
 import base64
 import http.client

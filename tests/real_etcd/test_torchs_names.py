@@ -1,4 +1,4 @@
-"""Torch's names for etcd as back end and store, over real etcd."""
+"""Torch's names for the etcd back end and store, with a real etcd."""
 
 import threading
 from contextlib import closing

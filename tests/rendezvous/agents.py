@@ -1,4 +1,4 @@
-"""Members of a rendezvous for tests, from settings in one flat list."""
+"""Rendezvous members for tests, configured by a flat list of settings."""
 
 from elasticrs.job.restart_policy import RestartSettings
 from elasticrs.rendezvous.elastic.machine import Member
@@ -7,7 +7,9 @@ from elasticrs.rendezvous.elastic.settings import Settings
 
 
 def member(agent, node, *, port=29400, host="head", backend="c10d", node_rank=None, local_addr=None, **given):
-    """An agent that has not begun; what is not given has its default, or is as small as can be."""
+    """Return a member that has not started. Settings that are not given have their default or the smallest
+    possible value.
+    """
     sizes = {name: given.pop(name, 1) for name in ("min_nodes", "max_nodes")}
     restarts, delay = given.pop("max_restarts", 0), given.pop("restart_delay", 0.0)
     most = given.pop("max_excluded_nodes", None)

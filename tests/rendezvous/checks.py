@@ -1,4 +1,4 @@
-"""Invariants of every schedule, with the numbers of ``docs/design/rendezvous.md``."""
+"""Invariants that every schedule must keep, numbered as in ``docs/design/rendezvous.md``."""
 
 from elasticrs.rendezvous.elastic.keys import Keys, agent_of
 from elasticrs.rendezvous.elastic.machine import Phase
@@ -8,7 +8,7 @@ KEYS = Keys("job")
 
 
 class ViolationError(Exception):
-    """An invariant does not hold."""
+    """Raised when an invariant is violated."""
 
 
 def require(holds, *what):
@@ -17,7 +17,7 @@ def require(holds, *what):
 
 
 class Checks:
-    """Looks at every write, start and exit."""
+    """Checks the invariants at every write, worker start and exit."""
 
     def __init__(self, world):
         self.world = world
@@ -39,11 +39,11 @@ class Checks:
         self.keep()
 
     def keep(self):
-        """All that was written is on disk."""
+        """Save the current state, because the store has written everything to disk."""
         self.kept = self.head, self.entry, self.writer, dict(self.rounds), set(self.recorded), self.lossy
 
     def undo(self):
-        """Forget the writes that are lost."""
+        """Return to the saved state, because the store has lost the later writes."""
         self.head, self.entry, self.writer, rounds, recorded, self.lossy = self.kept
         self.rounds, self.recorded = dict(rounds), set(recorded)
 
@@ -107,7 +107,7 @@ class Checks:
         self.world.count("rounds")
 
     def _charge(self, before, head):
-        """What the leader has charged for the end of a round."""
+        """Check that the leader has charged the end of a round to the restart budget correctly."""
         used = before.used if before else 0
         require(head.used - used in (0, 1), "I-5 the budget's step", head)
         require(head.used <= self._max_restarts(), "I-5 the budget is overspent", head)
@@ -135,7 +135,7 @@ class Checks:
             self.lossy += 1
 
     def _is_explained(self, number):
-        """Whether a member is gone that had not finished, or that served the others, or that leaves."""
+        """Return true if a member was lost or is leaving, so that the failure need not cost a restart."""
         for rank, member in enumerate(self.rounds[number]):
             is_here = self.world.store.get(KEYS.node(member)) is not None
             if not is_here and (rank == 0 or (number, rank) not in self.done()):
@@ -145,7 +145,7 @@ class Checks:
         return False
 
     def _first_cause(self, ended, judged):
-        """What the leader had seen when it judged, tells of no earlier cause."""
+        """Check that the leader knew of no earlier failure than the one that it blamed."""
         leader = self.writer.member.leader if self.writer is not None else None
         if leader is None:
             return
@@ -253,22 +253,24 @@ class Checks:
             require(proc.port not in proc.served, "I-9 a listener serves two rounds", proc.port)
 
     def told(self, proc):
-        """A node that knows of a later round stops."""
+        """Check that a node that knows of a later round stops its workers."""
         head, group = proc.member.head, proc.group
         if head is not None and group is not None and not group.stopping:
             require(head.round <= group.round, "I-4 workers run on in a later round", proc.name, head)
 
     def is_member_missing(self, number):
-        """Whether workers that start now will miss a peer."""
+        """Return true if workers that start now will miss a peer."""
         for rank, member in enumerate(self.rounds[number]):
             has_finished = (number, rank) in self.finished_ranks
-            # A node that could not start reports that itself, and takes nothing from the others afterwards.
+            # Skip a node whose workers never started. Its agent reports that, and its later loss does not
+            # affect the others.
             if (rank and has_finished) or (number, rank) in self.never_started:
                 continue
             for proc in self.world.procs:
                 if proc.member.agent.agent != agent_of(member):
                     continue
-                # A signal ends workers at once, the store of finished ones when the agent hears of it.
+                # A signal stops running workers at once, but it stops the store of finished workers only when
+                # the agent handles it.
                 is_leaving = proc.member.leaving is not None if has_finished else proc.leaving
                 if not proc.alive or proc.is_lost or is_leaving or proc.member.phase is Phase.FENCED:
                     return True
@@ -330,13 +332,13 @@ class Checks:
             require(is_known, "refused without a reason", outcome)
 
     def _is_second(self, proc, outcome):
-        """Whether it was refused for its rank, and another agent has or had that."""
+        """Return true if the agent was refused because another agent has or had its node rank."""
         node_rank = proc.member.rendezvous.node_rank
         others = [each.member.rendezvous.node_rank for each in self.world.procs if each is not proc]
         return outcome.message.startswith(f"node rank {node_rank} was given to two") and node_rank in others
 
     def _max_restarts(self):
-        """The job's: those of the agent that came first."""
+        """Return the job's restart limit, which is that of the first agent."""
         return decode(self.world.store.get(KEYS.job).value)["max_restarts"]
 
     def _first_was_other(self):
@@ -346,7 +348,7 @@ class Checks:
     # --- the end ---
 
     def quiescent(self):
-        """Nothing moves but for finishing workers and long time-outs: has the job come to what it should?"""
+        """Check the state of the job when only finishing workers and long timeouts are left."""
         world = self.world
         live = [proc for proc in world.procs if proc.alive]
         if not world.server_alive:
@@ -367,7 +369,7 @@ class Checks:
         if len(fit) < world.config["min_nodes"] or self._first_was_other():
             return
         if world.kinds["static"] and len({proc.member.rendezvous.node_rank for proc in fit}) < len(fit):
-            # A node waits for a rank that another node has.
+            # Two agents have the same rank, so one of them waits forever.
             require(False, "I-12 two agents with one rank", self._shown(live))
         require(
             head is not None and head.state == "RUNNING", "I-10 no round with enough nodes", self._shown(live)

@@ -1,4 +1,6 @@
-"""A few agents on the simulated store: everything is delivered at once, in order; the test is the clock."""
+"""A few agents on a simulated store. Events are delivered at once and in order, and the test controls the
+clock.
+"""
 
 from helpers.said import says
 
@@ -15,7 +17,7 @@ NOW = 1_700_000_000_000_000_000
 
 
 class Agent:
-    """One agent, and what it was asked to do."""
+    """One agent, and the actions that its state machine has requested."""
 
     def __init__(self, cluster, member):
         self.cluster = cluster
@@ -71,7 +73,7 @@ class Agent:
         self.send(ConnectionLost(kind, message))
 
     def kill(self):
-        """The process dies, and its nursery has closed the connection."""
+        """Kill the agent. Its nursery (the process that forks workers) closes the connection."""
         self.cluster.agents.remove(self)
         self.disconnect()
         self.cluster.run()
@@ -87,7 +89,7 @@ class Agent:
 
     @property
     def key(self):
-        """The key of its registration."""
+        """Key of the agent's registration in the store."""
         return self.cluster.keys.node(self.member.registration.member)
 
     def all(self, kind):
@@ -109,7 +111,7 @@ class Agent:
 
 
 class Cluster:
-    """Agents that share settings."""
+    """Agents with common settings, and their store."""
 
     def __init__(self, **settings):
         self.settings = settings
@@ -131,7 +133,7 @@ class Cluster:
         return agent
 
     def run(self):
-        """Deliver everything there is; changes first, as on one connection."""
+        """Deliver all pending events. Changes come before replies, as on a single connection."""
         if self._running:
             return
         self._running = True
@@ -169,19 +171,19 @@ class Cluster:
 
 
 def ends(outcome, kind, *tokens):
-    """Assert that an agent has ended like this, with these tokens in its message."""
+    """Assert that an agent ended with this kind of outcome, and that its message contains these texts."""
     assert outcome.kind == kind, outcome
     says(outcome.message, *tokens)
 
 
 def end_all(agents):
-    """The workers that are still there end."""
+    """Report the end of all workers that are still running."""
     for agent in agents:
         if agent.member.workers is not None:
             agent.send(m.GroupEnded())
 
 
 def running(count=2, **settings):
-    """A cluster whose first round runs on all of its agents."""
+    """Return a cluster, and its agents, which all run the first round."""
     cluster = Cluster(**{"min_nodes": count, "max_nodes": count, **settings})
     return cluster, [cluster.add("abcdefgh"[index]) for index in range(count)]

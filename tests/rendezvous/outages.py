@@ -8,7 +8,7 @@ from elasticrs.store.coordination import Txn
 
 
 class Outages:
-    """The part of a world that concerns connections, leases and the store's death."""
+    """The part of a simulated world that handles connections, leases and the death of the store."""
 
     returns = False
     """A store that is away comes back."""
@@ -51,10 +51,12 @@ class Outages:
     # --- leases ---
 
     def may_end(self, conn):
-        """The lease may be over: the client gives it up so early that its workers are gone by then."""
+        """Return true if the lease may expire. Clients give up a lease early enough that their workers are
+        gone by then.
+        """
         proc = conn.owner
         if conn.open:
-            # A host that is stopped does not notice.
+            # An agent on a paused host does not notice that its lease expires.
             return proc.paused and conn.is_stalled and not conn.is_etcd
         return conn.is_revoked or conn.is_refused or not self.has_workers(proc, conn)
 
@@ -69,18 +71,18 @@ class Outages:
         self.store.conns = [each for each in self.store.conns if not each.dead or each.requests or each.open]
 
     def has_dead_lease(self):
-        """A node whose lease will end is still visible to the others."""
+        """Return true if a node whose lease is about to expire is still visible to the others."""
         return any(
             not conn.open or conn.dead or (conn.is_stalled and conn.owner.paused)
             for conn in self.store.leases.values()
         )
 
     def sweep(self, proc):
-        """Nothing is left of the workers of an agent that was killed."""
+        """Remove the workers of a killed agent."""
         proc.group = None
 
     def give_up(self, proc):
-        """The lease will be over soon: the client does not try any longer."""
+        """Give up the session, because its lease is about to expire."""
         self.count("given_up")
         self.checks.losses += 1
         self.lose_connection(proc, "silent")
@@ -101,7 +103,7 @@ class Outages:
             self.break_off(conn)
 
     def break_off(self, conn):
-        """A connection breaks; how much the client has received, and the store, is open."""
+        """Break a connection. Choose at random how much the client and the store have received."""
         told = {event.revision for queue in (*conn.queues, conn.replies) for event in queue}
         revisions = [-1, *sorted(told)]
         last = revisions[int(self.random() * len(revisions))]
@@ -110,7 +112,7 @@ class Outages:
         self.store.breaks(conn)
 
     def go_on(self, proc):
-        """The store can be reached again."""
+        """Let the agent reach the store again."""
         conn = proc.conn
         self.log.append((conn.name, "goes on"))
         if conn.is_etcd:
@@ -129,7 +131,7 @@ class Outages:
             conn.resume()
 
     def end_of_forgotten(self, conn):
-        """The store sees that a connection is closed which the client has replaced."""
+        """Let the store notice the end of a connection that the client has already replaced."""
         if self.store.is_current(conn, conn.forgotten.pop(0)):
             self.expire(conn)
 

@@ -1,4 +1,4 @@
-"""The rules of the protocol, each switched off, so that the checker has to find the violation.
+"""Functions that each break a rule of the protocol, so that the checker must find a violation.
 
 An entry replaces one small function of the shipped code, wherever that is used.
 """
@@ -34,7 +34,7 @@ RULES = {}
 
 
 def instead_of(rule):
-    """Registers a function that breaks a rule, under its own name."""
+    """Register the decorated function as one that breaks ``rule``, under its own name."""
 
     def register(function):
         RULES[function.__name__] = rule, function
@@ -45,7 +45,7 @@ def instead_of(rule):
 
 @contextlib.contextmanager
 def rule_off(name):
-    """Puts what breaks a rule in the place of what keeps it."""
+    """Replace the function that keeps a rule by the one that breaks it."""
     rule, replacement = RULES[name]
     owner, _, _ = rule.__qualname__.rpartition(".")
     if owner:
@@ -133,7 +133,7 @@ def survivors_lose_their_places(view, size):
 
 @instead_of(joining.earlier_registrations)
 def registration_deletes_by_agent(member, incarnation):
-    """A late registration takes a later one with it."""
+    """Let a late registration delete a newer one of the same agent."""
     others = [f"{member.agent.agent}/{each}" for each in range(1, incarnation + 9) if each != incarnation]
     return [Delete(key(name)) for name in others for key in (member.keys.node, member.keys.slot)]
 
@@ -242,7 +242,7 @@ def a_lost_store_is_waited_for_without_end(member, outcome):
     return None
 
 
-# --- a store that is away ---
+# --- store outages ---
 
 
 @instead_of(World.may_end)

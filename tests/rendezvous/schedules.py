@@ -1,4 +1,4 @@
-"""Schedules by number, and from lists of numbers that hypothesis can shrink."""
+"""Random schedules by seed, and schedules from lists of numbers that hypothesis can shrink."""
 
 import bisect
 import itertools
@@ -11,11 +11,11 @@ LENGTHS = (40, 120, 300)
 
 
 class ScheduleError(AssertionError):
-    """A schedule breaks a rule; says which, and how to see it again."""
+    """Raised when a schedule breaks a rule. The message tells which rule, and the seed that reproduces it."""
 
 
 def play(seed, **how):
-    """One random schedule; the world as it ended."""
+    """Play the random schedule with this seed, and return the world at its end."""
     rng = random.Random(seed)
 
     def pick(weights):
@@ -31,15 +31,17 @@ def play(seed, **how):
 
 
 def choice(weights, number):
-    """The index that a number below 1 chooses."""
+    """Return the index that a number between 0 and 1 selects from these weights."""
     ends = list(itertools.accumulate(weights))
     return bisect.bisect(ends, number * ends[-1], 0, len(ends) - 1)
 
 
 def play_choices(numbers):
-    """The schedule that a list of numbers stands for: each chooses the next thing that happens."""
+    """Play the schedule that a list of numbers describes, and return the world. Each number selects the next
+    event.
+    """
     source = iter(numbers)
-    # What comes after the list has to be fair: always the same choice would starve a node.
+    # Choose at random once the list is exhausted, because always making the same choice would starve a node.
     rest = random.Random(0)
 
     def number(limit):

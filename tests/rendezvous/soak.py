@@ -13,7 +13,7 @@ from . import schedules
 
 
 def play(seeds):
-    """Play these schedules; how often what happened."""
+    """Play the schedules with these seeds, and return how often each event happened."""
     totals = Counter()
     for seed in seeds:
         totals.update(schedules.play(seed).stats)

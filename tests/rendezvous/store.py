@@ -1,5 +1,5 @@
-"""A simulated coordination store: revisions, transactions, leases, watches; each client's events wait to be
-delivered, replies and changes apart, those of an etcd's watches apart from each other, too.
+"""A simulated coordination store with revisions, transactions, leases and watches. Events for a client are
+queued, replies and changes separately. In a simulated etcd, each watch has a queue.
 
 A session outlives its connection. One of our own store is taken up again by its client: the watches from a
 fresh look at what is there, then every request whose answer has not come, once more. A store that keeps its
@@ -31,7 +31,7 @@ from elasticrs.store.coordination import (
 
 
 class Entry(Value):
-    """One key of the store, or what became of it."""
+    """A key of the store, or its deletion if ``value`` is ``None``."""
 
     key: str
     value: bytes | None
@@ -40,7 +40,7 @@ class Entry(Value):
 
 
 def is_one_change_per_key(operations):
-    """No key is put twice, or put and deleted."""
+    """Return true if no key is put twice, or both put and deleted."""
     put = [op.key for op in operations if isinstance(op, Put)]
     deleted = [op.key for op in operations if isinstance(op, Delete)]
     under = tuple(op.prefix for op in operations if isinstance(op, DeletePrefix))
@@ -48,19 +48,19 @@ def is_one_change_per_key(operations):
 
 
 def is_new(change):
-    """The key was not there before."""
+    """Return true if this change created the key."""
     return change.value is not None and change.create_revision == change.mod_revision
 
 
 class TakeUp(Value):
-    """The client's own request for a watch that it has had before."""
+    """Request with which a client resumes a watch on a new connection."""
 
     prefix: str
     exact: bool
 
 
 class Conn:
-    """One session, one lease; and its connection, if there is one."""
+    """A session with its lease and, if it is connected, its connection."""
 
     def __init__(self, name, is_etcd=False, owner=None):
         self.name = name
@@ -104,7 +104,9 @@ class Conn:
 
     @property
     def is_here(self):
-        """There is a connection; the client of an etcd does not tell."""
+        """True if the client is connected. A client of etcd always seems to be, because it does not report an
+        outage.
+        """
         return self.is_etcd or not self.is_stalled
 
     def watch(self, *covered):
@@ -113,17 +115,17 @@ class Conn:
         self.watches[covered] = self.queues[-1]
 
     def is_told(self, queue, key):
-        """Whether changes of this key go there."""
+        """Return true if changes of this key go to this queue."""
         return any(told is queue and covers(watch, key) for watch, told in self.watches.items())
 
     def forget(self):
-        """Nothing that waits is delivered."""
+        """Close the session, and drop all events that are still to be delivered."""
         self.open = False
         self.replies.clear()
         self.watches.clear()
         self.queues.clear()
 
-    # --- the client's part ---
+    # --- client side ---
 
     def received(self, event):
         """The client has an event."""
@@ -137,14 +139,14 @@ class Conn:
         place = next((i for i, each in enumerate(self.sent) if getattr(each, "tag", None) == event.tag), None)
         if place is None:
             return
-        # Requests are answered in their order.
+        # Requests are answered in order, so all requests before this one are done.
         request = self.sent[place]
         del self.sent[: place + 1]
         if isinstance(request, Watch) and Unwatch(request.prefix, request.exact) not in self.sent:
             watch = request.prefix, request.exact
             known = self.known[watch] = {entry.key: entry.mod_revision for entry in event.entries()}
             for later in self.heard:
-                # Here an answer may be overtaken by what follows it.
+                # In the simulation, a reply can arrive after later changes.
                 if later.revision > event.revision:
                     learn(watch, known, later)
 
@@ -156,7 +158,7 @@ class Conn:
             has_reply: also of the answers at that revision.
             are_carried_out: requests that are on the way still get there.
         """
-        # What it has received does not get lost with a later connection.
+        # The client keeps the events that it received on an earlier connection.
         self.has = max(self.has, (last, has_reply))
         last, has_reply = self.has
         self.is_stalled = True
@@ -171,13 +173,13 @@ class Conn:
             self.requests.clear()
 
     def resume(self):
-        """There is a connection again."""
+        """Reconnect. The client resumes its watches, and repeats the requests that have no reply yet."""
         self.is_stalled = False
         self.forgotten.append(self.connection - 1)
         self.requests = [*(TakeUp(*watch) for watch in self.known), *self.sent]
 
     def news(self, watch, found, revision):
-        """What the client has to be told, so that it knows what there is at this revision."""
+        """Return the changes that bring the client's view of the watch to this revision."""
         known = dict(self.known[watch])
         for event in self.queues[0]:
             learn(watch, known, event)
@@ -200,7 +202,7 @@ def covers(watch, key):
 
 
 class Store:
-    """The state of the store; ``on_put`` hears of every put before it counts, ``on_end`` of a session's end.
+    """The state of the store. ``on_put`` is called before each put, and ``on_end`` when a session ends.
 
     With ``is_kept``, whatever it would tell waits until it is on disk.
     """
@@ -225,7 +227,7 @@ class Store:
         return [entry for key, entry in self.entries.items() if key.startswith(prefix)]
 
     def serve(self, conn):
-        """Judge the oldest request of a connection."""
+        """Handle the oldest request of a connection."""
         request = conn.requests.pop(0)
         if isinstance(request, Txn):
             self._txn(conn, request)
@@ -253,7 +255,7 @@ class Store:
             conn.queues[0].append(Changes(self.revision, news))
 
     def tells_news(self):
-        """The client of a watch that is taken up is told what has changed meanwhile."""
+        """Return true, because a client that resumes a watch receives the changes that it missed."""
         return True
 
     def _reply(self, conn, connection, reply):
@@ -263,7 +265,7 @@ class Store:
     # --- the disk ---
 
     def tell(self, what, *of):
-        """Tell somebody something, once it is on disk."""
+        """Call ``what`` with these arguments once the state is on disk, because it notifies a client."""
         self.held.append((what, of))
         if not self.waits_for_disk():
             self.sync(is_on_disk=not self.is_kept)
@@ -272,7 +274,7 @@ class Store:
         return self.is_kept
 
     def sync(self, is_on_disk=True):
-        """All is on disk, and told."""
+        """Write the state to disk, and send all notifications that were waiting for that."""
         held, self.held = self.held, []
         if is_on_disk and self.is_kept:
             self.ended = []
@@ -281,7 +283,7 @@ class Store:
             what(*of)
 
     def die(self):
-        """Drop everything that is not on disk."""
+        """Crash: drop everything that is not on disk."""
         self.held = []
         self.revision, entries, leases = self.on_disk
         self.entries, self.leases = dict(entries), dict(leases)
@@ -320,7 +322,7 @@ class Store:
         self.tell(self._reply, conn, connection, Reply(request.tag, ok, self.revision, results))
 
     def apply(self, ops, conn):
-        """Carry out operations as one revision."""
+        """Apply these operations as one revision."""
         revision = self.revision + 1
         changes, results = [], []
         for op in ops:
@@ -367,7 +369,7 @@ class Store:
                     queue.append(Changes(revision, told))
 
     def resync(self, queue):
-        """What waits there has been compacted: only what has become of it is told."""
+        """Replace the pending changes, which were compacted, by the last change of each key."""
         first, last = {}, {}
         for change in (change for told in queue for change in told.changes):
             first.setdefault(change.key, change)
@@ -391,15 +393,17 @@ class Store:
         return conn in self.leases.values()
 
     def is_current(self, conn, connection):
-        """The end of this connection is that of the session."""
+        """Return true if the session ends with this connection, because no newer connection has
+        replaced it.
+        """
         return connection == conn.connection
 
     def breaks(self, conn):
-        """A connection breaks: that says nothing about the session."""
+        """Do nothing: a session does not end with its connection."""
 
     def has_ended(self, conn):
-        """The session that a client wants to go on with is over."""
+        """Return true if the session that the client wants to resume has ended."""
         return conn.dead
 
     def loaded(self, conn):
-        """The store is back, with this session: its lease is counted from now."""
+        """Called for each session when the store has restarted. The session's lease starts anew."""

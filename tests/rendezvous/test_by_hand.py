@@ -1,4 +1,4 @@
-"""Node ranks and a port that the user assigns: taken ranks, refused nodes, a port that is lent."""
+"""Node ranks and a port that the user assigns: taken ranks, refused nodes, and a port lent to workers."""
 
 import itertools
 
@@ -97,7 +97,7 @@ def test_the_rank_of_a_node_that_died_is_free_when_its_lease_has_ended():
     cluster = Static(2)
     cluster.rank(0)
     b = cluster.rank(1)
-    # Its machine died: the store does not know yet.
+    # The agent's machine died, but the store has not noticed that yet.
     cluster.agents.remove(b)
     again = cluster.rank(1, "again")
     assert not again.member.registered
@@ -112,7 +112,7 @@ def test_an_agent_takes_its_rank_over_from_its_own_earlier_registration():
     cluster.rank(0)
     b = cluster.rank(1)
     old = b.conn
-    # The store has not seen the end of this connection.
+    # The store has not noticed the end of this connection.
     old.open = False
     b.conn = None
     b.send(ConnectionLost("silent", "no answer"))

@@ -1,4 +1,4 @@
-"""Keys of a job that another program overwrites cause no exception, wrong rank or false success."""
+"""Job records that another program overwrites cause no exceptions, wrong ranks or false successes."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def in_json(value):
 
 @st.composite
 def nearly(draw, kind):
-    """A record of ours with one value, anywhere in it, replaced, or left out."""
+    """A valid record in which one value, at any depth, is replaced or left out."""
     record = json.loads(VALID[kind])
     place = record
     while True:

@@ -1,4 +1,4 @@
-"""The diagnosis of a hang: the leader makes it from the evidence of all nodes, and every node prints it."""
+"""Hang diagnosis: the leader makes it from the evidence of all nodes, and every node prints it."""
 
 import random
 
@@ -26,7 +26,7 @@ HUNG = {
 
 
 def evidence_of(name, rank):
-    """The encoded evidence of a node whose only rank has this number."""
+    """Return the encoded evidence of the node with this rank."""
     (facts,) = [observe(each._replace(node=f"n{rank}")) for each in recorded(name) if each.rank == rank]
     return encode([facts], max_bytes=32 << 10, max_steps=200)
 
@@ -35,14 +35,14 @@ EVIDENCE = [evidence_of("missing_rank", rank) for rank in range(NODES)]
 
 
 def hang(agents, order, evidence=EVIDENCE, **more):
-    """Agent 5 reports a hang, and all agents become idle in this order."""
+    """Let agent 5 report a hang. Then let the workers of all agents end in this order."""
     agents[5].send(m.WorkerFailed({**HUNG, **more}))
     for number in order:
         agents[number].send(m.GroupEnded(None, None, evidence[number]))
 
 
 def told(agents):
-    """Return what the agents have told about the hang, each of them once."""
+    """Return what each agent printed about the hang. Check that each printed it once."""
     lines = [[text for text in agent.texts if text.startswith("round 1 hung: ")] for agent in agents]
     assert [len(each) for each in lines] == [1] * len(agents)
     return [line for (line,) in lines]
@@ -92,7 +92,7 @@ def test_the_text_says_if_heartbeats_and_records_blame_different_ranks():
 @given(st.permutations(range(NODES)))
 @settings(max_examples=25, deadline=None)
 def test_the_rank_that_the_records_blame_is_the_cause_if_it_has_hung_too(order):
-    """Each node has one rank, so the heartbeats only tell which rank has been silent the longest."""
+    """Each node has a single rank, so the heartbeats show only which rank has been silent the longest."""
     cluster, agents = running(NODES, max_restarts=0)
     hung = [{**HUNG, "rank": rank, "ground": "oldest", "time_ns": 9 + rank} for rank in range(NODES)]
     agents[order[0]].send(m.WorkerFailed(hung[order[0]]))

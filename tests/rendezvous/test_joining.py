@@ -1,4 +1,4 @@
-"""Joining, being refused, being fenced, leaving."""
+"""Agents join, are refused, are fenced, or leave."""
 
 import pytest
 from helpers.said import says
@@ -189,7 +189,7 @@ def test_a_store_that_has_forgotten_the_job_ends_the_agent():
 def test_an_agent_gives_up_alone():
     cluster = Cluster(min_nodes=2, max_nodes=2, join_timeout=3)
     a = cluster.add("a")
-    # The last call comes after the time for enough nodes.
+    # The limit includes the 30 s of the last call, which starts once there are enough nodes.
     assert a.timers["give_up"] == 2 * 3 + 30
     a.fire("give_up")
     assert a.outcome.kind == "timeout"

@@ -1,4 +1,4 @@
-"""A registration that arrives late must not take a later one of the same agent with it."""
+"""A late registration does not delete a newer one of the same agent."""
 
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.store.coordination import ConnectionLost, Put, Txn
@@ -11,19 +11,19 @@ def is_registration(request):
 
 
 def registers_twice():
-    """One agent whose second registration is on the wire when it gives that connection up.
+    """Create an agent that gives up a connection on which its second registration is still in transit.
 
     Returns:
         The cluster, the agent with its third registration, and the connection that still carries the second.
     """
     cluster, (agent,) = running(1)
-    cluster._running = True  # The test takes each turn itself.
+    cluster._running = True  # disables `run`, because the test makes each turn itself
     agent.lose()
     agent.send(m.GroupEnded())
     while agent.conn is None or not any(map(is_registration, agent.conn.requests)):
         if not cluster._turn():
             agent.fire("reconnect")
-    # The client has let go, and the store has not heard of it: the session is not over.
+    # The client has dropped the connection. The store has not noticed, so the session is still open.
     late, agent.conn = agent.conn, None
     late.open = False
     agent.send(ConnectionLost("closed", "reset"))

@@ -1,4 +1,4 @@
-"""Seats, addresses, records: pure functions and their properties."""
+"""Pure functions for seats, addresses and records, with their properties."""
 
 import pytest
 from hypothesis import given

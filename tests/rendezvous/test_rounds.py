@@ -1,4 +1,4 @@
-"""Rounds: the workers that start, the cost of an end, the end of the job."""
+"""Rounds: which workers start, what the end of a round costs, and how the job ends."""
 
 import pytest
 from helpers.said import says
@@ -167,7 +167,8 @@ def test_a_node_that_stops_for_a_hang_elsewhere_gets_its_duration():
     (stop,) = a.all(m.Stop)
     assert (stop.hung["silence"], stop.hung["step"]) == (61.5, 7)
     assert stop.why == "rank 1 (pid 7) on node b: hung: no heartbeat for 61.5 s (limit 60 s)"
-    # The node of the hung worker gets it as well, because it must not stop before the others have looked.
+    # The hung worker's node gets the same data, because it must keep running until the other nodes have
+    # collected their evidence.
     assert b.all(m.Stop)[0].hung["silence"] == 61.5
 
 
@@ -488,7 +489,7 @@ def test_no_agent_gives_up_during_a_restart_delay():
 
 
 def in_a_restart_delay():
-    """A job of three nodes that waits before the restart after a failure on the second node."""
+    """Return a job of three nodes that waits for the restart delay after a failure on the second node."""
     policy = RestartSettings(3, first_delay=100.0, longest_delay=100.0)
     cluster, agents = running(3, min_nodes=2, policy=policy)
     agents[1].fail()

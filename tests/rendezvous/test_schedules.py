@@ -1,4 +1,5 @@
-"""The shipped step functions under random schedules; see ``docs/design/rendezvous.md`` for what is checked.
+"""Random schedules of the shipped step functions. See ``docs/design/rendezvous.md`` for the invariants that
+are checked.
 
 A failure names its seed: ``python -m tests.rendezvous.soak --schedules 1 --seed SEED`` plays it again.
 """
@@ -87,10 +88,11 @@ def test_no_rule_is_broken_where_nodes_are_unfit():
 
 
 def test_the_outcome_does_not_depend_on_the_clocks():
-    """But for which failure counts as the first one, and the times that are told."""
+    """Clocks affect only the times that are reported, and which failure is considered the first."""
 
     def what_happened(world):
-        # The last part of a line is an event or an action, with times in it, or a name.
+        # The last item of a line is a name, an event or an action. Events and actions contain times, so
+        # compare only their types.
         return [(*line[:-1], line[-1] if isinstance(line[-1], str) else type(line[-1])) for line in world.log]
 
     for seed in range(max(100, PER_PART // 10)):

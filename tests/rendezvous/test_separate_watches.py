@@ -12,7 +12,7 @@ from rendezvous.store import Entry
 
 
 class Told:
-    """An agent that has joined, and waits; what its watches tell is up to the test."""
+    """An agent that has joined and waits. The test decides what its watches report."""
 
     def __init__(self):
         cluster = Cluster(min_nodes=3, max_nodes=3)
@@ -34,7 +34,7 @@ class Told:
         return Entry(self.slot_key, Slot(1, form, 1, 1, 1, 3).encode(), 100, revision)
 
     def answer(self, actions, revision, entry):
-        """The answer to the question after the slot."""
+        """Answer the agent's request for its slot, and return its next actions."""
         (asked,) = actions_of(Txn, actions)
         assert asked.then == [Get(self.slot_key)]
         return step(self.member, Reply(asked.tag, True, revision, [entry]))[1]
@@ -45,7 +45,7 @@ def actions_of(kind, actions):
 
 
 def idle_of(actions):
-    """The rounds that the agent said to be idle of."""
+    """Return the keys with which the agent reports that it is idle."""
     puts = [op for each in actions_of(Txn, actions) for op in each.then if isinstance(op, Put)]
     return [put.key for put in puts]
 

@@ -1,4 +1,4 @@
-"""A member whose store was away: requests carried out twice, longer leases, another store."""
+"""A member whose store was away: requests applied twice, longer leases, and a different store."""
 
 import pytest
 
@@ -13,7 +13,7 @@ WHY = "head:29400: another store"
 
 
 def all_is_carried_out_twice(cluster):
-    """The first answer to each transaction is lost with a connection."""
+    """Apply each transaction twice, as if the first reply had been lost with its connection."""
     serve = cluster.store.serve
 
     def twice(conn):
@@ -29,7 +29,7 @@ def all_is_carried_out_twice(cluster):
 
 
 def a_job(**settings):
-    """A job whose requests are all carried out twice."""
+    """Return a job whose requests are all applied twice."""
     cluster = Cluster(min_nodes=3, max_nodes=3, max_restarts=1, **settings)
     all_is_carried_out_twice(cluster)
     how = [{"node_rank": rank} if "port" in settings else {} for rank in range(3)]

@@ -1,4 +1,4 @@
-"""VIEW-2: the view that the leader updates per change equals one computed from all keys."""
+"""VIEW-2: the view that the leader updates with each change equals a view computed from all keys."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,5 +1,5 @@
-"""A simulated cluster around the shipped step function: agents, workers, time-outs and every kind of bad
-luck.
+"""A simulated cluster around the shipped step function, with agents, workers, timeouts and every kind of
+fault.
 
 A schedule is a list of choices. In the first part faults happen; then everything is delivered, nothing
 fails any more, and what the job has come to is judged.
@@ -93,11 +93,12 @@ class Proc:
 
 
 class World(Outages):
-    """Everything, and the choices that can be made."""
+    """The simulated cluster, and the events that can happen next."""
 
     def __init__(self, pick, random, *, clocks_agree=False, asks=False, delay=0.0, unfit=0.0):
-        """``pick(weights)`` chooses an index; ``random()`` is a number below 1 for the set-up. ``delay`` is
-        the delay of restarts in seconds, ``unfit`` how likely a check finds a node unfit.
+        """``pick(weights)`` chooses an index, and ``random()`` returns a number below 1 for the setup.
+        ``delay`` is the delay of restarts in seconds, and ``unfit`` the probability that a check finds a node
+        unfit.
         """
         self.pick, self.random = pick, random
         self.clocks_agree = clocks_agree
@@ -144,7 +145,7 @@ class World(Outages):
         is_host = self.kinds["embedded"] and self.spawned == 1
         by_hand = {}
         if self.kinds["static"]:
-            # A late node has the rank of another one, as its replacement or by mistake.
+            # A late node gets the rank of another one, as its replacement or by mistake.
             node_rank = (self.spawned - 1) % self.config["max_nodes"]
             by_hand = {
                 "node_rank": node_rank,
@@ -170,10 +171,13 @@ class World(Outages):
             self.act(proc, action)
 
     def clock_of(self, proc):
-        """Each node has one of its own, which is off by up to an hour, and is set now and then."""
+        """Return the time of the node's own clock, which is wrong by up to about an hour and is adjusted now
+        and then.
+        """
         if self.clocks_agree:
             return EPOCH + self.clock
-        # No number is drawn for it, so that the schedule is the same with any clocks.
+        # Do not draw a random number for the error, because the schedule must be the same whatever the clocks
+        # show.
         wrong_by = zlib.crc32(f"{proc.name} {len(self.log) // CLOCK_STEPS}".encode()) * 1000
         return EPOCH + self.clock + wrong_by
 
@@ -196,7 +200,7 @@ class World(Outages):
         self.drop(proc)
 
     def drop(self, proc):
-        """The client does not have its connection any more; its requests may still come."""
+        """Drop the client's connection. Requests that were already sent may still reach the store."""
         if proc.conn is not None:
             proc.conn.forget()
             proc.conn = None
@@ -211,7 +215,7 @@ class World(Outages):
 
     def _stop(self, proc, action):
         require(not (self.kinds["calm"] and action.fenced), "fenced for nothing", proc.name, action)
-        # Its end may be on the way to the agent.
+        # The group may have ended already, with the event still on its way to the agent.
         if proc.group is not None:
             require(proc.group.round == action.round, "stops what it does not have", action)
             proc.group.stopping = True
@@ -252,7 +256,7 @@ class World(Outages):
     # --- faults ---
 
     def lose_connection(self, proc, kind="closed"):
-        """The agent finds that its connection is gone; a stopped one does when it goes on."""
+        """Report to the agent that its connection is lost. A paused agent learns of it when it resumes."""
         self.drop(proc)
         self.mark_peers(proc)
         if not proc.is_lost:
@@ -260,7 +264,7 @@ class World(Outages):
             proc.queue.insert(0, ConnectionLost(kind, "connection lost"))
 
     def mark_peers(self, proc):
-        """Workers die when those of another node do."""
+        """Mark the workers of the other nodes to fail, because this node's workers are lost."""
         number = None
         if proc.group is not None:
             number = proc.group.round
@@ -275,7 +279,7 @@ class World(Outages):
                 group.peer_lost = True
 
     def crash(self, proc):
-        """The agent is killed; its workers are ended soon after."""
+        """Kill the agent. Its workers are killed soon after."""
         self.mark_peers(proc)
         self.checks.losses += 1
         proc.alive = proc.paused = proc.connecting = False
@@ -288,7 +292,7 @@ class World(Outages):
     # --- choices ---
 
     def choices(self, faults):
-        """Pairs of weight and what to do."""
+        """Return the events that can happen next, as tuples of weight, function and arguments."""
         found = []
         add = found.append
         silent = (self.server_alive or self.returns) and self.has_dead_lease()
@@ -321,7 +325,7 @@ class World(Outages):
         if proc.queue:
             add((6, self.from_queue, proc))
             if proc.is_lost:
-                # What the connection had to say is dropped, and fencing goes first.
+                # Deliver only the loss of the connection, because fencing comes first.
                 return
         if proc.connecting:
             add((3, self.connect, proc))
@@ -334,17 +338,18 @@ class World(Outages):
         for name in sorted(proc.timers):
             kind = name.partition("/")[0]
             if kind == "settle" and (silent or self.is_stopping(faults)):
-                # It is longer than any lease, and than the grace of workers.
+                # The settle time is longer than any lease and than the workers' grace period, so it cannot
+                # elapse yet.
                 continue
             if kind == "rank" and silent:
-                # Longer than any lease, too.
+                # The wait for a rank is longer than any lease, so it cannot elapse yet.
                 continue
             if kind in ("waiting", "connect_news") or (kind == "reconnect" and not self.server_alive):
-                # They come again and again; in the fair part nothing new comes of that.
+                # These timers repeat. In the fair part, they change nothing, so do not let them fire.
                 if faults:
                     add((0.1, self.timer, proc, name))
             elif kind not in HARD:
-                # A store that was away for that long is worth a look.
+                # Make this timer likely to fire while the store is away, because that case is worth testing.
                 is_away = kind == "settle" and any(each.is_stalled and each.open for each in self.store.conns)
                 add((5 if is_away else 0.5, self.timer, proc, name))
             elif faults and not self.kinds["calm"]:
@@ -372,7 +377,7 @@ class World(Outages):
             add((0.2, self.fault_stuck))
 
     def is_stopping(self, faults):
-        """Workers that are about to be gone, or an agent that is about to leave."""
+        """Return true if workers are about to exit or an agent is about to leave."""
         if any(proc.alive and proc.leaving for proc in self.procs):
             return True
         return not faults and any(
@@ -423,10 +428,10 @@ class World(Outages):
         else:
             cause = self.checks.cause_of(proc, group)
             unfit = "the check failed" if self.unfit and self.random() < self.unfit else None
-            # Evidence about a hang, which the leader cannot read.
+            # Evidence about a hang that the leader cannot decode.
             evidence = b"damaged" if group.round % 2 else None
             event = m.GroupEnded(cause, "workers 1 are left" if group.is_stuck else None, evidence, unfit)
-        # An exit that the agent had not yet heard of has become part of the end.
+        # Drop an exit that the agent has not handled yet, because this event includes it.
         proc.queue = [each for each in proc.queue if not isinstance(each, (m.WorkersDone, m.WorkerFailed))]
         proc.queue.append(event)
 
@@ -473,7 +478,7 @@ class World(Outages):
     def fault_refused(self, proc):
         self.count("refused")
         proc.connecting = False
-        # A port that the workers of rank 0 have.
+        # The port may belong to the workers of rank 0.
         kind = "not_ours" if self.kinds["static"] and self.random() < 0.5 else "refused"
         self.deliver(proc, ConnectionLost(kind, "connection refused"))
 

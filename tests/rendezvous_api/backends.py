@@ -1,4 +1,4 @@
-"""Back ends as users write them: one in memory, one in a file."""
+"""Back ends as users would write them: one in memory, and one in a file."""
 
 import fcntl
 import os
@@ -8,8 +8,9 @@ from elasticrs.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 
 class MemoryBackend(RendezvousBackend):
-    """Its tokens are numbers. ``trouble`` says what happens to the next accesses: ``"lost"`` writes arrive,
-    but their answer does not; ``"refused"`` ones do not arrive; ``"overtaken"`` ones come second.
+    """A back end in memory with numbers as tokens. Each item of ``trouble`` disturbs one access. A ``"lost"``
+    write arrives, but its reply does not. A ``"refused"`` one does not arrive, and an ``"overtaken"`` one
+    comes after another write.
     """
 
     name = "memory"
@@ -28,7 +29,7 @@ class MemoryBackend(RendezvousBackend):
         if trouble == "refused":
             raise RendezvousConnectionError("not sent")
         if trouble == "overtaken":
-            # As if another node had written the same again.
+            # Act as if another node had written the same state just before.
             self.token += 1
         is_set = token == self.token if self.value is not None else token is None
         if is_set:
@@ -43,7 +44,7 @@ class MemoryBackend(RendezvousBackend):
 
 
 class FileBackend(RendezvousBackend):
-    """A file with a version in its first line, under a lock."""
+    """A back end in a locked file whose first line is the version."""
 
     name = "mine"
 

@@ -1,4 +1,4 @@
-"""Events that a rendezvous over a back end records."""
+"""Events that the rendezvous records when it uses a custom back end."""
 
 import logging
 import os

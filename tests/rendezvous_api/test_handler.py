@@ -1,4 +1,4 @@
-"""The handler over a back end: its results, settings, foreign states, names."""
+"""The handler with a custom back end: its results, settings and names, and invalid states in the back end."""
 
 import subprocess
 import sys
@@ -80,7 +80,7 @@ def test_a_short_loss_of_the_back_end_is_no_end_of_the_round(make):
     backend.trouble = ["refused"]
     assert handler.num_nodes_waiting() == 0
     assert backend.trouble == []
-    # For longer than the others take to count it out.
+    # Pretend that the last successful access is so long ago that the other nodes consider this one dead.
     handler._look_again, handler._shared.synced = 0.0, -1000.0
     backend.trouble = ["refused"]
     with pytest.raises(RendezvousConnectionError):
@@ -90,7 +90,7 @@ def test_a_short_loss_of_the_back_end_is_no_end_of_the_round(make):
 
 
 class MuteBackend(MemoryBackend):
-    """Says nothing of what it has written, as torch allows."""
+    """A back end whose ``set_state`` returns nothing, which torch allows."""
 
     def set_state(self, state, token=None):
         super().set_state(state, token)
@@ -136,7 +136,9 @@ def test_a_back_end_that_keeps_nothing_is_polled_with_pauses():
 
 @pytest.fixture
 def pair(make):
-    """Two handlers in one round, and the second one's look is not kept from the back end."""
+    """Two handlers in one round. The second one reads the back end at its next call, without waiting for its
+    interval.
+    """
     backend = MemoryBackend()
     handlers = [make(backend), make(backend)]
     for each in handlers:
@@ -157,7 +159,7 @@ def test_a_job_that_has_failed_elsewhere_is_over_here(pair):
     assert (second.is_closed(), second.num_nodes_waiting()) == (True, 1)
     with pytest.raises(RendezvousClosedError, match=r"rank 0: exit code 3$"):
         second.next_rendezvous()
-    # It is in no round any more.
+    # After the error, the node belongs to no round.
     assert second.num_nodes_waiting() == 0
 
 

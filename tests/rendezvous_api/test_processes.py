@@ -1,4 +1,4 @@
-"""Agents that poll, each in its own process, and meet through the user's own back end, a file."""
+"""Polling agents in separate processes that meet through a user's back end, a file."""
 
 import os
 import signal
@@ -80,7 +80,9 @@ def node(launch, tmp_path, request):
 
 
 def round_of(node):
-    """Rank and size, global rank, and where the workers' store is, of the next round that it tells of."""
+    """Return rank and size, global rank, and address of the workers' store for the next round that the node
+    reports.
+    """
     return node.round().split()
 
 
@@ -95,7 +97,8 @@ def test_a_killed_agent_is_noticed_and_the_others_continue(node):
     names = ["node2", "node10", "node9"]
     nodes = [node(name, "2:3") for name in names]
     told = [round_with(each, 3) for each in nodes]
-    # By name, with numbers in their order; so are global ranks, as each has one worker.
+    # Node ranks follow the order of the names, with numbers compared as numbers. Global ranks are the same,
+    # because each node has one worker.
     assert [each[:2] for each in told] == [["0/3", "0"], ["2/3", "2"], ["1/3", "1"]]
     assert {tuple(each[2:]) for each in told} == {("node2", told[0][3])}
     first, *others = nodes

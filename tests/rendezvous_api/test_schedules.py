@@ -1,4 +1,4 @@
-"""Several nodes on one back end agree in any order of turns, even if answers are lost."""
+"""Nodes that share a back end agree whatever the order of their turns, even if replies are lost."""
 
 from datetime import timedelta
 
@@ -19,12 +19,12 @@ JOIN, LAST_CALL, INTERVAL, ATTEMPTS = 100.0, 2.0, 1.0, 3
 
 
 class Player:
-    """An agent: it joins, beats, and joins again when its round is over."""
+    """An agent that joins, sends keep-alives, and joins again when its round is over."""
 
     def __init__(self, world, number):
         self.world, self.number = world, number
         self.node = Node(f"node{number}", 1, 0)
-        # Every host has a clock of its own.
+        # Each host's clock has a different offset.
         self.shift = number * 12345.0
         self.shared = SharedState(world.backend, world.settings, self.node, lambda: world.now + self.shift)
         self.alive, self.error = True, None
@@ -38,14 +38,14 @@ class Player:
         return actions.waiting(self.shared.state, self.world.settings) > 0
 
     def turn(self):
-        """One access of the back end."""
+        """Access the back end once."""
         if self.operation is None:
             wanted = self.wants[0] if self.wants else actions.keep_alive
             self.operation = Operation(self.shared, wanted, JOIN)
         try:
             pause = self.operation.turn()
         except RendezvousConnectionError:
-            # As the agent's next attempt.
+            # Retry, as the agent would do in its next attempt.
             self.operation = None
             return
         except RendezvousError as error:
@@ -79,7 +79,7 @@ class World:
         return self.players[-1]
 
     def formed(self, state):
-        """Every node of a round is told the same, and each its own rank."""
+        """Check that all nodes agree about the round, and that each has its own rank."""
         members = {node: state.nodes[node].rank for node in state.at(Place.PARTICIPANT)}
         assert sorted(members.values()) == list(range(state.size))
         assert self.settings.min_nodes <= state.size <= self.settings.max_nodes
@@ -89,7 +89,7 @@ class World:
         return [player for player in self.players if player.alive]
 
     def run(self, seconds):
-        """All turns that are due, in order of time."""
+        """Run all turns that are due in this period, ordered by time."""
         end = self.now + seconds
         while (due := min(self.alive(), key=lambda player: player.ready, default=None)) is not None:
             if due.ready > end:
@@ -99,7 +99,7 @@ class World:
         self.now = max(self.now, end)
 
     def settled(self):
-        """Numbers of the nodes that are in the present, intact round."""
+        """Return the numbers of the nodes that are members of the current, intact round."""
         state = decode(self.backend.value)
         assert state.is_intact
         return sorted(
@@ -129,7 +129,7 @@ def test_all_live_nodes_end_up_in_one_round(low, more, steps):
         elif what == "add" and len(world.players) < 6:
             world.add()
         elif what == "turn" and world.alive():
-            # Too early or too late: nothing may depend on it.
+            # Take a turn too early or too late, because the result must not depend on when it comes.
             world.alive()[which % len(world.alive())].turn()
         elif what == "kill" and world.alive():
             world.alive()[which % len(world.alive())].alive = False
@@ -174,7 +174,7 @@ def test_a_dead_node_is_replaced_by_a_spare():
     inside = [player for player in (first, second, spare) if player.round is not None]
     outside = next(player for player in (first, second, spare) if player.round is None)
     assert decode(world.backend.value).place_of(outside.node) is Place.REDUNDANT
-    # Longer than it may take to join: a spare waits as long as it likes.
+    # Wait for longer than the join timeout, because a spare may wait forever.
     world.run(2 * JOIN)
     inside[0].alive = False
     world.run(INTERVAL * ATTEMPTS + 2)
@@ -205,11 +205,13 @@ def test_too_few_nodes_give_up_and_leave_nothing_behind():
 
 
 def test_a_slow_node_is_not_dead():
-    """It beats, but is never read in time: only what is old on the reader's own clock is dead."""
+    """A node is dead only if its keep-alives are late by the reader's own clock. A late reader does not make
+    it dead.
+    """
     world = World(2, 2)
     first, second = world.add(), world.add()
     world.run(1)
-    # The first one does not look for a long time, while the second one beats.
+    # The first node does not read for a long time, while the second one sends keep-alives.
     first.ready = world.now + 50
     for _ in range(40):
         world.run(INTERVAL)

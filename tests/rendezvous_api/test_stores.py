@@ -125,7 +125,7 @@ def test_a_store_that_fails_is_no_connection():
         C10dRendezvousBackend(Broken(), "job")
 
 
-# In a process of its own: torch's store ends its thread with the interpreter only.
+# Run it in a separate process, because the thread of torch's store stops only when the interpreter exits.
 TORCH_STORES = """
 import sys
 from datetime import timedelta
@@ -166,7 +166,8 @@ def test_a_temporary_file_is_removed_with_its_store(tmp_path, monkeypatch):
     assert backend.set_state(b"x")[2]
     assert len(list(tmp_path.glob("elasticrs-rdzv-*/store"))) == 1
     if not (child := os.fork()):
-        # As multiprocessing ends its processes, which have inherited the store.
+        # Exit like a child process of multiprocessing, which runs finalizers that it has inherited with the
+        # store.
         weakref.finalize._exitfunc()
         os._exit(0)
     os.waitpid(child, 0)
@@ -204,7 +205,7 @@ class Entry:
 
 @pytest.fixture
 def installed(monkeypatch):
-    """What packages offer, by group and name."""
+    """Fake entry points of installed packages, by group and name."""
     offered = {}
 
     def entry_points(*, group, name=None):

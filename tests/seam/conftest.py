@@ -1,4 +1,4 @@
-"""Messages of failed starts."""
+"""Fixture for starts that fail."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ __all__ = ["group"]
 
 @pytest.fixture
 def start_failure(group: Group) -> Callable[..., _core.StartFailed]:
-    """What a start that fails says."""
+    """Return a function that starts workers, expects this to fail, and returns the failure."""
 
     def start(*commands: Sequence[str], **process: Any) -> _core.StartFailed:
         with pytest.raises(AssertionError):

@@ -15,7 +15,8 @@ from elasticrs.workers.environment import warm_environment
 from elasticrs.workers.warm.modules import Preload
 
 SLEEP = ["sleep", "1234"]
-# The substitution ends when the daemon, in a session of its own and an orphan, has told its pid.
+# The command substitution returns when the orphaned daemon has printed its pid. The daemon has a session of
+# its own.
 WITH_A_DAEMON = [
     "sh",
     "-c",
@@ -190,7 +191,9 @@ signal.pause()
 
 @pytest.fixture
 def forking(tmp_path):
-    """A supervisor whose workers are forks of a process that has imported ``colorsys``, and such a worker."""
+    """A group whose workers are forks of a process that has imported ``colorsys``, and a function that makes
+    the spec of a worker.
+    """
     script = tmp_path / "forked.py"
     script.write_text(FORKED)
     command = [sys.executable, str(script)]
@@ -209,7 +212,7 @@ def forking(tmp_path):
         os.mkfifo(tmp_path / f"told-{local_rank}")
     yield group, worker
     group.supervisor.close()
-    # As in the fixture of other groups.
+    # Release the supervisor, as the `group` fixture does.
     del group.supervisor
 
 

@@ -1,4 +1,6 @@
-"""A stop because a worker of another node hangs first reports the workers here that it may wait for."""
+"""When a worker of another node hangs, a stop of this group first reports the workers that the other one may
+be waiting for.
+"""
 
 import os
 import signal
@@ -22,7 +24,7 @@ os.read(os.pipe()[0], 1)
 
 @pytest.fixture
 def beating(group):
-    """Starts a worker for each step, and returns when all have given their heartbeat in it."""
+    """Return a function that starts one worker per step, and waits until each has sent its heartbeat."""
 
     def start(*steps):
         reader, writer = os.pipe()
@@ -38,7 +40,7 @@ def beating(group):
 
 
 def suspects(group):
-    """Those that were told until the group had ended, without a failure."""
+    """Wait for the group to stop without a failure, and return the workers that were reported as hung."""
     assert group.end().outcome == "stopped"
     assert set(group.exitcodes().values()) == {-signal.SIGTERM}
     assert not [event for event in group.events if isinstance(event, _core.FailureSeen)]

@@ -16,7 +16,7 @@ from helpers.procs import HANG, assert_gone, descendants, run_program
 
 from elasticrs import _core
 
-# The substitution ends when the daemon has closed the pipe, which it does in a session of its own.
+# The command substitution returns when the daemon, which has a session of its own, closes the pipe.
 LEAVE_A_DAEMON = "x=$(setsid sh -c 'echo x; exec sleep 1234 >/dev/null' &)"
 
 
@@ -62,7 +62,7 @@ def test_siblings_are_signalled_while_python_holds_the_gil(group):
     pids = group.start(["sleep", "100"], ["sleep", "100"], pass_fds=[writer])
     os.close(writer)
     os.kill(pids[0], signal.SIGKILL)
-    # PyDLL keeps the GIL: until the end of the pipe, which is the end of the sibling, no Python code can run.
+    # PyDLL keeps the GIL, so no Python code can run until the sibling has exited and the pipe is closed.
     assert ctypes.PyDLL(None).read(reader, ctypes.create_string_buffer(1), 1) == 0
     os.close(reader)
     assert group.end().outcome == "failed"
@@ -113,7 +113,7 @@ def test_kept_descendants_live_on_and_belong_to_init(tmp_path):
     """)
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=HANG)
     kept = int(done.stdout)
-    # This process is a subreaper: what is kept falls to it when the agent has gone.
+    # This process is a subreaper, so it adopts the kept process when the agent exits.
     assert kept in [p.pid for p in descendants(os.getpid())]
     os.kill(kept, signal.SIGKILL)
     os.waitpid(kept, 0)
@@ -203,7 +203,7 @@ def test_an_interpreter_serves_as_nursery_where_memory_files_cannot_be_executed(
 
 
 def run_python(program: str, *, expect: int = 0) -> str:
-    """Runs a program of its own; returns what it printed."""
+    """Run a Python program in a separate process, and return its output."""
     done = run_program([sys.executable, "-c", textwrap.dedent(program)])
     assert done.returncode == expect, done.stderr
     return done.stdout
@@ -281,7 +281,7 @@ def test_an_agent_that_ends_without_closing_leaves_nothing():
     """)
     nursery, worker = map(int, printed.split())
     assert_gone([nursery, worker])
-    # The nursery has fallen to this process, which is a subreaper.
+    # This process is a subreaper, so it has adopted the nursery.
     assert os.waitpid(nursery, 0)[1] == 0
 
 
@@ -309,7 +309,7 @@ def test_the_nursery_holds_a_duplicate_of_the_connection(group):
     with peer:
         with ours:
             group.supervisor.guard_connection(ours.fileno())
-        # The nursery serves requests in order, so it holds the duplicate when the worker runs.
+        # The nursery serves requests in order, so it holds the duplicate once the worker is running.
         group.start(["sleep", "100"])
         peer.setblocking(False)
         with pytest.raises(BlockingIOError):

@@ -11,7 +11,7 @@ from helpers.slurm import Slurm
 
 @pytest.fixture
 def cluster(network: Callable[..., Network], tmp_path: Path) -> Iterator[Callable[..., Slurm]]:
-    """Starts a Slurm of N nodes; see :class:`helpers.slurm.Slurm`."""
+    """Return a function that starts a Slurm cluster of N nodes. See :class:`helpers.slurm.Slurm`."""
     programs = slurm.find()
     if programs is None:
         pytest.skip("needs Slurm, which `make setup` gets where Debian's packages are at hand")

@@ -1,4 +1,4 @@
-"""Host lists are expanded as Slurm's own program does it."""
+"""Host lists expand to the same names as in Slurm's own program."""
 
 import pytest
 from helpers import procs, slurm

@@ -17,7 +17,7 @@ RANKS = WORKERS / "ranks.py"
 
 @pytest.fixture
 def submit(cluster, launch, tmp_path):
-    """Starts a Slurm of N nodes, and a command of a user in it."""
+    """Return a function that starts a Slurm cluster of N nodes and runs a user's command in it."""
 
     def start(nodes, *command, **env):
         slurm = cluster(nodes)
@@ -31,7 +31,7 @@ def parsed(lines):
 
 
 def workers(launched, count):
-    """The first workers that tell of themselves, by rank."""
+    """Return the first ``count`` workers that report themselves, sorted by rank."""
     return parsed(launched.wait_for_lines(READY.pattern, count, "stdout"))
 
 
@@ -41,7 +41,7 @@ def succeed(workers):
 
 
 def ended(slurm, job):
-    """Wait for the end of a job, and return its state."""
+    """Wait until a job has finished, and return its state."""
     running = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
     return procs.wait_until(lambda: slurm.job(job)["JobState"], lambda state: state not in running)
 
@@ -49,7 +49,7 @@ def ended(slurm, job):
 def test_srun_elasticrun_and_nothing_else(submit):
     slurm, job = submit(2, "srun", "-N2", "elasticrun", RANKS)
     found = workers(job, 2)
-    # The ranks have the order of Slurm's nodes.
+    # The ranks follow the order of Slurm's nodes.
     assert [(each.rank, each.host, each.world) for each in found] == [(0, "node2", 2), (1, "node3", 2)]
     assert {each.run for each in found} == {"1.0"}
     for number in (0, 1):
@@ -98,7 +98,7 @@ def test_two_jobs_on_the_same_nodes(submit, launch, tmp_path):
     found = [workers(job, 2) for job in (first, second)]
     assert [{each.host for each in its} for its in found] == [{"node2", "node3"}] * 2
     runs = [{each.run for each in its} for its in found]
-    # Slurm may receive the second job first.
+    # Either job may have the first number, because Slurm may receive the second one first.
     assert {"1.0"} in runs
     assert {"2.0"} in runs
     for job, its in zip((first, second), found, strict=True):
@@ -161,7 +161,7 @@ def test_a_signal_before_the_time_limit_reaches_all_workers_once_they_handle_it(
     slurm, job = submit(2, "srun", "-N2", "elasticrun", "--nproc-per-node=2", script, GATE=str(gate))
     job.wait_for_lines("^IMPORTING$", 4, "stdout")
     job.wait_for_lines("^READY$", 3, "stdout")
-    # Slurm sends the signal of `--signal=USR1@SECONDS` in the same way.
+    # Slurm delivers the signal of `--signal=USR1@SECONDS` in the same way.
     slurm.run("scancel", "--signal=USR1", "1")
     job.wait_for_lines(r"^SAVED (\d)$", 3, "stdout")
     gate.write_text("")
@@ -192,7 +192,7 @@ class TestBatchScripts:
     def test_a_job_with_an_unfit_first_node_is_requeued(self, cluster, worker_script, tmp_path):
         slurm = cluster(3)
         worker_script("print('TRAINED', flush=True)", "train.py")
-        # The first node is unfit in the first run of the job.
+        # The check fails on the first node, but only in the first run of the job.
         check = tmp_path / "check.sh"
         check.write_text('#!/bin/sh\n[ "$SLURM_NODEID" != 0 ] || [ -n "$SLURM_RESTART_COUNT" ]\n')
         check.chmod(0o755)
@@ -206,7 +206,8 @@ class TestBatchScripts:
         )
         procs.wait_until(lambda: slurm.job(1)["Restarts"], "1".__eq__)
         slurm.wait_idle()
-        # Slurm delays the start of a requeued job by two minutes. Within two seconds it would refuse the job.
+        # Slurm delays the start of a requeued job by two minutes. Start it after three seconds, because Slurm
+        # would refuse it within the first two.
         slurm.run("scontrol", "update", "JobId=1", "StartTime=now+3")
         assert ended(slurm, 1) == "COMPLETED", f"{slurm.job(1)}\n{slurm.logs()}"
         (out,) = tmp_path.glob("*.out")
@@ -216,7 +217,7 @@ class TestBatchScripts:
     @pytest.mark.slow
     def test_the_next_task_of_an_array_continues(self, cluster, worker_script, tmp_path):
         slurm = cluster(2)
-        # The first two jobs are stopped, as at their time limit; the third one finishes.
+        # The first two jobs are stopped as if they had reached their time limit. The third one finishes.
         worker_script(
             """
             import os, subprocess, signal

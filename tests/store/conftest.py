@@ -31,7 +31,7 @@ def store() -> Iterator[_core.WorkerStore]:
 
 @pytest.fixture
 def fork(torch_clients: TorchClients) -> Iterator[Callable[[int], list[TorchClient]]]:
-    """Processes without a store."""
+    """Return a function that forks processes without a connection to the store."""
     forked: list[TorchClient] = []
 
     def some(count: int) -> list[TorchClient]:
@@ -46,7 +46,9 @@ def fork(torch_clients: TorchClients) -> Iterator[Callable[[int], list[TorchClie
 
 @pytest.fixture
 def connect(store: _core.WorkerStore, fork: Callable[[int], list[TorchClient]]) -> Callable[..., TorchClient]:
-    """A client of the store; ``prefixes`` from the inmost, other options are those of ``TCPStore``."""
+    """Return a function that connects a client to the store. ``prefixes`` start with the innermost one, and
+    other options are those of ``TCPStore``.
+    """
 
     def connected(**options: Any) -> TorchClient:
         (client,) = fork(1)
@@ -58,7 +60,9 @@ def connect(store: _core.WorkerStore, fork: Callable[[int], list[TorchClient]]) 
 
 @pytest.fixture
 def wait_for_waiters(store: _core.WorkerStore) -> Callable[[int], dict[str, list[str]]]:
-    """Tells who waits once there are so many: that a wait has arrived can be seen nowhere else."""
+    """Return a function that blocks until ``count`` clients wait in the store, and returns the keys of each.
+    Only the store shows that a wait has arrived.
+    """
 
     def wait(count: int) -> dict[str, list[str]]:
         return wait_until(store.waiting, lambda told: len(told) == count)

@@ -31,7 +31,7 @@ def other(server: Server) -> Client:
 
 
 class TestContract(StoreContract):
-    """With the store of elasticrs."""
+    """The common tests of a coordination store, run with the store of elasticrs."""
 
 
 def entry(found: _core.Entry) -> tuple[str, bytes, int, int]:

@@ -1,4 +1,6 @@
-"""The data of all clients of a store stay within one limit, and the memory is returned to the system."""
+"""The data of all clients of a store stay within a common limit, and freed memory is returned to
+the system.
+"""
 
 import contextlib
 import re
@@ -12,13 +14,15 @@ from helpers.coordination import RUN, Client, RawClient, serving, store_command,
 from helpers.procs import wait_until
 
 LIMIT_MIB = 16
-# Code, stacks, what the allocator keeps, and the request that is being carried out.
+# Code, stacks, memory that the allocator keeps, and the request that is being handled.
 SLACK_MIB = 24
 REQUEST = 1 << 20
 
 
 class Store:
-    """``python -m elasticrs.store`` in a process of its own, whose memory is nobody else's."""
+    """``python -m elasticrs.store`` in a separate process, so that memory measurements include
+    nothing else.
+    """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.pid = process.pid
@@ -50,13 +54,13 @@ def store() -> Iterator[Store]:
 
 
 def send(client: RawClient, data: bytes) -> None:
-    """Send; the store may end the connection meanwhile."""
+    """Send data. The store may close the connection meanwhile."""
     with contextlib.suppress(ConnectionError):
         client.socket.sendall(data)
 
 
 def put_of(size: int) -> bytes:
-    """A request of so many bytes, with its length."""
+    """Return a request of ``size`` bytes, preceded by its length."""
     head = struct.pack("<BQI", 3, 1, 0) + struct.pack("<I", 1) + b"\0" + text("k") + b"\0"
     value = size - len(head) - 4 - 4
     return struct.pack("<I", size) + head + struct.pack("<I", value) + bytes(value) + bytes(4)
@@ -72,7 +76,7 @@ def test_requests_that_never_end_stay_within_the_limit(store):
     clients = [RawClient(store.port).connected() for _ in range(150)]
     for client in clients:
         send(client, begun)
-    # The one that holds next to nothing is served all the same.
+    # A client that uses almost no memory is served nevertheless.
     store.client.put("k", b"v")
     assert store.mib("VmHWM") < store.base + LIMIT_MIB + SLACK_MIB
     for client in clients:
@@ -99,7 +103,7 @@ def test_a_partly_sent_request_must_be_completed_in_time():
         send(client, put_of(1000)[:500])
         assert "0.2 s" in client.refusal("timeout")
         client.close()
-        # One without a request is not bound to send any.
+        # A client that has not started a request has no deadline.
         whole.put("k", b"v")
         whole.close()
 

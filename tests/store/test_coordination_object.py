@@ -1,4 +1,6 @@
-"""The store object: torch's names and meanings, several threads, and the program that serves a store."""
+"""The store object: torch's names and semantics, use by several threads, and the program that
+serves a store.
+"""
 
 import datetime
 import errno
@@ -28,7 +30,9 @@ SOON = datetime.timedelta(milliseconds=50)
 
 
 class Holder:
-    """pytest keeps what a fixture gave for longer than the guard against leaks waits."""
+    """Two stores that the fixture can release. pytest keeps the value of a fixture for longer than the leak
+    guard waits.
+    """
 
     def __init__(self, client: Callable[[], Any]) -> None:
         self.client = client
@@ -41,7 +45,7 @@ class Holder:
 
 
 def client_of_etcd(site: Site) -> Any:
-    """A client of a prefix in etcd."""
+    """Return an etcd client that is limited to a prefix."""
     absent = dict.fromkeys(("ca_cert", "cert", "key", "user", "password", "stall_timeout", "supervisor"))
     times = {"ttl": 60.0, "connect_timeout": procs.HANG, "read_timeout": procs.HANG}
     where = {"prefix": site.prefix, "is_tls": False, "job_lease": None}
@@ -50,7 +54,7 @@ def client_of_etcd(site: Site) -> Any:
 
 @pytest.fixture
 def pair(either_store: Etcd | None) -> Iterator[Holder]:
-    """Two objects over one store."""
+    """Two store objects that share one store."""
     with serving() as server:
         if either_store is not None:
             holder = Holder(partial(client_of_etcd, site(either_store)))
@@ -62,7 +66,7 @@ def pair(either_store: Etcd | None) -> Iterator[Holder]:
 
 
 def everything(store: Any, reader: Any) -> list[Any]:
-    """What each call returns; the same for this store and for torch's."""
+    """Return the results of all calls. They must be the same for this store and for torch's."""
     store.set("text", "abc")
     seen = [store.get("text"), store.add("n", 5), reader.add("n", -7), reader.get("n")]
     seen += [
@@ -108,7 +112,7 @@ def test_torch_returns_the_same(pair):
         "print(everything(store, dist.TCPStore('127.0.0.1', store.port, **made)), flush=True)\n"
         "from elasticrs.store import Store\n"
         "assert not [name for name in dir(dist.Store) if name[0] != '_' and not hasattr(Store, name)]\n"
-        # At times torch's store aborts the interpreter's own way out.
+        # Skip the interpreter's shutdown, because torch's store sometimes aborts it.
         "import os; os._exit(0)\n"
     )
     command = [sys.executable, "-c", script]
@@ -211,7 +215,7 @@ def test_a_lost_store_wakes_everybody():
             store.set("sent", "started or refused")
             server.inner.close()
             for wait in waits:
-                # A reset, if requests were on their way that the store has not read.
+                # The connection is reset rather than closed if the store has not read all requests.
                 with pytest.raises(DistNetworkError, match=r"closed|reset"):
                     wait.result(procs.HANG)
         with pytest.raises(DistNetworkError):
@@ -235,7 +239,8 @@ def test_a_store_that_is_not_there_is_an_error():
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_store_program_requires_its_token_and_ends_on_a_signal(tmp_path, signum):
-    # Editors end a file with a newline; all else belongs to the token, as it does for agents.
+    # Only the final newline, which editors add, is removed. Everything else belongs to the token, as it does
+    # for agents.
     (tmp_path / "token").write_bytes(b"secret \n")
     command = [sys.executable, "-m", "elasticrs.store", "--port", "0", "--run-id", RUN]
     command += ["--token-file", str(tmp_path / "token")]
@@ -278,7 +283,8 @@ def test_a_store_program_survives_nohup_and_a_lost_terminal():
         while not line.endswith(b"\n"):
             line += os.read(ours, 100)
         assert b"serving at" in line
-        # What the kernel does to the foreground of a terminal that goes; writing to it fails from now on.
+        # Close the terminal, so that writing to it fails. Send SIGHUP, as the kernel does to foreground
+        # processes of a closed terminal.
         os.close(ours)
         process.send_signal(signal.SIGHUP)
         assert process.wait(procs.HANG) == 0

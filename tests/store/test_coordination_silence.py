@@ -46,7 +46,9 @@ print(*[type(event).__name__ + getattr(event, "kind", "") for event in client.ta
 
 @pytest.fixture
 def member() -> Iterator[subprocess.Popen[str]]:
-    """A process that holds a session of 0.1 s x 15, and tells what it takes when it is asked to."""
+    """Return a function that starts a process with a session of 15 intervals of 0.1 s. On request, the
+    process prints its new events.
+    """
     started: list[subprocess.Popen[str]] = []
 
     def start(port: int) -> subprocess.Popen[str]:
@@ -80,7 +82,7 @@ def test_a_stopped_process_loses_its_lease_and_detects_it_first(member):
         procs.wait_state(process.pid, "T")
         watcher.put("news", b"not for the dead")
         assert watcher.changes() == [("member", None)]
-        # The last keep-alive was sent an interval before the stop, or more on a machine with much to do.
+        # The last keep-alive was sent an interval before the stop, or earlier on a loaded machine.
         assert time.monotonic() - running > 1.5 / 2
         process.send_signal(signal.SIGCONT)
         process.stdin.write("\n")
@@ -107,7 +109,7 @@ def test_a_store_that_was_stopped_ends_no_lease_too_early(server_process):
 
         patient = opened(Client(port, interval=0.1, attempts=100)).connected()
         patient.watch("")
-        # Silent for good, but for the keep-alive of below: it does not end itself.
+        # This client sends nothing except the keep-alive below, and does not close its session itself.
         silent = opened(RawClient(port)).connected(interval_ms=400, attempts=5)
         fenced = opened(Client(port, interval=0.1, attempts=10)).connected()
         fenced.txn(then=[("put", "fenced", b"", True)])
@@ -121,14 +123,14 @@ def test_a_store_that_was_stopped_ends_no_lease_too_early(server_process):
         procs.wait_state(process.pid, "T")
         used = time.monotonic() - heard
         assert fenced.lost().kind == "silent"
-        # Longer than the silent one has to live.
+        # Wait for longer than the silent client's lease.
         assert clock.lost().kind == "silent"
         continued = time.monotonic()
         process.send_signal(signal.SIGCONT)
 
         assert patient.changes() == [("fenced", None)]
-        # Its time goes on where it stood when the store was stopped; the store knows how long that was
-        # to within the shortest interval.
+        # The silent client's lease resumes from the moment at which the store was stopped. The store knows
+        # the length of the stop only to within the shortest interval.
         silent.refusal("silent")
         assert time.monotonic() - continued > 2.0 - used - 0.1
 
@@ -199,7 +201,7 @@ def test_connections_are_retried_while_no_store_listens():
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Whether the other side has closed it by now."""
+    """Return true if the peer has closed the connection."""
     connection.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while connection.recv(4096):
@@ -215,7 +217,7 @@ def test_one_answer_of_any_length_may_be_on_its_way():
             writer.put(f"key{number}", bytes(1_000_000))
         slow = RawClient(server.port).connected()
         everything = struct.pack("<QII", 1, 0, 1) + b"\4" + text("key") + bytes(4) + bytes(4)
-        # Both are answered before any of the answers is sent.
+        # The store handles both requests before it sends any reply.
         requests = ((0x03, everything), (0x06, struct.pack("<Q", 1)))
         slow.socket.sendall(
             b"".join(struct.pack("<IB", len(body) + 1, kind) + body for kind, body in requests)
@@ -241,12 +243,12 @@ def test_a_session_that_is_lost_does_not_end_its_connection_before_the_workers_h
             )
         client.connected()
         group.start(["sleep", "inf"])
-        # This side gives up, with workers that run.
+        # The client gives up after this protocol error, while its workers are still running.
         connection.sendall(struct.pack("<IB", 1, 0x81))
         assert client.lost().kind == "protocol"
         client.close()
         supervisor.fence_at(None)
-        # Whatever the nursery was told before this has been done.
+        # By the end of the stop, the nursery has handled all earlier requests.
         supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
         group.end()
         assert not has_ended(connection)

@@ -19,7 +19,7 @@ from elasticrs import _core
 
 @contextlib.contextmanager
 def answering(answer: bytes | None, *, is_closed: bool = True) -> Iterator[int]:
-    """A server that answers the first bytes so; ``None``: not at all."""
+    """A server that replies to the first bytes with ``answer``, or not at all if it is ``None``."""
     ended = threading.Event()
 
     def serve(connection: socket.socket) -> None:
@@ -206,7 +206,7 @@ def test_strangers_are_closed_with_one_notice_each(sent, notice):
 
 
 def test_a_client_that_gets_no_answer_to_its_first_question_is_no_stranger():
-    # As one of ours does when the store was stopped for a while.
+    # A client sends only these bytes if the store is stopped for a while.
     with serving() as store:
         asking = socket.create_connection(("127.0.0.1", store.port), timeout=30)
         asking.sendall(b"\x00\xce\xf7\x85\x3c\x07")
@@ -221,7 +221,7 @@ def test_a_refused_client_that_keeps_sending_is_disconnected():
         client = store.raw().connected()
         client.send(0x77, b"")
         client.refusal("protocol")
-        # More than sockets and the store take together.
+        # More data than the socket buffers and the store take together.
         much = bytes(64 << 20)
         with pytest.raises(ConnectionError):
             client.socket.sendall(much)
@@ -249,7 +249,8 @@ def test_a_flood_of_strangers_costs_a_few_lines():
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 while stranger.recv(4096):
                     pass
-        # Ten in ten seconds; a slow machine may need two such windows.
+        # The store reports ten strangers in ten seconds. On a slow machine, the test may last for two such
+        # periods.
         assert 10 <= len(store.inner.take_notices()) < 30
 
 
@@ -267,7 +268,9 @@ def test_garbage_in_a_session_ends_that_session_only():
 
 
 def struct_of_one_op() -> bytes:
-    """No compares, one leased put of ``rude``, nothing otherwise."""
+    """Encode a transaction with no compares, one leased put of ``rude``, and no operations for the other
+    case.
+    """
     put = b"\x00" + b"\x04\x00rude" + b"\x01" + bytes(4)
     return bytes(4) + b"\x01\x00\x00\x00" + put + bytes(4)
 

@@ -31,7 +31,7 @@ STORES = {
 
 
 def descriptors(process, is_enough):
-    """How many there are, as soon as that is enough."""
+    """Return the number of open descriptors as soon as it satisfies ``is_enough``."""
     return procs.wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/fd")), is_enough)
 
 
@@ -44,15 +44,15 @@ def test_connections_never_take_the_last_descriptors(kind):
         alone = descriptors(process, bool)
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
         crowd = [socket.create_connection(("127.0.0.1", port)) for _ in range(2 * LIMIT)]
-        # One more is held back until there is room.
+        # One more connection is accepted, but held back until there is room.
         most = descriptors(process, lambda count: count > LIMIT - KEPT)
         assert most == LIMIT - KEPT + 1
         for each in crowd:
             each.close()
-        # Those that had to wait were let in, and found to be gone.
+        # The waiting connections were accepted, and dropped because their clients had closed them.
         descriptors(process, lambda count: count <= alone)
         told, _ = process.communicate("")
-    # Every ten seconds at most.
+    # The error is reported at most once in ten seconds.
     assert 0 < len(re.findall("cannot accept .*Too many open files", told)) < 3, told
 
 
@@ -78,7 +78,7 @@ def test_a_full_store_leaves_the_health_check_its_descriptors():
         resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
         crowd = [socket.create_connection(("127.0.0.1", store)) for _ in range(2 * LIMIT)]
         for each in crowd:
-            # A silent client is disconnected after a while.
+            # Send a greeting, because the store disconnects a silent client after a while.
             each.sendall(GREETING)
         descriptors(process, lambda count: count > LIMIT - KEPT)
         assert get(health, "/")[0] == 200

@@ -1,4 +1,4 @@
-"""Many agents with real connections: the cost of an agent does not depend on their number."""
+"""Many agents with real connections. The cost of each agent does not depend on their number."""
 
 import json
 import subprocess
@@ -18,8 +18,8 @@ json.dump({"figures": figures, "picture": drawn, "table": table}, sys.stdout)
 
 
 def test_fifty_agents_form_fail_and_lose_two_and_each_costs_no_more_than_one_of_ten():
-    # Every wait in it is for all agents: that it ends says that all have started, were told of the failure,
-    # started again, saw one agent and then the leader die, and left after success.
+    # The program waits for all agents at each stage. That it finishes shows that all of them started, learned
+    # of the failure, restarted, saw an agent and the leader die, and left after success.
     done = subprocess.run(
         [sys.executable, "-c", MEASURE], cwd=ROOT, stdout=subprocess.PIPE, timeout=50, check=True, text=True
     )
@@ -30,11 +30,13 @@ def test_fifty_agents_form_fail_and_lose_two_and_each_costs_no_more_than_one_of_
     assert many["restart: up"] <= 2
     assert many["restart: down"] <= 7
     for way in ("up", "down"):
-        # A busy machine cuts the batches differently; a cost that grew with n would be some forty higher.
+        # On a busy machine, messages are batched differently. A cost that grew with the number of agents
+        # would be about 40 higher.
         assert many[f"form: {way}"] <= few[f"form: {way}"] + 1.5
         assert many[f"restart: {way}"] <= few[f"restart: {way}"] + 1.5
     for way in ("sent", "received"):
-        # The leader's own share, its view of all, is spread over more agents; keys have more digits.
+        # Allow for a difference, because the leader's own traffic is spread over more agents and keys have
+        # more digits.
         assert many[f"restart: {way}"] <= few[f"restart: {way}"] * 1.5
 
     texts = {each.text for each in ElementTree.fromstring(measured["picture"]).iter()}

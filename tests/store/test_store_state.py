@@ -1,4 +1,4 @@
-"""A store that keeps its state is killed, stopped and started again, and refuses invalid files."""
+"""A store with a state file is killed, stopped and restarted, and refuses invalid files."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ GRACE = 60.0
 
 
 class Kept:
-    """``python -m elasticrs.store --state`` in a process of its own."""
+    """``python -m elasticrs.store --state`` in a separate process."""
 
     def __init__(self, file: Path, *options: str, grace: float = GRACE) -> None:
         self.clients: list[RawClient] = []
@@ -46,7 +46,7 @@ class Kept:
         return Client(self.port, interval=60.0, **options).connected()
 
     def end(self, signum: signal.Signals = signal.SIGKILL) -> tuple[int, str]:
-        """The exit code, and what it has said on stderr."""
+        """Send the signal, and return the exit code and the output on stderr."""
         self.process.send_signal(signum)
         return self.ended()
 
@@ -62,7 +62,7 @@ def state(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def keep(state: Path) -> Iterator[Callable[..., Kept]]:
-    """Start a store, with the same state unless another one is named."""
+    """Return a function that starts a store, with the same state file unless another one is given."""
     started: list[Kept] = []
 
     def start(*options: str, file: Path = state, grace: float = GRACE) -> Kept:
@@ -77,7 +77,7 @@ def keep(state: Path) -> Iterator[Callable[..., Kept]]:
 
 
 class Ready(NamedTuple):
-    """How a session begins, by hand."""
+    """The store's reply that starts a session, parsed, and the raw client that received it."""
 
     client: RawClient
     session: int
@@ -145,7 +145,7 @@ def test_leased_keys_stay_for_the_time_of_their_sessions_and_end_in_one_revision
     for client in clients:
         client.close()
     begun = time.monotonic()
-    # What was granted counts, not what this store would grant.
+    # The lease lasts as long as the first store granted, not as long as this store would grant.
     again = keep(grace=1.0)
     with closing(again.client()) as client:
         client.watch("", from_revision=revision + 1)
@@ -192,7 +192,7 @@ def test_a_client_that_may_resume_has_lost_nothing(keep, signum):
         client.put("mine", b"1", leased=True)
         client.watch("")
         store.end(signum)
-        # Asked while there is no store.
+        # Send a request while there is no store.
         client.tag += 1
         client.inner.txn(client.tag, [("exists", "mine")], [("put", "mine", b"2", True)], [])
         again = keep("--host", host, "--port", str(store.port))
@@ -236,10 +236,10 @@ def test_a_store_that_starts_empty_or_from_a_copy_is_not_the_one_that_was_met(ke
         client = hello(other, confirmed=met.ids[0])
         client.refusal("other")
         assert other.process.stderr is not None
-        # Skip the line about the state with which it starts.
+        # Skip the line in which the store describes the state that it starts with.
         other.process.stderr.readline()
         assert "refused 127.0.0.1" in other.process.stderr.readline()
-    # A client that has met none of the two accepts either.
+    # A client that knows only the earlier run of this store is accepted, too.
     entered(hello(store, confirmed=met.ids[1]))
 
 

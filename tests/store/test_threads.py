@@ -1,4 +1,6 @@
-"""The threads of stores and health checks: signals, SIGPIPE, and waiting for each other."""
+"""The threads of stores and health checks: they block signals, survive SIGPIPE, and do not wait for each
+other.
+"""
 
 import os
 import signal
@@ -35,8 +37,8 @@ def test_a_client_that_leaves_without_its_answers_ends_no_other_session():
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         port = int(program.stdout.readline())
-        # All of it, and the end of the connection, is there when the store looks: the answers, more than one
-        # system call takes, meet a socket that is closed.
+        # When the store resumes, all requests and the end of the connection have arrived. It writes its
+        # replies, for which it needs several system calls, to a closed socket.
         client = RawClient(port).connected()
         program.send_signal(signal.SIGSTOP)
         procs.wait_state(program.pid, "T")
@@ -51,7 +53,7 @@ def test_a_client_that_leaves_without_its_answers_ends_no_other_session():
 
 
 def blocked_signals() -> dict[str, int]:
-    """The masks of our threads, by name."""
+    """Return the mask of blocked signals of each elasticrs thread, by thread name."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
@@ -66,7 +68,7 @@ def test_no_signal_is_delivered_to_a_thread_of_ours():
     store.serve()
     health = _core.HealthServer("127.0.0.1", 0, 60.0)
     try:
-        # A new thread names itself.
+        # A new thread sets its own name, so wait until all names are there.
         names = {"elasticrs", "elasticrs-store", "elasticrs-healt"}
         blocked = procs.wait_until(blocked_signals, lambda seen: not set(seen) < names)
         for signum in (signal.SIGPIPE, signal.SIGTERM, signal.SIGCHLD):
@@ -101,7 +103,8 @@ def test_a_store_that_is_busy_does_not_hold_up_the_workers_of_its_agent():
     command = [sys.executable, "-c", AGENT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
         pids = [int(pid) for pid in agent.stdout.readline().split()]
-        # As with a search of 100 ms or an answer of 64 MiB, for as long as it takes.
+        # Stop the store's thread, as if it were busy with a search of 100 ms or a reply of 64 MiB, but for
+        # longer.
         with held(thread_of(agent.pid, "elasticrs-store")):
             os.kill(pids[0], signal.SIGKILL)
             procs.assert_gone(pids)
@@ -114,7 +117,7 @@ PING = b"\r" + b"ping"
 
 
 def ask(port: int) -> None:
-    """Be a client of a workers' store."""
+    """Connect to a workers' store, and exchange one message."""
     with socket.create_connection(("127.0.0.1", port), timeout=procs.HANG) as client:
         client.sendall(b"\x00\xce\xf7\x85\x3c" + PING)
         assert client.recv(4) == PING[1:]

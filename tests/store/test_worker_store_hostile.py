@@ -1,4 +1,4 @@
-"""Connections that behave badly are closed with one line each, while a real client works."""
+"""Misbehaving connections are closed with one line each, while a real client keeps working."""
 
 import random
 import socket
@@ -59,7 +59,7 @@ def test_a_stopped_reader_delays_no_writer(connect, store):
     client = connect()
     client.call("set", "large", bytes(1 << 20))
     with raw(store) as stopped:
-        # Half a gigabyte of replies, if they were made.
+        # Request half a gigabyte of replies, without reading any.
         stopped.sendall(GREETING + 512 * (b"\x03" + text(b"/large")))
         for number in range(100):
             assert client.call("add", "n", 1) == number + 1

@@ -124,7 +124,7 @@ def test_a_wait_is_over_when_the_last_key_is_there(client, connect, store, wait_
     ],
 )
 def test_every_kind_of_write_wakes_all_waiters_of_a_key(client, connect, wait_for_waiters, method, args):
-    # One push is for one consumer.
+    # A push wakes only one consumer.
     waiters = [connect() for _ in range(1 if method == "queue_push" else 3)]
     for waiter in waiters:
         waiter.begin_call("wait", ["k"])
@@ -183,7 +183,7 @@ def test_a_barrier_opens_for_all_at_once(connect, wait_for_waiters, prefixes):
 def test_every_worker_is_counted_in_init_and_does_not_wait(connect):
     clients = [connect(world_size=3, wait_for_workers=True) for _ in range(3)]
     assert clients[0].call("num_keys") == 1
-    # The key has no slash in front, so that a client cannot name it.
+    # Workers are counted in a key without a leading slash, so that no client can name it.
     assert clients[0].call("list_keys") == []
 
 

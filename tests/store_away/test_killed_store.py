@@ -1,4 +1,4 @@
-"""A separate store that keeps its state is killed and started again without effect on a running job."""
+"""A separate store with a state file is killed and restarted without any effect on a running job."""
 
 import os
 import random
@@ -26,7 +26,7 @@ GRACE = 120
 
 
 class Store:
-    """``python -m elasticrs.store --state``, which may be killed and started again."""
+    """``python -m elasticrs.store --state``, which tests can kill and restart."""
 
     def __init__(self, folder: Path, **options: object) -> None:
         self.folder, self.options, self.port = folder, options, ports.free()
@@ -68,7 +68,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def job(launch, store):
-    """Start the agents of a job that meet in the store."""
+    """Return a function that starts the agents of a job that meet in the store."""
 
     def job(*options, **conf):
         pairs = ",".join(f"{name}={value}" for name, value in {"is_host": 0, **conf}.items())
@@ -84,12 +84,12 @@ def job(launch, store):
 
 
 def workers(agents, number):
-    """Those of a round, each agent's `number`-th."""
+    """Return each agent's ``number``-th worker. Check that they belong to one round."""
     return round_of(agents, [number] * NODES)
 
 
 def rounds(agent):
-    """How often its worker has begun."""
+    """Return how many times the agent has started its worker."""
     return len(READY.findall(agent.stdout))
 
 
@@ -178,7 +178,7 @@ def test_a_copy_of_the_state_is_refused_after_the_original_was_met(store, job, t
     store.kill()
     shutil.copy(tmp_path / "state", tmp_path / "copy")
     store.start()
-    # A restart needs the store: all of them have met this one.
+    # A restart needs the store, so after the restart all agents know this one.
     os.kill(found[0].pid, FAIL)
     again = workers(agents, 2)
     store.kill()

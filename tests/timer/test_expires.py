@@ -1,4 +1,4 @@
-"""``expires``: the calls that a client gets, and their times."""
+"""``expires``: the calls that it makes to its client, and their times."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ from elasticrs.timer import api
 
 
 class Recorder(timer.TimerClient):
-    """Keeps what it is told: the scope, and the seconds from now, or ``None`` for a release."""
+    """Records calls as the scope and the seconds until it expires, or ``None`` for a release."""
 
     def __init__(self):
         self.calls = []

@@ -1,4 +1,4 @@
-"""The client of FIFO timers: its records, and a FIFO that it cannot write."""
+"""The client of FIFO timers: the records that it writes, and a FIFO that it cannot write to."""
 
 import fcntl
 import json
@@ -27,7 +27,7 @@ class Fifo:
         self.fd = os.open(self.path, os.O_RDWR | os.O_NONBLOCK)
 
     def fill(self):
-        """Until not even one byte fits in."""
+        """Write until not a single byte more fits into the FIFO."""
         for size in (4096, 1):
             try:
                 while True:
@@ -57,7 +57,7 @@ def fifo(tmp_path):
 
 @pytest.fixture
 def client(fifo, monkeypatch):
-    """As under an agent of ours."""
+    """A client in a worker of an elasticrs agent."""
     monkeypatch.setenv("ELASTICRS_TIMER_FILE", fifo.path)
     client = FileTimerClient(fifo.path)
     yield client
@@ -115,7 +115,7 @@ def test_a_full_pipe_blocks_no_caller_and_loses_no_release(fifo, client, caplog)
     assert "full" in caplog.text
     client.release("step")
     client.acquire("step", time.time() + 60)
-    # It is behind a release that waits.
+    # This request was dropped, because it would have to wait behind a queued release.
     assert client.dropped == 3
     while not (seen := [r for r in fifo.records() if r["expiration_time"] < 0]):
         assert wait_readable(fifo.fd, HANG)
@@ -132,7 +132,7 @@ def test_records_of_several_threads_are_whole_in_order_and_none_is_live_in_the_e
     fifo, client, room, request
 ):
     threads, blocks = 8, 500
-    # Threads take turns everywhere, also between two steps of one request.
+    # Switch threads as often as possible, even in the middle of a request.
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
     sys.setswitchinterval(1e-6)
     fcntl.fcntl(fifo.fd, fcntl.F_SETPIPE_SZ, room)
@@ -148,7 +148,8 @@ def test_records_of_several_threads_are_whole_in_order_and_none_is_live_in_the_e
     for thread in started:
         thread.start()
     live, acquired, released, rest = set(), 0, 0, b""
-    # All that wait in the client are releases, and each of them is for one block.
+    # The client queues only releases, and each of them belongs to one block. So all blocks are done when as
+    # many releases have arrived.
     while released < threads * blocks:
         assert wait_readable(fifo.fd, HANG)
         *lines, rest = (rest + os.read(fifo.fd, 1024)).split(b"\n")
@@ -189,7 +190,7 @@ def test_the_first_request_without_a_server_fails_as_torchs(tmp_path, monkeypatc
 
 def test_a_forked_child_writes_in_its_own_name(fifo, client):
     client.acquire("a", time.time() + 60)
-    with client._lock:  # as when another thread is writing
+    with client._lock:  # as if another thread were writing
         pid = os.fork()
         if pid == 0:
             client.acquire("b", time.time() + 60)

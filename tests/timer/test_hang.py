@@ -1,4 +1,4 @@
-"""Ranks that hang under ``--hang-timeout``: the named rank, its evidence, and pauses that are no hang."""
+"""Ranks that hang under ``--hang-timeout``: the named rank, its evidence, and pauses that are not hangs."""
 
 import os
 import re
@@ -43,7 +43,7 @@ HANGS = {
     "sleep": "from time import sleep; sleep(1000)",
     "loop": "while True: pass",
     "stopped": "os.kill(os.getpid(), signal.SIGSTOP)",
-    # The GIL is held by a lock that is never let go of, in C.
+    # C code holds the GIL and waits for a lock that is never released.
     "gil": """
         mutex = ctypes.create_string_buffer(64)
         lock = ctypes.PyDLL(None).pthread_mutex_lock
@@ -68,7 +68,7 @@ def training(hang):
 
 @pytest.fixture
 def run(launch, worker_script, tmp_path):
-    """Launch workers of this source under a limit for hangs."""
+    """Return a function that launches workers with this source and this hang timeout."""
 
     def run(source, limit, *options, nproc=1, **how):
         options = (f"--nproc-per-node={nproc}", f"--hang-timeout={limit}", *options)
@@ -79,7 +79,7 @@ def run(launch, worker_script, tmp_path):
 
 @pytest.fixture
 def evidence(tmp_path):
-    """Read the evidence of a rank of the first attempt."""
+    """Return a function that reads the evidence of a rank in the first attempt."""
 
     def read(rank):
         (path,) = tmp_path.glob(f"logs/*/attempt_0/{rank}/hang.txt")
@@ -100,7 +100,7 @@ def test_a_rank_that_hangs_is_found_and_the_group_restarts(run, tmp_path, how, e
     kept = evidence(1)
     assert f"state {'T' if how == 'stopped' else ''}" in kept
     assert ("Current thread" in kept) == (how != "stopped")
-    # The requested stacks are not recorded as a crash.
+    # The stacks that the agent requested are not recorded as a crash.
     assert not list(tmp_path.glob("logs/*/attempt_0/*/error.json.fault"))
 
 
@@ -131,7 +131,7 @@ def test_a_worker_that_exits_when_asked_for_its_stacks_counts_as_hung(run, tmp_p
     """
     launched = run(source, 1, nproc=2).exits(1)
     says(launched.stderr, "hung", "limit 1 s", "step 7")
-    # The stacks of a crash are no answer, and stay where the report looks for them.
+    # The stacks of a crash are not mistaken for the requested ones, and stay where the report looks for them.
     faults = [path.read_text() for path in tmp_path.glob("logs/*/attempt_0/*/error.json.fault")]
     assert any("Fatal" in text for text in faults) == (how == "crashes")
 
@@ -152,7 +152,7 @@ def test_a_worker_that_continues_during_the_inspection_has_not_hung(run):
     """
     launched = run(source, 0.5, stdin=subprocess.PIPE)
     launched.wait_for_line("WENT ON")
-    # The evidence takes 1.2 seconds, as it does not answer.
+    # Collecting the evidence takes 1.2 seconds, because the worker does not answer.
     assert not wait_readable(launched.pidfd, 2)
     launched.end_stdin()
     launched.exits(0)
@@ -160,7 +160,7 @@ def test_a_worker_that_continues_during_the_inspection_has_not_hung(run):
 
 
 def test_the_next_inspection_comes_in_time_after_one_that_found_no_hang(run):
-    # The check of every five seconds would find it, too: one question in each of its intervals.
+    # The regular check would find the hang, too, but it requests stacks only once in five seconds.
     source = """
         import os, signal, time
         from elasticrs.timer import heartbeat
@@ -212,13 +212,13 @@ SPY = """
 """
 SPIES = {
     "answers": SPY,
-    # Evidence does not keep the job: it is ended after two seconds.
+    # A py-spy that hangs does not delay the job, because it is killed after two seconds.
     "hangs": f"{SPY}\nexec sleep 1000",
 }
 
 
 def interpreter_with_py_spy(folder, body):
-    """An interpreter in a folder of its own: a ``py-spy`` beside it comes before all others."""
+    """Make an interpreter in its own folder. A ``py-spy`` beside it is found before all others."""
     python = folder / "python"
     python.symlink_to(os.path.realpath(sys.executable))
     spy = folder / "py-spy"
@@ -242,7 +242,9 @@ def test_py_spy_inspects_a_worker_without_a_handler(run, tmp_path, how, evidence
 
 @pytest.fixture(scope="session")
 def py_spy():
-    """The real one, where it may look into a process that is no child of its own."""
+    """Skip the test unless the real py-spy is installed and may inspect a process that is not its
+    own child.
+    """
     folder = os.path.dirname(sys.executable)
     program = shutil.which("py-spy", path=os.pathsep.join([folder, os.environ.get("PATH", os.defpath)]))
     if program is None:
@@ -261,7 +263,7 @@ def py_spy():
 @pytest.mark.parametrize("how", ["sleep", "stopped"])
 @pytest.mark.usefixtures("py_spy")
 def test_the_real_py_spy_names_the_place(run, tmp_path, how, evidence):
-    # The hung rank does not answer: its handler is Python's, or it is stopped.
+    # The hung rank does not report its stacks, because its handler is in Python or because it is stopped.
     body = "signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nclass Loader:\n    def read_batch(self):\n"
     source = training(body + textwrap.indent(HANGS[how], " " * 8) + "\nLoader().read_batch()")
     launched = run(source, 1, nproc=3).exits(1)
@@ -294,7 +296,7 @@ def test_a_fifo_in_place_of_a_file_costs_only_that_file(run, what, evidence):
     """
     launched = run(source, 1, nproc=2).exits(1)
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
-    # The evidence of the other rank is there.
+    # The evidence of the other rank was collected nevertheless.
     assert "in <module> (worker.py:" in launched.stderr
     assert "Current thread" in evidence(1)
     assert ("could not be written" in launched.stderr) == (what == "hang.txt")
@@ -424,7 +426,7 @@ def test_a_stopped_agent_finds_no_hang(run):
     launched = run(source, 2, stdin=subprocess.PIPE)
     launched.wait_for_line("UP")
     launched.signal(signal.SIGSTOP)
-    # For longer than the limit.
+    # Keep the agent stopped for longer than the limit.
     launched.wait_for_lines("ALIVE", 46)
     launched.signal(signal.SIGCONT)
     launched.wait_for_lines("ALIVE", 56)
@@ -466,7 +468,7 @@ def test_a_limit_is_learned_from_the_steps(run):
     """
     launched = run(source, "auto:0.5", "--max-restarts=1", nproc=2).exits(0)
     assert launched.stdout.count("DONE\n") == 2
-    # Twenty steps of microseconds: the floor is the limit.
+    # The twenty steps take only microseconds, so the limit is the minimum of 0.5 s.
     says(launched.stderr, "rank 1 ", "hung", "limit 0.5 s", "step 19")
 
 

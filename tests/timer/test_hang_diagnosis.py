@@ -1,4 +1,4 @@
-"""Hangs of real gloo groups: the report names the rank that the others wait for, from torch's flight
+"""Hangs of real gloo groups: the report names the rank that the others wait for, based on torch's flight
 records.
 """
 
@@ -23,7 +23,7 @@ REDUCE = "distributed.all_reduce(ones)"
 HANGS = {
     "does_not_enter": "load_batch()",
     "calls_another": "distributed.barrier()",
-    # Unlike `sleep`, waiting for a lock goes on after the signal that requests the stacks.
+    # A wait for a lock continues after the signal that requests the stacks, unlike `sleep`.
     "holds_the_gil": (
         "import ctypes; lock = ctypes.create_string_buffer(64); take = ctypes.PyDLL(None).pthread_mutex_lock;"
         " take(lock); take(lock)"
@@ -37,7 +37,7 @@ def step(of_rank_1, others=REDUCE):
 
 @pytest.fixture
 def run(launch, worker_script, tmp_path):
-    """Launch three workers of this source, whose limit for hangs is two seconds."""
+    """Return a function that launches three workers with this source and a hang timeout of two seconds."""
 
     def run(source, *options, nproc=3):
         options = (
@@ -107,7 +107,7 @@ def test_without_torch_the_report_stays_as_it_is(run, tmp_path):
 
 @pytest.mark.torch
 def test_records_of_an_earlier_attempt_are_not_used(run, tmp_path):
-    # In the second attempt, the other rank does not enter, and the collective has another number.
+    # In the second attempt, the other rank does not enter, and the collective has a different number.
     source = f"""{STEP}
     if attempt == 1:
         {REDUCE}

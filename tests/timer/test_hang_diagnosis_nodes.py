@@ -1,5 +1,5 @@
-"""Hangs of real gloo groups over several nodes: every node prints the same diagnosis, from the evidence of
-all of them.
+"""Hangs of real gloo groups on several nodes: every node prints the same diagnosis, based on the evidence of
+all nodes.
 """
 
 import re
@@ -38,7 +38,7 @@ def step(culprit, of_culprit, others="step()"):
 
 
 class Nodes:
-    """Launchers of one job on loopback."""
+    """The launchers of one job, all on loopback."""
 
     def __init__(self, launch, script, folder, count, nproc, *options, timeouts=()):
         port = ports.free()
@@ -62,7 +62,7 @@ class Nodes:
 
     @property
     def diagnosis(self):
-        """The paragraph, which is the same on every node."""
+        """The paragraph of the diagnosis, which must be the same on every node."""
         (told,) = {tuple(DIAGNOSIS.findall(node.stderr)) for node in self.launched}
         assert len(told) == 1, self.story
         return told[0][1]
@@ -155,6 +155,6 @@ def test_all_nodes_name_the_rank_that_made_a_collective_time_out(nodes):
     job.ended(0)
     (told,) = {tuple(re.findall(r"round 1 failed: (.*)", node.stderr)) for node in job.launched}
     (paragraph,) = told
-    # The ranks of the other node may have been stopped before they could answer.
+    # The agent may have stopped the ranks of the other node before they could answer.
     says(paragraph, "in all_reduce #2 of the default group")
     assert re.search(r"rank 3|ranks 2, 3", paragraph), job.story

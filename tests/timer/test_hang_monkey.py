@@ -1,4 +1,4 @@
-"""A monkey that makes workers hang in any way, several at once, while the launcher gets signals.
+"""A monkey test: workers hang in random ways, several at once, while the launcher receives signals.
 
 Each game is a job of a few ranks and attempts. In an attempt some ranks hang and the others wait for them,
 go on by themselves, or are in a section without a limit. Every game has to end with the code that follows
@@ -24,14 +24,14 @@ HANGS = (
     *("section", "timer", "leave", "children", "spoil"),
 )
 OTHERS = ("peer", "peer", "peer", "beats", "unlimited")
-# The same games every time: what has to pass must not depend on luck. More are played with MONKEY_SEED.
+# Play the same games every time, because the test must not depend on luck. Set MONKEY_SEED to play others.
 FIRST_SEED = 90160
 AT_ONCE = 4
 """Most of a game is waiting."""
 
 
 class Game:
-    """One job: its plan, and what was done to it."""
+    """One job: its plan, and the signals that its launcher received."""
 
     def __init__(self, launch, folder, seed):
         self.rng = rng = random.Random(seed)
@@ -54,7 +54,8 @@ class Game:
         self.launched = launch(*options, WORKER, env=env)
 
     def attempt(self):
-        """Some hang; whoever waits is a step ahead, or has the newer heartbeat.
+        """Plan an attempt in which some ranks hang. Ranks that wait are a step ahead, or have a newer
+        heartbeat.
 
         Without steps, of several at one place and one that waits elsewhere, the latter is the odd one.
         """
@@ -68,7 +69,7 @@ class Game:
         return {"step": 0, "hung": [], "ranks": dict.fromkeys(range(self.n), "done")}
 
     def play(self):
-        """Send signals at random moments, none of which may change the named rank."""
+        """Send signals at random moments. None of them may change which rank is named."""
         launched, rng = self.launched, self.rng
         launched.read_for(rng.uniform(0.2, 1.4))
         for _ in range(rng.randint(1, 3) if self.is_disturbed else 0):
@@ -112,7 +113,7 @@ class Game:
         self.check_names(story)
 
     def check_names(self, story):
-        """The first failures are told in a line each, the last one in the report."""
+        """Check that each failure with a restart is named in a line, and the last failure in the report."""
         named = re.findall(
             r"rank (\d+) \(pid \d+\)[^;\n]*(?:hung|timer|exit)[^\n]*restarting", self.launched.stderr
         )
@@ -142,7 +143,7 @@ def play(launch, tmp_path, count):
             game.play()
         for game in games:
             game.check()
-        # What a launcher that was killed has left ends by itself, and is adopted by this process.
+        # Processes that a killed launcher has left exit on their own, and are adopted by this process.
         if any(game.was_killed for game in games):
             procs.reap_adopted()
         assert not procs.adopted(), [game.story for game in games]

@@ -1,4 +1,4 @@
-"""Ranks that hang in a job of several nodes: the named rank on every node, and the charge.
+"""Ranks that hang in a job of several nodes: every node names the same rank, and one restart is used.
 
 A rank gives its first heartbeat only when the one that is to hang has given its last: before that nobody is
 watched, however slow the machine is, and afterwards nobody goes on.
@@ -73,20 +73,22 @@ class Job:
         self.nodes.append(self._launch(*arguments, env=self._env))
 
     def ended(self):
-        """Exit codes; all output is in the failure of a test that wants others."""
+        """Wait for all agents, and return their exit codes. Keep their output in ``story``, for messages of
+        failed tests.
+        """
         codes = [node.wait() for node in self.nodes]
         self.story = "\n=== ".join(["", *(node.stderr for node in self.nodes)])
         return codes
 
     def evidence(self, rank):
-        """Read the evidence of a rank of the first attempt."""
+        """Return a function that reads the evidence of a rank in the first attempt."""
         node, local_rank = divmod(rank, self.nproc)
         (path,) = Path(self.folder / f"logs{node}").glob(f"*/attempt_0/{local_rank}/hang.txt")
         return path.read_text()
 
 
 def has_restarted_once(job, named, budget):
-    """Both nodes name this rank, and one restart was charged."""
+    """Check that all nodes name this rank, and that the job used one restart."""
     assert job.ended() == [0] * len(job.nodes), job.story
     for node in job.nodes:
         assert re.search(rf"rank {named} \(pid \d+\) on node \S+: hung: ", node.stderr), job.story
@@ -128,7 +130,8 @@ def test_a_node_with_a_long_limit_names_the_rank_that_the_other_node_waits_for(
         assert "step 1,204" in root, job.story
         if node is job.nodes[1]:
             line_with(root, "last heartbeat ", "rank 3", "step 1,204")
-    # The first node has found a rank of its own first, and names the rank for which that one waited.
+    # The first node suspected one of its own ranks first. It now names the rank that its own rank was waiting
+    # for.
     says(job.nodes[0].stderr, "waited for rank 3")
     says(job.nodes[1].stderr, "limit 600 s", "another node")
 
@@ -139,7 +142,7 @@ def test_the_rank_that_stands_elsewhere_in_the_same_step_is_named(launch, worker
     job.start(script, "--hang-timeout=2")
     job.start(script, "--hang-timeout=600")
     has_restarted_once(job, 2, 1)
-    # No rank of the first node is behind or stands elsewhere, so the node had to name a waiting one.
+    # No rank of the first node is behind or in a different place, so the node had to name a waiting rank.
     waits = r"rank [01] .* in wait_for_peers \(worker.py:\d+\), rank [01] in wait_for_peers .*: stopping"
     assert re.search(waits, job.nodes[0].stderr), job.story
     assert re.search(r"rank 2 .* in read_batch \(worker.py:\d+\), rank 3 in wait_for_peers", job.story)
@@ -148,7 +151,7 @@ def test_the_rank_that_stands_elsewhere_in_the_same_step_is_named(launch, worker
 def test_metrics_of_three_nodes_name_the_hung_rank(launch, worker_script, tmp_path):
     job = Job(launch, tmp_path, 3, 2, "--max-restarts=1", "--health-check-port=0", host=1, STAY="1")
     script = worker_script(TRAINING)
-    # The last one does not watch at all, and is the one whose rank hangs.
+    # The hung rank belongs to the last node, whose limit is too long to find the hang.
     for options in (("--hang-timeout=1",), ("--hang-timeout=600",), ("--hang-timeout=900",)):
         job.start(script, *options)
     lines = [node.wait_for_lines(r"here (\d+) (\d+) 1\.", 2) for node in job.nodes]
@@ -166,7 +169,7 @@ def test_metrics_of_three_nodes_name_the_hung_rank(launch, worker_script, tmp_pa
     def value(page, name):
         return float(re.search(rf"^elasticrs_{re.escape(name)} (\S+)$", page, re.MULTILINE)[1])
 
-    # All nodes lost a second. Half of it: an agent may see the start of its workers later than they run.
+    # All nodes lost a second. Expect only half of it, because an agent may notice late that its workers run.
     for page in pages:
         assert value(page, 'time_seconds_total{activity="hung"}') >= 0.5, page
     causes = [
@@ -213,7 +216,7 @@ def test_learned_limits_find_a_hang_and_restart_both_nodes(launch, worker_script
 
 @pytest.mark.parametrize("hung", [0, 1])
 def test_ranks_without_heartbeats_are_not_named(launch, worker_script, tmp_path, hung):
-    """Whichever of the two keeps the other waiting: only the one that gives heartbeats can be found."""
+    """Whichever rank keeps the other waiting, only the one that sends heartbeats can be found."""
     job = Job(launch, tmp_path, 2, 1, "--hang-timeout=1", "--max-restarts=1", hung=hung)
     silent = TRAINING.replace("from elasticrs.timer import heartbeat", "heartbeat = id")
     job.start(worker_script(silent, "silent.py"))
@@ -254,13 +257,13 @@ def test_a_crash_and_a_hang_at_once_are_one_failure(launch, worker_script, tmp_p
     if budget:
         for node in job.nodes:
             line_with(node.stderr, "round 2 starts", "2 nodes", "restart 1 of 1")
-        # Either came first. The cause that a node reported for its own is replaced by the agreed one.
+        # Either failure may come first. A node that has reported its own cause then reports the agreed one.
         told = [re.findall(f"{crash}|{hang}", node.stderr)[-1] for node in job.nodes]
         assert len(set(told)) == 1, job.story
         return
     roots = [node.stderr[node.stderr.index("Root Cause") :] for node in job.nodes]
     (first,) = {re.search(r"rank      : (\d)", root)[1] for root in roots}
-    # A node reports its own finding in any case.
+    # A node also reports what it found itself.
     assert "exitcode  : 3" in job.nodes[0].stderr or first == "1", job.story
     assert "hung: " in job.nodes[1].stderr, job.story
     for node in job.nodes:

@@ -1,4 +1,4 @@
-"""The worker's side of heartbeats: the content of the page, and the processes whose heartbeats count."""
+"""The worker's side of heartbeats: the contents of the page, and the processes whose heartbeats count."""
 
 import mmap
 import os
@@ -73,7 +73,7 @@ def test_a_section_is_marked_and_its_outer_section_afterwards(page):
         assert page.name() == "epoch"
     assert (page.word(LIMIT), page.name()) == (0, "")
     heartbeat()
-    # Only what ends before the sections, and after them, is a step.
+    # Only an interval that ends before or after the sections is a step.
     assert [each & 1 for each in page.times()] == [1, 0, 0, 0, 0, 0, 0, 1]
 
 
@@ -115,7 +115,7 @@ def test_another_process_takes_no_page_that_has_an_owner(page):
 def test_the_page_of_an_exited_process_can_be_taken(page):
     for _ in range(2):
         subprocess.run([sys.executable, "-c", PROGRAM], pass_fds=[page.fd], check=True, timeout=30)
-    # Two heartbeats were counted: one in the program, and one when the program returned.
+    # Two heartbeats were counted: one in the second program, and one when it returned.
     assert (page.word(STEP), page.word(COUNT)) == (6, 2)
 
 

@@ -1,4 +1,4 @@
-"""Each step of a torch optimizer is a heartbeat, without a line in the script."""
+"""Each step of a torch optimizer is a heartbeat, without any change to the script."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ STUCK = "os.read(os.pipe()[0], 1)"
 
 @pytest.fixture
 def job(launch, worker_script):
-    """A script that trains, and a job of one rank that runs it."""
+    """Return a function that runs a training script as a job of one rank."""
 
     def start(source, *options, env=None, **more):
         script = worker_script(TRAINING + "\n".join(f"    {line}" for line in source))
@@ -36,7 +36,7 @@ def job(launch, worker_script):
 
 def test_a_hung_script_without_heartbeat_calls_is_reported_with_its_step(job):
     launched = job(["train(25)", STUCK], "--hang-timeout=2").exits(1, timeout=120)
-    # Of two optimizers the steps of the first are counted, from 0.
+    # With two optimizers, only the steps of the first one are counted, from 0.
     says(launched.stderr, "hung", "limit 2 s", "step 24;", "in <module> (")
 
 

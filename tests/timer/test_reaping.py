@@ -1,4 +1,4 @@
-"""Workers with timers under the command line, with torch's own client and with handwritten records."""
+"""Command-line jobs whose workers use timers, through torch's own client or through handwritten records."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ BY_HAND = """
 
 @pytest.fixture
 def run(launch, worker_script):
-    """Launch workers of this source with timers."""
+    """Return a function that launches workers with this source and with timers enabled."""
 
     def run(source, *options, nproc=1, env=None, **how):
         env = {**ENABLED, **(env or {})}
@@ -91,7 +91,7 @@ def test_evidence_is_collected_although_the_request_lets_a_sibling_exit(launch, 
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\necho \"seen in state $(cut -d ' ' -f 3 /proc/$4/stat)\"\n")
     spy.chmod(0o755)
-    # It catches the question and does not answer: `py-spy` comes after 1.2 s.
+    # Rank 1 catches the request for its stacks without answering it, so the agent runs `py-spy` after 1.2 s.
     script = worker_script(BY_HAND + """
     if os.environ["RANK"] == "0":
         # The handler is in C, so `pause` returns.
@@ -148,7 +148,7 @@ def test_a_timer_that_was_released_while_the_agent_was_stopped_does_not_expire(r
     launched.signal(signal.SIGSTOP)
     launched.feed(b"x")
     launched.wait_for_line("RELEASED")
-    # Wait until the deadline has passed, which nothing reports.
+    # Wait until the deadline has passed, for which there is no notification.
     assert not wait_readable(launched.pidfd, 0.4)
     launched.signal(signal.SIGCONT)
     launched.feed(b"x")
@@ -292,7 +292,7 @@ def test_a_record_of_an_earlier_agents_worker_with_the_same_pid_is_refused(launc
         )
         ups.append(launched.wait_for_line(r"UP (\d+) (\d+)"))
         if len(ups) == 1:
-            # The whole container goes, and the agent cannot clean up.
+            # Kill the agent with its whole container, so that it cannot clean up.
             (agent,) = (each for each in launched.descendants() if each.ppid == launched.pid)
             os.kill(agent.pid, signal.SIGKILL)
             launched.wait()
@@ -334,13 +334,13 @@ def test_the_report_has_the_stack_of_a_worker_whose_timer_expired(run):
     with open(kept[1], encoding="utf-8") as file:
         text = file.read()
     says(text.partition("\n")[0], "local rank 1", "'evaluation'")
-    # The other ranks are asked as well.
+    # The agent also requests the stacks of the other ranks.
     with open(kept[1].replace("/1/hang", "/0/hang"), encoding="utf-8") as file:
         assert "in <module>" in file.read()
 
 
 def test_a_step_of_the_clock_neither_expires_nor_delays_a_timer(run):
-    # As if the clock had been set, by an hour, between the moment of writing and that of reading.
+    # Write records as if the clock had been changed by an hour between writing and reading them.
     source = BY_HAND + """
     def acquire_at(scope, wall, after_ns):
         fields = {"version": 1, "pid": os.getpid(), "scope_id": scope, "signal": 0}

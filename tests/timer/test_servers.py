@@ -1,4 +1,4 @@
-"""Servers without an agent: over a ``multiprocessing`` queue, over a FIFO, and of the user."""
+"""Timer servers without an agent: over a ``multiprocessing`` queue, over a FIFO, and written by a user."""
 
 import itertools
 import json
@@ -63,7 +63,8 @@ def test_a_hung_process_of_multiprocessing_is_killed(tmp_path, method):
     done = subprocess.run(
         [sys.executable, script, method], capture_output=True, text=True, timeout=60, check=False
     )
-    # The helpers of multiprocessing outlive their program by a moment, and come to this process.
+    # Reap multiprocessing's helper processes, which outlive their program by a moment and are adopted by this
+    # process.
     procs.reap_adopted(keep=before)
     assert done.stdout == "-9 True True\n[]\n", done.stderr
 
@@ -147,7 +148,7 @@ def test_a_step_of_the_clock_neither_expires_nor_delays(monkeypatch, step):
 
 
 class UsersServer(timer.TimerServer):
-    """As a user would write it from torch's documentation."""
+    """A server as users would write it from torch's documentation."""
 
     def __init__(self, requests):
         super().__init__(timer.MultiprocessingRequestQueue(requests), max_interval=0.01)
@@ -236,11 +237,11 @@ def test_records_of_other_processes_and_junk_are_refused(server, path, events, c
     record = timer.FileTimerRequest
     with open(path, "w") as fifo, caplog.at_level(logging.WARNING):
         fifo.write("junk\n" * 1000 + "x" * 10_000 + "\n")
-        # A signal that would do no harm.
+        # Use SIGCONT, which does no harm if a record is accepted by mistake.
         strangers = (os.getpid(), os.getppid(), -victim.pid)
         fifo.writelines(record(pid, "a", 1.0, signal.SIGCONT).to_json() + "\n" for pid in strangers)
         fifo.write('{"version": 1, "pid"' + record(victim.pid, "told", 1.0, 0).to_json() + "\n")
-    # The first record that is accepted is a timer without a signal.
+    # The first accepted record is the timer without a signal.
     assert next_of(events, "timer expired").scope_id == "told"
     assert victim.poll() is None
     says(caplog.text, "refused", "not a timer")
@@ -258,7 +259,7 @@ WEIRD = st.one_of(
 )
 JUNK = st.one_of(
     st.binary(max_size=60).map(lambda junk: junk.replace(b"\n", b"")),
-    # A good record but for one field.
+    # A valid record except for one field.
     st.tuples(st.sampled_from(["version", "pid", "scope_id", "expiration_time", "signal"]), WEIRD).map(
         lambda wrong: json.dumps({**json.loads(RECORD), wrong[0]: wrong[1]}).encode()
     ),

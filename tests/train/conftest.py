@@ -1,4 +1,6 @@
-"""One process that has imported torch, for all tests of a file; agents for those of acceptance."""
+"""Fixtures: a process that has imported torch, for all tests of a file, and agents for the
+acceptance tests.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing
@@ -19,7 +21,7 @@ def parent() -> Iterator[Parent]:
 
 @pytest.fixture
 def trainers(parent: Parent, tmp_path: Path) -> Iterator[Callable[[str], ByHand]]:
-    """Makes a job of trainers that meet with these settings."""
+    """Return a function that makes a job of trainers with these rendezvous settings."""
     with ExitStack() as stack:
 
         def make(query: str) -> ByHand:
@@ -31,7 +33,9 @@ def trainers(parent: Parent, tmp_path: Path) -> Iterator[Callable[[str], ByHand]
 
 @pytest.fixture
 def under_agents(launch: Callable[..., Launched], tmp_path: Path) -> Iterator[Callable[..., UnderAgents]]:
-    """Makes a job whose trainers are started by agents; see :class:`helpers.agent_trainers.UnderAgents`."""
+    """Return a function that makes a job whose trainers are started by agents. See
+    :class:`helpers.agent_trainers.UnderAgents`.
+    """
     with ExitStack() as stack:
 
         def make(workers: tuple[int, int], conf: dict[str, object], *, together: bool) -> UnderAgents:
@@ -47,7 +51,7 @@ BY_HAND, ONE_NODE, NODES = "by hand", "one node", "nodes"
 
 @pytest.fixture(params=[BY_HAND, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (ONE_NODE, NODES))])
 def how(request: pytest.FixtureRequest) -> str:
-    """How the workers are started: each by hand, by the agent of one node, or each by an agent of its own."""
+    """Ways to start the workers: by hand, by the agent of a single node, or by one agent each."""
     return str(request.param)
 
 
@@ -55,7 +59,9 @@ def how(request: pytest.FixtureRequest) -> str:
 def job_of(
     how: str, trainers: Callable[[str], ByHand], under_agents: Callable[..., UnderAgents]
 ) -> Callable[..., ByHand | UnderAgents]:
-    """Make a job with a minimum and a maximum of workers, and settings of the rendezvous."""
+    """Return a function that makes a job from the minimum and maximum number of workers and the rendezvous
+    settings.
+    """
 
     def make(least: int, most: int, **conf: object) -> ByHand | UnderAgents:
         if how == BY_HAND:

@@ -1,4 +1,5 @@
-"""A long job whose workers are killed at random moments, those of recovery included, and replaced at once.
+"""Soak test: a long job whose workers are killed at random moments, even during recovery, and replaced at
+once.
 
 ``PYTHONPATH=tests python -m tests.train.soak --kills 200 --seed 0``. ``--agents 1`` has the agent of one node
 replace them, ``--agents 2`` those of two nodes, which are killed now and then, too. Ends with an error if a
@@ -31,16 +32,18 @@ RESTARTS = 100_000
 def soak(
     job: ByHand, kills: int, seed: int, end: Path, *, workers: int = 4, longest_pause: float = 0.2
 ) -> list[float]:
-    """Kill and replace; return the seconds without a step of anybody, for each gap that a kill has made."""
+    """Kill and replace workers. Return the seconds between the first step of a worker and that of the next
+    one.
+    """
     chance = random.Random(seed)
     order = {"end_when": str(end), "pause": 0.001}
     live = [f"w{number}" for number in range(workers)]
     job.start(*live, **order)
     job.wait("stepped", workers)
     for number in range(kills):
-        # In a step, or anywhere in the recovery from the last one.
+        # Wait, so that the kill hits a step or any moment of the previous recovery.
         job.take_for(chance.uniform(0.0, longest_pause))
-        # One worker has to keep the state, and a worker that has not reported itself has no pid yet.
+        # Another worker must keep the state, and a worker that has not reported itself has no pid yet.
         job.wait_until(lambda: len(holders(job, live)) > 1 and all(name in job.pids for name in live), LIMIT)
         victim = chance.choice(
             live if len(holders(job, live)) > 2 else sorted(set(live) - holders(job, live)) or live
@@ -62,7 +65,7 @@ def soak(
 
 
 def holders(job: ByHand, live: list[str]) -> set[str]:
-    """Those who have the state: they have done a step."""
+    """Return the live workers that have the state, because they have taken a step."""
     return {told["name"] for told in job.of("stepped") if told["name"] in live}
 
 
@@ -74,7 +77,7 @@ def ends(job: ByHand) -> list[dict[str, object]]:
 
 
 class Soak:
-    """Kills, and knows who lives.
+    """Kills workers and agents, and keeps track of the workers that are alive.
 
     Args:
         job: the trainers.
@@ -92,18 +95,20 @@ class Soak:
         self.agents_killed = self.workers_killed = 0
 
     def run(self, kills: int) -> None:
-        """Start all, kill so often, let the job end, and look at the end."""
+        """Start all workers, kill ``kills`` times or slightly more, let the job finish, and check
+        the result.
+        """
         job, chance = self._job, self._chance
         self._start(*self._nodes)
         job.wait_until(lambda: len(self._holders()) == self._seats, LIMIT)
         while self.agents_killed + self.workers_killed < kills:
             self._kill()
             if chance.random() < 0.5:
-                # A step has been done: what comes next is a recovery of its own.
+                # Wait for a step, so that the next kill causes a separate recovery.
                 job.wait_until(lambda: self._recovery(self._moments[-1]) is not None, LIMIT)
                 job.take_for(chance.uniform(0.0, 0.3))
             else:
-                # Wherever the recovery is then.
+                # Wait for a random time, so that the next kill may hit any moment of the recovery.
                 job.take_for(chance.uniform(0.2, 1.5))
         job.wait_until(lambda: len(self._holders()) == self._seats, LIMIT)
         self._end.touch()
@@ -112,11 +117,11 @@ class Soak:
         self._check()
 
     def recoveries(self) -> list[float]:
-        """Seconds from each kill to the next step in a round that has begun since."""
+        """Return the seconds from each kill to the next step in a round that started after the kill."""
         return [found for moment in self._moments if (found := self._recovery(moment)) is not None]
 
     def ended_themselves(self) -> int:
-        """How many workers have ended and were not killed."""
+        """Return how many workers have exited without being killed."""
         return len({told["pid"] for told in self._job.of("up")} - self._dead) - self._seats
 
     def _start(self, *nodes: str) -> None:
@@ -125,7 +130,7 @@ class Soak:
         self._job.start_all(orders, restarts=RESTARTS, nodes=nodes)
 
     def _kill(self) -> None:
-        """Kill a worker, two, or an agent, but never all that have the state."""
+        """Kill one worker, two workers or an agent, but never all workers that have the state."""
         job, chance = self._job, self._chance
         if len(self._nodes) > 1 and chance.random() < 0.06:
             node = chance.choice(self._nodes)
@@ -147,17 +152,17 @@ class Soak:
             self.workers_killed += 1
 
     def _live(self) -> dict[str, int]:
-        """The pids of those that have begun and were not killed, by the name of their place."""
+        """Return the pids of the workers that have started and were not killed, by name."""
         last = {told["name"][0]: told["pid"] for told in self._job.of("up")}
         return {name: pid for name, pid in last.items() if pid not in self._dead}
 
     def _holders(self) -> set[str]:
-        """Those of them that have the state: they have done a step."""
+        """Return the names of the live workers that have the state, because they have taken a step."""
         have = {told["pid"] for told in self._job.of("stepped")}
         return {name for name, pid in self._live().items() if pid in have}
 
     def _recovery(self, moment: float) -> float | None:
-        """Seconds from then to the next step of one who has met the others since."""
+        """Return the seconds from ``moment`` to the next step of a worker that has met the others since."""
         met = set[int]()
         for told in self._job.told:
             if told["at"] > moment and told["what"] == "met":
@@ -170,7 +175,8 @@ class Soak:
         for told in self._job.of("finished"):
             steps, taken = told["steps"], told["taken"]
             assert (told["total"], told["weights"]) == (taken * (taken - 1) // 2, [steps]), told
-        # A state that was lost would begin anew, and be right.
+        # Check that no step is lost. A job that loses its state starts anew, and still finishes with correct
+        # sums.
         furthest = 0
         for told in self._job.told:
             if told["what"] in ("met", "stepped"):
@@ -185,7 +191,7 @@ def launch(*arguments: str | Path, env: dict[str, str], folder: Path) -> Launche
 
 
 def under_agents(folder: Path, agents: int, kills: int, seed: int, story: Path | None) -> None:
-    """The soak under one agent or two; all that was told goes to a file."""
+    """Run the soak test under one or two agents. Write all messages of the trainers to ``story``."""
     nodes = {1: ["abcd"], 2: ["ab", "cd"]}[agents]
     started: list[Launched] = []
 
@@ -219,7 +225,7 @@ def under_agents(folder: Path, agents: int, kills: int, seed: int, story: Path |
 
 
 def by_hand(folder: Path, kills: int, seed: int, workers: int, pause: float) -> None:
-    """The soak without an agent."""
+    """Run the soak test without an agent."""
     size = f"min_workers={workers}&max_workers={workers}"
     with closing(Parent()) as parent, parent.job(size, folder / "stderr") as job:
         try:
@@ -241,7 +247,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.2, help="by hand: seconds between kills, at most")
     parser.add_argument("--story", type=Path, help="under agents: a file for all that was told")
     options = parser.parse_args()
-    # What a killed agent leaves is waited for here.
+    # Adopt and reap the processes that a killed agent leaves behind.
     procs.become_subreaper()
     with tempfile.TemporaryDirectory() as folder:
         if options.agents:

@@ -1,4 +1,4 @@
-"""The scenarios of the first torchelastic on real processes: the sum is equal after every fault.
+"""The scenarios of the first torchelastic with real processes: the sum is correct after every fault.
 
 Each is played with workers that are started by hand, by one agent, and each by an agent of its own. What
 differs under agents: a worker that fails is replaced, so that four finish where by hand two do; what is lost
@@ -19,23 +19,25 @@ TOTAL = sum(range(SIZE))
 
 
 def start(job, *, restarts=4, meets=False, **orders):
-    """Start a worker for each letter."""
+    """Start a worker for each letter in the names of ``orders``."""
     each = {name: {"size": SIZE, **order} for names, order in orders.items() for name in names}
     job.start_all(each, restarts=restarts, meets=meets)
 
 
 def with_replacements(how):
-    """How many workers: those that live wait for the new ones, where there will be any."""
+    """Return the limits for the number of workers. With replacements, the survivors wait for the
+    new workers.
+    """
     return FLEXIBLE if how == BY_HAND else FIXED
 
 
 def fails(do, at=2, **more):
-    """An order: what happens in which step."""
+    """Return an order that makes a worker do something in step ``at``."""
     return {"faults": [{"do": do, "at": at, **more}]}
 
 
 def ends(job, *names, size=SIZE):
-    """Wait until all of these have finished: every sample was taken once, by some worker."""
+    """Wait until all of these have finished, and check that each sample was taken exactly once."""
     job.wait_until(lambda: {told["name"] for told in job.of("finished")} >= set(names))
     found = [job.of("finished", name)[0] for name in names]
     for told in found:
@@ -51,12 +53,12 @@ def test_1_a_normal_run(job_of):
         assert told["done"] == [1, 2, 3, 4, 5]
         assert told["straggler"] is False
         assert set(told["threads"]) <= {"MainThread", "elasticrs-final-state"}
-    # Once at the start, and once at the end.
+    # All four workers meet once at the start and once at the end.
     assert len(job.of("met")) == 8
 
 
 def test_2_a_missing_worker_fails_the_others_at_the_join_timeout(job_of, how):
-    # Under agents it is there, but never comes so far as to meet the others.
+    # Under agents, the missing worker is started, but hangs before it meets the others.
     job = job_of(*FIXED, join_timeout=1)
     start(job, restarts=0, abc={}, **({"d": fails("hold", 0, **{"in": "begin"})} if how != BY_HAND else {}))
     for told in job.wait("stuck", 3):
@@ -73,7 +75,7 @@ def test_3_a_straggler_is_known(job_of):
 
 
 def test_4_a_start_with_the_fewest(job_of):
-    # One node of two, where there may be another one.
+    # Under a single agent, the two workers are one node, and a second node could join.
     job = job_of(*FLEXIBLE, **AT_ONCE)
     start(job, ab={})
     for told in ends(job, *"ab"):
@@ -144,7 +146,7 @@ def test_10_a_sync_that_fails(job_of):
 
 
 def test_11_a_new_run_continues_from_the_checkpoint_of_a_killed_one(job_of, how, tmp_path):
-    # With agents, the new run consists of the workers that the agents start.
+    # With agents, the new run consists of the replacements that the agents start.
     with_checkpoints = {"checkpoints": str(tmp_path / "checkpoints")}
     job = job_of(*FIXED)
     start(job, abcd={**with_checkpoints, **fails("hold", 3)})
@@ -162,7 +164,7 @@ def test_11_a_new_run_continues_from_the_checkpoint_of_a_killed_one(job_of, how,
 
 
 def test_12_two_kill_themselves(job_of, how):
-    # Where each has a node of its own, two nodes are lost.
+    # If each worker has its own node, two nodes are lost.
     job = job_of(*FLEXIBLE, **AT_ONCE)
     start(job, ab={}, cd=fails("hold" if how == NODES else "kill"))
     if how == NODES:
@@ -194,16 +196,16 @@ def test_14_without_snapshots(job_of):
 
 
 def test_15_two_workers_join_in_the_middle(job_of, tmp_path):
-    # Under agents a node of two, or two nodes.
+    # Under agents, the new workers are one node of two workers, or two nodes.
     job = job_of(*FLEXIBLE, **AT_ONCE)
     all_are_here = tmp_path / "all are here"
-    # Long enough for the two to come, then no longer.
+    # Keep the training slow until the two new workers have joined.
     order = {"size": 4000, "slow_until": str(all_are_here)}
     start(job, ab=order)
     job.wait("met", 2)
     start(job, cd=order)
     job.wait("met", 4, world=4)
     all_are_here.touch()
-    # No worker was interrupted: no step is done twice, and none is lost.
+    # No worker was interrupted, so no step was repeated or lost.
     for told in ends(job, *"abcd", size=4000):
         assert len(told["done"]) == len(set(told["done"]))

@@ -18,7 +18,7 @@ TOTAL = sum(range(SIZE))
 
 
 class Job:
-    """Trainers that save only when they are asked to, and take their time until they may end."""
+    """Trainers that save only on request, and that train slowly until they may finish."""
 
     def __init__(self, trainers, tmp_path, **order):
         self.trainers, self.may_end = trainers, tmp_path / "may end"
@@ -29,12 +29,12 @@ class Job:
         self.trainers.start(*names, **self.order, slow_until=str(self.may_end), **order)
 
     def run(self, *names, **order):
-        """Start them, and wait until they have taken steps."""
+        """Start these trainers, and wait until they have taken steps."""
         self.start(*names, **order)
         self.trainers.wait("stepped", len(names))
 
     def saved(self):
-        """Steps, samples and sum of each checkpoint, the newest first."""
+        """Return the steps, samples and sum of each checkpoint, newest first."""
         found = []
         for each in FileSystemCheckpointManager(str(self.folder)).list_checkpoints():
             with each.open_input_stream("default") as stream:
@@ -45,7 +45,7 @@ class Job:
         return self.trainers.of("met", name)[-1]["rank"]
 
     def ends(self, *names):
-        """Let them finish. Check that each sample was taken once, and that no step was done twice."""
+        """Let these trainers finish. Check that each sample was taken once, and that no step was repeated."""
         self.may_end.touch()
         job = self.trainers
         job.wait_until(lambda: {told["name"] for told in job.of("finished")} >= set(names))
@@ -62,7 +62,7 @@ def test_one_worker_is_asked_and_all_save_once_at_one_step(trainers, tmp_path):
     job.trainers.kill("b", signal.SIGUSR1)
     met = job.trainers.wait("met", 4)
     ((step, taken, _),) = job.saved()
-    # All processes continue from that step in new groups, without a restart.
+    # All processes continue from the saved step in new groups, without a restart.
     assert {each["step"] for each in met} == {step}
     assert taken == step * 20
     for told in job.ends(*NAMES):
@@ -118,7 +118,7 @@ def test_a_request_is_not_lost_with_the_worker_that_dies_in_the_save(trainers, t
 
 def test_a_worker_that_gets_sigterm_saves_with_the_others_and_leaves_in_order(trainers, tmp_path):
     job = Job(trainers(FLEXIBLE), tmp_path)
-    # Rank 0 serves what the others read: it must not be gone before.
+    # Rank 0 leaves while the others still read from it. It must not exit before they have finished.
     job.run(*NAMES, reads_late=True)
     leaving = next(name for name in NAMES if job.rank_of(name) == 0)
     job.trainers.kill(leaving, signal.SIGTERM)

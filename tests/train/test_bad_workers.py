@@ -1,4 +1,6 @@
-"""Workers that break the rules, on real processes: one clear error, and no other worker waits forever."""
+"""Workers that break the rules, in real processes: there is one clear error, and no other worker waits
+forever.
+"""
 
 import signal
 
@@ -21,7 +23,8 @@ def test_a_sync_that_never_returns_costs_its_worker_only(trainers):
 def test_a_save_may_take_any_time_though_another_worker_dies(trainers, tmp_path):
     job = trainers("min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0&stuck_timeout=0.5")
     released = tmp_path / "released"
-    # One that does nothing, as a clock: it ends itself when the one that saves would.
+    # One worker hangs, and exits when its stuck timeout expires. The worker that saves must survive that
+    # moment.
     faults = [
         {"in": "save", "at": 2, "do": "keep", "once": str(tmp_path / "saves")},
         {"in": "due", "at": 2, "do": "hold", "once": str(tmp_path / "holds")},

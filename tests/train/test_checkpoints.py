@@ -1,4 +1,4 @@
-"""Checkpoints after the death of a writer, damaged checkpoints, and the workers that load them."""
+"""Checkpoints after the death of a writer, damaged checkpoints, and workers that load them."""
 
 import errno
 import json
@@ -99,7 +99,7 @@ def test_leftovers_of_a_dead_writer_are_removed_by_the_next_one(manager):
     assert len(os.listdir(manager.directory)) == 2
     write(manager, b"next")
     assert read(manager.get_latest_checkpoint()) == b"next"
-    # That of a writer which is alive stays.
+    # The unfinished checkpoint of the live writer is kept.
     assert len(os.listdir(manager.directory)) == 2
     alive.discard()
 
@@ -179,7 +179,7 @@ def test_a_checkpoint_of_a_newer_version_is_refused(manager):
 
 
 class Saved(Sum):
-    """Says when it is time, and writes down what it was asked."""
+    """A state that wants a checkpoint at the steps in ``due``, and records each time it is asked."""
 
     due = frozenset({4, 8})
     asked = ()
@@ -313,7 +313,7 @@ def test_a_full_disk_costs_the_checkpoint_only(saving, monkeypatch, caplog, save
         monkeypatch.setattr(Saved, "save", save)
     with caplog.at_level(logging.WARNING):
         assert Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 2
-    # Two periodic checkpoints and the one of the final state have failed.
+    # Two periodic checkpoints and that of the final state have failed.
     assert len(caplog.records) == 3
     assert all(os.strerror(errno.ENOSPC) in record.getMessage() for record in caplog.records)
     assert os.listdir(saving.directory) == []
@@ -340,8 +340,8 @@ def test_a_mistake_in_save_is_no_failure_of_the_disk(saving, monkeypatch, save):
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_void_the_new_one(tmp_path, caplog):
     manager = FileSystemCheckpointManager(tmp_path, keep=1)
-    # Removing "0" fails because it is a file: it is first renamed over an empty directory, which only works
-    # for a directory.
+    # Removing "0" fails because it is a file. The manager first renames it over an empty directory, which
+    # works only for directories.
     (tmp_path / "0").write_bytes(b"")
     made = write(manager, b"new")
     assert read(made) == b"new"
@@ -368,7 +368,8 @@ def test_workers_whose_answers_differ_are_named(saving, yes, caplog):
             return rank in yes and self.steps == 4
 
     def work(name, coordinator):
-        # Workers that want no checkpoint wait in the next step, the others before it.
+        # Workers that want no checkpoint wait in the next step, and the others wait before it. Keep both
+        # waits short.
         coordinator.patience = 0.2
         return train_sum(coordinator, state=Odd)
 
@@ -391,11 +392,11 @@ def vote(**fields):
 def test_workers_in_the_same_save_did_not_differ():
     saving = vote(last_round=7, asked=4, said_yes=4, is_saving=True)
     for other in (
-        # One has come out of the save already, and went on; even into the next one.
+        # The other worker has already left the save and continued, possibly into the next save.
         vote(last_round=7, asked=4, said_yes=4),
         vote(last_round=7, asked=6, said_yes=4),
         vote(last_round=7, asked=6, said_yes=6, is_saving=True),
-        # One has not come so far, one comes from elsewhere.
+        # The other worker has not come that far, has just joined, or comes from an earlier round.
         vote(last_round=7, asked=3, said_yes=1),
         vote(last_round=0),
         vote(last_round=6, asked=9, said_yes=1),

@@ -1,4 +1,4 @@
-"""Download of the final state: slow, dead and broken peers."""
+"""Downloading the final state from slow, dead and broken peers."""
 
 import hashlib
 import logging
@@ -24,21 +24,21 @@ def seat(url, content=CONTENT):
 
 @pytest.fixture
 def server():
-    """Return the URL of a real server of a copy."""
+    """Yield the URL of a real server that has a copy of the final state."""
     yield final_state._serve(memoryview(CONTENT), ("127.0.0.1", 1))
     final_state.stop_serving()
 
 
 @contextmanager
 def peer(serve):
-    """Run a peer that answers each connection by a function; yield its URL."""
+    """Run a peer that handles each connection with ``serve``, and yield its URL."""
 
     with peers.peer(serve) as (host, port):
         yield f"http://{host}:{port}/x"
 
 
 def send_slowly(connection):
-    """Send the right answer, one byte every tenth of a second. Return at once if nobody asks."""
+    """Send the correct response, one byte every 0.1 s. Return at once if the client sends no request."""
     if not connection.recv(1000):
         return
     for byte in b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n" + CONTENT:

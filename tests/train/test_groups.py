@@ -1,4 +1,4 @@
-"""Which sockets are shut down, and which are never touched."""
+"""A group's connections are shut down, and other sockets are never touched."""
 
 import os
 import resource
@@ -29,7 +29,7 @@ def gloo_listener():
 
 
 def pair():
-    """Return a connection over TCP with gloo's options, and the listener that accepted it."""
+    """Return a listener and both ends of a TCP connection, with gloo's socket options."""
     listener, one = gloo_listener(), gloo_socket()
     one.connect(listener.getsockname())
     other, _ = listener.accept()
@@ -38,7 +38,7 @@ def pair():
 
 
 def plain_pair():
-    """Return a connection over TCP as Python makes it, and the listener that accepted it."""
+    """Return a listener and both ends of a TCP connection, with Python's default options."""
     listener = socket.create_server(("127.0.0.1", 0))
     one = socket.create_connection(listener.getsockname())
     other, _ = listener.accept()
@@ -116,7 +116,7 @@ def test_a_listener_stays_open():
     accepted, _ = listener.accept()
     late.sendall(b"x")
     assert accepted.recv(1) == b"x"
-    # One that was not connected yet may still become a listener.
+    # A socket that was not connected yet can still become a listener.
     idle.bind(("127.0.0.1", 0))
     idle.listen()
     socket.create_connection(idle.getsockname()).close()
@@ -226,7 +226,7 @@ os._exit(0)
 
 @pytest.mark.torch
 def test_creating_a_group_stops_when_a_peer_died_before_it_connected():
-    # Gloo waits five times the time-out for that.
+    # Gloo itself would wait for five times its timeout, which is longer than this test may take.
     made = subprocess.run(
         [sys.executable, "-c", MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE],
         capture_output=True,
@@ -266,7 +266,7 @@ def test_a_forked_child_gives_up_its_copies():
         threading.Event().wait()
     os.read(read, 1)
     close(one, by_port[1])
-    # The child is there, and its copies do not keep the connections.
+    # The child is still running, but its copies do not keep the connections open.
     assert other.recv(1) == by_port[2].recv(1) == b""
     close(unrelated[1])
     unrelated[2].settimeout(0.1)
@@ -289,7 +289,9 @@ def test_a_lost_store_is_not_waited_for_when_the_round_is_over():
 
 @pytest.mark.torch
 def test_each_group_gives_back_the_hook_for_uncaught_exceptions():
-    """Torch puts one more prefix before each line with each group."""
+    """Torch replaces the hook for each group. If elasticrs did not restore it, each group would add a prefix
+    to each line.
+    """
     program = """
 import datetime, sys
 from torch import distributed
@@ -324,5 +326,5 @@ except RuntimeError:
     print(time.monotonic() - began)
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    # Before a worker that waits for it would end itself.
+    # The call must give up before a worker that waits for it would exit as stuck.
     assert float(found.stdout) < STUCK_TIMEOUT

@@ -1,4 +1,4 @@
-"""The modules that importing the package loads."""
+"""The modules that are loaded when the package is imported."""
 
 import subprocess
 import sys

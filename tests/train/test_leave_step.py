@@ -1,4 +1,4 @@
-"""All workers of a round leave it at one step, whatever the threads and the network do."""
+"""All workers of a round leave it at the same step, whatever the timing of threads and the network."""
 
 from random import Random
 
@@ -9,7 +9,9 @@ from elasticrs.train.leave_step import AHEAD, AT_ONCE, LeaveStep, agreed, heard,
 
 
 class Worker:
-    """A main thread that passes boundaries, and a thread that is told of a change at some moment."""
+    """A main thread that passes step boundaries, and a second thread that learns of a change at
+    some moment.
+    """
 
     def __init__(self) -> None:
         self.step = LeaveStep()
@@ -17,7 +19,9 @@ class Worker:
         self.left: int | None = None
 
     def may_pass(self, others: list["Worker"], is_coupled: bool) -> bool:
-        """False while it waits: at its cap, or in a collective for a worker that is a step behind."""
+        """Return false while the worker waits: at its cap, or in a collective for a worker that is a step
+        behind.
+        """
         if self.left is not None or self.step.verdict() == "wait":
             return False
         return not is_coupled or all(other.step.done >= self.step.done for other in others)
@@ -58,7 +62,7 @@ def test_all_leave_at_one_step(seed, size, is_coupled, told_after):
         elif what == "agree":
             leave.append(agreed(list(published.values())))
         else:
-            # Nobody is beyond it, so everybody can still leave there.
+            # No worker is beyond this step, so all of them can still leave there.
             assert worker.step.done <= leave[0]
             worker.step.at = leave[0]
             if worker.step.verdict() == "leave":

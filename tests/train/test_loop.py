@@ -1,5 +1,5 @@
-"""The decisions of the loop: alone, and of several workers whose collectives, meetings and lives fail at any
-point.
+"""Decisions of the training loop: for one worker, and for several workers whose collectives, rendezvous and
+processes fail at any point.
 """
 
 import random
@@ -83,7 +83,7 @@ def test_others_are_waited_for_longer():
 
 
 class Worker:
-    """One simulated process: a loop, and a state, which is the tuple of the steps that it has taken."""
+    """A simulated process: its loop, and its state, which is the tuple of the steps that it has taken."""
 
     def __init__(self, length):
         self.length = length
@@ -95,12 +95,12 @@ class Worker:
         self.loop, (*before, self.doing) = step(self.loop, event)
         if Action.ROLL_BACK in before:
             self.state = self.snapshot
-        # The steps make their own.
+        # Take a snapshot. In real training, each step takes its own.
         self.snapshot = self.state
 
 
 class World:
-    """Several workers; each round and each collective ends well or badly for each of them, as it comes."""
+    """Several workers. Each round and each collective randomly succeeds or fails for each of them."""
 
     def __init__(self, seed, size, length):
         self.random, self.length = random.Random(seed), length
@@ -121,7 +121,7 @@ class World:
         while active := [worker for worker in self.workers if worker.doing is not Action.RETURN]:
             assert {worker.doing for worker in active} == {Action.MEET}
             if len(active) < len(self.workers):
-                # A worker that has returned has closed the job.
+                # A worker that has returned has closed the job, so the others end, too.
                 for worker in active:
                     worker.tell(Event.ENDED)
                 return
@@ -142,7 +142,7 @@ class World:
 
     def sync(self):
         best = max((worker.state for worker in self.workers), key=len)
-        # The longest is an extension of all others: nothing that one has committed is lost.
+        # The longest state is an extension of all others, so no committed step is lost.
         assert all(best[: len(worker.state)] == worker.state for worker in self.workers)
         is_whole = True
         for worker in self.workers:
@@ -151,14 +151,15 @@ class World:
                 worker.tell(Event.FAILED)
             else:
                 worker.state = worker.snapshot = best
-        # No worker passes the barrier without all others, but its end may not reach all.
+        # No worker passes the barrier before all have reached it, but some may fail before they learn of
+        # that.
         for worker in self.workers:
             if worker.doing is Action.SYNC:
                 worker.tell(Event.SYNCED if is_whole and not self.fault(5) else Event.FAILED)
 
     def step(self):
         self.steps += 1
-        # If a worker fails or has no data before the collective, no worker gets a result of it.
+        # If a worker fails or has no data before the collective, no worker gets its result.
         missing = [self.before(worker) for worker in self.workers]
         for worker, event in zip(self.workers, missing, strict=True):
             if event is Event.OUT_OF_DATA:
@@ -167,7 +168,7 @@ class World:
                 worker.state = "half a step"
                 worker.tell(Event.FAILED)
             else:
-                # All have contributed, but each may fail on its way to the end of the turn.
+                # All workers have contributed, but each may still fail before the end of its step.
                 worker.state = (*worker.state, self.steps)
                 worker.tell(
                     Event.FAILED if self.fault(8) else Event.CHANGED if self.fault(5) else Event.STEPPED
@@ -180,7 +181,7 @@ class World:
         return Event.FAILED if self.fault(5) else None
 
     def kill_one(self):
-        """One dies and a new one takes its place, while another one holds the state."""
+        """Occasionally replace a worker by a new one, provided that another worker has the latest state."""
         victim = self.random.randrange(len(self.workers))
         others = [worker.state for worker in self.workers[:victim] + self.workers[victim + 1 :]]
         if max(map(len, others), default=-1) == max(len(worker.state) for worker in self.workers) and (
@@ -189,7 +190,7 @@ class World:
             self.workers[victim] = self.newcomer()
 
     def break_up(self):
-        """The round has ended: whoever is still in it is told in its next collective, or at a boundary."""
+        """End the round. The remaining workers notice that in their next collective or at a step boundary."""
         for worker in self.workers:
             if worker.doing is Action.SYNC or (worker.doing is Action.STEP and self.random.randrange(2)):
                 worker.state = "torn"
@@ -203,7 +204,8 @@ def test_no_step_is_committed_by_some_and_lost_by_others(seed, size, length):
     world = World(seed, size, length)
     world.run()
     (final,) = {worker.state for worker in world.workers}
-    # Each was taken once, by all, and as many as the worker with the least data has.
+    # Each step was taken once and by all workers. The number of steps depends on the worker with the least
+    # data.
     assert len(set(final)) == len(final)
     assert length <= len(final) <= length + 2
     assert all(final[: len(state)] == state for state in world.committed)

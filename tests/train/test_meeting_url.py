@@ -1,4 +1,4 @@
-"""URLs under which workers meet, and the error for each invalid one."""
+"""The URL at which workers meet, and the error message for each invalid one."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A member without a network: refused calls, and the calls that its children may make."""
+"""A member without a network: calls that are refused, and calls that its children may make."""
 
 import math
 import os
@@ -69,7 +69,7 @@ def test_each_step_is_counted_for_the_agent_with_its_rate():
         for stats in (SimpleWorkerStats(7.5), None, SimpleWorkerStats(8.0)):
             coordinator.monitor_progress(None, stats)
         (found,) = page.standings()
-        # A rate may take long to know, so not each is asked for.
+        # The rate is not requested each time, because computing it may be slow.
         assert (found.steps, found.rate) == (3, 7.5)
         for rate in (math.inf, math.nan):
             coordinator._member.page._rate_due = 0
@@ -77,7 +77,7 @@ def test_each_step_is_counted_for_the_agent_with_its_rate():
             assert page.standings()[0].rate is None, "JSON has no word for it"
             coordinator._member.page.tell_rate(rate)
             assert page.standings()[0].rate is None, "whatever a worker writes"
-        # A membership is part of a cycle, which would keep the memory until the next collection.
+        # Break a reference cycle, which would keep the page's memory until the next garbage collection.
         coordinator._member.page = None
 
 

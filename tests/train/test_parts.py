@@ -1,4 +1,4 @@
-"""Small parts: shares of the data, events, statistics, faults on purpose, states."""
+"""Small parts: data shares, events, statistics, injected faults, and states."""
 
 import os
 import subprocess
@@ -187,7 +187,7 @@ NOTHING = "the state Counter has nothing to save: its state_dict is None"
     ("which", "expected"),
     [
         ("new", ["4", "OldCounter has no state_dict", NOTHING]),
-        # An old program saves its snapshot, as in torchelastic 0.1.
+        # An old program has no `state_dict`, so its snapshot is saved, as in torchelastic 0.1.
         ("old", ["4", "5", NOTHING]),
     ],
 )
@@ -221,7 +221,7 @@ def test_the_address_may_be_given_in_parts():
 
 
 class Half(State):
-    """It can be pictured, but not restored."""
+    """A state that does not override ``apply_snapshot``."""
 
     def sync(self, *_):
         raise AssertionError("not called")

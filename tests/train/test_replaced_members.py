@@ -1,4 +1,4 @@
-"""A replacement process does not wait for the end of its predecessor's lease."""
+"""A replacement process does not wait until its predecessor's lease expires."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from elasticrs.store.session import Server
 
 @pytest.fixture
 def handler():
-    """Makes members of a job of one, which meet in the same store."""
+    """Return a function that makes members of a job of one worker, which use the same store."""
     server = Server([("127.0.0.1", 0)], run_id="job")
     made = []
 

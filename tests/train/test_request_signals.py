@@ -1,4 +1,4 @@
-"""Handlers of the signals that request a checkpoint from a worker."""
+"""Handlers for the signals that request a checkpoint from a worker."""
 
 import faulthandler
 import os
@@ -15,7 +15,7 @@ from elasticrs.train.request_signals import RequestSignals, is_default
 
 
 class Asked(Coordinator):
-    """Takes requests, and does nothing else."""
+    """A coordinator that only records requests."""
 
     takes_requests = True
 
@@ -38,7 +38,7 @@ Asked.__abstractmethods__ = frozenset()
 
 @pytest.fixture
 def defaults():
-    """Both signals as Python has them."""
+    """Set the default actions of both signals, and restore the previous handlers afterwards."""
     before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGUSR1)}
     yield
     for each, handler in before.items():
@@ -86,7 +86,7 @@ def test_a_coordinator_without_requests_changes_no_handler():
 
 
 def run(program):
-    """What a program prints that takes the signals, and how it ends."""
+    """Run a program that handles the request signals. Return the words that it prints, and its exit code."""
     begin = """
 import os, signal, sys
 sys.path.insert(0, sys.argv[1])
@@ -99,7 +99,7 @@ from train.test_request_signals import Asked, RequestSignals
 
 
 def test_a_child_made_by_fork_ends_by_sigterm():
-    # At once: some of the signals come before the child has put its handlers back.
+    # Send SIGTERM at once, so that some of the signals arrive before the child has restored its handlers.
     program = """
     with RequestSignals(Asked()):
         for _ in range(50):

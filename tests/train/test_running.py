@@ -1,4 +1,4 @@
-"""``train`` and ``run_train`` with threads as workers, each of whose calls may fail once."""
+"""``train`` and ``run_train`` with threads as workers. Any of their calls may fail once."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ DONE = (10, 550)
 
 
 def once(error, when):
-    """A train step that raises the first time that its state has taken ``when`` steps."""
+    """Return a train step that raises ``error`` once, when the state has taken ``when`` steps."""
     raised = []
 
     def step(state):
@@ -76,7 +76,7 @@ def test_generators_step_too():
         return state.steps, state.total
 
     assert Job(1).run(work) == [DONE]
-    # After the fifth step the workers have met anew, with a new generator.
+    # After the fifth step, the workers have met again, with a new generator.
     assert made == [0, "closed", 6, "closed"]
 
 
@@ -173,7 +173,7 @@ def always(error):
 
 
 class Unsaved(Sum):
-    """Rollback is off; so nothing must be done before the collective."""
+    """A state without rollback, so a step must not change it before the collective."""
 
     def capture_snapshot(self):
         return None
@@ -220,7 +220,7 @@ class Saved(Sum):
 
 
 def late(final, state=Saved):
-    """Return the result or the exception of a worker that starts after the end of a job of two workers."""
+    """Return the result or the exception of a worker that starts after a job of two workers has finished."""
     job = Job(2)
     job.run(lambda _, coordinator: train_sum(coordinator))
     job.alive = {7}
@@ -294,7 +294,9 @@ def test_any_call_may_fail_at_any_time(size, faults):
 
 
 def failing(plain, when, is_late):
-    """The same, but for one call, which fails before or after it has done its work."""
+    """Return a function like ``plain`` whose call number ``when`` fails, before or after it has done its
+    work.
+    """
     calls = []
 
     def call(*args):
@@ -324,7 +326,7 @@ def stopped_at(when):
 
 
 class Unfit(Sum):
-    """A snapshot of it cannot be applied."""
+    """A state whose snapshots cannot be applied."""
 
     def apply_snapshot(self, _):
         raise RuntimeError("torn")
@@ -392,7 +394,7 @@ def test_arguments_have_their_types():
 
 
 class MakesLoaders(Sum):
-    """A state whose sync fails when no data are left, like samplers that cannot start at the end."""
+    """A state whose sync fails when no data are left, like a data sampler that cannot start at the end."""
 
     def sync(self, world_size, rank):
         super().sync(world_size, rank)

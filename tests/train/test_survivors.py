@@ -1,4 +1,4 @@
-"""Workers die, hang, come and go; the others keep their processes and continue from the latest state."""
+"""Workers die, hang, join and leave. The others keep their processes and continue from the latest state."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 def sums_are_right(job: ByHand) -> None:
-    """The sum of each trainer that came to the end has one for each step: none lost, none counted twice."""
+    """Check that the sum of each finished trainer counts each step exactly once."""
     ends = job.of("done") + job.of("stopped")
     assert ends
     for told in ends:
@@ -30,7 +30,9 @@ def sums_are_right(job: ByHand) -> None:
 
 
 def met_in_one_round(job: ByHand, names: str, timeout: float = HANG) -> list[Told]:
-    """Wait until all of these are in one round; load may end a lease, and so cost another one."""
+    """Wait until all of these are in the same round. On a loaded machine, a lease may expire and cause
+    another round.
+    """
 
     def last() -> list[Told]:
         return [told[-1] for name in names if (told := job.of("met", name))]
@@ -102,7 +104,7 @@ def test_newcomers_are_let_in_at_a_step_boundary(trainers):
     job.wait("stepped", 2)
     job.start("c", "d", pause=0.005)
     job.wait("met", 4, world=4)
-    # No worker was interrupted, and both left at one step.
+    # No worker was interrupted, and both left at the same step.
     assert not job.of("raised")
     left = job.of("left", "a", "b")
     assert len({each["step"] for each in left[-2:]}) == 1
@@ -114,7 +116,7 @@ def test_a_stopped_worker_is_removed_when_its_lease_ends(trainers):
     job.wait("stepped", 4)
     job.kill("c", signal.SIGSTOP)
     job.start("e")
-    # Long before the time-out of the collective.
+    # The others meet long before the collective times out.
     met_in_one_round(job, "abde", timeout=30)
 
 
@@ -212,7 +214,7 @@ def test_a_custom_loop_takes_part_by_its_own_calls(trainers):
 
 
 def test_a_child_that_a_worker_has_forked_does_not_keep_its_place(trainers):
-    # Only the end of the connection can tell in time that the worker is gone.
+    # With these settings, only the closed connection can show in time that the worker is gone.
     job = trainers(FIXED + "&keep_alive_interval=30&keep_alive_max_attempt=5&settle=300")
     job.start("a", "b", "c", timeout=300_000)
     job.start("d", timeout=300_000, do="fork", at=3)
@@ -220,7 +222,7 @@ def test_a_child_that_a_worker_has_forked_does_not_keep_its_place(trainers):
     job.kill("d")
     job.start("e", timeout=300_000)
     met_in_one_round(job, "abce", timeout=30)
-    # An orphan is a child of the tests.
+    # This process has adopted the orphan.
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 

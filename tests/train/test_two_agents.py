@@ -1,4 +1,4 @@
-"""The workers of several nodes are members of one rendezvous; each agent replaces its own."""
+"""The workers of several nodes are members of one rendezvous. Each agent replaces its own workers."""
 
 import re
 from pathlib import Path

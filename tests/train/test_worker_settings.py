@@ -1,4 +1,4 @@
-"""The settings and the credentials that agents pass on to the rendezvous of their workers."""
+"""The settings and credentials that agents pass on for the rendezvous of their workers."""
 
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -27,7 +27,7 @@ POINT = SimpleNamespace(job="a/job", address=("10.0.0.1", 29400))
 
 
 def place_of(backend="c10d", token="secret", **conf):
-    """Return the workers' rendezvous, as the workers parse it, if their agents have these settings."""
+    """Return the workers' rendezvous, as parsed from the variables of agents with these settings."""
     environ = {} if token is None else {"ELASTICRS_TOKEN": token}
     nodes, _ = describe(backend, "10.0.0.1:29400", "a/job", (2, 3), conf, environ)
     variables = variables_of_members(among_workers(nodes, JOB), POINT, 17)

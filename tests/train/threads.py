@@ -1,4 +1,4 @@
-"""A job whose workers are threads of the test: a coordinator, and collectives that break as real ones do."""
+"""A job with threads as workers: its coordinator, and collectives that fail like real ones."""
 
 import threading
 
@@ -8,7 +8,7 @@ from elasticrs.train import Coordinator, State, StopException, train
 
 
 class Job:
-    """Who is there, who waits for the next round, and the round that runs."""
+    """The live workers, the workers that wait for the next round, and the current round."""
 
     def __init__(self, size):
         self.news = threading.Condition()
@@ -19,7 +19,9 @@ class Job:
         self.is_closed = False
 
     def run(self, work):
-        """What ``work(name, coordinator)`` returns or raises for each worker; who returns is gone."""
+        """Run ``work(name, coordinator)`` for each worker. Return the result or the exception of each. A
+        worker that returns leaves the job.
+        """
         found = {}
 
         def live(name):
@@ -58,7 +60,7 @@ class Job:
 
 
 class Round:
-    """The workers of a round, and what they have brought to each collective."""
+    """The workers of a round, and the values that they have passed to each collective."""
 
     def __init__(self, names):
         self.names = names
@@ -109,7 +111,9 @@ class ThreadCoordinator(Coordinator):
         return len(self.round.names)
 
     def gather(self, value, plane="data"):
-        """A collective: all values by rank, or an error for those that one has left alone."""
+        """Run a collective. Return the values of all workers by rank, or raise an error if a worker is
+        missing.
+        """
         with self.job.news:
             made, number = self.round, self.collectives.get(plane, 0)
             self.collectives[plane] = number + 1
@@ -161,7 +165,7 @@ class ThreadCoordinator(Coordinator):
 
 
 class Sum(State):
-    """A state that each step adds something of all workers to."""
+    """A state to which each step adds a value from all workers."""
 
     def __init__(self, coordinator, length):
         self.coordinator, self.length = coordinator, length
@@ -180,11 +184,11 @@ class Sum(State):
 
 
 def add(state):
-    """A train step: the sum of 10 steps of any world is 550."""
+    """Take a train step. After 10 steps, the total is 550 for any number of workers."""
     if state.steps == state.length:
         raise StopIteration
     state.steps += 1
-    # What is torn when the collective fails.
+    # Make the state inconsistent until the collective has succeeded.
     state.total += 1000
     share = sum(state.coordinator.gather(state.steps * 10)) // state.coordinator.world_size
     state.total += share - 1000
@@ -192,6 +196,6 @@ def add(state):
 
 
 def train_sum(coordinator, length=10, step=add, state=Sum, **options):
-    """Train to the end; return steps and total."""
+    """Train until the data end, and return the number of steps and the total."""
     done = train(coordinator, step, state(coordinator, length), **options)
     return done.steps, done.total

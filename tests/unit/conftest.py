@@ -1,4 +1,4 @@
-"""Fixtures of the tests that start no job."""
+"""Fixtures for the tests that start no job."""
 
 import pytest
 

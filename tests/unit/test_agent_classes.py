@@ -1,4 +1,4 @@
-"""Torch's agent classes, and the configuration of a launch."""
+"""Torch's agent classes, and the launch configuration."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def test_states_say_whether_processes_are_there():
 
 
 class Scripted(SimpleElasticAgent):
-    """Says of its workers what it was told to say."""
+    """An agent that reports the worker states that the test has set."""
 
     def __init__(self, spec, states):
         super().__init__(spec)
@@ -105,7 +105,7 @@ def test_the_hooks_of_a_subclass_run_in_torchs_order(handler):
     group = agent.get_worker_group()
     assert [worker.id for worker in group.workers] == ["id0", "id1"]
     assert group.master_port == handler.store_port.number
-    # As in torch: a subclass may use it, with one node too.
+    # As in torch, a subclass may use the store, even with a single node.
     agent._store.set("key", "value")
     assert group.store.get("key") == b"value"
 
@@ -120,7 +120,7 @@ def test_hooks_that_take_too_long_are_no_progress(handler):
     clock, seen = [0.0], {}
 
     class Slow(Scripted):
-        """Each hook takes 1,000 s by the agent's own clock."""
+        """An agent whose hooks take 1,000 s each, on the agent's own clock."""
 
         def __init__(self, *args):
             super().__init__(*args)
@@ -164,7 +164,7 @@ def test_hooks_that_take_too_long_are_no_progress(handler):
 
     agent = Slow(spec(handler, monitor_interval=60), [WorkerState.FAILED, WorkerState.SUCCEEDED])
     assert agent.run().state is WorkerState.SUCCEEDED
-    # What is left of 1,000 s when what is allowed for each is over.
+    # Seconds by which each hook exceeds its allowed time, if it takes 1,000 s.
     assert seen == {
         "rendezvous": 0,
         "start": 400,
@@ -252,7 +252,7 @@ def test_the_name_of_a_job_is_its_script_or_function():
 
 
 class Older(Scripted):
-    """As one had to write it for torch 2.5 and 2.6."""
+    """An agent as users had to write it for torch 2.5 and 2.6."""
 
     def _stop_workers(self, _worker_group, is_restart=False):
         self.calls.append(("stop", is_restart))
@@ -263,7 +263,7 @@ class Older(Scripted):
 
 
 class Forwarding(Scripted):
-    """Passes on whatever comes."""
+    """An agent whose hooks accept any arguments."""
 
     def _stop_workers(self, *args, **kwargs):
         self.calls.append(("stop", len(args), kwargs))
@@ -273,7 +273,9 @@ class Forwarding(Scripted):
 
 
 class Interrupted(Scripted):
-    """A signal comes while the workers run, and perhaps again while they are shut down."""
+    """An agent that gets a signal while its workers run, and possibly another one while they are
+    shut down.
+    """
 
     def _monitor_workers(self, _worker_group):
         raise SignalException("stopped", signal.SIGINT)
@@ -335,7 +337,7 @@ def test_agents_exchange_torchs_records():
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """What the agent records, taken where torch's own tests take it."""
+    """Record the agent's events and metrics at the functions that torch's own tests patch."""
     events, numbers = [], {}
     monkeypatch.setattr(api, "record", lambda event, destination: events.append((event, destination)))
     monkeypatch.setattr(api, "put_metric", lambda name, value: numbers.setdefault(name, []).append(value))
@@ -397,20 +399,20 @@ def test_a_value_of_some_workers_alone_is_an_error(handler):
 
 
 class Delegating(RendezvousHandler):
-    """A handler of the user's own; what it is asked does not matter here."""
+    """A user-defined handler. Its answers do not matter here."""
 
     get_backend = next_rendezvous = is_closed = set_closed = num_nodes_waiting = lambda _self: None
     get_run_id = shutdown = lambda _self: "job"
 
 
 class OverSomeBackEnd(Delegating):
-    """Ours, without settings of a rendezvous."""
+    """A handler of elasticrs that has no rendezvous settings."""
 
     __module__ = "elasticrs.rendezvous.some"
 
 
 class Metered(LocalElasticAgent):
-    """Replaces what only records."""
+    """An agent that overrides only a hook for metrics."""
 
     def _record_metrics(self, group_results):
         """Nothing is wanted."""

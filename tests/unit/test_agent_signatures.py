@@ -1,4 +1,6 @@
-"""Names, arguments and defaults of torch's agents and launcher, in the release that is installed."""
+"""Names, arguments and defaults of the agents and the launcher, compared with the installed release
+of torch.
+"""
 
 import dataclasses
 import importlib
@@ -32,7 +34,7 @@ FUNCTIONS = (
 )  # fmt: skip
 
 DIFFERENT = {
-    # From the environment when nobody gives one, as the newest sources of torch have it.
+    # If not given, these timeouts come from the environment, as in the newest sources of torch.
     "SimpleElasticAgent.__init__": {"exit_barrier_timeout": "None", "shutdown_timeout": "None"},
     "LocalElasticAgent.__init__": {"exit_barrier_timeout": "None", "shutdown_timeout": "None"},
 }
@@ -45,10 +47,10 @@ MORE = {
 }
 
 HOOKS_OF_OTHERS = {
-    # One timer FIFO, served by the core; see TORCHELASTIC_ENABLE_FILE_TIMER.
+    # The core serves a single timer FIFO instead. See TORCHELASTIC_ENABLE_FILE_TIMER.
     "_setup_local_watchdog", "_log_watchdog_event",
     "_setup_healthcheck", "_get_alive_time", "_get_current_time_secs",
-    # The environment of workers is made in one place for all kinds of agents.
+    # The environment of workers is made in one place, for all kinds of agents.
     "_set_local_rank_env", "_get_fq_hostname",
     "_check_uninterruptible_state_timeout", "_update_uninterruptible_dwell",
 }  # fmt: skip

@@ -45,7 +45,7 @@ GRACE = 30.0
 
 
 def play(events, max_restarts=1, *, replaces=False, policy=None):
-    """The state after these events, and all actions in order."""
+    """Return the state after these events, and all actions in order."""
     state = AgentState(policy or RestartSettings(max_restarts), GRACE, replaces=replaces)
     done = []
     for event in events:
@@ -297,7 +297,8 @@ events = st.one_of(
     st.builds(WorkerReplaced, ranks),
     st.builds(ReplaceFailed, ranks),
 )
-# Weighted towards what moves the machine: purely random sequences rarely get past the first start.
+# Prefer events that advance the state machine, because purely random sequences rarely get past the first
+# start.
 moves = st.one_of(st.just(RendezvousCompleted()), st.just(Started()), events, events)
 
 

@@ -1,4 +1,6 @@
-"""The command line: grammar, and defaults from the environment. For mistakes see test_usage_errors.py."""
+"""The command line: its grammar, and defaults from the environment. Invalid command lines are tested in
+test_usage_errors.py.
+"""
 
 import argparse
 import os
@@ -63,7 +65,7 @@ def test_an_option_that_repeats_collects_its_values_in_place_of_the_variable(var
 
 @pytest.mark.parametrize("text", ["a=1,b=2", "'a=1,b=2'", '"a=1,b=2"', " 'a=1,b=2' "])
 def test_quotes_around_all_of_rdzv_conf_are_taken_off(text):
-    # Lists of arguments in YAML keep them.
+    # In a YAML list of arguments, such quotes become part of the argument.
     assert parse([f"--rdzv-conf={text}", "x.py"], {}).rdzv_conf == {"a": "1", "b": "2"}
 
 
@@ -112,7 +114,9 @@ def test_every_option_has_its_variable(option):
 
 
 def _default_by(option, text):
-    """What the variable makes of the option; the option itself when it refuses the text."""
+    """Return the option's value if its variable has this text, or the option itself if it refuses
+    the text.
+    """
     try:
         return getattr(parse(["x"], {option.variable: text}), option.dest)
     except UsageError:

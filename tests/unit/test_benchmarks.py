@@ -1,4 +1,4 @@
-"""Parsers and tables of the benchmarks: a wrong parser would print wrong figures without an error."""
+"""Parsers and tables of the benchmarks. A wrong parser would print wrong figures without an error."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from benchmarks.report import table
 A, B = Launcher("a", ()), Launcher("b", ())
 BOTH = Options((A, B), is_quick=False)
 
-# As the kernel writes it; port 29400 is 72D8.
+# Connections in the format of /proc/net/tcp. Port 29400 is 72D8 in hexadecimal.
 TCP = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 0100007F:72D8 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 101 1
@@ -89,7 +89,7 @@ def test_an_agent_that_exits_is_reported_with_its_last_line(tmp_path):
 
 
 def test_nothing_is_left_of_a_job_whatever_its_state():
-    # A stopped child, and a grandchild in a session of its own whose parent is gone.
+    # Leave a stopped child that has a child in another session, and an orphaned grandchild.
     program = (
         "import os, signal, subprocess\n"
         "subprocess.Popen(['sleep', '600'], start_new_session=True)\n"

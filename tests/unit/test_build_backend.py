@@ -1,4 +1,4 @@
-"""The build backend reports in one line what a build from source lacks."""
+"""The build backend reports in one line what is missing for a build from source."""
 
 import importlib.util
 from pathlib import Path
@@ -23,7 +23,7 @@ def backend():
 
 @pytest.fixture
 def programs(tmp_path, monkeypatch):
-    """Write shell scripts into a folder that alone is in PATH."""
+    """Return a function that writes shell scripts into a folder, which is the only one in PATH."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
 

@@ -1,4 +1,4 @@
-"""The first failure of a node, which is sent to the other nodes and shown there."""
+"""The first failure of a node, which the other nodes receive and show."""
 
 import json
 import re
@@ -111,7 +111,8 @@ def test_times_are_sent_on_the_clock_of_the_store():
     cause = own_cause(attempt, PLACE, fast)
     assert cause is not None
     assert abs(cause.time_ns - time.time_ns() - 5_000_000_000) < 2_000_000_000
-    # Another node, whose wall clock is 12 s off, on the same monotonic clock for the sake of the test.
+    # Decode the cause on another node, whose wall clock is 12 s off. For simplicity, both nodes share a
+    # monotonic clock.
     shifted = Cause.decoded(dict(cause.encoded(), time_ns=cause.time_ns - 12_000_000_000))
     back = remote_failure(shifted, slow).seen_ns
     assert back is not None
@@ -135,7 +136,9 @@ def test_the_report_of_another_node_shows_the_first_cause_and_not_its_own_victim
 
 
 def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
-    """One rank is a step behind the other, and was silent for a minute."""
+    """Return an attempt in which ``local_rank`` is one step behind the other rank and was silent for a
+    minute.
+    """
     attempt = attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=group_rank)
     attempt.first_failure = local_rank if was_found_here else None
     now = attempt.exits[local_rank].seen_ns
@@ -188,7 +191,7 @@ def report_of(attempt, cause):
 
 def test_the_cause_of_all_nodes_comes_before_the_first_failure_seen_here():
     waits = hung_attempt(0, 0, 8)
-    # It was found later than the one that only waits for it.
+    # This cause was found later than the failure of the rank that only waits for it.
     cause = own_cause(hung_attempt(1, 1, 7), PLACE, Clock())
     others, root = report_of(waits, cause)
     assert "rank      : 3 (local_rank: 1)" in root

@@ -1,4 +1,4 @@
-"""Lines of the agent never wait for an unread console."""
+"""Output of the agent never waits for an unread console."""
 
 import calendar
 import os
@@ -24,7 +24,9 @@ def pipe():
 
 
 def fill(writer):
-    """Fill the pipe to the brim, through a description of its own: flags are shared by descriptors."""
+    """Fill the pipe. Open it again for that, because O_NONBLOCK would apply to all descriptors of the same
+    open file description.
+    """
     other = os.open(f"/proc/self/fd/{writer}", os.O_WRONLY | os.O_NONBLOCK)
     written = 0
     try:
@@ -117,7 +119,7 @@ def test_lines_show_the_time_as_configured(pipe, monkeypatch, log_prefix, variab
         for reader, writer, expected in ((*pipe, on_pipe), (ours, theirs, on_terminal)):
             Console(writer, log_prefix).say("hello")
             pattern = r"elasticrs\[[-\d]+T[:.\d]+Z\]: hello\s+" if expected else r"elasticrs: hello\s+"
-            # A terminal may deliver a line in pieces.
+            # A terminal may deliver a line in several reads.
             line = b""
             while not line.endswith(b"\n"):
                 line += os.read(reader, 200)

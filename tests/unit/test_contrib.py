@@ -1,4 +1,4 @@
-"""Files for schedulers in contrib/: they are valid, and act on the exit codes of the launcher."""
+"""The scheduler files in contrib/ are valid and act on the launcher's exit codes."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ JOBS = of_kind("Job") + [
     for each in of_kind("JobSet")
     for job in each["spec"]["replicatedJobs"]
 ]
-# The schema of a PyTorchJob is not published as a package, but its templates are those of pods.
+# No package publishes the schema of a PyTorchJob, but its templates are pod templates.
 PODS = [
     pod_of("train", replica["template"])
     for each in of_kind("PyTorchJob")
@@ -69,7 +69,7 @@ def test_a_manifest_has_the_published_schema(document):
     "document", [each for kind in CUSTOM for each in of_kind(kind)], ids=lambda each: each["kind"]
 )
 def test_a_manifest_of_another_kind_has_the_published_model(document):
-    # The models drop fields that they do not know.
+    # The models drop unknown fields, so a document with one would not survive the round trip.
     assert CUSTOM[document["kind"]].from_dict(document).to_dict() == document
 
 
@@ -95,7 +95,7 @@ def test_the_command_line_is_valid_and_asks_for_these_exit_codes(command):
     program, *arguments = command
     args = parse(arguments, {})
     assert (program, args.exit_codes) == ("elasticrun", "verdict")
-    # The variables of the pods say where the nodes meet.
+    # The pods' variables say where the nodes meet, so the command has no such options.
     assert args.given.isdisjoint({"rdzv_backend", "rdzv_endpoint", "rdzv_id", "node_rank"})
 
 
@@ -107,7 +107,7 @@ def test_the_number_of_nodes_is_that_of_the_pods(job):
 
 
 class TestSlurm:
-    """The batch script with programs of Slurm that only print their arguments."""
+    """The batch script, run with fake Slurm programs that only print their arguments."""
 
     @pytest.fixture
     def submit(self, tmp_path):
@@ -115,7 +115,7 @@ class TestSlurm:
             programs = {
                 "scontrol": 'echo "scontrol $*"',
                 "sleep": 'echo "sleep $*"',
-                # The first task runs here. The exit code of srun is the highest of all tasks.
+                # Run the first task here. The exit code of srun is the highest one of all tasks.
                 "srun": f'while [ "${{1#--}}" != "$1" ]; do shift; done; SLURM_PROCID=0 "$@"; exit {highest}',
                 "elasticrun": f'echo "elasticrun $*"; exit {first}',
             }

@@ -1,5 +1,5 @@
-"""Names in the pages exist: options, metrics, files, targets of links, imports. Python code in the pages
-compiles. Names to which docstrings refer exist.
+"""The pages name only existing options, metrics, files, link targets and imports. Their Python code compiles.
+Docstrings refer only to existing names.
 """
 
 import re
@@ -23,7 +23,7 @@ def without_code(page):
 
 
 def anchors(page):
-    """The names that a link may have behind ``#``, as a Markdown viewer makes them from the headings."""
+    """Return the anchors that a Markdown viewer makes from the headings, for use after ``#`` in links."""
     headings = re.findall(r"^#+ (.*)$", without_code(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -38,7 +38,7 @@ def test_every_option_is_named_and_no_other():
 
 
 def test_defaults_of_numbers_are_those_of_the_options():
-    """The page names a default at the end of the meaning, in parentheses: ``(10)``, ``(10; 0: never)``."""
+    """The page shows a default in parentheses, at the end of the meaning: ``(10)`` or ``(10; 0: never)``."""
     options = {f"--{option.name}": option for option in OPTIONS if type(option.default) in (int, float)}
     rows = re.findall(r"^\| `(--[a-z-]+) [^|,]*`\s+\| (.*) \|$", PAGES["docs/options.md"], re.MULTILINE)
     shown = {
@@ -67,9 +67,9 @@ TAILS = {
 """Every file and folder of the project, and every end of its path that starts with a whole name."""
 
 FOREIGN = {
-    # Files of the user, of torch and of Python.
+    # Files of users, of torch and of Python.
     *("hello.py", "script.py", "torch/_ops.py", "dataloader.py", "profile.py", "random.py"),
-    # Folders that are created, and keys of the rendezvous.
+    # Generated folders, and keys of the rendezvous.
     *("dist", "site", "benchmarks/results", "fuzz/artifacts", "done", "evidence", "nodes"),
 }
 """Names in the pages that look like paths of the project."""
@@ -98,8 +98,8 @@ REFERENCE = re.compile(r":(?:mod|class|func|meth|attr|data|exc):`~?(\.[\w.]+|ela
 
 
 def is_defined(reference):
-    """True if a module has this name, or if it contains the next name of the reference after its own. A
-    reference that starts with a dot may leave out the first names of the module.
+    """Return true if the reference is a module, or if a module contains the name that follows its own in the
+    reference. A reference that starts with a dot may omit the first names of the module.
     """
     names = reference.strip(".").split(".")
     for end in range(len(names), -1, -1):

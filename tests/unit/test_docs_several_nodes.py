@@ -1,4 +1,4 @@
-"""The page on several nodes names every setting, and only messages that the program prints."""
+"""The page about several nodes names every setting, and only messages that the program prints."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def section(title):
 
 
 def rows(title):
-    """The cells of a section's tables, without heads."""
+    """Return the cells of a section's tables, without the header rows."""
     lines = [line for line in section(title).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[2:]]
 
@@ -56,7 +56,9 @@ def test_time_outs_are_settings_or_options():
 
 
 def sources():
-    """What the program can say; literals in pieces are put together."""
+    """Return the source code, with adjacent parts of string literals joined, so that tests can search it for
+    messages.
+    """
     files = [*(ROOT / "python/elasticrs").rglob("*.py"), *(ROOT / "crates/elasticrs-store/src").rglob("*.rs")]
     text = "\n".join(file.read_text(encoding="utf-8") for file in sorted(files))
     return re.sub(r'"\s*\n\s*f?"', "", text)
@@ -69,5 +71,6 @@ def program():
 
 @pytest.mark.parametrize("message", [row[0].strip("`") for row in rows("What messages mean")])
 def test_messages_are_those_of_the_program(program, message):
-    # As the user reads it; the program writes it in literals and lines of its own.
+    # The page shows the message in one piece. The program may split it into several literals, which are
+    # joined here.
     assert message in program

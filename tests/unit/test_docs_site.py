@@ -1,5 +1,5 @@
-"""The check of the documentation site, which `make docs` runs, finds broken links and outside resources. The
-pages of the API reference describe every public name.
+"""The check of the documentation site, which `make docs` runs, finds broken links and external resources. The
+API reference describes every public name.
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ def problems():
 
 @pytest.fixture
 def site(tmp_path):
-    """A site of two pages without problems."""
+    """A documentation site of two pages without problems."""
     (tmp_path / "static").mkdir()
     (tmp_path / "static/style.css").write_text("a { background: url('data:image/png;base64,xx') }")
     (tmp_path / "a.html").write_text(
@@ -76,7 +76,7 @@ def test_broken_links_are_found(problems, site, link, why):
 
 
 def names_of(module):
-    """The names in ``__all__``, without an import, because some modules import torch."""
+    """Return the names in ``__all__``. Do not import the module, because some modules import torch."""
     path = ROOT / "python" / module.replace(".", "/")
     source = (path / "__init__.py") if path.is_dir() else path.with_suffix(".py")
     found = re.search(r"^__all__ = \[(.*?)\]", source.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)

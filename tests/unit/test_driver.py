@@ -1,4 +1,4 @@
-"""The driver of a rendezvous, between the state machine and the store."""
+"""The driver of a rendezvous, which connects the state machine to the store."""
 
 from rendezvous.store import Entry
 

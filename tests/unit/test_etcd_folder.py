@@ -48,7 +48,7 @@ def test_jobs_seats_and_endpoints_have_folders_of_their_own():
 def test_a_member_that_runs_keeps_others_out():
     folder = claim()
     assert Folder.claim("a", SEATS, 0) is None
-    # etcd inherits the lock, and may exit a little later than the program that started it.
+    # etcd inherits the lock, and may exit slightly later than the program that started it.
     etcd = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=(folder.lock,))
     folder.release(keep=True)
     assert Folder.claim("a", SEATS, 0) is None

@@ -1,4 +1,4 @@
-"""Requests to members over HTTP, answered by etcd and by other servers."""
+"""HTTP requests to etcd members, answered by etcd and by other servers."""
 
 import json
 import socket
@@ -14,7 +14,9 @@ OK = b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n%s"
 
 @pytest.fixture
 def answering():
-    """A server that answers once, and stays connected; returns its seat, and what it was asked."""
+    """Return a function that runs a server with one response per connection, which stays open. It returns the
+    server's seat and a list of the requests received.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as nobody:
         kept, asked = [nobody], []
 
@@ -59,7 +61,7 @@ def test_a_refusal_has_etcds_own_words(answering):
             for error in EtcdError
             for code, text in [error.value]
         ),
-        # etcd 3.6 sends no `error`.
+        # etcd 3.6 sends no `error` field.
         ('{"code":9,"message":"etcdserver: authentication is not enabled"}', EtcdError.AUTH_DISABLED),
         ('{"code":3,"message":"etcdserver: authentication is not enabled"}', None),
         ('{"code":9,"message":"etcdserver: authentication is not enabled here"}', None),
@@ -108,6 +110,6 @@ def test_a_password_is_said_once(answering):
 )
 def test_what_is_not_etcd(answering, answer):
     seat, _ = answering(answer if answer.startswith(b"HTTP") else answer + b"HTTP")
-    # One that says no length, and stays connected, is silent.
+    # A response without a length, on a connection that stays open, leads to a timeout.
     with pytest.raises((GatewayError, TimeoutError)):
         Gateway().members_at(seat, 1)

@@ -1,4 +1,4 @@
-"""The agent's observation of the program that runs its etcd member."""
+"""The agent monitors the program that runs its etcd member."""
 
 import os
 import select
@@ -101,7 +101,7 @@ def test_nothing_is_created_in_the_folder_while_another_thread_may_remove_it(tmp
     found = []
 
     class Guard:
-        """Records which files exist when the thread that ends the member has to wait."""
+        """A lock that records which files exist whenever it is acquired."""
 
         def __enter__(self):
             found.append(sorted(path.name for path in tmp_path.rglob("*")))

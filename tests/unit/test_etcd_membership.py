@@ -34,7 +34,9 @@ def seats(count):
 
 
 def listed(incarnation, joined=(), count=3, label=LABEL):
-    """Return the member list that a member answers with. The seats ``joined`` have joined the cluster."""
+    """Return the member list that an etcd member sends. The members of the seats ``joined`` have joined the
+    cluster.
+    """
     return tuple(
         Entry(name_of(label, incarnation, index), (seat.peer_url,), has_joined=index in joined)
         for index, seat in enumerate(seats(count))
@@ -54,7 +56,7 @@ def step(*answers, mine=0, waited=LONG, **more):
         ((None, listed("a"), listed("b")), Adopt("b")),
         # A majority belongs to a cluster in which this seat never had a member.
         ((None, listed("a", {1, 2}), listed("a", {1, 2})), Adopt("a")),
-        # One seat with data of such a cluster is not enough, because this seat may have joined that cluster
+        # A single seat with data of a cluster is not enough, because this seat may have joined that cluster
         # later.
         ((None, listed("a", {1, 2}), None), Wait()),
         # This seat has lost its data, and the other seats are a majority.
@@ -75,7 +77,7 @@ def test_a_seat_without_data(answers, expected):
         ((None, None, None), Stay()),
         ((listed("b"), listed("a"), None), Stay()),
         ((listed("b"), listed("c"), None), Adopt("c")),
-        # A majority has this incarnation, so this seat stays and the third seat changes over.
+        # A majority has this seat's incarnation, so this seat stays, and the third seat will adopt it.
         ((listed("b"), listed("b"), listed("c")), Stay()),
         # This seat stays, because its cluster has a quorum.
         ((listed("b", {1}), None, listed("c")), Stay()),
@@ -202,7 +204,9 @@ class World:
             self.lost.add(index)
 
     def check_dead(self, incarnation, index):
-        """Check that no quorum is lost when a seat discards its data of this cluster."""
+        """Check that a seat discards its data of this cluster only if too few seats hold such data for a
+        quorum.
+        """
         holders = {seat for seat, (each, _) in self.data.items() if each == incarnation} | {index}
         assert len(holders) < majority(self.seats), "data that a quorum needs were discarded"
 
@@ -231,7 +235,7 @@ class World:
         self.lost.discard(index)
         held, life = self.data.get(index, (None, 0))
         if held is not None and self.joined.get(held, {}).get(index) != life:
-            # A member that has not joined has no useful data.
+            # The data of a member that has not joined a cluster are useless.
             del self.data[index]
 
     def wipe(self, index):
@@ -258,7 +262,7 @@ def test_no_member_comes_back_without_its_data(count, acts):
     world = World(count)
     for act, index in acts:
         getattr(world, act)(index % count)
-    # A cluster never has two quorums, because each incarnation has one life of each seat (see `elect`), and a
+    # At most one cluster has a quorum. Each incarnation has only one life of each seat (see `elect`), and a
     # seat belongs to one incarnation at a time.
     world.cut.clear()
     world.settle()

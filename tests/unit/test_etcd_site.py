@@ -1,4 +1,6 @@
-"""What the command line and the Python API say about etcd. For mistakes see test_usage_errors.py."""
+"""The etcd settings of the command line and of the Python API. Invalid settings are tested in
+test_usage_errors.py.
+"""
 
 import os
 import re
@@ -163,7 +165,7 @@ def test_the_user_reads_of_all_keys():
     assert all(name in line for name in (*NAMES, *(key.name for key in KEYS)))
 
 
-# --- the same through all doors ---
+# --- the same settings through all interfaces ---
 
 
 def test_the_command_line(tmp_path):

@@ -19,7 +19,7 @@ GIB = 1 << 30
 
 
 class Watched:
-    """The program, its messages and requests to it."""
+    """The process that watches GPUs, its messages, and the requests to it."""
 
     def __init__(self, gpus, log="kmsg", pids=None, program=None, **environment):
         pids = os.readlink("/proc/self/ns/pid") if pids is None else pids
@@ -104,7 +104,7 @@ def test_the_kernel_log_adds_process_and_detail_to_the_same_xid(watch, gpus):
     assert second["detail"] == first["detail"]
     gpus.report_xid(0, 13)
     gpus.report_xid(0, 31)
-    # NVML has reported one error, for which the kernel has written three records.
+    # NVML reported one error, for which the kernel had written three records.
     assert watched.wait("xid")["xid"] == {**second, "count": 1}
     assert watched.wait("xid")["xid"]["code"] == 31
 
@@ -195,7 +195,7 @@ def test_memory_of_a_living_process_is_not_waited_for(watch, gpus):
 
 
 def test_memory_of_a_worker_that_still_lives_is_waited_for(watch, gpus):
-    """The other workers are being stopped when the memory is asked for."""
+    """The agent asks for the memory while it is still stopping the other workers."""
     watched = watch()
     watched.begin(os.getpid())
     gpus.set("gpu0/processes", f"{watched.pid} {8 * GIB}")
@@ -273,7 +273,7 @@ def test_a_call_that_hangs_is_reported_once_and_ends_with_the_program(watch, gpu
 
 
 def test_it_does_not_outlive_its_agent(gpus):
-    """Its parent is killed, so nothing closes its standard input on purpose."""
+    """The program exits when its parent is killed, although nothing closes its standard input explicitly."""
     parent = "import subprocess, sys, os; p = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout="
     parent += "subprocess.PIPE); os.write(1, b'%d\\n' % p.pid); os.read(0, 1); os.kill(os.getpid(), 9)"
     arguments = [*command("elasticrs.host.gpu_watch"), str(gpus.path("kmsg")), ""]

@@ -1,4 +1,4 @@
-"""Lines about a worker that hung."""
+"""Messages about a hung worker."""
 
 from types import SimpleNamespace
 

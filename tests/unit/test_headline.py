@@ -1,4 +1,4 @@
-"""A traceback in one line: the exception, and where the user's code was."""
+"""A traceback summarized in one line: the exception, and its place in the user's code."""
 
 import pytest
 
@@ -17,7 +17,7 @@ FileNotFoundError: [Errno 2] No such file or directory: 'a.pt'
 
 
 def test_the_worker_and_the_agent_agree_on_what_belongs_to_the_program():
-    """The list exists twice, because the module of the worker may not import elasticrs."""
+    """The list exists twice, because the module that runs in the worker must not import elasticrs."""
     assert error_file._LIBRARIES == LIBRARIES
 
 
@@ -33,18 +33,18 @@ def test_a_place_in_a_library_is_better_than_none():
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        # What was raised while another exception was handled is what ended the worker.
+        # If an exception is raised while another one is handled, the last one has ended the worker.
         (LIBRARY + "\nDuring handling of the above exception, another exception occurred:\n\n"
          'Traceback (most recent call last):\n  File "x.py", line 3, in f\n    g()\nValueError: b\n',
          "ValueError: b (x.py:3)"),
-        # The first line of a message of several; load_state_dict writes such ones.
+        # Show only the first line of a message with several lines, such as those of load_state_dict.
         ('Traceback (most recent call last):\n  File "x.py", line 3, in f\n    g()\n'
          "RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s): a\nand more\n",
          "RuntimeError: Error(s) in loading state_dict for Net: (x.py:3)"),
         ('Traceback (most recent call last):\n  File "x.py", line 3\n    f(\n     ^\n'
          'SyntaxError: \'(\' was never closed\n',
          "SyntaxError: '(' was never closed (x.py:3)"),
-        # The end of a long one, as it comes from another node.
+        # Another node sends only the end of a long traceback.
         ('…in old\n    call()\n  File "x.py", line 3, in f\n    g()\nKeyError: 1\n', "KeyError: 1 (x.py:3)"),
         ("RuntimeError: no traceback\n", "RuntimeError: no traceback"),
         ("first\nlast\n", "last"),

@@ -1,4 +1,4 @@
-"""Health sources that are part of elasticrs: how they are written, and what they conclude from answers."""
+"""The built-in health sources: their syntax, and what they conclude from responses."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ trustme = pytest.importorskip("trustme")
 
 
 def ask(text, timeout=60.0):
-    """The result of one source, asked in a child process as the agent does."""
+    """Run one source in a child process, as the agent does, and return its result."""
     (result,) = NodeCheck([HealthSource.parse(text)], timeout).finish()
     return result
 
@@ -60,7 +60,9 @@ class TestForms:
 
 
 class Gpud(ThreadingHTTPServer):
-    """Answers every request with ``answer``: a status and a body, or ``None`` to wait until it is closed."""
+    """A server that answers every request with ``answer``, a status and a body. If that is ``None``, it waits
+    until it is closed.
+    """
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -84,7 +86,9 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def gpud(request, tmp_path):
-    """A server in the place of GPUd, with HTTPS and a certificate of its own unless told otherwise."""
+    """A fake GPUd server with HTTPS and its own certificate, unless the test's parameter is another
+    scheme.
+    """
     server = Gpud()
     server.scheme = getattr(request, "param", "https")
     if server.scheme == "https":
@@ -182,7 +186,7 @@ def varint(value):
 
 
 def response(success=False, exit_code=0, output="", error=""):
-    """An encoded HealthCheckResponse. Fields with their default are left out, as protobuf does."""
+    """Encode a HealthCheckResponse. Fields that have their default are left out, as in protobuf."""
     numbers = [(1, int(success)), (2, exit_code)]
     texts = [(number, text.encode()) for number, text in ((3, output), (4, error))]
     found = b"".join(varint(number << 3) + varint(value) for number, value in numbers if value)
@@ -272,7 +276,7 @@ class TestNvhcd:
 class TestProgram:
     @pytest.fixture
     def source(self, tmp_path, monkeypatch):
-        """Makes a module with this function ``main`` the source ``nvml``."""
+        """Return a function that makes a module with this ``main`` function the source ``nvml``."""
 
         def make(main):
             (tmp_path / "a_health_source.py").write_text(main)
@@ -307,7 +311,7 @@ class TestProgram:
         assert health_program.why_unavailable("gpud") is None
 
     def test_a_missing_package_is_named(self):
-        # Without site packages, grpcio is not there.
+        # Run without site packages, so that grpcio cannot be found.
         root = elasticrs.__path__[0].rpartition("/")[0]
         code = f"import sys; sys.path.append({root!r}); import elasticrs.host.health_program as it"
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Slurm's host lists. tests/slurm compares them with Slurm's own program."""
+"""Host lists in Slurm's format. The tests in tests/slurm compare them with Slurm's own program."""
 
 import pytest
 from helpers.host_lists import host_lists
@@ -21,7 +21,7 @@ from elasticrs.schedulers.host_list import MOST, expand
         ("x[1-2][3-4]", "x13 x14 x23 x24"),
         ("g[10,9,8]", "g10 g9 g8"),
         ("a,b[1-2],c.example", "a b1 b2 c.example"),
-        # Slurm itself writes and accepts nothing after the last bracket.
+        # Slurm itself neither writes nor accepts text after the last bracket.
         ("b[1-2].example", "b1.example b2.example"),
     ],
 )  # fmt: skip

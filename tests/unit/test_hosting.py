@@ -1,4 +1,6 @@
-"""The agent that hosts the coordination store, its addresses, and a node's address for others."""
+"""Selection of the agent that hosts the coordination store, and the addresses of the store and of
+the nodes.
+"""
 
 import os
 import socket
@@ -35,7 +37,7 @@ ALL = ("::",)
 
 
 class Machine:
-    """A machine for tests: its names, its addresses, and what its name service knows."""
+    """A fake machine: its names, its addresses, and what its name service knows."""
 
     def __init__(self, *names, own=(), known=None, has_ipv6=True):
         self.names = names
@@ -161,7 +163,9 @@ def test_with_static_node_rank_0_hosts():
     ],
 )
 def test_rank_0_at_another_address_than_given_is_reported(host, doubt):
-    """It may be behind the address of a service, so that it is no mistake."""
+    """A different address is not an error, because the agent may be reachable through the address of a
+    service.
+    """
     known = {"node1": ["10.0.0.1", "10.0.0.2"], "service": ["10.1.1.1", "10.1.1.2"]}
     machine = Machine("node2", own=["10.0.0.2", "fd00::2"], known=known)
     found = decide(rendezvous(host, backend="static", node_rank=0), machine)
@@ -236,7 +240,8 @@ def test_every_decision_holds_its_promises(host, port, is_host, bind_addr, machi
 @given(hosts.filter(lambda host: not (is_loopback_name(host) or is_unspecified(host))))
 def test_at_most_one_of_two_machines_hosts(host):
     guesses = [decide(rendezvous(host), machine).may_host for machine in (NODE1, NODE2)]
-    # Both have 127.0.1.1 in some sense, and an endpoint there is one that others cannot use.
+    # Loopback addresses and wildcards are left out above: both machines have them, and no other machine can
+    # use them.
     assert sum(guesses) <= 1
 
 
@@ -262,17 +267,17 @@ def test_an_address_can_be_chosen(endpoint, address):
 @pytest.mark.parametrize(
     ("endpoint", "machine", "address"),
     [
-        # The host of the store, and any other agent on its machine.
+        # The agent that hosts the store, or another agent on its machine.
         (rendezvous("node1"), NODE1, "node1"),
         (rendezvous("10.0.0.1"), NODE1, "10.0.0.1"),
         (rendezvous("node2"), NODE2, "node2"),
-        # Everybody is on this machine.
+        # All agents are on this machine.
         (rendezvous("localhost"), NODE1, None),
         (rendezvous("::1", is_host=True), NODE1, None),
-        # The connection comes from another machine: it is no loopback one.
+        # The store is on another machine, so the connection to it shows an address that others can use.
         (rendezvous("node1"), NODE2, None),
         (rendezvous("later"), NODE2, None),
-        # Decided by hand: the endpoint may be an address that leads to one port only.
+        # With an explicit host, the endpoint may be an address that forwards only a single port.
         (rendezvous("service", is_host=True), NODE2, "10.0.0.2"),
         (rendezvous("service", is_host=True), NODE1, "service"),
         (rendezvous("0.0.0.0", is_host=True), NODE2, "10.0.0.2"),
@@ -362,7 +367,7 @@ def test_this_machine_knows_itself():
     assert machine.is_local("127.0.0.1")
     assert machine.is_local("127.0.1.1")
     assert machine.is_local("0.0.0.0")
-    # Addresses that are reserved for documentation.
+    # These addresses are reserved for documentation.
     assert not machine.is_local("192.0.2.1")
     assert not machine.is_local("2001:db8::1")
     assert not machine.is_local("no address")
@@ -378,7 +383,8 @@ print(*(SystemResolver().is_local(address) for address in sys.argv[1:]))
 
 @pytest.mark.privileged
 def test_an_address_that_can_be_bound_may_still_be_anothers():
-    # Load balancers allow that. The third has a route, the fourth has none.
+    # `ip_nonlocal_bind`, which load balancers use, allows this. The third address has a route, and the fourth
+    # has none.
     setup = """
         sysctl -q -w net.ipv4.ip_nonlocal_bind=1
         ip link set lo up
