@@ -1,4 +1,4 @@
-"""The command line: see ``python -m benchmarks --help``."""
+"""Command line of the benchmarks; see ``python -m benchmarks --help``."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""How late the core sees that a timer has expired, among a thousand live ones of 64 processes.
+"""Delay until the core notices an expired timer, among about a thousand active timers of 64 processes.
 
 Straight on the extension: no evidence is taken and no process is signalled, which takes most of the time in a
 job.
@@ -21,7 +21,7 @@ FAR = 3600.0
 
 
 def measure(options: Options) -> list[Row]:
-    """Deadlines at random moments within some seconds, several times."""
+    """Let timers expire at random moments within a second, and repeat this several times."""
     [launcher] = (each for each in options.launchers if each.name == "elasticrs")
     samples = Samples(options)
     for _ in range(options.repeats(16, 4)):
@@ -52,7 +52,7 @@ def _lateness() -> list[float]:
             elif event is None or isinstance(event, _core.StartFailed):
                 raise RuntimeError(f"the workers do not start: {event}")
         _write(fifo, pids)
-        # One clock for both: they run alike for the seconds that this takes.
+        # Convert between the clocks with a constant offset, because they drift very little in a few seconds.
         offset_ns = time.time_ns() - time.monotonic_ns()
         late: list[float] = []
         while len(late) < WORKERS:
@@ -75,7 +75,8 @@ def _write(fifo: str, pids: list[int]) -> None:
                     "version": 1,
                     "pid": pid,
                     "scope_id": f"timer/{number}",
-                    # Of those that only tell, not many are told in a minute.
+                    # Let one timer per process expire, because the core limits the reports of timers without
+                    # a signal to 64 a minute.
                     "expiration_time": now + (FAR if number else AHEAD + random.uniform(0.0, SPREAD)),
                     "signal": 0,
                 }

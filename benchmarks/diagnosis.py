@@ -1,4 +1,4 @@
-"""What a diagnosis of many ranks costs: ``python -m benchmarks.diagnosis``.
+"""CPU time of a diagnosis of many ranks: ``python -m benchmarks.diagnosis``.
 
 Each rank has a flight record of 200 entries in three process groups, and the stacks of four threads. One rank
 is stuck outside of a collective, and some ranks are at other lines than most.
@@ -23,7 +23,7 @@ STUCK = 5
 
 
 def record(rank: int, ranks: int) -> bytes:
-    """A flight record whose collectives alternate between the groups of the rank."""
+    """Return a flight record whose collectives alternate between the rank's process groups."""
     tensor, data = rank // TENSOR_RANKS, rank % TENSOR_RANKS
     groups = [("0", "default_pg"), (str(1 + tensor), "tp"), (str(1 + ranks + data), "dp")]
     count = ENTRIES - 1 if rank == STUCK else ENTRIES
@@ -58,7 +58,7 @@ def record(rank: int, ranks: int) -> bytes:
 
 
 def stack(rank: int) -> str:
-    """The stacks of four threads. Every tenth rank is at a line of its own."""
+    """Return the stacks of four threads. In every tenth rank, the main thread is at a different line."""
     frames = "".join(f'  File "/job/model.py", line {line} in layer\n' for line in range(20))
     line = 1000 + rank if rank % 10 == 0 else 88
     others = f"Thread 0x00007f0000000001 (most recent call first):\n{frames}\n" * 3
@@ -77,7 +77,7 @@ def evidence(rank: int, ranks: int) -> RankEvidence:
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
-    """The median time of one call on a processor."""
+    """Return the median CPU time of one call, in seconds."""
     times = []
     for _ in range(repeats):
         start = time.process_time()

@@ -1,5 +1,5 @@
-"""Nodes that meet in etcd: elasticrs by its v3 interface, torchrun's ``etcd-v2`` by v2; and in an etcd that
-the agents host, beside the store of an agent.
+"""Rendezvous in etcd. elasticrs uses the v3 API, and torchrun's ``etcd-v2`` the v2 API. An etcd hosted by the
+agents is compared with the store of an agent.
 
 Torchrun needs python-etcd, which it does not bring along, and an etcd before 3.6, which has v2.
 """
@@ -50,13 +50,15 @@ def measure(options: Options) -> list[Row]:
 
 
 def measure_hosted(options: Options) -> list[Row]:
-    """Measure what etcd adds to each step of a job. Its members write to the disk of the temporary folder."""
+    """Measure what etcd adds to each phase of a job. Its members write to the disk of the temporary
+    folder.
+    """
     if not _choose_program("nodes-hosted"):
         return []
     options, shape, hosts = _ours(options), Shape(3, 1), " that host etcd"
 
     def meet(_: Launcher) -> Sequence[str]:
-        # Each job has ports of its own, because members of the last job may not have exited yet.
+        # Each job uses new ports, because etcd members of the previous job may not have exited yet.
         seats = ",".join(f"127.0.0.1:{_seat()}" for _ in range(shape.nodes))
         return "--rdzv-backend", "etcd", "--rdzv-endpoint", seats, "--rdzv-conf", "host=1"
 
@@ -71,7 +73,8 @@ def measure_hosted(options: Options) -> list[Row]:
 
 
 def _choose_program(benchmark: str) -> bool:
-    """Choose the etcd that all agents run: the user's, else the one beside Python, else the one on ``PATH``.
+    """Choose the etcd binary that all agents run: the user's, else the one next to Python, else the one on
+    ``PATH``.
 
     Returns:
         False if there is none. A line says so.
@@ -86,7 +89,9 @@ def _choose_program(benchmark: str) -> bool:
 
 
 def _seat() -> int:
-    """A free port for clients before a free one for other members."""
+    """Return a free port for clients. The next port, which the etcd members use among themselves, is free
+    too.
+    """
     while True:
         port = free_port()
         with suppress(OSError), socket.socket() as peers_port:

@@ -1,4 +1,4 @@
-"""Launchers, a channel from the workers, and figures.
+"""Launchers to measure, a channel for reports of the workers, and result rows.
 
 Workers report through a FIFO, never through the launcher: what is measured must not depend on how logs are
 carried. A report is one line, ``<event> <rank> <attempt> <pid> <nanoseconds>``, written at once (shorter
@@ -27,13 +27,13 @@ MAX_LOST_TURNS = 3
 
 
 class Launcher(NamedTuple):
-    """A program under measurement."""
+    """A launcher to measure."""
 
     name: str
     command: tuple[str, ...]
 
     def is_there(self) -> bool:
-        """Whether it can be run at all."""
+        """Return true if the launcher can be run."""
         command = (*self.command, "--help")
         return subprocess.run(command, env=environment(), capture_output=True, check=False).returncode == 0
 
@@ -45,7 +45,7 @@ LAUNCHERS = (
 
 
 class Options(NamedTuple):
-    """What was asked for on the command line."""
+    """Options from the command line."""
 
     launchers: tuple[Launcher, ...]
     is_quick: bool
@@ -56,7 +56,7 @@ class Options(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One figure of one launcher."""
+    """One result of one launcher."""
 
     name: str
     launcher: str
@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 class Report(NamedTuple):
-    """A line that a worker wrote."""
+    """A line written by a worker."""
 
     event: str
     rank: int
@@ -81,13 +81,15 @@ class Report(NamedTuple):
 
 
 class Reports:
-    """The reading end of the workers' channel."""
+    """Reading end of the channel to which the workers write reports."""
 
     def __init__(self, path: Path, check: Callable[[], None] = lambda: None) -> None:
-        """``check`` raises when nothing more can be expected; it is called at least once a second."""
+        """``check`` is called at least once a second. It raises an exception if no more reports can
+        arrive.
+        """
         self._check = check
         os.mkfifo(path)
-        # Open for writing as well: the FIFO must not report its end between two attempts.
+        # Open the FIFO for writing too, because it would otherwise report end of file between two attempts.
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._rest = b""
         self._seen: list[Report] = []
@@ -103,7 +105,9 @@ class Reports:
         pids: Container[int] | None = None,
         timeout: float = HANG,
     ) -> list[Report]:
-        """Wait for ``count`` reports of this event (attempt, processes), and remove them."""
+        """Wait for ``count`` reports of this event, attempt and these processes, and remove them from the
+        queue.
+        """
         found = self.peek(event, count, attempt, pids, timeout)
         self._seen = [each for each in self._seen if each not in found]
         return found
@@ -116,7 +120,7 @@ class Reports:
         pids: Container[int] | None = None,
         timeout: float = HANG,
     ) -> list[Report]:
-        """As :meth:`take`, but they stay to be taken."""
+        """Like :meth:`take`, but do not remove the reports."""
         deadline = time.monotonic() + timeout
         while True:
             found = [each for each in self._seen if _matches(each, event, attempt, pids)][:count]
@@ -171,7 +175,9 @@ class Run:
         self.usage_s = 0.0
 
     def wait(self) -> int:
-        """Wait until it is gone; returns the moment, and keeps the CPU time of it and all it waited for."""
+        """Wait until the launcher has exited, and return the time. Keep the CPU time of the launcher and of
+        all children that it waited for.
+        """
         if not wait_readable(self.pidfd, HANG):
             raise TimeoutError("the launcher does not end")
         gone_ns = time.monotonic_ns()
@@ -181,13 +187,15 @@ class Run:
         return gone_ns
 
     def stop(self) -> None:
-        """End it, whatever it does."""
+        """Stop the launcher with SIGTERM and wait for it."""
         if self.process.returncode is None:
             signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
             self.wait()
 
     def timeline(self, event: str) -> dict[int, int]:
-        """The launcher's own stamps of this event by attempt, once it has ended; torchrun keeps none."""
+        """Return the launcher's timestamps of this event by attempt, after it has exited. torchrun writes no
+        timestamps.
+        """
         if not self._timeline.exists():
             return {}
         records = map(json.loads, self._timeline.read_text(encoding="utf-8").splitlines())
@@ -205,7 +213,7 @@ def run(
     stdout: int = subprocess.DEVNULL,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Run]:
-    """Start a launcher on one node; it is gone at the end of the block."""
+    """Start a launcher on one node. Stop it at the end of the block."""
     with TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
         arguments = ("--standalone", "--log-dir", str(folder / "logs"), *arguments)
@@ -218,8 +226,10 @@ def run(
 
 
 def environment() -> dict[str, str]:
-    """The surrounding environment, without what would burden one launcher more than the other."""
-    # The warning about OMP_NUM_THREADS and the missing .pyc files are no part of what is compared.
+    """Return this process's environment, without settings that would slow down one launcher more than
+    another.
+    """
+    # Exclude the warning about OMP_NUM_THREADS and the missing .pyc files from the comparison.
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"OMP_NUM_THREADS": "1"}
 
@@ -231,12 +241,12 @@ def wait_readable(fd: int, timeout: float) -> bool:
 
 
 def worker(name: str) -> str:
-    """The path of a worker's script."""
+    """Return the path of a worker script."""
     return str(WORKERS / name)
 
 
 def take_turns(options: Options, rounds: int, measure: Callable[[Launcher], None]) -> None:
-    """A B A B …: so many times each.
+    """Measure the launchers alternately (A B A B …), ``rounds`` times each.
 
     A turn in which the launcher hung is told of, and repeated; what it had measured before counts.
     """
@@ -259,7 +269,7 @@ def take_turns(options: Options, rounds: int, measure: Callable[[Launcher], None
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of all do not exceed."""
+    """Return the smallest value that is not exceeded by at least ``percent`` percent of all values."""
     ordered = sorted(values)
     rank = -(-len(ordered) * percent // 100)
     return ordered[max(0, int(rank) - 1)]
@@ -270,7 +280,9 @@ def median(values: Sequence[float]) -> float:
 
 
 def time_box(seconds: float, at_most: int) -> Iterator[int]:
-    """Count up, once at least, until the time is over: a slow launcher gets fewer samples, not more time."""
+    """Count from 0 until the time is over, and at least once. A slow launcher gets fewer samples instead of
+    more time.
+    """
     deadline = time.monotonic() + seconds
     for number in range(at_most):
         yield number
@@ -289,7 +301,9 @@ class Samples:
         self._values[launcher.name] += values
 
     def add_limit(self, launcher: Launcher, limit: float) -> None:
-        """It had not happened when this limit (the same in every sample) was reached."""
+        """Record that the event had not happened when ``limit`` was reached. All samples have the
+        same limit.
+        """
         self._limits[launcher.name] = limit
         self.add(launcher, limit)
 

@@ -1,4 +1,4 @@
-"""Agents with nothing to do: what they take. One with 64 tee'd workers, and two of one job."""
+"""Resource use of idle agents: one with 64 workers whose output is tee'd, and two in one job."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ NODES = Shape(nodes=2, nproc=2)
 
 
 class Use(NamedTuple):
-    """What a set of processes has used so far."""
+    """Resources that a set of processes has used so far."""
 
     cpu_ns: int
     wakeups: int
@@ -23,7 +23,7 @@ class Use(NamedTuple):
 
 
 class Figures:
-    """What launchers took while nothing happened."""
+    """Resource use of idle launchers."""
 
     def __init__(self, options: Options) -> None:
         self._rss, self._cpu, self._wakeups, self._threads = (Samples(options) for _ in range(4))
@@ -79,8 +79,8 @@ def measure_nodes(options: Options) -> list[Row]:
 
 
 def _watch(figures: Mapping[int, Figures], launcher: Launcher, seconds: float) -> None:
-    """Let nothing happen for a while below these processes."""
-    time.sleep(2.0)  # until what belongs to the start is over
+    """Measure the resource use of these launchers while they are idle."""
+    time.sleep(2.0)  # wait until the launcher's startup is over
     pids = {pid: own_processes(pid) for pid in figures}
     before = {pid: use(pids[pid]) for pid in figures}
     time.sleep(seconds)
@@ -89,7 +89,9 @@ def _watch(figures: Mapping[int, Figures], launcher: Launcher, seconds: float) -
 
 
 def own_processes(launcher: int) -> list[int]:
-    """The launcher, and what it runs besides the workers: whatever below it is not `sleep`."""
+    """Return the launcher and its helper processes. Workers run `sleep`, so all descendants with another name
+    are helpers.
+    """
     pids = [launcher]
     for pid in pids:
         pids += [child for child in children(pid) if _name(child) != "sleep"]
@@ -109,7 +111,7 @@ def use(pids: Iterable[int]) -> Use:
 
 
 def _status(path: Path) -> dict[str, int]:
-    """The numeric fields of a status file; sizes are in kB."""
+    """Return the numeric fields of a status file. Sizes are in kB."""
     fields = (line.partition(":") for line in path.read_text(encoding="utf-8").splitlines())
     return {
         name: int(value.split()[0])

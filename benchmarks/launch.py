@@ -1,4 +1,4 @@
-"""Launcher started → first line of the worker script."""
+"""Time from the start of the launcher to the first line of the worker script."""
 
 from benchmarks.harness import Launcher, Options, Row, Samples, run, take_turns, worker
 

@@ -1,4 +1,4 @@
-"""The last worker leaves → the launcher is gone."""
+"""Time from the exit of the last worker to the exit of the launcher."""
 
 import os
 import signal

@@ -1,4 +1,5 @@
-"""A node is lost → the workers of the others are signalled. Lost by SIGKILL of its agent, or by silence.
+"""Time from the loss of a node until the workers of the other nodes are signalled. The node's agent is killed
+with SIGKILL, or becomes silent.
 
 Waiting for what never happens needs an end: a figure "> n" says that nothing had happened after n.
 """
@@ -20,7 +21,7 @@ KEEP_ALIVE_2_S = {
 
 
 class Loss:
-    """One way to lose a node, and what came of it."""
+    """One way to lose a node, and the measured times."""
 
     def __init__(self, options: Options, lose: Callable[[Agent], int], limit_s: int) -> None:
         self.samples = Samples(options)
@@ -31,7 +32,7 @@ class Loss:
     def sample(
         self, launcher: Launcher, arguments: Sequence[str] = (), *, is_hosted_by_first: bool = True
     ) -> None:
-        """Start a job and lose one of its nodes.
+        """Start a job, lose one of its nodes, and measure the time until the other workers are signalled.
 
         Args:
             launcher: of the agents.
@@ -59,7 +60,7 @@ class Loss:
 def measure_killed(
     options: Options, meet: Callable[[Launcher], Sequence[str]] | None = None, where: str = ""
 ) -> list[Row]:
-    """Kill agents with SIGKILL.
+    """Measure the loss of nodes whose agents are killed with SIGKILL.
 
     Args:
         options: of the command line.
@@ -83,7 +84,7 @@ def measure_killed(
 
 
 def measure_silent(options: Options) -> list[Row]:
-    # Torchrun's default is 15 s: it gets more than that to do something.
+    # The limit must exceed torchrun's default of 15 s, so that torchrun has time to react.
     default = "default keep-alive limit (15 s and 5 s)"
     rows = _silent(options, default, {}, limit_s=options.repeats(18, 6), seconds=8.0)
     if options.is_quick:

@@ -1,4 +1,4 @@
-"""A job of several agents on this machine, one for each "node", over loopback.
+"""A job of several agents on this machine. Each agent is a "node", and they communicate over loopback.
 
 Unless all start at once, the first agent is waited for until it listens: it hosts the store. All share one
 channel of reports. Their attempts say nothing here, as torchrun counts them for each node: a round is told by
@@ -35,7 +35,7 @@ class Agent:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
-                # What a killed agent leaves in its temporary folder goes with this one.
+                # Files that a killed agent leaves in its temporary folder are removed with this folder.
                 env=environment() | {"BENCH_REPORTS": str(reports), "TMPDIR": str(folder)},
                 cwd=folder,
                 start_new_session=True,
@@ -43,20 +43,22 @@ class Agent:
         self.is_expected_to_run = True
 
     def check(self) -> None:
-        """Raise with its last words when it has ended unexpectedly."""
+        """Raise an exception with the agent's last output if it has exited unexpectedly."""
         if self.is_expected_to_run and (code := self.process.poll()) is not None:
             said = self._stderr.read_text(encoding="utf-8", errors="replace")[-LAST_LINES:]
             raise RuntimeError(f"an agent ended with {code}: {said}")
 
     def kill(self) -> int:
-        """SIGKILL to the agent alone; returns the moment just before."""
+        """Send SIGKILL to the agent only. Return the time just before."""
         self.is_expected_to_run = False
         killed_ns = time.monotonic_ns()
         self.process.kill()
         return killed_ns
 
     def silence(self) -> int:
-        """Stop everything of this node, so that nothing of it answers; returns the moment just before."""
+        """Stop all processes of this node with SIGSTOP, so that the node does not respond. Return the time
+        just before.
+        """
         self.is_expected_to_run = False
         pids = tree(self.process.pid)
         stopped_ns = time.monotonic_ns()
@@ -82,7 +84,7 @@ class Shape(NamedTuple):
 
 
 class Job:
-    """Agents that are to form one job. Made by :func:`job`."""
+    """Agents of one job. Created by :func:`job`."""
 
     def __init__(self, launcher: Launcher, shape: Shape, arguments: Sequence[str], folder: Path) -> None:
         self.agents: list[Agent] = []
@@ -95,7 +97,7 @@ class Job:
             agent.check()
 
     def start(self, count: int = 1) -> Agent:
-        """Start so many agents at once; returns the last."""
+        """Start ``count`` agents at once, and return the last one."""
         for _ in range(count):
             self._start()
         return self.agents[-1]
@@ -105,7 +107,7 @@ class Job:
         command = (
             *self._launcher.command,
             *("--nnodes", str(self._shape.nodes), "--nproc-per-node", str(self._shape.nproc)),
-            # Not the id of another job: etcd would remember it.
+            # Use a new ID for each job, because etcd remembers the IDs of earlier jobs.
             *("--rdzv-backend", "c10d", "--rdzv-id", f"bench-{self._port}"),
             *("--rdzv-endpoint", f"127.0.0.1:{self._port}"),
             *("--log-dir", str(self._folder / f"logs-{number}")),
@@ -114,32 +116,34 @@ class Job:
         self.agents.append(Agent(command, self._folder, self._folder / "reports", number))
 
     def start_waiting(self, count: int) -> None:
-        """Start so many agents, each when the one before has met the store."""
+        """Start ``count`` agents one after another. Wait until each has connected to the store before
+        starting the next.
+        """
         for _ in range(count):
             before = self._connections()
             self._start()
             while True:
                 now = self._connections()
-                # The first is there when it listens, whether or not it also connects to itself.
+                # The first agent is ready once it listens, even if it does not connect to itself.
                 if now.is_listening and (len(self.agents) == 1 or now.established > before.established):
                     break
                 self._pause()
 
     def start_all(self) -> None:
-        """Start all agents, the host of the store first."""
+        """Start all agents. Start the host of the store first."""
         self.start_waiting(1)
         self.start(self._shape.nodes - 1)
 
     def node_of(self, report: Report) -> int:
-        """The group rank of a worker."""
+        """Return the group rank of a worker."""
         return report.rank // self._shape.nproc
 
     def agent_of(self, report: Report) -> Agent:
-        """The agent above a worker."""
+        """Return the agent that runs a worker."""
         return next(agent for agent in self.agents if report.pid in tree(agent.process.pid))
 
     def running(self) -> list[Report]:
-        """Wait until all workers of a round have started."""
+        """Wait until all workers of a rendezvous round have started, and return their reports."""
         return self.reports.take("first-line", self._shape.size)
 
     def _pause(self) -> None:
@@ -156,7 +160,7 @@ class Job:
 
 @contextmanager
 def job(launcher: Launcher, shape: Shape, *arguments: str) -> Iterator[Job]:
-    """Agents to be started; nothing of them is left at the end of the block."""
+    """Provide a job whose agents can be started. At the end of the block, all of its processes are killed."""
     with TemporaryDirectory(prefix="bench-") as name:
         made = Job(launcher, shape, arguments, Path(name))
         try:
@@ -169,7 +173,7 @@ def job(launcher: Launcher, shape: Shape, *arguments: str) -> Iterator[Job]:
 
 
 class Connections(NamedTuple):
-    """What the kernel says of a port."""
+    """State of a port according to the kernel."""
 
     is_listening: bool
     established: int
@@ -177,7 +181,7 @@ class Connections(NamedTuple):
 
 
 def connections(text: str, port: int) -> Connections:
-    """Read the text of ``/proc/net/tcp`` or ``tcp6``."""
+    """Parse the text of ``/proc/net/tcp`` or ``tcp6``, and return the state of a port."""
     states = [
         fields[3]
         for fields in (line.split() for line in text.splitlines()[1:])
@@ -187,7 +191,7 @@ def connections(text: str, port: int) -> Connections:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that was free a moment ago."""
+    """Return a loopback port that was free a moment ago."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]

@@ -1,4 +1,6 @@
-"""SIGKILL of a worker → the workers of the other node are signalled; and → all run again."""
+"""Time from SIGKILL of a worker until the workers of the other node are signalled, and until all workers run
+again.
+"""
 
 import os
 import random
@@ -41,7 +43,8 @@ def measure(
                 agents.start_all()
             running = agents.running()
             for _ in time_box(BOX_S, kills):
-                # All Python start-ups are over by then; a launcher that polls does so every 0.1 s.
+                # Wait until all Python processes have started, plus a random time, because some launchers
+                # poll every 0.1 s.
                 time.sleep(rng.uniform(0.05, 0.2))
                 victim = rng.choice(running)
                 peers = {each.pid for each in running if agents.node_of(each) != agents.node_of(victim)}

@@ -1,4 +1,4 @@
-"""Processes below this one: who they are, and that none is left.
+"""Finds the descendants of this process, and makes sure that none is left.
 
 A benchmark kills launchers, and a launcher that is killed leaves orphans. While a job is measured this
 process is their subreaper, so they become its children: a child's pid is not used again before it is reaped,
@@ -16,7 +16,7 @@ _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
 
 
 def children(pid: int) -> list[int]:
-    """The children of all threads of a process; none when it is gone."""
+    """Return the children of all threads of a process; an empty list if it has exited."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         texts = [(task / "children").read_text(encoding="ascii") for task in tasks]
@@ -26,7 +26,7 @@ def children(pid: int) -> list[int]:
 
 
 def tree(pid: int) -> list[int]:
-    """The process and all below it, parents first."""
+    """Return the process and all its descendants, parents first."""
     found = [pid]
     for each in found:
         found += children(each)
@@ -35,14 +35,15 @@ def tree(pid: int) -> list[int]:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """At the end of the block, whatever it started is killed, orphans too, and reaped."""
+    """At the end of the block, kill and reap all processes that it started, including orphans."""
     kept = set(children(os.getpid()))
     before = _is_subreaper()
     _become_subreaper(True)
     try:
         yield
     finally:
-        # What a killed process leaves becomes ours before it can be reaped: another round finds it.
+        # Repeat this, because children of a killed process are reparented to this process before the killed
+        # one can be reaped.
         while mine := [pid for pid in children(os.getpid()) if pid not in kept]:
             for pid in mine:
                 os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Several agents → the first lines of all their workers."""
+"""Time from the start of several agents to the first lines of all their workers."""
 
 import random
 import time
@@ -26,7 +26,7 @@ def measure_shape(
     meet: Callable[[Launcher], Sequence[str]] = lambda _: (),
     where: str = "",
 ) -> list[Row]:
-    """All agents start at once, or the last one when the others wait.
+    """Measure a start of all agents at once, or a start of the last agent while the others wait.
 
     Args:
         options: of the command line.
@@ -42,7 +42,7 @@ def measure_shape(
         with job(launcher, shape, *meet(launcher), worker("first_line.py")) as agents:
             if is_joined_late:
                 agents.start_waiting(shape.nodes - 1)
-                # Torchrun polls every second: it is to be hit at a random point of that.
+                # Start at a random point of torchrun's polling interval of one second.
                 time.sleep(rng.uniform(0.2, 1.2))
                 last = agents.start()
             else:

@@ -1,4 +1,4 @@
-"""Facts of the machine, the table, the JSON."""
+"""Facts about the machine, and results as a table and as JSON."""
 
 import json
 import os
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def machine() -> dict[str, str]:
-    """What the figures depend on."""
+    """Return the properties of the machine on which the results depend."""
     load = "/".join(f"{value:.2f}" for value in os.getloadavg())
     return {
         "cores": str(len(os.sched_getaffinity(0))),
@@ -44,7 +44,7 @@ def _output(*command: str) -> str:
 
 
 def table(rows: Sequence[Row], launchers: Sequence[str]) -> str:
-    """A Markdown table: a line for each figure, a column for each launcher, their ratio."""
+    """Return a Markdown table with a line for each result, a column for each launcher, and their ratio."""
     by_name: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_name.setdefault(row.name, {})[row.launcher] = row
@@ -63,7 +63,9 @@ def _value(row: Row) -> str:
 
 
 def _samples(rows: Sequence[Row]) -> str:
-    """One number when all launchers have as many, else one for each in their order."""
+    """Return a single number if all launchers have the same number of samples; otherwise, one number per
+    launcher, in order.
+    """
     counts = [str(row.samples) for row in rows]
     if len(set(counts)) == 1:
         return f"{counts[0]} sample{'s' * (counts[0] != '1')}"
@@ -78,14 +80,14 @@ def _ratio(found: dict[str, Row], launchers: Sequence[str]) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits that mean something."""
+    """Format a number with three significant digits."""
     if value == 0 or abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def write(rows: Sequence[Row], facts: dict[str, str], name: str) -> Path:
-    """Keep everything as JSON; returns the path."""
+    """Write everything to a JSON file and return its path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     content = {"command": sys.argv[1:], "machine": facts, "figures": [row._asdict() for row in rows]}

@@ -1,4 +1,6 @@
-"""SIGKILL of a worker → the restarted workers' first lines, plain and with torch imported."""
+"""Time from SIGKILL of a worker to the first lines of the restarted workers, with plain workers and with
+workers that import torch.
+"""
 
 import os
 import random
@@ -21,7 +23,7 @@ def measure_plain(options: Options, ranks: int = N) -> list[Row]:
         with run(launcher, *arguments) as running:
             for attempt in range(kills):
                 killed_ns = kill_one(running, rng, attempt, ranks)
-                # Left in place: the next round waits for the same reports.
+                # Do not remove the reports, because the next iteration waits for the same ones.
                 reports = running.reports.peek("first-line", ranks, attempt + 1)
                 stamps = [report.at_ns for report in reports]
                 first.add(launcher, (min(stamps) - killed_ns) / 1e6)

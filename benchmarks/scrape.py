@@ -1,4 +1,4 @@
-"""The page of metrics of an agent with many workers: its time, and whether scrapers slow a restart down."""
+"""Metrics page of an agent with many workers: response time, and whether scrapers slow down a restart."""
 
 import contextlib
 import http.client
@@ -17,7 +17,7 @@ PAGES = 200
 
 
 def measure(options: Options) -> list[Row]:
-    """Of elasticrs alone: torchrun has no such page."""
+    """Measure elasticrs only, because torchrun has no metrics page."""
     ours = options._replace(launchers=tuple(each for each in options.launchers if each.name == "elasticrs"))
     files = ("--redirects", "3")
     return (

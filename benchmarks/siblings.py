@@ -1,4 +1,4 @@
-"""SIGKILL of a worker → its siblings are signalled; and → the restarted workers run."""
+"""Time from SIGKILL of a worker until its siblings are signalled, and until the restarted workers run."""
 
 import os
 import random
@@ -13,9 +13,9 @@ KILLS_PER_LAUNCH = 25
 
 
 def kill_one(running: Run, rng: random.Random, attempt: int, n: int) -> int:
-    """Wait until all run and are at rest, kill one; returns the moment just before."""
+    """Wait until all workers run and are idle, then kill one. Return the time just before."""
     reports = running.reports.take("first-line", n, attempt)
-    # A launcher that polls is hit at a random point of its interval; all Python start-ups are over by then.
+    # Wait until all Python processes have started, plus a random time, because some launchers poll.
     time.sleep(rng.uniform(0.2, 0.4))
     victim = rng.choice(reports).pid
     killed_ns = time.monotonic_ns()
@@ -43,7 +43,8 @@ def measure(options: Options) -> list[Row]:
 
     take_turns(options, options.repeats(8, 2), one)
     arrived = f"N = {N}, idle machine, until SIGTERM has arrived in"
-    # The launcher's own stamp: the workers' start-up on few cores is not in it. torchrun has none to compare.
+    # Use the launcher's timestamp, because it excludes the startup of workers on few cores. torchrun has no
+    # timestamp to compare.
     returned = f"N = {N}, idle machine, until the last kill has returned in the launcher"
     rows = first.rows("kill: SIGTERM in the first sibling, p50", "ms", f"{arrived} the first sibling")
     for percent in (50, 99):

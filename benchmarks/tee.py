@@ -1,4 +1,4 @@
-"""Lines of the workers → the console of the launcher: latency, throughput, and what it costs."""
+"""Workers' output on the launcher's console: latency, throughput and CPU cost."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def measure_latency(options: Options) -> list[Row]:
 
 
 def _latencies(reader: int) -> list[float]:
-    """Milliseconds of each stamped line, until the end of the pipe."""
+    """Return the latency of each stamped line in milliseconds. Read until the pipe is closed."""
     found: list[float] = []
     rest = b""
     while chunk := os.read(reader, 1 << 16):
@@ -85,7 +85,7 @@ def _throughput(options: Options, shape: str, lines: int, lines_per_write: int) 
 
 
 def _run_throughput(launcher: Launcher, flag: str, lines: int, lines_per_write: int) -> tuple[float, float]:
-    """Seconds from launch to exit, and the CPU seconds of everything but the workers."""
+    """Return the seconds from launch to exit, and the CPU seconds of all processes except the workers."""
     command = (worker("many_lines.py"), str(lines), str(LINE_BYTES), str(lines_per_write))
     with run(
         launcher, "--nproc-per-node", str(RANKS), flag, "1", *command, stdout=subprocess.DEVNULL

@@ -1,4 +1,6 @@
-"""Expiration timers and heartbeats: how late the agent is, how many records it takes, what a call costs."""
+"""Expiration timers and heartbeats: how late the agent is, how many records it can process, and what a call
+costs.
+"""
 
 import os
 import signal
@@ -10,7 +12,7 @@ from benchmarks.harness import Launcher, Options, Row, Run, Samples, percentile,
 WORKERS = 64
 TIMERS = 16
 RECORDS = 200_000
-# As many as a pipe holds with room to spare: torch's client fails when it is full.
+# Few enough to fit in a pipe, because torch's client fails when the pipe is full.
 REQUESTS = 200
 BEATS = 100_000
 HANG_WORKERS = 16
@@ -18,7 +20,9 @@ HANG_LIMIT = 1.0
 
 
 def measure(options: Options) -> list[Row]:
-    """Lateness, throughput and cost; of heartbeats, which torchrun has not, those of elasticrs alone."""
+    """Measure lateness, throughput and cost. Measure heartbeats for elasticrs only, because torchrun has
+    none.
+    """
     ours = options._replace(launchers=tuple(each for each in options.launchers if each.name == "elasticrs"))
     return _lateness(options) + _throughput(options) + _cost(options) + _beats(ours) + _hang(ours)
 
@@ -45,7 +49,8 @@ def _lateness(options: Options) -> list[Row]:
             os.kill(pids.pop(0), signal.SIGUSR2)
             due = running.reports.take("due", 1)[0].at_ns
             samples.add(launcher, (running.reports.take("expired", 1)[0].at_ns - due) / 1e6)
-            # SIGTERM has woken nobody: the end of 63 processes would be what is measured.
+            # The workers have blocked SIGTERM, because the measurement would otherwise include the exit of 63
+            # processes. SIGUSR2 makes them exit.
             for pid in pids.values():
                 os.kill(pid, signal.SIGUSR2)
 

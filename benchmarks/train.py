@@ -1,4 +1,4 @@
-"""A worker of a training job dies: ``python -m benchmarks.train``.
+"""Death of a worker in a training job: ``python -m benchmarks.train``.
 
 From SIGKILL of one of 4 to the end of the next step in all: under torchrun and after a restart, cold and
 warm, with a checkpoint every 50 steps; and where only that worker is replaced, cold and warm, with
@@ -48,11 +48,11 @@ def main() -> int:
                 try:
                     again = reports.take("again", N, timeout=LOST)
                 except TimeoutError:
-                    # torchrun 2.15: gloo finds the addresses of the attempt before.
+                    # With torchrun 2.15, gloo sometimes finds the addresses of the previous attempt.
                     print(f"{launcher.name}: the restarted workers failed", file=sys.stderr)
                     return
                 spans.add(launcher, (max(each.at_ns for each in again) - death.at_ns) / 1e6)
-                # Of those that were done, and the one that was not.
+                # Count the completed steps that are repeated, and the step that was interrupted.
                 steps.add(launcher, KILL_STEP + 1 - min(each.at_ns for each in reports.take("from", N)))
 
     take_turns(options, options.repeats(5, 1), one)

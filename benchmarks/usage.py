@@ -1,4 +1,4 @@
-"""`--help`: the shortest thing a launcher can do."""
+"""Duration of `--help`, the shortest task of a launcher."""
 
 import subprocess
 import time

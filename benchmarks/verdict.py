@@ -28,8 +28,8 @@ NOW = 1_700_000_000_000_000_000
 
 
 def measure(options: Options) -> list[Row]:
-    """Kill a worker of a job without restarts, and wait for its launchers."""
-    # With torchrun, the other nodes may not learn of the failure if no restart follows.
+    """Kill a worker of a job without restarts, and measure the time until its launchers exit."""
+    # Leave out torchrun. Without a restart, its other nodes may not learn of the failure.
     options = options._replace(launchers=tuple(each for each in options.launchers if each.name != "torchrun"))
     samples = Samples(options)
 
@@ -67,7 +67,7 @@ class Entry(NamedTuple):
 
 
 def cause(rank: int) -> dict[str, object]:
-    """The failure of a node in full."""
+    """Return a complete failure report of a node."""
     return {
         "node": f"node{rank}",
         "host": f"node{rank}",
@@ -88,7 +88,7 @@ def cause(rank: int) -> dict[str, object]:
 
 
 def reports(nodes: int) -> tuple[list[Entry], list[Entry]]:
-    """The keys of a round that has failed, and the later reports of all of its nodes."""
+    """Return the keys of a round that has failed, and the reports that its nodes send afterwards."""
     keys = Keys("job")
     members = [f"{rank:04x}/1" for rank in range(nodes)]
 
@@ -109,7 +109,7 @@ def reports(nodes: int) -> tuple[list[Entry], list[Entry]]:
 
 
 def decide(nodes: int, repeats: int) -> str:
-    """Let a leader read the reports of all nodes, and decide."""
+    """Measure how long a leader needs to read the reports of all nodes and to decide."""
     before, later = reports(nodes)
     policy, settings = RestartSettings(3, max_same_failures=3), Settings({})
     read, decided = [], []
@@ -152,7 +152,7 @@ print(f"thread for flight records: {took * 1e3:.1f} ms to start, {status('VmRSS'
 
 
 def idle_thread(seconds: float, folder: str) -> str:
-    """What the thread takes in a worker that has imported torch and does nothing."""
+    """Return the cost of the flight record thread in an idle worker that has imported torch."""
     environ = {**os.environ, "ELASTICRS_HEARTBEAT": "", "TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}
     command = [sys.executable, "-c", IDLE, f"{seconds:g}"]
     return subprocess.run(command, env=environ, check=True, capture_output=True, text=True).stdout.strip()

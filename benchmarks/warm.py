@@ -1,4 +1,5 @@
-"""Workers that import torch, under torchrun, elasticrs cold and ``--warm``: ``python -m benchmarks.warm``.
+"""Workers that import torch, under torchrun, elasticrs (cold) and elasticrs ``--warm``: ``python -m
+benchmarks.warm``.
 
 ``launch``: launcher started → torch has computed in all ranks. ``restart``: SIGKILL of one rank → the same in
 all of the next attempt. ``step``: … → first step of DDP over gloo done in all. ``plain``: SIGKILL of a worker
@@ -40,17 +41,17 @@ PATIENCE = 300.0
 
 
 def start(launcher: Launcher, ranks: int, mode: str, restarts: int = 0) -> AbstractContextManager[Run]:
-    """A job of the worker in this mode."""
+    """Start a job whose workers run ``warm.py`` in the given mode."""
     arguments = ("--nproc-per-node", str(ranks), "--max-restarts", str(restarts), worker("warm.py"), mode)
     return run(launcher, *arguments)
 
 
 class LauncherEndedError(Exception):
-    """The launcher has ended, and not all ranks have reported."""
+    """The launcher exited before all ranks had reported."""
 
 
 def last(running: Run, event: str, ranks: int, attempt: int = 0) -> int:
-    """The moment at which the last rank has reported.
+    """Return the time at which the last rank reported.
 
     Raises:
         LauncherEndedError: it will not.
@@ -103,7 +104,7 @@ def _restarts(options: Options, ranks: int, mode: str, event: str, what: str) ->
                 try:
                     samples.add(launcher, (last(running, event, ranks, attempt + 1) - killed_ns) / 1e6)
                 except LauncherEndedError:
-                    # torchrun 2.15: gloo finds the addresses of the attempt before.
+                    # With torchrun 2.15, gloo sometimes finds the addresses of the previous attempt.
                     print(f"{launcher.name}: the restarted workers failed", file=sys.stderr)
                     return
 
@@ -134,7 +135,7 @@ def measure_memory(options: Options, ranks: int) -> list[Row]:
 
 
 def memory(pid: int) -> dict[str, float]:
-    """The sizes of a process in MB."""
+    """Return the memory sizes of a process in MB, by name."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
     return {name: int(value.split()[0]) / 1000 for name, _, value in (line.partition(":") for line in lines)}
 
@@ -148,7 +149,7 @@ def measure_plain(options: Options, ranks: int) -> list[Row]:
 
 
 def measure_idle(options: Options, ranks: int) -> list[Row]:
-    """Of the nursery alone, which torchrun has not."""
+    """Measure the idle nursery (the process that forks warm workers). torchrun has none."""
     seconds = options.repeats(20, 3)
     wakeups, cpu = Samples(options), Samples(options)
 
@@ -173,7 +174,7 @@ def measure_idle(options: Options, ranks: int) -> list[Row]:
 
 
 def _settled(pid: int) -> idle.Use:
-    """Wait until it has not been awake for two seconds, a minute at most."""
+    """Wait until the process has been idle for two seconds, but at most a minute."""
     now = idle.use([pid])
     for _ in range(30):
         before = now
@@ -188,7 +189,9 @@ STRACE = ("strace", "-f", "-qq", "--seccomp-bpf", "-e", "trace=open,openat,opena
 
 
 def measure_opens(options: Options, ranks: int) -> list[Row]:
-    """Until all ranks have left: a traced launch says nothing about time."""
+    """Count the files opened until all ranks have exited. Measure no time, because tracing slows the launch
+    down.
+    """
     samples = Samples(options)
 
     def one(launcher: Launcher) -> None:
@@ -198,7 +201,7 @@ def measure_opens(options: Options, ranks: int) -> list[Row]:
             with start(traced, ranks, "leave") as running:
                 last(running, "torch", ranks)
                 running.wait()
-            # A call that another process interrupts is written twice: begun, and resumed.
+            # strace writes an interrupted call on two lines. Count only the first one.
             calls = [line for line in log.read_text(errors="replace").splitlines() if "resumed>" not in line]
             samples.add(launcher, len(calls))
 

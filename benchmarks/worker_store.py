@@ -1,4 +1,4 @@
-"""The workers' store: torch's clients with torch's own server (libuv), and with ours.
+"""The workers' store: torch's clients with torch's server (libuv) and with elasticrs's server.
 
 All processes are there from the beginning; both servers are asked in turn. What is measured ends with a reply
 of the server, so a ``set`` is measured with the ``add`` behind it.
@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.harness import Launcher, Options, Row, Samples, environment, percentile, take_turns, worker
 
 CASES = (
-    # operation, clients, repeats of each client in a turn
+    # Operation, number of clients, and repetitions per client in a turn.
     ("get", 1, 4000),
     ("get", 16, 1000),
     ("add", 1, 4000),
@@ -31,13 +31,13 @@ CASES = (
     ("get-1MiB", 16, 20),
 )
 
-# So many clients share a core with the server.
+# Maximum number of clients that share a core with the server.
 FEW = 2
 
 
 def measure(options: Options) -> list[Row]:
-    """Latency of an operation as its client sees it, the time per operation of all clients together, and what
-    an operation costs the server.
+    """Measure the latency of an operation for its client, the time per operation of all clients together, and
+    the server's CPU time per operation.
     """
     with ExitStack() as stack:
         clients = stack.enter_context(_started("store_client.py"))
@@ -76,7 +76,7 @@ def _case(
         wall, *spans = map(int, _line(clients).split())
         latency.add(launcher, *(span / 1000 for span in spans))
         throughput.add(launcher, wall / 1000 / (count * repeats))
-        # The few operations before the start are among them.
+        # The CPU time includes the few operations before the start.
         cost.add(launcher, (_cpu_ns(servers[launcher.name].pid) - before) / 1000 / (count * repeats))
 
     take_turns(options, options.repeats(7, 2), one)
@@ -93,13 +93,13 @@ def _case(
 
 
 def _bind(pid: int, cores: set[int]) -> None:
-    """All threads of a process, and those that it makes from now on."""
+    """Bind all threads of a process to ``cores``. Threads that it creates later inherit the binding."""
     for path in Path(f"/proc/{pid}/task").iterdir():
         os.sched_setaffinity(int(path.name), cores)
 
 
 def _cpu_ns(pid: int) -> int:
-    """What all threads of a process have used so far."""
+    """Return the CPU time of all threads of a process so far, in nanoseconds."""
     return sum(int(path.read_text().split()[0]) for path in Path(f"/proc/{pid}/task").glob("*/schedstat"))
 
 

@@ -32,7 +32,7 @@ exclude_patterns = [
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 # Headings down to this level can be targets of links.
 myst_heading_anchors = 4
-# Blocks without a language are output of programs.
+# Treat blocks without a language as output of programs.
 highlight_language = "text"
 autodoc_default_options = {"members": True}
 autodoc_member_order = "bysource"
@@ -47,8 +47,8 @@ html_copy_source = False
 
 
 def load_names(_app: Sphinx) -> None:
-    """Set the attributes that the documented packages create on first use, because autodoc looks only at
-    attributes that exist.
+    """Set the attributes that the documented packages create on first use, because autodoc sees only existing
+    attributes.
     """
     for page in sorted(ROOT.glob("docs/api/*.md")):
         for name in re.findall(r"automodule:: ([\w.]+)", page.read_text(encoding="utf-8")):
@@ -74,7 +74,7 @@ def add_navigation(_app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def remove_links_to_folders(app: Sphinx, page: str, source: list[str]) -> None:
-    """Replace links to folders with their text, because a site has no listings of folders."""
+    """Replace links to folders with their text, because the site has no pages for folders."""
     folder = Path(app.env.doc2path(page)).parent
 
     def text_of(link: re.Match[str]) -> str:
@@ -84,13 +84,13 @@ def remove_links_to_folders(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def add_index(app: Sphinx, error: Exception | None) -> None:
-    """Copy the first page to index.html, which web servers and people open."""
+    """Copy the first page to index.html, the page that web servers show by default."""
     if error is None:
         shutil.copyfile(app.outdir / f"{root_doc}.html", app.outdir / "index.html")
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the functions above. Called by Sphinx."""
+    """Connect the functions above to Sphinx's events. Called by Sphinx."""
     app.connect("builder-inited", load_names)
     app.connect("source-read", add_navigation)
     app.connect("source-read", remove_links_to_folders)

@@ -1,4 +1,4 @@
-"""A training loop of one's own, made distributed by Accelerate.
+"""A custom training loop, made distributed with Accelerate.
 
 Run: elasticrun --standalone --nproc-per-node 2 --max-restarts 3 examples/accelerate_loop.py
 Try: pkill -9 -nf accelerate_loop.py kills a rank. Watch both resume.

@@ -1,4 +1,4 @@
-"""DistributedDataParallel whose batches come from worker processes of data loaders.
+"""DistributedDataParallel with batches from data loaders that use worker processes.
 
 Run: elasticrun --standalone --nproc-per-node 2 --max-restarts 3 examples/data_loaders.py
 Try: pkill -9 -nf data_loaders.py kills a worker of a data loader. Its rank fails, and both ranks resume.
@@ -53,7 +53,7 @@ def main() -> None:
                 "epochs": epoch + 1,
             }
             torch.save(state, checkpoint.with_suffix(".partial"))
-            # In one step, because this rank may be killed at any moment.
+            # Replace the checkpoint atomically, because this rank may be killed at any moment.
             os.replace(checkpoint.with_suffix(".partial"), checkpoint)
     task.report(task.loss_on_points(model, device))
 

@@ -1,4 +1,4 @@
-"""A training loop of one's own on Lightning Fabric.
+"""A custom training loop on Lightning Fabric.
 
 Run: elasticrun --standalone --nproc-per-node 2 --max-restarts 3 examples/fabric_loop.py
 Try: pkill -9 -nf fabric_loop.py kills a rank. Watch both resume.
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 def main() -> None:
     arguments = task.parse_arguments()
     checkpoint = arguments.checkpoints / "fabric.ckpt"
-    # Fabric finds the address and the ranks of elasticrun, but has to be told how many workers there are.
+    # Fabric finds elasticrun's address and ranks, but must be given the number of workers.
     fabric = Fabric(
         strategy="ddp",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -26,7 +26,8 @@ def main() -> None:
     model = task.make_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     model, optimizer = fabric.setup(model, optimizer)
-    # A loader that Fabric sets up counts epochs from 0 in each attempt, so it would not resume their order.
+    # Do not let Fabric set up the loader. It would count epochs from 0 in each attempt, so the order would
+    # not be resumed.
     points = task.Points()
     sampler = DistributedSampler(points)
     loader = DataLoader(points, batch_size=task.GLOBAL_BATCH // fabric.world_size, sampler=sampler)

@@ -1,4 +1,5 @@
-"""FSDP2 with distributed checkpoints: each rank saves its shards, and another number of ranks can load them.
+"""FSDP2 with distributed checkpoints. Each rank saves its shards, and a different number of ranks can load
+them.
 
 Run: elasticrun --standalone --nproc-per-node 4 --max-restarts 3 examples/fsdp2.py
 Try: pkill -9 -nf fsdp2.py kills a rank; all four resume. After Ctrl-C, resume with --nproc-per-node 2.

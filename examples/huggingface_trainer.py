@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face, with a model that is made from a configuration, so nothing is downloaded.
+"""The Trainer of Hugging Face. The model is created from a configuration, so nothing is downloaded.
 
 Run: elasticrun --standalone --nproc-per-node 2 --max-restarts 3 examples/huggingface_trainer.py
 Try: pkill -9 -nf huggingface_trainer.py kills a rank. Watch both resume.
@@ -16,7 +16,7 @@ VOCABULARY = 32
 
 
 class Sentences(torch.utils.data.Dataset):
-    """Random words; the label says whether the first one is in the upper half of the vocabulary."""
+    """Sentences of random words. The label is 1 if the first word is in the upper half of the vocabulary."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -57,7 +57,7 @@ def main() -> None:
         report_to="none",
     )
     trainer = Trainer(model=make_model(), args=settings, train_dataset=Sentences())
-    # Rank 0 writes this file last, so a checkpoint during which it was killed does not have the file.
+    # Rank 0 writes this file last, so an incomplete checkpoint does not contain it.
     complete = [file.parent for file in arguments.checkpoints.glob("checkpoint-*/trainer_state.json")]
     checkpoint = max(complete, default=None, key=lambda folder: int(folder.name.rpartition("-")[2]))
     if checkpoint is not None:

@@ -36,7 +36,7 @@ class Classifier(LightningModule):
 
 def main() -> None:
     arguments = task.parse_arguments()
-    # Lightning finds the address and the ranks of elasticrun, but has to be told how many workers there are.
+    # Lightning finds elasticrun's address and ranks, but must be given the number of workers.
     trainer = Trainer(
         strategy="ddp",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),

@@ -1,4 +1,4 @@
-"""The task that these examples share: random points, and on which side of a curved surface each of them is.
+"""The examples' common task: for random points, learn on which side of a curved surface each of them is.
 
 An example imports its data, its model and its arguments from here, and contains only what it is about.
 """
@@ -21,7 +21,7 @@ GLOBAL_BATCH = 64
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the arguments of an example: where its checkpoints are, and how long it trains."""
+    """Parse the arguments of an example: the folder of its checkpoints and the number of epochs."""
     parser = argparse.ArgumentParser()
     parser.add_argument(
         "--checkpoints",
@@ -36,7 +36,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Points(torch.utils.data.Dataset):
-    """Random points with their labels, the same in every process."""
+    """Random points with labels. They are the same in every process."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -74,7 +74,7 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-# --- checkpoints that are folders ---
+# --- checkpoints in folders ---
 
 
 def latest(checkpoints: Path) -> Path | None:
@@ -83,12 +83,13 @@ def latest(checkpoints: Path) -> Path | None:
 
 
 def number(checkpoint: Path) -> int:
-    """Return the number of epochs that were done when this checkpoint was saved."""
+    """Return the number of epochs completed when this checkpoint was saved."""
     return int(checkpoint.name.removeprefix("epoch-"))
 
 
 def publish(partial: Path, epochs: int) -> None:
-    """Rename a checkpoint that all ranks have saved, and remove its predecessor; call this on every rank.
+    """Rename a checkpoint that all ranks have saved, and remove the previous one. All ranks must call this
+    function.
 
     A rank may be killed while it saves. Only a complete checkpoint gets a name that :func:`latest` finds.
     """
@@ -104,23 +105,25 @@ def publish(partial: Path, epochs: int) -> None:
 
 
 def loss_on_points(model: nn.Module, device: torch.device) -> float:
-    """Return the loss on all points; call this on every rank, because a sharded model needs all of them."""
+    """Return the loss on all points. All ranks must call this function, because a sharded model needs all of
+    them.
+    """
     points = Points()
     with torch.no_grad():
         return float(cross_entropy(model(points.features.to(device)), points.labels.to(device)))
 
 
 def report(loss: float) -> None:
-    """Print the number of ranks, and the loss after the training."""
+    """Print the number of ranks and the final loss."""
     say(f"done: {dist.get_world_size()} ranks, loss {loss:.5f}")
 
 
 def leave() -> None:
-    """End this process when all ranks are done. No rank may exit while another one uses its connection."""
+    """Exit when all ranks are done, because no rank may exit while another one uses its connection."""
     uses_gloo = dist.get_backend() == "gloo"
     dist.barrier()
     dist.destroy_process_group()
     if uses_gloo:
-        # Skip the end of the interpreter, because threads of gloo may still run and abort it (torch 2.15).
+        # Skip the interpreter's shutdown, because threads of gloo may still run and abort it (torch 2.15).
         sys.stdout.flush()
         os._exit(0)

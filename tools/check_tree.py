@@ -1,4 +1,6 @@
-"""Rules of the tree that no linter knows. Prints breaches as ``path:line: rule``; exits 1 if there is one."""
+"""Checks rules that no linter covers. Prints each violation as ``path:line: rule``, and exits with 1 if there
+is one.
+"""
 
 import ast
 import re
@@ -10,7 +12,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 600
-SOURCES = {".py", ".rs", ".sh", ".toml", ".yml"}  # not .pyi: the extension is one module, hence one stub
+SOURCES = {".py", ".rs", ".sh", ".toml", ".yml"}  # no .pyi: the extension has a single, long stub
 
 UNSAFE_HOMES = (
     "crates/elasticrs-sys/src/",  # thin wrappers of system calls
@@ -41,7 +43,7 @@ CORE_DOORS = (
 
 
 class LineRule(NamedTuple):
-    """A pattern that no line may hold."""
+    """A pattern that no line may match."""
 
     name: str
     pattern: re.Pattern[str]
@@ -49,7 +51,7 @@ class LineRule(NamedTuple):
     """Only paths that match this regular expression."""
 
 
-# The patterns are written so that they do not match their own source.
+# The patterns are written so that they do not match this file.
 LINE_RULES = (
     LineRule("path of a machine", re.compile(r"(?<![\w.:/])/(?:home|root|work|Users)/\w")),
     LineRule("unfinished", re.compile(r"\b(?:TO[D]O|FIX[M]E|X{3}|HAC[K])\b|\b(?:todo|unimplemented)!")),
@@ -70,19 +72,19 @@ LINE_RULES = (
         r"^(?:tests|crates/[^/]+/tests)/",
     ),
 )
-# Package managers write these, hosts and all.
+# Package managers generate these files, which may contain names of package hosts.
 GENERATED = {"Cargo.lock"}
 
 
 def tracked() -> list[str]:
-    """Files under version control, and those that could be added."""
+    """Return the files under version control and the untracked files that are not ignored."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     out = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     return sorted({name for name in out.split("\0") if name and (ROOT / name).is_file()} - GENERATED)
 
 
 def breaches_of_text(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
-    """Line rules, and the length of a source file."""
+    """Yield violations of the line rules and of the maximum file length."""
     for number, line in enumerate(lines, 1):
         for rule in LINE_RULES:
             if re.search(rule.where, name) and rule.pattern.search(line):
@@ -91,7 +93,7 @@ def breaches_of_text(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
         yield len(lines), f"more than {MAX_LINES} lines"
 
 
-# rustc's `missing_docs` cannot exempt fields and variants, whose names say enough for most of them.
+# rustc's `missing_docs` cannot exempt fields and variants. Most of them need no doc comment.
 PUBLIC_ITEM = re.compile(
     r"\s*pub (?:const |unsafe |async )*(?:fn|struct|enum|union|trait|type|const|static) ?(\w+)"
 )
@@ -100,7 +102,7 @@ SEAM = "crates/elasticrs-python/"
 
 
 def breaches_of_docs(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
-    """A public item, or a file, without a doc comment."""
+    """Yield public items and files that have no doc comment."""
     if not re.match(r"crates/[^/]+/src/(?!bin/)", name) or name.endswith(("tests.rs", "/main.rs")):
         return
     if not lines[0].startswith("//!"):
@@ -112,7 +114,7 @@ def breaches_of_docs(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def _is_documented(before: list[str]) -> bool:
-    """True if a doc comment is above the attributes of an item."""
+    """Return true if an item has a doc comment above its attributes."""
     for line in reversed(before):
         if line.lstrip().startswith("///"):
             return True
@@ -122,7 +124,7 @@ def _is_documented(before: list[str]) -> bool:
 
 
 def breaches_of_rust(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
-    """`unsafe` outside its home; PyO3 outside the seam."""
+    """Yield `unsafe` code and uses of PyO3 in files where they are not allowed."""
     for number, line in enumerate(lines, 1):
         code = line.split("//", 1)[0]
         if re.search(r"\bunsafe\b", code) and not name.startswith(UNSAFE_HOMES):
@@ -132,7 +134,7 @@ def breaches_of_rust(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
 
 
 def breaches_of_layers(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
-    """A dependency of a crate on a crate that is not below it."""
+    """Yield dependencies of a crate on crates that are not in a lower layer."""
     found = re.fullmatch(r"crates/([^/]+)/Cargo\.toml", name)
     if found is None or found[1] not in CRATE_LAYERS:
         return
@@ -145,7 +147,7 @@ def breaches_of_layers(name: str, lines: list[str]) -> Iterator[tuple[int, str]]
 
 
 def breaches_of_python(name: str, lines: list[str]) -> Iterator[tuple[int, str]]:
-    """The extension behind doors that are not its own."""
+    """Yield imports of the extension in modules that may not import it."""
     home = "python/elasticrs/"
     if not name.startswith(home) or name[len(home) : -len(".py")] in CORE_DOORS:
         return

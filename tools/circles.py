@@ -1,4 +1,5 @@
-"""Circles between the files of a crate. Prints each; exits 1 if there is one.
+"""Finds circular dependencies between the files of a crate. Prints each one, and exits with 1 if there are
+any.
 
 A module may use what is in it, and be used by it: only circles between others count.
 """
@@ -15,7 +16,7 @@ Module = tuple[str, ...]
 
 
 def modules(source: Path) -> dict[Module, Path]:
-    """The modules of a library, by path."""
+    """Return the files of a library's modules, keyed by module path."""
     found = {}
     for file in source.rglob("*.rs"):
         path = file.relative_to(source).with_suffix("").parts
@@ -25,7 +26,7 @@ def modules(source: Path) -> dict[Module, Path]:
 
 
 def paths(text: str) -> Iterator[list[str]]:
-    """The paths that a file names, those of nested `use` one by one."""
+    """Yield the paths that a file refers to. Paths in a nested `use` are yielded separately."""
     for tree in re.findall(r"\buse\s+([^;]+);", text):
         yield from _leaves("".join(tree.split()))
     for path in re.findall(r"\b(?:crate|super)(?:::\w+)+", re.sub(r"\buse\s+[^;]+;", "", text)):
@@ -48,7 +49,7 @@ def _leaves(tree: str) -> Iterator[list[str]]:
 
 
 def uses(source: Path) -> dict[Module, set[Module]]:
-    """Which modules each one uses, but for those around and within it."""
+    """Return the modules that each module uses, except for its ancestors and descendants."""
     known = modules(source)
     found: dict[Module, set[Module]] = {module: set() for module in known}
     for module, file in known.items():
@@ -66,7 +67,7 @@ def uses(source: Path) -> dict[Module, set[Module]]:
 
 
 def circles(edges: dict[Module, set[Module]]) -> list[list[Module]]:
-    """Groups of modules of which each leads to every other one."""
+    """Return groups of modules in which each module depends on every other, directly or indirectly."""
     reach = {module: set(targets) for module, targets in edges.items()}
     for middle, beyond in reach.items():
         for targets in reach.values():

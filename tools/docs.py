@@ -28,14 +28,14 @@ _LOADED_RELATIONS = {"stylesheet", "icon", "preload", "modulepreload", "manifest
 
 
 class Reference(NamedTuple):
-    """An address in a page, and whether a browser loads it with the page."""
+    """An address in a page. ``is_loaded`` is true if a browser loads it together with the page."""
 
     address: str
     is_loaded: bool
 
 
 class Page(HTMLParser):
-    """The anchors and the references of an HTML page."""
+    """Parser for the anchors and references of an HTML page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Record what a start tag defines and refers to. Called by the parser."""
+        """Record the anchors and references of a start tag. Called by the parser."""
         found = {name: value or "" for name, value in attrs}
         self.anchors.update(found[name] for name in ("id", "name") if name in found)
         if "href" in found:
@@ -65,7 +65,7 @@ def _in_style(text: str) -> Iterator[Reference]:
 
 
 def problems(site: Path) -> Iterator[str]:
-    """Yield a line for each broken link and each outside resource of the site in a folder."""
+    """Yield a line for each broken link of the site, and for each resource that it loads from elsewhere."""
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     styles = {path: list(_in_style(path.read_text(encoding="utf-8"))) for path in sorted(site.rglob("*.css"))}
     for path, references in (*((path, page.references) for path, page in pages.items()), *styles.items()):
@@ -89,10 +89,10 @@ def _problem(path: Path, reference: Reference, pages: dict[Path, Page]) -> str:
 
 
 def undescribed(site: Path) -> Iterator[str]:
-    """Yield a line for each public class or function of a documented module that the API reference lacks, for
-    example because autodoc did not find it.
+    """Yield a line for each public class or function that is missing in the API reference although its module
+    is documented.
     """
-    # Four lines of text, then a compressed line for each object.
+    # The inventory has four lines of text, followed by compressed data with one line for each object.
     inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     described = {line.partition(" ")[0] for line in inventory.splitlines()}
     for page in sorted(ROOT.glob("docs/api/*.md")):
@@ -109,8 +109,8 @@ def undescribed(site: Path) -> Iterator[str]:
 
 
 def build(site: Path) -> int:
-    """Build the site into a new folder and return Sphinx's exit code. The folder is removed first, because
-    Sphinx does not update pages that refer to removed objects.
+    """Build the site and return Sphinx's exit code. Remove the old site first, because Sphinx does not update
+    pages that refer to removed objects.
     """
     if site.exists():
         shutil.rmtree(site)

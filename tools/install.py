@@ -1,4 +1,5 @@
-"""Install what pyproject.toml lists into the virtual environment that runs this script, once.
+"""Install the packages listed in pyproject.toml into the virtual environment that runs this script, unless
+they were installed earlier.
 
 Without an argument: the tools and torch. With one: the group of that name, for tests that need more.
 A stamp holds the list that was installed, so that a change elsewhere in pyproject.toml costs nothing.
@@ -18,7 +19,7 @@ from typing import Any
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    # The only TOML parser that is sure to be there before anything has been installed.
+    # pip's copy is the only TOML parser that is always available before anything has been installed.
     from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,10 +28,12 @@ ON_DEMAND = {"frameworks"}
 
 
 def requirements(pyproject: dict[str, Any], group: str | None) -> list[str]:
-    """Everything to install: to build, to run, to develop, and torch; or what one group adds to that."""
+    """Return the requirements for building, running and development, including torch. With ``group``, return
+    only those of that group.
+    """
     extras = pyproject["project"]["optional-dependencies"]
     if group is not None:
-        # Whatever a group asks for, the torch that is tested stays.
+        # Keep the installed version of torch, because that version is tested.
         return [*sorted(extras[group]), f"torch=={version('torch')}"]
     always = [each for name, each in extras.items() if name not in ON_DEMAND]
     lists = (pyproject["build-system"]["requires"], pyproject["project"]["dependencies"], *always)
@@ -38,7 +41,7 @@ def requirements(pyproject: dict[str, Any], group: str | None) -> list[str]:
 
 
 def install(what: str, wanted: list[str]) -> None:
-    """Fetch and install, in one go, so that pip sees all constraints together."""
+    """Download and install all packages with one command, so that pip sees all constraints together."""
     print(f"setup: installing {what}; this takes minutes, and is done once", flush=True)
     if importlib.util.find_spec("torch") is None and platform.machine() == "x86_64":
         print(
@@ -48,13 +51,15 @@ def install(what: str, wanted: list[str]) -> None:
     command = [sys.executable, "-m", "pip", "install", "--progress-bar", "off", *wanted]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as pip:
         for line in pip.stdout or ():
-            # What takes long, before it does: large files with their sizes, builds, the installation.
+            # Print the slow steps before they start: large downloads with their sizes, builds, and the
+            # installation.
             if "MB)" in line or "GB)" in line or line.startswith(("Building", "Installing")):
                 print(f"setup: {line.strip()[:110]}", flush=True)
     if pip.returncode:
         sys.exit("setup: pip has failed")
-    # Start-up time is measured, and must not depend on PYTHONDONTWRITEBYTECODE. Some packages carry templates
-    # that are no valid Python, so the result says nothing.
+    # Compile all modules now, because start-up time is measured and must not depend on
+    # PYTHONDONTWRITEBYTECODE. Ignore the result, because some packages contain templates that are not valid
+    # Python.
     compileall.compile_dir(sysconfig.get_path("purelib"), quiet=2, workers=0)
 
 

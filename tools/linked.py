@@ -20,7 +20,7 @@ RULE = "-" * 80
 
 
 class MissingLicenceError(Exception):
-    """A crate that is linked in has no licence expression or no licence text."""
+    """A linked crate has no licence expression or no licence text."""
 
 
 class Component(NamedTuple):
@@ -43,14 +43,14 @@ class Component(NamedTuple):
 
 
 def metadata(sources: Path, target: str) -> dict[str, Any]:
-    """Return what cargo knows about the packages of a workspace and their dependencies for a target."""
+    """Return cargo's metadata on a workspace's packages and their dependencies for a target."""
     command = ("cargo", "metadata", "--format-version=1", "--locked", "--filter-platform", target)
     found: dict[str, Any] = json.loads(wheel.run(*command, cwd=sources))
     return found
 
 
 def _linked_ids(found: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the packages that are linked into the extension, each with those of its dependencies that are.
+    """Return the packages that are linked into the extension, each with its linked dependencies.
 
     Procedural macros and build dependencies run in the compiler and are not linked in.
     """
@@ -73,7 +73,7 @@ def _linked_ids(found: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def crates(found: dict[str, Any]) -> Iterator[Component]:
-    """Yield the crates that are linked in, the project's own ones first.
+    """Yield the linked crates, the project's crates first.
 
     Raises :class:`MissingLicenceError` if a crate of another project does not contain its licence.
     """
@@ -91,14 +91,16 @@ def crates(found: dict[str, Any]) -> Iterator[Component]:
             raise MissingLicenceError(
                 f"the crate {package['name']} has no licence text or no licence expression"
             )
-        # A slash is an old way to write OR.
+        # In old licence expressions, a slash means OR.
         licence = re.sub(r"\s*/\s*", " OR ", package["license"])
         depends_on = tuple(sorted(map(ref, linked[identity])))
         yield Component(package["name"], package["version"], licence, texts, depends_on, "cargo")
 
 
 def toolchain(ziglang: Path, zig_version: str) -> list[Component]:
-    """Return what Rust and zig link in. ``ziglang`` is the folder of the installed Python package."""
+    """Return the components that Rust and zig link into the wheel. ``ziglang`` is the folder of the installed
+    Python package.
+    """
     version = re.search(r"^release: (.+)$", wheel.run("rustc", "-vV"), re.MULTILINE)
     assert version is not None, "rustc reports its version"
     documents = Path(wheel.run("rustc", "--print=sysroot").strip(), "share/doc/rust")
@@ -117,12 +119,13 @@ def toolchain(ziglang: Path, zig_version: str) -> list[Component]:
 
 
 def page_name(component: Component) -> str:
-    """Return the name of the file with the licences of a component that has them in HTML."""
+    """Return the file name for a component's licences in HTML."""
     return f"LICENSE-{component.name}.html"
 
 
 def licence_texts(components: list[Component]) -> str:
-    """Return one document with the licences of the components. Texts that several of them share appear once.
+    """Return one document with the licences of all components. A text that several components share appears
+    once.
 
     Pages of HTML are not part of the document, which refers to them by :func:`page_name`.
     """
@@ -153,7 +156,7 @@ def write_licences(folder: Path, components: list[Component]) -> None:
 def bill_of_materials(
     version: str, components: list[Component], tools: dict[str, str], epoch: int
 ) -> dict[str, Any]:
-    """Return the bill of materials of a wheel in the format CycloneDX 1.6.
+    """Return the bill of materials of a wheel in CycloneDX 1.6 format.
 
     ``tools`` are the versions of the programs that built the wheel, and ``epoch`` is the time of the commit,
     in seconds since 1970.

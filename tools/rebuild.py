@@ -14,7 +14,7 @@ from tools import wheel
 
 
 def checksums(text: str) -> dict[str, str]:
-    """Return the checksums in a file written by ``make release``, by the name of the file."""
+    """Return the checksums by file name, from the text of a file written by ``make release``."""
     return {name: digest for digest, name in (line.split() for line in text.splitlines())}
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         clone = Path(name, "another folder")
         wheel.run("git", "clone", "--quiet", wheel.ROOT, clone)
-        # The same sources of the crates, by another path.
+        # Use the same sources of the crates, but through another path.
         cargo_home = Path(name, "cargo-home")
         cargo_home.mkdir()
         used = Path(os.environ.get("CARGO_HOME", Path.home() / ".cargo"))

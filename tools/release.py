@@ -1,4 +1,4 @@
-"""Build the sdist and the wheels of a release, for x86-64 and arm64, into ``dist/``, and check them.
+"""Build the sdist and the x86-64 and arm64 wheels of a release into ``dist/``, and check them.
 
 - zig links against glibc 2.17, so a wheel installs on every distribution with a glibc from 2012 or later.
   The nursery inside is linked with musl, and needs no C library.
@@ -28,13 +28,13 @@ from typing import Any, NamedTuple
 from tools import linked, wheel, wheel_checks
 
 ARCHITECTURES = ("x86_64", "aarch64")
-# Other versions could give other bytes.
+# Pin the versions, because others may produce different bytes.
 BUILD_TOOLS = {"maturin": "1.16.0", "ziglang": "0.17.1"}
 CHECKERS = ("twine", "auditwheel", "abi3audit", "cyclonedx-python-lib[json-validation]")
 
 
 class Flavour(NamedTuple):
-    """A kind of wheel, by the Pythons on which it can be installed."""
+    """A kind of wheel, defined by the Python versions that it supports."""
 
     tag: str
     """Part of the wheel's name."""
@@ -55,7 +55,7 @@ FLAVOURS = (
 
 
 def require_targets() -> None:
-    """End this script with one line if rustc lacks a target."""
+    """Exit with a one-line message if rustc lacks a target."""
     targets = [f"{name}-unknown-linux-{libc}" for name in ARCHITECTURES for libc in ("gnu", "musl")]
     missing = [
         target
@@ -68,7 +68,7 @@ def require_targets() -> None:
 
 
 def install(folder: Path, *requirements: str) -> Path:
-    """Install packages into a new environment in a folder, and return its Python."""
+    """Install packages into a new virtual environment in ``folder``, and return its Python."""
     python = wheel.environment(sys.executable, folder)
     command: tuple[str | Path, ...] = (python, "-m", "pip", "install", "--quiet", *requirements)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -79,16 +79,16 @@ def install(folder: Path, *requirements: str) -> Path:
 
 
 def remapped(sources: Path, found: dict[str, Any]) -> str:
-    """Return the flags with which rustc writes no path of this machine, in cargo's encoding."""
+    """Return the rustc flags that keep this machine's paths out of the wheel, in cargo's encoding."""
     folders = {
         Path(package["manifest_path"]).parent.parent
         for package in found["packages"]
         if package["source"] is not None
     }
-    # If rustc has the sources of the standard library, it names them by their path.
+    # If the sources of the standard library are installed, rustc writes their path into the output.
     (commit,) = re.findall(r"^commit-hash: (.+)$", wheel.run("rustc", "-vV"), re.MULTILINE)
     library = Path(wheel.run("rustc", "--print=sysroot").strip(), "lib/rustlib/src/rust")
-    # Of several prefixes that match, rustc uses the last.
+    # If several prefixes match, rustc uses the last one.
     renamed = {
         **dict.fromkeys(sorted(folders), wheel_checks.CRATES),
         library: f"/rustc/{commit}",
@@ -105,19 +105,19 @@ def version() -> str:
 
 
 def build(python: Path) -> None:
-    """Build the sdist, and the wheels from it, into ``dist/``, and write their checksums.
+    """Build the sdist, and the wheels from it, into ``dist/``. Write their checksums.
 
     ``python`` is the Python of an environment with the build tools.
     """
     committed = wheel.run("git", "log", "-1", "--format=%ct").strip()
     epoch = os.environ.get("SOURCE_DATE_EPOCH", committed)
-    # maturin runs the zig of the first Python in PATH.
+    # maturin uses the zig of the first Python in PATH.
     variables = {"SOURCE_DATE_EPOCH": epoch, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
     maturin = python.parent / "maturin"
     folder = wheel.ROOT / "target" / "from-sdist"
     shutil.rmtree(folder, ignore_errors=True)
     sources = wheel.unpacked_sdist(maturin, folder, variables)
-    # Cargo would take sources that are older than its last build for unchanged.
+    # Update the file times, because cargo does not rebuild sources that are older than its last build.
     for path in sources.rglob("*"):
         path.touch()
     ziglang = Path(wheel.run(python, "-c", "import ziglang; print(ziglang.__path__[0])").strip())
@@ -148,7 +148,7 @@ def sums() -> str:
 
 
 def check(scratch: Path, require_all: bool) -> None:
-    """Check what is in ``dist/``, and launch jobs from the wheels that run on this machine.
+    """Check the files in ``dist/``, and launch jobs with the wheels that can run on this machine.
 
     With ``require_all``, end this script if there is no Python for one of these wheels.
     """

@@ -1,4 +1,4 @@
-"""Build the sdist and the wheel, install them as a user would, and launch, in empty environments.
+"""Build the sdist and the wheel, install them into empty environments as a user would, and launch jobs.
 
 - The wheel is made from nothing but the sdist, which proves that it holds every crate that the extension
   needs, and is installed into an environment of each Python that is here, from 3.10 on: one wheel for all.
@@ -21,9 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
 VERSIONS = tuple(f"3.{minor}" for minor in range(10, 16))
-# The second stable ABI is the one without the global interpreter lock.
+# `abi3t` is the stable ABI without the global interpreter lock.
 EXTENSION = re.compile(r"elasticrs/_core\.(?:abi3|abi3t-(?:x86_64|aarch64)-linux-gnu)\.so")
-# One write: unbuffered, `print` makes several, and two workers share the descriptor.
+# Write with a single call, because the workers share the descriptor, and unbuffered `print` makes several
+# calls.
 WORKER = "import os\nos.write(1, 'rank {RANK} of {WORLD_SIZE}\\n'.format(**os.environ).encode())\n"
 
 
@@ -33,13 +34,13 @@ def run(
     variables: Mapping[str, str] | None = None,
     stdin: str | None = None,
 ) -> str:
-    """Run to the end and return stdout; what goes wrong is shown and ends this script.
+    """Run a command and return its stdout. If the command fails, exit with its output as the message.
 
     ``variables`` are added to the environment. ``stdin`` is its input.
     """
-    # Neither the source tree nor an activated environment may help.
+    # Hide the source tree and an activated environment, so that the test does not depend on them.
     env = {k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
-    # Wherever the sources are: so that repeating is quick.
+    # Use one target directory, wherever the sources are, so that repeated builds are fast.
     env["CARGO_TARGET_DIR"] = str(ROOT / "target")
     env.update(variables or {})
     done = subprocess.run(command, cwd=cwd, env=env, input=stdin, capture_output=True, text=True, check=False)
@@ -50,7 +51,7 @@ def run(
 
 
 def environment(interpreter: str | Path, folder: Path) -> Path:
-    """The Python of a fresh environment with nothing but pip."""
+    """Create a virtual environment that contains only pip, and return its Python."""
     run(interpreter, "-m", "venv", folder)
     return folder / "bin" / "python"
 
@@ -67,13 +68,13 @@ def remove_old() -> None:
 
 
 def requirement() -> str:
-    """Return the requirement that pyproject.toml states for maturin."""
+    """Return the maturin requirement from pyproject.toml."""
     (found,) = re.findall(r'^requires = \["(.*)"\]$', (ROOT / "pyproject.toml").read_text(), re.M)
     return str(found)
 
 
 def unpacked_sdist(maturin: Path, folder: Path, variables: Mapping[str, str] | None = None) -> Path:
-    """Build the sdist into ``dist/``, unpack it into a folder, and return the folder of its sources."""
+    """Build the sdist into ``dist/``, unpack it into ``folder``, and return the folder with the sources."""
     run(maturin, "sdist", "--out", DIST, variables=variables)
     (sdist,) = DIST.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -86,7 +87,7 @@ def unpacked_sdist(maturin: Path, folder: Path, variables: Mapping[str, str] | N
 
 
 def build(scratch: Path) -> Path:
-    """The wheel, by way of the sdist."""
+    """Build the wheel from the sdist, and return its path."""
     python = environment(sys.executable, scratch / "maturin")
     run(python, "-m", "pip", "install", "--quiet", requirement())
     maturin = python.parent / "maturin"
@@ -104,7 +105,7 @@ def extension(wheel: Path) -> str:
 
 
 def check_files(wheel: Path) -> None:
-    """End this script if the wheel has members that are neither ours nor its metadata, or lacks our files."""
+    """Exit if the wheel lacks files of the project, or contains files other than these and its metadata."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     ours = subprocess.run(
@@ -118,13 +119,15 @@ def check_files(wheel: Path) -> None:
 
 
 def interpreters(versions: Iterable[str] = VERSIONS) -> dict[str, Path]:
-    """Return the Pythons that are here: on PATH, or beside this one, as version managers have them."""
+    """Return the Python interpreters on PATH and, as version managers install them, in folders next to this
+    interpreter's.
+    """
     found: dict[str, Path] = {}
     for version in versions:
         name = f"python{version}"
         beside = Path(sys.base_prefix).parent.glob(f"*/bin/{name}")
         for candidate in (shutil.which(name), *sorted(beside)):
-            # Running it is the only proof: version managers put names on PATH that only print an error.
+            # Run each candidate, because version managers put names on PATH that only print an error.
             if candidate is not None and _makes_environments(candidate):
                 found[version] = Path(candidate)
                 break
@@ -137,7 +140,7 @@ def _makes_environments(interpreter: str | Path) -> bool:
 
 
 def smoke(python: Path) -> None:
-    """Launch two workers, by module and by script, where there is no torch."""
+    """Launch two workers without torch, once through the launcher's module and once through its script."""
     folder = python.parent
     (folder / "worker.py").write_text(WORKER, encoding="utf-8")
     if run(python, "-c", "import importlib.util as it; print(it.find_spec('torch'))") != "None\n":
@@ -150,7 +153,9 @@ def smoke(python: Path) -> None:
 
 
 def install_everywhere(wheel: Path, scratch: Path, versions: Iterable[str] = VERSIONS) -> dict[str, Path]:
-    """Install the wheel into an environment of each Python that is here, and launch; return those Pythons."""
+    """Install the wheel into an environment of each available Python, and launch a job there. Return these
+    Pythons.
+    """
     here = interpreters(versions)
     for version, interpreter in here.items():
         python = environment(interpreter, scratch / version)
@@ -160,7 +165,7 @@ def install_everywhere(wheel: Path, scratch: Path, versions: Iterable[str] = VER
 
 
 def install_clone(interpreter: Path, scratch: Path) -> None:
-    """What the first page tells a user to do."""
+    """Install from a clone, as the first page of the documentation says, and launch a job."""
     run("git", "clone", "--quiet", ROOT, scratch / "clone")
     python = environment(interpreter, scratch / "from-clone")
     run(python, "-m", "pip", "install", "--quiet", ".", cwd=scratch / "clone")

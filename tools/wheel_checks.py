@@ -1,4 +1,4 @@
-"""Checks of a wheel of a release: size, platform, Python versions, embedded programs, paths, licences."""
+"""Checks of a release wheel: size, platform, Python versions, embedded programs, paths and licences."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tools import wheel
 
-# Architecture in the names of wheels, and its number in ELF headers.
+# Machine numbers in ELF headers, by the architecture's name in wheel names.
 MACHINES = {"x86_64": 62, "aarch64": 183}
 # Oldest supported glibc.
 PLATFORM = "manylinux_2_17"
@@ -19,14 +19,14 @@ PLATFORM = "manylinux_2_17"
 LARGEST = 4_000_000
 ELF_64_LITTLE = b"\x7fELF\x02\x01\x01"
 PT_INTERP = 3
-# The extension's own symbol, by which Python 3.15 finds the module (PEP 793). abi3audit takes it for one of
-# Python's.
+# The extension's own symbol, through which Python 3.15 finds the module (PEP 793). abi3audit mistakes it for
+# a symbol of Python.
 MODULE_EXPORT = "PyModExport__core"
-# What panic messages of dependencies call the folder with the sources of all crates.
+# Name that replaces the folder of all crate sources in the panic messages of dependencies.
 CRATES = "cargo"
-# The name and version of a crate in such a message. Strings in an image are not separated.
+# Matches the name and version of a crate in a panic message. Strings in an image have no separators.
 CRATE_PATH = re.compile(rf"{CRATES}/([\w-]+)-(\d+\.\d+\.\d+[\w.+-]*)/src/".encode())
-# Reads a bill of materials from stdin, and prints how it violates CycloneDX's schema.
+# Program that reads a bill of materials from stdin, and prints violations of CycloneDX's schema.
 VALIDATE = """
 import sys
 from cyclonedx.schema import SchemaVersion
@@ -36,11 +36,13 @@ print(JsonStrictValidator(SchemaVersion.V1_6).validate_str(sys.stdin.read()) or 
 
 
 class RejectedWheelError(Exception):
-    """A wheel of a release does not have a property that it must have."""
+    """A release wheel lacks a required property."""
 
 
 def embedded_programs(image: bytes) -> list[tuple[int, bool]]:
-    """Return the ELF files in an image, itself included: architecture, and true if it needs a loader."""
+    """Return the ELF files in an image, including the image itself. Each item has the architecture, and true
+    if the file needs a loader.
+    """
     found = []
     at = image.find(ELF_64_LITTLE)
     while at >= 0:
@@ -55,7 +57,7 @@ def embedded_programs(image: bytes) -> list[tuple[int, bool]]:
 
 
 def paths_of_this_machine(image: bytes, folders: list[Path]) -> list[str]:
-    """Return what an image contains of the paths of these folders and of cargo's, and of registry hosts."""
+    """Return the paths and registry host names of this machine that an image contains."""
     registries = Path(os.environ.get("CARGO_HOME", Path.home() / ".cargo"), "registry", "src")
     hosts = [folder.name.rpartition("-")[0] for folder in registries.glob("*")]
     paths = [f"{folder}/" for folder in (*folders, registries)]
@@ -63,7 +65,7 @@ def paths_of_this_machine(image: bytes, folders: list[Path]) -> list[str]:
 
 
 def check_licences(members: dict[str, bytes], image: bytes) -> str:
-    """Return the bill of materials.
+    """Check the licences and the bill of materials of a wheel. Return the bill of materials.
 
     Raises :class:`RejectedWheelError` if a licence file that the metadata names is missing, if the licences
     lack a component of the bill of materials, or if the bill of materials lacks a crate that the extension
@@ -88,8 +90,11 @@ def check_licences(members: dict[str, bytes], image: bytes) -> str:
 
 
 def symbols_outside_of_the_stable_abi(built: Path, python: Path) -> list[str]:
-    """Return the symbols of Python that a wheel uses although its oldest Python lacks or may change them."""
-    # Exit code 1 if it finds something, which may be the extension's own symbol.
+    """Return the Python symbols that a wheel uses, but that are missing or unstable in its oldest supported
+    Python.
+    """
+    # Ignore exit code 1. It means that abi3audit has found something, which may be the extension's own
+    # symbol.
     done = subprocess.run(
         (python.parent / "abi3audit", "--report", built), capture_output=True, text=True, check=False
     )
@@ -102,7 +107,7 @@ def symbols_outside_of_the_stable_abi(built: Path, python: Path) -> list[str]:
 
 
 def check(built: Path, architecture: str, python: Path) -> None:
-    """End this script if a wheel of a release must not be published.
+    """Exit with an error message if a release wheel must not be published.
 
     ``python`` is the Python of an environment with auditwheel, abi3audit and cyclonedx-python-lib.
     """

@@ -1,4 +1,4 @@
-"""What a rendezvous costs with many agents.
+"""Cost of a rendezvous with many agents.
 
 A lightweight agent is one real connection of the native client and the shipped decisions
 (:mod:`elasticrs.rendezvous.elastic.machine`); only its workers are imitated: they start and end at once.

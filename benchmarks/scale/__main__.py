@@ -1,4 +1,4 @@
-"""The command line: see ``python -m benchmarks.scale --help``."""
+"""Command line of the scale benchmark; see ``python -m benchmarks.scale --help``."""
 
 import argparse
 import json

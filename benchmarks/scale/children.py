@@ -1,4 +1,4 @@
-"""Processes that are told what to do, and that answer, a line of JSON each."""
+"""Child processes that receive commands and send answers, as one line of JSON each."""
 
 import json
 import os
@@ -15,7 +15,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Child:
-    """A process of this package.
+    """A child process that runs a module of this package.
 
     Args:
         module: which part of it.
@@ -37,11 +37,11 @@ class Child:
         self._proc = Path(f"/proc/{self._process.pid}")
 
     def tell(self, do: str, **details: Any) -> None:
-        """Send a command; its answer is to be taken later."""
+        """Send a command without waiting for its answer."""
         write_line(self._in, {"do": do, **details})
 
     def answer(self, timeout: float = HANG) -> Any:
-        """The answer to the oldest command that has none yet.
+        """Return the answer to the oldest unanswered command.
 
         Raises:
             TimeoutError: there is none.
@@ -64,11 +64,11 @@ class Child:
         return self.answer()
 
     def stands_for(self, pid: int) -> None:
-        """From now on this process is the one whose costs are told."""
+        """Measure the costs of the process ``pid`` instead of the child's from now on."""
         self._proc = Path(f"/proc/{pid}")
 
     def cpu(self) -> dict[str, float]:
-        """Seconds of processor time, by name of thread."""
+        """Return the CPU time in seconds, by thread name."""
         used: dict[str, float] = {}
         for task in (self._proc / "task").iterdir():
             name = (task / "comm").read_text(encoding="utf-8").strip()
@@ -85,7 +85,7 @@ class Child:
         self._process.kill()
 
     def close(self) -> None:
-        """Let it end; one that does not is killed."""
+        """Close the child's input so that it exits. Kill it after 30 seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -98,14 +98,14 @@ class Child:
 
 
 def write_line(fd: int, message: Any) -> None:
-    """Write one line of JSON, whole."""
+    """Write a complete line of JSON, even if that needs several writes."""
     data = json.dumps(message).encode() + b"\n"
     while data:
         data = data[os.write(fd, data) :]
 
 
 class Lines:
-    """The commands that a child is given."""
+    """Reads the commands sent to a child."""
 
     def __init__(self, fd: int = 0) -> None:
         self.fd = fd
@@ -113,7 +113,9 @@ class Lines:
         self.is_open = True
 
     def read(self) -> list[Any]:
-        """Those that have come; waits for the first byte, or for the end (:attr:`is_open`)."""
+        """Wait for input and return the complete commands received. At the end of the input, set
+        :attr:`is_open` to false.
+        """
         data = os.read(self.fd, 1 << 16)
         if not data:
             self.is_open = False

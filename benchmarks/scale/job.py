@@ -1,4 +1,4 @@
-"""One job of n agents, from joining to success, and what each part of it costs."""
+"""A job of n agents, from joining to success, and the cost of each phase."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ class Costs(NamedTuple):
 
 
 class Job:
-    """The processes of one job.
+    """Processes of one job.
 
     The first agent to join leads; it has a process of its own.
 
@@ -53,11 +53,11 @@ class Job:
             for first, count in zip([0, *firsts], [1, *shares], strict=True)
         ]
         self.alive = [1, *shares]
-        # All are up, and have imported what they need.
+        # Wait until all processes have started and imported their modules.
         self.costs()
 
     def costs(self) -> Costs:
-        """What everything has cost so far."""
+        """Return the total costs so far."""
         counts = together(self.swarms, "counts")
         traffic = self.server.ask("traffic")
         cpu = [sum(child.cpu().values()) for child in (self.server, *self.swarms)]
@@ -65,35 +65,37 @@ class Job:
         return Costs(up, down, traffic["sent"], traffic["received"], cpu[0], cpu[1], sum(cpu[2:]))
 
     def stops(self) -> int:
-        """How often workers were stopped so far."""
+        """Return how often workers have been stopped so far."""
         return sum(each["stops"] for each in together(self.swarms, "counts"))
 
     def begin_leader(self) -> None:
-        """Let the first agent join; returns when it has."""
+        """Let the first agent join, and wait until it has joined."""
         self.swarms[0].ask("begin")
         self.swarms[0].ask("await", event="registered", number=0, count=1)
 
     def stamps(self, event: str, number: int, fewer: int = 0) -> list[int]:
-        """When this has happened to all living agents, but for so many of the last process; sorted."""
+        """Wait until the event has happened to all connected agents, except ``fewer`` agents of the last
+        process. Return the sorted times.
+        """
         for child, count in zip(self.swarms, self.alive, strict=True):
             missing = fewer if child is self.swarms[-1] else 0
             child.tell("await", event=event, number=number, count=count - missing)
         return sorted(stamp for child in self.swarms for stamp in child.answer())
 
     def lose(self, place: int, agent: int) -> int:
-        """Cut the connection of an agent; returns the moment before."""
+        """Cut the connection of an agent, and return the time just before."""
         self.alive[place] -= 1
         moment: int = self.swarms[place].ask("cut", agent=agent)
         return moment
 
 
 def spread(count: int, parts: int) -> list[int]:
-    """A number in so many nearly equal parts."""
+    """Divide a number into ``parts`` nearly equal parts."""
     return [count // parts + (index < count % parts) for index in range(parts)]
 
 
 def together(children: Sequence[Child], do: str, **details: Any) -> list[Any]:
-    """Send a command to all, then take all answers."""
+    """Send a command to all children, then read all answers."""
     for child in children:
         child.tell(do, **details)
     return [child.answer() for child in children]
@@ -105,7 +107,7 @@ def ms(begin: int, stamps: Iterable[int]) -> float:
 
 
 def typical(samples: Sequence[Figures]) -> Figures:
-    """The median of each figure."""
+    """Return the median of each figure."""
     names = [name for name in samples[0] if all(name in sample for sample in samples)]
     return {name: median([sample[name] for sample in samples]) for name in names}
 
@@ -148,7 +150,7 @@ def measure(agents: int, processes: int, store: str = "own", idle: float = IDLE)
 
 
 def _join_last(job: Job, values: Figures) -> None:
-    """All but one join at once, then the last one."""
+    """Let all agents but one join at once, and then the last one."""
     job.begin_leader()
     for child, count in zip(job.swarms[1:], job.alive[1:], strict=True):
         child.tell("begin_some", number=count - (child is job.swarms[-1]))
@@ -160,7 +162,7 @@ def _join_last(job: Job, values: Figures) -> None:
 
 
 def _fail(job: Job, values: Figures) -> None:
-    """A worker fails: its agent tells the others."""
+    """Let a worker fail. Its agent notifies the other agents."""
     before = job.costs()
     moment = job.swarms[-1].ask("fail", agent=0)
     stopped = [stamp - moment for stamp in job.stamps("stopped", 1)]
@@ -180,7 +182,7 @@ def _idle(job: Job, values: Figures, seconds: float) -> None:
 
 
 def _restart_store(job: Job, values: Figures) -> None:
-    """The store is killed and started again: agents find it, and nobody's workers are stopped."""
+    """Kill and restart the store. The agents reconnect to it, and no workers are stopped."""
     job.stamps("confirmed", 0)
     stops = job.stops()
     times = job.server.ask("restart")
@@ -192,7 +194,7 @@ def _restart_store(job: Job, values: Figures) -> None:
 
 
 def _lose(job: Job, values: Figures, number: int) -> int:
-    """An agent dies, then the leader."""
+    """Cut off an agent, and then the leader."""
     moment = job.lose(len(job.swarms) - 1, 0)
     values["loss: all stopped"] = ms(moment, job.stamps("stopped", number))
     values["loss: started"] = ms(moment, job.stamps("started", number + 1))
@@ -203,7 +205,7 @@ def _lose(job: Job, values: Figures, number: int) -> int:
 
 
 def _count(values: Figures, name: str, job: Job, before: Costs) -> None:
-    """What has been spent since then: messages and bytes per agent, processor time in all."""
+    """Add the costs since ``before``: messages and bytes per agent, and total CPU time."""
     spent = Costs(*(now - then for now, then in zip(job.costs(), before, strict=True)))
     for way in ("up", "down", "sent", "received"):
         values[f"{name}: {way}"] = getattr(spent, way) / job.agents
@@ -212,7 +214,7 @@ def _count(values: Figures, name: str, job: Job, before: Costs) -> None:
 
 
 def measure_torch(agents: int, processes: int, limit: int = TORCH_LIMIT) -> Figures:
-    """The same with torch's handler, as far as it has the notions.
+    """Measure the same job with torch's handler, as far as torch supports its phases.
 
     Args:
         agents, processes: as for ours.

@@ -1,4 +1,4 @@
-"""Curves as SVG: logarithmic axes, text that reads on dark and on light pages."""
+"""Curves as SVG, with logarithmic axes. The text is readable on dark and on light pages."""
 
 import io
 import math
@@ -30,7 +30,7 @@ LINE = 14.0
 
 
 STYLE: dict[Any, Any] = {
-    # Text stays text, and a picture of the same figures the same file.
+    # Keep text as text, and always produce the same file from the same figures.
     "svg.fonttype": "none",
     "svg.hashsalt": "",
     "font.family": "sans-serif",
@@ -65,7 +65,7 @@ class Plot(NamedTuple):
 
 
 def draw(plots: Sequence[Plot], ticks: Sequence[int], columns: int = 2) -> str:
-    """All plots in one picture.
+    """Draw all plots in one picture, and return it as SVG.
 
     Args:
         plots: in reading order.
@@ -115,7 +115,7 @@ def _plot(axes: Axes, plot: Plot, ticks: Sequence[int]) -> None:
         ends.append((curve.points[-1], curve.name, colour))
     last = float("-inf")
     for end, name, colour in sorted(ends, key=lambda each: each[0][1]):
-        # No two names lie on each other.
+        # Move the name upwards if it would overlap the previous one.
         at = float(axes.transData.transform(end)[1])
         last = max(at, last + LINE)
         axes.annotate(
@@ -134,7 +134,7 @@ def _short(value: float, _: int) -> str:
 
 
 def _value(value: float, unit: str) -> str:
-    """A power of ten, in the larger unit where there is one."""
+    """Format a power of ten, in the larger unit if the unit has one."""
     if value >= 1000 and unit in LARGER:
         return f"{value / 1000:g} {LARGER[unit]}"
     return f"{value:g} {unit}"
@@ -148,6 +148,6 @@ def curve(
     *,
     is_other: bool = False,
 ) -> Curve | None:
-    """The line of one figure; ``None`` where it was not measured."""
+    """Return the curve of one figure; ``None`` if it was not measured."""
     points = [(n, values[key] * scale) for n, values in sorted(figures.items()) if values.get(key, 0) > 0]
     return Curve(name, points, is_other) if points else None

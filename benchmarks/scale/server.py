@@ -1,4 +1,4 @@
-"""The store, in a process of its own, and what its connections have carried."""
+"""Runs the store in a separate process, and counts the bytes on its connections."""
 
 import json
 import os
@@ -17,19 +17,19 @@ from benchmarks.scale.children import Lines, write_line
 from elasticrs import _core
 from elasticrs.rendezvous.etcd_server import EtcdServer
 
-# Of struct tcp_info (linux/tcp.h, since 4.1): bytes that the peer has acknowledged, and bytes received.
+# Two fields of struct tcp_info (linux/tcp.h, since 4.1): bytes acknowledged by the peer, and bytes received.
 BYTES = struct.Struct("=QQ")
 BYTES_OFFSET = 120
 
 
 def raise_descriptors() -> None:
-    """As many descriptors as the kernel allows to this user."""
+    """Raise the limit of open file descriptors to the maximum that the kernel allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def traffic() -> dict[str, int]:
-    """Bytes that the living connections of this process have carried, as the kernel counts them."""
+    """Return the bytes carried by this process's open connections, as counted by the kernel."""
     sent = received = count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -41,7 +41,7 @@ def traffic() -> dict[str, int]:
                     continue
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_OFFSET + BYTES.size)
         except OSError:
-            # The server has closed it in the meantime.
+            # The server has closed the connection in the meantime.
             continue
         acked, got = BYTES.unpack_from(info, BYTES_OFFSET)
         sent += acked
@@ -51,7 +51,9 @@ def traffic() -> dict[str, int]:
 
 
 def traffic_of_etcd(endpoint: str) -> dict[str, int]:
-    """The same of a server of etcd, as it counts them itself: without what HTTP/2 and TCP add."""
+    """Return the bytes carried by an etcd server, as counted by etcd, without the overhead of
+    HTTP/2 and TCP.
+    """
     with urlopen(f"http://{endpoint}/metrics") as answer:
         values = dict(line.split(b" ") for line in answer.read().splitlines() if line.count(b" ") == 1)
     names = {way: f"etcd_network_client_grpc_{way}_bytes_total".encode() for way in ("sent", "received")}
@@ -59,7 +61,7 @@ def traffic_of_etcd(endpoint: str) -> dict[str, int]:
 
 
 def serve_own(agents: int) -> None:
-    """Our own store, in this process."""
+    """Run elasticrs's store in this process."""
     server = _core.CoordinationServer([("127.0.0.1", 0)], run_id="scale", max_connections=2 * agents + 64)
     write_line(1, {"port": server.port, "pid": os.getpid()})
     lines = Lines()
@@ -84,7 +86,7 @@ def serve_etcd() -> None:
 
 
 class KeptStore:
-    """``python -m elasticrs.store --state`` with a file of its own.
+    """Runs ``python -m elasticrs.store --state`` with its state file in ``folder``.
 
     Args:
         folder: for the file.
@@ -110,7 +112,7 @@ class KeptStore:
 
 
 def serve_kept() -> None:
-    """Our own store as a program that keeps its state, and is killed and started again when it is told so."""
+    """Run elasticrs's store as a program that keeps its state. On command, kill it and start it again."""
     with tempfile.TemporaryDirectory() as folder:
         store = KeptStore(folder)
         write_line(1, {"port": store.port, "pid": store.process.pid})
@@ -123,7 +125,7 @@ def serve_kept() -> None:
                     store.start()
                     write_line(1, {"killed": killed, "back": time.monotonic_ns(), "pid": store.process.pid})
                 else:
-                    # What it carries is its own to count.
+                    # The store runs in another process, so its traffic cannot be counted here.
                     write_line(1, {"connections": 0, "sent": 0, "received": 0})
         store.end()
 

@@ -1,4 +1,4 @@
-"""Lightweight agents: many in one thread.
+"""Lightweight agents, many of them in one thread.
 
 Each has a real connection and the shipped decisions. Its workers are imitated: they start and end at once.
 """
@@ -71,7 +71,7 @@ class Agent:
             "127.0.0.1",
             swarm.port,
             run_id=RUN_ID,
-            # Two may be cut off later, and the others go on.
+            # Two agents may be disconnected later, and the others must continue.
             min_nodes=max(1, agents - 2),
             max_nodes=agents,
             settings=Settings({"last_call_timeout": 3600.0}),
@@ -105,7 +105,7 @@ class Agent:
         }
 
     def handle(self, event: Any) -> None:
-        """Take an event, and those that the imitated workers answer with."""
+        """Handle an event, and the events with which the imitated workers respond."""
         events = self._events
         events.append(event)
         while events:
@@ -114,7 +114,7 @@ class Agent:
                 self._handlers[type(action)](action)
 
     def ready(self) -> None:
-        """The connection has something."""
+        """Handle the events that have arrived on the connection."""
         if self.session is None:
             return
         for event in self.session.take():
@@ -125,13 +125,13 @@ class Agent:
             self.handle(event)
 
     def fire(self, name: str, due: float) -> None:
-        """A timer is due, unless it was set anew or forgotten."""
+        """Handle a timer that is due, unless it was reset or cancelled in the meantime."""
         if self._timers.get(name) == due:
             del self._timers[name]
             self.handle(messages.TimerFired(name))
 
     def confirm(self) -> bool:
-        """True if the store is another one than at the last call that said so."""
+        """Return true if the store has changed since the last call that returned true."""
         met = None if self.session is None else self.session.met
         if met is None or met[0] == self.confirmed:
             return False
@@ -139,7 +139,7 @@ class Agent:
         return True
 
     def close(self) -> None:
-        """Close the connection, as when the agent is killed."""
+        """Close the connection, as if the agent had been killed."""
         self._disconnect(None)
 
     def _connect(self, _: Any) -> None:
@@ -183,7 +183,7 @@ class Agent:
         self._events.append(messages.StorePort(29500))
 
     def _nothing(self, _: Any) -> None:
-        """Nothing is there to be closed."""
+        """Do nothing, because there is nothing to close."""
 
     def _announce(self, announce: Any) -> None:
         self._swarm.texts[announce.text] += 1
@@ -203,7 +203,7 @@ class Agent:
 
 
 class Swarm:
-    """The agents of this process.
+    """Agents of this process.
 
     Args:
         port: of the store.
@@ -215,7 +215,7 @@ class Swarm:
 
     def __init__(self, port: int, first: int, count: int, agents: int, store: str) -> None:
         self.port = port
-        # Those who share a thread may be late.
+        # Use a long TTL, because agents that share a thread may send keep-alives late.
         self.site = EtcdSite((("127.0.0.1", port),), ttl=60) if store == "etcd" else None
         self.up = 0
         self.down = 0
@@ -240,7 +240,7 @@ class Swarm:
         self._stamps.setdefault((event, number), []).append(time.monotonic_ns())
 
     def run(self) -> None:
-        """Do what is told, until there is nobody to tell it."""
+        """Execute commands until the parent closes the pipe."""
         lines = Lines()
         self._epoll.register(lines.fd, select.EPOLLIN)
         while lines.is_open:

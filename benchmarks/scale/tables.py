@@ -1,4 +1,4 @@
-"""The figures as Markdown and as curves."""
+"""Formats the figures as Markdown tables and as curves."""
 
 from collections.abc import Mapping, Sequence
 
@@ -38,7 +38,7 @@ COSTS["store memory"] = ("memory that the store's process has grown by", "MB")
 
 
 def markdown(ours: Figures, others: Figures) -> str:
-    """Two tables: times, ours above torch's; costs, ours alone."""
+    """Return two tables: the times of elasticrs above those of torch, and the costs of elasticrs."""
     counts = sorted(ours)
     parts = [_table("time", counts, _times(ours, others, counts))]
     costs = [(text, [_figure(ours[n].get(key), unit) for n in counts]) for key, (text, unit) in COSTS.items()]

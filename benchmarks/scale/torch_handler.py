@@ -1,4 +1,4 @@
-"""torch's own handler: many in a process, a thread and a connection each.
+"""torch's own handlers, many of them in one process, each with a thread and a connection.
 
 After the first round they do what torchrun's agents do: the one with a failed worker goes to the next
 rendezvous, the others ask ten times a second whether somebody waits there.
@@ -60,7 +60,7 @@ class Agent(threading.Thread):
         self.begin.wait()
         handler.next_rendezvous()
         self._events.put(("started 1", time.monotonic_ns()))
-        # Agents do not poll in step.
+        # Start polling after a random delay, because agents do not poll in step.
         self.fail.wait(random.uniform(0, MONITOR_INTERVAL))
         while not self.fail.is_set():
             if handler.num_nodes_waiting() > 0:
@@ -98,7 +98,7 @@ def main() -> None:
                     event, moment = events.get()
                     stamps.setdefault(event, []).append(moment)
                 write_line(1, stamps.get(name, []))
-    # Handlers have threads of their own that nobody ends.
+    # Skip the interpreter's shutdown, because the handlers' threads never exit.
     os._exit(0)
 
 

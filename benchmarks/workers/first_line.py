@@ -1,4 +1,4 @@
-"""Reports its first line, then ends on SIGUSR1 (and reports that as its last act)."""
+"""Reports its first line, waits for SIGUSR1 or SIGTERM, reports the signal, and exits."""
 
 import time
 
@@ -9,7 +9,7 @@ import signal  # noqa: E402
 
 from report import report  # noqa: E402
 
-# Waiting in the kernel, without a handler: the stamp is that of the arrival itself.
+# Block the signals and wait for them, so that no Python signal handler delays the timestamp.
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR1})
 report("first-line", FIRST_LINE_NS)
 signum = signal.sigwait({signal.SIGTERM, signal.SIGUSR1})

@@ -1,4 +1,4 @@
-"""Writes many lines as fast as it can, one write for each line or in blocks, and reports its own CPU time."""
+"""Writes many lines as fast as possible, with one write per line or per block, and reports its CPU time."""
 
 import os
 import resource

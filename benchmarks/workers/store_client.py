@@ -1,4 +1,4 @@
-"""Clients of a TCPStore under measurement, each in a process of its own.
+"""Clients of the TCPStore under measurement, each in a separate process.
 
 For each line ``<port> <clients> <operation> <repeats>`` on standard input: forks that many clients, lets them
 begin together, and prints ``<wall nanoseconds> <nanoseconds of each operation ...>``.
@@ -13,15 +13,17 @@ import torch.distributed as dist
 
 
 def operations(store, number):
-    """Operations by name; each gets the number of the repetition, which is new every time."""
-    value = b"v" * 180  # what gloo stores for a rank
+    """Return the operations by name. Each is called with the number of the repetition, which is different
+    every time.
+    """
+    value = b"v" * 180  # size of gloo's entry for a rank
     own, counter, large = f"own/{number}", f"count/{number}", f"large/{number}"
     store.set(own, value)
     store.set(large, b"v" * (1 << 20))
     pair, is_first = number // 2, number % 2 == 0
 
     def set_add(_turn):
-        # A set has no reply; the add behind it has, and comes after it.
+        # `set` has no reply. The reply to `add` arrives after both operations.
         store.set(own, value)
         store.add(counter, 1)
 
@@ -65,7 +67,7 @@ def measure(port, clients, name, repeats):
     for number in range(clients):
         reading, writing = os.pipe()
         if os.fork() == 0:
-            # The parent alone holds the other end: when it is closed, all begin.
+            # Only the parent may hold the write end. When the parent closes it, all clients start.
             os.close(start[1])
             client(port, number, name, repeats, ready[1], start[0], writing)
             os._exit(0)

@@ -1,4 +1,6 @@
-"""A store under measurement: torch's own server, or ours. Prints its port; ends with its standard input."""
+"""A store server under measurement, torch's or elasticrs's. Prints its port, and exits when its standard
+input is closed.
+"""
 
 import sys
 
@@ -11,7 +13,7 @@ def main(which):
     else:
         from elasticrs import _core
 
-        # With a supervisor beside it, as in a job.
+        # Run a supervisor in the same process, as in a job.
         supervisor = _core.Supervisor()
         server = _core.WorkerStore()
         server.serve(supervisor)

@@ -1,4 +1,6 @@
-"""A worker with timers or heartbeats: one that expires or hangs, many at once, or the cost of a call."""
+"""A worker with timers or heartbeats. A timer expires, a worker hangs, many records are written, or the cost
+of a call is measured.
+"""
 
 import json
 import os
@@ -13,7 +15,7 @@ HOUR = 3600
 
 
 def record(scope, expires, signum=0):
-    """What either client writes."""
+    """Return a record in the format of both torch's and elasticrs's client."""
     fields = {
         "version": 1,
         "pid": os.getpid(),
@@ -25,7 +27,9 @@ def record(scope, expires, signum=0):
 
 
 def write(data):
-    """Opened for each, as torch's client does: its server waits as long as somebody has the FIFO open."""
+    """Open the FIFO for each write, as torch's client does. torch's server would otherwise wait until the
+    FIFO is closed.
+    """
     fd = os.open(FIFO, os.O_WRONLY)
     while data:
         data = data[os.write(fd, data) :]
@@ -39,7 +43,7 @@ def expire(timers):
     report("ready")
     if os.environ["RANK"] == "0":
         signal.sigwait({signal.SIGUSR2})
-        # Somewhere within the intervals of whoever polls.
+        # Let the timer expire at a random point of the launcher's polling interval.
         left = 0.5 + int.from_bytes(os.urandom(2), "big") / 65536
         write(record("near", time.time() + left, signal.SIGUSR1))
         due_ns = time.monotonic_ns() + int(left * 1e9)
@@ -97,12 +101,13 @@ def hang():
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     heartbeat(1)
     if os.environ["RANK"] == "0":
-        # So that none of the others was late to begin.
+        # Wait until all other workers have started.
         time.sleep(0.5)
         before_ns = time.monotonic_ns()
         heartbeat(2)
         report("last", before_ns)
-        # The question for its stacks ends a pause, and a heartbeat after it would be a sign of life.
+        # Pause again after each signal that requests stacks. Send no heartbeat, because the worker would then
+        # seem alive.
         while True:
             signal.pause()
     while signal.sigtimedwait({signal.SIGTERM}, 0.05) is None:

@@ -1,4 +1,4 @@
-"""Trains a small model by steps, as `restart` (from its checkpoint) or as `replace` (with elasticrs.train).
+"""Trains a small model, in mode `restart` (from its checkpoint) or `replace` (with elasticrs.train).
 
 Rank 1 of the first attempt kills itself in the middle of a step. Reported: `dies`; `again`, when the first
 step after each meeting is done; `from`, the number of the step that was begun then.
@@ -26,7 +26,7 @@ mode, path = sys.argv[1:]
 
 
 class Job(State):
-    """A model, its optimizer and a step."""
+    """Training state: a model, its optimizer and the step number."""
 
     def __init__(self):
         self.model = torch.nn.Linear(64, 64)

@@ -1,4 +1,6 @@
-"""A worker of `elasticrs.train` whose steps do nothing; beside them the same calls in a bare loop."""
+"""A worker that runs `elasticrs.train` with empty steps and, for comparison, the same calls in a
+bare loop.
+"""
 
 import sys
 import time

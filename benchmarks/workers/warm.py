@@ -1,4 +1,6 @@
-"""Reports when torch has computed, and if told so when a first step of DDP over gloo is done; then waits."""
+"""Reports when torch has computed a result and, in mode `step`, when the first step of DDP over gloo is done.
+Then waits.
+"""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Reports its first line, and again when torch has been imported; then waits to be killed."""
+"""Reports its first line and the end of the import of torch, then waits to be killed."""
 
 import time
 

@@ -1,14 +1,15 @@
-//! Builds the nursery's program, which the extension carries in itself (`include_bytes!` in `src/nursery.rs`).
+//! Builds the nursery's program, which is embedded in the extension (`include_bytes!` in `src/nursery.rs`).
 //!
-//! It is a build of its own: another profile, another target directory (the outer build holds the lock of its own one),
-//! and none of the flags, wrappers and lints of the outer build, except the flags that remap paths.
+//! This is a separate build with a different profile. It has its own target directory, because the outer build
+//! holds the lock of its directory. It uses none of the outer build's flags, wrappers and lints, except for the
+//! flags that remap paths.
 
 use std::env;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// What the outer build tells cargo and rustc, and must not reach the inner one.
+/// Variables of the outer build that must not reach the inner build.
 const OUTER: [&str; 9] = [
     "CARGO_BUILD_RUSTC_WORKSPACE_WRAPPER",
     "CARGO_BUILD_RUSTFLAGS",
@@ -48,8 +49,8 @@ fn main() {
 /// Builds the nursery and returns the path of the program. Each fallback to another libc prints a warning.
 fn build(nursery: &Path) -> Result<PathBuf, String> {
     let target = text("TARGET");
-    // With musl the program has less than half the size of one with static glibc, and rustc brings all that links it,
-    // also for another architecture.
+    // With musl, the program is less than half as large as with static glibc. rustc contains all that is needed to
+    // link it, even for another architecture.
     let musl = target.replace("-gnu", "-musl");
     if has_target(&musl) {
         let flags = "-C link-self-contained=yes";
@@ -59,7 +60,7 @@ fn build(nursery: &Path) -> Result<PathBuf, String> {
             Err(error) => println!("cargo::warning=the nursery is linked with glibc, musl failed: {error}"),
         }
     }
-    // A static program starts without a loader, and takes half as much memory.
+    // A static program starts without a loader, and uses half as much memory.
     let flags = "-C target-feature=+crt-static";
     Linking { folder: "nursery-static", target: target.clone(), flags, linker: None }.build(nursery).or_else(|error| {
         println!("cargo::warning=the nursery is linked dynamically, there is no static libc: {error}");
@@ -67,11 +68,11 @@ fn build(nursery: &Path) -> Result<PathBuf, String> {
     })
 }
 
-/// Returns true if the compiler has a standard library for this target, whoever installed it.
+/// Returns true if the compiler has a standard library for this target.
 fn has_target(target: &str) -> bool {
     let mut rustc = Command::new(variable("RUSTC"));
     rustc.args(["--print=target-libdir", "--target", target]);
-    // A compiler that does not know the target fails.
+    // The command fails if the compiler does not know the target.
     let Ok(output) = rustc.output() else { return false };
     output.status.success() && Path::new(String::from_utf8_lossy(&output.stdout).trim()).is_dir()
 }
@@ -106,7 +107,7 @@ impl Linking {
         Ok(folder.join(&self.target).join("nursery/worker-nursery"))
     }
 
-    /// Returns the flags for rustc, separated as cargo does it. The flags that remap paths are those of the outer build,
+    /// Returns the flags for rustc in cargo's encoding. The flags that remap paths are those of the outer build,
     /// because the extension contains the program.
     fn encoded_flags(&self) -> String {
         let outer = env::var("CARGO_ENCODED_RUSTFLAGS").unwrap_or_default();

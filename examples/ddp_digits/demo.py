@@ -1,4 +1,4 @@
-"""Trains with four workers, lets one of them die in epoch 3, and tells what happened.
+"""Trains with four workers, makes one of them die in epoch 3, and describes what happened.
 
 Runs `train.py` through `python -m elasticrs.launch`, needs nothing but the standard library itself, and exits
 with 1 when anything is not as promised: no restart, resumed from another epoch, an accuracy of 95 % or less.
@@ -77,14 +77,14 @@ def run(directory: Path) -> int:
 
 
 class Story(NamedTuple):
-    """What happened, for people, and which promises were broken."""
+    """Description of a run for users, and a list of broken promises."""
 
     account: list[str]
     broken: list[str]
 
 
 def tell(exitcode: int, lines: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Story:
-    """Make the account of a run.
+    """Describe a run, and check what was promised.
 
     Args:
         exitcode: of the launcher.
@@ -128,7 +128,7 @@ def tell(exitcode: int, lines: Sequence[str], records: Sequence[Mapping[str, Any
 def _times(
     death: int, records: Sequence[Mapping[str, Any]], stamps: Sequence[Mapping[str, str]]
 ) -> list[str]:
-    """Each step of the recovery, in milliseconds after the death."""
+    """Return a line for each step of the recovery, with its time in milliseconds after the worker's death."""
     steps = [
         ("seen by the agent", "failure_seen", None),
         (f"the other {WORKERS - 1} workers signalled", "siblings_signalled", None),

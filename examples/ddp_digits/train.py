@@ -1,4 +1,4 @@
-"""DistributedDataParallel on handwritten digits; each attempt resumes from the checkpoint of the last epoch.
+"""DistributedDataParallel on handwritten digits. Each attempt resumes from the checkpoint of the last epoch.
 
 Run: elasticrun --standalone --nproc-per-node 4 --max-restarts 2 examples/ddp_digits/train.py
 Try: add --kill-rank 2, and rank 2 is killed in epoch 3. `make demo` does that, and shows the times.
@@ -64,7 +64,7 @@ def train(arguments: argparse.Namespace, device: Any) -> None:
         print(f"resumed after epoch {done}", flush=True)
 
     for epoch in range(done + 1, arguments.epochs + 1):
-        # From the epoch alone, so that there is nothing more to restore.
+        # Compute the learning rate from the epoch alone, so that it need not be restored.
         optimizer.param_groups[0]["lr"] = 5e-3 * (arguments.epochs + 1 - epoch) / arguments.epochs
         batches = batches_of(epoch, len(images), arguments.batch_size)
         for step, batch in enumerate(batches):
@@ -84,8 +84,8 @@ def train(arguments: argparse.Namespace, device: Any) -> None:
     if rank == 0:
         accuracy = accuracy_on(model, held_out_images, held_out_labels)
         print(f"final accuracy on held-out data: {accuracy:.2%}", flush=True)
-    # Nobody leaves while another still works. And gloo's threads get the time to let go of the last
-    # gradients: an interpreter that ends before they have done so is aborted.
+    # Let all ranks finish before any of them exits. Gloo's threads also need time to release the last
+    # gradients, because the interpreter would otherwise abort.
     dist.barrier()
 
 
@@ -106,7 +106,7 @@ def make_model() -> Any:
 
 
 def load_data() -> tuple[Any, Any, Any, Any]:
-    """Images and labels to learn from, images and labels held out: the same split on every rank."""
+    """Return images and labels for training, and held-out images and labels. All ranks use the same split."""
     pixels, digits = load_digits(return_X_y=True)
     images, labels = torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(digits)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -116,17 +116,19 @@ def load_data() -> tuple[Any, Any, Any, Any]:
 
 
 def batches_of(epoch: int, samples: int, batch_size: int) -> list[Any]:
-    """This rank's batches: each epoch another order, the same one when the epoch is repeated."""
+    """Return this rank's batches. The order differs between epochs, but does not change when an epoch is
+    repeated.
+    """
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(1000 + epoch))
     world_size = dist.get_world_size()
-    # The same number of batches on all ranks: each step is a collective one.
+    # All ranks need the same number of batches, because each step is a collective operation.
     share: Any = order[: samples - samples % world_size][dist.get_rank() :: world_size]
     return list(share.split(batch_size))
 
 
 def accuracy_on(model: Any, images: Any, labels: Any) -> float:
     with torch.no_grad():
-        # Without the wrapper, which would wait for the other ranks.
+        # Bypass the wrapper, which would wait for the other ranks.
         correct = model.module(images).argmax(dim=1) == labels
     return float(correct.float().mean())
 
@@ -135,7 +137,7 @@ def accuracy_on(model: Any, images: Any, labels: Any) -> float:
 
 
 def resume(path: Path, model: Any, optimizer: Any, device: Any) -> int:
-    """Load the checkpoint if there is one; returns the number of epochs that are done."""
+    """Load the checkpoint if there is one. Return the number of completed epochs."""
     if not path.exists():
         return 0
     saved = torch.load(path, map_location=device, weights_only=True)
@@ -145,7 +147,9 @@ def resume(path: Path, model: Any, optimizer: Any, device: Any) -> int:
 
 
 def save(path: Path, model: Any, optimizer: Any, epoch: int) -> None:
-    """Replace the checkpoint in one step: a death at any moment leaves the old one or the new one, whole."""
+    """Replace the checkpoint atomically, so that a crash at any moment leaves either the old or the new one
+    intact.
+    """
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("wb") as file:
         state = {"epoch": epoch, "model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
@@ -175,13 +179,13 @@ def stamp(what: str) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     line = f"stamp {what} rank={os.environ['RANK']} attempt={attempt} ns={time.monotonic_ns()}"
     line += f" world={os.environ['WORLD_SIZE']}\n"
-    # One write: the workers share this descriptor, and `print` may need two.
+    # Write with a single call, because the workers share this descriptor, and `print` may need two.
     os.write(1, line.encode())
 
 
 if __name__ == "__main__":
     main()
-    # Threads of gloo outlive `destroy_process_group`, and now and then one of them aborts the interpreter
-    # on its way out (torch 2.15): a failure, and a restart, after all is done.
+    # Skip the interpreter's shutdown. Threads of gloo outlive `destroy_process_group` and sometimes abort it
+    # (torch 2.15), which would cause a failure and a restart.
     sys.stdout.flush()
     os._exit(0)

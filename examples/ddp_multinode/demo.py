@@ -1,5 +1,4 @@
-"""Trains on three hosts, cuts one of them off in mid-training, takes it in again, kills the store where they
-meet and starts it again, and tells what happened.
+"""Trains on three hosts, disconnects and reconnects one of them, and restarts the store where they meet.
 
 The hosts are network namespaces of this machine, each with a name, an address and a cable; that needs root.
 Without, they are three agents on the loopback interface, and "cut off" means stopped: silent just the same.
@@ -33,7 +32,7 @@ LIMIT = 8
 
 
 class Place:
-    """Where the three agents run, as namespaces."""
+    """Runs the three agents in network namespaces."""
 
     def __init__(self, folder: Path) -> None:
         self._network = hosts.Network(folder, 3)
@@ -59,7 +58,7 @@ class Place:
 
 
 class Loopback:
-    """Where the three agents run when there may be no namespaces."""
+    """Runs the three agents on the loopback interface, if network namespaces are not available."""
 
     def __init__(self, why: str) -> None:
         self.port = ports.free()
@@ -85,7 +84,9 @@ class Loopback:
 
 
 class Store:
-    """The store where the agents meet: a program of its own on the first host, which keeps its state."""
+    """The store where the agents meet. It runs as a separate program on the first host, and keeps
+    its state.
+    """
 
     def __init__(self, place: Place | Loopback, folder: Path) -> None:
         command = ["-m", "elasticrs.store", "--port", str(place.port), "--state", str(folder / "state")]
@@ -95,7 +96,7 @@ class Store:
         self.start()
 
     def start(self) -> None:
-        """Start it, and wait until it serves."""
+        """Start the store, and wait until it is ready."""
         self._program = subprocess.Popen(self._argv, stdout=subprocess.PIPE)
         assert self._program.stdout is not None
         self._program.stdout.readline()
@@ -108,14 +109,14 @@ class Store:
 
 
 class Demo(Agents):
-    """Three agents, their store, their output, and the story so far."""
+    """Demo with three agents and the store where they meet."""
 
     def __init__(
         self, place: Place | Loopback, store: Store, folder: Path, *, epochs: int, is_verbose: bool
     ) -> None:
         super().__init__(place.name, place.prefix, is_verbose=is_verbose)
         self._place, self._store = place, store
-        # The lost host waits for its cable for as long as the others need to train without it.
+        # Use a long timeout, because the lost host must wait for its cable while the others train without it.
         settings = f"last_call_timeout=10,store_grace={LIMIT},store_lost_timeout={HANG:g},is_host=0"
         arguments = ["--nnodes", "2:3", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
         arguments += ["--rdzv-endpoint", place.endpoint, "--rdzv-id", "demo", "--max-restarts", "3"]

@@ -1,6 +1,6 @@
 """Trains with three agents that meet in etcd, kills the agent with rank 0 and then a member of etcd, and
-tells what happened. With ``--hosted`` the agents host etcd themselves: then a member of it dies with the
-agent, and another agent takes its place.
+describes what happened. With ``--hosted``, the agents host etcd themselves. Killing an agent then also kills
+a member, and another agent replaces it.
 
 The training script is that of `ddp_digits`, as it is. Exits with 1 when anything is not as promised: the
 others do not go on, a worker ends because a member of etcd does, too little accuracy.
@@ -30,7 +30,7 @@ RUNNING = re.compile(r"elasticrs\[.*: attempt .* is running")
 
 
 class Demo(Agents):
-    """Three agents, their etcd (``None``: they host it themselves), and the story so far."""
+    """Demo with three agents and their etcd cluster (``None`` if the agents host it themselves)."""
 
     def __init__(self, cluster: etcd.Etcd | None, folder: Path, *, epochs: int, is_verbose: bool) -> None:
         super().__init__(lambda node: f"agent {node + 1}", lambda _: (), is_verbose=is_verbose)
@@ -91,7 +91,7 @@ class Demo(Agents):
 
 
 def _hosted() -> tuple[str, str]:
-    """Endpoints on this machine, and what makes the agents host etcd there."""
+    """Return endpoints on this machine, and the setting with which the agents host etcd there."""
     return ",".join(f"127.0.0.1:{port}" for port in ports.pairs(NODES)), ",host=1"
 
 

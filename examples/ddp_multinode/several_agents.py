@@ -1,4 +1,6 @@
-"""Several agents of one job on this machine, what they and their workers print, and the story of it."""
+"""Runs several agents of one job on this machine, collects what they and their workers print, and describes
+the run.
+"""
 
 import os
 import re
@@ -29,7 +31,7 @@ T = TypeVar("T")
 
 
 class Line(NamedTuple):
-    """What an agent or its worker printed."""
+    """A line printed by an agent or its worker."""
 
     at: float
     """Seconds since the start of the demo."""
@@ -38,11 +40,11 @@ class Line(NamedTuple):
 
 
 class PromiseError(Exception):
-    """Something is not as promised; the text says what."""
+    """The job did not behave as promised. The message explains the difference."""
 
 
 class Agents:
-    """Agents, one after the other on nodes 0, 1, …, and the story so far.
+    """Agents on the nodes 0, 1, …, and the lines that they have printed so far.
 
     Args:
         name: of a node, as the story calls it.
@@ -71,7 +73,7 @@ class Agents:
         os.set_blocking(agent.stdout.fileno(), False)
         self.agents.append(agent)
 
-    # --- what is waited for ---
+    # --- waiting for events ---
 
     def wait_for_workers(self, world: int, since: int, where: Sequence[int]) -> None:
         def seen() -> bool | None:
@@ -100,7 +102,7 @@ class Agents:
         return self.until(seen, f"{count} epochs")
 
     def worker_of(self, node: int) -> int:
-        """The pid of the process that trains there: the one that has the script as its argument."""
+        """Return the pid of the worker on a node, which is the process with the script as its argument."""
         below = procs.descendants(self.agents[node].pid)
         mine = [each.pid for each in below if str(TRAIN) in each.command and AGENT not in each.command]
         if len(mine) != 1:
@@ -108,7 +110,9 @@ class Agents:
         return mine[0]
 
     def wait_for_success(self, nodes: Sequence[int]) -> None:
-        """The agents of these nodes end, all of them well, and the model has learned."""
+        """Wait until the agents of these nodes have exited. Check that all succeeded and that the model has
+        learned.
+        """
         agents = [self.agents[node] for node in nodes]
         self.until(lambda: True if all(each.poll() is not None for each in agents) else None, "the end")
         codes = [agent.returncode for agent in agents]
@@ -119,7 +123,7 @@ class Agents:
             raise PromiseError(f"the accuracy is not above {ACCURACY} %: {final and final[1]}")
         self.tell(f"all agents ended with success; accuracy on held-out data: {final[1]} %")
 
-    # --- what it stands on ---
+    # --- basic operations ---
 
     def until(self, seen: Callable[[], T | None], what: str) -> T:
         deadline = time.monotonic() + HANG
@@ -133,7 +137,7 @@ class Agents:
         return found
 
     def _take(self) -> bool:
-        """Wait a moment for output, and keep it; whether there was any."""
+        """Wait briefly for output and store it. Return true if there was any."""
         pipes = {agent.stdout.fileno(): node for node, agent in enumerate(self.agents) if agent.stdout}
         ready, _, _ = select.select([fd for fd, node in pipes.items() if self._is_open(node)], [], [], 0.02)
         took = False
@@ -161,7 +165,7 @@ class Agents:
         print(f"{self.now():7.1f} s  {text}", flush=True)
 
     def close(self) -> None:
-        """End what still runs; its nurseries end the workers."""
+        """Kill the agents that are still running. Their nurseries then kill the workers."""
         for agent in self.agents:
             if agent.poll() is None:
                 agent.kill()
@@ -180,7 +184,9 @@ class Agents:
         raise NotImplementedError
 
     def play(self) -> bool:
-        """Run the story, and end all agents; false, and the last lines are printed: it is not as promised."""
+        """Run the demo and stop all agents. If the job does not behave as promised, print the last lines and
+        return false.
+        """
         try:
             self.run()
         except PromiseError as broken:

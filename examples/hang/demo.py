@@ -1,4 +1,4 @@
-"""Trains with four workers, lets one of them stop in a collective, and tells what happened.
+"""Trains with four workers, makes one of them hang in a collective, and describes what happened.
 
 Runs `train.py` through `python -m elasticrs.launch --hang-timeout`, needs nothing but the standard library
 itself, and exits with 1 when anything is not as promised: another rank blamed, no stack of it, resumed from
@@ -64,14 +64,14 @@ def run(directory: Path) -> int:
 
 
 class Story(NamedTuple):
-    """What happened, for people, and which promises were broken."""
+    """Description of a run for users, and a list of broken promises."""
 
     account: list[str]
     broken: list[str]
 
 
 def tell(exitcode: int, lines: Sequence[str], evidence: str) -> Story:
-    """Make the account of a run.
+    """Describe a run, and check what was promised.
 
     Args:
         exitcode: of the launcher.

@@ -1,4 +1,4 @@
-"""DistributedDataParallel on handwritten digits; one rank hangs, is found, and the job resumes.
+"""DistributedDataParallel on handwritten digits. One rank hangs and is found, and the job resumes.
 
 Run: elasticrun --standalone --nproc-per-node 4 --max-restarts 2 --hang-timeout 3 examples/hang/train.py
 Try: add --hang-rank 2, and rank 2 hangs in epoch 3. `make demo-hang` does that, and shows the saved stack.
@@ -17,7 +17,7 @@ from elasticrs.timer import heartbeat
 
 
 def digits() -> Any:
-    """The other example, as a module."""
+    """Return the example `ddp_digits/train.py` as a module."""
     path = Path(__file__).parents[1] / "ddp_digits" / "train.py"
     spec = importlib.util.spec_from_file_location("ddp_digits_train", path)
     assert spec is not None
@@ -68,7 +68,7 @@ def train(arguments: argparse.Namespace) -> None:
     if done and rank == 0:
         print(f"resumed after epoch {done}", flush=True)
 
-    # A group of two, for a collective that one of them forgets.
+    # Group of two ranks, for a collective that only one of them calls.
     pair = None if arguments.hang_rank is None else dist.new_group(sorted({0, arguments.hang_rank}))
     for epoch in range(done + 1, arguments.epochs + 1):
         batches = example.batches_of(epoch, len(images), arguments.batch_size)
@@ -92,7 +92,7 @@ def train(arguments: argparse.Namespace) -> None:
 
 
 def hang_if_told(arguments: argparse.Namespace, rank: int, epoch: int, pair: Any) -> None:
-    """A mistake that is easily made: a collective in which not all ranks take part."""
+    """Make a common mistake: call a collective in which not all ranks of the group take part."""
     import torch.distributed as dist
 
     is_first_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -102,6 +102,6 @@ def hang_if_told(arguments: argparse.Namespace, rank: int, epoch: int, pair: Any
 
 if __name__ == "__main__":
     main()
-    # As in the other example: threads of gloo must not abort an interpreter that has done its work.
+    # Skip the interpreter's shutdown, as in the other example, because threads of gloo may abort it.
     sys.stdout.flush()
     os._exit(0)

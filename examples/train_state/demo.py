@@ -1,4 +1,4 @@
-"""Trains with four workers, kills one of them in the middle of a step, and tells what happened.
+"""Trains with four workers, kills one of them in the middle of a step, and describes what happened.
 
 Runs `train.py` through `python -m elasticrs.launch` twice, the first time undisturbed. Exits with 1 when
 anything is not as promised: another worker was restarted, more than one step was repeated, or the end is
@@ -23,7 +23,7 @@ FINAL = re.compile(r"final accuracy on held-out data: ([\d.]+)%, parameters (\w+
 
 
 class Stamp(NamedTuple):
-    """A worker begins a step, dies in it, or has done it."""
+    """A line that a worker prints when it begins a step, dies in it, or has completed it."""
 
     what: str
     pid: int
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def run(*more: str) -> str:
-    """Run the job; return what it printed."""
+    """Run the job and return its output. If the job fails, return an empty string."""
     command = [sys.executable, "-m", "elasticrs.launch", "--standalone", "--nproc-per-node", str(WORKERS)]
     command += ["--max-restarts", "2", "--on-failure", "replace", "--warm", "auto"]
     command += [str(Path(__file__).with_name("train.py")), "--stamps", *more]
@@ -60,7 +60,7 @@ def run(*more: str) -> str:
 
 
 def tell(undisturbed: str, killed: str) -> tuple[list[str], list[str]]:
-    """Make the account of the two runs, and of what is not as promised, from what they printed."""
+    """Describe the two runs from their output, and list the broken promises."""
     ends = [FINAL.search(text) for text in (undisturbed, killed)]
     if ends[0] is None or ends[1] is None:
         return [], ["a job failed"]
@@ -100,12 +100,12 @@ def tell(undisturbed: str, killed: str) -> tuple[list[str], list[str]]:
 
 
 def began(stamps: Sequence[Stamp], of: Stamp) -> int:
-    """How often a worker has begun a step."""
+    """Return how often a worker began a step."""
     return sum(each.what == "begins" and (each.pid, each.step) == (of.pid, of.step) for each in stamps)
 
 
 def gap(stamps: Sequence[Stamp], death: Stamp) -> float:
-    """Milliseconds until all workers have done the step in which one died."""
+    """Return the milliseconds from a worker's death until all workers have completed the interrupted step."""
     return (
         max(each.ns for each in stamps if each.what == "done" and each.step == death.step + 1) - death.ns
     ) / 1e6

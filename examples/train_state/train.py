@@ -1,4 +1,4 @@
-"""Handwritten digits with `elasticrs.train`: a worker that dies costs one step; the others keep running.
+"""Handwritten digits with `elasticrs.train`: a dead worker costs one step, and the others keep running.
 
 Run: elasticrun --standalone --nproc-per-node 4 --max-restarts 3 --on-failure replace \\
          examples/train_state/train.py
@@ -28,7 +28,7 @@ from elasticrs.train.distributed import all_gather_return_max_long, broadcast_bi
 
 
 class Digits(State):
-    """The model, its optimizer, and how far the job is."""
+    """The model, its optimizer, and the progress of the training."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
@@ -38,7 +38,7 @@ class Digits(State):
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
         self.step = 0
         self.epoch = 0
-        self.seen = 0  # samples of this epoch, by all workers together
+        self.seen = 0  # samples processed in this epoch by all workers
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a new process needs to continue."""
@@ -49,7 +49,7 @@ class Digits(State):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state that ``state_dict`` returned, perhaps in another process."""
+        """Restore a state returned by ``state_dict``, possibly in another process."""
         self.model.load_state_dict(state_dict["model"])
         self.optimizer.load_state_dict(state_dict["optimizer"])
         self.step, self.epoch, self.seen = state_dict["progress"]
@@ -61,11 +61,13 @@ class Digits(State):
         return copy.deepcopy(self.state_dict())
 
     def apply_snapshot(self, snapshot: dict[str, Any]) -> None:
-        """Restore the copy that ``capture_snapshot`` returned, because the step after it failed."""
+        """Restore the copy returned by ``capture_snapshot``, because the step after it failed."""
         self.load_state_dict(snapshot)
 
     def sync(self, world_size: int, rank: int) -> None:
-        """All workers are there, old and new: take over the state of the one that is furthest."""
+        """Make all workers, including new ones, continue from the state of the worker that is
+        furthest ahead.
+        """
         leader, _ = all_gather_return_max_long(self.step)
         stream = io.BytesIO()
         if rank == leader:
@@ -75,30 +77,32 @@ class Digits(State):
         )
         self.load(io.BytesIO(data.numpy().tobytes()))
         self.rank, self.world_size = rank, world_size
-        # All wrappers are made anew. With this option they never change their buckets on the way, so that the
-        # sums are the same to the last bit, with or without a failure.
+        # Each worker creates a new wrapper. With this option, wrappers never change their buckets, so the
+        # sums are identical to the last bit with or without a failure.
         self.ddp = DistributedDataParallel(self.model, find_unused_parameters=True)
 
     def batch(self) -> torch.Tensor:
-        """The samples of this worker for this step: no sample twice, whoever comes or goes meanwhile."""
+        """Return this worker's samples for this step. No sample is used twice, even if workers join
+        or leave.
+        """
         order = torch.randperm(len(self.images), generator=torch.Generator().manual_seed(self.epoch))
         begin = self.seen + self.rank * self.arguments.batch_size
         return order[begin : begin + self.arguments.batch_size]
 
     def accuracy(self) -> float:
-        """On digits that nobody has trained on, in per cent."""
+        """Return the accuracy on held-out digits, in per cent."""
         with torch.no_grad():
             return 100 * (self.model(self.unseen).argmax(1) == self.answers).float().mean().item()
 
     def digest(self) -> str:
-        """Of all parameters, to the last bit."""
+        """Return a hash of all parameters."""
         return hashlib.sha256(
             b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
         ).hexdigest()
 
 
 def train_step(state: Digits) -> tuple[Digits, None]:
-    """One batch of each worker."""
+    """Train on one batch per worker."""
     arguments = state.arguments
     if state.epoch == arguments.epochs:
         raise StopIteration
@@ -150,8 +154,8 @@ def main() -> None:
     torch.set_num_threads(1)
     state = train(AgentCoordinator("gloo"), train_step, Digits(arguments))
     assert isinstance(state, Digits)
-    # Use RANK instead of state.rank, because state.rank is set by sync, and sync is not called in a
-    # replacement worker that starts after the training has ended.
+    # Use RANK instead of state.rank, which is set by `sync`. A replacement worker that starts after the end
+    # of training never calls `sync`.
     if os.environ["RANK"] == "0":
         print(
             f"final accuracy on held-out data: {state.accuracy():.1f}%, parameters {state.digest()}",

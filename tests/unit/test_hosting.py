@@ -420,7 +420,8 @@ def test_a_real_endpoint_is_decided():
         (NODE1, "10.0.0.1", "10.0.0.1"),
         (NODE2, "node2", "10.0.0.2"),
         (NODE2, "fd00::2", "fd00::2"),
-        # Its own name means a loopback address to it, and another one to others.
+        # A node may resolve its own name to a loopback address that other nodes cannot reach. It then listens
+        # on all addresses.
         (NODE1, "node1", "::"),
         (Machine("node9"), "node9", "::"),
         (Machine(known={"a": ["127.0.1.1"]}, own=["127.0.1.1"], has_ipv6=False), "a", "0.0.0.0"),

@@ -1,4 +1,6 @@
-"""The guard that all other tests rely on finds leaks."""
+"""Tests for the leak guard that all other tests rely on. It must find leaked processes, descriptors and
+threads.
+"""
 
 import re
 from pathlib import Path

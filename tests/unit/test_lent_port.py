@@ -1,4 +1,4 @@
-"""The port that the store and the workers use in turn."""
+"""Tests for the port that the rendezvous store and the workers' store use in turn."""
 
 import socket
 
@@ -14,7 +14,7 @@ from elasticrs.rendezvous.elastic.settings import Settings
 
 
 class Session:
-    """Whoever takes the port is in `taken_by`."""
+    """Fake session. `taken_by` names the process that occupies the port; `None` if the port is free."""
 
     hosts = True
 
@@ -34,7 +34,7 @@ class Session:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time: a list with one number."""
+    """Replace the clock, and return a list whose only element is the current time in seconds."""
     time = [0.0]
     monkeypatch.setattr(lent_port, "now", lambda: time[0])
     return time
@@ -85,7 +85,9 @@ def test_a_taken_port_is_retried_less_and_less_often(clock):
 
 @pytest.fixture
 def driver():
-    """Of node rank 0 of two, hosting on loopback, and its port."""
+    """Provide the driver of node rank 0 in a job of two nodes, and the port of the store that it hosts on
+    loopback.
+    """
     port = ports.free()
     rendezvous = Rendezvous(
         "static",
@@ -104,7 +106,7 @@ def driver():
 
 
 def accepts(port):
-    """Whether somebody listens there."""
+    """Return true if a server listens on the port."""
     with socket.socket() as sock:
         return sock.connect_ex(("127.0.0.1", port)) == 0
 

@@ -1,4 +1,4 @@
-"""Files for the output of workers, and prefixes of console lines."""
+"""Tests for the log files of workers and the prefixes of console lines."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ def test_files_without_tee_are_not_followed():
     assert paths.only_written() == written
     assert paths.are_new
     assert not layout(settings, "", 3).are_new
-    # Of a class of the user's: streams that share a file, and one that is followed.
+    # Paths from a user-defined log specs class: two streams share a file, and another stream is followed.
     shared = LogPaths({0: "a", 1: "b", 2: "c"}, {0: "a", 1: "t", 2: ""}, {}, {1: "t"}, {})
     assert shared.only_written() == [(1, 1, "b"), (2, 1, "c")]
     assert not shared.are_new
@@ -112,7 +112,9 @@ def test_a_temporary_directory_without_files_is_removed(tmp_path, monkeypatch):
 
 @pytest.fixture(params=["command line", "log specs"])
 def temporary(request, tmp_path, monkeypatch):
-    """What makes the next attempt in a temporary folder, and the folder of the first one."""
+    """Return a function that sets up the next attempt in a temporary folder, and the folder of the first
+    attempt.
+    """
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     if request.param == "command line":
         logs = RunLogs(LogSettings(), "job", 1)

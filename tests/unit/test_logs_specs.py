@@ -1,4 +1,4 @@
-"""Torch's names for the settings of logs."""
+"""Tests for the log settings under torch's names."""
 
 import os
 

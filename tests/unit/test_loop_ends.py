@@ -1,4 +1,6 @@
-"""The end of the loop: it releases everything, whatever raises, and reports every event."""
+"""When the agent's loop ends, it releases all resources even if a step raises an exception, and reports every
+event.
+"""
 
 import os
 
@@ -45,7 +47,7 @@ def agent(closed):
 
 
 class Wrapped:
-    """The supervisor, with something of it replaced."""
+    """Base class for supervisors in which a test replaces some methods."""
 
     def __init__(self, **how):
         self._inner = REAL(**how)

@@ -68,7 +68,7 @@ def refuse(*_):
 
 
 def test_the_result_of_a_command_of_another_user_counts(monkeypatch):
-    # As with sudo: the agent may not signal the command, not even when it has exited.
+    # As under sudo, the agent has no permission to signal the command, even after the command has exited.
     monkeypatch.setattr(node_check.os, "killpg", refuse)
     result = run("sh", "-c", "echo GPU 3 is broken; exit 3")
     assert "3" in result.unfit
@@ -131,7 +131,7 @@ def test_a_long_line_is_cut():
 def test_all_checks_run_at_the_same_time_and_each_has_its_own_result(tmp_path):
     for name in "ab":
         os.mkfifo(tmp_path / name)
-    # Each waits for the other one.
+    # The commands wait for each other, because opening a FIFO blocks until the other end is opened.
     waits = [command("sh", "-c", f"{how}; exit {code}") for how, code in (("cat a", 0), ("echo x >a", 3))]
     sources = [command("sh", "-c", f"cd {tmp_path}; {each.words[2]}") for each in waits]
     fit, unfit = NodeCheck(sources, 30.0).finish()

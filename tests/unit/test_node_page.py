@@ -1,4 +1,4 @@
-"""The page that an agent shares with its workers of ``elasticrs.train``."""
+"""Tests for the memory page that an agent shares with workers that use ``elasticrs.train``."""
 
 import os
 import re

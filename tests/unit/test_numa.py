@@ -1,4 +1,4 @@
-"""CPUs near a GPU, from a machine that exists as files only."""
+"""Tests for the choice of CPUs near each GPU, on a simulated machine made of sysfs files."""
 
 import sys
 
@@ -18,7 +18,8 @@ def cpu_list(cpus):
 
 
 class Machine:
-    """Two sockets, each of two nodes, each of four cores with two threads; two cores share a cache.
+    """A machine with two sockets of two NUMA nodes each. Each NUMA node has four cores with two threads, and
+    each pair of cores shares a cache.
 
     CPU n and n + 16 are the threads of core n. GPUs by their nodes.
     """
@@ -72,7 +73,7 @@ def node(number):
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory):
-    # Three GPUs at node 1, one at node 3 and one that does not say.
+    # Three GPUs on NUMA node 1, one on node 3, and one whose node is unknown.
     return Machine(tmp_path_factory.mktemp("sys"), [1, 1, 1, 3, -1])
 
 
@@ -156,7 +157,7 @@ def test_the_driver_names_its_devices(tmp_path):
     assert visible_gpus({}, sysfs=NONE, driver=at)[2] == Gpu("0000:12:00.0", "GPU-bb33")
     assert shown("GPU-bb,GPU-aa1") == ["GPU-bb33", "GPU-aa11"]
     assert shown("GPU-bb,0") == ["GPU-bb33"]
-    # Two of them begin like that; and nothing counts behind what is no device.
+    # `GPU-aa` is ignored because it is a prefix of two UUIDs. Everything after an invalid entry is ignored.
     assert shown("2,GPU-aa,1") == ["GPU-bb33"]
     assert shown("GPU-cc") == []
     assert shown("1,MIG-xyz") == ["GPU-aa22"]

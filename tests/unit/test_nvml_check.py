@@ -1,4 +1,4 @@
-"""The check of a node's GPUs, as a program that loads a fake NVML."""
+"""Tests for the GPU health check, run as a program that loads a fake NVML."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ RESET, REBOOT = 1, 2
 
 @pytest.fixture
 def check(gpus):
-    """Runs the program. Returns its exit code and the lines of its output."""
+    """Return a function that runs the program and returns its exit code and the lines of its output."""
 
     def run(**environment):
         done = run_program(COMMAND, env={**os.environ, **gpus.environment, **environment})
@@ -116,7 +116,7 @@ def test_a_missing_library_proves_nothing(check, tmp_path):
 
 
 def test_a_library_without_a_function_proves_nothing(check, tmp_path):
-    """The C library has none of the functions of NVML."""
+    """The C library is loaded in place of NVML, and it has none of NVML's functions."""
     with open("/proc/self/maps", encoding="ascii") as maps:
         libc = next(line.split()[-1] for line in maps if "/libc.so" in line or "/libc-" in line)
     (tmp_path / "other").mkdir()

@@ -1,4 +1,4 @@
-"""Workers that are reported as slow, and the time of the report."""
+"""Tests for which workers are reported as slow, and when."""
 
 import re
 from statistics import median

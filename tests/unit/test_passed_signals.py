@@ -16,7 +16,9 @@ USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
 
 @pytest.fixture
 def procs_that_wait():
-    """Return a function that starts a process that waits for the given signals, and returns its pid."""
+    """Return a function that starts a process and returns its pid. The process waits for the given
+    signals.
+    """
     pids = []
 
     def start(signals: set[int]) -> int:
@@ -36,7 +38,7 @@ def procs_that_wait():
 
 
 class Node:
-    """Simulated workers whose handlers a test changes. Records the signals sent to them."""
+    """Simulated workers with signal handlers that the test sets. Records the signals sent to the workers."""
 
     def __init__(self) -> None:
         self.workers: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The reserved port, and counting devices without torch."""
+"""Tests for the reserved port and for counting devices without torch."""
 
 import io
 import itertools
@@ -107,13 +107,13 @@ print("a greeting of the site")
 
 @pytest.fixture(autouse=True)
 def torch_is_not_here(monkeypatch):
-    """Another test of this process may have imported it."""
+    """Remove torch from the imported modules, because another test in this process may have imported it."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
 
 
 @pytest.fixture
 def ask(tmp_path, monkeypatch):
-    """Asks a torch that is a file, on a machine without a driver."""
+    """Return a function that counts devices with a fake torch module, on a machine without a GPU driver."""
     monkeypatch.setattr(devices, "cuda_device_count", lambda _environ: 0)
     (tmp_path / "torch.py").write_text(TORCH)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -138,7 +138,7 @@ def test_a_torch_that_is_slow_to_import_is_named_while_it_is_imported(ask, tmp_p
     opened = []
 
     class Reader(io.StringIO):
-        """Replaces stderr. The first message to the user lets the import continue."""
+        """Replacement for stderr. The first message written to it lets the import of torch continue."""
 
         def write(self, text):
             opened.append(os.open(fifo, os.O_RDWR)) if not opened else None
@@ -169,7 +169,9 @@ def test_a_torch_that_this_process_has_imported_is_asked_itself(ask, monkeypatch
 
 @pytest.fixture
 def slices(tmp_path):
-    """The driver's folder of a machine with one whole and one divided GPU."""
+    """Create the GPU driver's capabilities folder for a machine with one whole GPU and one divided into MIG
+    slices.
+    """
     for folder in ("gpu0", "gpu1/mig/gi1", "mig"):
         (tmp_path / "capabilities" / folder).mkdir(parents=True)
     return str(tmp_path / "capabilities")
@@ -186,7 +188,7 @@ def test_slices_are_known_by_the_variable_or_the_driver(slices, visible, expecte
 
 
 def test_slices_are_torchs_to_count(ask, monkeypatch):
-    # The files would say something else.
+    # The driver's files report 8 GPUs. If MIG slices are visible, torch's count must be used instead.
     monkeypatch.setattr(devices, "cuda_device_count", lambda _environ: 8)
     visible = {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}
     assert ask("gpu", CUDA="1", **visible).number == 1

@@ -1,4 +1,4 @@
-"""Time limits of hooks, on a clock of the test."""
+"""Tests for the time limits of hooks, with a simulated clock."""
 
 from contextlib import ExitStack
 from math import inf
@@ -77,7 +77,8 @@ def test_the_limit_that_a_hook_sets_replaces_its_allowance(clock):
 def test_a_place_that_a_signal_has_left_is_left_with_the_one_around_it(clock):
     progress = Progress(clock)
     with progress.within("_stop_workers", 30):
-        # Its `__exit__` does not come: the handler raised before the body began.
+        # `__exit__` is never called, because the signal handler raised before the body of the `with`
+        # statement began.
         progress.within("_pause", 0).__enter__()
     assert progress.overdue() == (0, None)
 
@@ -94,7 +95,7 @@ STEPS = st.one_of(
 def test_silence_counts_from_the_last_sign_of_the_innermost_hook(steps):
     clock = Clock()
     progress = Progress(clock)
-    # By depth: what is allowed, and until when nothing need be heard.
+    # Allowances of the active hooks, outermost first, and the deadline of the innermost hook.
     allowed, until, places = [], inf, []
     with ExitStack() as left_over:
         for what, number in steps:

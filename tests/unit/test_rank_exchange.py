@@ -1,4 +1,4 @@
-"""How agents agree on ranks over a store: torch's keys and JSON."""
+"""Tests for the exchange of ranks between agents over a store, with torch's keys and JSON format."""
 
 import json
 
@@ -11,7 +11,9 @@ SHARES = [NodeShare("trainer", 2), NodeShare("reader", 1), NodeShare("trainer", 
 
 
 class Store:
-    """As torch's, for calls in an order in which nobody has to wait."""
+    """A fake of torch's store that never blocks. The tests call it in an order in which no call has
+    to wait.
+    """
 
     def __init__(self):
         self.values = {}
@@ -44,7 +46,7 @@ def test_rank_0_assigns_ranks_from_all_roles():
             rank_exchange.exchange(store, rank, 3, SHARES[rank])
     found = [rank_exchange.exchange(store, rank, 3, SHARES[rank]) for rank in range(3)]
     assert found == node_ranks(SHARES)
-    # Other agents of the round may be torch's.
+    # Check that the format is torch's, because other agents in the round may run torchrun.
     info = json.loads(store.values["torchelastic/role_info/2"])
     assert info == {"role": "trainer", "rank": 2, "local_world_size": 3}
     assert json.loads(store.values["torchelastic/assigned_ranks/2"]) == [3, 6, 2, 5]

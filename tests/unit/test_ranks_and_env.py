@@ -1,4 +1,4 @@
-"""Ranks and environment of workers."""
+"""Tests for the ranks and the environment variables of workers."""
 
 from hypothesis import given
 from hypothesis import strategies as st

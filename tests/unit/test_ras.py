@@ -41,7 +41,9 @@ BEGIN = b"SERVER PROTOCOL 2\nOK\n"
 
 
 class Service:
-    """A fake service. ``play`` gets the connection, and an event that ends it."""
+    """A fake RAS service. Passes ``play`` the connection, and an event that is set when the service is
+    closed.
+    """
 
     def __init__(self, play):
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -202,12 +204,13 @@ def test_each_job_gets_a_port_that_its_processes_can_share(tmp_path):
         assert one.variables == {"NCCL_RAS_ADDR": f"127.0.0.1:{one.address[1]}"}
         assert one.address != other.address
         for listener in listeners:
-            # As NCCL does in each process.
+            # NCCL sets these options in each process.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind(one.address)
             listener.listen()
-        # A connection goes to a process that listens, and never to the agent's socket.
+        # The kernel passes a connection to one of the listening processes. The agent's socket gets none,
+        # because it does not listen.
         with socket.create_connection(one.address, timeout=30):
             pass
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):

@@ -1,4 +1,6 @@
-"""What is linked into a wheel is described, and a wheel that does not say so is rejected."""
+"""Tests for the licences and the bill of materials in a wheel. A wheel that does not list all linked
+components is rejected.
+"""
 
 import json
 from pathlib import Path
@@ -35,7 +37,7 @@ def components(tmp_path):
 
 @pytest.fixture
 def members(components):
-    """The files of a wheel that is described."""
+    """Return the files of a wheel that lists all of its components and their licences."""
     bill = linked.bill_of_materials("1.0.0", components, {"rustc": "1"}, 0)
     return {
         f"{INFO}/METADATA": b"License-File: LICENSE\nLicense-File: LICENSE-third-party.txt\n",

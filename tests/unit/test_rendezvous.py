@@ -1,4 +1,4 @@
-"""Torch's rendezvous names, and the handlers for one node."""
+"""Tests for the rendezvous API under torch's names, and for the single-node handlers."""
 
 import os
 import socket

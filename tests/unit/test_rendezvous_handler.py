@@ -1,4 +1,4 @@
-"""The handler for agents that poll, with the agents as threads of this process."""
+"""Tests for the rendezvous handler of agents that poll. The agents are threads of the test process."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ from elasticrs.store import DistNetworkError
 
 @pytest.fixture
 def place(either_store):
-    """Where nodes meet: back end, endpoint, settings."""
+    """Return the back end, the endpoint and the settings of the rendezvous."""
     if either_store is None:
         return "c10d", f"127.0.0.1:{ports.free()}", {}
     etcd = site(either_store)
@@ -37,7 +37,9 @@ def place(either_store):
 
 @pytest.fixture
 def handlers(place):
-    """Makes handlers of one job; all are shut down, at once, as hosts wait for the others."""
+    """Provide a function that makes handlers for one job. All are shut down in parallel, because a host waits
+    for the other handlers.
+    """
     backend, endpoint, more = place
     made = []
 
@@ -57,7 +59,7 @@ def handlers(place):
 
 @contextlib.contextmanager
 def together(count):
-    """Calls a function on each of several handlers at once; `call` returns the futures."""
+    """Yield a function that calls another function with each handler in parallel and returns the futures."""
     with ThreadPoolExecutor(count) as pool:
         yield lambda function, handlers: [pool.submit(function, handler) for handler in handlers]
 
@@ -68,7 +70,7 @@ def meet(handlers):
 
 
 def wait_for_the_end(handler):
-    """Of the round; nothing but looking tells an agent of it."""
+    """Poll until the round ends, because an agent is not notified of the end."""
     pause = threading.Event()
     while not handler.num_nodes_waiting():
         pause.wait(0.005)
@@ -168,7 +170,7 @@ def test_a_signal_interrupts_a_call_that_waits(handlers):
 
     def ask_when_it_waits():
         pause = threading.Event()
-        # Its own thread is the last thing that a call begins with.
+        # Starting the thread `elasticrs-rdzv` is the last step of the call before it waits.
         while not any(thread.name == "elasticrs-rdzv" for thread in threading.enumerate()):
             pause.wait(0.005)
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -200,7 +202,9 @@ def test_a_call_that_could_not_start_can_be_repeated(handlers, monkeypatch):
 
 @pytest.fixture(params=["begun", "not begun"])
 def interrupted(handlers, monkeypatch, request):
-    """Makes a handler whose first call was interrupted while it started its thread."""
+    """Return a function that makes a handler whose first call is interrupted by an exception while it starts
+    its thread.
+    """
     start = threading.Thread.start
 
     def start_and_raise(thread):
@@ -260,7 +264,7 @@ def test_static_ranks_are_those_that_were_given():
             infos = meet(made)
             assert [info.rank for info in infos] == [1, 0]
             assert {info.bootstrap_store_info.master_port for info in infos} == {port}
-            # The port is lent to the workers of rank 0.
+            # The port must be free during the round, because it is lent to the workers of rank 0.
             socket.create_server(("127.0.0.1", port)).close()
     finally:
         with ThreadPoolExecutor(2) as pool:

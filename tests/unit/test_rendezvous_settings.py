@@ -1,5 +1,5 @@
-"""The settings of the elastic rendezvous: each key, its bad values, and what belongs together. The texts of
-the mistakes are in test_usage_errors.py.
+"""Tests for the settings of the elastic rendezvous: the invalid values of each key, and keys that must be set
+together. test_usage_errors.py tests the error messages.
 """
 
 import math

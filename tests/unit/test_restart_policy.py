@@ -1,4 +1,6 @@
-"""The restart policy: budgets, delays and properties. ``tests/verdicts`` has the cases of whole failures."""
+"""Tests for the restart policy: budgets, delays and properties. ``tests/verdicts`` tests complete
+failures.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def decisions(
     ran: float | None = 1.0,
     jitter: float = 0.0,
 ) -> list[RestartDecision]:
-    """Decide about failures of attempts that follow each other, until one stops the job."""
+    """Return the decisions about consecutive failures, up to the first decision that stops the job."""
     history, found = FailureHistory(), []
     for index, cause in enumerate(causes):
         evidence = Evidence((cause,), now=index * seconds_apart, ran=ran, jitter=jitter)
@@ -47,7 +49,7 @@ def decisions(
 
 
 def stops(found: list[RestartDecision]) -> tuple[int, StopKind | None]:
-    """Return the number of restarts, and the kind of the stop."""
+    """Return the number of restarts, and the kind of stop; `None` if the job is not stopped."""
     return len(found) - (found[-1].stop is not None), found[-1].stop
 
 
@@ -126,7 +128,7 @@ BROKEN_MOUNT = {
 
 
 def excluded(settings: RestartSettings, *failures: Evidence) -> list[str | None]:
-    """Return the node that is excluded after each of these failures."""
+    """Return the node that is excluded after each failure; `None` where no node is excluded."""
     history, found = FailureHistory(), []
     for evidence in failures:
         decision = decide(settings, history, evidence)

@@ -1,4 +1,4 @@
-"""The argparse parser for programs that build on torchrun's."""
+"""Tests for the argparse parser, which other programs extend as they extend torchrun's."""
 
 import argparse
 import json
@@ -39,7 +39,7 @@ def test_both_parsers_agree(monkeypatch):
     theirs = vars(_values(get_args_parser().parse_args(ARGV)))
     assert theirs.pop("signals_to_handle") == DEFAULT_SIGNALS
     del ours["signals_to_handle"], ours["given"]
-    # Torch's empty text is nothing, too.
+    # torch's default is an empty string, and elasticrs's is `None`.
     theirs["log_line_prefix_template"] = theirs["log_line_prefix_template"] or None
     as_lists = {name: list(ours[name]) for name in ("duplicate_stdout_filters", "duplicate_stderr_filters")}
     assert theirs == {**ours, **as_lists}
@@ -53,7 +53,9 @@ def test_a_namespace_holds_texts_where_torchruns_does():
 
 @pytest.fixture
 def namespace(tmp_path):
-    """Filled in by hand, by a program that knows torchrun's options alone."""
+    """Return a function that builds a namespace by hand, as a program does that knows only torchrun's
+    options.
+    """
     return lambda **given: argparse.Namespace(
         **{"training_script": "train.py", "training_script_args": ["--x"], "log_dir": str(tmp_path), **given}
     )
@@ -148,7 +150,7 @@ def test_small_functions_are_torchs(namespace):
 
 
 def test_a_program_can_ask_for_the_health_check_server(launch, worker_script):
-    # Its worker waits for the answer.
+    # The worker blocks on the FIFO until the health check has been answered.
     script = worker_script("import os; os.open(os.environ['GO'], os.O_RDONLY)")
     go = script.parent / "go"
     os.mkfifo(go)
@@ -295,7 +297,7 @@ def test_torchruns_options_are_all_there_with_their_defaults():
         assert (option.is_flag, option.has_variable) == (is_flag, has_variable), dest
         expected = option.converted(default) if isinstance(default, str) and default else default
         assert dest == "print_completion" or values[dest] == default or not (values[dest] or default), dest
-        # What torch leaves empty has a value of its kind here.
+        # If both defaults are empty, their types may differ.
         assert parse(["x"], {}).__dict__[dest] == expected or not (option.default or expected), dest
 
 

@@ -1,4 +1,4 @@
-"""Options from a scheduler's variables: what is found, and what the user's own options override."""
+"""Tests for options taken from a scheduler's variables, and for user options that override them."""
 
 import sys
 
@@ -18,7 +18,7 @@ STEP = {
     "SLURM_STEP_NODELIST": "node[1-4]",
     "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
     "SLURM_NODEID": "2",
-    # The address of a login node, which is never where the nodes meet.
+    # Address of a login node. It must never be used as the rendezvous endpoint.
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.9",
     # The job has more nodes than this step.
     "SLURM_JOB_NUM_NODES": "6",
@@ -35,7 +35,7 @@ def scheduled(*argv, **environ):
 
 
 def changed(*argv, **environ):
-    """The options that the scheduler changes."""
+    """Return the options that the scheduler's variables change."""
     before = vars(parse([*argv, "train.py"], environ))
     after = vars(scheduled(*argv, **environ)[0])
     return {name: value for name, value in after.items() if value != before[name]}
@@ -80,12 +80,12 @@ def test_the_first_node_hosts_the_store():
         (["--rdzv-backend=c10d"], {"rdzv_backend"}, {}),
         (["--rdzv-conf=is_host=1,join_timeout=9"], {"rdzv_conf"}, {}),
         (["--rdzv-conf=join_timeout=9"], set(), {"rdzv_conf": {"is_host": "0", "join_timeout": "9"}}),
-        # The nodes meet in etcd, which has an endpoint of its own.
+        # The endpoint is that of etcd, not a node of this step.
         (["--rdzv-backend=etcd", "--rdzv-endpoint=etcd"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"}, {}),
-        # A rendezvous in a file has a path as its endpoint, and no host.
+        # The endpoint of a file-based rendezvous is a path, not a host.
         (["--rdzv-backend=c10d", "--rdzv-conf=store_type=file"],
          {"rdzv_backend", "rdzv_endpoint", "rdzv_conf"}, {}),
-        # torchrun's static rendezvous, with or without its own options.
+        # torchrun's static rendezvous, selected by the back end or by its own options.
         (["--rdzv-backend=static"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"},
          {"master_addr": "node1", "master_port": PORT}),
         (["--master-port=29501"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"},
@@ -93,9 +93,9 @@ def test_the_first_node_hosts_the_store():
         (["--master-addr=head"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "rdzv_id"},
          {"master_port": PORT}),
         (["--node-rank=1", "--rdzv-backend=c10d"], {"rdzv_backend", "node_rank"}, {}),
-        # A back end of another package gets the nodes and the id.
+        # A third-party back end gets only the number of nodes and the job ID from the scheduler.
         (["--rdzv-backend=zeus"], {"rdzv_backend", "rdzv_endpoint", "rdzv_conf", "node_rank"}, {}),
-        # Nodes in other steps have no id of this step.
+        # Nodes in other steps do not know the ID of this step.
         (["--nnodes=5", "--rdzv-backend=c10d", "--rdzv-endpoint=node0"], set(MEETING), {}),
         (["--nnodes=5", "--rdzv-endpoint=node0"], set(MEETING), {}),
         (["--nnodes=3:4", "--rdzv-endpoint=store"], {"nnodes", "rdzv_endpoint", "rdzv_conf"}, {}),
@@ -109,7 +109,7 @@ def test_the_first_node_hosts_the_store():
 def test_an_option_overrides_what_was_found(argv, without, more):
     kept = {name: value for name, value in MEETING.items() if name not in without}
     assert changed(*argv, **STEP) == {**kept, **more}
-    # A variable counts like the option.
+    # The variable of an option has the same effect as the option.
     variables = {"PET_" + name[2:].upper().replace("-", "_"): value or "1"
                  for name, _, value in (each.partition("=") for each in argv)}  # fmt: skip
     assert changed(**STEP, **variables) == {**kept, **more}
@@ -121,7 +121,7 @@ def test_an_option_overrides_what_was_found(argv, without, more):
         ({}, 1),
         ({"SLURM_GPUS_ON_NODE": "8"}, 8),
         ({"SLURM_GPUS_ON_NODE": "0"}, 1),
-        # Fewer devices than the step has are visible to the task.
+        # The task sees fewer devices than the step has.
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": "0,1"}, 2),
         ({"SLURM_GPUS_ON_NODE": "8", "CUDA_VISIBLE_DEVICES": ""}, 1),
         ({"SLURM_GPUS_ON_NODE": "4", "ROCR_VISIBLE_DEVICES": "2"}, 1),
@@ -226,7 +226,7 @@ def test_damaged_variables_are_refused_or_ignored(variables):
 
 
 class TestLostNodes:
-    """Slurm ends a job with a lost node by default."""
+    """By default, Slurm kills the whole job if it loses a node."""
 
     @pytest.mark.parametrize(
         ("variables", "words"),

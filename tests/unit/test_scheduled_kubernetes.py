@@ -1,4 +1,4 @@
-"""Options from the variables of Kubernetes and Kubeflow."""
+"""Tests for options taken from the environment variables of Kubernetes and Kubeflow."""
 
 import pytest
 
@@ -37,7 +37,7 @@ INDEXED = {**POD, "HOSTNAME": "train-2", "JOB_COMPLETION_INDEX": "2"}
 
 @pytest.fixture(autouse=True)
 def hosts(tmp_path, monkeypatch):
-    """The file of names of a pod with a headless service."""
+    """Create the hosts file of a pod with a headless service."""
     file = tmp_path / "hosts"
     file.write_text("127.0.0.1\tlocalhost\n# pod\n10.1.0.7\ttrain-2.train.team.svc.cluster.local\ttrain-2\n")
     monkeypatch.setattr(kubernetes, "HOSTS", str(file))

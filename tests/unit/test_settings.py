@@ -1,4 +1,4 @@
-"""Settings are declared once: the command line, LaunchConfig, WorkerSpec and JobConfig have the same ones."""
+"""Each setting is declared once and appears in the command line, LaunchConfig, WorkerSpec and JobConfig."""
 
 import dataclasses
 import os
@@ -60,13 +60,14 @@ LAUNCHER = {
 """Options that only the launcher uses."""
 
 OWN_DEFAULT = {
-    # Their defaults depend on the environment.
+    # The defaults of these options depend on the environment.
     *("shutdown_timeout", "health_check_host"),
-    # Workers on one node use localhost, and the static rendezvous 127.0.0.1, as in torch.
+    # As in torch, the default is localhost for workers on a single node and 127.0.0.1 for the static
+    # rendezvous.
     "master_addr",
-    # It depends on the program.
+    # The default depends on the program.
     "stop_scope",
-    # The events of a job on one node name c10d, as in torch.
+    # As in torch, the events of a single-node job name c10d as the back end.
     "rdzv_backend",
 }
 

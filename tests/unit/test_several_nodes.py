@@ -1,4 +1,6 @@
-"""What the command line and the Python API say about several nodes. For mistakes see test_usage_errors.py."""
+"""Tests for the multi-node options of the command line and the Python API. test_usage_errors.py tests the
+error messages.
+"""
 
 import pytest
 

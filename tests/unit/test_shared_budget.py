@@ -1,4 +1,6 @@
-"""Decisions of an agent whose workers stay: examples, and SHARE-1 to SHARE-4 over random courses of a job."""
+"""Tests for an agent whose workers keep running when workers on other nodes fail: examples, and SHARE-1 to
+SHARE-4 in random jobs.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +39,7 @@ STOPPED = Stop(SIGTERM, GRACE, is_announced=True)
 
 
 def play(*events):
-    """The state after these events, and all effects in order."""
+    """Return the state after these events, and the effects of all events in order."""
     state, done = NodeState(GRACE), []
     for event in events:
         state, effects = step(state, event)
@@ -138,7 +140,9 @@ def test_a_failed_start_of_workers_is_reported():
 
 
 class Course:
-    """One node in a random job: what the core and the rendezvous may do, and that nothing else is asked."""
+    """One node in a random job. Simulates the core and the rendezvous, and checks every effect that the node
+    requests.
+    """
 
     def __init__(self, size):
         self.state = NodeState(GRACE)
@@ -148,13 +152,13 @@ class Course:
         self.rendezvous = "idle"
         self.number = self.restarts = self.known = self.meeting = 0
         self.met = {}
-        # For each place: how many processes the ends of rounds have paid for.
+        # Number of replacements that have been charged but not yet started, by local rank.
         self.credit = dict.fromkeys(range(size), 0)
         self.has_succeeded = self.is_over = False
         self.finished = 0
 
     def enabled(self):
-        """What may happen next, by name."""
+        """Return the names of the events that can happen next."""
         found = []
         if self.is_over:
             return ["group_ends"] if self.group != "none" else []
@@ -231,7 +235,9 @@ class Course:
         return tuple(self.met.get(place) for place in range(self.size))
 
     def pay(self):
-        """One process for each place; an earlier one is still owed only where the place is empty."""
+        """Allow one more replacement for each local rank. An unused allowance is kept only while the failed
+        worker has not been replaced.
+        """
         for place, left in self.credit.items():
             is_owed = left and self.places.get(place) in ("left", "free")
             self.credit[place] = 2 if is_owed else 1
@@ -272,7 +278,7 @@ class Course:
                 assert self.group == "none"
                 assert self.rendezvous in ("run", "stopping")
                 if self.rendezvous == "run":
-                    # It counts as a failure, without another word.
+                    # The end of the worker group is charged as a failure, even without a separate report.
                     self.restarts += 1
                     self.pay()
                 self.rendezvous = "idle"
@@ -291,7 +297,8 @@ def test_share_1_to_4(size, data):
         if not enabled:
             break
         course.do(data.draw(st.sampled_from(enabled)))
-    # What the core and the rendezvous owe comes in the end: then every place is taken, or the agent ends.
+    # Run all pending steps of the core and the rendezvous. Then all workers must be running, or the group or
+    # the agent must have finished.
     for _ in range(100):
         owed = ("begin", "group_ends", "sweep", "take")
         due = [each for each in course.enabled() if each.split()[0] in owed]

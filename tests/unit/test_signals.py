@@ -1,4 +1,6 @@
-"""Signals as events; each test in a process of its own, because dispositions belong to the process."""
+"""Tests for signals as events. Each test runs in its own process, because signal dispositions are per
+process.
+"""
 
 import os
 import signal
@@ -154,7 +156,7 @@ for line in sys.stdin:
 
 
 class Pausing:
-    """A process that does what it is told."""
+    """A process that executes commands from its standard input."""
 
     def __init__(self):
         command = [sys.executable, "-c", PRELUDE + PAUSES]
@@ -177,7 +179,7 @@ class Pausing:
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
     def close(self):
-        # Not by SIGKILL: who is stopped has a child that it reaps when it goes on.
+        # Do not use SIGKILL, because the stopped process has a child that it reaps once it is continued.
         self.signal(signal.SIGCONT)
         self.process.communicate(timeout=procs.HANG)
 
@@ -207,7 +209,7 @@ def test_a_sigcont_before_the_stop_counts(pausing):
     pausing.signal(signal.SIGCONT)
     pausing.tell("stop")
     pausing.hears("GOES ON")
-    # That was for the first one only.
+    # The earlier SIGCONT cancels only the first stop.
     pausing.signal(signal.SIGTSTP)
     pausing.tell("take")
     pausing.hears("20")

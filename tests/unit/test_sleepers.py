@@ -1,4 +1,4 @@
-"""Uninterruptible sleep: the decisions, the parser, and real processes in that state."""
+"""Tests for uninterruptible sleep: the decisions, the parser, and real processes in this state."""
 
 import os
 import signal
@@ -52,7 +52,7 @@ def test_nothing_is_looked_at_without_a_limit(tmp_path):
 
 @pytest.fixture
 def sleeper(tmp_path):
-    """A process that has begun a ``vfork`` whose child does not go on: it is in state D."""
+    """Start a process that waits in ``vfork`` for a blocked child and is therefore in state D."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     action = f"(os.POSIX_SPAWN_OPEN, 5, {str(fifo)!r}, os.O_RDONLY, 0)"

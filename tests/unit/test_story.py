@@ -1,4 +1,4 @@
-"""The summary line at the end of a job: duration, restarts, changes of nodes, goodput."""
+"""Tests for the summary line at the end of a job: duration, restarts, node changes and goodput."""
 
 import time
 

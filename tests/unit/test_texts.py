@@ -1,4 +1,4 @@
-"""Phrases of the lines that the agent prints."""
+"""Tests for the phrases in the lines that the agent prints."""
 
 import pytest
 

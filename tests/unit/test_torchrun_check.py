@@ -1,4 +1,5 @@
-"""``elasticrun --check torchrun ARGS…`` says what changes for a command line of torchrun.
+"""``elasticrun --check torchrun ARGS…`` describes what elasticrun does differently for a torchrun command
+line.
 
 ``tests/golden/check-torchrun.txt`` contains command lines and the texts that are printed.
 """
@@ -19,7 +20,7 @@ SCREEN = 45
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Changes to a folder with a script, on a machine with two GPUs."""
+    """Change to a folder with a script, on a simulated machine with two GPUs."""
     monkeypatch.setattr(devices, "worker_count", lambda *_: devices.Count(2, "gpu", "/proc/driver/nvidia"))
     (tmp_path / "train.py").write_text("raise AssertionError('started')\n")
     monkeypatch.chdir(tmp_path)
@@ -27,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def check(title):
-    """Check a command line. Words in capitals before the program are variables."""
+    """Check a command line. Words like ``NAME=value`` before the program set environment variables."""
     words = shlex.split(title)
     environ = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
     while words[0].partition("=")[0].isupper():
@@ -59,7 +60,8 @@ def test_every_difference_is_shown_for_some_command_line(folder, golden, monkeyp
 
 def test_differences_name_options_that_exist():
     named = {each.subject for each in torchrun_check._DIFFERENCES if each.subject.startswith("--")}
-    # The launcher torch.distributed.launch adds `--local-rank` to the arguments of the script.
+    # torch.distributed.launch adds `--local-rank` to the arguments of the script, so it is not an option of
+    # elasticrun.
     assert named - {option.flag for option in OPTIONS} == {"--local-rank"}
 
 

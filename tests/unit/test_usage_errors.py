@@ -1,4 +1,5 @@
-"""A mistake in the command line, its variables or its files is one line and exit code 2; nothing starts.
+"""A mistake in the command line, its variables or its files prints a single line and exits with code 2. No
+worker is started.
 
 ``tests/golden/usage-errors-*.txt`` contain the command lines, or back end, endpoint and settings, and the
 lines that are printed.
@@ -18,7 +19,7 @@ from elasticrs.workers import logs
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Changes to a folder that contains the files of the command lines."""
+    """Change to a folder that contains the files named in the command lines."""
     (tmp_path / "train.py").write_text("raise AssertionError('started')\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch(0o600)
@@ -29,7 +30,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def line_of(words, monkeypatch, capfd):
-    """Run the command line, and return the line that it prints. Words in capitals are variables."""
+    """Run the command line and return the line that it prints. Words like ``NAME=value`` set environment
+    variables.
+    """
     environ = {**clean_environment({"CUDA_VISIBLE_DEVICES": ""})}
     argv = []
     for word in words:

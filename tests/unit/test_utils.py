@@ -1,4 +1,4 @@
-"""Torch's helpers: requests to stores, samplers, macros, loggers, ports."""
+"""Tests for torch's utilities: store operations, samplers, macros, loggers and ports."""
 
 import socket
 import subprocess
@@ -18,7 +18,7 @@ from elasticrs.utils.process_state import is_uninterruptible_state, read_proc_st
 
 
 class Store:
-    """Writes down what it is asked; waits for nothing that is not there."""
+    """A fake store that records its calls. Waiting for a missing key fails immediately."""
 
     def __init__(self, **values):
         self.values, self.calls, self._timeout = dict(values), [], timedelta(seconds=7)
@@ -94,7 +94,7 @@ def test_other_ranks_point_to_rank_0():
         DistStoreError, match=r"missing_ranks=\[\[<check rank 0 \(0\) for missing rank info>\]\]"
     ):
         store_util.barrier(Store(**{"b/TRACING_GATE": ""}), 2, "b", rank=1)
-    # Rank 0 is not there either: the error of the store says no less.
+    # Without rank 0, no rank finds out which ranks are missing, so the store's error is raised unchanged.
     with pytest.raises(DistStoreError, match=r"^too late$"):
         store_util.barrier(Store(), 2, "b", rank=1)
     with pytest.raises(DistStoreError, match=r"^too late$"):
@@ -155,7 +155,7 @@ def test_the_state_of_a_process():
     assert [is_uninterruptible_state(state) for state in ("D", "D+", "S", None)] == [True, True, False, False]
 
 
-# In processes of their own: torch leaves threads.
+# Run these programs in their own processes, because torch leaves threads running.
 SAMPLER = """
 from torch.distributed.elastic.utils.data import ElasticDistributedSampler as Theirs
 from elasticrs.utils.data import ElasticDistributedSampler as Ours

@@ -1,4 +1,4 @@
-"""Records: annotations are fields."""
+"""Tests for records, whose annotations declare their fields."""
 
 from __future__ import annotations
 

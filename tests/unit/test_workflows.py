@@ -1,4 +1,4 @@
-"""The workflow files call the make targets and scripts of this tree, with few rights."""
+"""The CI workflows call only make targets and scripts that exist, and have minimal permissions."""
 
 import os
 import re

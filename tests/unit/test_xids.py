@@ -1,4 +1,4 @@
-"""Xids: records of the kernel log, and what follows from them."""
+"""Tests for Xids: how kernel log records are parsed, and which action each Xid requires."""
 
 import json
 import re

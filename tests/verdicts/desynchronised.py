@@ -1,5 +1,5 @@
-"""Gloo groups of 2 to 16 real ranks, one of which loses step in one of five ways, and the evidence that they
-leave.
+"""Runs gloo groups of 2 to 16 real ranks, in which one rank diverges in one of five ways, and collects their
+evidence.
 """
 
 import json
@@ -47,7 +47,7 @@ class Lost(NamedTuple):
 
 
 def drawn(seed):
-    """A random group that loses step."""
+    """Return a random group in which one rank diverges from the others."""
     source = random.Random(seed)
     kind = source.choice(KINDS)
     size = source.randrange(3 if kind in BOTH_NAMED else 2, 17)
@@ -69,7 +69,7 @@ def drawn(seed):
 
 
 class Groups:
-    """Runs one group after another, as forks of one process that has imported torch."""
+    """Runs groups one after another. Their ranks are forks of a process that has already imported torch."""
 
     def __enter__(self):
         self._process = subprocess.Popen(
@@ -87,7 +87,7 @@ class Groups:
         self._process.stdout.close()
 
     def evidence(self, lost, folder):
-        """Run a group until none of its ranks makes progress, and return the evidence of all ranks."""
+        """Run a group until all of its ranks are stuck, and return the evidence of all ranks."""
         plans = [
             {
                 "rank": rank,
@@ -114,7 +114,9 @@ class Groups:
 
 
 def wait_until_stuck(pids):
-    """Wait until no thread of these processes has run while each of gloo's threads looked for messages."""
+    """Wait until all ranks are stuck: gloo's threads have polled for messages, and no other thread has run in
+    the meantime.
+    """
     pause, before = threading.Event(), None
     for _ in range(int(HANG / 0.1)):
         threads = [thread for pid in pids for thread in threads_of(pid)]
@@ -131,8 +133,8 @@ def wait_until_stuck(pids):
 
 
 def threads_of(pid):
-    """Id, name, state, and voluntary and other context switches of each thread of a process that has not been
-    reaped.
+    """Yield the ID, name, state, and voluntary and involuntary context switches of each thread of a
+    process.
     """
     for tid in os.listdir(f"/proc/{pid}/task"):
         try:
@@ -145,7 +147,7 @@ def threads_of(pid):
 
 
 def evidence_of(plan, pid):
-    """Request the record and the stacks of a rank, as the core does, and read them."""
+    """Request the flight record and the stacks of a rank, as the core does, and return them."""
     rank, path = plan["rank"], Path(plan["error_file"])
     if next(threads_of(pid))[2] == "Z":
         return RankEvidence(rank, f"node{rank // 8}", NoRecord.EXITED)

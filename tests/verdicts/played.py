@@ -1,5 +1,5 @@
-"""Plays a recorded job: builds the evidence that each attempt leaves on each node, and lets the code of the
-agents decide.
+"""Replays a recorded job. Builds the evidence that each attempt leaves on each node, and passes it to the
+agents' code for a decision.
 
 One node is decided by :class:`elasticrs.agent.decisions.OneNode`, several nodes by the members of a simulated
 rendezvous. In both cases, the options come from a command line, the error files are real files, and each node
@@ -39,7 +39,7 @@ NODES = "abcdefgh"
 
 
 class Verdict(NamedTuple):
-    """What a node concludes when the last attempt of a case has ended.
+    """Conclusion of a node after the last attempt of a case.
 
     Args:
         verdict: verdict of the JSON report; ``None`` if the job goes on or has succeeded.
@@ -57,7 +57,7 @@ class Verdict(NamedTuple):
 
 
 class Node:
-    """A node whose workers end as a case says.
+    """A simulated node whose workers exit as the case describes.
 
     Args:
         folder: folder for the files of its workers.
@@ -115,7 +115,7 @@ class Node:
             recorded_ns = seen_ns - int(end["error"].get("before", 1.0) * MS)
             with open(attempt.paths.error_files[rank], "w", encoding="utf-8") as file:
                 file.write(error_file(end["error"], attempt.pids[rank], recorded_ns))
-            # A worker with the hook of elasticrs notifies the agent when it records its exception.
+            # elasticrs's hook in the worker notifies the agent when it records an exception.
             if "own" not in end["error"] and end["error"].get("notice", True):
                 text = str(end["error"].get("message", "x"))
                 attempt.raised[rank] = SimpleNamespace(pid=attempt.pids[rank], seen_ns=recorded_ns, text=text)
@@ -123,12 +123,12 @@ class Node:
             attempt.expired[rank] = Overdue(seen_ns, hung=hang_of(attempt, rank, seen_ns, end["hung"]))
 
     def caused(self, attempt, job):
-        """The failure of this node, as it reports it when its workers have exited."""
+        """Return this node's failure as reported after its workers have exited."""
         told = self.first_word(attempt) if attempt.first_failure is not None else None
         return own_cause(attempt, self._name, self.clock, told, fatal_exit_codes=job.fatal_codes)
 
     def first_word(self, attempt):
-        """The failure of this node, as it reports it at once."""
+        """Return this node's failure as reported immediately, before its workers have exited."""
         return first_word(attempt, first_seen(attempt), self._name, self.clock)
 
     @property
@@ -136,7 +136,7 @@ class Node:
         return Place(NODES[self.place], f"host-{NODES[self.place]}", self.place)
 
     def __enter__(self):
-        """Make this machine's clocks those of the node."""
+        """Replace this machine's clocks with those of the node."""
         self._clocks, clock.time = (
             clock.time,
             SimpleNamespace(
@@ -168,7 +168,9 @@ def hang_of(attempt, rank, seen_ns, hung):
 
 
 def error_file(error, pid, recorded_ns):
-    """The text of an error file: of the worker's hook, or of a program that writes it itself (``own``)."""
+    """Return the text of an error file, written by elasticrs's hook in the worker or, for ``own``, by the
+    program itself.
+    """
     if "own" in error:
         return error["own"] if isinstance(error["own"], str) else json.dumps(error["own"])
     exception, place = error["exception"], error.get("place", "train.py:88")
@@ -189,7 +191,7 @@ def error_file(error, pid, recorded_ns):
 
 
 class Played:
-    """A case, and how it ends. ``order`` is the order in which the nodes report."""
+    """Replays a case and returns its outcome. ``order`` is the order in which the nodes report."""
 
     def __init__(self, case, vocabulary, folder, order=None):
         self._case, self._vocabulary = case, vocabulary
@@ -210,7 +212,7 @@ class Played:
         self._results = [JobResult() for _ in shape]
 
     def _record(self, number, restarts, attempt):
-        """Add the records of an attempt on all nodes."""
+        """Add the record of an attempt to each node's result."""
         texts = attempt["nodes"].split("|")
         began_ns = time.monotonic_ns() - int(attempt.get("ran", 1.0) * 1e9)
         for node, result, text in zip(self._nodes, self._results, texts, strict=True):
@@ -223,13 +225,15 @@ class Played:
             )
 
     def _worker(self, word):
-        """The end of a worker: a word of the vocabulary, with the time in ms after ``@``."""
+        """Return how a worker ends. ``word`` names an entry of the vocabulary, optionally followed by ``@``
+        and the time in ms.
+        """
         name, _, at = word.partition("@")
         end = self._vocabulary[name]
         return {**end, "at": float(at or end.get("at", 0))}
 
     def verdicts(self):
-        """The verdicts of all nodes."""
+        """Return the verdicts of all nodes."""
         return self._one_node() if len(self._nodes) == 1 else self._several_nodes()
 
     def _one_node(self):
@@ -306,7 +310,9 @@ class Played:
         return [self._of_node(cluster, agents[place], self._results[place]) for place in here]
 
     def _report(self, agents, given):
-        """Let the nodes report: first their first failures, then the ends of their workers."""
+        """Let the nodes report. All nodes report their first failures, and then the exits of their
+        workers.
+        """
         ended = {}
         for place in self._order:
             agent, node, attempt = agents[place], self._nodes[place], self._results[place].attempts[-1]
@@ -340,14 +346,16 @@ class Played:
 
 
 def orders(case):
-    """Every order in which the nodes of a case may report."""
+    """Return all orders in which the nodes of a case can report; for more than three nodes, only the
+    ascending and the descending order.
+    """
     first = case["attempts"][0]
     nodes = (first if isinstance(first, str) else first["nodes"]).count("|") + 1
     return list(itertools.permutations(range(nodes))) if nodes <= 3 else [range(nodes), range(nodes)[::-1]]
 
 
 def expected(case) -> dict[str, Any]:
-    """The fields of a verdict that a case determines."""
+    """Return the fields of the verdict that a case specifies."""
     return {
         name: case["then"][name] for name in ("verdict", "code", "restarts", "root") if name in case["then"]
     }

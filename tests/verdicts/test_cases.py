@@ -1,5 +1,5 @@
-"""Recorded failures and what follows from them: at least one case for each row of the tables in
-``docs/failures.md`` and for each rule of the restart policy and of the root cause.
+"""Replays recorded failures and checks the decisions. Each row of the tables in ``docs/failures.md`` and each
+rule of the restart policy and the root cause has at least one case.
 """
 
 import json
@@ -36,7 +36,8 @@ ELSEWHERE = {
     "`nvhcd:PATH`": "unit/test_health_sources.py",
 }
 """Rows that need a real process or a service, with the tests that cover them."""
-# Only failures that code written for torch has created lack the times; see `tests/errors/test_root_cause.py`.
+# ROOT-5 covers failures without exact times, which only code written for torch creates; see
+# `tests/errors/test_root_cause.py`.
 WITHOUT_TIMES = "ROOT-5"
 
 
@@ -57,7 +58,7 @@ def test_a_script_that_does_not_exist_is_a_usage_error(tmp_path):
 
 
 def rows():
-    """The first cells of the tables for the person on call, up to the JSON report."""
+    """Return the first cell of each table row in ``docs/failures.md``, except for the header rows."""
     text = (DOCS / "failures.md").read_text(encoding="utf-8")
     cells = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
     return [cell for cell in cells if cell not in ("symptom", "`--exit-codes`", "source", "---")]
@@ -89,7 +90,7 @@ def test_every_phrase_about_a_lost_peer_has_a_message():
 
 @st.composite
 def jobs(draw):
-    """A job of three nodes with two workers each, which end in any way, at different times."""
+    """Draw a job of three nodes with two workers each. The workers end in any way, at different times."""
     times = iter(draw(st.permutations(range(6))))
     words = [draw(st.sampled_from(sorted(ENDS))) for _ in range(6)]
     workers = [word if word == "shot" else f"{word}@{100 * next(times)}" for word in words]
@@ -100,7 +101,7 @@ def jobs(draw):
     return {"attempts": [{"nodes": nodes, "step": step, "times": times}], "options": options}
 
 
-@pytest.mark.timeout(900)  # For the many examples of the thorough profile.
+@pytest.mark.timeout(900)  # The thorough profile runs many examples.
 @given(jobs(), st.permutations(range(3)))
 def test_the_verdict_does_not_depend_on_the_order_of_the_reports(case, order):
     found = []

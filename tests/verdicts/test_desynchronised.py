@@ -1,4 +1,4 @@
-"""Real gloo groups, one of whose ranks loses step: the diagnosis names that rank and never another one."""
+"""In real gloo groups in which one rank diverges, the diagnosis names this rank and never another one."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_the_rank_that_loses_step_is_named(groups, kind, tmp_path):
     assert named(groups, lost, tmp_path) == {lost.culprit}
 
 
-# With calls of different sizes, gloo may abort either of two ranks.
+# The kind `size` is left out, because gloo may then abort either of the two ranks.
 @pytest.mark.parametrize("kind", ["order", "groups"])
 def test_neither_of_two_ranks_is_blamed_if_their_calls_differ(groups, kind, tmp_path):
     lost = drawn(SEEDS[kind])

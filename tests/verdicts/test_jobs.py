@@ -1,5 +1,5 @@
-"""Verdicts of real jobs: workers that the kernel or their own runtime kills, lost peers, and programs that
-launch a job and read its verdict. ``tests/e2e/test_verdicts.py`` has the options.
+"""Verdicts of real jobs: workers killed by the kernel or by their own runtime, lost peers, and programs that
+launch a job and read its verdict. ``tests/e2e/test_verdicts.py`` tests the options.
 """
 
 import os
@@ -20,7 +20,7 @@ LIMIT = 192 << 20
 
 @pytest.fixture
 def run(launch, worker_script, tmp_path):
-    """Run a script whose rank 1 fails, and return its verdict."""
+    """Return a function that runs a script and returns its outcome."""
 
     def run(source, *options, nproc=2, **how):
         report = tmp_path / "report.json"
@@ -32,7 +32,7 @@ def run(launch, worker_script, tmp_path):
 
 @pytest.fixture
 def memory_cgroup():
-    """A new memory cgroup with a limit, below that of this process."""
+    """Create a memory cgroup with a limit, as a child of this process's cgroup."""
     found = evidence.memory_counters(
         Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text()
     )
@@ -154,5 +154,5 @@ def test_a_program_reads_the_verdict_from_the_exception(
     first, second, *report = launched.stdout.splitlines()
     assert first == verdict
     assert reason in second
-    # The report says as well why the workers were not restarted.
+    # The report also says why the workers were not restarted.
     assert reason == "None" or reason in "\n".join(report)

@@ -5,7 +5,9 @@ import pytest
 
 @pytest.fixture
 def library(tmp_path):
-    """Write modules to a folder beside that of the script. Return the environment in which they are found."""
+    """Return a function that writes modules to a folder and returns the environment in which they are
+    importable.
+    """
 
     def write(**modules):
         folder = tmp_path / "library"

@@ -1,4 +1,6 @@
-"""Files of imported modules change while a job runs: another nursery imports them beside the first one."""
+"""If files of imported modules change while a job runs, a second nursery imports them alongside the first
+one.
+"""
 
 import os
 import re
@@ -42,7 +44,7 @@ if os.getppid() == {agent}:
 
 
 class Job:
-    """A job of one worker that shows the value of a module of the user."""
+    """A job with one worker, which prints the value of a user's module."""
 
     def __init__(self, launch, folder, script, argv):
         (folder / "library").mkdir()
@@ -54,17 +56,19 @@ class Job:
         self.launched = launch("--max-restarts=5", "--warm=own_library", script, env=env, argv=argv)
 
     def seen(self, attempt):
-        """Return the value that the worker of an attempt has seen, and its pid."""
+        """Return the module's value that the worker of an attempt printed, and the worker's pid."""
         line = self.launched.wait_for_line(rf"SEEN {attempt} (\w+) (\d+)", "stdout")
         return line[1], int(line[2])
 
     def edit(self, value, text="VALUE = {value!r}\n"):
-        """Replace the module by one of another size, because bytecode may stay valid for the same size."""
+        """Replace the module with one of a different size, because Python may reuse stale bytecode if the
+        size is unchanged.
+        """
         names = {"agent": self.launched.pid, "started": str(self._started), "fifo": str(self._fifo)}
         self.module.write_text(text.format(value=value, **names))
 
     def fail(self, attempt):
-        """Let the worker fail; return how the next attempt was started."""
+        """Make the worker fail, and return whether the next attempt started warm or cold."""
         os.kill(self.seen(attempt)[1], signal.SIGUSR2)
         line = self.launched.wait_for_line(rf"attempt {attempt + 1} is running, .*\), (warm|cold)", "stderr")
         return line[1]

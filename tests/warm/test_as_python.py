@@ -1,4 +1,6 @@
-"""Programs of random modules: ``--warm auto`` finds exactly what Python imports when it runs them."""
+"""For programs made of random modules, ``--warm auto`` finds exactly the modules that Python imports when it
+runs them.
+"""
 
 import subprocess
 import sys

@@ -1,4 +1,6 @@
-"""Modules that cannot be preloaded, and machines in a bad state: one line, and the workers start."""
+"""If modules cannot be preloaded or the machine is in a bad state, the agent prints a single line, and the
+workers start.
+"""
 
 import re
 import venv

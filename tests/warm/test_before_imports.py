@@ -38,7 +38,7 @@ with open(f"warm.{os.environ['RANK']}", "w") as file:
 
 @pytest.fixture
 def compare(launch, tmp_path, worker_script):
-    """Return a function that runs a script cold and warm and compares the two runs."""
+    """Return a function that runs a script cold and warm, and compares the two runs."""
 
     def run(text, modes=("off", "auto"), env=None, command=None, **files):
         folder = tmp_path / "library"

@@ -1,4 +1,4 @@
-"""Exit codes, output and failure reports of every kind of exit are equal for warm and cold workers."""
+"""Warm and cold workers have the same exit codes, output and failure reports, however they end."""
 
 import pytest
 from helpers.fidelity import ENDINGS, Job

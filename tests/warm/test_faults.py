@@ -1,4 +1,6 @@
-"""The importing process is killed, stopped, hangs or outlives its agent; the job continues and ends."""
+"""If the importing process is killed, stopped, hangs or outlives its agent, the job continues and
+finishes.
+"""
 
 import os
 import re
@@ -26,7 +28,7 @@ os.write(1, f"RUNS {os.environ['RANK']} {'slow' in sys.modules}\\n".encode())
 
 
 class Importing:
-    """A job whose nursery is in the middle of an import."""
+    """A job whose nursery (the process that forks workers) is in the middle of an import."""
 
     def __init__(self, launch, folder, script, text):
         self._folder = folder
@@ -38,9 +40,10 @@ class Importing:
         (self.nursery,) = [child.pid for child in procs.nurseries(self.launched.pid)]
 
     def go_on(self):
-        """Let this import and all later ones continue at once."""
+        """Let this import continue, and make all later imports finish immediately."""
         (self._folder / "slow.py").write_text("import os\n")
-        # Opened for both, so that it does not wait for a reader.
+        # Open the FIFO for reading and writing, because opening it for writing only would block until there
+        # is a reader.
         self._fifo = os.open(self._folder / "go-on", os.O_RDWR)
 
     def runs(self):
@@ -143,7 +146,8 @@ wait = "import signal; signal.signal(2, 1); signal.signal(15, 1); print(flush=Tr
 subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE).stdout.readline()
 """
 
-# Pid 1 stays when the launcher is gone: its end would be that of all others.
+# The shell is pid 1 and outlives the launcher, because the kernel kills all processes of the namespace when
+# pid 1 exits.
 NAMESPACE = (
     "unshare",
     "--pid",
@@ -196,7 +200,8 @@ def test_a_program_that_an_import_executes_does_not_run_the_script(importing):
     environment = Path(f"/proc/{job.nursery}/environ")
     before = environment.read_bytes()
     job.go_on()
-    # It begins with another one; then it waits, or has run the script.
+    # A changed environment shows that the nursery has executed the program. That program then sleeps, or it
+    # has run the script and exited.
     procs.wait_until(lambda: environment.read_bytes() not in (before, b""))
     procs.wait_until(lambda: procs.process(job.nursery).state in "SZ")
     os.kill(job.launched.pid, signal.SIGCONT)
@@ -223,11 +228,10 @@ WARM = ("--warm", "json,colorsys")
 
 
 def test_killed_at_each_restart(launch, tmp_path):
-    """A worker and its nursery at once: that is one failure, or two, never more."""
+    """The loss of a worker and the later loss of the nursery each cost exactly one restart."""
     restarts = 6
     job = SteadyJob(launch, tmp_path, 2, "--max-restarts", str(restarts), *WARM)
     for attempt in (0, 2, 4):
-        # The one of them that counts less may already be charged.
         pids = job.ready(attempt)
         nursery = job.nursery()
         send(pids[1], signal.SIGKILL)

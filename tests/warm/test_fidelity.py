@@ -1,4 +1,6 @@
-"""A script that runs warm sees what it sees cold: each test runs one command line twice and compares."""
+"""A script sees the same environment warm as cold. Each test runs a command line both ways and compares the
+results.
+"""
 
 import sys
 
@@ -31,7 +33,9 @@ def facts(*parts, modules=MODULES):
 
 
 def assert_is_warm(outcome, n=2):
-    """Check that all workers ran, and were started from a process with the requested modules."""
+    """Check that all workers ran, and that they were forked from a process that had imported the requested
+    modules.
+    """
     assert outcome.code == 0, outcome.stderr
     assert len(outcome.workers) == n
     for worker in outcome.workers.values():
@@ -116,7 +120,9 @@ def test_closed_descriptors(job, closed):
 
 
 def test_a_difference_is_noticed(job, tmp_path):
-    """The harness itself: two runs that differ in a variable, the umask and the time when a module came."""
+    """The test harness finds the differences between two runs with a different environment variable and
+    umask.
+    """
     first = job.run("--nproc-per-node=2", *facts(*QUICK), warm=False, env={"MINE": "1"})
     other = ("sh", "-c", 'umask 077; exec "$@"', "sh")
     second = job.run("--nproc-per-node=2", *facts(*QUICK), warm=False, env={"MINE": "2"}, prefix=other)

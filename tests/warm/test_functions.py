@@ -1,4 +1,4 @@
-"""Functions of ``elastic_launch`` that run warm see what they see cold."""
+"""Functions run by ``elastic_launch`` see the same environment warm as cold."""
 
 import json
 import sys
@@ -66,7 +66,9 @@ ARGUED_HERE = ARGUED | {
 
 @pytest.fixture
 def values(launch, tmp_path, worker_script):
-    """What the functions returned by rank, flat."""
+    """Return a function that runs the program and returns the results of its functions, keyed by rank and
+    flattened.
+    """
     program = worker_script(PROGRAM, "program.py")
 
     def run(method, warm, how):

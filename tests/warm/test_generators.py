@@ -1,4 +1,4 @@
-"""Random number generators of preloaded modules behave as in workers that start cold."""
+"""The random number generators of preloaded modules behave as they do in cold workers."""
 
 import importlib.util
 import json
@@ -53,7 +53,9 @@ ALIKE = {"seeded", "back", "seeded by much", "legacy seeded", "legacy seeded lat
 
 @pytest.fixture
 def draw(launch, library, worker_script):
-    """Return a function that returns the random numbers of two workers, started cold and started warm."""
+    """Return a function that runs two workers cold and then warm. For each run, it yields the names of the
+    draws that were equal in both workers, and the names of all draws.
+    """
 
     def run(libraries):
         env = library(**libraries)

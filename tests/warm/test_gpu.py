@@ -1,4 +1,4 @@
-"""Workers that use a GPU, forked from a process that has imported torch, and cold."""
+"""Tests for GPU workers, started cold or forked from a process that has imported torch."""
 
 import json
 import subprocess
@@ -57,5 +57,5 @@ def test_ddp_over_nccl_runs_after_two_restarts_and_the_dead_hold_no_memory(
     assert [len(each) for each in by_attempt] == [count] * 3
     assert {each["is_warm"] for each in shown} == {warm == "auto"}, job.stderr
     first, *later = (min(each["free"] for each in attempt) for attempt in by_attempt)
-    # What a dead worker held would be missing: 256 MiB and its context.
+    # If a dead worker still held memory, its 256 MiB and its CUDA context would be missing here.
     assert all(free > first - (128 << 20) for free in later), by_attempt

@@ -1,4 +1,6 @@
-"""Only a clean process forks: a module that leaves something behind at import is named and left out."""
+"""Workers are forked only from a clean process. A module that leaves something behind at import is named and
+left out.
+"""
 
 import os
 import re
@@ -76,7 +78,9 @@ os.write(1, " ".join(["PRELOADED", *names, "\\n"]).encode())
 
 @pytest.fixture
 def preload(launch, library, worker_script):
-    """Launch with these modules. Return those that were preloaded, the causes for the others, and stderr."""
+    """Return a function that launches a job with these modules. It returns the preloaded modules, the reasons
+    for leaving out the others, and stderr.
+    """
     script = worker_script(SHOW)
 
     def run(modules, **how):
@@ -139,7 +143,9 @@ os.rename("pids.new", "pids")
 
 
 def test_a_slow_resource_tracker_removes_the_shared_memory(launch, tmp_path, worker_script, library):
-    """The resource tracker is not killed with the other processes, because it may be slow."""
+    """A slow resource tracker is not killed with the other processes, so that it can remove the shared
+    memory.
+    """
     name = f"elasticrs-test-{os.getpid()}-slow"
     env = library(leaves=LEAVES_A_SLOW_TRACKER.format(name=name))
     job = launch("--warm=leaves", worker_script(""), env=env, cwd=tmp_path)
@@ -176,7 +182,8 @@ def test_rank_zero_of_known_libraries_is_that_of_the_worker(launch, tmp_path, wo
     for name, variable in modules.items():
         path = folder / f"{name.replace('.', '/')}.py"
         path.parent.mkdir(parents=True)
-        # Installed ones would come first.
+        # Create `__init__.py` files, because installed packages of the same name would otherwise take
+        # precedence.
         for package in (path.parent, path.parent.parent):
             (package / "__init__.py").touch()
         path.write_text(f"""if True:
@@ -261,7 +268,9 @@ ARGUED_HERE = ARGUED | {
 
 
 def test_changes_by_imports_hold_in_workers(launch, library, tmp_path):
-    """Preloaded or left out: after the script's own ``import`` there is no difference."""
+    """After the script's own ``import``, the worker's state is the same whether the module was preloaded or
+    left out.
+    """
     modules = ",".join(["json", "colorsys", *(f"changes_{name}" for name in CHANGES)])
     job = Job(launch, tmp_path, modules)
     parts = ("interpreter", "process", "signals", "descriptors", "environment", "streams", "state")

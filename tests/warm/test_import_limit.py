@@ -1,4 +1,4 @@
-"""Imports that do not end within ``--warm-timeout``: the workers start without them."""
+"""If imports do not finish within ``--warm-timeout``, the workers start without them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Modules that torch imports at a script's first step are preloaded, and no others."""
+"""Modules that torch imports lazily at a script's first step are preloaded, but no others."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Files of imported modules on a file system that does not answer delay a restart only briefly."""
+"""If a file system that holds imported modules does not respond, it delays a restart only briefly."""
 
 import json
 import os
@@ -17,7 +17,9 @@ NOTHING_BESIDE = SimpleNamespace(take_over=lambda: False)
 
 @pytest.fixture
 def nursery(tmp_path):
-    """What the agent knows of a nursery that has imported a file, and what it has said."""
+    """Provide the agent's state of warm starts, a function that makes the nursery ready, an imported file,
+    and the messages printed so far.
+    """
     said = []
     warming = Warming(said.append, 120.0)
     own = tmp_path / "own.py"
@@ -40,7 +42,9 @@ def nursery(tmp_path):
 
 @pytest.fixture
 def dead_disk(monkeypatch):
-    """Looks hang from the call on, until the event that it returns is set."""
+    """Return a function that makes all later file checks hang. They continue once the event that it returns
+    is set.
+    """
     answers = threading.Event()
     look = sources.stamp
 
@@ -78,13 +82,13 @@ def test_a_check_that_hangs_keeps_the_nursery(nursery, dead_disk):
     is_ready()
     answers = dead_disk()
     own.write_text("VALUE = 'edited'")
-    # The second time it hangs still: that is not waited for, nor said again.
+    # The second call does not wait for the check that still hangs, and does not print the message again.
     assert warming.may_fork(NOTHING_BESIDE)
     assert warming.may_fork(NOTHING_BESIDE)
     (line,) = said
     says(line, "warm: ", "files", "0.5 s")
     answers.set()
-    # Until that look has ended, no other is made.
+    # No new check starts until the hanging one has finished.
     procs.wait_until(lambda: not warming.may_fork(NOTHING_BESIDE))
 
 

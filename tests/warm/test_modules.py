@@ -1,4 +1,4 @@
-"""The modules that ``--warm`` finds in the source, without running or importing anything."""
+"""Tests for the modules that ``--warm`` finds in the source, without running or importing anything."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ def imports(source, package=""):
 
 @pytest.fixture
 def write(tmp_path):
-    """Write a file below the folder of a script."""
+    """Return a function that writes a file into the folder of the script."""
 
     def write(name, text=""):
         path = tmp_path / name
@@ -245,7 +245,7 @@ def test_a_list_is_taken_as_it_is(write):
     assert of_script(path, "json, json.tool,json") == found
     with pytest.raises(UsageError, match="'nosuch'"):
         of_script(path, "json,nosuch.deep")
-    # Whether a package has a module can only be told by importing the package.
+    # Accept the module, because only importing the package can show whether it exists.
     assert of_script(path, "json.nosuch").modules == ("json.nosuch",)
 
 

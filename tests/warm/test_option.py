@@ -1,4 +1,4 @@
-"""``--warm``: valid values, and values that are refused before anything starts."""
+"""Tests for ``--warm``: valid values, and values that are rejected before any process is started."""
 
 import pytest
 from helpers.said import line_with, says

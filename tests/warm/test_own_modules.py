@@ -1,4 +1,4 @@
-"""A worker finds the user's own modules, even if others of the same name were imported before."""
+"""A worker finds the user's own modules, even if other modules with the same names were imported before."""
 
 import pytest
 from helpers.said import has

@@ -1,4 +1,4 @@
-"""The report of the importing process is read to its last whole line, and printed as messages."""
+"""The report of the importing process is read up to the last complete line, and printed as messages."""
 
 import json
 import os
@@ -121,7 +121,7 @@ def test_the_lines_about_warm_starts(warming):
     ]
     assert reader.is_warm
     assert reader.found.ready == Ready(4.25, ("/lib",), 1, {"/a.py": (7, 8), "/b.py": None})
-    # Each process has told its own.
+    # Each of the following calls simulates a new importing process.
     cold = "warm: workers start cold: "
     assert told(TOLD[8:11], hung=True) == [f"{cold}the import of torch.nn did not end within 120 s"]
     assert not reader.is_warm

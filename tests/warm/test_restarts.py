@@ -1,4 +1,4 @@
-"""Restarts of jobs with ``--warm``: reports of their duration, and of cold ones."""
+"""Tests for restarts of jobs with ``--warm``: how long they took, and why some started cold."""
 
 import json
 import os
@@ -17,7 +17,9 @@ pytestmark = pytest.mark.beyond_torchrun
 
 
 def restarted(launch, folder, modules, *, loses_nursery=False, env=None):
-    """A job whose first attempt fails, and with it its nursery if so wished; and its timeline."""
+    """Run a job whose first attempt fails because a worker or the nursery is killed. Return the launcher, and
+    the timeline events of the restart.
+    """
     env = {"ELASTICRS_TIMELINE": str(folder / "timeline"), **(env or {})}
     job = SteadyJob(launch, folder, 2, "--max-restarts=1", f"--warm={modules}", env=env)
     pids = job.ready()
@@ -127,7 +129,9 @@ def test_failures_before_the_workers_run_again_are_part_of_their_restart(launch,
 
 @pytest.fixture
 def bare(tmp_path):
-    """Return the interpreter and the packages folder of an environment with one installed package."""
+    """Return the interpreter and the site-packages folder of a virtual environment with one installed
+    package.
+    """
     venv.create(tmp_path / "bare", symlinks=True)
     (site,) = (tmp_path / "bare").glob("lib/python*/site-packages")
     (site / "a_library.py").write_text("VALUE = 1\n")

@@ -1,4 +1,4 @@
-"""Scripts of every kind, name, text, directory and command line run warm as they do cold."""
+"""Scripts run the same warm as cold, whatever their type, name, text, directory and command line."""
 
 import os
 import sys
@@ -39,7 +39,9 @@ def job(launch, tmp_path):
 
 @pytest.fixture
 def same(job):
-    """Compares the two; says whether all workers of the second have run warm."""
+    """Return a function that compares a cold and a warm run, and checks that all workers of the second run
+    started warm.
+    """
 
     def compare(*command, is_warm=True, **how):
         outcome = job.compare(*command, argued={r"[\d.]+/facts": "tells them apart"}, **how)
@@ -242,7 +244,7 @@ HASHES = {"hash", "hash of bytes"}
 
 
 def pattern(outcome, name):
-    """Which ranks and attempts drew the same: the same number, for the same value."""
+    """Return which ranks and attempts drew equal values: equal numbers in the list stand for equal values."""
     values = [str(outcome.workers[each].facts["drawn"][name]) for each in ("0.0", "0.1", "1.0", "1.1")]
     return [values.index(value) for value in values]
 

@@ -1,4 +1,6 @@
-"""Each node of several has a nursery that imports for its own workers, however the nodes meet."""
+"""In multi-node jobs, each node has a nursery that imports modules for its workers, whatever the rendezvous
+back end.
+"""
 
 import os
 
@@ -26,7 +28,9 @@ RAN = r"RAN rank=\d attempt=\d warm=\w+"
 
 @pytest.fixture
 def check(launch, worker_script, tmp_path):
-    """Runs two nodes that meet so; all their workers are forked, before and after a restart."""
+    """Return a function that runs two nodes and checks that all their workers start warm, before and after a
+    restart.
+    """
     go = tmp_path / "go"
     os.mkfifo(go)
 

@@ -1,4 +1,4 @@
-"""An edited file of a preloaded module is noticed, and so is a changed distribution."""
+"""Edited files of preloaded modules and changed distributions are noticed."""
 
 import os
 
@@ -13,7 +13,7 @@ SITE = "lib/python3/site-packages"
 
 @pytest.fixture
 def tree(tmp_path):
-    """An interpreter with an installed package, and code of the user's beside it."""
+    """Create an interpreter's library with an installed package, and a user's own code outside it."""
     for name in (
         "lib/python3/json/__init__.py",
         f"{SITE}/torch/__init__.py",
@@ -43,7 +43,7 @@ def look_at(tree):
 
 
 def later(path):
-    """Increase the modification time, because two quick changes of a file may get the same time."""
+    """Increase the modification time, because two changes in quick succession may get the same time."""
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000))
 
 
@@ -103,7 +103,7 @@ def test_another_distribution_is_added(tree):
         (site / name).mkdir()
         later(site)
         assert sources.changes(look) == {}
-        # Without a further change of the folder, the files are not compared again.
+        # This call does not compare the files, because the folder has not changed again.
         assert sources.changes(look) == {}
         assert looked.count(torch) == number
     (site / "torch/__init__.py").unlink()
@@ -119,7 +119,7 @@ PATHS = ("/a", "/b", "/lib/c", "/lib/d", "/lib")
 def test_all_files_that_differ_are_reported(before, changes):
     now = {**before, **changes}
     found = remember(before, ["/lib"], [], before.__getitem__).changes(now.get)
-    # Files are compared in the order in which they were recorded; those of the user come first.
+    # Files are compared in the order in which they were recorded, the user's files first.
     own = [path for path in before if path in PATHS[:2]]
     installed = [path for path in before if path in PATHS[2:4]]
     compared = [*own, *installed] if now["/lib"] != before["/lib"] else own

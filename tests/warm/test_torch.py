@@ -1,4 +1,4 @@
-"""Torch in workers that are forks of a process that has imported it."""
+"""Tests for torch in workers that are forked from a process that has imported it."""
 
 import os
 
@@ -147,7 +147,9 @@ def test_a_compiled_function(launch, tmp_path, worker_script):
 
 
 def test_steps_of_an_optimizer_are_heartbeats(launch, worker_script):
-    """The optimizers were imported before the worker had its page."""
+    """Optimizer steps are heartbeats even if the optimizers were imported before the worker got its heartbeat
+    page.
+    """
     script = worker_script("""
         import os, signal, torch
         weight = torch.nn.Parameter(torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Attempts whose workers are forks of a nursery that has imported modules."""
+"""Tests for attempts whose workers are forked from a nursery that has imported modules."""
 
 import ast
 import sys
@@ -37,7 +37,9 @@ def test_workers_have_the_imported_modules_and_start_without_missing_ones(launch
 
 
 def test_an_interpreter_that_is_a_script_gets_no_nursery(launch, worker_script, tmp_path):
-    """It may keep our part from running: then the user's script would run in the nursery, without a rank."""
+    """A wrapper script gets no nursery. If it unset PYTHONPATH, as here, the nursery would run the user's
+    script without a rank.
+    """
     wrapper = tmp_path / "wrapper"
     wrapper.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} "$@"\n')
     wrapper.chmod(0o755)
@@ -49,7 +51,9 @@ def test_an_interpreter_that_is_a_script_gets_no_nursery(launch, worker_script, 
 
 
 def test_sitecustomize_of_the_nursery_parses_with_old_pythons():
-    """With a syntax error there, Python would go on to the user's script."""
+    """The nursery's `sitecustomize.py` parses in Python 3.4. After a syntax error there, Python would
+    continue with the user's script.
+    """
     source = Path(_worker.__file__).parent / "nursery/sitecustomize.py"
     assert ast.parse(source.read_text(), feature_version=(3, 4))
 

@@ -1,4 +1,4 @@
-"""The thread that writes the flight record of a worker, in real processes."""
+"""Tests for the thread that writes a worker's flight record, in real processes."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from helpers.procs import HANG, reap_adopted, wait_gone, wait_until
 
 from elasticrs._worker import flight
 
-# A module with the functions of torch, whose record has more entries than are kept.
+# A fake of torch's modules, whose flight record has more entries than the worker keeps.
 TORCH = """
     import json, os, sys, types
     c10d = types.ModuleType("torch._C._distributed_c10d")
@@ -38,7 +38,9 @@ def error_file(tmp_path):
 
 @pytest.fixture
 def worker(error_file):
-    """Start a worker with this source, and wait until it has written a line."""
+    """Return a function that starts a worker with the given source and waits until the worker has written a
+    line.
+    """
     started = []
 
     def start(*source, **env):
@@ -65,7 +67,7 @@ def worker(error_file):
 
 
 def request(error_file):
-    """Request the record as the agent does, and return its lines."""
+    """Request the flight record as the agent does, and return its lines."""
     record = error_file.with_name("error.json.flight")
     record.unlink(missing_ok=True)
     wait_until(lambda: opens(error_file))
@@ -74,7 +76,7 @@ def request(error_file):
 
 
 def opens(error_file):
-    """Return true if a thread waits for the request."""
+    """Send a request for the flight record. Return false if no thread waits for requests."""
     try:
         descriptor = os.open(f"{error_file}.flight_requests", os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
@@ -185,14 +187,15 @@ def test_a_signal_for_which_the_program_waits_does_not_reach_the_thread(worker):
 
 
 def test_the_thread_ends_with_its_fifo(worker, error_file):
-    """A regular file in place of the FIFO is not a request."""
+    """The thread exits if a regular file replaces its FIFO."""
     process = worker(TORCH, START, UP, REST)
     request(error_file)
     requests = error_file.with_name("error.json.flight_requests")
     requests.rename(error_file.with_name("fifo"))
     requests.write_text("")
     error_file.with_name("error.json.flight").unlink()
-    # The thread waits in the FIFO under its old path, and opens the file the next time.
+    # The thread still waits on the renamed FIFO. This request makes it open the path again, which is now a
+    # regular file.
     os.close(os.open(error_file.with_name("fifo"), os.O_WRONLY))
     wait_until(lambda: len(os.listdir(f"/proc/{process.pid}/task")) == 1)
     output, _ = process.communicate("")

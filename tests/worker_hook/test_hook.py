@@ -1,4 +1,4 @@
-"""The hook in the worker, in real interpreters: its records, and that nothing else changes."""
+"""Tests for the hook in the worker, in real interpreters: it records exceptions and changes nothing else."""
 
 import ast
 import json
@@ -34,7 +34,9 @@ def interpreters() -> list[str]:
 
 
 def reap_orphans(group: int) -> None:
-    """Wait for what a program left in its group: helpers of multiprocessing, which end after it."""
+    """Wait for processes that a program left in its process group. Helper processes of multiprocessing exit
+    after the program.
+    """
     try:
         while True:
             os.waitpid(-group, 0)
@@ -214,7 +216,7 @@ def test_no_file_stays_half_written(worker):
     ]
 
 
-# --- what it leaves alone ---
+# --- what the hook leaves unchanged ---
 
 STATE = """
     import sys, os, json
@@ -256,7 +258,7 @@ def test_a_finder_stands_before_the_others_only_where_heartbeats_are_watched(wor
 
 @pytest.fixture
 def optimizers(worker):
-    """The source of a package that takes the place of torch's optimizers."""
+    """Create a package in place of torch's optimizers, and return the path of its source file."""
     package = worker.directory / "torch" / "optim"
     package.mkdir(parents=True)
     for folder in (package.parent, package):
@@ -297,7 +299,7 @@ def test_every_way_of_starting_works(worker, how):
 
 
 def sitecustomize(worker: Worker, source: str) -> str:
-    """A directory with a `sitecustomize` of the user's; for PYTHONPATH."""
+    """Write a user's `sitecustomize` module, and return its directory for PYTHONPATH."""
     directory = worker.directory / "site"
     directory.mkdir()
     (directory / "sitecustomize.py").write_text(textwrap.dedent(source))
@@ -454,7 +456,7 @@ def test_nothing_is_warned_about_at_the_end(worker):
 
 @pytest.fixture
 def lone_copy(tmp_path: Path) -> Callable[[], str]:
-    """The hook and its writer somewhere else, without the package around them."""
+    """Return a function that copies the hook and its writer to a folder without the rest of the package."""
 
     def copy() -> str:
         target = tmp_path / "lone"

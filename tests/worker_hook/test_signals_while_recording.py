@@ -1,4 +1,4 @@
-"""Signal handlers that raise while an exception is recorded."""
+"""Tests for signal handlers that raise while an exception is being recorded."""
 
 import pytest
 from worker_hook.test_hook import worker

@@ -1,4 +1,4 @@
-"""What a trainer does in the scenarios of acceptance: `train` over the sum of all samples.
+"""A trainer for the acceptance tests. It calls `train` to add up all samples.
 
 The order says what goes wrong: ``faults`` is a list of ``{"at": step, "do": what, "times": how often}``.
 """
@@ -26,7 +26,9 @@ from elasticrs.train.distributed import all_gather_return_max_long, broadcast_bi
 
 
 class Total(State):
-    """The sum of the samples that have been taken, how many these are, and weights that count the steps."""
+    """The sum and the number of the samples processed so far, the number of steps, and weights that are
+    incremented in each step.
+    """
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -73,7 +75,7 @@ class Total(State):
 
 
 class Trainer:
-    """One process; its order is what the test wants of it."""
+    """A training process that the test controls through ``order``."""
 
     def __init__(self, order, say):
         self.order = order
@@ -147,7 +149,8 @@ class Trainer:
         dist.all_reduce(total)
         ones = torch.ones_like(state.weights)
         dist.all_reduce(ones)
-        # Nothing is written before the last collective of the step.
+        # Change the state only after the last collective of the step, so that a failed step leaves it
+        # unchanged.
         state.weights = state.weights + ones // dist.get_world_size()
         state.total += int(total)
         state.taken = state.shares.after(state.taken)
@@ -160,7 +163,7 @@ class Trainer:
 
 
 def is_first(path):
-    """True for the first of all trainers that comes here."""
+    """Return true for the first of all trainers that calls this function with ``path``."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
@@ -169,7 +172,7 @@ def is_first(path):
 
 
 class MeetsAlways:
-    """Meets anew after every step."""
+    """Mixin for a coordinator that starts a new rendezvous after every step."""
 
     def should_rendezvous(self, state):
         super().should_rendezvous(state)
@@ -177,7 +180,9 @@ class MeetsAlways:
 
 
 class ReadsLate:
-    """Reads what the others say some time after all have said it, but on rank 0, who serves the store."""
+    """Mixin for a coordinator that reads the other ranks' values late. Rank 0 does not, because it serves the
+    store.
+    """
 
     def _gather(self, own):
         store = self._store

@@ -40,10 +40,10 @@ def main():
         order["name"] = name
         with open(folder / "gate") as gate:
             say(name, "up")
-            # All begin together, whoever was first to be there.
+            # Wait at the gate, so that all trainers start at the same time.
             gate.read()
     acceptance.run(order, say)
-    # The interpreter's own way out takes half a second with torch.
+    # Skip the interpreter's shutdown, because it takes half a second with torch.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""A worker for ``tests/diagnosis``: carries out the plan of its rank in a gloo group, and answers requests.
+"""Worker for ``tests/diagnosis``. Executes its rank's plan in a gloo group, and answers requests.
 
 The command line is the plan as JSON: ``rank``, ``size``, ``store`` (a file), ``groups`` (a list of
 descriptions and ranks), ``steps``. A step is one operation, with the index of a group in ``groups`` or
@@ -60,7 +60,7 @@ def train(steps, groups):
 
 def names_and_ranks():
     world = distributed_c10d._world
-    # Groups to which this rank does not belong have ranks as well, but no name.
+    # Select the groups by name, because groups without this rank have ranks but no name.
     return {name: sorted(world.pg_group_ranks[group]) for group, name in world.pg_names.items()}
 
 
@@ -73,11 +73,11 @@ def answer():
                 flush=True,
             )
     finally:
-        os._exit(0)  # The tests have closed the pipe, or find it closed.
+        os._exit(0)  # Either the tests have closed the pipe, or the exit closes it for them.
 
 
 def join(plan):
-    """Join the groups of a plan, and write the stacks to its file on request. Return the groups."""
+    """Join the groups of a plan and return them. On a signal, write the stacks to the plan's file."""
     stacks = os.open(plan["stacks"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     faulthandler.register(signal.SIGRTMIN + 12, stacks, all_threads=True)
     distributed.init_process_group(
@@ -91,7 +91,7 @@ def join(plan):
 
 
 def run(steps, groups, on_error):
-    """Carry out the steps, and stay. A collective that fails is reported by ``on_error``."""
+    """Execute the steps, and then wait forever. Call ``on_error`` if a collective fails."""
     try:
         train(steps, groups)
     except RuntimeError:

@@ -1,4 +1,5 @@
-"""Forks the ranks of gloo groups that lose step, for ``tests/verdicts``. They share one import of torch.
+"""Forks the ranks of gloo groups in which one rank diverges, for ``tests/verdicts``. All ranks share one
+import of torch.
 
 Each line on stdin is a list of plans as JSON; see ``collectives.py``. A plan also has ``error_file``, beside
 which the rank leaves its evidence as a worker of a job does. The answer is a line with the pids. The next

@@ -1,4 +1,5 @@
-"""Ends in a way of its own in each attempt: in the last of them, with ``last`` as argument, it succeeds.
+"""Ends in a different way in each attempt and succeeds in the last one. With ``succeed`` as argument, each
+rank succeeds in a different way.
 
 Prints whether it is warm to a file of its own, and so proves that all of this has run warm.
 """
@@ -338,7 +339,7 @@ def a_closed_output():
     print("lost")
 
 
-# By rank, all at once: the ways to succeed.
+# Ways to succeed. With ``succeed`` as argument, each rank ends in a different one.
 def at_the_end_of_the_script():
     print("done")
 

@@ -1,4 +1,4 @@
-"""Writes all that a script can see of its process and interpreter to ``FOLDER/<attempt>.<rank>.json``.
+"""Writes everything that a script can see of its process and interpreter to ``FOLDER/<attempt>.<rank>.json``.
 
 Usage: ``facts.py FOLDER MODULES [PART ...]``. MODULES (with commas) are imported after the first look, as a
 script imports them at its top. What differs from run to run (pids, inodes) is replaced by words.
@@ -26,7 +26,7 @@ import resource  # noqa: E402
 FIRST["children"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 FIRST["gc"] = [gc.isenabled(), gc.get_threshold(), gc.get_debug(), len(gc.callbacks), len(gc.garbage)]
 
-# Functions, and children of `spawn` and `forkserver`, import this file.
+# Functions and children of `spawn` and `forkserver` also import this file. They have no modules as arguments.
 MODULES = sys.argv[2].split(",") if __name__ == "__main__" else []
 for name in MODULES:
     importlib.import_module(name)
@@ -393,7 +393,7 @@ def streams():
 
 @part
 def state():
-    """What modules of the standard library keep for their process."""
+    """Return the per-process state that modules of the standard library keep."""
     import logging
     import multiprocessing
     import tempfile
@@ -417,7 +417,7 @@ def state():
     began = logging._startTime / (1e9 if isinstance(logging._startTime, int) else 1)
     facts["logging began with the process"] = began > started - 0.05
     facts["uuid"] = [len(str(uuid.uuid4())), uuid.uuid1().node]
-    # One of them is `gc.unfreeze` in a warm worker.
+    # In a warm worker, one of the callbacks is `gc.unfreeze`. Do not count it.
     facts["atexit"] = atexit._ncallbacks() - (gc.get_freeze_count() > 0)
     facts["gc frozen"] = gc.get_freeze_count()
     import decimal
@@ -436,7 +436,7 @@ print(json.dumps(facts | {"environment": dict(os.environ)}))
 
 @part
 def programs():
-    """Programs that the worker starts, Python ones too."""
+    """Return what programs started by the worker see, including Python programs."""
     import subprocess
 
     done = subprocess.run(

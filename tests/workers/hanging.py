@@ -1,4 +1,4 @@
-"""A worker for ``test_hang_monkey.py``: does what ``$PLAN`` has for its attempt and rank.
+"""Worker for ``test_hang_monkey.py``. Executes the plan in ``$PLAN`` for its attempt and rank.
 
 Ranks that hang leave a mark in ``$MARKS``; the others go on to the next step only when all marks are there,
 so that they are not behind.
@@ -68,7 +68,7 @@ def let_a_timer_expire():
 def have_children():
     for _ in range(3):
         if os.fork() == 0:
-            # Its own session and its own end: nobody is left, whatever becomes of the agent.
+            # Leave the session and set an alarm, so that this process exits even if the agent dies.
             os.setsid()
             heartbeat(999)
             signal.alarm(30)
@@ -77,7 +77,9 @@ def have_children():
 
 
 def spoil_the_page():
-    """Its own memory: whatever is in there harms nobody else."""
+    """Overwrite this worker's heartbeat page. No other process is affected, because each worker has its own
+    page.
+    """
     fd = int(os.environ["ELASTICRS_HEARTBEAT"].split(":")[0])
     for act in (lambda: os.ftruncate(fd, 0), lambda: os.ftruncate(fd, 1 << 20)):
         try:
@@ -85,7 +87,7 @@ def spoil_the_page():
         except OSError:
             continue
         raise AssertionError("the page could be resized")
-    # The name and the limit of a section, and words that nobody uses.
+    # Overwrite the name and the limit of a section, and unused words.
     os.pwrite(fd, os.urandom(8 * 40), 8 * 3)
     os.pwrite(fd, (10**8).to_bytes(8, "little"), 8 * 3)
     wait_for_ever()
@@ -113,7 +115,8 @@ def main():
         timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
     heartbeat(step)
     if what in HANGS:
-        # After its last heartbeat, which entering a section is as well.
+        # Leave the mark after the last heartbeat. Entering a section is also a heartbeat, so the section
+        # leaves the mark itself.
         if what != "section":
             leave_mark()
         HANGS[what]()

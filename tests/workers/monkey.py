@@ -1,4 +1,5 @@
-"""A worker for the monkey on several agents: it writes down who it is, and now and then it misbehaves.
+"""A worker for randomized tests with several agents. It records its identity in a file, and sometimes
+misbehaves.
 
 `$LEDGER` is a file that all workers append to: `BEGIN pid=... started=... agent=... round=...` and so on,
 `DAEMON` likewise for a process that left its session, `EXIT pid=... code=...` before it ends by itself.
@@ -42,7 +43,7 @@ def leave(code):
 
 mine = {signal.SIGUSR1, signal.SIGUSR2}
 signal.pthread_sigmask(signal.SIG_BLOCK, mine)
-# No traceback of a worker among what agents print.
+# Exit on SIGINT without a traceback, which would appear in the agents' output.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 who = {name: os.environ[variable] for name, variable in NAMES.items()}
 tell("BEGIN", pid=os.getpid(), started=started(os.getpid()), **who)

@@ -1,4 +1,4 @@
-"""A worker that tells who it is, then does as signals tell it.
+"""A worker that prints its identity, and then reacts to signals.
 
 SIGUSR1: exit 0. SIGUSR2: exit 1. SIGTERM and SIGINT end it as usual; not if STUBBORN is set.
 If `$DONE` is set: exit 0, too, as soon as there is a file of this name.
@@ -26,10 +26,11 @@ NAMES = {
 mine = {signal.SIGUSR1, signal.SIGUSR2}
 if "STUBBORN" in os.environ:
     mine |= {signal.SIGTERM, signal.SIGINT}
-# Blocked, not handled: between two of Python's looks at its handlers, a signal may come and be missed.
+# Block these signals and wait for them. Python would run a handler late if the signal arrived just before a
+# system call.
 signal.pthread_sigmask(signal.SIG_BLOCK, mine)
 told = " ".join(f"{name}={os.environ.get(variable, '-')}" for name, variable in NAMES.items())
-# One write: the workers share the pipe.
+# Write the line with a single system call, because all workers share the pipe.
 os.write(1, f"READY pid={os.getpid()} host={socket.gethostname()} {told}\n".encode())
 while True:
     got = signal.sigtimedwait(mine, 0.05 if "DONE" in os.environ else 3600)

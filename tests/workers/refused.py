@@ -1,4 +1,4 @@
-"""A worker for tests that break its log: writes without end, refused or not, and does as signals tell it.
+"""A worker for tests that break its log. It writes endlessly, retries refused writes, and reacts to signals.
 
 SIGUSR1: exit 0. SIGUSR2: exit 1. SIGTERM and SIGINT: say so and go on if STUBBORN is set, else exit 143.
 

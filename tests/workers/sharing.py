@@ -1,4 +1,5 @@
-"""A rank that shares memory with others: a segment, semaphores, and a process that inherits all of it.
+"""A rank that shares memory with other processes: a segment, semaphores, and a child process that inherits
+both.
 
 Arguments: ``wait``; ``ignore``, as that, but SIGTERM does nothing; or what becomes of rank 1: ``fail`` or
 ``die``. Then the sharing strategy, for torch's memory.
@@ -30,7 +31,7 @@ def hold() -> object:
 
 
 def hold_of_torch(strategy: str) -> object:
-    """The same by torch, with a manager's process and a spawned one that has a tensor."""
+    """Share memory through torch, with a manager process and a spawned process that holds a tensor."""
     import torch
     import torch.multiprocessing as multiprocessing
 
@@ -48,7 +49,9 @@ def serve(tensor: object, event: object, lock: object) -> None:
 
 
 def meet(fifo: str, flags: int) -> None:
-    """Wait for the other one: who is killed while it takes a semaphore leaves it, with any launcher."""
+    """Wait for the other rank. A process that is killed while it creates a semaphore leaks it under any
+    launcher.
+    """
     with suppress(FileExistsError):
         os.mkfifo(fifo)
     os.close(os.open(fifo, flags))

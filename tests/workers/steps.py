@@ -1,4 +1,5 @@
-"""A training loop with gloo that goes on where it was: DistributedDataParallel, a checkpoint after each step.
+"""A training loop with gloo and DistributedDataParallel. It saves a checkpoint after each step and resumes
+from it.
 
 `$CHECKPOINT` is a file that all nodes see: the number of steps done. It ends after `$STEPS` steps, or when
 the file `$CHECKPOINT.stop` exists. `$PACE` is the number of seconds that a step takes at least.
@@ -25,7 +26,7 @@ def done_so_far() -> int:
 
 
 def save(step: int) -> None:
-    # Its own name for each process: a worker that was cut off may still be writing.
+    # Use a different name in each process, because a disconnected worker may still be writing.
     partial = CHECKPOINT.with_name(f"{CHECKPOINT.name}.{os.getpid()}")
     partial.write_text(str(step), encoding="utf-8")
     partial.replace(CHECKPOINT)
@@ -38,7 +39,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    # From one rank, so that all begin at the same step.
+    # Take the step from a single rank, so that all ranks start at the same step.
     start = torch.tensor([done_so_far()])
     dist.broadcast(start, 0)
     step = int(start.item())
@@ -63,7 +64,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     os.write(1, f"FINISHED rank={rank} world={world} steps={step}\n".encode())
-    # Threads of gloo now and then abort the interpreter's own way out (torch 2.15).
+    # Skip the interpreter's shutdown, because threads of gloo sometimes abort it (torch 2.15).
     os._exit(0)
 
 

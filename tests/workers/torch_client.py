@@ -1,4 +1,4 @@
-"""Clients of torch's own TCPStore for the tests of the workers' store.
+"""Runs clients of torch's own TCPStore, for tests of the workers' store.
 
 Imports torch once, and forks for each line on its standard input: a child connects to the Unix socket that
 was given and does what it is asked there, until the other side closes. A process each: some of torch's
@@ -30,7 +30,7 @@ def serve(connection: Connection) -> None:
 
 
 class Own:
-    """What a child can do; everything else is the store's."""
+    """Commands that a child can execute. ``call`` calls any method of the store."""
 
     def connect(self, port, options):
         prefixes = options.pop("prefixes", ())
@@ -52,12 +52,12 @@ class Own:
         self.store = self.store.clone()
 
     def mixed(self, number, operations, seed):
-        """Random operations on keys of its own, compared with a model; returns what it added to the shared
-        counter.
+        """Run random operations on this client's keys, and compare the results with a model. Return the
+        amount added to the shared counter.
         """
         rng = random.Random(seed)
         store, model, queues, added = self.store, {}, {}, 0
-        # Queues came with torch 2.8.
+        # torch 2.8 added queues.
         weights = WEIGHTS if hasattr(store, "queue_push") else WEIGHTS_WITHOUT_QUEUES
         for _ in range(operations):
             key = f"{number}/{rng.randrange(8)}"
@@ -130,13 +130,13 @@ def check(found, expected):
 
 
 def main(address):
-    # Nobody waits for the children.
+    # Let the kernel reap the children, because this process does not wait for them.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for _ in iter(sys.stdin.readline, ""):
         if os.fork() == 0:
             with Client(address, "AF_UNIX") as connection:
                 serve(connection)
-            # Threads of gloo now and then abort the interpreter's own way out (torch 2.15).
+            # Skip the interpreter's shutdown, because threads of gloo sometimes abort it (torch 2.15).
             os._exit(0)
 
 

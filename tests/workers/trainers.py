@@ -32,7 +32,7 @@ def say(name, what, **more):
 
 
 class Trainer:
-    """Counts steps; its sum has one for each, so that a step that is lost or done twice shows."""
+    """Counts steps. Each step adds 1 to the sum, so that lost and repeated steps are visible."""
 
     def __init__(self, order):
         self.name = order["name"]
@@ -53,7 +53,8 @@ class Trainer:
         steps = [int(vote) for vote in votes]
         best = max(range(len(steps)), key=lambda each: (steps[each], -each))
         self.say("votes", steps=steps)
-        # Into a spare place: the own state keeps its vote until all have the new one.
+        # Receive into a spare tensor, because this rank's state must keep its vote until all ranks have the
+        # new state.
         spare = self.sum.clone()
         dist.broadcast(spare, best)
         dist.barrier()
@@ -68,7 +69,7 @@ class Trainer:
         dist.all_reduce(gradient, group=self.group)
         if order.get("pause"):
             select.select([], [], [], order["pause"])
-        # No collective after the first write: an error leaves the state as it was.
+        # Change the state only after the last collective, so that an error leaves it unchanged.
         self.sum += gradient.round()
         self.step += 1
 
@@ -90,7 +91,9 @@ class Trainer:
 
 
 def with_a_thread_in_creation(trainer, order):
-    """While the next group is created, wait forever or let another thread open a connection."""
+    """Make the creation of the next group wait forever, or open a connection first that another thread
+    serves.
+    """
     create = dist.init_process_group
 
     def echo(connection):

@@ -1,4 +1,4 @@
-"""Build backend: maturin, after a check that Rust and a C compiler are there.
+"""Build backend that runs maturin after checking for Rust and a C compiler.
 
 Without the check, maturin would download a Rust toolchain of several hundred megabytes. A compiler that is
 too old or missing would be reported in many lines.
@@ -32,14 +32,14 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-# This file is the build backend, which maturin would warn about.
+# Suppress maturin's warning about a missing build backend, because this file is the build backend.
 os.environ["MATURIN_NO_MISSING_BUILD_BACKEND_WARNING"] = "1"
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _version(text: str) -> tuple[int, int]:
-    """Return the major and minor version in a text that contains one."""
+    """Return the major and minor version contained in ``text``."""
     found = re.search(r"(\d+)\.(\d+)", text)
     if found is None:
         raise SystemExit(f"elasticrs: no version in {text!r}")
@@ -47,7 +47,7 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def _missing() -> str | None:
-    """Return what is missing for a build from source, or ``None``."""
+    """Return what is missing for a build from source; ``None`` if nothing is missing."""
     manifest = (ROOT / "Cargo.toml").read_text(encoding="utf-8")
     (oldest,) = re.findall(r'^rust-version = "(.+)"$', manifest, re.MULTILINE)
     if shutil.which("cargo") is None:
@@ -64,7 +64,7 @@ def _missing() -> str | None:
 
 
 def _require_compilers() -> None:
-    """End the build with one line if something is missing."""
+    """Stop the build with a one-line message if something is missing."""
     if missing := _missing():
         raise SystemExit(f"elasticrs: a build from source needs {missing}; the wheels need no compiler")
 

@@ -1,7 +1,8 @@
-//! What following costs: throughput, CPU and latency of 8 ranks, and wake-ups of 64 idle ones.
+//! Benchmarks of following log files: throughput, CPU time and latency with 8 ranks, and wake-ups with 64 idle
+//! ranks.
 //!
-//! `cargo bench -p elasticrs-core --bench logs [-- throughput | latency | idle]`. The writers are processes of their
-//! own (this program again), so that the CPU time measured is the follower's alone.
+//! Run them with `cargo bench -p elasticrs-core --bench logs [-- throughput | latency | idle]`. The writers are
+//! separate processes of this program, so that only the follower's CPU time is measured.
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a program for measuring")]
 #![allow(clippy::unchecked_time_subtraction, reason = "CPU time only grows")]
 #![allow(
@@ -43,7 +44,7 @@ fn main() {
     }
 }
 
-/// 90 bytes each, one write per line or 64 KiB at a time.
+/// Writes lines of 90 bytes, one at a time or in blocks of 64 KiB.
 fn write_lines(path: &Path, kind: &str) {
     let mut file = OpenOptions::new().append(true).create(true).open(path).unwrap();
     let mut blocks = BufWriter::with_capacity(64 * 1024, file.try_clone().unwrap());
@@ -53,7 +54,7 @@ fn write_lines(path: &Path, kind: &str) {
     }
 }
 
-/// Lines that hold the time of their writing.
+/// Writes lines that contain the time of the write.
 fn write_stamps(path: &Path, lines: u32, pause_ms: u64) {
     let mut file = OpenOptions::new().append(true).create(true).open(path).unwrap();
     for _ in 0..lines {
@@ -196,7 +197,7 @@ fn idle() {
     for path in follow(&logs, dir.path(), FOLLOWED) {
         OpenOptions::new().append(true).open(path).unwrap().write_all(b"ready\n").unwrap();
     }
-    // The check for a full file system comes once, 5 s after the last data.
+    // Wait until the check for a full file system is over. It runs once, 5 s after the last data.
     std::thread::sleep(Duration::from_secs(6));
     let before = switches_of_others();
     std::thread::sleep(Duration::from_secs(10));
@@ -204,7 +205,7 @@ fn idle() {
     println!("idle: {}", status_line("/proc/self/status", "VmRSS"));
 }
 
-/// Context switches of all threads but the one that asks.
+/// Returns the number of context switches of all threads except the calling thread.
 fn switches_of_others() -> u64 {
     let main = std::process::id().to_string();
     let tasks = std::fs::read_dir("/proc/self/task").unwrap().map(Result::unwrap);

@@ -1,14 +1,19 @@
 //! An agent whose nursery guards a connection: `guarded-agent NURSERY PORT COMMAND [COMMAND …]`.
 //!
-//! Each COMMAND is one worker (arguments separated by blanks) with the agent's standard output. The agent connects to
-//! the port on 127.0.0.1, gives the connection to the nursery, starts the workers and says `nursery PID workers PID …`.
-//! Requests come as lines on standard input: `fence MILLISECONDS` answers `fence at NANOSECONDS` (`CLOCK_BOOTTIME`),
-//! `release` answers `released`; `beside` connects once more, has the nursery hold that connection, too, and answers
-//! `held`; `beside-one-left` and `beside-full` do the same while the agent may open only one more descriptor, or none,
-//! and answer `not held`; `hold-full` and `link-full` connect once more and have the nursery hold that connection as a
-//! session or as a link while the agent may open no descriptor, and answer `asked`; `older` and `newest` release the
-//! first or the last connection and answer `let go`. The agent prints one line for each event. It runs until it is
-//! killed or its input ends.
+//! Each COMMAND is one worker (arguments separated by blanks), which uses the agent's standard output. The agent
+//! connects to the port on 127.0.0.1, passes the connection to the nursery, starts the workers, and prints
+//! `nursery PID workers PID …`. It then reads requests from standard input, one per line:
+//!
+//! - `fence MILLISECONDS` sets the fence deadline and answers `fence at NANOSECONDS` (`CLOCK_BOOTTIME`).
+//! - `release` releases the connection and answers `released`.
+//! - `beside` connects again, makes the nursery hold that connection too, and answers `held`.
+//! - `beside-one-left` and `beside-full` do the same while the agent can open only one more descriptor, or none.
+//!   They answer `not held`.
+//! - `hold-full` and `link-full` connect again while the agent can open no descriptor. They make the nursery hold
+//!   the connection as a session or as a link, and answer `asked`.
+//! - `older` and `newest` release the first or the last connection and answer `let go`.
+//!
+//! The agent prints one line for each event. It runs until it is killed or its input is closed.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -67,14 +72,14 @@ fn tell(event: Event, supervisor: &Supervisor) -> Result<()> {
         }
         Event::Fenced { .. } => say("fenced")?,
         Event::GroupEnded { outcome, .. } => say(&format!("ended {outcome:?}"))?,
-        // A worker that stops itself is told of when the others take their time.
+        // Ignore this event. A worker that stops itself is reported only if the other workers take long enough.
         Event::WorkerPaused { .. } => {}
         other => say(&format!("{other:?}"))?,
     }
     Ok(())
 }
 
-/// Calls `body` while the agent may open only this number of further descriptors. `poll` still works.
+/// Calls `body` while the agent can open only `count` more descriptors, but can still call `poll`.
 fn with_descriptors_left<T>(count: Option<i32>, body: impl FnOnce() -> Result<T>) -> Result<T> {
     let Some(count) = count else { return body() };
     let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE)?;
@@ -132,7 +137,7 @@ fn serve(request: &str, supervisor: &Supervisor, connections: &mut Vec<TcpStream
         say(&format!("fence at {at}"))?;
     } else if request == "release" {
         supervisor.release_connection()?;
-        // A command that is answered comes after it.
+        // Wait for the reply to a later command, which shows that the release has been handled.
         supervisor.drain(Duration::ZERO)?;
         say("released")?;
     }

@@ -1,4 +1,4 @@
-//! A second warm nursery, which imports again while the first one has workers.
+//! Tests for a second warm nursery, which imports modules again while the first one has workers.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -21,7 +21,7 @@ use elasticrs_testkit::{wait_for_end, wait_until};
 use nix::sys::ptrace;
 use tempfile::TempDir;
 
-/// A supervisor whose next nursery does what the test has written to a file.
+/// A supervisor whose next nursery executes what the test has written to a file.
 struct Job {
     supervisor: Supervisor,
     folder: TempDir,
@@ -81,7 +81,8 @@ fn kill(pid: i32) {
     pidfd::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGKILL).unwrap();
 }
 
-/// Nursery processes that are children of this process, without sentinels.
+/// Returns the nurseries that are children of this process, but not their sentinels (the processes that guard
+/// them).
 fn nurseries() -> Vec<i32> {
     let is_nursery = |pid: &i32| {
         let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -191,7 +192,7 @@ fn the_second_nursery_outlives_the_first_one_and_a_cold_group_does_not_wait_for_
     kill(job.nursery());
     assert_eq!(job.outcome(), Outcome::Lost);
     wait_for_end(worker);
-    // A warm nursery would hang here.
+    // Make any further warm nursery hang, because none must be started here.
     write(job.folder.path().join("what"), "hangs").unwrap();
     run(&job.supervisor, &[&["sleep"]]);
     job.stop();
@@ -229,7 +230,7 @@ fn a_first_nursery_that_is_still_exiting_does_not_use_up_the_fence() {
     let held = hold(first);
     assert!(job.supervisor.take_over().unwrap());
     job.run_warm();
-    // The first nursery wakes up before the second one, and finds the closed link and the deadline together.
+    // The first nursery wakes up first. It finds both that its link is closed and that the deadline has passed.
     let second = hold(job.nursery());
     job.supervisor.fence().set(Some(boot_now()));
     ptrace::detach(held, None).unwrap();

@@ -1,4 +1,4 @@
-//! The fence of a supervisor whose process runs.
+//! Tests for the fence (the deadline at which the nursery kills all workers) while the supervisor's process runs.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -20,7 +20,7 @@ use elasticrs_sys::stage::Stage;
 use elasticrs_testkit::nursery::worker;
 use elasticrs_testkit::{pidfd, wait_for_end};
 
-/// The exits and the outcome; the first event must be that of the fence.
+/// Checks that the first event is that of the fence and that all workers were killed. Returns the outcome.
 fn until_fenced_end(supervisor: &Supervisor) -> Outcome {
     assert!(matches!(event(supervisor), Event::Fenced { .. }), "told first");
     loop {
@@ -133,7 +133,7 @@ fn descendants_that_linger_are_fenced_and_named_once() {
     let Event::GroupEnded { outcome: Outcome::Stopped, swept, .. } = event(&supervisor) else { panic!("it ends") };
     assert_eq!(swept.ended.len(), 1, "{swept:?}");
     assert_eq!(lines.rest(), Vec::<String>::new());
-    // An answer to the sweep that came too late would end this start.
+    // Start another group. A reply to the sweep that arrived too late would make this start fail.
     supervisor.fence().set(None);
     run(&supervisor, &[&["sleep"]]);
     close(supervisor);

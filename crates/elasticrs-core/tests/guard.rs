@@ -1,4 +1,5 @@
-//! What the nursery does for an agent that is dead or stopped: the connection that it holds, and the fence.
+//! Tests for a nursery whose agent is dead or stopped. It holds the agent's connection and enforces the fence
+//! deadline.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -13,7 +14,7 @@ use elasticrs_testkit::{
 };
 use nix::sys::ptrace;
 
-/// `examples/guarded-agent.rs`, and the peer of its connection.
+/// The program `examples/guarded-agent.rs`, and the peer of its connection.
 struct Guarded {
     agent: Agent,
     listener: TcpListener,
@@ -41,7 +42,7 @@ impl Guarded {
         send(self.agent.process.id().cast_signed(), signal);
     }
 
-    /// Returns true if the peer has seen the end of the connection.
+    /// Returns true if the peer has read the end of the connection.
     fn connection_has_ended(&mut self) -> bool {
         has_ended(&mut self.peer)
     }
@@ -77,7 +78,7 @@ fn kill_agent_and_assert_workers_end_before_connection(mut guarded: Guarded) {
 
 #[test]
 fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
-    // A large process takes a while to die.
+    // Use a large process too, because it takes a while to exit.
     let guarded = Guarded::start(&["ignore-term", "daemonise", "alloc 256", "stop-self"]);
     assert_eq!(guarded.agent.tree.below().count(), 5);
     kill_agent_and_assert_workers_end_before_connection(guarded);
@@ -86,7 +87,8 @@ fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
 #[test]
 fn the_peer_is_told_of_the_end_although_nobody_read_what_it_sent() {
     let mut guarded = Guarded::start(&["sleep"]);
-    // With this unread, the kernel would reset the connection.
+    // Send data that the agent does not read. The kernel normally resets a connection that is closed with unread
+    // data.
     guarded.peer.write_all(&[7; 1000]).unwrap();
     guarded.agent.process.kill().unwrap();
     wait_readable(&guarded.peer, "the end of the connection");
@@ -147,7 +149,7 @@ fn the_agent_knows_that_a_second_connection_could_not_be_held() {
     let (_second, _) = guarded.listener.accept().unwrap();
     let said = guarded.agent.lines.next().unwrap();
     assert!(said.starts_with("Degraded"), "{said}");
-    // The nursery must still hold the first connection after the next one came and went.
+    // The nursery must still hold the first connection after it has held and released another one.
     assert_eq!(guarded.ask("beside"), "held");
     let (mut third, _) = guarded.listener.accept().unwrap();
     assert_eq!(guarded.ask("newest"), "let go");
@@ -170,7 +172,7 @@ fn the_user_is_told_of_a_socket_that_could_not_be_duplicated_for_the_nursery() {
         let expected = format!("the nursery cannot guard {subject}");
         assert!(said.starts_with("Degraded") && said.contains(&expected), "{request}: {said}");
     }
-    // The nursery must still hold the connection that was held before.
+    // The nursery must still hold the first connection.
     only_the_nursery_holds_the_first_connection(guarded, nursery);
 }
 

@@ -1,4 +1,4 @@
-//! Log files of real writer processes, shown on a console that is a pipe.
+//! Tests for log files of real writer processes, shown on a console that is a pipe.
 #![allow(clippy::unwrap_used, reason = "a failure is a failed test")]
 
 use std::collections::BTreeMap;
@@ -16,7 +16,7 @@ use elasticrs_testkit::wait_until;
 use nix::errno::Errno;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-/// A hang guard, never the thing measured.
+/// Time limit that keeps a test from hanging. No test measures it.
 const GUARD: Duration = Duration::from_secs(30);
 
 struct Fixture {
@@ -27,7 +27,7 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// Standard output is a pipe, standard error nothing.
+    /// Creates a fixture with a pipe as standard output. Standard error is discarded.
     fn new() -> Self {
         let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
         let null = OpenOptions::new().write(true).open("/dev/null").unwrap();
@@ -58,7 +58,7 @@ impl Fixture {
         self.logs.follow(vec![stream]).unwrap()[0]
     }
 
-    /// What comes to the console up to and including this line.
+    /// Reads the console's lines up to and including `last`.
     fn read_until(&self, last: &str) -> Vec<String> {
         let mut lines = Vec::new();
         for line in BufReader::new(&self.stdout).lines() {
@@ -75,7 +75,7 @@ impl Fixture {
         runtime.block_on(self.logs.drained(deadline))
     }
 
-    /// Everything on the console, once nothing more can come.
+    /// Closes the logs, and returns the remaining output on the console.
     fn close(self) -> String {
         let Self { logs, mut stdout, .. } = self;
         drop(logs);
@@ -85,7 +85,7 @@ impl Fixture {
     }
 }
 
-/// A shell whose standard output is appended to the file.
+/// Starts a shell whose standard output is appended to the file.
 fn writer(path: &Path, script: &str) -> Child {
     let file = OpenOptions::new().append(true).create(true).open(path).unwrap();
     Command::new("/bin/sh").args(["-c", script]).stdin(Stdio::piped()).stdout(file).spawn().unwrap()
@@ -129,7 +129,8 @@ fn nothing_of_many_writers_is_lost() {
     );
     let children: Vec<Child> = (0..WRITERS).map(|rank| writer(&fixture.path(rank), &script)).collect();
     let pipe = fixture.stdout.try_clone().unwrap();
-    // On a busy machine a writer may rest between the parts of a line, and the line is cut there. So the text counts.
+    // Compare the concatenated text. On a busy machine, a writer may pause between the parts of a line, which is
+    // then shown as two lines.
     let reader = std::thread::spawn(move || {
         let mut seen: BTreeMap<String, String> = BTreeMap::new();
         for line in BufReader::new(pipe).lines() {
@@ -168,7 +169,7 @@ fn a_file_that_cannot_be_opened_is_told_once_and_hinders_no_other() {
 #[test]
 fn a_read_error_is_told_once_and_ends_the_stream() {
     let fixture = Fixture::new();
-    // Offset 0 of our own memory is not mapped: a regular file, for `stat`, that cannot be read.
+    // For `stat`, this is a regular file. It cannot be read at offset 0, because that address is not mapped.
     let path = PathBuf::from("/proc/self/mem");
     let failed = fixture.follow_path(1, path.clone());
     let id = fixture.follow(0);
@@ -198,7 +199,7 @@ fn a_stuck_console_stops_nobody_and_gets_everything_later() {
     let missing = fixture.drained(Instant::now());
     assert_eq!(missing.len(), 1);
     assert_eq!(missing[0].stream.local_rank, 0);
-    // The next attempt is followed while the last one is still waiting.
+    // Follow the next attempt while output of the last one is still waiting.
     let next = fixture.follow(1);
     let last = format!("[0]:{}", LINES - 1);
     let lines = fixture.read_until(&last);
@@ -219,7 +220,7 @@ fn without_a_free_descriptor_a_file_is_opened_once_the_finished_files_are_closed
     append(&fixture.path(0), &b"0123456789\n".repeat(LINES));
     fixture.logs.finish(&[id]);
     assert_eq!(fixture.drained(Instant::now()).len(), 1, "the console holds the file open");
-    // The thread of the logs runs, so it has the descriptors that it needs.
+    // The logs' thread is running, so it has already opened the descriptors that it needs.
     (&fixture.stdout).read_exact(&mut [0]).unwrap();
     let stdout = fixture.stdout.try_clone().unwrap();
     let free = File::open("/dev/null").unwrap().as_raw_fd().cast_unsigned();
@@ -291,7 +292,7 @@ fn matching_lines_are_copied_beside_the_console_also_when_it_is_stuck() {
     let mut lines: Vec<Vec<u8>> = BufReader::new(File::open(&copy).unwrap()).split(b'\n').map(Result::unwrap).collect();
     lines.sort();
     assert_eq!(lines, [&b"[0]:error: \xff"[..], b"[0]:loss 1", b"[1]:loss 2"]);
-    // The console's own stream lacks nothing: it goes on from where it stood.
+    // The console's own stream has lost nothing, and continues where it stopped.
     fixture.logs.finish(&[console]);
     assert_eq!(fixture.read_until("[0]:loss 1").len(), 100_001);
 }
@@ -330,14 +331,14 @@ fn the_bytes_that_a_stuck_console_lacks_are_counted() {
     fixture.logs.finish(&[stuck]);
     let missing = fixture.drained(Instant::now());
     assert_eq!(missing.len(), 1);
-    // A pipe holds 64 KiB, prefixes included.
+    // The pipe holds up to 64 KiB of the output, including prefixes.
     assert!((SIZE - 64 * 1024..=SIZE).contains(&missing[0].bytes), "{missing:?}");
 }
 
-/// Who writes now is seen at this moment, whatever the clock says.
+/// Passed as the current time, and therefore returned for streams that are being written to.
 const FAR: Stamp = Stamp(u64::MAX);
 
-/// When the streams were written to last, once nothing of them waits to be read.
+/// Waits until all data has been read, and returns the time of the last write to a stream.
 fn written_last(logs: &Logs) -> Stamp {
     let mut last = None;
     wait_until("streams that do not count as written now", || {
@@ -349,7 +350,7 @@ fn written_last(logs: &Logs) -> Stamp {
 
 #[test]
 fn what_has_no_end_yet_is_no_sign_of_life_for_ever() {
-    // A prompt, a progress bar, a line; and copied by a filter that waits for the end of the line.
+    // Write a prompt, a progress bar, and a line. A filter also copies them, and waits for the end of a line.
     let texts = [("step 2 ...", "[0]:step 2 ..."), ("\r 20%|###", "[0]: 20%|###\n"), ("step 2\n", "[0]:step 2\n")];
     for (text, shown) in texts {
         let mut fixture = Fixture::new();
@@ -377,7 +378,8 @@ fn who_writes_to_a_console_that_takes_nothing_is_not_silent() {
     let mut first = [0; 4];
     (&fixture.stdout).read_exact(&mut first).unwrap();
     assert_eq!(fixture.logs.last_written(FAR), Some(FAR));
-    // What it wrote meanwhile was never seen: from now on it may be silent.
+    // While the console blocked, the logs did not see any later writes. The silence must therefore be counted from
+    // now on.
     let before = Stamp::now();
     append(&fixture.path(0), b"last\n");
     assert_eq!(fixture.read_until("[0]:last").len(), 100_001);
@@ -463,8 +465,8 @@ fn a_panic_is_reported_and_hangs_nobody() {
     assert_eq!(runtime.block_on(logs.drained(Instant::now() + GUARD)).len(), 1);
 }
 
-/// Runs a test of this file again, in namespaces of its own that `setup` has prepared. Where the system does not permit
-/// that, it prints the reason and leaves the test out.
+/// Runs a test of this file again in new namespaces that `setup` has prepared. If the system does not permit
+/// that, prints the reason and skips the test.
 #[expect(clippy::print_stderr, reason = "a test that is skipped says so")]
 fn runs_in_namespace(test: &str, dir: &Path, setup: &str) {
     let script = format!("{setup} || exit 77; exec \"$0\" --exact {test} --nocapture");
@@ -482,7 +484,7 @@ fn runs_in_namespace(test: &str, dir: &Path, setup: &str) {
     eprintln!("skipped, no namespace of our own: {reason}");
 }
 
-/// Set in the environment inside the namespace.
+/// Environment variable that is set inside the namespace, to the folder of the test.
 const INSIDE: &str = "ELASTICRS_TEST_INSIDE";
 
 #[test]

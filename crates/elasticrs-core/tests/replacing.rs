@@ -1,4 +1,4 @@
-//! Workers that are replaced while the others of their group go on.
+//! Tests for replacing workers while the others in their group continue.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -19,12 +19,13 @@ use elasticrs_testkit::nursery::{Lines, pipe, worker};
 use elasticrs_testkit::{is_running, open_fds, wait_for_end, wait_for_state, worker_program};
 use tempfile::TempDir;
 
-/// A running group that replaces, its pids, and what the workers have said before they were ready.
+/// Starts a group that replaces workers. Returns its pids, and the lines that the workers wrote before they were
+/// ready.
 fn run(supervisor: &Supervisor, commands: &[&[&str]]) -> (Vec<i32>, Lines) {
     run_with(supervisor, commands, |_| ())
 }
 
-/// Two workers, of which the first has died; the pid of the other one.
+/// Starts two workers, kills the first one, and returns the pid of the second one.
 fn run_without_the_first(supervisor: &Supervisor) -> (i32, Lines) {
     let (pids, lines) = run(supervisor, &[&["sleep"], &["sleep"]]);
     kill(pids[0]);
@@ -51,7 +52,7 @@ fn in_place_of(local_rank: u32, arguments: &[&str]) -> (ProcessSpec, Vec<OwnedFd
     (process, vec![writer], Lines::new(reader))
 }
 
-/// Starts another process there, and waits until it is ready.
+/// Starts a replacement for a local rank, and waits until it is ready.
 fn replace(supervisor: &Supervisor, local_rank: u32, arguments: &[&str]) -> (i32, Lines) {
     let (process, descriptors, mut lines) = in_place_of(local_rank, arguments);
     supervisor.replace(process, descriptors).unwrap();
@@ -61,7 +62,7 @@ fn replace(supervisor: &Supervisor, local_rank: u32, arguments: &[&str]) -> (i32
     (pid, lines)
 }
 
-/// A start in the place of local rank 0 that hangs for as long as the folder is there.
+/// Starts a replacement for local rank 0. Its start hangs as long as the returned folder exists.
 fn hang_in_place(supervisor: &Supervisor) -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let hangs = ProcessSpec { warm: is_warm(), ..hanging_worker(folder.path()) };
@@ -74,7 +75,7 @@ fn kill(pid: i32) {
     elasticrs_sys::pidfd::send_signal(pidfd, libc::SIGKILL).unwrap();
 }
 
-/// The next two events: a worker's end, and that nothing of it is left.
+/// Checks that the next two events are a worker's exit and the cleanup of its leftover processes.
 fn until_swept(supervisor: &Supervisor) -> (u32, WorkerExit, SweepOutcome) {
     let Event::WorkerExited { local_rank, exit, sent: None, .. } = event(supervisor) else { panic!("it ends") };
     let Event::WorkerSwept { local_rank: of, swept, .. } = event(supervisor) else { panic!("it is swept") };
@@ -191,7 +192,7 @@ fn the_loss_of_the_nursery_ends_a_group_that_replaces() {
     until_swept(&supervisor);
     kill(supervisor.nursery_pid().unwrap());
     let (process, descriptors, _) = in_place_of(0, &["sleep"]);
-    // Its loss may be known already.
+    // Ignore an error, because the loss of the nursery may already be known.
     let _ = supervisor.replace(process, descriptors);
     assert_eq!(outcome(&supervisor), Outcome::Lost);
     close(supervisor);
@@ -291,7 +292,7 @@ fn a_start_in_a_place_that_hangs_is_killed_and_the_others_go_on() {
     let _fifo = hang_in_place(&supervisor);
     let Event::Degraded { message } = event(&supervisor) else { panic!("it is told") };
     assert!(message.starts_with("local rank 0 did not start within 2s: it hangs while trying to open"), "{message}");
-    // Nobody can tell a program that is killed as it is executed from one that is killed later.
+    // Accept both events, because a program killed during its execution looks the same as one killed later.
     match event(&supervisor) {
         Event::WorkerReplaced { local_rank: 0, .. } => {
             until_swept(&supervisor);
@@ -350,7 +351,7 @@ fn the_fence_ends_a_start_that_hangs_in_a_place() {
     let supervisor = supervisor();
     let (survivor, _lines) = run_without_the_first(&supervisor);
     let _fifo = hang_in_place(&supervisor);
-    // The nursery cannot see it: it waits.
+    // The nursery cannot enforce this deadline, because it is waiting for the start.
     assert!(supervisor.fence().set(Some(boot_now() + 300_000_000)));
     assert!(matches!(event(&supervisor), Event::Fenced { .. }));
     assert_eq!(outcome(&supervisor), Outcome::Stopped);

@@ -1,4 +1,5 @@
-//! What a sentinel does for an agent that is gone, or does nothing, and for a nursery that cannot act.
+//! Tests for a sentinel (the process that guards a nursery): its agent is dead or does nothing, or its nursery
+//! cannot act.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -23,7 +24,7 @@ use nix::sys::prctl;
 use nix::sys::ptrace;
 use nix::unistd::Pid;
 
-/// A warm nursery and its sentinel, of an agent that does nothing.
+/// A warm nursery and its sentinel. Their agent is this test, which does nothing.
 struct Both {
     nursery: Launched,
     sentinel: Launched,
@@ -33,7 +34,7 @@ struct Both {
 
 impl Both {
     fn start(what: &str) -> Self {
-        // What a killed nursery leaves comes to us.
+        // Adopt the processes that a killed nursery leaves.
         prctl::set_child_subreaper(true).unwrap();
         let mut nursery = launch(&[warm_image(what, HANG), image()]).unwrap();
         let mut sentinel = *nursery.sentinel.take().unwrap();
@@ -47,7 +48,7 @@ impl Both {
         Self { nursery, sentinel, activity, fence }
     }
 
-    /// Starts a worker that leaves a daemon, and another one; returns the pid of the daemon.
+    /// Starts two workers, of which the first leaves a daemon. Returns the daemon's pid.
     fn spawn(&mut self) -> i32 {
         let (reader, writer) = pipe();
         let spawn = |process| Request::Spawn { process, keep_ignored: Vec::new() };
@@ -60,7 +61,7 @@ impl Both {
         lines.said[0].parse().unwrap()
     }
 
-    /// Hangs up, as an agent does that is killed, and returns how both end.
+    /// Closes the links, as if the agent had been killed. Returns the exit statuses of the nursery and the sentinel.
     fn hang_up(self) -> [i32; 2] {
         let Self { nursery, sentinel, .. } = self;
         drop((nursery.link, sentinel.link));
@@ -68,14 +69,14 @@ impl Both {
     }
 }
 
-/// The status of a child, when it has ended.
+/// Waits until a child has exited, and returns its status.
 fn end_of(pid: i32, pidfd: &OwnedFd) -> i32 {
     wait_readable(pidfd, "the end of a nursery");
     let wait::Waited::Changed { status, .. } = wait::reap(pid) else { panic!("it is our child") };
     status
 }
 
-/// What came to us from a nursery that was killed, workers included, ends by itself.
+/// Checks that all processes adopted from a killed nursery, including workers, exit by themselves.
 fn assert_nothing_is_left() {
     for pid in children_of_self() {
         wait_for_end(pid);
@@ -107,7 +108,7 @@ fn what_a_nursery_leaves_that_is_killed_with_its_agent_is_ended() {
 fn a_nursery_that_ends_everything_by_itself_may_take_its_time() {
     let mut both = Both::start("");
     let slow = Pid::from_raw(both.spawn());
-    // It stops on its way out until we let it go.
+    // Make the process stop while it exits, until the test lets it continue.
     ptrace::seize(slow, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
     wait_until("the end of the start", || both.activity.look() == Doing::Waits);
     pidfd::send_signal(&both.nursery.pidfd, libc::SIGSTOP).unwrap();
@@ -115,7 +116,7 @@ fn a_nursery_that_ends_everything_by_itself_may_take_its_time() {
     let nursery = both.nursery.pidfd.try_clone().unwrap();
     let going_on = std::thread::spawn(move || both.hang_up());
     wait_for_state(slow.as_raw(), 't');
-    // The sentinel looks several times.
+    // The sentinel checks the nursery several times in this period.
     assert_eq!(poll(&mut [PollFd::new(nursery.as_fd(), PollFlags::POLLIN)], 300_u16), Ok(0));
     ptrace::cont(slow, None).unwrap();
     wait_for_end(slow.as_raw());

@@ -1,4 +1,4 @@
-//! Groups of real processes under the supervisor.
+//! Tests for groups of real processes under the supervisor.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -23,7 +23,8 @@ use elasticrs_testkit::{assert_no_children, wait_for_state, wait_until, worker_p
 
 const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
 
-/// Everything until the end of the group: exits by rank, with the signal that we had sent, and the end.
+/// Waits for the end of the group. Returns the exits by local rank, each with the signal sent by the supervisor,
+/// and the last event.
 fn until_end(supervisor: &Supervisor) -> (Vec<(u32, WorkerExit, Option<Signal>)>, Event) {
     let mut exits = Vec::new();
     loop {
@@ -185,7 +186,7 @@ fn a_nursery_that_does_not_wake_up_is_killed_and_said_to_have_hung() {
     use nix::sys::ptrace;
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
-    // SIGCONT does not wake up who is held by a tracer.
+    // Hold the nursery with a tracer, because SIGCONT does not wake up a traced process.
     let nursery = nix::unistd::Pid::from_raw(supervisor.nursery_pid().unwrap());
     ptrace::seize(nursery, ptrace::Options::empty()).unwrap();
     ptrace::interrupt(nursery).unwrap();
@@ -204,7 +205,7 @@ fn a_nursery_that_cannot_die_is_left_behind_and_said_so() {
     use nix::sys::ptrace;
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["daemonise"]]);
-    // As in a frozen control group: SIGKILL has no effect until we say so.
+    // Make SIGKILL ineffective until the test releases the nursery, as in a frozen control group.
     let nursery = nix::unistd::Pid::from_raw(supervisor.nursery_pid().unwrap());
     ptrace::seize(nursery, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
     ptrace::interrupt(nursery).unwrap();
@@ -261,7 +262,7 @@ fn who_died_by_itself_before_a_stop_is_not_listed_as_stopped() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
     let nursery = supervisor.nursery_pid().unwrap();
-    // So that the death is not told before the stop.
+    // Stop the nursery, so that it does not report the death before the stop.
     kill(nursery, libc::SIGSTOP);
     wait_for_state(nursery, 'T');
     kill(pids[0], libc::SIGKILL);
@@ -409,7 +410,7 @@ fn a_process_that_sent_a_notice_before_it_was_adopted_may_send_another() {
         assert_eq!(lines.next().unwrap().unwrap(), "SENT");
     };
     send_notice();
-    // The supervisor receives all notices before it handles a command.
+    // Wait for a command, because the supervisor receives all notices before it handles a command.
     supervisor.drain(Duration::ZERO).unwrap();
     let pid = i32::try_from(sender.id()).unwrap();
     supervisor.adopt(0, pid, None, None).unwrap();
@@ -427,7 +428,7 @@ fn the_status_of_a_strangers_child_comes_through_its_pipe() {
     let supervisor = supervisor();
     supervisor.start(group(vec![])).unwrap();
     assert!(matches!(event(&supervisor), Event::GroupStarted { .. }));
-    // A grandchild, which only the shell in between can wait for.
+    // Start a grandchild, which only the shell in between can wait for.
     let code = "exec 3<&0; sh -c 'read go; exit 7' <&3 & echo $!; wait $!; exec cat >/dev/null";
     let mut shell = std::process::Command::new("sh")
         .args(["-c", code])
@@ -511,7 +512,7 @@ fn in_a_host_application_a_lost_nursery_leaves_no_daemon_either() {
     let Event::GroupEnded { outcome: Outcome::Lost, swept, .. } = end else { panic!("{end:?}") };
     assert_eq!(swept.ended.len(), 1, "found by its token: {swept:?}");
     supervisor.close(false).unwrap();
-    // The worker and its daemon have fallen to this process, because the test made it a subreaper.
+    // This process has adopted the worker and its daemon, because the test made it a subreaper.
     while nix::sys::wait::wait().is_ok() {}
     assert_no_children();
 }

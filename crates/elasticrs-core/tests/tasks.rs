@@ -1,4 +1,4 @@
-//! Futures of others on the supervisor's runtime thread.
+//! Tests for callers' futures on the supervisor's runtime thread.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -71,7 +71,7 @@ fn a_panic_of_a_task_is_told_and_hurts_nobody_else() {
     assert_no_children();
 }
 
-/// What the task holds when it is dropped: says then whether the nursery is still there.
+/// Value that the task owns. When it is dropped, it reports whether the nursery is still running.
 struct Held {
     nursery: i32,
     connection: UnixStream,
@@ -80,7 +80,7 @@ struct Held {
 impl Drop for Held {
     fn drop(&mut self) {
         let there: &[u8] = if is_running(self.nursery) { b"too early" } else { b"in order" };
-        // A test that has failed already does not read.
+        // Ignore an error, because a test that has already failed does not read.
         let _ = self.connection.write_all(there);
     }
 }

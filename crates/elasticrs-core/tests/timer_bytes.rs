@@ -1,4 +1,4 @@
-//! What the fuzz target `timers` does, on random bytes and on random pieces of records.
+//! Runs the code of the fuzz target `timers` on random bytes and on random pieces of records.
 
 #[path = "../fuzz/fuzz_targets/chain.rs"]
 mod chain;
@@ -45,14 +45,14 @@ proptest! {
     }
 }
 
-/// Otherwise the others would prove nothing.
+/// Checks that valid records reach the table, because the other tests would otherwise prove nothing.
 #[test]
 fn records_reach_the_table() {
     let lines =
         |numbers: &[usize]| numbers.iter().map(|number| [PIECES[*number], "\n"].concat()).collect::<Vec<_>>().concat();
     assert_eq!(chain::run(lines(&[0, 3]).as_bytes()), 2);
     assert_eq!(chain::run(lines(&[0, 0, 3, 1]).as_bytes()), 1);
-    // What follows half a record is read on its own.
+    // A complete record is read even if it follows an incomplete one on the same line.
     assert_eq!(chain::run(lines(&[0]).replace('{', &format!("{}{{", PIECES[4])).as_bytes()), 1);
 }
 

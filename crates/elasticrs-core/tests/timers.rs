@@ -1,4 +1,4 @@
-//! Expiration timers of real processes. The test writes the records, in the name of whom it likes.
+//! Tests for expiration timers of real processes. The test writes the records, with any pid that it needs.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -23,7 +23,7 @@ use elasticrs_sys::signal::Signal;
 use elasticrs_testkit::nursery::{Lines, pipe, process, with_stdout, worker};
 use elasticrs_testkit::{assert_no_children, is_running, wait_until};
 
-/// A guard against hanging, never what is measured.
+/// Time limit that keeps a test from hanging. No test measures it.
 const HANG: Duration = Duration::from_secs(20);
 const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 
@@ -43,7 +43,7 @@ impl Job {
         Self::start_with(|_| processes)
     }
 
-    /// The workers may write to the FIFO at this path.
+    /// Starts a job. `processes` gets the path of the FIFO, to which the workers may write.
     fn start_with(processes: impl FnOnce(&Path) -> Vec<ProcessSpec>) -> Self {
         let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap();
         let path = supervisor.watch_timers(None).unwrap();
@@ -108,8 +108,8 @@ impl Job {
         self.fifo.write_all(text.as_bytes()).unwrap();
     }
 
-    /// The timer of the first worker expires. Evidence takes as long as it may: this `py-spy` says that it was asked, and
-    /// no more.
+    /// Lets the timer of the first worker expire. Collecting evidence then takes the maximum time, because this
+    /// `py-spy` only reports that it was started.
     fn is_asked_where_it_is(&mut self) {
         let folder = tempfile::tempdir().unwrap();
         let (spy, asked) = (folder.path().join("py-spy"), folder.path().join("asked"));
@@ -128,7 +128,7 @@ impl Job {
         (exits, outcome)
     }
 
-    /// Also returns the workers that were killed because the grace of a stop was over.
+    /// Like `until_end`, but also returns the workers that were killed after the grace period of a stop.
     fn until_end_with_killed(&self) -> (Vec<Exited>, Vec<(u32, i32)>, Outcome) {
         let (mut exits, mut killed) = (Vec::new(), Vec::new());
         loop {
@@ -199,7 +199,7 @@ fn a_worker_that_does_not_release_its_timer_fails_and_the_agent_lives() {
 fn released_and_replaced_timers_do_not_expire() {
     let mut job = Job::sleepers(1);
     let pid = job.pids[0];
-    // The first one is due when it is read: what is written behind it counts all the same (TIM-2).
+    // The first timer is already due when its record is read. The release after it must still take effect (TIM-2).
     job.write(&(acquire(pid, "a", -1.0, 9) + &release(pid, "a")));
     job.write(&(acquire(pid, "b", 0.02, 9) + &acquire(pid, "b", 1000.0, 9)));
     job.write(&acquire(pid, "c", 0.1, 0));
@@ -214,7 +214,7 @@ fn the_monotonic_deadline_of_a_record_counts_and_not_its_wall_clock() {
     let mut job = Job::sleepers(1);
     let pid = job.pids[0];
     let at = |from_now: u64| format!(", \"deadline_ns\": {}, \"at\": \"a.py#7\"", Stamp::now().0 + from_now);
-    // As after a step of the clock, in either direction.
+    // Simulate a step of the wall clock, in either direction.
     job.write(&record(pid, "far", wall(-1000.0), 9, &at(1_000_000_000_000)));
     job.write(&record(pid, "near", wall(1000.0), 0, &at(1_000_000)));
     let timer = job.expired();
@@ -269,7 +269,7 @@ fn junk_is_told_once_and_does_no_harm() {
     let complaints = [job.complaint(), job.complaint()];
     assert!(complaints[0].contains("more than 4096 bytes"), "{complaints:?}");
     assert!(complaints[1].contains("not a timer record"), "{complaints:?}");
-    // The writer dies within its record, and another one follows.
+    // One writer dies in the middle of its record, and the record of another one follows.
     let whole = acquire(job.pids[0], "good", 0.0, 0);
     job.write(&format!("{}{whole}", &whole[..40]));
     assert_eq!(job.expired().scope, "good", "TIM-4");
@@ -317,7 +317,7 @@ fn there_is_one_fifo_for_a_supervisor() {
     assert!(!late.exists());
 }
 
-/// Sends whether `path` exists when the thread that owns this value exits.
+/// When the owning thread exits, sends true if `path` exists.
 struct AtExit {
     path: PathBuf,
     exists: Sender<bool>,
@@ -325,7 +325,7 @@ struct AtExit {
 
 impl Drop for AtExit {
     fn drop(&mut self) {
-        // Ignore an error, which occurs if the test has failed.
+        // Ignore an error, because the receiver is dropped if the test fails.
         let _ = self.exists.send(self.path.exists());
     }
 }
@@ -366,11 +366,11 @@ fn the_thread_that_supervises_neither_makes_nor_removes_the_fifo() {
 
 #[test]
 fn a_worker_that_floods_the_fifo_does_not_delay_its_stop() {
-    // The limit on its time ends it when the stop does not.
+    // The limit on its CPU time ends the worker if the stop does not.
     let flood = |path: &Path| format!("trap '' TERM; ulimit -t 40; echo READY; exec yes '' > {}", path.display());
     let job = Job::start_with(|path| vec![shell(&flood(path)), worker(&["sleep"])]);
     assert!(job.complaint().contains("not a timer record"), "it floods");
-    // The deadline of the stop, the exit of a worker, and the reply of the nursery: none of them waits for the flood.
+    // The flood delays neither the deadline of the stop, nor the worker's exit, nor the nursery's reply.
     job.supervisor.stop(StopPolicy { signal: Signal::TERM, grace: Duration::from_millis(100) }).unwrap();
     let (exits, killed, outcome) = job.until_end_with_killed();
     assert_eq!(killed, [(0, job.pids[0])]);
@@ -404,7 +404,7 @@ fn of_many_timers_that_are_only_told_some_are_told_and_the_others_counted() {
 
 #[test]
 fn who_is_to_be_signalled_is_not_forgotten_for_others_that_have_timers() {
-    // More processes than may have timers at a time.
+    // Start more processes than can have timers at the same time.
     let script = "for i in $(seq 520); do sleep 1000 & echo $!; done; echo READY; wait";
     let mut job = Job::start(vec![worker(&["sleep"]), shell(script)]);
     let children: Vec<i32> = job.lines.said.iter().filter_map(|line| line.parse().ok()).collect();
@@ -427,7 +427,7 @@ fn who_looks_into_a_worker_goes_with_the_group_that_is_stopped() {
     let mut job = Job::sleepers(1);
     job.is_asked_where_it_is();
     job.supervisor.stop(KILL).unwrap();
-    // Whether the timer is told before is chance.
+    // The timer may or may not be reported before the end of the group.
     while !matches!(job.event(), Event::GroupEnded { .. }) {}
     job.close();
 }

@@ -1,4 +1,4 @@
-//! Workers that are forks of their nursery.
+//! Tests for workers that are forked from their nursery.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -48,7 +48,7 @@ fn descriptors(pid: i32) -> Vec<i32> {
     numbers
 }
 
-/// The process that it is a child of.
+/// Returns the pid of the parent process.
 fn parent(pid: i32) -> i32 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("PPid:")).unwrap();

@@ -1,4 +1,5 @@
-//! Measures the nursery: `nursery-bench IMAGE [ROUNDS]`. Figures are medians of the rounds; the machine should be idle.
+//! Benchmarks of the nursery: `nursery-bench IMAGE [ROUNDS]`. The results are medians over all rounds. The
+//! machine should be idle.
 
 use std::error::Error;
 use std::io::{self, Write};
@@ -24,7 +25,7 @@ fn next(nursery: &mut Launched) -> Result<(Reply, Vec<OwnedFd>)> {
     }
 }
 
-/// A nursery from memory, and how long it took to be ready.
+/// Starts a nursery from memory. Returns it, and the time until it was ready.
 fn start(image: &'static [u8]) -> Result<(Launched, Duration)> {
     let begin = Instant::now();
     let mut nursery = launch(&[NurseryImage::Embedded(image)])?;
@@ -39,7 +40,7 @@ fn end(nursery: Launched) {
     wait::reap(pid);
 }
 
-/// Starts workers that say READY (and before it the pid of their daemon, if any) on a pipe; returns all pids.
+/// Starts workers that write READY to a pipe, after the pid of their daemon if they have one. Returns all pids.
 fn spawn(nursery: &mut Launched, count: u32, command: &str) -> Result<Vec<i32>> {
     let (reader, writer) = io::pipe()?;
     let mut pids = Vec::new();
@@ -75,7 +76,7 @@ fn sweep(nursery: &mut Launched) -> Result<Duration> {
     Ok(begin.elapsed())
 }
 
-/// Median and largest in microseconds.
+/// Prints the median and the maximum in microseconds.
 fn report(what: &str, mut figures: Vec<Duration>) -> Result<()> {
     figures.sort_unstable();
     let (median, largest) = (figures[figures.len() / 2], figures[figures.len() - 1]);
@@ -136,7 +137,7 @@ fn main() -> Result<()> {
         for _ in 0..rounds {
             spawn(&mut nursery, if command == "daemonise" { 8 } else { 1 }, command)?;
             if command == "fork-bomb" {
-                // Full size: otherwise it is swept while it is small.
+                // Wait until the fork bomb has its full size, because a smaller one would be swept faster.
                 while elasticrs_nursery::tree::descendants(nursery.pid, &[]).count() < 150 {}
             }
             figures.push(sweep(&mut nursery)?);
@@ -168,7 +169,7 @@ fn main() -> Result<()> {
         let (mut nursery, _) = start(image)?;
         let pids = spawn(&mut nursery, 8, "daemonise")?;
         let begin = Instant::now();
-        // The same path as the agent's death, which another process would have to measure.
+        // Closing the link has the same effect as the agent's death, which only another process could measure.
         let pid = nursery.pid;
         drop(nursery);
         for pid in pids {
@@ -182,7 +183,8 @@ fn main() -> Result<()> {
     fenced(image, rounds)
 }
 
-/// The fence: what a renewal costs, and how late the workers are killed.
+/// Measures the fence (the deadline at which the nursery kills all workers): the cost of a renewal, and the delay
+/// of the kill.
 fn fenced(image: &'static [u8], rounds: u32) -> Result<()> {
     const RENEWALS: u32 = 1_000_000;
     let fence = Fence::new()?;
@@ -206,7 +208,7 @@ fn fenced(image: &'static [u8], rounds: u32) -> Result<()> {
             wait_for_end(pid);
         }
         figures.push(Duration::from_nanos(boot_now() - deadline));
-        // What is still queued belongs to this round.
+        // Read the replies that are still queued, because they belong to this round.
         sweep(&mut nursery)?;
     }
     report("deadline of the fence to 8 workers and 8 daemons gone", figures)?;

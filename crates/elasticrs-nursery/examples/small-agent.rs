@@ -1,7 +1,7 @@
-//! The smallest agent: starts workers under a nursery, says their pids, and waits for its own end.
+//! The smallest agent: starts workers under a nursery, prints their pids, and waits until it is killed.
 //!
-//! `small-agent NURSERY COUNT PROGRAM [ARGUMENT …]`. Each worker has the agent's standard output. When all run, the
-//! line `nursery PID workers PID …` is written.
+//! `small-agent NURSERY COUNT PROGRAM [ARGUMENT …]`. Each worker uses the agent's standard output. When all
+//! workers run, the agent prints the line `nursery PID workers PID …`.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -37,7 +37,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         let (argv, env) = (argv.clone(), vec!["PATH=/usr/bin:/bin".into()]);
         let process = ProcessSpec { local_rank, stdio, ..ProcessSpec::new(argv, env) };
         nursery.link.send(&Request::Spawn { process, keep_ignored: Vec::new() }, Vec::new())?;
-        // Others of the group may be stopped or gone before all are started.
+        // Skip other replies, because some workers may stop or exit before all have been started.
         let pid = loop {
             match next(&mut nursery)? {
                 Reply::Spawned { pid, .. } => break pid,

@@ -1,4 +1,5 @@
-//! Processes that clean up after others: whatever ends these, they are ended last, and have a moment for it.
+//! Tests for cleaners (processes that clean up after others). They are always killed last, and after a grace
+//! period.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::path::PathBuf;
@@ -9,7 +10,7 @@ use elasticrs_nursery::sweep::{kill_by_token, sweep_children_of_self};
 use elasticrs_testkit::nursery::{Agent, Client, Worker, program};
 use elasticrs_testkit::{assert_no_children, is_running, wait_for_end, worker_program};
 
-/// A worker whose cleaner removes a file when all others have ended.
+/// A worker whose cleaner removes a file once all other processes have exited.
 struct Cleaned {
     client: Client,
     worker: Worker,

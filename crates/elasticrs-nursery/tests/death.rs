@@ -1,4 +1,4 @@
-//! Who dies with whom: the agent, the nursery, the link between them.
+//! Tests for which processes die with the agent, with the nursery, and with the link between them.
 
 use std::os::fd::AsRawFd;
 use std::process::Command;
@@ -10,7 +10,7 @@ use elasticrs_sys::wait;
 use elasticrs_testkit::nursery::{Agent, Client, pipe, program};
 use elasticrs_testkit::{is_running, wait_for_end, wait_for_state, worker_program};
 
-/// `examples/small-agent.rs` with workers that do this.
+/// Starts `examples/small-agent.rs` with workers that execute `command`.
 fn small_agent(workers: usize, command: &str) -> Agent {
     Agent::start(
         &program(),
@@ -118,7 +118,7 @@ fn a_chain_that_lost_its_nursery_is_ended_by_an_agent_that_adopts_it() {
 #[test]
 fn a_daemon_is_ended_by_its_token_where_nobody_adopts_it() {
     let mut client = Client::start();
-    // As inside a host application: what the nursery leaves goes to init.
+    // As in a host application, let init adopt the processes that the nursery leaves.
     nix::sys::prctl::set_child_subreaper(false).unwrap();
     let (_worker, mut lines) = client.spawn_ready(&["daemonise"]);
     let daemon: i32 = lines.said[0].parse().unwrap();
@@ -154,7 +154,7 @@ fn an_idle_nursery_sleeps() {
         let line = status.lines().find(|line| line.starts_with("voluntary_ctxt_switches")).unwrap().to_owned();
         line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap()
     };
-    // Once it sleeps, it has nothing left to do; a tick of the test's own clock passes without a wake-up.
+    // Once the nursery sleeps, it has nothing left to do. It must not wake up while the test waits.
     wait_for_state(client.nursery.pid, 'S');
     let before = switches(client.nursery.pid);
     let (nobody_writes, _keep) = pipe();

@@ -1,4 +1,4 @@
-//! What the nursery does for an agent that is stopped: it enforces the fence, and holds a connection.
+//! Tests for a nursery whose agent is stopped. It enforces the fence deadline and holds a connection.
 
 use std::os::fd::AsFd;
 
@@ -43,14 +43,14 @@ fn a_sweep_of_the_fence_that_still_runs_does_not_end_the_next_group() {
     client.nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
     let (_, lines) = client.spawn_ready(&["daemonise"]);
     let slow = Pid::from_raw(lines.said[0].parse().unwrap());
-    // It stops on its way out until we let it go.
+    // Make the process stop while it exits, until the test lets it continue.
     ptrace::seize(slow, ptrace::Options::PTRACE_O_TRACEEXIT).unwrap();
     fence.set(Some(boot_now()));
     assert!(matches!(client.next_reply().0, Reply::Fenced { .. }));
     wait_for_state(slow.as_raw(), 't');
     fence.set(None);
     client.request_spawn(&worker(&["sleep"]), &[], Vec::new());
-    // A nursery that starts it now would say so, and kill it in the next moment.
+    // A nursery that started the worker now would report the start, and then kill the worker.
     let mut told = [PollFd::new(client.nursery.link.as_fd(), PollFlags::POLLIN)];
     poll(&mut told, 300_u16).unwrap();
     ptrace::cont(slow, None).unwrap();
@@ -65,7 +65,8 @@ fn a_sweep_of_the_fence_that_still_runs_does_not_end_the_next_group() {
 
 #[test]
 fn a_nursery_that_has_no_descriptor_left_says_that_it_cannot_guard() {
-    // The limit just covers its own: the standard ones, the fixed ones, SIGCHLD, and those in reserve.
+    // The limit is just enough for the nursery's own descriptors: standard streams, fixed numbers, SIGCHLD, and the
+    // reserve.
     let code = format!("ulimit -n 11; exec {} \"$0\"", program().display());
     let args = vec!["sh".into(), "-c".into(), code.into()];
     let mut client = Client::start_from(NurseryImage::Program { path: "/bin/sh".into(), args });

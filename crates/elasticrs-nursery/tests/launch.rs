@@ -1,4 +1,4 @@
-//! How a nursery is started, and what it is once it runs.
+//! Tests for how a nursery is started, and for its state once it runs.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::fs;

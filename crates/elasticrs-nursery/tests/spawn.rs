@@ -1,4 +1,5 @@
-//! How a worker is started: its session, descriptors, signals, files; and every way in which that can fail.
+//! Tests for how a worker is started (session, descriptors, signals and files), and for every way in which its
+//! start can fail.
 
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
@@ -18,7 +19,7 @@ fn a_worker_ends_and_its_exit_is_told_once() {
     let (exit, usage) = client.exit_of(worker.pid);
     assert_eq!(exit, WorkerExit::Exited { code: 7 });
     assert!(usage.max_rss_kib > 100, "{usage:?}");
-    // The answer to a sweep is the next thing that is told: the exit does not come again.
+    // The next reply must be the one to the sweep, because the exit is not reported again.
     client.send(&Request::Sweep { number: 1, linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 });
     assert!(matches!(client.next_reply().0, Reply::Swept { .. }));
 }
@@ -75,7 +76,7 @@ fn targets_that_are_sources_of_others_do_not_collide() {
         ["a", "b", "c", "d"].map(|name| (name, tempfile::Builder::new().prefix(name).tempfile().unwrap())).into();
     let (reader, writer) = pipe();
     let mut process = with_stdout(worker(&["fds"]));
-    // The nursery holds them at about these numbers: each target is another one's source.
+    // The nursery holds the descriptors at about these numbers, so each target is the source of another descriptor.
     let targets = [10, 9, 8, 7];
     process.pass_fds.extend((1..).zip(targets).map(|(source, target)| PassedFd { source, target }));
     let mut fds = vec![writer];
@@ -100,7 +101,7 @@ fn no_signal_is_blocked_and_only_the_chosen_ones_are_ignored() {
         let worker = client.spawned().unwrap();
         let mut lines = Lines::new(reader);
         lines.until_ready();
-        // SIGPIPE is ignored by the runtime of the testkit's language, not by us.
+        // SIGPIPE is ignored by the test worker's Rust runtime, not by the nursery.
         assert_eq!(lines.said[0], format!("SigBlk:\t{:016x}", 0));
         assert_eq!(lines.said[1], format!("SigIgn:\t{expected:016x}"));
         client.exit_of(worker.pid);
@@ -150,7 +151,7 @@ fn the_program_is_searched_for_in_the_workers_path() {
     process.env = vec![format!("PATH=/nowhere:{}:/usr/bin:/bin", denied.display()).into()];
     let worker = client.spawn(&process);
     assert_eq!(client.exit_of(worker.pid).0, WorkerExit::Exited { code: 0 });
-    // What was found and may not be executed is the better message, when nothing else is found.
+    // If nothing else is found, report the file that may not be executed, because that is the more helpful message.
     process.env = vec![format!("PATH={}:/nowhere", denied.display()).into()];
     assert_eq!(client.try_spawn(&process).err(), Some((Stage::Exec, libc::EACCES, "true".to_owned())));
 }
@@ -207,7 +208,7 @@ fn a_start_that_hangs_tells_its_stage_and_ends_with_the_nursery() {
     let fifo = folder.path().join("fifo");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let mut process = worker(&["sleep"]);
-    // Nobody ever reads from it, so opening it blocks, as on a dead network file system.
+    // Nothing ever reads from the FIFO, so opening it blocks, as on a dead network file system.
     process.stdio[1] = Stdio::File(fifo);
     client.request_spawn(&process, &[], Vec::new());
     loop {
@@ -219,7 +220,7 @@ fn a_start_that_hangs_tells_its_stage_and_ends_with_the_nursery() {
     let blocked = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", client.nursery.pid)).unwrap();
     let blocked: i32 = blocked.trim().parse().unwrap();
     client.kill();
-    // It comes to us as the next subreaper, killed by its parent's death.
+    // The blocked child was killed when its parent died. This process adopts it as the next subreaper.
     elasticrs_testkit::wait_for_end(blocked);
     let reaped = elasticrs_sys::wait::reap(blocked);
     let elasticrs_sys::wait::Waited::Changed { status, .. } = reaped else { panic!("{reaped:?}") };

@@ -1,6 +1,7 @@
-//! Processes that hang in the kernel and hold the lock of their memory: nobody waits for them but to see their end.
+//! Tests for processes that hang in the kernel and hold the lock of their address space. Nothing may wait for
+//! them, except for their exit.
 //!
-//! They need root, and a kernel with FUSE; without, these tests see nothing.
+//! The tests need root and a kernel with FUSE. Without these, they check nothing.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::time::Duration;
@@ -11,10 +12,10 @@ use elasticrs_testkit::hung_file::{HungFile, wait_until_it_hangs};
 use elasticrs_testkit::nursery::{Client, Lines, Worker, pipe, process, with_stdout};
 use elasticrs_testkit::{is_running, wait_for_end, wait_until, worker_program};
 
-/// Told as stuck after that: long enough for the others to end.
+/// Time after which a process is reported as stuck. It is long enough for the others to exit.
 const GIVE_UP: Duration = Duration::from_millis(500);
 
-/// A worker with three descendants, of which the second hangs.
+/// A worker with three descendants. The second one hangs.
 struct Hung {
     file: HungFile,
     client: Client,
@@ -43,7 +44,8 @@ impl Hung {
         Some(Self { file, client, worker, stuck: pids[1], others: vec![pids[0], pids[2]], _folder: folder })
     }
 
-    /// The others have ended, whose names are told; the one that hangs is told as that alone.
+    /// Checks that the other processes have exited and are reported by name, and that only the hanging one is
+    /// reported as stuck.
     fn check(&self, ended: &[Descendant], stuck: &[Descendant]) {
         assert!(!self.others.iter().any(|&pid| is_running(pid)));
         assert!(is_running(self.stuck), "it hangs");
@@ -64,7 +66,7 @@ fn the_nursery_ends_the_others_first_and_does_not_say_that_it_has_ended_that_one
     let swept = hung.client.swept();
     hung.check(&swept.ended, &swept.stuck);
     drop(hung.file);
-    // It ends then, by the signal that it has got.
+    // The process now exits, because of the signal that it received earlier.
     assert!(hung.client.sweep(0, 0).stuck.is_empty());
 }
 

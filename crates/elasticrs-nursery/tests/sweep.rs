@@ -1,4 +1,4 @@
-//! Sweeping: whatever a worker has left behind is ended, and what may stay, stays.
+//! Tests for sweeping: the nursery kills the processes that a worker has left behind, except those that may stay.
 
 use elasticrs_nursery::protocol::{Reply, Request};
 use elasticrs_nursery::spec::PassedFd;
@@ -28,7 +28,7 @@ fn a_daemonised_grandchild_is_ended_and_named() {
     assert_eq!(swept.pids(), [grandchild]);
     assert_eq!(swept.ended[0].command, "testkit-worker");
     assert!(!is_running(grandchild));
-    // The worker is no descendant that was left behind: its exit tells of it.
+    // The worker is not listed as a leftover process, because its exit is reported separately.
     assert_eq!(client.exit_of(worker.pid).0, KILLED);
 }
 
@@ -81,7 +81,7 @@ fn what_a_tracer_does_not_let_go_is_told_and_waited_for_once() {
         assert_eq!((&swept.held[..], swept.stuck.len()), (&[traced.as_raw()][..], 0), "{swept:?}");
     }
     client.exit_of(worker.pid);
-    // As its tracer we see its end, and then the nursery does.
+    // The kernel reports the exit first to this process, because it is the tracer, and then to the nursery.
     wait::reap(traced.as_raw());
     let swept = client.sweep(0, 0);
     assert!(swept.held.is_empty() && swept.stuck.is_empty(), "{swept:?}");
@@ -95,7 +95,7 @@ fn stopped_processes_are_ended_too() {
     for pid in [worker.pid, grandchild] {
         pidfd::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGSTOP).unwrap();
     }
-    // With SIGTERM they end as well: SIGCONT follows it.
+    // SIGTERM also ends stopped processes, because the nursery sends SIGCONT after it.
     let swept = client.sweep(0, 60_000);
     assert_eq!(swept.pids(), [grandchild]);
     let (exit, _) = client.exit_of(worker.pid);
@@ -133,7 +133,7 @@ fn a_process_that_left_on_purpose_is_spared() {
     assert_eq!(swept.pids(), [ordinary.said[0].parse::<i32>().unwrap()]);
     assert_eq!(client.exit_of(worker.pid).0, KILLED);
     assert!(is_running(exempt));
-    // A second sweep, when the worker's session is history, finds the same.
+    // A second sweep finds the same process, although the worker's session no longer exists.
     assert_eq!(client.sweep(0, 0).spared.len(), 1);
     let pidfd = elasticrs_testkit::pidfd(exempt).unwrap();
     pidfd::send_signal(&pidfd, libc::SIGKILL).unwrap();
@@ -213,7 +213,7 @@ fn leaving_leaves_the_descendants_alone() {
     client.send(&Request::Leave);
     assert_eq!(client.reap(), 0);
     assert!(is_running(grandchild));
-    // It is ours now: we are the next subreaper.
+    // This process has adopted the grandchild, because it is the next subreaper.
     pidfd::send_signal(elasticrs_testkit::pidfd(grandchild).unwrap(), libc::SIGKILL).unwrap();
     wait_for_end(grandchild);
     elasticrs_sys::wait::reap(grandchild);

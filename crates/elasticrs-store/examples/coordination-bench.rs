@@ -1,7 +1,8 @@
-//! Measures the coordination store over loopback: `coordination-bench [watchers] [sessions]`.
+//! Benchmark of the coordination store over loopback: `coordination-bench [watchers] [sessions]`.
 //!
-//! Server and clients have a thread each. Prints transactions per second (one client, pipelined), the time from a
-//! transaction to its change at the last of the watchers, and the memory of the process with all sessions open.
+//! The server and the clients have a thread each. Prints the transactions per second (one client, pipelined) and
+//! the time from a transaction until the last watcher sees the change. Also prints the memory of the process with
+//! all sessions open.
 
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -59,7 +60,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Sessions by hand, one descriptor each: the memory that they take is the server's.
+/// Opens sessions as plain sockets, with one descriptor each, so that the memory that they use is the server's.
 fn sessions_of(port: u16, count: usize) -> io::Result<Vec<TcpStream>> {
     let hello = Hello {
         version: VERSION,
@@ -121,7 +122,7 @@ fn put(key: &str) -> Txn {
     Txn { compares: vec![Compare::Missing("none".into())], then: vec![put], ..Txn::default() }
 }
 
-/// Waits for so many events of a client.
+/// Waits for `count` events of a client.
 fn take(client: &Client, wanted: impl Fn(&Event) -> bool, mut count: usize) -> io::Result<()> {
     while count > 0 {
         if !client.events().wait(Some(HANG))? {

@@ -1,4 +1,5 @@
-//! The hook of the nursery: a duplicate of the connection keeps the session until it is closed.
+//! Tests for the guard, through which the nursery holds a duplicate of the connection. The session stays open
+//! until the duplicate is closed.
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -63,7 +64,7 @@ fn the_session_of_a_dead_process_lasts_until_the_duplicate_is_closed() {
     let client = connect(&doomed, &server, HANG, guard.clone());
     lease(&client);
     until(&watcher, is_change);
-    // Whatever runs the client is gone; nothing of it has closed the session.
+    // Drop the client's runtime. Nothing has closed the session.
     drop(doomed);
     until(&client, is_lost);
     watcher.txn(2, put("other", false)).unwrap();
@@ -105,10 +106,11 @@ fn every_answered_keep_alive_moves_the_deadline() {
     }
     let deadlines: Vec<u64> = guard.0.lock().unwrap().deadlines.clone();
     assert!(deadlines.is_sorted(), "{deadlines:?}");
-    // 10 ms x 100, less the interval by which this side is earlier.
+    // The deadline is 100 intervals of 10 ms ahead, less one interval by which the client's deadline is earlier.
     let now = elasticrs_sys::clock::boot_now();
     assert!(*deadlines.last().unwrap() <= now + 990_000_000);
-    // Its end by itself leaves the last deadline and the duplicate: its owner has to act before that.
+    // If the session ends by itself, the guard keeps the last deadline and the duplicate. Its owner has to act
+    // before the deadline.
     drop(server);
     until(&client, is_lost);
     let seen = guard.0.lock().unwrap();

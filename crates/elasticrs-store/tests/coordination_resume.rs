@@ -1,4 +1,5 @@
-//! A session that outlives its connections: through a proxy that breaks them, keeps silent, or leads to another store.
+//! Tests for a session that outlives its connections. A proxy breaks the connections, stops forwarding, or leads
+//! to another store.
 
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
@@ -29,16 +30,17 @@ use tokio::sync::Notify;
 
 const LOOK: Duration = Duration::from_millis(2);
 
-/// One connection through the proxy.
+/// A connection through the proxy.
 #[derive(Default)]
 struct Way {
-    /// Requests, or answers, are not passed on.
+    /// The proxy does not forward requests (`holds_requests`) or answers (`holds_answers`).
     holds_requests: AtomicBool,
     holds_answers: AtomicBool,
-    /// Both sides are reset, or the store sees the end.
+    /// The proxy resets the connections on both sides (`is_reset`), or closes only the one to the store
+    /// (`is_finished`).
     is_reset: AtomicBool,
     is_finished: AtomicBool,
-    /// Bytes that came from the client.
+    /// Number of bytes received from the client.
     requested: AtomicUsize,
 }
 
@@ -101,7 +103,7 @@ impl Way {
 
 type Ways = Arc<Mutex<Vec<(Arc<Way>, JoinHandle<()>)>>>;
 
-/// Between a client and a store.
+/// Proxy between a client and a store.
 struct Proxy {
     port: u16,
     target: Arc<AtomicU16>,
@@ -138,7 +140,7 @@ impl Proxy {
         self.listening = Some((ends, thread));
     }
 
-    /// Nobody listens any more; connections go on.
+    /// Stops accepting connections. Existing connections stay open.
     fn stop_listening(&mut self) {
         if let Some((ends, thread)) = self.listening.take() {
             ends.store(true, Ordering::SeqCst);
@@ -146,7 +148,7 @@ impl Proxy {
         }
     }
 
-    /// The connection that was made last.
+    /// Returns the most recent connection.
     fn way(&self) -> Arc<Way> {
         Arc::clone(&self.ways.lock().unwrap().last().unwrap().0)
     }
@@ -174,9 +176,9 @@ impl Drop for Proxy {
     }
 }
 
-/// A store, a client of it, and another one that is led to it by a proxy.
+/// A store, a client that reaches it through a proxy, and another client that is connected directly.
 struct Scene {
-    // In this order: what uses the runtime ends before it.
+    // Fields are dropped in this order. Those that use the runtime must be dropped before it.
     client: Client,
     other: Client,
     proxy: Proxy,
@@ -201,13 +203,13 @@ impl Scene {
         Self { client, other, proxy, server, runtime }
     }
 
-    /// Carries a transaction out for the client: its session is in use again.
+    /// Executes a transaction, to check that the client's session is in use again.
     fn is_there(&self) {
         self.client.txn(99, put("there", false)).unwrap();
         until(&self.client, |event| matches!(event, Event::Reply { tag: 99, .. }));
     }
 
-    /// Nothing was said of the leased key since it was put.
+    /// Checks that no change of the leased key has been reported since it was put.
     fn is_registered(&self) {
         self.other.txn(7, Txn { then: vec![Op::Get("member".into())], ..Txn::default() }).unwrap();
         let event = until(&self.other, |event| is_reply(event) || is_change(event));
@@ -239,7 +241,7 @@ fn a_session_survives_resets_with_its_leased_key() {
     }
     scene.is_registered();
     assert_eq!(scene.server.sessions(), 2);
-    // Its end is told at once, as ever.
+    // Closing the session is reported immediately, as usual.
     scene.client.close();
     until(&scene.other, is_change);
 }
@@ -251,7 +253,7 @@ fn what_was_asked_when_the_connection_broke_is_answered_once_and_in_order() {
     until(&scene.other, is_reply);
     scene.proxy.way().holds_answers.store(true, Ordering::SeqCst);
     scene.client.txn(10, put("asked", false)).unwrap();
-    // Carried out, and the answer is on its way.
+    // The store has executed the transaction, and the reply is on its way.
     until(&scene.other, is_change);
     scene.proxy.way().holds_requests.store(true, Ordering::SeqCst);
     scene.client.txn(11, put("then", false)).unwrap();
@@ -264,7 +266,7 @@ fn what_was_asked_when_the_connection_broke_is_answered_once_and_in_order() {
         tags.len() == 2
     });
     assert_eq!(tags, [10, 11]);
-    // At least once: whoever asks bears that it was twice.
+    // The second transaction is executed at least once. Clients must tolerate that a transaction is executed twice.
     until(&scene.other, is_change);
     scene.is_there();
 }
@@ -299,7 +301,7 @@ fn a_connection_that_falls_silent_is_left_and_its_end_is_not_that_of_the_session
     way.holds_answers.store(true, Ordering::SeqCst);
     wait_until("another connection", || scene.proxy.count() >= 2);
     scene.is_there();
-    // Now the store sees the end of the first.
+    // Only now does the store see that the first connection is closed.
     way.is_finished.store(true, Ordering::SeqCst);
     scene.is_there();
     scene.is_registered();
@@ -310,7 +312,7 @@ fn a_connection_that_falls_silent_is_left_and_its_end_is_not_that_of_the_session
 fn a_session_that_the_store_has_ended_is_lost() {
     let scene = Scene::new();
     scene.register();
-    // What a process that is gone leaves.
+    // Close the connection to the store, as the kernel does when a process dies.
     scene.proxy.way().is_finished.store(true, Ordering::SeqCst);
     until(&scene.other, is_change);
     let (kind, message) = lost(&scene.client);
@@ -377,7 +379,7 @@ fn a_client_is_closed_while_its_store_is_away() {
     assert!(scene.client.events().has_nothing_to_come());
 }
 
-/// A nursery that takes its time.
+/// A guard that behaves like a slow nursery.
 #[derive(Clone, Default)]
 struct Slow(Arc<Mutex<Vec<&'static str>>>, Arc<Notify>);
 

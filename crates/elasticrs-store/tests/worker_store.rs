@@ -1,4 +1,4 @@
-//! The workers' store over real sockets, with the bytes of clients that behave badly.
+//! Tests for the workers' store over real sockets, with clients that misbehave.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::io::{ErrorKind, Read, Write};
@@ -12,13 +12,13 @@ use elasticrs_store::worker::wire::{put_bytes, put_number};
 use elasticrs_store::worker::{Limits, ServeError, WorkerStore};
 
 const GREETING: [u8; 5] = [0, 0xCE, 0xF7, 0x85, 0x3C];
-/// Nothing here takes long; a test that waits so long hangs.
+/// Time limit that keeps a test from hanging. No operation here takes long.
 const HANG: Duration = Duration::from_secs(20);
 
 struct Served {
     store: WorkerStore,
     lines: Receiver<String>,
-    // Behind the store, which waits for it when it is closed.
+    // Dropped after the store, because the store waits for the runtime when it is closed.
     _runtime: Runtime,
 }
 
@@ -66,14 +66,14 @@ fn get(stream: &mut TcpStream, key: &[u8]) -> Vec<u8> {
     value
 }
 
-/// Reads until the other side has closed; what came is of no interest.
+/// Reads and discards data until the peer has closed the connection.
 fn read_to_the_end(stream: &mut TcpStream) {
     let mut buffer = [0; 1 << 13];
     loop {
         match stream.read(&mut buffer) {
             Ok(0) => return,
             Ok(_) => {}
-            // What it had not read when it closed makes the end a reset.
+            // The connection is reset if the peer closes it with unread data.
             Err(error) => return assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}"),
         }
     }
@@ -128,7 +128,7 @@ fn a_connection_that_says_nothing_is_closed() {
     read_to_the_end(&mut silent);
     read_to_the_end(&mut half);
     assert!(served.line().contains("within 0.3 s"));
-    // One that has greeted may be silent for ever: it has no deadline that could pass.
+    // A client that has sent its greeting may be silent forever, because no further deadline applies to it.
     let mut greeted = served.greeted();
     assert_eq!(get(&mut greeted, b"none"), b"");
 }
@@ -143,7 +143,7 @@ fn a_reader_that_stops_is_closed_and_holds_little() {
     other.write_all(&request(1, &[b"large", &value])).unwrap();
     assert_eq!(get(&mut other, b"large"), value, "it is there before anybody else asks for it");
     let mut stopped = served.greeted();
-    // More than the limit many times over, if all of it were answered at once.
+    // If all requests were answered at once, the replies would exceed the limit many times over.
     stopped.write_all(&request(3, &[b"large"]).repeat(100)).unwrap();
     assert_eq!(get(&mut other, b"large"), value);
     assert!(served.line().contains("it did not take its replies for 2 s"));
@@ -157,7 +157,7 @@ fn what_is_on_its_way_in_counts_too() {
     let served = served(Limits { bytes: 1 << 20, ..Limits::default() });
     let mut other = served.greeted();
     let mut large = served.greeted();
-    // A reset while it still sends is what this client gets.
+    // Ignore an error, because the store resets the connection while this client is still sending.
     let _ = large.write_all(&request(1, &[b"large", &vec![0; 4 << 20]]));
     read_to_the_end(&mut large);
     assert!(served.line().contains("the store is full (the limit is 1048576 bytes)"));
@@ -202,7 +202,7 @@ fn close_ends_the_listener_and_every_connection() {
     waits.read_exact(&mut nonce).unwrap();
     let name = format!("{} (pid 1234)", waits.local_addr().unwrap());
     let deadline = Instant::now() + HANG;
-    // Both requests of the first client came in one segment, so it waits by now.
+    // The first client sent both requests in one segment, so the store soon lists it as waiting.
     while served.store.waiting().is_empty() && Instant::now() < deadline {
         std::thread::yield_now();
     }
@@ -229,7 +229,7 @@ fn it_listens_before_it_is_served_and_is_served_once() {
     store.serve(&runtime, Box::new(drop)).unwrap();
     assert_eq!(get(&mut early, b"none"), b"");
     assert!(matches!(store.serve(&runtime, Box::new(drop)), Err(ServeError::Serving)));
-    // The thread ends first: the store has nothing left to close.
+    // Stop the thread first. The store then has nothing left to close.
     drop(runtime);
     store.close();
     read_to_the_end(&mut early);

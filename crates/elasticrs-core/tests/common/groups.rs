@@ -1,4 +1,4 @@
-//! Groups of real processes under a supervisor.
+//! Runs groups of real processes under a supervisor.
 
 use std::fs::File;
 use std::path::Path;
@@ -17,7 +17,7 @@ use elasticrs_testkit::nursery::{Lines, pipe, process, worker};
 
 use super::image;
 
-/// A guard against hanging, never what is measured.
+/// Time limit that keeps a test from hanging. No test measures it.
 pub const HANG: Duration = Duration::from_secs(20);
 pub const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: HANG };
 pub const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
@@ -28,12 +28,12 @@ pub fn supervisor() -> Supervisor {
     Supervisor::new(Config { nursery, owns_process: true }).unwrap()
 }
 
-/// With `ELASTICRS_TEST_WARM=1` in the environment all workers are forks of a warm nursery.
+/// Returns true if `ELASTICRS_TEST_WARM` is set, so that all workers are forked from a warm nursery.
 pub fn is_warm() -> bool {
     std::env::var_os("ELASTICRS_TEST_WARM").is_some()
 }
 
-/// A warm nursery; for `what` see `programs/nursery.rs`.
+/// Returns a warm nursery. `programs/nursery.rs` explains `what`.
 pub fn warm_image(what: &str, limit: Duration) -> NurseryImage {
     let program = process(vec![super::nursery_program().into()]);
     let process = ProcessSpec { env: vec![format!("WARM_NURSERY={what}").into()], ..program };
@@ -56,7 +56,8 @@ pub fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
     }
 }
 
-/// A worker whose start hangs: opening a FIFO for writing waits for a reader for ever, as a dead network mount does.
+/// Returns a worker whose start hangs. Opening a FIFO for writing blocks until there is a reader, like a dead
+/// network mount.
 pub fn hanging_worker(folder: &Path) -> ProcessSpec {
     let fifo = folder.join("stdout.log");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -65,7 +66,8 @@ pub fn hanging_worker(folder: &Path) -> ProcessSpec {
     hangs
 }
 
-/// The workers' standard outputs all go to one pipe, so that the test can wait for as many `READY`s.
+/// Returns a group whose workers share one pipe as standard output, so that the test can wait until each has
+/// written `READY`.
 pub fn telling_group(commands: &[&[&str]]) -> (GroupSpec, Lines) {
     let (reader, writer) = pipe();
     let mut group = group(commands.iter().map(|arguments| worker(arguments)).collect());

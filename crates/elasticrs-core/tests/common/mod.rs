@@ -1,4 +1,4 @@
-//! Nurseries and groups of real processes.
+//! Helpers for tests with nurseries and groups of real processes.
 #![allow(dead_code, reason = "each test uses its part")]
 
 pub mod groups;
@@ -8,7 +8,7 @@ use std::path::Path;
 use elasticrs_nursery::launch::NurseryImage;
 use elasticrs_testkit::nursery;
 
-/// The program of the nurseries. Unlike `worker-nursery`, cargo builds it whenever it builds these tests.
+/// Returns the program of the nurseries. Unlike `worker-nursery`, cargo builds it together with these tests.
 pub fn nursery_program() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_test-nursery"))
 }

@@ -1,6 +1,6 @@
-//! A nursery for the tests of this crate. It is an ordinary one if it gets the text of its start as an argument.
-//! Otherwise it is a warm nursery that has nothing to import, and whose workers execute their programs after all.
-//! `WARM_NURSERY` in its environment says what it does before it is ready: directly, or as `reads PATH` in a file.
+//! A nursery for the tests of this crate: an ordinary one if it gets its start text as an argument, otherwise a
+//! warm one. The warm nursery imports nothing, and its workers execute their programs. `WARM_NURSERY` in its
+//! environment says what it does before it is ready, either directly or as `reads PATH` in a file.
 
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
@@ -40,7 +40,7 @@ fn main() -> ExitCode {
         }
         _ => {}
     }
-    // Close the descriptor of the report, because this program writes none.
+    // Close the descriptor for the report, because this program writes none.
     let _ = nix::unistd::close(6);
     let mut forks = 0;
     let forker = move || {
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
         let forked = plain();
         match (forked, what.as_str()) {
             (Ok(0), "hangs at forks") => pause(),
-            // The other one goes on, with all that is open.
+            // Exit, and leave a child process that keeps all descriptors open.
             (Ok(0), "ends and leaves a process") => match plain() {
                 Ok(0) => pause(),
                 _ => std::process::exit(0),

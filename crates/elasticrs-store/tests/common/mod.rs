@@ -1,4 +1,4 @@
-//! A store and its clients, for tests.
+//! Helpers for tests: a store and its clients.
 #![allow(dead_code, reason = "each test uses some of it")]
 
 use std::time::Duration;
@@ -10,7 +10,7 @@ use elasticrs_store::session::client::Client;
 use elasticrs_store::session::events::Event;
 use elasticrs_store::types::{Op, Txn, Watch};
 
-/// A guard against hanging, never what is measured.
+/// Time limit that keeps a test from hanging. No test measures it.
 pub const HANG: Duration = Duration::from_secs(30);
 
 pub fn serve(runtime: &Runtime) -> Server {
@@ -41,11 +41,11 @@ pub fn options(port: u16, interval: Duration) -> Options {
     }
 }
 
-/// Takes events until one is found; returns it.
+/// Takes events until one matches, and returns it.
 pub fn until(client: &Client, mut found: impl FnMut(&Event) -> bool) -> Event {
     loop {
         assert!(client.events().wait(Some(HANG)).unwrap());
-        // What comes behind it is dropped: a test waits for one thing after the other.
+        // Drop the events after it, because a test waits for one event at a time.
         if let Some(event) = client.events().take().into_iter().find(&mut found) {
             return event;
         }
