@@ -240,15 +240,15 @@ def test_an_unread_console_delays_nothing(launch, worker_script, tmp_path):
         for _ in range(3):
             os.write(2, b"x" * 65536 if os.environ["RANK"] == "0" else b"")
     """)
-    done = tmp_path / "done"
-    # Standard input is a full pipe. Standard output goes to `done`, and standard error to the pipe that this
-    # test reads.
-    shell = 'head -c 1048576 /dev/zero | { "$@" 2>&1 >&3 || true; } 3>done'
-    launch(
-        *("--event-log-handler=console", "--redirects=3", "--nproc-per-node=2", script),
-        argv=["sh", "-c", shell, "sh", *LAUNCHERS["elasticrs"]],
-    ).exits(0)
-    assert done.exists()
+    unread = tmp_path / "unread"
+    os.mkfifo(unread)
+    with open(os.open(unread, os.O_RDWR | os.O_NONBLOCK), "wb", buffering=0) as console:
+        while console.write(bytes(4096)) is not None:
+            pass
+        launch(
+            *("--event-log-handler=console", "--redirects=3", "--nproc-per-node=2", script),
+            argv=["sh", "-c", 'exec "$@" 2>unread', "sh", *LAUNCHERS["elasticrs"]],
+        ).exits(0)
 
 
 @pytest.mark.beyond_torchrun

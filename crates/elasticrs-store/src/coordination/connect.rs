@@ -311,12 +311,14 @@ fn not_ours(options: &Options, why: &str) -> StoreError {
     StoreError::new(LostKind::NotOurs, message)
 }
 
-/// Probes the port after a delay, and returns if the peer is a `TCPStore`. Otherwise waits forever. In most releases of
-/// torch, a `TCPStore` does not answer an unknown client, so only a probe can recognise it.
+/// Probes the port at intervals, and returns once the peer has answered as a `TCPStore`. In most releases of torch, a
+/// `TCPStore` does not answer an unknown client, so only a probe can recognise it. A busy one may miss the first probe.
 async fn until_suspicious(options: &Options, peer: SocketAddr) {
-    tokio::time::sleep((options.connect_timeout / 4).min(Duration::from_secs(1))).await;
-    if !is_tcp_store(peer).await {
-        std::future::pending::<()>().await;
+    loop {
+        tokio::time::sleep((options.connect_timeout / 4).min(Duration::from_secs(1))).await;
+        if is_tcp_store(peer).await {
+            return;
+        }
     }
 }
 
