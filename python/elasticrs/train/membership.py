@@ -50,9 +50,7 @@ between two step boundaries so far. So the process never exits during a step of 
 """
 
 _FIRST_SPAN = 25.0
-"""Initial value in seconds for the longest time between two step boundaries, because the first step may
-compile code.
-"""
+"""Initial longest time between two step boundaries, in seconds, because the first step may compile code."""
 
 _TICK = 0.01
 _AGREE_TIMEOUT = 10.0
@@ -257,8 +255,7 @@ class Membership:
             return
         if saves:
             with suppress(DistError):
-                # Set this key before requesting the round, so that the worker that chooses the leave step
-                # sees it.
+                # Set this key first, because the worker that chooses the leave step reads it.
                 current.board.set("save", "")
         self._handler.ask_for_round(reason)
 
@@ -282,9 +279,7 @@ class Membership:
 
     @property
     def saves(self) -> bool:
-        """True if this worker has just completed the step after which all workers save a checkpoint and leave
-        the round.
-        """
+        """True right after the step after which all workers save a checkpoint and leave the round."""
         with self._lock:
             current = self._round
             return self.has_left_as_agreed and current is not None and current.step.saves
@@ -532,8 +527,7 @@ class Membership:
                 if connections.needs_last_resort(began, limit):
                     _shut_others(current)
             except Exception:
-                # Retry until the deadline, because the error may be temporary, such as a lack of file
-                # descriptors.
+                # Retry until the deadline, because the error may be temporary (no free descriptor).
                 if not is_told:
                     _log.exception("round %s: a collective could not be interrupted yet", current.number)
                 is_told = True

@@ -41,8 +41,7 @@ pub enum Input {
     /// The caller requests that a signal be sent to the workers with these local ranks. `None` means all workers.
     Signal(Signal, Option<Vec<u32>>),
     /// The agent has received this signal and forwards it to the running workers with these local ranks. Forwarding
-    /// does not stop the group, so a worker that exits because of the signal is handled like any other exiting
-    /// worker.
+    /// does not stop the group, so a worker that exits because of the signal is handled like any other exiting worker.
     Forward(Signal, Vec<u32>),
     /// Suspend the group and pause its deadlines.
     Suspend,
@@ -56,16 +55,16 @@ pub enum Input {
     NurseryLost(NurseryExit),
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
     Fenced,
-    /// Pids of members that are dead although their exits have not been reported yet. Must precede each input that
-    /// can make the group send signals. Otherwise, a worker that died by itself would be reported as if the group had
+    /// Pids of members that are dead although their exits have not been reported yet. Must precede each input that can
+    /// make the group send signals. Otherwise, a worker that died by itself would be reported as if the group had
     /// stopped it.
     Dead(Vec<i32>),
     /// A member, or one of its descendants, did not release a timer in time.
     TimerExpired(TimerExpired),
     /// Start watching all current members for hangs.
     Watch(Limits),
-    /// The workers' heartbeats and last output. Required before each input for which [`Group::needs_snapshot`]
-    /// returns true.
+    /// The workers' heartbeats and last output. Required before each input for which [`Group::needs_snapshot`] returns
+    /// true.
     Snapshot(Snapshot),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<WorkerEvidence>),
@@ -96,8 +95,7 @@ pub enum Effect {
         to: StopScope,
         signal: Signal,
     },
-    /// Send a signal only to this process, because its timer has expired. The process is a worker or a descendant of
-    /// a worker.
+    /// Send a signal only to this process (a worker or its descendant), because its timer has expired.
     SignalProcess { pid: i32, signal: Signal },
     /// Set a deadline.
     Arm(Timer, Duration),
@@ -123,8 +121,7 @@ pub enum Effect {
     SweepWorker { local_rank: u32, pid: i32, give_up: Duration },
     /// Gather evidence about all members. Answered by [`Input::Evidence`].
     TakeEvidence { title: String },
-    /// Report a failure to Python. The executor adds the time at which it had sent the signals that precede this
-    /// effect.
+    /// Report a failure to Python. The executor adds the time at which it sent the preceding signals.
     ReportFailure {
         local_rank: u32,
         seen: Stamp,
@@ -365,8 +362,7 @@ impl Group {
             return;
         };
         if suspended {
-            // Do nothing, because the supervisor itself has stopped the member, and will continue it when the group is
-            // resumed.
+            // Do nothing, because the supervisor stopped the member, and continues it when the group is resumed.
         } else if stopping {
             // Continue the member, because a stopped process cannot handle the stop signal.
             effects.push(to_group(pid, Signal::CONT));
@@ -514,8 +510,8 @@ impl Group {
     }
 
     /// Sends the stop signal to every worker except the one with the pid `but`, which was already signalled or is
-    /// exiting by itself. Also signals the process groups of workers that have exited, because their leftover
-    /// processes may still occupy an accelerator.
+    /// exiting by itself. Also signals the process groups of workers that have exited, because their leftover processes
+    /// may still occupy an accelerator.
     fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>, effects: &mut Vec<Effect>) {
         self.on_resume(effects);
         if policy.is_hard() {

@@ -148,8 +148,7 @@ def _temporary_folders() -> list[Any]:
     would remove the directories for all workers.
     """
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
-    # Compare the function's name instead of the finalizer's `repr`, because the `repr` of its arguments may
-    # be slow.
+    # Compare the function's name, because the `repr` of a finalizer's arguments may be slow.
     return [end for end in list(registry) if _name_of_function(end) == "TemporaryDirectory._cleanup"]
 
 
@@ -232,8 +231,7 @@ class _Surroundings:
                 changed = "the nice value"
             except PermissionError:
                 # Only root can lower the nice value again. Accept the new value and still preload the module.
-                # If workers imported the module themselves, they would raise the inherited value a second
-                # time.
+                # If workers imported the module themselves, they would raise the inherited value again.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -393,9 +391,7 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
 
 
 def _left_out_before(environ: dict[str, str]) -> set[str]:
-    """Return the modules to skip, because an earlier nursery process left them out or exited while importing
-    them.
-    """
+    """Return the modules that an earlier nursery process left out, or was importing when it exited."""
     import json
     from itertools import pairwise
 
