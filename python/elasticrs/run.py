@@ -257,7 +257,8 @@ def _values(args: Any) -> Namespace:
 
 def _health_check_server(values: Namespace) -> HealthCheckServer | None:
     if values.health_check_port is None:
-        # Open no server here, because the agent itself reads `TORCHELASTIC_HEALTH_CHECK_PORT`.
+        # Open no server here, because the agent opens the health check server itself if
+        # `TORCHELASTIC_HEALTH_CHECK_PORT` is set.
         return None
     from elasticrs.agent.observer_factory import open_server
 

@@ -23,7 +23,7 @@ pub enum TooMany {
     },
     #[error("an agent with {of} needs {needed} descriptors, RLIMIT_NOFILE allows {allowed}: raise it (ulimit -n)")]
     Descriptors {
-        /// Items that need file descriptors, such as `2 workers and 1 log file`.
+        /// Part of the error message that names what needs the descriptors, such as `2 workers and 1 log file`.
         of: String,
         /// Number of required file descriptors, including the agent's own.
         needed: u64,
@@ -98,9 +98,10 @@ fn pids_files_of(cgroup: &str, mountinfo: &str) -> Vec<PathBuf> {
     mountinfo.lines().find_map(|line| below_mount(line, path, kind)).unwrap_or_default()
 }
 
-/// Returns the `pids.max` files of the control group `path` and its ancestors if this line of `mountinfo`
-/// describes a mount that contains it. A line has the format `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE
-/// SUPER`.
+/// Parses one line of `/proc/self/mountinfo`. If the mount contains the control group `path`, returns the `pids.max`
+/// files of the control group and its ancestors.
+///
+/// Format of a line: `36 25 0:31 ROOT POINT OPTIONS … - TYPE SOURCE SUPER`.
 fn below_mount(line: &str, path: &str, kind: &str) -> Option<Vec<PathBuf>> {
     let (before, after) = line.split_once(" - ")?;
     let mut after = after.split(' ');

@@ -11,7 +11,7 @@ use elasticrs_sys::signal::Signal;
 pub struct StopPolicy {
     /// First signal to send. With SIGKILL, there is no grace period.
     pub signal: Signal,
-    /// Time between `signal` and SIGKILL. The deadline is the same for all ranks.
+    /// Time between `signal` and SIGKILL. It is the same for all ranks.
     pub grace: Duration,
 }
 
@@ -51,7 +51,8 @@ pub struct GroupSpec {
     /// Policy for stopping the other workers when the first worker fails. The core applies it without waiting for
     /// Python.
     pub on_failure: StopPolicy,
-    /// Processes of a worker that receive the first signal of any stop, including a stop after a failure.
+    /// Processes of a worker that receive the stop signal. Used for every stop of the group, including a stop after a
+    /// failure.
     pub stop_scope: StopScope,
     /// Policy for descendants that are still running after all workers have exited with code 0. In failed and stopped
     /// groups, descendants are killed at once.

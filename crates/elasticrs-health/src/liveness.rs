@@ -10,8 +10,8 @@ pub const FRESH: Duration = Duration::from_millis(50);
 pub struct Liveness {
     limit: Duration,
     asked: Option<Instant>,
-    /// True if the agent's loop has answered the pending question but the supervisor's runtime has not yet answered
-    /// it.
+    /// True if the agent's loop has answered the pending liveness request, but the supervisor's runtime has not
+    /// confirmed the answer yet.
     is_passed_on: bool,
     answered: Option<Answer>,
 }
@@ -19,7 +19,7 @@ pub struct Liveness {
 #[derive(Debug, Clone)]
 struct Answer {
     at: Instant,
-    /// Time from the agent's last progress to this answer.
+    /// Time since the agent last made progress, measured when the agent answered the liveness request.
     age: Duration,
     /// Activity of the agent when it answered. `None` if unknown.
     doing: Option<String>,
@@ -30,7 +30,7 @@ struct Answer {
 pub enum NextStep {
     /// Wake the loop and wait for its answer.
     WakeLoop,
-    /// Wait for the answer to the question that is already pending.
+    /// Wait for the agent's answer to an earlier liveness request, because that request is still pending.
     Wait,
     /// Use the last answer, because it is recent enough.
     Reuse,
@@ -48,7 +48,7 @@ pub struct Verdict {
 }
 
 impl Liveness {
-    /// Creates the initial state, without a question or an answer.
+    /// Creates the initial state, in which no liveness request has been made yet.
     pub fn new(limit: Duration) -> Self {
         Self { limit, asked: None, is_passed_on: false, answered: None }
     }
@@ -83,8 +83,10 @@ impl Liveness {
         self.answered = Some(Answer { at: now, age, doing });
     }
 
-    /// Returns the verdict at `now`. `at_work` is the time that the loop has spent on its current event so far, or
-    /// `None` if the loop is idle or not watched.
+    /// Decides whether the agent is alive at the time `now`.
+    ///
+    /// `at_work` is the time for which the agent's loop has been handling its current event. `None` if the loop is idle
+    /// or is not monitored.
     pub fn verdict(&self, now: Instant, at_work: Option<Duration>) -> Verdict {
         let since = |at: Instant| now.saturating_duration_since(at);
         let stale = self.answered.as_ref().filter(|answer| answer.age > self.limit);
@@ -155,7 +157,8 @@ mod tests {
         let verdict = liveness.verdict(now, Some(LIMIT + SECOND));
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has taken no step for 61.0 s");
-        // An answer restarts the measurement of the busy time, even if the loop is still handling the same event.
+        // An answer resets the time for which the agent's loop counts as busy, because the answer proves that the loop
+        // is not stuck.
         liveness.answer(now, Duration::ZERO, None);
         assert!(liveness.verdict(now + SECOND, Some(LIMIT * 2)).alive);
         assert!(!liveness.verdict(now + LIMIT + SECOND, Some(LIMIT * 3)).alive);
@@ -193,7 +196,7 @@ mod tests {
     }
 
     proptest! {
-        /// Checks HEALTH-3 and HEALTH-4 for any sequence of questions and answers.
+        /// Checks HEALTH-3 and HEALTH-4 for random sequences of liveness requests and of answers from the agent.
         #[test]
         fn dead_means_too_late_or_too_old(steps in prop::collection::vec((0u64..40, 0u8..2, 0u64..120, prop::option::of(0u64..120)), 1..60)) {
             let start = Instant::now();

@@ -33,8 +33,10 @@ pub const PATIENCE: Duration = Duration::from_millis(200);
 pub struct LogFile {
     pub stream: Stream,
     pub path: PathBuf,
-    /// True if the file did not exist when the attempt was prepared. If it existed and no earlier attempt wrote to
-    /// it, only bytes added after the first check are counted.
+    /// True if the file did not exist when the attempt was prepared.
+    ///
+    /// All bytes of a new file are counted. If the file is not new, only bytes that are added after its size became
+    /// known are counted.
     pub is_new: bool,
 }
 
@@ -48,7 +50,7 @@ pub enum FileState {
     Unknown,
 }
 
-/// Checks a file. May block in the file system.
+/// Reads the type, identity and size of a file. May block in the file system.
 fn stat(path: &Path) -> FileState {
     match std::fs::metadata(path) {
         Ok(stat) if stat.is_file() => FileState::File((stat.dev(), stat.ino()), stat.len()),
@@ -73,8 +75,8 @@ struct WatchedFile {
 }
 
 impl Tally {
-    /// Starts counting for an attempt that writes to these files. If the previous attempt wrote to the same file,
-    /// continues at the file's last known size.
+    /// Starts counting the bytes that a new attempt writes to these files. Bytes that the previous attempt wrote to the
+    /// same file are not counted again.
     fn begin(&mut self, files: Vec<LogFile>) {
         let mut earlier = std::mem::take(&mut self.files);
         for LogFile { stream, path, is_new } in files {
@@ -84,8 +86,10 @@ impl Tally {
         }
     }
 
-    /// Updates the count of the file's stream with the result of a check (SIZES-1). Returns the stream and its new
-    /// count, or `None` if the count cannot be updated.
+    /// Updates the byte count of an output stream from the current state of its log file (SIZES-1). Returns the stream
+    /// and its new count.
+    ///
+    /// Returns `None` if the state is unknown, or if the worker's file was moved or removed.
     fn update(&mut self, path: &Path, now: FileState) -> Option<(Stream, u64)> {
         let file = self.files.get_mut(path)?;
         let is_first = file.is_first;
@@ -97,7 +101,7 @@ impl Tally {
             }
             // The worker's file was moved or removed. A file that now has this name does not belong to the worker.
             (FileState::File(..), _) if !is_first => return None,
-            // Add nothing: the file is absent, or an unknown part of it was written by the worker.
+            // Count nothing, because the file is absent or may contain bytes that the worker did not write.
             (_, FileState::Absent | FileState::File(..)) => 0,
         };
         (file.last, file.is_first) = (now, false);
@@ -150,8 +154,8 @@ impl State {
 pub struct StreamCounts {
     /// Bytes of each stream in all attempts.
     pub counts: BTreeMap<Stream, u64>,
-    /// Time since the last check. `None` if the counts are final, because no attempt is running and all checks are
-    /// finished.
+    /// Time since the file sizes were last checked. `None` if the counts are final, because no attempt is running and
+    /// no check is pending.
     pub age: Option<Duration>,
 }
 
@@ -216,12 +220,13 @@ impl LogSizes {
         };
         if let Some(since) = since {
             let mut done = self.shared.done.subscribe();
-            // Ignore a timeout, because the reported age shows that the counts are old.
+            // Ignore a timeout, because the byte counts are reported together with their age.
             let _ = timeout_at((since + PATIENCE).into(), done.wait_for(|done| *done >= target)).await;
         }
     }
 
-    /// Returns the counts and their age. Does not wait for a check, see SIZES-2.
+    /// Returns the byte counts that are known so far, and the time since the file sizes were last checked. Never waits
+    /// for a file system, see SIZES-2.
     pub fn known(&self, now: Instant) -> StreamCounts {
         let state = lock(&self.shared.state);
         let is_current = !state.is_watching && state.waiting_since.is_none();
@@ -262,7 +267,7 @@ impl Shared {
         let mut state = lock(&self.state);
         let now = Instant::now();
         state.checked_at = Some(now);
-        // The thread executes one request at a time, so it has now finished every request that it has started.
+        // All requests that were started are finished, because this thread handles one request at a time.
         state.waiting_since = (state.wanted > state.begun).then_some(now);
         self.done.send_replace(state.begun);
     }

@@ -64,7 +64,7 @@ fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
     assert_eq!(counts, [Some(0), Some(500)]);
     tally.begin(vec![file(OUT, "out", false)]);
     assert_eq!(update(&mut tally, sized(2, 510)), Some(510));
-    // In the next attempt, a different file has this name.
+    // Remove the file `out` before the next attempt, which creates it again.
     tally.begin(vec![file(OUT, "out", false)]);
     assert_eq!([FileState::Absent, sized(3, 5)].map(|now| update(&mut tally, now)), [Some(510), Some(515)]);
     tally.begin(vec![file(OUT, "out", false)]);
@@ -72,7 +72,7 @@ fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
 }
 
 proptest! {
-    /// Checks SIZES-1, and checks that all bytes are counted if the files only grow.
+    /// Checks SIZES-1. Also checks that the byte counts are exact if no file is truncated.
     #[test]
     fn counts_never_go_down(steps in prop::collection::vec((0u8..6, 0u64..1000), 1..80)) {
         let mut tally = begun(true);
@@ -83,7 +83,7 @@ proptest! {
                 0 | 1 => (size, written) = (size + count, written + count),
                 2 if count < 200 => (size, is_exact) = (0, false),
                 3 if count < 200 => {
-                    // An attempt ends with a final check of its files, and the next attempt has new files.
+                    // Check the file for the last time, and start the next attempt with a new file.
                     told = update(&mut tally, sized(number, size)).unwrap();
                     tally.begin(vec![file(OUT, "out", true)]);
                     (number, size) = (number + 1, 0);
@@ -137,7 +137,7 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
     assert!(until(&sizes, &[(OUT, 5), (ERR, 0)]).age.is_some());
     OpenOptions::new().append(true).open(path("out")).unwrap().write_all(b"6").unwrap();
     sizes.end();
-    // Wait until no age is reported. The final check is then finished.
+    // Wait for the final check of the files. It is finished when the age of the counts is `None`.
     while asked(&sizes).age.is_some() {}
     assert_eq!(asked(&sizes).counts[&OUT], 6);
     File::create(path("again")).unwrap().write_all(b"789").unwrap();
@@ -167,7 +167,7 @@ fn who_asks_is_answered_while_a_look_hangs() {
     let (sizes, answer, looking) = gated();
     looking.recv().unwrap();
     answer.send(sized(1, 7)).unwrap();
-    // Result for the file check that `until` requests below.
+    // Send the result of the next file check, which the call to `until` requests.
     answer.send(sized(1, 8)).unwrap();
     until(&sizes, &[(OUT, 8)]);
     for _ in 0..2 {
@@ -185,12 +185,13 @@ fn who_asks_is_answered_while_a_look_hangs() {
     assert!(state.waiting_since.unwrap() + PATIENCE <= before);
     assert!(state.wanted <= state.begun + 1, "questions pile up");
     drop(state);
-    // End the attempt and begin another one. Neither call waits for the check that hangs.
+    // End the attempt and start another one while a file check is blocked. Neither `end` nor `begin` may wait for the
+    // blocked check.
     sizes.end();
     sizes.begin(vec![file(OUT, "again", true)]).unwrap();
     assert_eq!(asked(&sizes).counts[&OUT], 8);
-    // Send the results of the check that hangs, of the final check of the first attempt's file, and of the check of
-    // the new file.
+    // Provide results for three file checks: the blocked check, the final check of the old file, and the check of the
+    // new file.
     for size in [sized(1, 9), sized(1, 10), sized(2, 5)] {
         answer.send(size).unwrap();
     }

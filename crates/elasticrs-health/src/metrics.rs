@@ -56,8 +56,8 @@ struct Series {
     count: u64,
 }
 
-/// Metrics that the agent updates when something happens. All other values are read at the time of a scrape, see
-/// [`Moment`].
+/// Metrics that the agent updates itself, such as the number of restarts. The values in [`Moment`] are instead read at
+/// each scrape.
 #[derive(Debug)]
 pub struct Registry {
     /// Time spent on each activity.

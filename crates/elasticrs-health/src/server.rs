@@ -49,7 +49,7 @@ pub struct Settings {
     pub limit: Duration,
 }
 
-/// State of the job, as last published by the agent's loop.
+/// Job status that the agent last passed to [`Handle::publish`].
 #[derive(Debug)]
 struct Published {
     state: State,
@@ -74,8 +74,9 @@ struct Shared {
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
-/// A reply of the agent's loop that passes through the supervisor's runtime. Dropping this value records the
-/// reply, so the reply is recorded even if the runtime stops before it runs the task.
+/// A reply from the agent's loop to a liveness request.
+///
+/// Dropping the reply records it, because the runtime may stop before it runs the task that contains the reply.
 struct Answer {
     shared: Arc<Shared>,
     age: Duration,
@@ -88,7 +89,8 @@ impl Drop for Answer {
     }
 }
 
-/// The agent's handle for its health server. Only closing it blocks, until the server's thread has exited.
+/// The agent's handle for its health server. Closing or dropping the handle waits for the server's thread to exit. No
+/// other method blocks.
 pub struct Handle {
     port: u16,
     shared: Arc<Shared>,
@@ -159,8 +161,9 @@ impl Handle {
         *lock(&self.shared.source) = Some(source);
     }
 
-    /// Sets the source that reports how long the agent's loop has been busy, see [`Source::at_work`]. With this
-    /// source, even the first liveness request detects a stuck loop.
+    /// Sets the source that reports how long the agent's loop has been busy, see [`Source::at_work`].
+    ///
+    /// Without a source, a stuck loop is detected only once a liveness request has been unanswered for too long.
     pub fn watch_loop(&self, source: Arc<dyn Source>) {
         *lock(&self.shared.watched_loop) = Some(source);
     }
@@ -285,7 +288,8 @@ async fn respond(request: &Request, shared: &Shared) -> Response {
         "/readyz" => shared.ready(),
         "/metrics" => shared.metrics().await,
         "/status" => {
-            // Wake the loop first, because it publishes part of the state only on request.
+            // Wake the agent's loop before reading the status, because the loop updates parts of the status only on
+            // request.
             shared.ask().await;
             shared.status()
         }
@@ -319,8 +323,10 @@ impl Shared {
         self.answered.send_replace(());
     }
 
-    /// Asks the agent's loop for an answer (HEALTH-3). Returns the verdict when the loop has answered, or after
-    /// [`ANSWER_LIMIT`].
+    /// Asks the agent's loop whether it is alive, and waits at most [`ANSWER_LIMIT`] for the reply. Concurrent requests
+    /// share one reply (HEALTH-3).
+    ///
+    /// Returns whether the agent is considered alive.
     async fn ask(&self) -> Verdict {
         let limit = ANSWER_LIMIT.min(lock(&self.liveness).limit());
         let deadline = Instant::now() + limit;

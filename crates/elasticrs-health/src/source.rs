@@ -17,8 +17,8 @@ named_enum! {
 /// An output stream of a worker, identified by the worker's local rank and by standard output or standard error.
 pub type Stream = (u32, Output);
 
-/// Source of the reported values. The server calls it on the server's thread. Implementations may not wait for
-/// the core, because the core may hang.
+/// Source of the reported values. Its methods run on the server's thread, and must not wait for other threads of the
+/// agent, because those threads may hang.
 pub trait Source: Send + Sync {
     /// Returns the current values.
     fn read(&self) -> Readings;
@@ -31,7 +31,8 @@ pub trait Source: Send + Sync {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Readings {
     pub timers: TimerCounts,
-    /// The streams that go to the console. Each has its number of bytes and its number of newlines read so far.
+    /// Output streams that are copied to the console. Each entry contains the stream, the number of bytes read, and the
+    /// number of newlines read.
     pub logs: Vec<(Stream, u64, u64)>,
     /// Last heartbeat of each worker that has sent one.
     pub heartbeats: Vec<Heartbeat>,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use elasticrs_runtime::named_enum;
 
 named_enum! {
-    /// Activity of a node's agent, with its name in the metrics.
+    /// Current activity of an agent. The strings are the values of the `activity` label in the metrics.
     pub enum Activity {
         /// The workers are being started for the first time.
         Starting = "starting",
@@ -29,7 +29,7 @@ pub struct Spans {
 }
 
 impl Spans {
-    /// Creates a breakdown that starts at `now` with [`Activity::Starting`].
+    /// Starts measuring the time spent on each activity. The activity is [`Activity::Starting`] from the time `now`.
     pub fn new(now: Instant) -> Self {
         Self { now: Activity::Starting, since: now, totals: Default::default() }
     }

@@ -34,7 +34,9 @@ const DONE: u64 = 2;
 pub struct Activity {
     page: Page,
     timer: TimerFd,
-    /// Number of the latest step of starting a worker. Used only by the nursery.
+    /// Number of the last step that was taken to start a worker. Used only by the nursery process.
+    ///
+    /// Each step has a new number, so that another process can recognise a step that hangs.
     step: u64,
 }
 
@@ -44,8 +46,8 @@ pub enum Doing {
     /// The nursery is importing modules. It does not watch its agent yet, but the kernel kills the nursery when the
     /// agent dies.
     Imports,
-    /// The nursery is waiting for requests. It watches its agent and the fence deadline itself, so the sentinel does
-    /// not have to act.
+    /// The nursery process is waiting for requests. The process that guards it does not have to intervene, because the
+    /// nursery itself kills the workers if the agent dies or its lease expires.
     Waits,
     /// The nursery is starting a worker. Contains the number of the current step. No two steps have the same number.
     Starts(u64),
@@ -54,7 +56,7 @@ pub enum Doing {
 }
 
 impl Activity {
-    /// Creates the page and the timer for a nursery that is importing modules.
+    /// Creates the shared memory page and the timer for a nursery process that is importing modules.
     ///
     /// # Errors
     ///
@@ -65,7 +67,7 @@ impl Activity {
         Ok(Self { page: Page::of_our_own(c"nursery-activity")?, timer, step: DONE })
     }
 
-    /// Duplicates the descriptors of the page and the timer, to send them to another process.
+    /// Duplicates the descriptors of the shared memory page and the timer, so that they can be sent to another process.
     ///
     /// # Errors
     ///
@@ -74,13 +76,15 @@ impl Activity {
         Ok(vec![self.page.as_fd().try_clone_to_owned()?, self.timer.as_fd().try_clone_to_owned()?])
     }
 
-    /// Maps the page and takes ownership of the timer, which another process sent after calling
-    /// [`Self::descriptors`].
+    /// Maps the shared memory page and takes ownership of the timer, from descriptors that another process has sent.
+    /// See [`Self::descriptors`].
     ///
     /// # Errors
     ///
-    /// Fails if the descriptors are not a page and a timer, or if no memory is available. Returns `EMFILE` if some
-    /// descriptors are missing, because this process has reached its limit on open files.
+    /// Fails if the descriptors are not a shared memory page and a timer, or if no memory is available.
+    ///
+    /// Returns `EMFILE` if a descriptor is missing, because the limit on open files was reached when the descriptors
+    /// were received.
     pub fn from_descriptors(fds: Vec<OwnedFd>) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self { page: Page::map(page)?, timer: timer::from_descriptor(timer)?, step: DONE })
@@ -119,8 +123,8 @@ impl Activity {
         }
     }
 
-    /// Returns the nursery's activity. Called when the timer has expired. Restarts the timer if the nursery is still
-    /// starting a worker.
+    /// Returns what the nursery process is doing, after the timer has expired. Restarts the timer if the nursery is
+    /// still starting a worker.
     pub fn look_again(&self) -> Doing {
         self.look_no_more();
         let doing = self.look();

@@ -20,15 +20,14 @@ use nix::sys::signal::Signal;
 
 use super::tree::{self, Target};
 
-/// How long a sweep waits for a cleaner (a process that unlinks shared memory) after all other processes have
-/// exited.
+/// How long to wait for a process that unlinks shared memory, after all other processes have exited.
 const PATIENCE: Duration = Duration::from_secs(1);
 /// How long a sweep waits for `torch_shm_manager`. After its last client has exited, this program waits two seconds for
 /// another client, and only then starts to clean up.
 const MANAGER_PATIENCE: Duration = Duration::from_secs(3);
-/// How long a sweep waits for cleaners to exit after it has killed them for exceeding their time limits.
+/// How long to wait for a process that unlinks shared memory, after it was killed for taking too long.
 pub const LAST_MOMENT: Duration = Duration::from_secs(1);
-/// Maximum time by which cleaners can prolong a sweep.
+/// Maximum additional time to wait for processes that unlink shared memory.
 pub const LONGEST: Duration = MANAGER_PATIENCE.saturating_add(LAST_MOMENT);
 
 /// Name of the `torch_shm_manager` process, which the kernel truncates to 15 bytes.
@@ -38,8 +37,8 @@ const MANAGER: &str = "torch_shm_manag";
 /// prints a warning.
 const FEW_DESCRIPTORS: usize = 4;
 
-/// Returns how long a sweep waits for this process once all other processes have exited. `None` if the process is not a
-/// cleaner.
+/// Returns how long to wait for this process to unlink shared memory, after all other processes have exited. `None` if
+/// the process does not unlink shared memory.
 pub fn patience_with(target: &Target) -> Option<Duration> {
     if target.name() == MANAGER && program(target.pid).is_some_and(|path| path.ends_with("torch_shm_manager")) {
         return Some(MANAGER_PATIENCE);
@@ -54,7 +53,8 @@ fn is_tracker(pid: i32) -> bool {
     let Some(Ok(entries)) = procfs::folder(pid).map(|folder| fs::read_dir(folder.join("fd"))) else { return false };
     let paths = entries.flatten().map(|entry| entry.path()).filter(|path| !is_standard(path));
     let paths: Vec<PathBuf> = paths.take(FEW_DESCRIPTORS + 1).collect();
-    // The program of an exiting process cannot be determined. Treat it as Python.
+    // Treat an exiting process as Python, because its program can no longer be determined. If this is wrong, the only
+    // cost is a short wait.
     let may_be_python = || program(pid).is_none_or(|path| is_python(&path));
     paths.len() <= FEW_DESCRIPTORS && (paths.iter().any(|path| reads_a_pipe(path)) || may_be_python())
 }
@@ -79,18 +79,20 @@ fn program(pid: i32) -> Option<PathBuf> {
     fs::read_link(procfs::folder(pid)?.join("exe")).ok()
 }
 
-/// Tracks how long a sweep waits for cleaners.
+/// Tracks how long to wait for processes that unlink shared memory.
 #[derive(Debug, Default)]
 pub struct Patience {
     alone_since: Option<Instant>,
     is_over: bool,
-    /// Time limit for each cleaner found so far, keyed by pid and start time. The map is needed because an exiting
-    /// cleaner can no longer be recognised: it has no descriptors and no program.
+    /// Time limit for each process that unlinks shared memory, keyed by pid and start time.
+    ///
+    /// The map is needed, because a process that unlinks shared memory cannot be recognised anymore while it is
+    /// exiting.
     seen: BTreeMap<(i32, u64), Duration>,
 }
 
 impl Patience {
-    /// True if the process is a cleaner whose time limit has not passed.
+    /// True if the process unlinks shared memory and its time limit has not passed.
     pub fn spares(&mut self, target: &Target, now: Instant) -> bool {
         let Some(started) = target.started() else { return false };
         if let Some(patience) = patience_with(target) {
@@ -100,21 +102,24 @@ impl Patience {
         !self.is_over && patience.is_some_and(|&span| self.alone_since.is_none_or(|since| now < since + span))
     }
 
-    /// Records that only cleaners are still running. Their time limits start now. Returns true on the first call.
+    /// Starts the time limits of the processes that unlink shared memory. Called when all other processes have exited.
+    /// Returns true on the first call.
     pub fn begin(&mut self, now: Instant) -> bool {
         let is_first = self.alone_since.is_none();
         self.alone_since.get_or_insert(now);
         is_first
     }
 
-    /// Records that the sweep now kills cleaners as well. Returns true on the first call.
+    /// Ends the wait for processes that unlink shared memory, so that they are killed as well. Returns true on the
+    /// first call.
     pub fn end(&mut self) -> bool {
         !std::mem::replace(&mut self.is_over, true)
     }
 }
 
-/// Returns all running descendants of `root` in the process groups that `is_meant` accepts. Omits cleaners, unless they
-/// lead their process group.
+/// Returns all running descendants of `root` in the process groups that `is_meant` accepts.
+///
+/// Omits processes that unlink shared memory. A process that leads its group is never omitted, because it is a worker.
 pub fn others_in_groups(root: i32, is_meant: impl Fn(i32) -> bool) -> Vec<Target> {
     let me = std::process::id().cast_signed();
     let is_other = |target: &Target| {

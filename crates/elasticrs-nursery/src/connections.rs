@@ -22,7 +22,7 @@ pub enum Release {
     Quietly,
     /// Close all sockets except the newest, because the session has moved to that socket.
     Older,
-    /// Close only the newest socket, because the session did not move to it.
+    /// Close only the newest socket, because the session continues on an older one.
     Newest,
 }
 
@@ -62,10 +62,12 @@ pub struct TooManyLinks;
 pub struct Connections(Vec<Held>);
 
 impl Connections {
-    /// Adds a socket. Unless `beside` is set, drops all other sockets first.
+    /// Adds a socket. Closes all other sockets first, unless `beside` is set.
     ///
-    /// Before adding a link, drops all dead links. If `MAX_LINKS` links remain, refuses the new link, because a peer
-    /// is waiting on each of them.
+    /// # Errors
+    ///
+    /// Fails if the socket is connected to another agent, and `MAX_LINKS` live connections to other agents are already
+    /// held. Live connections are never closed to make room, because another agent is waiting on each of them.
     pub fn hold(&mut self, held: Held, beside: bool) -> Result<(), TooManyLinks> {
         if !beside {
             self.0.clear();
@@ -86,8 +88,8 @@ impl Connections {
             Release::All => {
                 for Held { socket, word } in self.0.drain(..) {
                     if let Some(word) = word {
-                        // Ignore an error, because it means that the link is down. The send buffer always has room,
-                        // because nothing else is ever sent on a link.
+                        // Ignore an error, because it means that the connection is down. The send buffer cannot be
+                        // full, because no other data is ever sent on the connection.
                         let _ = send(socket.as_raw_fd(), &word, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL);
                     }
                     // Call `shutdown` first, because the kernel resets a connection that is closed with unread data.
@@ -121,8 +123,8 @@ mod tests {
         (connections, peers)
     }
 
-    /// Adds a socket without dropping the others. If `number` is given, the socket is a link. Otherwise, it belongs to
-    /// a session.
+    /// Adds a socket and returns its peer. If `number` is given, the socket is a connection to another agent.
+    /// Otherwise, it belongs to a session.
     fn add(connections: &mut Connections, number: Option<u8>) -> Result<UnixStream, TooManyLinks> {
         let (own, peer) = UnixStream::pair().unwrap();
         let word = number.map(|number| [number; 32]);

@@ -32,15 +32,16 @@ use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
 const NONE: u64 = 0;
-/// Value of the deadline after it was marked as passed. It is also a time, one nanosecond after boot, so that
-/// comparisons with the clock treat it as passed.
+/// Value that marks a deadline as passed. Read as a time, it is one nanosecond after boot, so it is always in the past.
 const PASSED: u64 = 1;
 const HOLDER_SHIFT: u32 = 60;
 /// Mask of the bits that contain the deadline. They can express times up to 36 years after boot.
 const DEADLINE: u64 = (1 << HOLDER_SHIFT) - 1;
 
-/// Number of a nursery that enforces the deadline, from 0 to 15. Numbers are reused after 16 nurseries. By then,
-/// the agent has long killed the earlier nursery with the same number.
+/// Number, from 0 to 15, of a nursery process that enforces the deadline for killing the workers.
+///
+/// A number is reused after 16 nursery processes. This is safe, because the agent has killed the earlier process by
+/// then.
 pub type Holder = u8;
 
 /// The fence deadline and its timer.
@@ -64,8 +65,8 @@ pub enum Look {
         /// True only for the call that marked the deadline as passed.
         first: bool,
     },
-    /// Another nursery now enforces the deadline. Contains the deadline. `None` if there is no deadline, or if it was
-    /// marked as passed.
+    /// Another nursery process now enforces the deadline. The field is the deadline in nanoseconds on `CLOCK_BOOTTIME`,
+    /// or `None` if no deadline is pending.
     HandedOver(Option<u64>),
 }
 
@@ -84,7 +85,7 @@ impl Fence {
         })
     }
 
-    /// Duplicates the descriptors of the page and the timer, to send them to another process.
+    /// Duplicates the descriptors of the shared memory page and the timer, so that they can be sent to another process.
     ///
     /// # Errors
     ///
@@ -108,7 +109,7 @@ impl Fence {
         })
     }
 
-    /// Returns the number of the nursery that enforces the deadline.
+    /// Returns the number, from 0 to 15, of the nursery process that kills the workers at the deadline.
     pub fn holder(&self) -> Holder {
         holder_of(self.deadline.page.number().load(Ordering::SeqCst))
     }
@@ -135,8 +136,9 @@ impl Fence {
     }
 
     /// Checks whether the deadline has passed, and sets the timer for the current deadline. Usually called by the
-    /// nursery. The caller does not have to read the timer's descriptor, because setting or stopping the timer clears
-    /// the expiration.
+    /// nursery process.
+    ///
+    /// The caller does not have to read the timer, because this call also resets a timer that has expired.
     ///
     /// # Errors
     ///
@@ -171,7 +173,8 @@ impl Fence {
     }
 }
 
-/// Calls `look` and sets the timer for its result. Repeats both steps if the deadline has changed in the meantime.
+/// Checks the deadline with `look`, and sets the timer for the deadline that was found. Starts over if the deadline has
+/// changed in the meantime.
 fn settle<E>(look: impl Fn() -> Look, set_timer: impl Fn(Look) -> Result<(), E>) -> Result<Look, E> {
     let mut found = look();
     loop {
@@ -216,7 +219,7 @@ impl Deadline {
     }
 
     fn hand_over(&self) -> bool {
-        // Let the addition wrap around, because the holder after number 15 is number 0.
+        // Use a wrapping addition, because nursery number 15 is followed by number 0.
         let update = |number: u64| (number & DEADLINE != PASSED).then_some(number.wrapping_add(1 << HOLDER_SHIFT));
         self.page.number().fetch_update(Ordering::SeqCst, Ordering::SeqCst, update).is_ok()
     }
@@ -275,7 +278,7 @@ mod tests {
     /// Simulates the timer, and the nurseries that check the deadline when the timer expires.
     struct Timer {
         deadline: Deadline,
-        /// Numbers of the nurseries that check the deadline, oldest first.
+        /// Numbers (0 to 15) of the simulated nursery processes that check the deadline, oldest process first.
         nurseries: Vec<Holder>,
         at: Option<u64>,
         looks: u32,
@@ -429,8 +432,8 @@ mod tests {
         let nearer = Cell::new(Some(200));
         let set_timer = |look| {
             if let Some(nearer) = nearer.take() {
-                // The agent sets a new deadline after the nursery has read the page, but before the nursery sets the
-                // timer.
+                // Let the agent move the deadline after the nursery process has read it, but before the nursery process
+                // sets the timer.
                 timer.set(agent.set(Some(nearer)).timer.map(Look::At));
             }
             timer.set(Some(look));

@@ -29,8 +29,8 @@ pub struct Held {
     pub told: String,
 }
 
-/// Describes an exited process that a tracer holds. `None` if the process is running, is gone, or has no visible
-/// tracer.
+/// Describes an exited process that cannot be reaped yet, because a tracer (such as a debugger) has not released it.
+/// `None` if the process is running, is gone, or has no visible tracer.
 pub fn by_tracer(pid: i32) -> Option<Held> {
     let stat = Stat::of(pid)?;
     if !has_died(pid, Status::in_stat(&stat)?) {
@@ -45,8 +45,9 @@ pub fn by_tracer(pid: i32) -> Option<Held> {
     (tracer != 0).then(|| Held { exit, tracer, told: tell(pid, &stat.name, tracer) })
 }
 
-/// Returns a one-line message about an exited process that a sweep could not reap, because a tracer holds it.
-/// Does not name a tracer in another pid namespace.
+/// Returns a one-line message about an exited process that cannot be reaped yet, because a tracer has not released it.
+///
+/// A tracer in another pid namespace is not named, because `/proc` does not show its name.
 pub fn told(pid: i32) -> String {
     by_tracer(pid)
         .map_or_else(|| tell(pid, &Stat::of(pid).map(|stat| stat.name).unwrap_or_default(), 0), |held| held.told)
@@ -62,9 +63,10 @@ fn tell(pid: i32, name: &str, tracer: i32) -> String {
     )
 }
 
-/// Returns true if this process may read the exit status of the exited process `pid`. Reading the link `cwd`
-/// requires the same permission. With the permission, it fails with ENOENT, because an exited process has no
-/// working directory.
+/// Returns true if this process may read the exit status of the exited process `pid`.
+///
+/// Checks this by reading the link `cwd`, which requires the same permission. If the permission is granted, the read
+/// fails with ENOENT, because an exited process has no working directory.
 fn may_read(pid: i32) -> bool {
     let link = procfs::folder(pid).map(|folder| fs::read_link(folder.join("cwd")));
     link.is_some_and(|link| link.is_err_and(|error| error.raw_os_error() == Some(libc::ENOENT)))

@@ -33,10 +33,12 @@ pub enum NurseryImage {
     /// Run the workers' program as a warm nursery: it imports the modules that the workers need, becomes ready, and
     /// then forks the workers from itself.
     Warm(Arc<Warm>),
-    /// Run an executable file from memory. Contains the bytes of the file, which is embedded in the extension module.
+    /// Run an executable that is embedded in the extension module. The field is the content of the executable, which is
+    /// run from memory.
     Embedded(&'static [u8]),
-    /// Run another program in the agent's environment. The nursery's settings (the text of a [`Start`]) are appended
-    /// to `args`, and the program must pass them to [`super::server::run`].
+    /// Run the program at `path` with the agent's environment.
+    ///
+    /// The text form of a [`Start`] is appended to `args`. The program must pass the text to [`super::server::run`].
     Program {
         path: PathBuf,
         /// Arguments of the program, starting with the program's own name.
@@ -61,21 +63,23 @@ pub struct Warm {
 /// Options for the imports of a warm nursery.
 #[derive(Debug, Default)]
 pub struct Import {
-    /// Offset in the report at which the earlier imports started, if this nursery replaces a nursery that died during
-    /// its imports. `None` otherwise. See [`Warming::since`].
+    /// Offset in the report file at which the records of earlier import attempts start. `None` if this is the first
+    /// attempt to import the modules. See [`Warming::since`].
     pub since: Option<u64>,
     /// True to import at the lowest priority. The nursery's nice value must then be restored before the nursery forks
     /// workers.
     pub is_background: bool,
 }
 
-/// Name of the environment variable that gives a warm nursery its settings. See [`super::start::Start`].
+/// Name of the environment variable that contains the settings of a nursery process that imports modules. See
+/// [`super::start::Start`].
 const START_VARIABLE: &str = "ELASTICRS_NURSERY_START";
-/// Name of the environment variable that contains the report offset. Set only if the warm nursery replaces a nursery
-/// that died during its imports.
+/// Name of the environment variable that contains the offset of the earlier import records in the report file. Set only
+/// if an earlier nursery process died during its imports.
 const SINCE_VARIABLE: &str = "ELASTICRS_WARM_SINCE";
 
-/// Descriptor number of the import report in a warm nursery: the first number after those of [`FIXED_FDS`].
+/// Number of the descriptor to which a nursery process writes the report about its imports. It follows the numbers in
+/// [`FIXED_FDS`].
 pub const REPORT_FD: i32 = 6;
 
 /// A started nursery. Its first reply is `Ready`, which it sends once it can serve requests.
@@ -93,18 +97,21 @@ pub struct Launched {
     pub token: Token,
     /// Imports that the nursery performs before it becomes ready. `None` if it imports nothing.
     pub warming: Option<Warming>,
-    /// Sentinel of this nursery. Kills the job's processes if the agent dies while the nursery is importing modules,
-    /// or while a start of a worker hangs in it. The owner of this value must stop the sentinel in the same way as a
-    /// nursery.
+    /// Process that guards this nursery process. It kills the job's processes if the agent dies while the nursery is
+    /// importing modules or hangs while starting a worker.
+    ///
+    /// The owner of this value must stop both processes in the same way.
     pub sentinel: Option<Box<Launched>>,
 }
 
-/// Imports that a warm nursery performs before it becomes ready.
+/// Module imports that a nursery process performs before it can fork workers.
 #[derive(Debug)]
 pub struct Warming {
     pub warm: Arc<Warm>,
-    /// Offset in the report file at which the records of these imports start. Some of the records may be from earlier
-    /// nurseries that died while importing a module.
+    /// Offset in the report file at which the import records start.
+    ///
+    /// If a nursery process dies while importing a module, its replacement uses the same offset, because it imports
+    /// only the remaining modules.
     pub since: u64,
 }
 

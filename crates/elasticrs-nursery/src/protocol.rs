@@ -19,7 +19,8 @@ pub const PROTOCOL: u32 = 12;
 /// Maximum length of a frame in bytes. The environments of 1024 workers need far less.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
 
-/// Numbers of the file descriptors that the nursery inherits: the socket, the agent's pidfd, and the stage pipe.
+/// Numbers of the file descriptors that the nursery process inherits. They are the socket, the agent's pidfd, and the
+/// pipe for reporting the progress of starting a worker.
 pub const FIXED_FDS: [i32; 3] = [3, 4, 5];
 
 /// A message that is sent as one frame.
@@ -50,8 +51,8 @@ impl Message for Request {
 }
 
 impl Message for Reply {
-    /// The limit has room for hundreds of thousands of replies, because replies accumulate while the agent is stopped.
-    /// For example, another program may repeatedly stop and resume the workers during that time.
+    /// The limit is high enough for hundreds of thousands of replies, because replies are queued while the agent is
+    /// stopped. Each stop or resumption of a worker causes a reply.
     const MAX_UNSENT: usize = 16 * 1024 * 1024;
 
     fn descriptors(&self) -> usize {
@@ -69,20 +70,23 @@ pub enum Request {
         /// Signals that the worker ignores, because they were already ignored when the agent was started (`nohup`).
         keep_ignored: Vec<i32>,
     },
-    /// Send a signal to the process group of a worker. Used on kernels before 6.9, which cannot signal a process
-    /// group through a pidfd. Also used for every SIGKILL, because the nursery spares [cleaners](super::cleaner).
-    /// Unknown pids are ignored.
+    /// Send a signal to the process group of a worker. Unknown pids are ignored.
+    ///
+    /// Used for every SIGKILL, because the nursery process spares [processes that unlink shared
+    /// memory](super::cleaner). Used for all signals before Linux 6.9, because a pidfd cannot be used to signal a
+    /// process group.
     SignalGroup {
         /// Pid of the worker, which leads its process group.
         pid: i32,
         signal: i32,
     },
-    /// Stop all descendants of the nursery, including workers, and wait until they have exited. Answered by
-    /// [`Reply::Swept`]. A second request during a sweep can only make the sweep's deadlines earlier. The two requests
-    /// get a single answer.
+    /// Stop all descendants of the nursery process, including workers, and wait until they have exited. Answered by
+    /// [`Reply::Swept`].
+    ///
+    /// A second request before the answer can only make the deadlines earlier. Both requests then get a single answer.
     Sweep {
-        /// Number of this request. An answer contains the number of the last request that it covers, so an answer with
-        /// a lower number does not cover this request.
+        /// Number of this request. A single answer can complete several requests, and contains the number of the last
+        /// one. An answer with a lower number does not complete this request.
         number: u32,
         /// How long, in milliseconds, descendants may continue to run before the first signal.
         linger_ms: u64,
@@ -100,11 +104,14 @@ pub enum Request {
         /// Number of this request, as in [`Request::Sweep`].
         number: u32,
         worker: i32,
-        /// Time limit in milliseconds for processes that cannot be killed, as in [`Request::Sweep`].
+        /// Time in milliseconds after which the nursery process stops waiting for processes that cannot be killed, and
+        /// reports them.
         give_up_ms: u64,
     },
-    /// Keep the descriptor sent with this request open until the nursery exits. If the agent dies, its connection to
-    /// the store then stays open until all of its processes have exited.
+    /// Keep a connection of the agent open until the nursery process exits. The connection's descriptor is sent with
+    /// this request.
+    ///
+    /// If the agent dies, its peers then see the connection close only after all of the agent's processes have exited.
     Hold {
         /// True to keep the descriptors that are already held, false to replace them.
         beside: bool,
@@ -120,10 +127,13 @@ pub enum Request {
         /// Number of the nursery that receives this request.
         holder: Holder,
     },
-    /// Report the nursery's activity through the page and the timer that are sent with this request. See
-    /// [`super::activity`].
+    /// Report what the nursery process is doing, through the shared memory page and the timer that are sent with this
+    /// request. See [`super::activity`].
     Activity,
-    /// Guard a nursery. Only sent to a sentinel, together with the nursery's pidfd and its activity page and timer.
+    /// Kill the job's processes if a nursery process cannot do it. The nursery's pidfd, shared memory page and timer
+    /// are sent with this request.
+    ///
+    /// Sent only to the process that guards the nursery process.
     Guard,
     /// Exit at once and leave all descendants running (`--keep-descendants`).
     Leave,
@@ -138,8 +148,9 @@ pub enum Reply {
         protocol: u32,
         pid: i32,
     },
-    /// A worker was started and runs its program. The worker's pidfd is sent with the frame. If the pidfd is missing,
-    /// the agent has reached its limit on open files; see [`Stage::Receive`].
+    /// A worker was started and runs its program. The worker's pidfd is sent with this message.
+    ///
+    /// The pidfd is missing if the agent has reached its limit on open files; see [`Stage::Receive`].
     Spawned {
         local_rank: u32,
         /// Pid of the worker, which is also the id of its session and process group.
@@ -170,8 +181,8 @@ pub enum Reply {
     Continued {
         pid: i32,
     },
-    /// The fence deadline has passed, and the nursery is killing all workers and their descendants. Sent before the
-    /// resulting exits are reported.
+    /// The nursery process is killing all workers and their descendants, because the agent's lease was not renewed in
+    /// time. Sent before the exits of the workers are reported.
     Fenced {
         seen: Stamp,
     },

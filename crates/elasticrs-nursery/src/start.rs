@@ -14,8 +14,8 @@ pub struct Start {
     pub token: Token,
     /// Soft limit on file descriptors for the workers. `None` if the workers get the same limit as the agent.
     pub descriptors: Option<u64>,
-    /// True for a sentinel. A sentinel has no workers. When its agent is gone, it kills all processes that carry the
-    /// token.
+    /// True for a process that guards a nursery process instead of starting workers. When the agent is gone, the
+    /// guarding process kills all processes that have inherited `token`.
     pub is_sentinel: bool,
 }
 

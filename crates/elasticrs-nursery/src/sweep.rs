@@ -17,12 +17,15 @@ use super::token::Token;
 use super::tree::{self, Listed, Signalled, Target};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// Number of newest pids to check first. A program that repeatedly forks, exits, and continues in the child exits
-/// before all of `/proc` can be read. Its pid is always among the newest ones, so they are checked several times.
+/// Number of newest pids to check first, several times.
+///
+/// A program that repeatedly forks and exits can evade a check of all processes. Its current pid is always among the
+/// newest.
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// Time after the `give_up` deadline during which a slow check may still send signals.
+/// Time after the `give_up` deadline for which processes are still killed, because a check of all processes may be
+/// slow.
 const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
 /// Result of a sweep.
@@ -36,7 +39,7 @@ pub struct Outcome {
     pub held: Vec<i32>,
 }
 
-/// Result of a single check of the processes.
+/// Result of one pass over all processes that may have to be killed.
 #[derive(Debug, Default)]
 struct Look {
     alive: BTreeSet<i32>,
@@ -142,7 +145,7 @@ impl Look {
 struct Tally {
     seen: BTreeSet<i32>,
     ended: Signalled,
-    /// Tracks how long to wait for cleaners after all other processes have exited.
+    /// Tracks how long to wait for processes that unlink shared memory, after all other processes have exited.
     patience: Patience,
     acts_until: Instant,
 }
@@ -165,7 +168,8 @@ fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcom
         if is_quiet && look.cleaners && tally.patience.begin(now) {
             give_up = give_up.max(now + LONGEST);
         } else if now >= give_up && look.cleaners && tally.patience.end() {
-            // The time limit has passed. Kill the cleaners as well, and wait a moment for them to exit.
+            // Processes that unlink shared memory have exceeded the time limit. Kill them too, and briefly wait for
+            // them to exit.
             give_up = now + LAST_MOMENT;
         }
         tally.acts_until = give_up + GRACE_OF_A_LOOK;

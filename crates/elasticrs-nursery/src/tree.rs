@@ -37,7 +37,7 @@ const HIGHEST_PID: i32 = 4 << 20;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Listed {
     pub pid: i32,
-    /// Parent of the process when it was listed.
+    /// Pid of the process's parent at the time of the listing.
     pub parent: i32,
 }
 
@@ -202,7 +202,8 @@ pub fn pids() -> Vec<i32> {
 pub fn newest_pid() -> i32 {
     let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let pid = load.split_whitespace().next_back().and_then(|pid| pid.parse().ok());
-    // If the file cannot be read, start a thread, because its id is then the most recently assigned pid.
+    // If `/proc/loadavg` cannot be read, start a thread. Its thread ID is the newest pid, because threads and processes
+    // share the same numbers.
     pid.or_else(|| Builder::new().spawn(|| gettid().as_raw()).ok()?.join().ok()).unwrap_or(HIGHEST_PID)
 }
 
@@ -270,8 +271,8 @@ impl Target {
             Some(pidfd) => pidfd::send_signal(pidfd, signal as i32),
             None => signal::kill(Pid::from_raw(self.pid), signal),
         };
-        // Ignore an error. It means that the process is gone or now belongs to another user (set-user-id). The sweep
-        // reports the process if it does not exit.
+        // Ignore errors, because the process has exited or now belongs to another user (set-user-id). A process that
+        // does not exit is reported later.
         debug_assert!(matches!(sent, Ok(()) | Err(Errno::ESRCH | Errno::EPERM)), "kill({}): {sent:?}", self.pid);
     }
 }
@@ -304,7 +305,7 @@ impl Signalled {
         }
     }
 
-    /// Removes the processes in `stuck`, which have not exited.
+    /// Removes the processes in `stuck` from the list and from the count, because they have not exited.
     #[must_use]
     pub fn without(mut self, stuck: &[i32]) -> Self {
         self.named.retain(|ended| !stuck.contains(&ended.pid));

@@ -1,4 +1,4 @@
-//! Python functions that do not need a supervisor.
+//! Functions of the Python extension module that can be called without a supervisor.
 
 use std::os::fd::IntoRawFd;
 use std::path::PathBuf;

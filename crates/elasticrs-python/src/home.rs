@@ -1,7 +1,7 @@
 //! Chooses the thread on which a store client runs, and the destination of its messages to the user.
 //!
-//! A client that holds an agent's lease runs on the supervisor's thread, so that a busy store on the stores' thread
-//! cannot delay signals and keep-alives. Clients without a supervisor run on the stores' thread.
+//! A client that holds an agent's lease runs on the supervisor's thread, because a busy store could delay signals and
+//! keep-alives. Clients without a supervisor run on the thread that all stores of this process share.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ impl Home {
     pub fn check_owner(&self) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.check_owner(),
-            // The methods of the supervisor raise this exception themselves.
+            // No check is needed, because the supervisor's own methods raise this exception in a forked child.
             Self::Agent(_) => Ok(()),
         }
     }

@@ -21,8 +21,10 @@ struct Nursery {
 
 impl Guard for Nursery {
     fn connected(&self, socket: BorrowedFd<'_>) {
-        // If the descriptor cannot be duplicated, the supervisor reports an event. The connection then closes as soon
-        // as this process exits, but the nursery still knows the deadline by which it must kill the workers.
+        // If the socket cannot be duplicated, the supervisor reports the error to the user. The store then sees the
+        // connection close as soon as this process exits.
+        //
+        // The nursery (the process that supervises the workers) still kills the workers at the lease's deadline.
         self.keeper.hold(socket);
     }
 
@@ -44,8 +46,8 @@ impl Guard for Nursery {
     }
 
     fn linked(&self, socket: BorrowedFd<'_>, word: [u8; 32], is_first: bool) {
-        // If the descriptor cannot be duplicated, the supervisor reports an event. The other agent then notices the
-        // death of this agent only when the lease expires.
+        // If the socket cannot be duplicated, the supervisor reports the error to the user. The agent at the other end
+        // of the connection can still detect the death of this agent when the lease expires.
         self.keeper.hold_link(socket, word, is_first);
     }
 

@@ -1,4 +1,5 @@
-//! Chooses the program of the nursery, and runs the nursery in a Python interpreter.
+//! Selects the program of the nursery, which is the process that starts and supervises the workers. Also contains the
+//! entry points of a nursery that runs in a Python interpreter.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -19,9 +20,11 @@ use crate::spec::{ProcessSpec, duration, signal};
 /// The nursery's program. `build.rs` builds it, and it is executed from a memory file.
 static IMAGE: &[u8] = include_bytes!(env!("ELASTICRS_NURSERY_IMAGE"));
 
-/// Returns the images to try, in order. For `auto`, the first is the embedded program. The second is a fallback
-/// for systems that cannot execute memory files: a plain Python interpreter that loads this extension by its
-/// path. The interpreter takes 10 ms instead of 1 ms to start, and 10 MB instead of 2 MB of memory.
+/// Returns the programs to try for the nursery process, in order.
+///
+/// For `auto`, the first program is the embedded one. The second is a plain Python interpreter, because some systems
+/// cannot execute a file in memory. The interpreter takes 10 ms instead of 1 ms to start, and uses 10 MB instead of 2
+/// MB of memory.
 pub fn images(py: Python<'_>, kind: &str) -> PyResult<Vec<NurseryImage>> {
     let embedded = || NurseryImage::Embedded(IMAGE);
     match kind {
@@ -53,8 +56,8 @@ impl WarmNursery {
     }
 }
 
-/// Returns the image that runs the nursery in a Python interpreter. `None` if Python is embedded in another program and
-/// has no executable.
+/// Returns the nursery program that runs in a Python interpreter. `None` if Python is embedded in another program,
+/// because there is no interpreter to execute.
 fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
     let Some(path) = py.import("sys")?.getattr("executable")?.extract::<Option<OsString>>()? else { return Ok(None) };
     let extension: OsString = py.import("elasticrs._core")?.getattr("__file__")?.extract()?;

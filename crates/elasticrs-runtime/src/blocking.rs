@@ -16,10 +16,11 @@ use crate::threads;
 /// Maximum number of calls that may be running at the same time.
 pub const MAX_CALLS: usize = 8;
 
-/// The running blocking calls that one thread has started. Callers that pass the same key share one call.
+/// Blocking calls that one thread has started and that have not returned yet. Callers that pass the same key share one
+/// call.
 ///
-/// Callers should set their own timeouts. A call continues even if all its callers have timed out, and the next caller
-/// with the same key waits for it.
+/// A caller should set a timeout. The call itself continues after the timeout, and the next caller with the same key
+/// waits for its result.
 #[derive(Debug)]
 pub struct BlockingCalls<K, V> {
     running: RefCell<BTreeMap<K, watch::Receiver<Option<V>>>>,

@@ -22,7 +22,8 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// Minimum time between two error notices to the user.
 const SILENCE: Duration = Duration::from_secs(10);
 
-/// Purpose of a listener's connections. It determines the number of descriptors that are reserved for other uses.
+/// Kind of server that uses a listener. The kind determines how many file descriptors the server leaves free for the
+/// rest of the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     Health,
@@ -78,9 +79,11 @@ impl Door {
     }
 }
 
-/// Returns true if the connection fits into the share of descriptors for this purpose. It does if its descriptor
-/// number, or the lowest free number, is below a limit. The free number is checked because descriptors may have
-/// been closed since the connection was accepted.
+/// Returns true if a server of this kind may use one more file descriptor. This requires that the connection's
+/// descriptor number is below the server's limit.
+///
+/// It is enough if the lowest free number is below the limit, because descriptors may have been closed since the
+/// connection was accepted.
 fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
     let below = soft.saturating_sub(kept(soft, purpose));
@@ -88,14 +91,14 @@ fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     is_below(fd.as_raw_fd()) || fd.try_clone_to_owned().is_ok_and(|lowest| is_below(lowest.as_raw_fd()))
 }
 
-/// Returns the number of descriptors that connections of this purpose must leave for other uses.
+/// Returns the number of file descriptors that a server of this kind must leave free for the rest of the process.
 fn kept(soft: u64, purpose: Purpose) -> u64 {
     // This number is enough to start, watch and stop the workers of a node.
     let own = (soft / 8).clamp(16, 64);
     match purpose {
         Purpose::Health => own,
-        // Stores also leave descriptors for the few short health requests, and for one waiting connection of each store
-        // that has used up its share.
+        // Also reserve descriptors for health requests, and one for each store that has reached its limit. Such a store
+        // keeps one accepted connection open until more descriptors are free.
         Purpose::Store => own + (soft / 16).clamp(8, 64),
     }
 }

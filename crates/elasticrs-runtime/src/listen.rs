@@ -108,9 +108,11 @@ fn listen_at(host: Option<&str>, port: u16) -> io::Result<TcpListener> {
     let mut failed = io::Error::new(io::ErrorKind::NotFound, "no address of that name");
     for address in (host, port).to_socket_addrs()? {
         match open(address, true) {
-            // Try the next address, because `localhost` resolves to `::1` first even if the kernel has no IPv6. Do not
-            // try it if another program uses the port on `::1`, because clients that connect to `localhost` would reach
-            // that program.
+            // Try the next address if this address does not exist on this machine. For example, `localhost` resolves to
+            // `::1` first even if the kernel has no IPv6.
+            //
+            // Stop after any other error. For example, another program may use the port on `::1`, and clients that
+            // connect to `localhost` would reach that program.
             Err(error) if is_no_address_of_ours(&error) => failed = error,
             result => return result,
         }

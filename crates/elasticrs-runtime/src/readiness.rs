@@ -31,8 +31,11 @@ pub fn register<T: OwnsDescriptor>(inner: T, interest: Interest) -> io::Result<A
 /// A value that does I/O on its own file descriptor, and the registration of that descriptor with the runtime.
 #[derive(Debug)]
 pub struct Registered<T> {
-    /// Duplicate of the descriptor of `inner`. It is registered instead, because the type of `inner` may not
-    /// guarantee that its descriptor stays the same. The kernel reports the same readiness for both descriptors.
+    /// Duplicate of the descriptor of `inner`, registered with the runtime. The kernel reports the same readiness for
+    /// both descriptors.
+    ///
+    /// The descriptor of `inner` is not registered itself, because the type of `inner` may not guarantee that the
+    /// descriptor stays the same.
     readiness: AsyncFd<OwnedFd>,
     inner: T,
 }

@@ -69,8 +69,8 @@ pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>
 
 /// Like [`ask`], but also returns `None` if the task does not answer within `limit`, because its thread may hang.
 ///
-/// Regularly checks that the task still exists. It is not enough to wait until the request is dropped: if the
-/// task stops just as the request is sent, the request stays in the channel as long as a sender exists.
+/// Regularly checks whether the task still exists. If the task stops just after the request was sent, the request stays
+/// in the channel, so its reply channel is never closed.
 pub fn ask_within<Q, A>(
     inbox: &UnboundedSender<Q>,
     question: impl FnOnce(SyncSender<A>) -> Q,
@@ -124,7 +124,8 @@ mod tests {
         let (inbox, questions) = unbounded_channel::<()>();
         let mut kept = None;
         let answer = ask::<_, u8>(&inbox, |reply| {
-            // Keep the reply alive but drop the inbox, as if the request had been sent just as the task stopped.
+            // Simulate a task that stops just after the request was sent: drop the receiver of the requests, but keep
+            // the reply channel open.
             kept = Some(reply);
             std::thread::spawn(move || drop(questions));
         });

@@ -72,8 +72,9 @@ pub enum Op {
 /// Result of an [`Op`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OpResult {
-    /// Number of keys that the op changed. If a watch is rejected, the reply contains the first possible start
-    /// revision instead.
+    /// Number of keys that the operation changed.
+    ///
+    /// In the reply to a rejected watch, the first revision at which a new watch can start.
     Count(u64),
     /// Result of [`Op::Get`] and [`Op::Predecessor`].
     Entry(Option<Entry>),
@@ -163,8 +164,8 @@ impl LostKind {
         self as u8
     }
 
-    /// Returns the kind with this code. An unknown code becomes [`Self::Protocol`], because only a newer store can
-    /// have sent it.
+    /// Returns the kind with this code. Returns [`Self::Protocol`] for an unknown code, because the store must then be
+    /// using a newer protocol.
     pub(crate) fn of_code(code: u8) -> Self {
         Self::ALL.get(usize::from(code)).copied().unwrap_or(Self::Protocol)
     }

@@ -47,10 +47,11 @@ impl Page {
         Self::map(file)
     }
 
-    /// Creates a page like [`Self::sealed`], but only for use among processes of this program. If sealed memory is
-    /// not available, uses a file that no other program can open.
+    /// Creates a shared memory page of zeros for processes of this program only. If sealed memory is not available,
+    /// uses a file that no other program can open.
     ///
     /// # Errors
+    ///
     /// No descriptor or memory is available.
     pub fn of_our_own(name: &CStr) -> io::Result<Self> {
         match Self::sealed(name) {
@@ -64,11 +65,12 @@ impl Page {
         }
     }
 
-    /// Maps the page behind a descriptor that another process has sent.
+    /// Maps a shared memory page into this process. `file` is a descriptor of the page that another process has sent.
     ///
     /// # Errors
-    /// `EINVAL` if the descriptor's file was not created by [`Self::sealed`] or [`Self::of_our_own`]. Also fails if no
-    /// memory is available.
+    ///
+    /// `EINVAL` if [`Self::sealed`] or [`Self::of_our_own`] did not create the page. Also fails if no memory is
+    /// available.
     pub fn map(file: OwnedFd) -> io::Result<Self> {
         let facts = nix::sys::stat::fstat(&file)?;
         let is_safe = sealed_by(&file).map_or(facts.st_nlink == 0, |seals| seals.contains(SEALS));

@@ -28,8 +28,9 @@ pub fn read(pid: i32, name: &str) -> Option<String> {
     fs::read_to_string(folder(pid)?.join(name)).ok()
 }
 
-/// Returns true if `status`, the content of `/proc/PID/status`, describes the process `pid` and this `/proc`
-/// shows the pid namespace of that process, not an outer one.
+/// Returns true if `status`, the content of `/proc/PID/status`, describes the process `pid`.
+///
+/// Returns false if `/proc` shows an outer pid namespace, where the same pid can belong to another process.
 fn is_of(status: &str, pid: u32) -> bool {
     let field = |name| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
     // `NSpid` lists the pids of the process, from the namespace of this `/proc` to the innermost one.

@@ -52,7 +52,8 @@ pub fn take_turns(one: signal::Signal, other: signal::Signal) -> nix::Result<()>
     for (number, waits) in [(one as i32, other as i32), (other as i32, one as i32)] {
         // SAFETY: the struct consists of integers and an optional handler, for which zero is a valid value.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        // SAFETY: each pointer is null or points to a live local variable. The installed handler is the previous one.
+        // SAFETY: each pointer is null or points to a live local variable. The handler is valid, because only the
+        // signal mask of the installed handler is changed.
         Errno::result(unsafe { libc::sigaction(number, ptr::null(), &raw mut action) })?;
         // SAFETY: as above. The signal number is valid.
         Errno::result(unsafe { libc::sigaddset(&raw mut action.sa_mask, waits) })?;

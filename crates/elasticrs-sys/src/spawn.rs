@@ -284,7 +284,8 @@ fn prepare(shared: &mut Shared<'_>, close_others: impl FnOnce(&Shared<'_>)) -> R
     Ok(())
 }
 
-/// Duplicates the descriptors to pass to numbers above all targets.
+/// Duplicates the child's descriptors. The duplicates have numbers above all target numbers, because a later `dup3` to
+/// a target number could otherwise close one of them.
 fn move_descriptors(shared: &mut Shared<'_>) -> Result<(), Errno> {
     for (moved, (source, _)) in shared.moved.iter_mut().zip(&shared.command.fds) {
         *moved = raw::dup_above(source.as_raw_fd(), shared.floor)?;
@@ -412,8 +413,7 @@ mod raw {
         // SAFETY: `path` is a live string, and the other arguments are integers.
         let fd = check(unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, path.as_ptr(), flags, 0o644) })?;
         if fd == target {
-            // The parent had no descriptor `target`, so the opened file got this number. Only close-on-exec has to be
-            // cleared.
+            // The number `target` was free, so `open` has already used it. Only clear close-on-exec.
             // SAFETY: the call takes only integers.
             return check(unsafe { libc::syscall(libc::SYS_fcntl, fd, libc::F_SETFD, 0) }).map(drop);
         }
@@ -444,8 +444,9 @@ mod raw {
     pub(super) fn set_disposition(signal: c_int, ignore: bool) {
         let new = Disposition { handler: if ignore { libc::SIG_IGN } else { libc::SIG_DFL }, rest: [0; 3] };
         let none = std::ptr::null_mut::<Disposition>();
-        // Ignore the error EINVAL, which the kernel returns for SIGKILL and SIGSTOP.
-        // SAFETY: `new` has the size of the kernel's struct, and the child has its own copy of the handler table.
+        // Ignore errors, because the kernel returns EINVAL for SIGKILL and SIGSTOP.
+        // SAFETY: `new` has the size of the kernel's struct. The child has its own handler table, so the parent's
+        // handlers stay unchanged.
         unsafe { libc::syscall(libc::SYS_rt_sigaction, signal, &raw const new, none, size_of::<u64>()) };
     }
 

@@ -68,7 +68,8 @@ fn send(pid: c_int, number: c_int) {
 
 fn read(shared: &mut Shared) -> &[u8] {
     let Shared { status, buffer, .. } = shared;
-    // SAFETY: `status` is a live string. The descriptor is closed when the child exits.
+    // Do not close the descriptor, because the kernel closes it when the child exits.
+    // SAFETY: `status` is a live C string, and the other arguments are integers.
     let fd = unsafe { libc::syscall(libc::SYS_openat, libc::AT_FDCWD, status.as_ptr(), libc::O_RDONLY) };
     // SAFETY: the kernel writes only into the buffer, whose length is passed.
     let count: c_long = unsafe { libc::syscall(libc::SYS_read, fd, buffer.as_mut_ptr(), buffer.len()) };

@@ -45,7 +45,8 @@ fn peek(id: Id<'_>) -> Option<bool> {
     match waitid(id, flags) {
         Ok(WaitStatus::StillAlive) => Some(false),
         Err(Errno::ECHILD) => None,
-        // nix also returns an error if a real-time signal killed the process, so treat every other result as an exit.
+        // Treat all other results as an exit, even errors, because nix returns an error for a process that a real-time
+        // signal has killed.
         Ok(_) | Err(_) => Some(true),
     }
 }

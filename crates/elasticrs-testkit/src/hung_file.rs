@@ -25,8 +25,8 @@ const INTERRUPT: u32 = 36;
 const BATCH_FORGET: u32 = 42;
 
 const HEADER: usize = 40;
-/// Flags in the reply to an open request, with which the open file bypasses the page cache. The kernel
-/// invalidates the file's cached pages when the file is mapped, not when it is opened.
+/// Flags `FOPEN_DIRECT_IO` and `FOPEN_KEEP_CACHE` for the reply to an open request. The kernel then invalidates the
+/// file's cached pages when the file is mapped, not when it is opened.
 const UNCACHED: u32 = 1 | 2;
 const NOT_THERE: i32 = -libc::ENOSYS;
 const A_YEAR: u64 = 31_536_000;

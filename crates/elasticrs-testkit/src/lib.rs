@@ -121,7 +121,7 @@ pub fn open_fds() -> Vec<RawFd> {
 /// Asserts that this process has no children, not even zombies. In a child subreaper, orphaned descendants are
 /// children, too.
 pub fn assert_no_children() {
-    // SAFETY: null pointers are allowed, because only the return value is needed.
+    // SAFETY: `wait4` accepts null pointers, and then writes no exit status and no resource usage.
     let waited = Errno::result(unsafe {
         libc::wait4(-1, std::ptr::null_mut(), libc::WNOHANG | libc::__WALL, std::ptr::null_mut())
     });

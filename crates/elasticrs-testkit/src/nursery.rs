@@ -70,7 +70,7 @@ impl Client {
         Self::start_from(image(program()))
     }
 
-    /// Starts a nursery from the given image. See [`Self::start`].
+    /// Same as [`Self::start`], but runs the program `image` as the nursery process.
     pub fn start_from(image: NurseryImage) -> Self {
         nix::sys::prctl::set_child_subreaper(true).unwrap();
         let nursery = launch(&[image]).unwrap();

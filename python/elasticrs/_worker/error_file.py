@@ -63,7 +63,7 @@ def error_document(error: BaseException, written_by: str) -> str:
 
 
 def failure_facts(error: BaseException) -> "dict[str, object]":
-    """Return the facts about an uncaught exception that the restart policy needs.
+    """Describe an uncaught exception for the restart policy.
 
     Returns:
         ``exception``: qualified name of its type. ``place``: file name and line where it was raised, such as
@@ -82,8 +82,8 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     is_code = not isinstance(error, SyntaxError) or kind.__module__ == "builtins"
     if isinstance(error, SyntaxError) and is_code and error.filename:
         shown.append((error.filename, error.lineno or 0))
-    # Require that every frame is module-level code or import machinery, because a function can import or
-    # parse something long after the program has started.
+    # Count the exception as a start error only if all frames are module-level code or import machinery. A
+    # function can also import or parse a file long after the start.
     is_importing = all(
         code.co_name == "<module>" or any(part in code.co_filename for part in _STARTERS)
         for code, _ in frames

@@ -102,8 +102,11 @@ def _wait_for_request(requests: str) -> bool:
     try:
         if not S_ISFIFO(os.fstat(descriptor).st_mode):
             return False
-        # Read until EOF, because otherwise the next `open` would not block. Close the descriptor before
-        # writing the record, because the agent takes an open reader as a sign that the thread is waiting.
+        # Read until EOF, which means that the agent has closed the FIFO. Otherwise, the next `open` would not
+        # block.
+        #
+        # Close the FIFO before writing the record, because the agent assumes that a thread with an open FIFO
+        # is waiting for a request.
         while os.read(descriptor, 512):
             pass
     except OSError:
@@ -135,8 +138,8 @@ def flight_document() -> str:
             record["entries"] = record.get("entries", [])[-MAX_ENTRIES:]
         used = [record for record in records if record["entries"]] or records[:1]
         return "\n".join(json.dumps(line) for line in ({"groups": _groups()}, *used))
-    # These functions of torch are private, so a later release may change them. The report then describes the
-    # record as damaged.
+    # Report the record as damaged after any error, because a newer torch release may have changed these
+    # private functions.
     except Exception:
         return json.dumps({"no_record": "damaged"})
 

@@ -42,7 +42,7 @@ def _is_caught(signum: int) -> bool:
         with open("/proc/self/status", "rb") as file:
             masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
-        # Assume that the signal is caught, so that no handler is installed. The agent never sends the signal
-        # if it cannot read this file.
+        # Return true, so that no handler is installed. A handler would be useless, because the agent sends
+        # the signal only if it can read the worker's status in `/proc`.
         return True
     return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

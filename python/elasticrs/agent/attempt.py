@@ -170,7 +170,7 @@ class Attempt(Record):
 
     def how_it_began(self) -> str:
         """Describe the restart that led to this attempt: its total duration, the duration of each phase, and
-        whether the workers were started warm.
+        whether the workers were forked from a process with preloaded modules.
         """
         span = phrases.milliseconds(round(1e6 * sum(self.phases.values())))
         how = {None: "", True: ", warm", False: f", cold: {self.why_cold}"}[self.warm]
@@ -269,9 +269,11 @@ class Attempt(Record):
         )
 
     def failed_exits(self) -> list[WorkerExited]:
-        """Return the failed workers: workers that exited with a code other than 0, exceeded a time limit, or
-        exited with 0 too early. The first failure comes first. The others follow in the order in which the
-        agent saw their exits.
+        """Return the failed workers, starting with the first failure. The others follow in the order in which
+        the agent saw their exits.
+
+        A worker has failed if its exit code is not 0, if it exceeded a time limit, or if it exited before its
+        work was done.
         """
         failed = [
             worker
@@ -321,8 +323,8 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     last = next((begin for begin in begins if begin is not None), None)
     for name, end in ends.items():
         if name == "rendezvous" and failed.delay > 0 and last is not None and end is not None:
-            # In a job on several nodes, the leader measures the delay. If this node became ready after the
-            # delay had started, count only the part of the delay for which this node waited.
+            # In a job on several nodes, the leader measures the delay before a restart. This node may have
+            # become ready later, so count at most the time for which this node waited.
             delay_ns = max(0, min(int(failed.delay * 1e9), end - last))
             found["delay"], last = delay_ns / 1e6, last + delay_ns
         if last is not None and end is not None and end > last:
@@ -376,7 +378,7 @@ class JobResult(Record):
         """Return the number of restarts left in the restart budget."""
         history = self.read_history()
         if policy.window is None or not history.charged:
-            # With a polled rendezvous handler, there is neither a failure history nor a restart window. In
-            # this case, subtract the restart count.
+            # If there is no restart window, subtract all restarts from the maximum. Do the same if there is
+            # no failure history, because a polled rendezvous handler does not keep one.
             return policy.max_restarts - self.restarts
         return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def hung_elsewhere(cause: Mapping[str, Any]) -> HungElsewhere:
-    """Return the facts about a worker that hung on another node. This node uses them to find out which local
-    worker the hung worker was waiting for.
+    """Return the time since the last heartbeat, the training step and the stack frame of a worker that hung
+    on another node. The agent uses them to find the local worker that the hung worker was waiting for.
     """
     step, frame = step_of(cause), cause.get("frame")
     return HungElsewhere(

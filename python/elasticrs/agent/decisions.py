@@ -64,7 +64,7 @@ class Decisions(ABC):
         """Return the actions that the agent must take in response to an event on this node."""
 
     def open(self, supervisor: _core.Supervisor) -> None:  # noqa: B027 -- nothing to do for one node
-        """Receive the supervisor. Called once, before any event other than a signal."""
+        """Set the process supervisor. Called once, before any event except a signal."""
 
     def read_history(self) -> FailureHistory:
         """Return the history of the job's failures. Times are in seconds on this node's monotonic clock."""
@@ -148,8 +148,8 @@ class OneNode(Decisions):
         return actions
 
     def _with_evidence(self, event: machine.Event) -> machine.Event:
-        """Return a copy of the event that includes evidence about the failure. Return the event unchanged if
-        the restart policy needs no evidence for it.
+        """Return a copy of the event that includes the cause of the failure. Return the event unchanged if
+        the restart policy does not need the cause.
         """
         if self._attempt is None:
             return event
@@ -162,8 +162,8 @@ class OneNode(Decisions):
                 try:
                     from elasticrs.agent.own_cause import evidence
                 except OSError:
-                    # The import fails if this process has run out of file descriptors. Continue without
-                    # evidence, because the restart budget still limits the restarts.
+                    # The import fails if this process has run out of file descriptors. Continue without the
+                    # cause of the failure, because the restart budget still limits the number of restarts.
                     return event
                 return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event

@@ -163,8 +163,8 @@ def probably_oom(
 def oom_note(
     exitcode: int | None, sent_signal: int | None, before: Mapping[str, int], after: Mapping[str, int]
 ) -> str | None:
-    """Return a line about the OOM killer for the failure report. Return ``None`` if the counters have not
-    risen during the attempt.
+    """Return a line about the OOM killer for the failure report. Return ``None`` if the kernel's ``oom_kill``
+    counters did not rise during the attempt.
     """
     rise = oom_rise(before, after)
     if rise is None:

@@ -144,8 +144,8 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
     failed = failures(result.attempts[-1]) if result.attempts else {}
     cause = result.first_cause
     if cause is not None and failed and cause.round not in (None, result.attempts[-1].round):
-        # Omit the failures on this node, because the job recovered from them. It failed in a later round, in
-        # which this node did not take part.
+        # Omit this node's failures, because the job recovered from them. The job failed in a later rendezvous
+        # round, in which this node did not take part.
         failed = {}
     if cause is None and result.message is not None and len(victims(failed)) == len(failed):
         # No worker caused the failure: the job failed for the reason in `result.message`, and the agent then
@@ -179,7 +179,7 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
 
 
 def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
-    """Add the causes of earlier attempts and the durations of restarts to the root cause's notes."""
+    """Add notes to the root cause: why earlier attempts ended, and how long the restarts took."""
     restarts = [each for each in result.attempts if each.phases][-_MAX_RESTARTS:]
     began = (f"attempt {each.name} was running {each.how_it_began()}" for each in restarts)
     root = failed[root_cause(failed)]
@@ -217,8 +217,9 @@ def print_report(
 
 
 def hand_on(error: ChildFailedError, headline: str) -> None:
-    """Write the root cause to the launcher's own error file, which the launcher's parent process reads. Copy
-    the worker's error file if it exists on this node. Otherwise, write the headline in the same format.
+    """Write the launcher's own error file, which the launcher's parent process reads. Copy the error file of
+    the worker that failed first. If that file is not on this node, write a one-line summary of the failure
+    instead.
     """
     from elasticrs.multiprocessing.errors import get_error_handler
 

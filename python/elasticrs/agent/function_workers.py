@@ -1,5 +1,4 @@
-"""Workers that run a Python function, or a script through a function, with any start method of
-multiprocessing.
+"""Workers that run a Python function or a Python script, with any start method of multiprocessing.
 
 The agent's loop never blocks to wait for a :mod:`keeper <elasticrs.multiprocessing.keeper>`. Events report
 that the keeper has started the workers or has exited.
@@ -65,7 +64,7 @@ def script_workers(setup: WorkerSetup, script: Sequence[str], start_method: str)
 
 
 class FunctionWorkers(Workers):
-    """Workers that run functions and are started by the core; see :func:`function_workers`."""
+    """Workers that run a Python function; see :func:`function_workers`."""
 
     def __init__(
         self,
@@ -88,8 +87,8 @@ class FunctionWorkers(Workers):
         self._late: dict[int, FunctionStart] = {}
         # Pickled return values, by local rank.
         self._values: dict[int, bytes] = {}
-        # File descriptors of the workers' heartbeat pages, by local rank. Empty if the core starts the
-        # workers.
+        # File descriptors of the workers' shared memory pages for heartbeats, by local rank. Empty if the
+        # Rust core starts the workers, because the core then creates the pages itself.
         self._pages: dict[int, int] = {}
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
@@ -174,8 +173,8 @@ class FunctionWorkers(Workers):
         resource tracker, because it would outlive the launcher.
         """
         for start in self._starts():
-            # Clear `watcher` first, because the supervisor is already closed and `close` could not unregister
-            # from it.
+            # Clear `watcher` first. Otherwise, `start.close` would unregister file descriptors from the
+            # supervisor, which is already closed.
             start.watcher = None
             start.close()
         self._start = None
@@ -197,7 +196,7 @@ class FunctionWorkers(Workers):
 
 
 class _Phase(IntEnum):
-    """State of one attempt's workers that are forked by a keeper process."""
+    """Phases of an attempt whose workers are forked by a separate process, the keeper."""
 
     PREPARED = auto()
     """The keeper has been started and has not forked the workers yet."""
@@ -252,8 +251,8 @@ class KeptWorkers(FunctionWorkers):
             supervisor.watch_fd(self._kept.control)
 
     def fd_ready(self, supervisor: Supervisor, fd: int) -> None:
-        """Handle a readable file descriptor; see the base class. The keeper has started the workers or has
-        exited, or a return value has arrived.
+        """Handle a readable file descriptor; see the base class. A descriptor becomes readable when the
+        workers have been started, when their parent process has exited, or when a return value has arrived.
         """
         kept = self._kept
         if kept is None:
@@ -267,11 +266,11 @@ class KeptWorkers(FunctionWorkers):
             kept.fd_ready(fd)
 
     def _take_in(self, supervisor: Supervisor, kept: Kept) -> None:
-        """Let the core's process group adopt the workers, and then let the workers run."""
+        """Add the workers to the supervised process group, and then let the workers run."""
         attempt = self._attempt
         if attempt is None or self._was_stopped:
-            # Do not let the group adopt the workers, because a stop was requested. A later event will report
-            # the end of the group.
+            # Do not add the workers to the process group, because a stop was requested. Nothing else needs to
+            # be done, because a later event reports the end of the process group.
             supervisor.unwatch_fd(kept.control)
             return
         try:
@@ -314,7 +313,8 @@ class KeptWorkers(FunctionWorkers):
         if kept is None:
             self.leftovers = Leftovers()
         elif self._phase is _Phase.PREPARED:
-            # The core never adopted these workers and will not report their exits, so finish the keeper now.
+            # Stop the workers' parent process now, because the Rust core does not monitor these workers and
+            # will not report their exits.
             kept.begin_end(keeper.AT_ONCE)
             self._finish(kept)
         else:
@@ -324,8 +324,7 @@ class KeptWorkers(FunctionWorkers):
                 self._phase = _Phase.ABANDONED
             elif has_succeeded:
                 self._phase = _Phase.SUCCEEDED
-                # The core may report success although a stop was requested. In this case, do not let leftover
-                # processes linger.
+                # Kill leftover processes immediately if a stop was requested, even if the workers succeeded.
                 linger = keeper.AT_ONCE if self._was_stopped else self.setup.job.linger
             else:
                 self._phase = _Phase.ENDING

@@ -152,7 +152,7 @@ class GpuWatcher(Observer):
         return MEMORY_LIMIT if self._may_restart(attempt) else ANSWER_LIMIT
 
     def seconds_left(self) -> float | None:
-        """Return the maximum number of seconds until the delay is over; ``None`` if there is no delay."""
+        """Return the seconds until the delay times out. Return ``None`` if there is no delay."""
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def is_held(self, attempt: Attempt) -> bool:

@@ -1,4 +1,4 @@
-"""Diagnoses hangs and failed collectives from the evidence that workers and the core have written to files.
+"""Diagnoses hangs and failed collectives from files with the workers' flight records and stacks.
 
 Imported only after a worker hung or a collective failed.
 """
@@ -138,7 +138,7 @@ def limits(nodes: int, world_size: int) -> dict[str, int]:
 
 
 def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool = True) -> list[RankFacts]:
-    """Return the facts about this node's ranks.
+    """Return the parsed flight records and stacks of this node's ranks.
 
     Args:
         attempt: attempt to diagnose.
@@ -163,8 +163,8 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
 
 
 def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
-    """Return the facts about this node's ranks after a collective has failed. The facts come from the flight
-    records that the agent requested after the failure, or from the dumps that NCCL's watchdog wrote.
+    """Return the parsed flight records of this node's ranks after a collective has failed. The agent
+    requested the records after the failure, or NCCL's watchdog wrote them.
     """
     oldest = time.time() - _MAX_AGE
     deadline = time.monotonic() + _TIME_LIMIT
@@ -252,7 +252,7 @@ def _content(path: str, limit: int) -> bytes | None:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
-        return None  # The evidence is missing, and the report will say so.
+        return None  # The file is missing, or it is a symbolic link.
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return None

@@ -147,8 +147,9 @@ def heartbeat_notes(beats: Iterable[Heartbeat], end_ns: int, ranks: Mapping[int,
 
 
 def stack(path: str, *, others: int = 0) -> str | None:
-    """Return the innermost frames of the first stack in a hang file. The stack belongs to the thread that
-    handled the signal or, in a ``py-spy`` dump, to the main thread.
+    """Return the innermost frames of the first thread in a stack dump of a hung worker. In a ``faulthandler``
+    dump, the first thread is the thread that handled the dump signal. In a ``py-spy`` dump, the first thread
+    is the main thread.
 
     Return ``None`` if the file ``path`` contains no frames. Also include the innermost frames of up to
     ``others`` further threads, because one of these threads may be delaying the worker's exit.
@@ -157,7 +158,7 @@ def stack(path: str, *, others: int = 0) -> str | None:
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read(MAX_TEXT)
     except OSError:
-        return None  # The hang file is missing. The user has already been notified.
+        return None  # Continue without a stack. The user was already told that the file is missing.
     found = (frames for frames in threads(text) if frames and not any(map(_is_own, frames)))
     frames = next(found, None)
     if frames is None:

@@ -78,7 +78,9 @@ class HealthCheckServer:
         return f"[{self._host}]:{self.port}" if ":" in self._host else f"{self._host}:{self.port}"
 
     def open(self) -> _core.HealthServer:
-        """Open the port, and let the caller answer the requests. Idempotent. Torch has no such method.
+        """Open the port and return the server. The caller must answer the requests. Idempotent.
+
+        Not available in torch.
 
         Raises:
             OSError: the address cannot be used.

@@ -66,8 +66,8 @@ class EventRecorder(Observer):
         self._meeting_since = time.monotonic()
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Record the end of a rendezvous. Also record that the timer watchdog starts or stops, because torch
-        creates a new watchdog for each round.
+        """Record the end of a rendezvous. Also record a start and a stop of the timer watchdog for each
+        rendezvous round, because torch creates a new watchdog for each round.
         """
         if isinstance(action, Rendezvous):
             self._record_watching(False)
@@ -107,8 +107,8 @@ class EventRecorder(Observer):
         self._record_worker("START", attempt.plan.ranks[local_rank], attempt.pids[local_rank])
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Store a failed attempt and record it after the restart, because recording it now would delay the
-        restart.
+        """Remember a failed attempt, and record it only after the restart. Recording it immediately would
+        delay the restart.
         """
         self._meeting_since = time.monotonic()
         if outcome in ("failed", "lost"):
@@ -181,8 +181,8 @@ class EventRecorder(Observer):
         """
         self._catch_up()
         if result.phase is not Phase.SUCCEEDED:
-            # As in torch, record that the watchdog stopped before recording how the workers ended. If the
-            # workers have succeeded, record it afterwards.
+            # If the workers have not succeeded, record the stop of the watchdog before the workers' exits, as
+            # in torch. If the workers have succeeded, record the stop after the exits.
             self._record_watching(False)
         reason = _reason(result, error)
         if reason is None and result.attempts:

@@ -99,8 +99,10 @@ class HealthObserver(Observer):
         return True
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Publish that workers are about to be started, or that a worker on another node hangs. Remember
-        whether a restart is charged to the restart budget.
+        """Update the health status when workers are about to start, or when a worker on another node has
+        hung.
+
+        Remember whether a restart counts against the restart budget.
         """
         if isinstance(action, Start):
             self._native.enter("starting" if self._attempt is None else "restarting")
@@ -110,17 +112,19 @@ class HealthObserver(Observer):
             self._is_uncharged = not action.charged
 
     def prepared(self, attempt: Attempt) -> None:
-        """Let the server monitor the sizes of the log files that the agent does not read."""
+        """Let the health check server count the bytes in log files, except in files that the agent reads
+        anyway.
+        """
         if attempt.paths is not None:
             self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
     def not_started(self) -> None:
-        """Publish that the workers are stopped, because their start has failed."""
+        """Set the health status to ``STOPPED``, because the workers could not be started."""
         self._native.files_ended()
         self._enter_state("STOPPED")
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """If the agent killed the worker because of this timer, record that the worker has hung since the
+        """Record a hang if the agent killed the worker because its timer expired. The hang started when the
         timer expired.
         """
         if timer.signal is not None:
@@ -158,7 +162,9 @@ class HealthObserver(Observer):
             self._native.was_hung(max(0.0, seconds))
 
     def running(self, result: JobResult) -> None:
-        """Publish the new workers. After a restart, also publish its reason and duration."""
+        """Publish the pids and ranks of the new workers. After a restart, also publish the reason for the
+        restart and the duration of the restart.
+        """
         for earlier in result.attempts[self._counted : -1]:
             self._native.restarted("port_taken" if self._is_uncharged else _cause(earlier))
         self._counted, self._is_uncharged = len(result.attempts) - 1, False
@@ -184,7 +190,7 @@ class HealthObserver(Observer):
         self._publish(self._workers_now(attempt))
 
     def failed(self, attempt: Attempt) -> None:
-        """Publish that the workers are unhealthy, and record the time of the failure."""
+        """Set the health status to ``UNHEALTHY``, and record the time of the failure."""
         self._failed_ns = attempt.stamps["failure_seen"]
         if self._attempt is not None and not self._attempt.expired:
             self._native.enter("restarting")
@@ -199,7 +205,9 @@ class HealthObserver(Observer):
             self._publish()
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Publish how an attempt ended, and what the node does next."""
+        """Set the health status to the outcome of the attempt. Also show whether the node is restarting its
+        workers or waiting for other nodes.
+        """
         self._native.files_ended()
         if attempt.silent and attempt.first_failure is not None:
             self._failed_ns = attempt.stamps["failure_seen"]
@@ -269,7 +277,9 @@ class HealthObserver(Observer):
         }
 
     def _budget(self) -> tuple[int, int]:
-        """Return the numbers of charged and remaining restarts."""
+        """Return the number of restarts that were counted against the restart budget, and the number of
+        restarts left.
+        """
         policy, result = self._job.restart_settings, self._result
         return (0, policy.max_restarts) if result is None else (result.restarts, result.restarts_left(policy))
 

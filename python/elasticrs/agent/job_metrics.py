@@ -62,7 +62,7 @@ class MetricRecorder(Observer):
         self._state("healthy")
 
     def not_started(self) -> None:
-        """Publish the duration of the failed start."""
+        """Record the duration of a failed start of the workers as a metric."""
         took = time.monotonic() - self._starting_since
         _measured("LocalElasticAgent._start_workers", took, succeeded=False)
 

@@ -71,7 +71,9 @@ class ProgressReporter(Observer):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def fd_ready(self, fd: int) -> bool:
-        """Print why a report could not be sent. Return false if ``fd`` belongs to another observer."""
+        """Print why the background thread could not send a progress report. Return false if ``fd`` does not
+        belong to the thread.
+        """
         if fd != self._fd:
             return False
         os.eventfd_read(fd)

@@ -149,7 +149,9 @@ def _xid(attempt: Attempt, xid: Xid) -> dict[str, Any]:
 
 
 def encode(document: Mapping[str, Any]) -> str:
-    """Return the JSON report as text. The text is pure ASCII, because file names may not be valid UTF-8."""
+    """Return the report as JSON text. The text contains only ASCII characters, because a file name that is
+    not valid UTF-8 could otherwise not be written.
+    """
     return json.dumps(document, indent=1, default=str) + "\n"
 
 

@@ -211,9 +211,10 @@ class Agent:
         return "; ".join(result.unfit for result in results if result.unfit is not None) or None
 
     def _is_held_for_check(self, event: machine.Event) -> bool:
-        """Start the node check if the event reports that this node's workers have exited after a failure on
-        this or another node. If so, return true. The event is then handled only after the check, because
-        workers must not be started on an unfit node.
+        """Start the node check if this node's workers have exited after a failure on any node.
+
+        Return true if the event must wait for the result of the check. The wait is needed because workers may
+        not be started on an unfit node.
         """
         match event:
             case machine.GroupEnded(why_unfit=None, outcome=outcome) if outcome in ("failed", "lost") or (

@@ -219,8 +219,8 @@ class MemberNodes(SeveralNodes):
         attempt = self._attempt
         assert attempt is not None
         first = first_word(attempt, local_rank, self._place(), self._clock())
-        # Include all known facts now, because no later report about this failure follows. The other workers
-        # of this node keep running.
+        # Include all fields for the restart policy now. No later report about this failure follows, because
+        # the other workers of this node keep running.
         known = facts(attempt, local_rank, self._job.fatal_codes)
         self._first_word = first.replaced(round=None, **known)
         return self._first_word

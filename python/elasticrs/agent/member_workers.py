@@ -1,4 +1,4 @@
-"""Decisions of the agent of a single-node job whose workers are members of a rendezvous.
+"""Agent logic for a single-node job whose workers form a rendezvous among themselves.
 
 Used only with ``--on-failure replace``; see :mod:`elasticrs.train`. The agent replaces failed workers
 individually, and hosts the store in which its workers meet. The agent of a job on several nodes is in

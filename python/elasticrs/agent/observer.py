@@ -22,7 +22,7 @@ class Observer:
     """Base class of observers. The loop calls the methods in its own thread, so they must not block."""
 
     def opened(self, supervisor: _core.Supervisor) -> None:
-        """Handle the start of the loop. The supervisor is the same for the whole job."""
+        """Handle the start of the agent's event loop. ``supervisor`` stays the same until the job ends."""
 
     def fd_ready(self, fd: int) -> bool:  # noqa: ARG002 -- subclasses use it
         """Handle a readable file descriptor. Return true if the descriptor belongs to this observer."""
@@ -42,10 +42,12 @@ class Observer:
         """
 
     def running(self, result: JobResult) -> None:
-        """Handle the successful start of all workers of the last attempt in ``result``."""
+        """Handle the successful start of all workers. Their attempt is the last item of
+        ``result.attempts``.
+        """
 
     def not_started(self) -> None:
-        """Handle a failed start of the last attempt's workers."""
+        """Handle a failed start of an attempt's workers."""
 
     def failed(self, attempt: Attempt) -> None:
         """Handle the first failure of an attempt. The other workers of this node have already been
@@ -71,8 +73,8 @@ class Observer:
         """Handle a worker that was paused by a signal such as SIGSTOP, or that was continued."""
 
     def training(self, standings: Sequence[Standing]) -> None:
-        """Handle the training data that workers report through ``elasticrs.train``. Called every few
-        seconds.
+        """Handle the training steps and rates that workers report through ``elasticrs.train``. Called every
+        few seconds.
         """
 
     def quiet(self) -> None:
@@ -102,7 +104,9 @@ class Observers(Observer):
         self._broken: set[int] = set()
 
     def fd_ready(self, fd: int) -> bool:
-        """Return true if the descriptor belongs to one of the observers."""
+        """Notify all observers of a readable file descriptor. Return true if the descriptor belongs to one of
+        the observers.
+        """
         return any(self._tell("fd_ready", fd))
 
     def _tell(self, name: str, *args: object) -> list[object]:

@@ -52,7 +52,8 @@ def make_observers(
         from elasticrs.agent.job_progress import ProgressReporter
 
         observers.append(ProgressReporter(os.environ, say))
-    # Add the health observer after the metrics observer, so that its server also shows the last metrics.
+    # Put the health observer last, because it closes the health check server when the job ends. The metrics
+    # observer must record the final metrics before the server is closed.
     return [*observers, *_health(job, server, say, is_asked=True)]
 
 

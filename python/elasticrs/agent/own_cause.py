@@ -50,7 +50,7 @@ class Place(Value):
 
 
 def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) -> Cause:
-    """Describe the first failure from the facts that are known immediately, without reading any file.
+    """Describe the first failure without reading any file, so that it can be reported immediately.
 
     Args:
         attempt: attempt that failed.
@@ -109,8 +109,8 @@ def own_cause(
     first = failed[rank]
     stopped = victims(failed)
     permanent = _permanence(attempt, failed, stopped, fatal_exit_codes)
-    # If the nursery exited, treat the workers that were killed with it as failed instead of stopped, although
-    # this agent sent the signal.
+    # A worker that this agent has signalled usually counts as stopped, not as failed. It counts as failed if
+    # the nursery, which is its parent process, exited.
     if rank in stopped and not is_nursery_lost and not permanent:
         return None
     is_consequence = reports_lost_peer(str(first.message))
@@ -134,7 +134,7 @@ def own_cause(
         time_ns=time_ns,
         error_ns=clock.error_ns,
         exception=first.exception,
-        # Omit the place of an error that only reports a lost peer, because it says nothing about this
+        # Omit the source line of an error that only reports a lost peer, because the cause is not in this
         # worker's program.
         place=None if is_consequence else first.place,
         is_consequence=is_consequence or None,
@@ -158,7 +158,8 @@ def facts(attempt: Attempt, local_rank: int, fatal_exit_codes: Collection[int]) 
 
 
 def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
-    """Return the evidence about the end of an attempt on a single node, for the restart policy.
+    """Return the input of the restart policy after an attempt on a single node has failed: the cause of the
+    failure and the duration of the attempt.
 
     Args:
         attempt: attempt that has failed.
@@ -233,8 +234,8 @@ def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
-    """Return the facts about a hang. When several nodes wait for each other, the other nodes use these facts
-    to find the worker that caused the hang.
+    """Return the fields that describe a hang, such as the training step. When several nodes wait for each
+    other, the nodes compare these fields to find the worker that caused the hang.
     """
     overdue = attempt.expired.get(local_rank)
     event = overdue.hung if overdue is not None else None
@@ -259,7 +260,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     text = traceback_text(first)
     why = attempt.why_expired(first.local_rank)
     if why is None:
-        # Without an exceeded time limit, the note can only be about the OOM killer.
+        # The worker exceeded no time limit, so `first.note` can only be about the OOM killer.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
 

@@ -1,4 +1,4 @@
-"""Finds the slowest ``elasticrs.train`` worker on a node. All functions are pure, but :class:`Pace` is not.
+"""Finds the slowest worker on a node, among the workers that use ``elasticrs.train``.
 
 All workers of a data-parallel job make the same number of steps per second, because they wait for the slowest
 worker. So the number of steps does not identify the slowest worker. The rates in ``WorkerStats`` identify it

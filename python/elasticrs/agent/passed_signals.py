@@ -97,7 +97,8 @@ class PassedSignals:
     ) -> None:
         self._send, self._say = send, say
         self._can_take, self._now, self._has_own_proc = can_take, now, has_own_proc
-        # Time at which each signal was first held, by signal, local rank and pid.
+        # Time at which each undelivered signal arrived, by signal number, local rank and pid of the receiving
+        # worker.
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:

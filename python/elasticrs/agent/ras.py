@@ -77,7 +77,8 @@ class RasAddress:
         self.variables = {VARIABLE: "%s:%d" % self.address}  # noqa: UP031 -- a tuple of two
 
     def query(self, paths: LogPaths | None) -> RasQuery | None:
-        """Start a query after a worker has hung. The answer is written to a file in the attempt's log folder.
+        """Start to query NCCL's RAS service about a hung worker. The response is written to a file in the
+        attempt's log folder.
 
         Return ``None`` if there is no address or no log folder, or if the query cannot be started.
         """
@@ -150,7 +151,7 @@ def _answer_in_file(address: tuple[str, int], path: str, deadline: float) -> str
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError:
-            return None  # Omit the answer, because the report would refer to the missing file.
+            return None  # Drop the RAS response, because the report would refer to the missing file.
     return text
 
 

@@ -50,8 +50,9 @@ def _is_requested(error_file: str) -> bool:
             os.unlink(record)  # Delete the record of an earlier hang, from which the worker has recovered.
         descriptor = os.open(requests, os.O_WRONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
     except OSError:
-        return False  # The worker has no thread that waits for requests.
-    # Opening the FIFO is the request. The worker's thread reads until EOF, and then writes the record.
+        return False  # The worker has no thread that answers requests.
+
+    # Opening the FIFO for writing requests a record. The worker reads until EOF, and then writes the record.
     os.close(descriptor)
     return True
 
@@ -87,9 +88,10 @@ def has_records(attempt: Attempt) -> bool:
 
 
 def is_collective_failure(attempt: Attempt) -> bool:
-    """Return true if the first failure may be a collective that failed because of another rank. The exception
-    then reports a lost or silent peer, or the process died of SIGABRT, which NCCL's watchdog uses to kill its
-    process.
+    """Return true if another rank may have caused the first failure by making a collective fail.
+
+    An exception counts if it reports a lost or silent peer. Without an exception, a death by SIGABRT counts,
+    because NCCL's watchdog kills its process with SIGABRT.
     """
     from elasticrs.agent.first_failure import first_seen
     from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer

@@ -162,7 +162,8 @@ class SeveralNodes(Decisions):
         # Poll the store client first, because it may know why the connection was lost.
         found = self._translate(self._driver.poll())
         if not self._group_exists:
-            # The lease belonged to a connection that was lost earlier, and no workers are left to stop.
+            # Keep the current connection to the store, because the expired lease belonged to an earlier
+            # connection.
             return found
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 
@@ -199,8 +200,9 @@ class SeveralNodes(Decisions):
             if event.has_no_program:
                 from elasticrs.agent.own_cause import no_program
 
-                # Report a failure instead of a failed start, so that the restart policy can compare it with
-                # the failures of other nodes. If only this node fails, one of its mounts may be broken.
+                # Report a program that cannot be executed as a failed worker, so that the restart policy
+                # compares it with failures on other nodes. If only this node fails, one of its mounts may be
+                # broken.
                 cause = no_program(why, self._place(), self._clock())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
@@ -393,7 +395,8 @@ class SeveralNodes(Decisions):
 
 
 def verdict_of(outcome: messages.Outcome, *, is_unfit: bool = False) -> Verdict:
-    """Return the verdict that this node's agent reports to the scheduler for a failed job.
+    """Return the verdict on a failed job for the scheduler. The verdict says whether another attempt may
+    succeed, and whether this node is unfit.
 
     Args:
         outcome: outcome of the job for this node.

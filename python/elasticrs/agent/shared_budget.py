@@ -86,8 +86,8 @@ class NodeState(Value):
 
 
 class WorkerFailed(Event):
-    """A worker exited with a code other than 0. ``met`` contains the last rendezvous of each worker on the
-    node.
+    """A worker exited with a code other than 0. ``met`` lists the number of each worker's last rendezvous
+    round, by local rank.
     """
 
     local_rank: int
@@ -102,8 +102,8 @@ class RoundBegan(Event):
 
 
 class RoundEnded(Event):
-    """The round has ended. ``met`` contains the last rendezvous of each worker; it is empty if no worker has
-    failed.
+    """The round has ended. ``met`` lists the number of each worker's last rendezvous round, by local rank. It
+    is empty if the round ended without a failure.
     """
 
     met: Meetings = ()
@@ -124,7 +124,7 @@ class JobEnded(Event):
     signum: int = SIGTERM
 
 
-# --- effects, in addition to the actions in :mod:`elasticrs.agent.state_machine` ---
+# --- effects (results of :func:`step`) that only this module defines ---
 
 
 class Report(Value):
@@ -203,8 +203,8 @@ def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]
         return state, []
     if state.met:
         return _pay(state, state.failed)
-    # The last round did not end because of these failures, so no restart was charged for them. Report one of
-    # these failures now.
+    # The last round ended without a failure, so no restart was charged to the restart budget. Report only one
+    # failed worker, because a single restart is charged for all of them.
     return state, [Report(min(state.failed))]
 
 

@@ -176,14 +176,14 @@ class SignalPipe:
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # If a SIGCONT arrives after this call, the kernel discards the pending SIGTSTP. If a SIGCONT has
-            # arrived earlier, it is in the pipe.
+            # Make a SIGTSTP pending to detect a later SIGCONT, because the kernel then discards the SIGTSTP.
+            # `_is_continued` detects an earlier SIGCONT.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()
             held = signal.sigtimedwait((signal.SIGTSTP,), 0)
             if held is not None and held.si_pid != os.getpid():
-                # Another process sent this SIGTSTP after the SIGCONT, so send it again.
+                # Make the SIGTSTP pending again, because another process sent it after the SIGCONT.
                 signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -231,9 +231,11 @@ def _stop_unless_continued() -> None:
     try:
         _core.stop_unless_continued()
     except OSError:
-        # The helper process could not be created. Suspend this process anyway, because the workers are
-        # already suspended. Send the signal to this thread, because a signal to the process may take effect
-        # only after this call has returned.
+        # The helper process could not be created. Stop this process anyway, because the workers are already
+        # stopped.
+        #
+        # Send the signal to this thread, because a signal to the whole process may take effect only after
+        # this function has returned.
         signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
 
 

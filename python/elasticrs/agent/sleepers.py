@@ -67,8 +67,11 @@ class Sleepers:
         """Seconds between two checks for sleeping workers."""
 
     def look(self, pids: Mapping[int, int]) -> dict[int, float]:
-        """Return the local ranks of the workers that have slept for too long, and for how many seconds. Check
-        only if ``interval`` seconds have passed since the last check.
+        """Return the workers that have been in uninterruptible sleep for too long, as a mapping from local
+        rank to seconds.
+
+        Check only if ``interval`` seconds have passed since the last check. Otherwise, return an empty
+        mapping.
         """
         now = time.monotonic()
         if self._limit <= 0 or now < self._next:

@@ -118,7 +118,9 @@ class AgentState(Value):
 
     @property
     def restarts(self) -> int:
-        """Number of charged restarts. Workers see it as ``TORCHELASTIC_RESTART_COUNT``."""
+        """Number of restarts that were counted against the restart budget. Workers see this number as
+        ``TORCHELASTIC_RESTART_COUNT``.
+        """
         return self.history.charged
 
     def restarts_left(self, now: float) -> int:
@@ -189,7 +191,9 @@ class FailureSeen(Event):
 
 class WorkerExited(Event):
     """A worker has exited. The exit code is negative if a signal killed the worker, and ``None`` if it is
-    unknown. ``met`` contains the last rendezvous of each worker on the node.
+    unknown.
+
+    ``met`` lists the number of each worker's last rendezvous round, by local rank.
     """
 
     local_rank: int
@@ -248,8 +252,8 @@ class GroupEnded(Event):
 
     @property
     def why_unfit(self) -> str | None:
-        """Reason why this node cannot or should not run another attempt. It should not if a check found it
-        unfit. ``None`` if there is no such reason.
+        """Reason why this node should not run another attempt, such as a failed node check. ``None`` if there
+        is no such reason.
         """
         return self.why_stuck or self.found_unfit
 
@@ -490,8 +494,8 @@ def _on_replacement(
 
 
 def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
-    """Stop all workers, because a worker failed and cannot be replaced. After that, the agent acts as it
-    would without ``replaces``.
+    """Stop all workers, because a failed worker cannot be replaced. After that, either all workers are
+    restarted or the job fails.
     """
     return state._next(Phase.STOPPING, worker_failed=True), [Stop(SIGTERM, state.shutdown_timeout, True)]
 
@@ -499,8 +503,10 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
 def _restart(
     state: AgentState, evidence: Evidence, message: str | None = None, *, collects: bool = False
 ) -> tuple[AgentState, list[Action]]:
-    """Restart all workers if the restart policy allows it. Otherwise, fail the job. If another attempt would
-    fail in the same way, the policy provides the reason. If not, ``message`` is the reason.
+    """Restart all workers if the restart policy allows it. Otherwise, fail the job.
+
+    ``message`` is reported as the reason for the failure, unless the policy has found that another attempt
+    would fail in the same way.
     """
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:

@@ -170,8 +170,8 @@ class Story(Observer):
             self._say("".join(ending))
 
     def _node_changes(self) -> str:
-        """Return a phrase with the number of rounds that were started because nodes joined or left, without a
-        charged restart.
+        """Return a phrase with the number of rendezvous rounds that started because nodes joined or left.
+        Restarts after failures are not counted.
         """
         if not self._job.is_multi_node or self._job.replaces_workers:
             return ""
@@ -204,8 +204,8 @@ class Story(Observer):
         try:
             from elasticrs.agent.failed_attempt import first_of
         except OSError:
-            # The import fails if this process has no free file descriptor. In this case, describe the first
-            # failure by the worker's exit, which is already known.
+            # The import fails if this process has no free file descriptor. In this case, report only how the
+            # worker exited, without reading its error file.
             local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
         else:
             local_rank, how = first_of(attempt)

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from elasticrs.workers.plan import Plan
 
     class Owner(Protocol):
-        """Object that makes the decisions and handles the events that do not belong to an attempt."""
+        """Interface of the object that handles events outside of an attempt, such as the expiry of the node's
+        lease.
+        """
 
         def on_fd(self, fd: int, *, is_over: bool) -> bool:
             """Handle a readable file descriptor. Return false if the descriptor does not belong to this
@@ -347,8 +349,8 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Report that all workers are running, or that all their processes have exited. If a keeper process
-        forks the workers, this happens later than the core's own event.
+        """Report that all workers are running, or that all their processes have exited. The supervisor's own
+        events may come too early, because a separate process may fork and clean up the workers.
         """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None
@@ -361,10 +363,12 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # If the group was started without workers, it has just adopted them, so use the current time.
+        # Use the current time if the process group was started without workers, because the workers have only
+        # now been added.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         if "imported" in attempt.stamps:
-            # The nursery's report may arrive late, so limit its time to the start of the workers.
+            # The imports finished before the workers started, but the report about the imports may arrive
+            # later. In this case, use the start time of the workers.
             attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()
@@ -377,8 +381,8 @@ class AttemptTracker:
         self.observers.running(self.result)
 
     def _warmth(self) -> tuple[bool | None, str | None]:
-        """Return true if workers that start now are warm (``None`` without ``--warm``), and the reason if
-        they are cold.
+        """Return true if new workers are warm (forked from a process with preloaded modules), and the reason
+        if they are not. Without ``--warm``, return ``(None, None)``.
         """
         if self._warming is not None:
             return self._warming.is_warm, self._warming.why_cold

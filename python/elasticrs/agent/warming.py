@@ -128,8 +128,9 @@ class Warming:
         self._say(f"warm: workers start cold from now on: {why}")
 
     def may_fork(self, supervisor: Supervisor) -> bool:
-        """Return true if the workers of a new attempt may be forked. If files have changed and the second
-        nursery has already imported the new files, let it replace the first nursery.
+        """Return true if the workers of a new attempt may be forked from a process with preloaded modules. If
+        the modules' files have changed, first try to switch to a second process, which has imported the new
+        files.
 
         Args:
             supervisor: supervisor of the nurseries. It may not have a group of workers.
@@ -137,7 +138,7 @@ class Warming:
         if self._is_over:
             return False
         if self._sources is None:
-            return True  # The first imports have not finished, or the files cannot be compared.
+            return True  # Assume that no file has changed, because no file times were recorded.
         changed = self._look(self._sources.changes)
         beside = self._beside
         if changed and beside is not None and self._look(beside.changes) == {} and supervisor.take_over():

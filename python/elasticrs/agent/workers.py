@@ -1,4 +1,4 @@
-"""Describes the workers of an attempt to the core: their processes, and the destinations of their output."""
+"""Describes for the Rust core which worker processes to start, and where to write their output."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ class WorkerSetup(Value):
 
 
 class Leftovers(Value):
-    """Facts about the end of the workers that the core cannot report.
+    """Leftover processes, missing return values and start errors of the workers, which the Rust core does not
+    report.
 
     Args:
         ended: pid and name of the first few leftover processes that had to be killed and that the core had
@@ -162,8 +163,8 @@ class Workers(ABC):
     def return_values(self, attempt: Attempt) -> dict[int, object]:
         """Return the values that the workers of the last attempt returned, by global rank."""
 
-    # Subclasses override the following methods if they manage more than the processes that the core starts,
-    # for example a keeper or pipes for return values.
+    # Subclasses override the following methods if they own further resources, such as pipes for return
+    # values.
 
     def started(self, supervisor: _core.Supervisor, attempt: Attempt) -> None:  # noqa: B027 -- optional to override
         """Called after the core has started all of its workers."""
@@ -175,7 +176,7 @@ class Workers(ABC):
         """Handle a readable file descriptor that belongs to this object."""
 
     def stop(self) -> None:  # noqa: B027 -- optional to override
-        """Handle a request to stop the workers, which the core has already received."""
+        """Handle a request to stop the workers. The Rust core has already received the request."""
 
     def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- optional to override
         """Handle the end of the attempt, after all processes that the core started have exited or their start
@@ -381,8 +382,8 @@ def variables_of(
 
 
 def warm_nursery(workers: Workers, report: int) -> _core.WarmNursery | None:
-    """Return the nursery that imports modules for the workers and forks them. Return ``None`` if workers
-    start cold.
+    """Return the specification of the nursery, a process that imports modules and then forks the workers.
+    Return ``None`` if the workers are started without preloaded modules.
 
     Args:
         workers: workers of the job.

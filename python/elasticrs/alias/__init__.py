@@ -100,7 +100,8 @@ class _Finder:
             return None
         parent = name.rpartition(".")[0]
         if parent and parent not in sys.modules:
-            # The parent is still torch's own package, so let Python find the module there.
+            # Elasticrs has not replaced the parent package, so let Python find the module in torch's own
+            # package.
             return None
         from importlib.machinery import ModuleSpec
         from importlib.util import find_spec
@@ -159,8 +160,8 @@ class _Loader:
             # Import the submodules now, because programs use them as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
-            # Torch is not imported, so this is a module of torchelastic. Such modules do not need the imports
-            # below.
+            # Without `torch.distributed` in `sys.modules`, the imported module belongs to torchelastic. The
+            # imports below are only needed by modules of torch.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
             # Import these modules now, as torch's own modules do, because programs use them as attributes of
@@ -173,8 +174,8 @@ class _Loader:
         from importlib.abc import InspectLoader
         from importlib.util import find_spec
 
-        # Run a separate module for torch's launcher, because it adds the local rank to the script's
-        # arguments. The launcher of torchelastic 0.2 does not.
+        # `torch.distributed.launch` adds the local rank to the script's arguments, so it has a separate
+        # module. The launcher of torchelastic 0.2 does not add the local rank.
         name = "elasticrs.alias.launch" if fullname == f"{_TORCH}.launch" else self._name
         spec = find_spec(name)
         loader = spec.loader if spec else None

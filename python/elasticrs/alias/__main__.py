@@ -109,7 +109,7 @@ def status() -> int:
 
 
 def _works() -> bool:
-    """Start an interpreter, and return true if its imports are redirected."""
+    """Start a new interpreter, and return true if it imports elasticrs instead of torch's elastic modules."""
     import subprocess
 
     environ = {**os.environ, "ELASTICRS_ALIAS": "1"}

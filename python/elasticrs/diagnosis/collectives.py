@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
 
 class Matched(NamedTuple):
-    """Result of matching the records of all ranks."""
+    """Result of comparing the collectives in the flight records of all ranks."""
 
     stuck: tuple[StuckCollective, ...]
     """Collectives that have not completed, and those whose calls do not match."""
@@ -121,8 +121,11 @@ def _groups(ranks: Mapping[int, RankRecord], world: tuple[int, ...]) -> list[Gro
 def _memberships(
     name: str, by_rank: Mapping[int, GroupSteps], ranks: Mapping[int, RankRecord], world: tuple[int, ...]
 ) -> list[tuple[tuple[int, ...], bool, list[int]]]:
-    """Return the distinct groups with this name, because groups that have no rank in common may share a name.
-    Each item contains the members, true if all members are known, and the ranks with entries.
+    """Return the process groups with this name. Several groups may share a name if they have no rank in
+    common.
+
+    Each item contains the members, true if all members are known, and the ranks whose flight records contain
+    the group.
     """
     known: dict[tuple[int, ...], list[int]] = {}
     unknown = []

@@ -1,4 +1,4 @@
-"""Names the ranks that the others are waiting for, from matched flight records and stacks.
+"""Finds the ranks that keep a hung job waiting, by comparing the flight records and stacks of all ranks.
 
 Most ranks of a hung job only wait. A rank that waits in a collective waits for the ranks that have not called
 it. An absent rank may itself wait in another collective. If it does not wait for any rank, it is a *root*.
@@ -114,8 +114,8 @@ class _Search:
         return rank not in self._waits and rank not in self._matched.receiving
 
     def _free_absent(self, stuck: StuckCollective) -> list[int]:
-        """Return the absent ranks that, according to the records, wait for no other rank. Leave out ranks
-        whose stacks show that they wait, unless no other rank remains (**CUL-2**).
+        """Return the ranks that have not called the collective and, according to the flight records, wait for
+        no other rank. Prefer ranks whose stacks show no waiting either (**CUL-2**).
         """
         free = [rank for rank in stuck.absent if self._is_free(rank)]
         others = [rank for rank in free if shows_waiting(self._stacks.get(rank)) is not True]
@@ -141,8 +141,8 @@ class _Search:
         return Confidence.CERTAIN if is_complete and not hides_waiting else Confidence.LIKELY
 
     def _peers(self) -> Iterator[Culprit]:
-        """Yield the ranks that other ranks wait for in point-to-point operations, unless they wait
-        themselves.
+        """Yield the ranks for which other ranks wait in a send or receive. Skip a rank that is itself
+        waiting.
         """
         peers = {peer for found in self._matched.receiving.values() for peer in found}
         free = [
@@ -161,8 +161,8 @@ class _Search:
     # --- chains of waiting ranks ---
 
     def _ends_of(self, start: int) -> _Ends:
-        """Follow the chains of waiting ranks that start at a collective. Return the kinds of ranks at which
-        these chains end.
+        """Follow the chains of waiting ranks that start at a collective. Return whether the chains lead to a
+        cause, and whether the cause may be a rank that is missing from the flight records.
 
         Args:
             start: index of the collective.
@@ -235,8 +235,8 @@ class _Search:
         )
 
     def _outside(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
-        """Yield the ranks that are in no collective, if the records do not show which ranks the others wait
-        for.
+        """Yield the ranks that are in no collective, if the flight records do not explain why other ranks
+        wait.
         """
         if not self._matched.stuck:
             yield from self._outside_by_stacks()

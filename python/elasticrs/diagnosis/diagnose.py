@@ -1,4 +1,4 @@
-"""Diagnoses why a job does not make progress, from the evidence about all of its ranks."""
+"""Diagnoses why a job makes no progress, from the flight records and stacks of all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def observe(found: RankEvidence) -> RankFacts:
-    """Parse the evidence about one rank. Pure function.
+    """Parse the flight records and stacks of one rank. Pure function.
 
     A record that cannot be parsed counts as missing and does not raise an exception.
     """
@@ -88,8 +88,8 @@ def diagnose_nodes(nodes: Sequence[tuple[str, bytes | None]], world_size: int) -
     first = 0
 
     def lose(end: int) -> None:
-        # Ranks are assigned in node order, so the ranks in a gap belong to the silent nodes at that position.
-        # If several adjacent nodes are silent, it is unknown which of these ranks belong to which node.
+        # Assign missing ranks to the node that did not answer, because ranks are numbered in node order. If
+        # several nodes in a row did not answer, leave the name of the node empty.
         name = silent[0] if len(silent) == 1 else ""
         facts.update({rank: RankFacts(rank, name, NoRecord.LOST) for rank in range(first, end)})
         silent.clear()
@@ -107,8 +107,10 @@ def diagnose_nodes(nodes: Sequence[tuple[str, bytes | None]], world_size: int) -
 
 
 def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
-    """Diagnose parsed evidence. Return ``None`` if no rank has a flight record, or if the diagnosis contains
-    neither a stuck collective nor a rank to blame.
+    """Diagnose a hang or a failed collective from parsed flight records and stacks.
+
+    Return ``None`` if no rank has a flight record, or if the result names neither a stuck collective nor a
+    rank to blame.
     """
     facts = list(facts)
     if all(isinstance(found.record, NoRecord) for found in facts):

@@ -104,7 +104,7 @@ class Entry(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """True if the operation has completed, as far as the record shows.
+        """True if the operation has completed, according to the flight record.
 
         For gloo, which has no device events, the state stays ``scheduled`` and only ``retired`` changes. For
         other backends, an operation that is retired but not completed has timed out.

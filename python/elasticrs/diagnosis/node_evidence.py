@@ -1,4 +1,4 @@
-"""Encodes and decodes the facts about one node's ranks, so that nodes can exchange them.
+"""Encodes and decodes the flight records and stacks of one node's ranks, so that nodes can exchange them.
 
 The encoding is compressed JSON. Each distinct value is stored once in a table: ranks that have made the same
 calls, or whose main threads have the same stack, share a table entry.
@@ -41,14 +41,14 @@ _COMPLETE, _STARTED = 1, 2
 
 
 class NodeEvidenceError(ValueError):
-    """Raised if bytes are not a valid encoding of facts about ranks."""
+    """Raised if bytes are not a valid encoding of flight records and stacks."""
 
 
 # --- encoding ---
 
 
 def encode(facts: Sequence[RankFacts], *, max_bytes: int, max_steps: int) -> bytes | None:
-    """Encode the facts about one node's ranks.
+    """Encode the flight records and stacks of one node's ranks.
 
     Args:
         facts: facts about each rank. All ranks must belong to the same node.
@@ -110,8 +110,10 @@ class _Encoder:
         return self._records.setdefault(json.dumps(fields), len(self._records))
 
     def _runs(self, group: GroupSteps) -> list[list[int]]:
-        """Return the collectives as runs of consecutive, identical steps. Each run is a list of four numbers:
-        the first sequence number, the number of collectives, the index in the table of calls, and the flags.
+        """Return the collectives of a process group in run-length encoding.
+
+        Each run is a list of four numbers: the first sequence number, the number of collectives, the index of
+        their call in the table of distinct calls, and the flags.
         """
         numbers = sorted(group.steps)
         kept = numbers[-self._max_steps :]
@@ -157,7 +159,7 @@ def _ranges(ranks: Sequence[int]) -> list[list[int]]:
 
 
 def decode(encoded: bytes) -> list[RankFacts]:
-    """Decode the facts about one node's ranks.
+    """Decode the flight records and stacks of one node's ranks.
 
     Raises:
         NodeEvidenceError: the bytes are not a valid encoding of this version, or the decoded data exceeds a
@@ -186,7 +188,9 @@ def _document(encoded: bytes) -> dict[str, Any]:
 
 
 class _Decoder:
-    """Validates a document and converts it to facts. Converts each distinct record only once."""
+    """Validates a JSON document and converts it to flight records and stacks. Converts each distinct record
+    only once.
+    """
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document

@@ -104,7 +104,7 @@ class Writer:
         return f"{self._waits(collective, stuck)}; {blame.get(culprit.reason, not_entered)}{where}"
 
     def _undecided(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
-        """Describe collectives for which the records do not show which side is wrong."""
+        """Describe collectives for which the flight records do not show which ranks are to blame."""
         named = {rank for culprit in culprits for rank in culprit.ranks}
         clauses = []
         for collective in stuck:
@@ -153,8 +153,8 @@ class Writer:
         return f"{self._waits(first, stuck)}; the evidence does not show which rank is missing"
 
     def _others(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
-        """Return a clause with the number of waiting ranks that the text about the culprits does
-        not mention.
+        """Count the waiting ranks that the report has not mentioned yet, and return a clause with
+        the count.
         """
         told = {rank for culprit in culprits for rank in culprit.ranks}
         told |= {rank for culprit in culprits if culprit.collective for rank in culprit.collective.waiting}
@@ -169,8 +169,8 @@ class Writer:
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
     def _why(self, ranks: Iterable[int]) -> str:
-        """Return the reasons why there is no record of these ranks. If a rank does have a record, the reason
-        is that later calls have overwritten the group's calls in it.
+        """Return the reasons why the flight records of these ranks do not contain a group's calls. If a rank
+        has a flight record, later calls have overwritten the group's calls.
         """
         reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
         return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)

@@ -87,8 +87,10 @@ class _Reader:
             raise PickledError(f"it contains the opcode {name}")
 
     def _copy(self, value: Any) -> Any:
-        """Return a memoized value. Copy a list or dictionary, so that it cannot become part of itself. Reject
-        nested lists and dictionaries, because copying them would let a short pickle describe an exponentially
+        """Return a memoized value. Copy lists and dictionaries, because a list that is used twice could be
+        added to itself.
+
+        Reject nested lists and dictionaries, because copying them repeatedly could create an exponentially
         large value.
         """
         if type(value) not in (list, dict):
@@ -109,7 +111,7 @@ class _Reader:
         return value
 
     def _marked(self) -> list[Any]:
-        """Remove and return the values after the last mark."""
+        """Pop all values above the topmost mark of the pickle stack, and return them in order."""
         items = []
         while (item := self._stack.pop()) is not _MARK:
             items.append(item)

@@ -1,4 +1,4 @@
-"""Reduces one rank's flight records to the facts that a diagnosis compares between ranks.
+"""Reduces one rank's flight records to the calls and group members that a diagnosis compares between ranks.
 
 Nodes also exchange their ranks' records in this reduced form, because torch's own records contain many
 details that a diagnosis does not use.
@@ -69,7 +69,7 @@ class Transfer(NamedTuple):
 
 
 class RankRecord(NamedTuple):
-    """One rank's reduced flight records, and other facts about the rank."""
+    """One rank's flight records, reduced to the fields that a diagnosis uses."""
 
     groups: Mapping[tuple[str, str], GroupSteps]
     """Collectives, keyed by the group's backend and name."""
@@ -134,7 +134,9 @@ def reduced(
 
 
 class _Draft(NamedTuple):
-    """One rank's steps in one group, collected while the record's entries are being read."""
+    """Collectives that one rank has called in one process group. Filled while the flight records are being
+    read.
+    """
 
     group_id: int
     description: str
@@ -162,7 +164,9 @@ def _drafts(records: Sequence[FlightRecord]) -> dict[tuple[str, str], _Draft]:
 
 
 class _CallReader:
-    """Converts entries to steps. Equal calls share one object, because most entries repeat earlier calls."""
+    """Converts the entries of a flight record to :class:`Step` objects. Equal calls share one object, because
+    most entries repeat an earlier call.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[tuple[str, Sizes, tuple[str, ...]], Call] = {}

@@ -122,8 +122,10 @@ def program_frame(frames: Sequence[Frame]) -> Frame | None:
 
 
 def place(frames: Sequence[Frame]) -> str:
-    """Describe the position of a thread, such as ``load (train.py:71)`` in a function of the program, or
-    ``__next__ (dataloader.py:741), called at train.py:71`` in a function of a library.
+    """Describe the position of a thread, such as ``load (train.py:71)``.
+
+    If the thread is inside a library, also name the calling line of the program, as in ``__next__
+    (dataloader.py:741), called at train.py:71``.
     """
     own = program_frame(frames)
     if own is None or own == frames[0]:

@@ -1,5 +1,5 @@
-"""Events of a job. The names, the order and the JSON format are the same as in torch. Unlike in torch, events
-have real timestamps and reliable destinations.
+"""Events of a job, with the names, order and JSON format of torch's events. Unlike in torch, the timestamps
+are real. The job continues if a destination fails.
 
 >>> from elasticrs import events
 >>> events.record(events.Event("my.event", events.EventSource.WORKER), destination="console")
@@ -88,8 +88,8 @@ def record(event: Event, destination: str = "null") -> None:
     """
     if event.timestamp == 0:
         event = replace(event, timestamp=time.time_ns() // 1_000_000)
-    # Recognize failures in watchdog events by the name of the event, because these events contain the state
-    # of the agent instead of the worker.
+    # Recognize a failure in a watchdog event by the event's name, because its state is the state of the agent
+    # instead of the worker.
     is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
 

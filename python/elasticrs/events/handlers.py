@@ -103,8 +103,8 @@ class LineFileHandler(logging.Handler):
         self._agents = 0
 
     def write_behind(self) -> None:
-        """Write in a background thread from now on. The thread runs until there have been as many calls of
-        :meth:`write_through` as of this method.
+        """Write events in a background thread from now on. Each call needs a matching call of
+        :meth:`write_through`. The last matching call stops the thread.
         """
         self._agents += 1
         if self._behind is None or not self._behind.is_ours:

@@ -160,8 +160,10 @@ def visible_indices(environ: Mapping[str, str], uuids: Sequence[str], name: str 
     text = environ.get(name)
     if text is None:
         return list(range(len(uuids)))
-    # Like torch, stop at the first entry of a different kind. If an entry is repeated, all devices are
-    # hidden, even if the repetition follows an entry for a missing device.
+    # Like torch, ignore all entries after the first entry of a different kind, such as a UUID after an index.
+    #
+    # Check for repeated entries first, because they hide all devices, even if another entry names a missing
+    # device.
     entries = [entry.strip() for entry in text.split(",")]
     listed = list(takewhile(lambda entry: _kind(entry) == _kind(entries[0]), entries))
     names = {int(entry) if _is_ordinal(entry) else entry for entry in listed}
@@ -214,8 +216,8 @@ def _names(folder: str) -> list[str]:
 
 
 def _read(*path: str) -> str:
-    """Return the contents of a file. Return an empty string if it cannot be read, for example because this
-    container is not allowed to use the device.
+    """Return the contents of a file. Return an empty string if the file cannot be read, for example because a
+    container has no access to the device.
     """
     try:
         with open(os.path.join(*path), encoding="ascii", errors="replace") as file:

@@ -40,8 +40,8 @@ def undo_in_children(undo: Callable[[], None], signums: Collection[int]) -> None
 
 
 def is_undone(undo: Callable[[], None]) -> None:
-    """Unregister a function that was passed to :func:`undo_in_children`, after its handlers have been
-    removed. Idempotent.
+    """Unregister a function that was passed to :func:`undo_in_children`. Call this after the signal handlers
+    have been removed. Idempotent.
     """
     _installed[:] = [each for each in _installed if each[0] != undo]
 

@@ -23,7 +23,8 @@ _HARMLESS = {"IGNORE_NO_ACTION_REQUIRED", "CHECK_USER_APP_AND_GPU"}
 
 
 def main(url: str = URL) -> int:
-    """Print the unhealthy states. Return 1 if any of them makes the node unfit; otherwise return 0.
+    """Print the components that GPUd reports as unhealthy. Return 1 if one of them makes the node unfit;
+    otherwise return 0.
 
     Ignore degraded states, because GPUd uses them for problems that do not affect jobs.
 

@@ -186,8 +186,8 @@ def _exclusive(machine: _Machine, gpu: int) -> set[int]:
 
 def _core_complex(machine: _Machine, gpu: int) -> set[int]:
     complexes = _grouped(_node(machine, gpu), machine.complex_of)
-    # Assign the largest complexes first. Their sizes can differ, because the agent may not be allowed to use
-    # all CPUs of a complex.
+    # Assign the largest core complexes (cores that share a cache) first. Complexes may have different sizes,
+    # because the agent may be restricted to some of the CPUs.
     order = sorted(complexes.items(), key=lambda item: (-len(item[1]), item[0]))
     return order[machine.peers(gpu).index(gpu) % len(order)][1] if order else set()
 

@@ -1,4 +1,4 @@
-"""Checks for NVIDIA's driver that load no library. They are cheap enough to run at every launch."""
+"""Detects NVIDIA GPUs without loading a library, because the detection runs at every launch."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Verdict(str, Enum):
 
 
 class Cause(Value):
-    """Facts about the first failure in a round. Unknown facts are ``None``.
+    """Description of the first failure in a rendezvous round. Unknown fields are ``None``.
 
     Args:
         node: name of the failed worker's node in the rendezvous.
@@ -109,7 +109,7 @@ class Cause(Value):
     diagnosis: str | None = None
 
     def encoded(self) -> dict[str, Any]:
-        """Return the known facts as a dictionary that can be sent as JSON."""
+        """Return a dictionary of all fields that have a value. It can be sent as JSON."""
         return {name: value for name, value in self.fields().items() if value is not None and value != ()}
 
     @staticmethod

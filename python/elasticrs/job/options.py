@@ -81,7 +81,7 @@ class Option(Value):
 
     @property
     def default_as_typed(self) -> object:
-        """Default value in the form in which it appears in torchrun's namespaces."""
+        """Default value as torchrun stores it in an argparse namespace."""
         if self.typed is not None:
             return self.typed
         return list(self.default) if isinstance(self.default, tuple) else self.default
@@ -261,8 +261,8 @@ _DEFAULTS = {
 
 
 def _setting(name: str, text: str, kind: Kind | None = None, **more: Any) -> Option:
-    """Return the option for the setting of this name. The default comes from the setting, and replaces
-    ``{default}`` in the help text.
+    """Return the command-line option for a setting. The default value of the setting becomes the option's
+    default, and is inserted for ``{default}`` in the help text.
     """
     default = _DEFAULTS[name.replace("-", "_")]
     if "{default}" in text:

@@ -6,8 +6,8 @@ from elasticrs.job.value import Value
 
 
 class Preload(Value):
-    """Imports to perform before the workers are forked. :mod:`elasticrs.workers.warm` describes the format of
-    the steps.
+    """Steps to perform before the workers are forked, such as imports. :mod:`elasticrs.workers.warm`
+    describes the format of the steps.
 
     Args:
         steps: preload steps in order. If they contain no modules, workers start cold.

@@ -47,7 +47,7 @@ def assign(nodes: Sequence[NodeShare], group_rank: int) -> list[WorkerRanks]:
 
 
 class NodeRanks(Value):
-    """Ranks of a node's first worker, and the world sizes that all of the node's workers share.
+    """Ranks and world sizes of a node, from which the ranks of the node's workers are computed.
 
     Args:
         group_rank: group rank of the node.

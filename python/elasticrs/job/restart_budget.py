@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 
 def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
-    """Return true if a worker has not joined a new rendezvous since the last charged failure. A failure of
-    this worker is then a consequence of the charged one, so it is not charged again.
+    """Return true if a worker has not joined a rendezvous since the last failure that was charged to the
+    restart budget. A failure of this worker is then only a consequence of the earlier failure, so it is not
+    charged.
     """
     at = then[place] if place < len(then) else None
     return at is not None and now[place : place + 1] == (at,)

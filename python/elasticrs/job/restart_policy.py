@@ -1,4 +1,5 @@
-"""The restart policy: a pure function of the settings, the earlier failures, and the evidence from all nodes.
+"""The restart policy: a pure function of the settings, the earlier failures, and the latest failure reports
+of all nodes.
 
 The agent of one node and the leader of a job on several nodes both call :func:`decide`, so that a failure is
 judged by one set of rules:
@@ -138,7 +139,7 @@ class FailureHistory(Value):
 
 
 class StopKind(str, Enum):
-    """Kind of reason for stopping the job instead of restarting its workers."""
+    """Reason for stopping the job instead of restarting its workers."""
 
     PERMANENT = "permanent"
     """Another attempt would fail in the same way."""
@@ -199,8 +200,10 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
 
 
 def exclude(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> RestartDecision:
-    """Decide which node to exclude from the job, if any (POLICY-5). :func:`decide` already calls this
-    function. Call it directly only after a round that ends without charging a restart.
+    """Decide which node to exclude from the job, if any (POLICY-5).
+
+    :func:`decide` already calls this function. Call it directly only after a round whose end does not count
+    against the restart budget.
 
     Args:
         settings: settings of the policy.
@@ -246,7 +249,8 @@ def _named(nodes: Sequence[str]) -> str:
 
 
 def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evidence) -> str | None:
-    """Return the reason why none of the suspects can be excluded; ``None`` if one of them can.
+    """Return the reason why none of the suspect nodes can be excluded from the job. Return ``None`` if one of
+    them can be excluded.
 
     Args:
         most: maximum number of excluded nodes.
@@ -267,7 +271,9 @@ def _why_kept(most: int, excluded: int, suspects: Sequence[str], evidence: Evide
 
 
 def recent(settings: RestartSettings, history: FailureHistory, now: float) -> tuple[float, ...]:
-    """Return the times of the restarts that were charged within the window, in seconds."""
+    """Return the times, in seconds, of the restarts that count against the restart budget in the current time
+    window.
+    """
     since = now - settings.window if settings.window is not None else now
     return tuple(time for time in history.charged_at if time > since)
 
@@ -305,8 +311,10 @@ def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
 
 def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str | None:
     """Return the reason to stop if two nodes reported the same start error in consecutive rounds; otherwise
-    ``None``. The error probably affects every node. Only one node per round reports it, because its failure
-    stops the others before they fail too.
+    ``None``.
+
+    Such an error probably affects every node. Only one node per round reports it, because the first failure
+    stops the workers of all nodes.
     """
     if before.start_error is None or now.start_error is None:
         return None

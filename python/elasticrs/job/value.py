@@ -39,9 +39,10 @@ def fresh(*, factory: Callable[[], Any]) -> Any:
 
 @dataclass_transform(kw_only_default=True)
 def shared_fields(made: type[T]) -> type[T]:
-    """Mark a class that declares fields with defaults, from which records and dataclasses inherit. The class
-    must have empty ``__slots__``. In records that inherit from it in addition to a first base class, these
-    fields are keyword-only.
+    """Mark a class as a mix-in that declares fields with defaults. Records and dataclasses inherit the
+    fields. The class must have empty ``__slots__``.
+
+    In a record, the fields are keyword-only if the mix-in is not the first base class.
     """
     return made
 
@@ -122,8 +123,8 @@ class _Made(metaclass=_Fields):
 
     @classmethod
     def taken_from(cls, source: object, **others: Any) -> Self:
-        """Create an object by copying the attributes of another object that have the same names as the
-        fields.
+        """Create an object of this class from another object. Copy each attribute that has the name of a
+        field of this class.
 
         Args:
             source: object to copy from. A field without such an attribute gets its default.

@@ -62,9 +62,10 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
 def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
     if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
-    # Install Python's default handler first, because workers that run forked functions restore the handler
-    # that preceded the launcher's. Block SIGINT meanwhile, because Ctrl-C would otherwise raise an exception
-    # here.
+    # Install Python's default SIGINT handler before the launcher's own handler, because forked workers
+    # restore the handler that was installed before.
+    #
+    # Block SIGINT meanwhile, because Ctrl-C would otherwise raise `KeyboardInterrupt`.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)

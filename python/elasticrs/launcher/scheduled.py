@@ -85,8 +85,7 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
         UsageError: the scheduler has started the nodes in a way that prevents a rendezvous.
     """
     nodes = args.nnodes[1] if "nnodes" in given else place.nodes
-    # Ignore the problem if neither the user nor the scheduler gives the number of nodes, because the job then
-    # runs on this node only.
+    # Ignore `place.problem` if the number of nodes is unknown, because the job then runs on this node only.
     if place.problem and nodes is not None:
         if _says_how_to_meet(args, given):
             return {}
@@ -108,8 +107,8 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
     from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
 
     if _says_how_to_meet(args, given) and args.nnodes[1] > (place.nodes or args.nnodes[1]):
-        # Ignore the scheduler's values if the user wants more nodes than it reports, for example because each
-        # node runs a separate step. Otherwise, each step would get a different run id.
+        # Ignore the scheduler's values if the user wants more nodes than the scheduler reports. For example,
+        # each node may run a separate job step, and each job step would get a different run id.
         return {}
     chosen = STATIC if _OF_STATIC.intersection(given) else C10D
     backend = args.rdzv_backend if "rdzv_backend" in given else chosen
@@ -119,7 +118,8 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
         found["node_rank"] = place.node_rank
     if kind != STATIC:
         found["rdzv_id"] = place.run_id
-        # Reset these options if the scheduler has set them, because only the static rendezvous uses them.
+        # Only the static rendezvous uses the master address and port. With any other rendezvous, reset these
+        # options if the scheduler has set them.
         found |= {name: _DEFAULTS[name] for name in ("master_addr", "master_port") if name in place.owned}
     if "rdzv_endpoint" in given:
         return found

@@ -98,8 +98,8 @@ def _replaced_by_standalone(args: Namespace) -> Iterator[str]:
 
 
 def _without_policy(args: Namespace) -> Iterator[str]:
-    """Yield a warning for each failure-handling option that has no effect. With a polled rendezvous handler,
-    torch's loop restarts the workers after every failure until no restarts are left.
+    """Yield a warning for each failure-handling option that torch's polling loop ignores. The loop restarts
+    the workers after every failure until no restarts are left.
     """
     unset = JobConfig.defaults()
     for flag in (

@@ -39,8 +39,8 @@ _LOOK = 0.1
 
 
 class _SupervisedContext(PContext):
-    """Common base class of the contexts for programs and functions. The core's supervisor runs the processes.
-    ``how`` contains the positional arguments of :class:`PContext`.
+    """Base class of :class:`SubprocessContext` and :class:`MultiprocessContext`. ``how`` contains the
+    positional arguments of :class:`PContext`.
     """
 
     def __init__(self, *how: Any, numa_options: NumaOptions | None = None) -> None:
@@ -113,7 +113,7 @@ class _SupervisedContext(PContext):
         return failure_of(ended, *files, cause=cause)
 
     def _unknown_end(self) -> str:
-        """Return the cause of failure to report for a process whose exit status is unknown."""
+        """Return the text to report for a process whose exit status is unknown."""
         return "its exit status is unknown"
 
     def _environment(self, rank: int) -> dict[str, str]:

@@ -31,7 +31,7 @@ def replaced_factory() -> Callable[..., Any] | None:
 
 
 class ForeignPrograms(Record):
-    """The programs of one context, which the user's handlers run.
+    """Programs of a :class:`PContext` that are run by the user's replacement for ``get_subprocess_handler``.
 
     Attributes:
         handlers: handlers by local rank.

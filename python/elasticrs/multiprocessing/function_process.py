@@ -129,7 +129,7 @@ def command_line(tracker_fd: int, pipe_handle: int) -> list[str]:
         pipe_handle: see :class:`PreparedFunction`.
     """
     _, *options = spawn.get_command_line(tracker_fd=tracker_fd, pipe_handle=pipe_handle)
-    if "-c" in options:  # Frozen programs have no `-c`, and their arguments already have this form.
+    if "-c" in options:  # A frozen program has no `-c` option, and its arguments need no change.
         told = (f"tracker_fd={tracker_fd}", f"pipe_handle={pipe_handle}")
         options[options.index("-c") + 1 :] = [_BEGIN, "--multiprocessing-fork", *told]
     return [os.fsdecode(spawn.get_executable()), *options]
@@ -193,9 +193,11 @@ def close_all(fds: list[int]) -> None:
 
 
 class _Deferred(Value):
-    """Placeholder for the process object in the preparation data. Unpickling the placeholder loads the real
-    object from the memory file, because some objects can be unpickled only while multiprocessing itself is
-    unpickling.
+    """Placeholder that multiprocessing pickles in place of a process object. Unpickling the placeholder loads
+    the real process object from a file in memory.
+
+    The object must not be loaded earlier, because some objects can be unpickled only while multiprocessing
+    itself is unpickling.
     """
 
     fd: int

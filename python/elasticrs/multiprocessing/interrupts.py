@@ -45,8 +45,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call a function that may raise an exception, or defer the call while an exception could cause an event
-    to be lost. Signal handlers use this function.
+    """Call a function from a signal handler. If an exception from the function could cause an event to be
+    lost, call the function later.
     """
     _kept.append(call)
     if _waits:

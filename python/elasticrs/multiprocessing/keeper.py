@@ -75,7 +75,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class WorkerPlan(Value):
-    """Everything that the keeper needs to know to start one worker.
+    """Parameters for forking one worker.
 
     Args:
         run: calls the function and returns the exit code.
@@ -186,7 +186,9 @@ def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], g
 
 
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
-    """Report the workers' exit statuses until the program sends a message. Return its value."""
+    """Report the workers' exit statuses until the program sends a message or exits. Return for how many
+    seconds the remaining processes may continue; see :data:`WORD`.
+    """
     poll = select.poll()
     running = {os.pidfd_open(pid): pid for pid in statuses}
     for fd in (control, parent_pidfd, *running):
@@ -269,8 +271,10 @@ def _name_of(pid: int) -> str:
 
 
 def _end_all() -> None:
-    """Kill all descendants of the keeper, and clean-up processes such as the resource tracker last. Repeat
-    until there are no children left, because orphaned descendants become children of the keeper.
+    """Kill all descendants of this process. Kill clean-up processes, such as multiprocessing's resource
+    tracker, last.
+
+    Repeat until no child is left, because orphaned descendants become children of this process.
     """
     give_up = time.monotonic() + _GIVE_UP
     alone_since = None
@@ -357,7 +361,7 @@ class RunPrepared(Value):
 
 
 def main(plan_fd: int) -> None:
-    """Import modules, and then become the keeper. This is the main function of a fork server.
+    """Import modules, and then fork and supervise the workers. This is the main function of a fork server.
 
     Args:
         plan_fd: descriptor of a file with pickled data: the modules to import, the path of the main module,
@@ -368,8 +372,10 @@ def main(plan_fd: int) -> None:
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)
-    # Have the kernel send a signal when the program dies. It kills the keeper during the imports, which may
-    # take forever. Afterwards the keeper ignores it, because it has to kill its workers before it exits.
+    # Have the kernel send a signal when the launching program dies. During the imports, the signal kills this
+    # process, because the imports may take forever.
+    #
+    # After the imports, this process ignores the signal, because it must kill its workers before it exits.
     _prctl(_PR_SET_PDEATHSIG, IMPORT_NO_MORE)
     if os.getppid() != arguments[-1]:
         return

@@ -60,7 +60,8 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
             # User-defined classes that were written for older releases may lack these fields.
             getattr(destination, "filtered_stdout", ""),
             getattr(destination, "filtered_stderr", ""),
-            # Other classes might reuse a directory for several attempts.
+            # The files are known to be new only with the default class, because a user's class may reuse a
+            # directory for several attempts.
             are_new=getattr(specs.reify, "__func__", None) is DefaultLogsSpecs.reify,
         )
 

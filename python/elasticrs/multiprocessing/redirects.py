@@ -1,5 +1,5 @@
-"""Redirect this process's standard output and standard error to files, at the file descriptor level. The
-names are the same as in torch.
+"""Redirection of this process's standard output and standard error to files, at the file descriptor level.
+The functions have the same names as in torch.
 """
 
 from __future__ import annotations

@@ -132,7 +132,9 @@ class FunctionStart(ABC):
 
     @abstractmethod
     def prepare(self) -> list[ProcessSpec]:
-        """Make all preparations, and return the processes that the core has to start."""
+        """Prepare the functions' processes. Return the specifications of the processes that the Rust core
+        must start.
+        """
 
     def _wait_for_pids(self) -> dict[int, int]:
         """Return the pids of the processes that the core does not start, keyed by local rank."""
@@ -242,8 +244,10 @@ class Kept(FunctionStart):
         """
 
     def prepare(self) -> list[ProcessSpec]:
-        """Start the keeper, which starts all functions; see the base class. The functions do not run until
-        the core monitors them. The core itself does not start any process.
+        """Start the keeper, a process that forks a worker for each function; see the base class. Return an
+        empty list, because the Rust core starts no process itself.
+
+        The functions do not run until the Rust core monitors the workers.
         """
         ends: list[int] = []
         try:
@@ -271,7 +275,8 @@ class Kept(FunctionStart):
         return self._socket().fileno()
 
     def take_pids(self) -> dict[int, int] | None:
-        """Return the pids, keyed by local rank; ``None`` if the keeper has not sent them yet. Never blocks.
+        """Return the pids of the functions' processes, keyed by local rank. Return ``None`` if their parent
+        process has not sent the pids yet. Never blocks.
 
         Raises:
             RuntimeError: the processes could not be started.
@@ -324,7 +329,7 @@ class Kept(FunctionStart):
         return self._control
 
     def close(self) -> None:
-        """Have the keeper kill all processes, and close all resources; see the base class."""
+        """Kill all processes through their parent process, and release all resources; see the base class."""
         ended = None if self._group is None else self._group.end
         has_succeeded = ended is not None and ended.outcome == "succeeded"
         self.begin_end(keeper.LINGER if has_succeeded else keeper.AT_ONCE)
@@ -464,8 +469,8 @@ class Fork(Kept):
 
 
 class ForkServer(Kept):
-    """Start method that runs functions in forks of a new interpreter. This interpreter has already imported
-    the modules that multiprocessing preloads.
+    """Start method that imports multiprocessing's preload modules in a new interpreter, and then forks the
+    interpreter for each function.
     """
 
     def _start_keeper(self, statuses: list[int], control: int, gate: int) -> int:

@@ -78,8 +78,8 @@ class SupervisedGroup:
         self._supervisor.watch_fd(self._bell)
 
     def __del__(self) -> None:
-        # Close the eventfd if the group was never closed. The core kills the remaining processes when the
-        # supervisor object is deleted.
+        # Close the eventfd if `close` was never called. The remaining processes need no cleanup, because the
+        # destructor of the supervisor kills them.
         if getattr(self, "_supervisor", None) is not None:
             os.close(self._bell)
 

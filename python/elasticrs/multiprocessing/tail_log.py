@@ -1,5 +1,6 @@
-"""Copy growing files line by line, with a prefix, to any object with a ``write`` method. The names are the
-same as in torch.
+"""Copy lines of growing files, with a prefix, to any object that has a ``write`` method.
+
+The class and the function have the same names as in torch.
 
 The output of an agent's workers is printed by the core, not by this module. This module is for programs that
 use :class:`TailLog` themselves, and for a ``sys.stdout`` without a file descriptor (in a notebook).
@@ -215,8 +216,8 @@ class TailLog:
 
 
 def replaced_streams() -> dict[int, TextIO]:
-    """Return the streams that the program has replaced: ``sys.stdout`` with key 1, and ``sys.stderr`` with
-    key 2. A stream that still writes to the file descriptor of that number was not replaced.
+    """Return the standard streams that the program has replaced, keyed by file descriptor (1 or 2). A stream
+    counts as replaced if it no longer writes to that descriptor.
     """
     found = {1: sys.stdout, 2: sys.stderr}
     return {fd: stream for fd, stream in found.items() if stream is not None and _descriptor_of(stream) != fd}

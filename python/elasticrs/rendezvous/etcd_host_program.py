@@ -237,7 +237,8 @@ class Member:
                     return True
             if is_known and not is_here:
                 return False
-            # Retry, because another agent of this job on this machine may hold the seat now but exit later.
+            # Retry, because another agent of this job on this machine may be running the endpoint's etcd
+            # member, and may exit later.
             self._pause(_TICK)
 
     def _claim(self, index: int) -> bool:
@@ -251,8 +252,8 @@ class Member:
         return self._folder is not None
 
     def _check_ports(self, seat: Seat) -> None:
-        """Wait until both ports of the seat are free, so that the member can listen on them. If that takes
-        too long, report a configuration error and run no member.
+        """Wait until the client and peer ports of this node's etcd member are free. If that takes too long,
+        report a configuration error and do not start the member.
         """
         deadline = time.monotonic() + _DOUBT
         for port in (seat.port, seat.peer_port):

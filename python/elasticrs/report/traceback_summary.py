@@ -1,5 +1,6 @@
-"""Summarize a traceback in one line for messages. All functions are pure. This module is imported only after
-a failure.
+"""Summarize a traceback in one line, for error messages.
+
+Import this module only after a failure, because most runs do not need it.
 """
 
 from __future__ import annotations

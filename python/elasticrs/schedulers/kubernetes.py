@@ -103,9 +103,11 @@ def _name_in(text: str, suffix: str) -> str:
 
 
 def _workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return the number of workers: one for each GPU that the device plugin assigned to the container. Return
-    ``gpu`` for MIG slices, so that they are counted later. Return ``None`` if the variable is ``all``, which
-    many images set, because the number is then unknown.
+    """Return the number of workers, which is the number of GPUs that the device plugin assigned to the
+    container.
+
+    Return ``gpu`` for MIG slices, which lets the launcher count them later. Return ``None`` if
+    ``NVIDIA_VISIBLE_DEVICES`` does not list the GPUs, for example because an image set it to ``all``.
     """
     devices = environ.get("NVIDIA_VISIBLE_DEVICES", "").split(",")
     if devices[0].startswith("MIG-"):

@@ -95,8 +95,8 @@ def _problem_of_tasks(environ: Mapping[str, str]) -> str:
 
 
 def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a warning line for each setting that makes Slurm end the job when a node is lost. Only variables
-    set by the user are checked, because Slurm does not export these options of ``sbatch`` and ``srun``.
+    """Return a warning line for each setting that makes Slurm end the job when a node is lost. Check only
+    environment variables, because the job cannot see the options given to ``sbatch`` and ``srun``.
     """
     lines = []
     if environ.get("SLURM_KILL_BAD_EXIT", "0") not in ("", "0"):
@@ -110,8 +110,10 @@ def _losses(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _workers(environ: Mapping[str, str]) -> int | str | None:
-    """Return the number of workers: one for each GPU that this task may use. Return ``gpu`` for MIG slices,
-    so that they are counted later. Return ``None`` if Slurm has assigned no GPUs.
+    """Return the number of workers, which is the number of GPUs that this task may use.
+
+    Return ``gpu`` for MIG slices, which lets the launcher count them later. Return ``None`` if Slurm has
+    assigned no GPUs.
     """
     gpus = _number(environ, "SLURM_GPUS_ON_NODE")
     if not gpus:

@@ -85,7 +85,8 @@ def _say(line: str) -> None:
         # Write without a buffer. After an error, the interpreter would flush a buffer at exit and fail again.
         os.write(2, f"elasticrs store: {line}\n".encode(errors="backslashreplace"))
     except OSError:
-        # Ignore the error. Even if the terminal was closed (SIGHUP), the store must still notify its clients.
+        # Ignore a failed write to stderr, for example after the terminal was closed, because the store must
+        # still notify its clients.
         return
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
         @property
         def mod_revision(self) -> int:
-            """Revision that last put the key, or that deleted it."""
+            """Revision at which the key was last written or deleted."""
 
     Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
 

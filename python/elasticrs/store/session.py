@@ -19,7 +19,7 @@ scoped_token = _core.scoped_token
 
 
 class NativeSession:
-    """Session with the built-in store, which owns its client. See
+    """Session that owns a client of the built-in store or of etcd. It implements
     :class:`~elasticrs.store.coordination.Session`.
     """
 

@@ -338,8 +338,9 @@ class SteadyClock:
         return self._wall + time.monotonic() - self._monotonic
 
     def steady(self, expiration_time: float) -> float:
-        """Convert an expiration time to this clock. It is given in seconds since 1970 and must have just been
-        computed from the wall clock.
+        """Convert an expiration time from the wall clock to this clock, both in seconds since 1970. The
+        caller must have just computed the expiration time, because the conversion uses the clocks' current
+        difference.
         """
         step = time.time() - self.now()
         return expiration_time if abs(step) < self.TOLERANCE else expiration_time - step

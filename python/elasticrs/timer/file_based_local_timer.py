@@ -169,8 +169,8 @@ class FileTimerClient(TimerClient):
             self._forked()
 
     def _forked(self) -> None:
-        """Reset the state after a fork, because the child cannot use the parent's lock, thread or pending
-        releases.
+        """Reset the lock, the thread and the queue of unsent timer releases in a forked child, because they
+        belong to the parent.
         """
         self._pid = os.getpid()
         self._lock = RLock()
@@ -286,7 +286,9 @@ class FileTimerClient(TimerClient):
             Thread(target=self._retry, name="FileTimerClient", daemon=True).start()
 
     def _retry(self) -> None:
-        """Retry until all pending releases are sent. Before each retry, wait for room in the pipe."""
+        """Retry until all queued timer releases have been written to the pipe. Before each retry, wait until
+        the pipe has free space.
+        """
         from select import POLLOUT, poll
 
         while True:

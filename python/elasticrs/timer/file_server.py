@@ -172,16 +172,18 @@ class FileTimerServer(DescendantTimers):
 
     def _get_requests(self) -> list[FileTimerRequest]:
         records, complaints = self._fifo.read()
-        # Count all records, even those of processes that have exited, because the count would otherwise
-        # depend on timing.
+        # Count every record, even from a process that has exited. Otherwise, the count would depend on
+        # whether the process exits before or after its record is read.
         self._request_count += len(records)
         for complaint in complaints:
             _logger().warning("%s", complaint)
         return [request for record in records if self._may_ask(request := FileTimerRequest(*record))]
 
     def _may_ask(self, request: FileTimerRequest) -> bool:
-        """Return true for a release, or for a request from a descendant. Other requests usually come from a
-        process that has already exited.
+        """Return true if a request may be processed: it must release a timer or come from a descendant of
+        this process.
+
+        Any other request usually comes from a process that has already exited.
         """
         pid = request.worker_pid
         if request.expiration_time < 0 or self._descendants.bind(pid):

@@ -87,8 +87,8 @@ class Section:
         global _mark  # noqa: PLW0603 -- as in `_heartbeat`
         words = _words or _attach()
         self._outer.append((words[_LIMIT], bytes(words.cast("B")[_NAME]), _mark))
-        # Send a heartbeat first, to mark the end of the code before this section, which belongs to a step or
-        # to the outer section.
+        # Send a heartbeat before the section starts, because the time until then belongs to the enclosing
+        # step or section.
         _heartbeat()
         _mark = 0
         words.cast("B")[_NAME] = self._name
@@ -145,8 +145,8 @@ def heartbeat_unless_given(before: int) -> int:
 def _attach() -> memoryview:
     global _words  # noqa: PLW0603 -- the page of this process
     _words = words = _take_page()
-    # Automatic heartbeats stored their own count as the step. Reset it, because the program now reports its
-    # own step numbers.
+    # Reset the step number, because the program now reports its own numbers. Automatic heartbeats may have
+    # stored a count of optimizer steps.
     words[_STEP] = 0
     return words
 
@@ -179,8 +179,8 @@ def _notice_exit() -> None:
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        # The callback cannot be registered, because the main program has already returned. The step time
-        # limit stays in effect.
+        # Ignore the error, because the exit callback cannot be registered once the main program has returned.
+        # The time limit for a step then stays in effect during the exit.
         return
 
 
@@ -208,7 +208,9 @@ def _detach() -> None:
 
 
 def start_afresh() -> None:
-    """Reset all state in a forked worker, because the worker has its own heartbeat page."""
+    """Discard all heartbeat state that a forked worker has inherited, because the worker uses its own shared
+    memory page for heartbeats.
+    """
     global _words, _automatic, _count, _mark
     _words, _automatic, _count, _mark = None, None, 0, 1
 

@@ -212,8 +212,8 @@ class Coordinator(ABC):
         """
 
     def on_error(self, e: Exception) -> None:  # noqa: B027 -- optional to override
-        """Handle an error from a step or a rendezvous. The loop calls this before it reacts to the error
-        itself.
+        """React to an exception from a training step or a rendezvous. The training loop calls this method
+        before its own error handling.
 
         Args:
             e: the error.

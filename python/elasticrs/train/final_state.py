@@ -99,7 +99,8 @@ def publish(
     *,
     in_checkpoint: bool,
 ) -> None:
-    """Serve a copy of the final state over HTTP. Publish its URL and digest in the store.
+    """Serve a copy of the job's final training state over HTTP. Publish the copy's URL and digest in the
+    store.
 
     Args:
         store: store of the job.
@@ -184,8 +185,8 @@ _servers: list[_Server] = []
 
 
 def _serve(content: memoryview, near: tuple[str, int]) -> str:
-    """Serve a copy of the final state over HTTP until this process exits, and return its URL. Stop serving
-    any older copy.
+    """Serve a copy of the job's final training state over HTTP until this process exits, and return the
+    copy's URL. Stop serving any older copy.
     """
     secret = f"/{secrets.token_urlsafe(32)}"
 

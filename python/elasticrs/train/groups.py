@@ -130,8 +130,8 @@ class Connections:
         os.close(null)
 
     def knock(self, world_size: int) -> int:
-        """Connect to the listener of a group that is being created, once for every peer, so that the main
-        thread does not wait for a dead peer. Each connection first sends a rank-dependent number, as real
+        """Unblock the main thread if it waits for a dead peer while a gloo process group is created. Connect
+        to the group's listener once for each peer, and first send a number that identifies the peer, as real
         gloo peers do.
 
         Each listener is visited only once. Do nothing if this process could run out of file descriptors, or
@@ -179,8 +179,8 @@ class Connections:
         now, since = time.monotonic(), self._recording_since
         if since is not None:
             return now - max(began, since) > LAST_RESORT
-        # No group is being created, so the main thread may be computing, which can take as long as a step.
-        # Wait longer.
+        # Wait longer than during the creation of a group, because the main thread may be computing, and a
+        # training step can take long.
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:

@@ -52,7 +52,7 @@ class LeaveStep(Record):
     saves: bool = False
 
     def verdict(self) -> Verdict:
-        """Return what the worker does at its latest step boundary: ``go`` (continue), ``wait`` or
+        """Return the action of this worker at the current step boundary: ``go`` (continue), ``wait`` or
         ``leave``.
         """
         if self.at is not None:
@@ -60,8 +60,8 @@ class LeaveStep(Record):
         return "wait" if self.cap is not None and self.done >= self.cap else "go"
 
     def set_cap(self) -> int:
-        """Return the cap, which is the step at which this worker waits for the leave step. The first call
-        sets it, when the worker is notified of a change.
+        """Return the step at which this worker waits until all workers have agreed when to leave the round.
+        The first call chooses this step.
         """
         if self.cap is None:
             self.cap = self.done + AHEAD
@@ -69,20 +69,20 @@ class LeaveStep(Record):
 
 
 def agreed(caps: list[int]) -> int:
-    """Return the step after which all workers leave the round. It is the largest cap (the step at which a
-    worker waits for this agreement).
+    """Return the step after which all workers leave the round: the largest of ``caps``. Each cap is the step
+    that one worker does not pass before it knows this result.
     """
     return max(caps)
 
 
 def said(at: int, *, saves: bool) -> str:
-    """Encode the leave step, and whether a checkpoint is saved there. One worker publishes the result as a
-    single value, so all workers agree.
+    """Encode the step after which all workers leave the round, and whether they save a checkpoint at that
+    step. The result is one string, because both values must be published together.
     """
     return f"{at} saving" if saves else str(at)
 
 
 def heard(text: str) -> tuple[int, bool]:
-    """Decode the leave step and the checkpoint flag from the output of :func:`said`."""
+    """Decode the step and the checkpoint flag from a string that :func:`said` returned."""
     at, _, saving = text.partition(" ")
     return int(at), bool(saving)

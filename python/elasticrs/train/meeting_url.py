@@ -95,8 +95,8 @@ def parse(
     except ValueError as error:
         raise UsageError(f"{source}: got {url!r}: {error}") from None
     if "#" in url:
-        # Reject '#', because a URL parser would treat everything after it as a fragment and silently ignore
-        # those settings.
+        # Reject '#', because a URL parser would treat all settings after it as a fragment and ignore them
+        # silently.
         raise UsageError(f"{source}: got {url!r} with a '#', expected '%23' in its place")
     backend = _SCHEMES.get(parts.scheme)
     if backend is None or not parts.netloc:
@@ -118,8 +118,8 @@ def parse(
         config["is_host"] = "0"
     token = environ.get(TOKEN_VARIABLE)
     if backend == "etcd" and JOB_VARIABLE in environ:
-        # Remove the token from the environment. If agents host etcd, it is the password of etcd's user for
-        # the workers, but `describe` would use it as the job's token.
+        # Hide the token from `describe`, because `describe` would use it as the job's token. If agents host
+        # etcd, the token is the password of the etcd user for workers.
         environ = {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
     rendezvous, notices = describe(
         backend,

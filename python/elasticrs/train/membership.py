@@ -90,7 +90,8 @@ class Round(Record):
 
 
 class Membership:
-    """Membership of one worker in a job's rendezvous. A single thread must request rounds and count steps.
+    """Membership of one worker in a job's rendezvous. Always use the same thread to request rounds and count
+    steps.
 
     Args:
         rendezvous: settings of the rendezvous.
@@ -200,7 +201,7 @@ class Membership:
         return current
 
     def passed(self) -> bool:
-        """Count a step boundary. Return true if this worker must leave the round now.
+        """Record the end of a training step, and return true if this worker must now leave the round.
 
         This may block while the workers agree on the step of a planned change.
         """
@@ -219,8 +220,8 @@ class Membership:
             return verdict == "leave"
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
-        """Return true if this worker's error was caused by the end of the round, because another member was
-        lost or has failed.
+        """Return true if this worker's error is a consequence of the loss or failure of another worker, which
+        ended the round.
 
         While all connections of the process groups are open, no other member can have caused the error. If a
         connection was closed, wait for the store's report that a member is lost. The store may not notice the
@@ -243,8 +244,8 @@ class Membership:
             return self._changed.wait_for(lambda: self.is_broken, timeout)
 
     def ask_for_round(self, reason: str, *, saves: bool) -> None:
-        """Request a new round although no worker has failed. All workers leave the current round after an
-        agreed step.
+        """Request a new round although no worker has failed. All workers agree on a step, and leave the
+        current round after that step.
 
         Args:
             reason: a few words for the log.
@@ -294,8 +295,8 @@ class Membership:
                 _wait_for_all(current)
 
     def announce_end(self) -> None:
-        """Announce that training has finished on this worker. The other workers first complete the same
-        steps. The round ends when this worker requests the next one.
+        """Announce that this worker has finished training. The other workers stop after the same number of
+        steps. The round ends when this worker requests the next round.
         """
         current = self._round
         if current is not None:
@@ -327,8 +328,7 @@ class Membership:
             )
 
     def join_late(self) -> Late | None:
-        """Get a rank for this process and the final state of a job that finished before this process joined
-        it.
+        """Join a job that has already finished. Return a rank for this process and the job's final state.
 
         Set ``RANK`` and ``WORLD_SIZE``. Return ``None`` if no worker has published a final state.
 
@@ -502,7 +502,7 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If a worker has finished training, wait until the main thread has completed the same steps."""
+        """If a worker has finished training, wait until the main thread has completed as many steps."""
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
                 self._set_leave_step(current, int(current.board.get("done")))
@@ -551,14 +551,14 @@ def _shut_others(current: Round) -> None:
 
 
 def _has_lost(seen: set[str], keys: set[str]) -> bool:
-    """Return true if a member died before it left the round. Its ``here`` key has then disappeared without an
-    ``out`` key.
+    """Return true if a worker died before it left the round. The store then no longer has the worker's
+    ``here`` key, and has no ``out`` key for that worker.
     """
     return any(each.replace("here/", "out/") not in keys for each in seen - keys)
 
 
 def _wait_for_all(current: Round) -> None:
-    """Publish that this worker has left the round, and wait until all living workers have left it too."""
+    """Announce that this worker has left the round, and wait until all living workers have left it too."""
     board, ranks = current.board, range(current.world_size)
     board.set(f"out/{current.rank}", "")
     deadline = time.monotonic() + _END_TIMEOUT

@@ -176,8 +176,8 @@ class CoordinatorP2P(Coordinator):
                 self._join_late()
             self._member.shutdown()
             if error.has_failed:
-                # The job has failed, so raise an error. Otherwise, the loop would return its current state as
-                # the final state.
+                # Raise an error, because the job has failed. Without an error, the training loop would return
+                # this worker's current state as the result of the training.
                 raise NonRetryableException(f"the training has failed: {error}") from error
             self.stop_training = True
             raise StopException(str(error)) from error
@@ -274,8 +274,8 @@ class CoordinatorP2P(Coordinator):
         self._is_asked = True
 
     def _ask_the_others(self) -> None:
-        """Ask all workers to end the round after the same step, so that they save a checkpoint or this worker
-        can leave.
+        """Ask all workers to leave the round after the same step. They do so to save a checkpoint, or to let
+        this worker leave the job.
         """
         page = self._member.page
         has_manager = get_checkpoint_manager() is not None
@@ -286,8 +286,8 @@ class CoordinatorP2P(Coordinator):
                     "called",
                     self.rank,
                 )
-            # Nothing can be saved, so clear the request. If this worker is leaving, keep the request so that
-            # this method runs after every step, but do not repeat the warning.
+            # Clear the request, because no checkpoint can be saved. A worker that leaves the job keeps the
+            # request, because it must still ask for the end of the round. Such a worker warns only once.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
@@ -327,8 +327,8 @@ class CoordinatorP2P(Coordinator):
         return self.stop_training
 
     def announce_end(self) -> None:
-        """Announce that this worker has no more data. The other workers first complete the same steps. Then
-        all workers start a last round.
+        """Announce that this worker has no more data. The other workers stop after the same number of steps.
+        Then all workers start a final round.
         """
         self._member.announce_end()
 

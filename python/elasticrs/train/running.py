@@ -241,9 +241,10 @@ class _Run:
                             return self._state
                         event = effects[action]() or event
         except BaseException as error:
-            # Leave the job on any exception, even an interrupt. If the program caught it, the other workers
-            # would otherwise wait for this one. A forked child must not leave, because its parent is still in
-            # the job.
+            # Leave the job on any exception, even an interrupt. Otherwise, the other workers would wait for
+            # this worker if the program caught the exception.
+            #
+            # A forked child must not leave, because its parent is still in the job.
             if self._forks == forked.count():
                 self._plain.leave()
             if isinstance(error, SystemExit) and not error.code:
@@ -326,8 +327,9 @@ class _Run:
         try:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
-            # Skip `sync` if all workers ran out of data in the same step, because their states are final.
-            # `sync` could even fail: programs often create a data loader in it, and no data remains.
+            # Skip `sync` if all workers ran out of data in the same step, because every worker already has
+            # the final state. `sync` could also fail, because programs often create a data loader in `sync`,
+            # and no data remain.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)
@@ -462,8 +464,8 @@ class _Run:
             return self._judge(error)
 
     def _save_if_due(self, checkpoints: CheckpointSaver) -> bool | None:
-        # Call both methods on every worker, even if one has already returned true, because they may keep
-        # counters.
+        # Call both `should_save_checkpoint` methods on every worker, even if the first returns true, because
+        # each may count its calls.
         is_asked = self._coordinator.should_save_checkpoint()
         is_due = self._state.should_save_checkpoint(self._rank) or is_asked
         self._asked += 1

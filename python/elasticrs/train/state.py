@@ -162,7 +162,7 @@ def why_not_saved(state: State) -> str | None:
 
 
 def is_torchelastic_program() -> bool:
-    """Return true if this program imports ``torchelastic``. With torchelastic 0.1, checkpoints contained only
-    a snapshot.
+    """Return true if this program was written for torchelastic 0.1, which means that it imports
+    ``torchelastic``. Such a program may define ``capture_snapshot`` instead of ``state_dict``.
     """
     return "torchelastic" in sys.modules

@@ -13,8 +13,10 @@ _are_watched: bool | None = None
 
 
 def begin_meeting() -> None:
-    """Suspend the heartbeat time limit until the next step has finished. Workers that hang in a rendezvous
-    are detected by other means. After the last rendezvous, no step follows, so the limit stays suspended.
+    """Suspend the heartbeat time limit until the next step has finished, because workers that hang in a
+    rendezvous are detected by other means.
+
+    After the last rendezvous, the limit stays suspended, because training has no further steps.
     """
     global _is_meeting  # noqa: PLW0603 -- process-wide, like the heartbeats
     # Do nothing before the first heartbeat, because until then only the time limit for the start applies.

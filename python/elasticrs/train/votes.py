@@ -95,7 +95,8 @@ def disagreement(votes: Sequence[Vote]) -> str | None:
         if not first.is_saving:
             continue
         peers = [vote for vote in votes if vote.last_round == first.last_round]
-        # Skip workers that returned true in a later call, because they have completed this save.
+        # Skip workers that have agreed to a later save than the worker `first`, because they have already
+        # completed the earlier save.
         against = [vote for vote in peers if vote.asked >= first.said_yes > vote.said_yes]
         if against:
             return (

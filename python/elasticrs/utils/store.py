@@ -163,8 +163,8 @@ def _missing_ranks(
     for other in range(1, world_size):
         if len(missing) >= _MAX_TRACE_MISSING_RANKS:
             break
-        # After the first missing rank, wait only briefly for the others. They had the full timeout of the
-        # first one to arrive.
+        # After the first missing rank, wait only briefly for each further rank, because all ranks have
+        # already had the full timeout to arrive.
         patience = timedelta(milliseconds=1) if missing else timedelta(seconds=trace_timeout)
         try:
             store.wait([f"{key_prefix}{other}{_TRACE}"], patience)

@@ -1,1 +1,3 @@
-"""Description of an attempt's worker processes: plan, environment, log files, and shared memory page."""
+"""Configuration of the worker processes for one attempt: ranks and addresses, environment, log files, and
+shared memory page.
+"""

@@ -1,4 +1,4 @@
-"""Macros in workers' arguments, under torch's name."""
+"""Substitution of macros such as ``${local_rank}`` in workers' arguments."""
 
 from __future__ import annotations
 

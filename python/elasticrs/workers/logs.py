@@ -56,7 +56,8 @@ class LogPaths(Value):
         """Return the files that hold a single stream and are not read by the agent, as tuples of local rank,
         file descriptor and path.
         """
-        # Leave out files that contain several streams, because their bytes cannot be attributed to either.
+        # Leave out files that contain several streams, because nothing shows which bytes belong to which
+        # stream.
         owners: dict[str, list[tuple[int, int, str]]] = {}
         for stream, files in ((STDOUT, self.stdouts), (STDERR, self.stderrs)):
             for local_rank, path in files.items():
@@ -206,8 +207,8 @@ def discard_unused_files(error_file: str) -> None:
 
 
 def followed_files(settings: LogSettings, nproc: int) -> int:
-    """Return the number of log files that the agent keeps open while workers run. The time does not depend on
-    ``nproc``, which can be absurdly large by mistake.
+    """Return the number of log files that the agent keeps open while workers run. The function does not loop
+    over the workers, because ``nproc`` can be absurdly large by mistake.
     """
     if settings.log_dir == os.devnull:
         return 0

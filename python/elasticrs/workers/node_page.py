@@ -74,7 +74,7 @@ class Met(Value):
 
 
 class AgentPage:
-    """The agent's view of the shared training page.
+    """The agent's access to the memory page that it shares with its workers.
 
     Args:
         workers: number of workers on this node.
@@ -97,8 +97,8 @@ class AgentPage:
         self._map = mmap(self._fd, size)
         self._bytes = memoryview(self._map)
         self._words, self._floats = self._bytes.cast("Q"), self._bytes.cast("d")
-        # Write a random number that workers check, because in another pid namespace the path can lead to a
-        # different file.
+        # Write a random number, so that workers can check that they have opened this page. In another pid
+        # namespace, the page's path may lead to a different file.
         self._words[_MARK] = mark = int.from_bytes(os.urandom(7), "big")
         self.variable = f"{mark}:/proc/{os.getpid()}/fd/{self._fd}"
 
@@ -135,7 +135,9 @@ class AgentPage:
         return Standing(local_rank, pid, rank - 1 if rank else None, world, number, steps, step_ns, rate)
 
     def last_met(self, local_rank: int) -> Met | None:
-        """Return the last rendezvous of a worker; ``None`` if there has been none or the page is closed."""
+        """Return the last rendezvous that a worker took part in. Return ``None`` if the worker has had no
+        rendezvous, or if this memory page is closed.
+        """
         if self._fd < 0:
             return None
         standing = self._standing(local_rank)
@@ -188,7 +190,8 @@ class AgentPage:
 
 
 class WorkerPage:
-    """A worker's view of the shared training page. Only the process that opened the page may use this object.
+    """A worker's access to the memory page that it shares with its agent. Only the process that created this
+    object may use it.
 
     Args:
         words: contents of the whole page.
@@ -225,15 +228,15 @@ class WorkerPage:
             words[_SERVED] = asked
 
     def place(self, rank: int, world_size: int, number: int) -> None:
-        """Publish this worker's rank, the number of workers and the round number of the round that starts
-        now.
+        """Publish the number of the round that is starting, this worker's rank, and the number of workers in
+        the round.
         """
         own = self._own
         own[_RANK], own[_WORLD], own[_ROUND] = rank + 1, world_size, number
         own[_HAS_FINISHED] = 0
 
     def finish(self) -> None:
-        """Publish that this worker has finished training."""
+        """Report to the agent that this worker has finished training."""
         self._own[_HAS_FINISHED] = 1
 
     def stepped(self) -> bool:
@@ -252,8 +255,8 @@ class WorkerPage:
 
 
 def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
-    """Return the shared training page of this worker's agent. Return ``None`` if there is none or it cannot
-    be opened.
+    """Return the memory page that this worker shares with its agent. Return ``None`` if there is no page or
+    it cannot be opened.
     """
     mark, _, path = environ.get(VARIABLE, "").partition(":")
     try:
@@ -265,7 +268,7 @@ def page_of(environ: Mapping[str, str]) -> WorkerPage | None:
             os.close(fd)
         is_ours = words[_MARK] == int(mark) and len(words) >= _FIRST + _SPAN * (local_rank + 1)
     except (KeyError, OSError, TypeError, ValueError, IndexError):
-        # Continue without the page, because it is needed only for checkpoint requests and rates. The agent
-        # will report that no worker uses it.
+        # Continue without the shared memory page, because only checkpoint requests and progress reports need
+        # it. The agent will report that no worker uses the page.
         return None
     return WorkerPage(words, local_rank) if is_ours else None

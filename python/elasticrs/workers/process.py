@@ -24,7 +24,8 @@ def check_limits(
     Raises:
         ValueError: a limit does not allow this number of processes or file descriptors.
     """
-    # Each worker needs one descriptor for its heartbeat page, and a second one while workers start.
+    # Each worker needs one file descriptor for its shared memory page of heartbeats, and a second descriptor
+    # during startup.
     pages = 2 * nproc if hang_timeout is not None else 0
     # The FIFO needs two descriptors, for reading and writing. Each process with a timer needs a pidfd, and
     # one such process per worker is assumed.
@@ -33,7 +34,9 @@ def check_limits(
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the soft limit on file descriptors. Processes started by Python itself inherit the new limit."""
+    """Raise this process's soft limit on open file descriptors. Workers still start with the previous limit,
+    but other child processes inherit the new one.
+    """
     _core.raise_descriptor_limit()
 
 

@@ -92,7 +92,7 @@ enum Name {
     Free,
 }
 
-/// A pair of positions in an output and in one of its streams. Once the output has written its first `end` bytes,
+/// Maps a position in an output to a position in an input stream. Once the first `end` bytes of the output are written,
 /// the first `taken` bytes of the stream are on the console.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mark {
@@ -170,7 +170,7 @@ impl Output {
         self.is_used = true;
     }
 
-    /// Returns a notice if this destination is in use and was lost. Returns the notice only once.
+    /// Returns a notice if this destination has failed and is used by a stream. Later calls return `None`.
     pub(super) fn take_loss(&mut self) -> Option<Notice> {
         let errno = *self.fd.as_ref().err()?;
         let is_news = self.is_used && !std::mem::replace(&mut self.loss_reported, true);
@@ -208,7 +208,8 @@ impl Output {
         }
     }
 
-    /// Records that the first `taken` bytes of the stream have been shown once all bytes accepted so far are written.
+    /// Adds a mark after the last accepted byte. Once all bytes before the mark are written, the first `taken` bytes of
+    /// the stream count as shown.
     pub(super) fn mark(&mut self, stream: StreamId, taken: u64) {
         self.marks.push_back(Mark { end: self.accepted, stream, taken });
     }

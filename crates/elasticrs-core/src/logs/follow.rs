@@ -36,8 +36,8 @@ use super::{Notice, Notify, StreamId, StreamInfo, To};
 /// Maximum number of bytes to read from a file in one turn.
 const BLOCK: usize = 64 * 1024;
 
-/// Number of consecutive empty reads after which the follower waits for inotify again instead of reading the file
-/// in every round. The first number is for busy files (see [`BUSY`]), the second for all others.
+/// Numbers of consecutive empty reads after which a file is watched with inotify again. The first number is for busy
+/// files (see [`BUSY`]), the second for all other files.
 const QUIET_ROUNDS: (u8, u8) = (4, 1);
 
 /// A file is busy if less than this time passed between its last two reads that returned data.
@@ -83,7 +83,7 @@ pub(super) enum Sink {
     Nowhere,
     /// Console output with this index.
     Console(usize),
-    /// A separate file, for which an output is created.
+    /// File that receives the matching lines.
     File(File),
 }
 
@@ -101,7 +101,7 @@ struct Followed {
     /// Number of bytes read so far. `shown` is how many of these bytes are on the console.
     taken: u64,
     shown: u64,
-    /// Value of [`Output::accepted`] when bytes of this file were last passed to the output.
+    /// Position in the output after the last bytes of this file, as returned by [`Output::accepted`].
     put_until: u64,
     is_queued: bool,
     is_polled: bool,
@@ -304,19 +304,19 @@ impl Follower {
         self.enqueue(id);
     }
 
-    /// Queues the files that are read in every round.
+    /// Queues for reading all files that are not waiting for inotify or for the next poll.
     pub(super) fn begin_round(&mut self) {
         self.enqueue_all(|file| file.quiet_rounds.is_some());
     }
 
-    /// True if another round of reading is needed: a file that is read in every round has an output with room for
-    /// more data.
+    /// True if at least one file can be read now, without waiting for inotify, the next poll, or space in an output
+    /// buffer.
     pub(super) fn has_active(&self, outputs: &mut [Output]) -> bool {
         self.files.values().any(|file| file.quiet_rounds.is_some() && file.ready_output(outputs).is_some())
     }
 
-    /// Handles the loss of an output. Its streams are no longer read or shown, but remain registered until they
-    /// finish.
+    /// Stops reading the files whose lines went to this output, because writing to the output has failed. Each file
+    /// stays registered until [`Self::finish`] is called for it.
     pub(super) fn drop_output(&mut self, lost: usize) {
         let streams: Vec<StreamId> =
             self.files.iter().filter(|(_, file)| file.output == Some(lost)).map(|(id, _)| *id).collect();
@@ -445,7 +445,7 @@ impl Follower {
 }
 
 impl Followed {
-    /// Returns the output of the file, if the output has room for more bytes.
+    /// Returns the output for the lines of this file. `None` if the output cannot accept more lines now.
     fn ready_output<'a>(&self, outputs: &'a mut [Output]) -> Option<&'a mut Output> {
         let output = &mut outputs[self.output?];
         (self.phase != Phase::Finished && output.has_room()).then_some(output)
@@ -546,18 +546,17 @@ impl Followed {
         self.phase == Phase::Finished && output.written() >= self.put_until
     }
 
-    /// Publishes the number of bytes in the file that have not reached the console.
+    /// Updates the shared counter of bytes in this file that have not reached the console.
     fn publish_behind(&self) {
         self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
     }
 
-    /// Publishes whether the file may have unread data. Write as much pending output as possible before this call,
-    /// because a full output is reported as a stall.
+    /// Updates the shared flag `is_stalled`, which is true if the file may contain unread data. Flush the outputs
+    /// before this call, because a full output buffer also sets the flag.
     fn publish_stall(&mut self, outputs: &[Output]) {
         let is_stalled = self.unread > 0 || self.output.is_none_or(|index| !outputs[index].has_room());
         if self.is_stalled && !is_stalled && self.info.read_at.load(Ordering::Relaxed) > 0 {
-            // Measure the writer's silence from now on, because it is unknown when the writer last wrote during the
-            // stall.
+            // Measure the inactivity of the file's writer from now on, because the time of the last write is unknown.
             self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
         }
         self.is_stalled = is_stalled;
@@ -569,7 +568,7 @@ impl Followed {
     }
 }
 
-/// Returns a function that passes units to an output. If there is a filter, only matching lines are passed on.
+/// Returns a function that passes pieces of text to an output. With a filter, the function passes only matching lines.
 fn show<'a>(
     info: &'a StreamInfo,
     mut filter: Option<&'a mut LineFilter>,

@@ -65,7 +65,7 @@ pub struct LineSplitter {
 }
 
 impl LineSplitter {
-    /// Adds the next bytes of the stream, and emits the resulting units.
+    /// Adds the next bytes of the stream, and emits the text that is ready to be shown.
     pub fn push(&mut self, bytes: &[u8], now: Instant, mut emit: impl FnMut(Unit<'_>)) {
         let mut rest = bytes;
         while let Some(at) = memchr::memchr2(b'\n', b'\r', rest) {
@@ -84,8 +84,8 @@ impl LineSplitter {
         self.extend(rest, &mut emit);
         self.waiting = match self.waiting {
             _ if !self.has_unshown() => None,
-            // Keep the arrival time of the oldest byte only if no line ended in `bytes`. Otherwise, the oldest byte may
-            // have been emitted, and the current line has only just started.
+            // If `bytes` contains no line end, keep the arrival time of the oldest byte. Otherwise, the current line
+            // has only just started, so use the current time.
             Some((oldest, _)) if rest.len() == bytes.len() || self.progress => Some((oldest, now)),
             _ => Some((now, now)),
         };
@@ -237,8 +237,7 @@ pub(super) fn is_blank(text: &[u8]) -> bool {
     true
 }
 
-/// Joins the units of all streams that share a destination. Remembers which stream wrote the unfinished line at the
-/// cursor.
+/// Merges the text of all streams that share a destination. Remembers which stream wrote the current unfinished line.
 #[derive(Debug, Default)]
 pub struct Screen<Stream> {
     open: Option<Stream>,

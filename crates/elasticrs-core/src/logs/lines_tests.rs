@@ -240,7 +240,7 @@ proptest! {
         prop_assert!(parts == whole);
     }
 
-    /// If the input contains no `\r`, the emitted bytes equal the input, regardless of timing. A missing last newline
+    /// Input without `\r` is emitted unchanged, regardless of timing. If the last line does not end with a newline, one
     /// is added.
     #[test]
     fn every_byte_is_shown_once_in_order(
@@ -295,8 +295,8 @@ proptest! {
         prop_assert_eq!(seen, written.map(|text| text.replace('\n', "")));
     }
 
-    /// While any bytes have not been shown, a deadline is set. A tick at the deadline shows all of them or sets a
-    /// later deadline.
+    /// While the splitter holds back bytes, a deadline is set. Calling `tick` at the deadline emits all of the bytes or
+    /// sets a later deadline.
     #[test]
     fn deadlines_are_met_and_end(steps in prop::collection::vec(("[ab\r\n ]{0,5}", 0..400_u64), 0..40)) {
         let mut console = Console::new(1);

@@ -107,7 +107,7 @@ pub enum Notice {
     Polling { errno: Errno },
     /// Writing to the console failed, so it is no longer used. Log files are still written.
     ConsoleLost {
-        /// The lost output. If standard output and standard error are the same file, this is standard output.
+        /// Output stream that failed. `Stdout` if standard output and standard error are the same file.
         to: Dest,
         errno: Errno,
     },
@@ -350,7 +350,7 @@ impl Shared {
                     !self.is_gone.load(Ordering::Acquire)
                         && streams.values().any(|info| info.is_finishing.load(Ordering::Relaxed))
                 };
-                // Try again even after a timeout, because some of the files may have been closed.
+                // Try once more even if the wait timed out, because a descriptor may have become free in the meantime.
                 drop(self.closed.wait_timeout_while(lock(&self.streams), limit, is_open));
                 open()
             }

@@ -55,7 +55,8 @@ pub enum SupervisorError {
     /// This worker cannot be replaced at the moment.
     #[error("local rank {local_rank} cannot be replaced: {reason}")]
     Replace { local_rank: u32, reason: &'static str },
-    /// The passed descriptor is not a heartbeat page, or the workers were not adopted in rank order.
+    /// The shared memory for a process's heartbeats was rejected. The descriptor was invalid, or the process was not
+    /// added in the order of local ranks.
     #[error("no page for the heartbeats of local rank {local_rank}")]
     Page {
         local_rank: u32,
@@ -115,7 +116,8 @@ pub(super) enum Command {
 /// A change to the sockets that the nursery keeps open for the agent.
 pub(super) enum Guarded {
     Hold(OwnedFd),
-    /// Hold a link to another agent. The first link of a session replaces the links of the previous session.
+    /// Keep a connection to another agent open. If `is_first` is true, first close the connections of the previous
+    /// session.
     Link {
         link: OwnedFd,
         word: LastWord,

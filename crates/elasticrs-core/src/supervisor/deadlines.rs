@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 pub enum Timer {
     /// Deadline by which all workers must be running.
     Start,
-    /// Next check of the fence (the deadline for killing all workers) during a start. The supervisor checks it
-    /// because the nursery is blocked while it starts a worker.
+    /// Next check, while workers are being started, whether the deadline for killing all workers has passed. The
+    /// supervisor makes the check, because the nursery is blocked while it starts a worker.
     Fence,
     /// Deadline for a warm nursery to finish its module imports.
     Warm,

@@ -63,15 +63,18 @@ pub enum Event {
         signalled: Stamp,
         siblings: u32,
     },
-    /// A worker, or one of its descendants, did not release an expiration timer in time. If the timer has a signal,
-    /// the worker is considered failed. [`Self::FailureSeen`] then follows, except in a group that replaces failed
-    /// workers.
+    /// A worker or one of its descendants did not release an expiration timer in time.
+    ///
+    /// If the timer has a signal, the worker is considered failed. If the failure stops the group,
+    /// [`Self::FailureSeen`] follows.
     TimerExpired(TimerExpired),
-    /// A worker missed its heartbeat deadline and is considered failed. [`Self::FailureSeen`] follows, except in a
-    /// group that replaces failed workers. If the group is being stopped because of a hang on another node, this
-    /// event only names the local worker that may be the cause.
+    /// A worker missed its heartbeat deadline and is considered failed. If the failure stops the group,
+    /// [`Self::FailureSeen`] follows.
+    ///
+    /// During a stop because of a hang on another node, the event only names the local worker that may have caused the
+    /// hang.
     WorkerHung(Box<WorkerHung>),
-    /// A worker has recorded an uncaught exception. Sent again if the worker then does not exit in time.
+    /// A worker has recorded an uncaught exception. The event is sent again if the worker does not exit in time.
     WorkerRaised(WorkerRaised),
     /// Workers are being killed with SIGKILL, because they did not exit within their grace period or made no progress
     /// while exiting.
@@ -169,12 +172,15 @@ pub struct WorkerRaised {
 pub enum ExitStage {
     /// The exception has just been recorded.
     Begun,
-    /// The time limit for the exit has passed, but the exit is making progress. The worker is considered failed, but
-    /// gets the same grace period as the other workers. [`Event::FailureSeen`] follows, except in a group that
-    /// replaces failed workers.
+    /// The time limit for the exit has passed, but the worker is still making progress. The worker is considered failed
+    /// and gets the same grace period as the other workers.
+    ///
+    /// If the failure stops the group, [`Event::FailureSeen`] follows.
     Slow,
-    /// The time limit for the exit has passed, and the exit makes no progress. The worker is considered failed and is
-    /// killed immediately. [`Event::FailureSeen`] follows, except in a group that replaces failed workers.
+    /// The time limit for the exit has passed, and the worker makes no progress. The worker is considered failed and is
+    /// killed immediately.
+    ///
+    /// If the failure stops the group, [`Event::FailureSeen`] follows.
     Stalled,
 }
 
@@ -184,7 +190,8 @@ pub struct WorkersKilled {
     /// Local rank and pid of each worker.
     pub workers: Vec<(u32, i32)>,
     pub reason: KillReason,
-    /// Time limit that the workers exceeded: their grace period, or the time limit for an exit without progress.
+    /// Time limit that the workers exceeded: the grace period or, for a stalled exit, the maximum time without
+    /// progress.
     pub limit: Duration,
 }
 
@@ -259,7 +266,7 @@ pub struct SweepOutcome {
 }
 
 impl SweepOutcome {
-    /// Merges the outcome of a later sweep of the same processes into this outcome.
+    /// Merges the outcome of a later clean-up of the same processes into this outcome.
     pub(super) fn follow_up(&mut self, later: Self) {
         self.ended.extend(later.ended);
         self.more += later.more;
@@ -280,9 +287,9 @@ pub struct NurseryExit {
 pub enum Outcome {
     /// All workers exited with code 0.
     Succeeded,
-    /// A worker failed before the group was stopped or lost.
+    /// A worker failed before any other event stopped the group.
     Failed,
-    /// The group was stopped on request, or because the fence deadline passed.
+    /// The group was stopped on request, or because the agent's lease was about to expire.
     Stopped,
     /// The nursery died, and its workers died with it.
     Lost,

@@ -114,7 +114,7 @@ pub struct WorkerEvidence {
 #[derive(Debug)]
 pub(super) struct GatheringLimit {
     pub(super) deadline: Instant,
-    /// True if the evidence is no longer needed, so the threads must stop (**EVI-5**).
+    /// True if the threads that gather diagnostics must stop, because their results are no longer needed (**EVI-5**).
     pub(super) is_cancelled: AtomicBool,
 }
 
@@ -128,8 +128,8 @@ impl GatheringLimit {
     }
 }
 
-/// Gathers the evidence about all subjects. Returns by the deadline of `limit` unless a file system does not
-/// respond.
+/// Examines all workers in `subjects` and returns the results. Returns at the deadline in `limit` at the latest, unless
+/// a file system does not respond.
 pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &GatheringLimit) -> Vec<WorkerEvidence> {
     let mut examinations: Vec<Examination> = subjects.into_iter().map(Examination::begin).collect();
     await_answers(&mut examinations, limit);
@@ -146,7 +146,7 @@ pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &Gath
     reports.into_iter().map(with_frame).collect()
 }
 
-/// Evidence about one worker that is still being gathered.
+/// State of an ongoing examination of one worker.
 struct Examination {
     subject: Subject,
     /// Pid of the process that writes its stacks: the worker, or its first descendant with a handler for the signal.
@@ -159,11 +159,11 @@ struct Examination {
 
 /// State of the request for a worker's flight record.
 enum Record {
-    /// The record will be requested when the stacks are complete.
+    /// The flight record has not been requested yet. The request is sent once the stack traces are complete.
     Due,
     /// The worker is writing the record to this file.
     Requested(PathBuf),
-    /// The worker has finished the record, or no record can be requested.
+    /// No flight record can be requested from the worker.
     Done,
 }
 
@@ -348,8 +348,8 @@ fn is_missing(error: &io::Error) -> bool {
 }
 
 impl Answer {
-    /// Returns the new stacks, and true if the output contains the traceback of a crash. The signal itself can lead
-    /// to a crash, because it interrupts the system call in which the process was waiting.
+    /// Returns the new stack traces, and true if they include the traceback of a crash. A crash is possible, because
+    /// the signal that requests the stack traces interrupts system calls.
     fn read(mut self) -> io::Result<(String, bool)> {
         let mut bytes = Vec::new();
         self.file.seek(SeekFrom::Start(self.start))?;

@@ -21,8 +21,8 @@ const MAX_THREADS: usize = 256;
 /// A worker is busy if it spends at least 1/`BUSY_SHARE` of the time on a CPU or waiting for a CPU. Threads that only
 /// poll spend less.
 const BUSY_SHARE: u32 = 20;
-/// Minimum number of bytes read between two samples that is considered progress. Threads that poll `/proc` for
-/// monitoring read less.
+/// Number of bytes that must be read between two samples to count as progress. Threads that poll `/proc` for monitoring
+/// read fewer bytes, so they do not count.
 const MANY_BYTES: u64 = 64 * 1024;
 /// Fields of `/proc/PID/stat` that hold CPU time in clock ticks: the user and system time of the process, followed by
 /// the user and system time of its reaped children.
@@ -151,7 +151,8 @@ mod tests {
         let mut copies = |count| {
             input.write_all(b"a").unwrap();
             std::io::Read::read_exact(&mut output, &mut byte).unwrap();
-            // Poll, because the kernel may count a written byte only after the byte has been read.
+            // Repeat the sample until it includes the new byte, because the kernel may count a written byte with a
+            // delay.
             let deadline = Instant::now() + HANG;
             loop {
                 let sample = sample(pid);

@@ -47,8 +47,11 @@ impl Keeper {
         self.send_duplicate(connection, false, Guarded::Hold);
     }
 
-    /// Gives the nursery a duplicate of a link to another agent. Once all processes of this agent are gone, the nursery
-    /// sends `word` on the link. The first link of a session (`is_first`) replaces the links of the previous session.
+    /// Gives the nursery a duplicate of a connection to another agent. The nursery sends `word` on the connection once
+    /// all processes of this agent are gone.
+    ///
+    /// `is_first` is true for the first connection of a session. The nursery then closes the connections of the
+    /// previous session.
     pub fn hold_link(&self, link: BorrowedFd<'_>, word: LastWord, is_first: bool) {
         self.send_duplicate(link, true, |link| Guarded::Link { link, word, is_first });
     }
@@ -60,8 +63,8 @@ impl Keeper {
     pub fn hold_beside(&self, connection: BorrowedFd<'_>) -> impl Future<Output = bool> + use<> {
         let (held, is_held) = oneshot::channel();
         let is_sent = self.send_duplicate(connection, false, |connection| Guarded::Beside(connection, held));
-        // Treat an error as success. It means that the nursery is gone or is exiting together with its workers, and the
-        // next nursery gets the connection.
+        // Treat a closed channel as success, because it means that the nursery is gone or about to exit. The supervisor
+        // passes the connection to the next nursery.
         async move { is_sent && is_held.await.unwrap_or(true) }
     }
 
@@ -84,7 +87,7 @@ impl Keeper {
 
     fn send(&self, guarded: Guarded) {
         if let Some(commands) = self.commands.upgrade() {
-            // Ignore an error. Sending fails only if the runtime has ended, and the nursery has then exited, too.
+            // Ignore an error, because sending fails only if the runtime and the nursery have already exited.
             let _ = commands.send(Command::Guard(guarded));
         }
     }
@@ -180,8 +183,10 @@ impl Supervisor {
         self.send(Command::Stop(policy, None))
     }
 
-    /// Stops the group because a worker on another node hangs. If workers are watched for hangs, first gathers
-    /// evidence about all of them. If a local worker may be the cause, reports [`super::Event::WorkerHung`].
+    /// Stops the group because a worker on another node hangs. If hang detection is enabled, first gathers diagnostics
+    /// about the local workers.
+    ///
+    /// If a local worker may have caused the hang, reports [`super::Event::WorkerHung`].
     pub fn stop_for_hang(&self, policy: StopPolicy, remote: RemoteHang) -> Result<(), SupervisorError> {
         self.send(Command::Stop(policy, Some(remote)))
     }
@@ -215,10 +220,13 @@ impl Supervisor {
         self.send(Command::ImportBeside(limit))
     }
 
-    /// Replaces the first nursery with the second one, which then starts all later groups. Does nothing and returns
-    /// false if there is no second nursery whose imports are complete, or if a group exists.
+    /// Switches to the nursery that [`Self::import_beside`] has prepared, which then starts all later groups.
     ///
-    /// # Errors [`SupervisorError::Closed`], [`SupervisorError::Forked`].
+    /// Returns false if a group exists, or if no prepared nursery is ready.
+    ///
+    /// # Errors
+    ///
+    /// [`SupervisorError::Closed`], [`SupervisorError::Forked`].
     pub fn take_over(&self) -> Result<bool, SupervisorError> {
         self.ask(Command::TakeOver)
     }
@@ -275,22 +283,30 @@ impl Supervisor {
         Ok(timers.insert(fifo).path().to_owned())
     }
 
-    /// Enables hang detection for all later groups. Each worker gets a heartbeat page (`ELASTICRS_HEARTBEAT`).
-    /// [`super::Event::WorkerHung`] reports a worker that hangs. See [`crate::timer::hang`].
+    /// Enables hang detection for all later groups. [`super::Event::WorkerHung`] reports a worker that hangs. See
+    /// [`crate::timer::hang`].
+    ///
+    /// The environment variable `ELASTICRS_HEARTBEAT` identifies the shared memory page for a worker's heartbeats.
     pub fn watch_hangs(&self, limits: Limits) -> Result<(), SupervisorError> {
         self.send(Command::WatchHangs(limits))
     }
 
-    /// Sets the evidence files of each worker, ordered by local rank, for all later groups. Evidence is written if a
-    /// worker hangs, does not release a timer in time, or stalls while it exits. `py_spy` is the program that
-    /// inspects workers that do not write their stacks.
+    /// Sets the files to which diagnostics about the workers of later groups are written. `files` is ordered by local
+    /// rank.
+    ///
+    /// Diagnostics are written if a worker hangs, does not release an expiration timer in time, or stalls during its
+    /// exit.
+    ///
+    /// `py_spy` is the path of `py-spy`, which inspects workers that do not write their own stack traces.
     pub fn keep_evidence(&self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) -> Result<(), SupervisorError> {
         self.send(Command::KeepEvidence(files, py_spy))
     }
 
-    /// Watches how workers of the next group exit after an uncaught exception. [`super::Event::WorkerRaised`] reports
-    /// the exception. The event is sent again if the worker does not exit within `limit`. Returns the name of the
-    /// abstract socket to which workers send a datagram when they record an exception.
+    /// Watches the workers of the next group for uncaught exceptions. [`super::Event::WorkerRaised`] reports an
+    /// exception, and is sent again if the worker does not exit within `limit`.
+    ///
+    /// Returns the name of an abstract Unix socket. Workers send a datagram to the socket when they record an
+    /// exception.
     pub fn watch_exits(&self, limit: Option<Duration>) -> Result<String, SupervisorError> {
         let (notices, name) = open_notices()?;
         self.send(Command::WatchExits(notices, limit))?;
@@ -358,8 +374,10 @@ impl Supervisor {
         Ok(next?)
     }
 
-    /// Kills all remaining workers and their descendants, and stops the nursery and the runtime thread. With
-    /// `keep_descendants`, leaves descendants running if no group exists. Later calls do nothing.
+    /// Kills all remaining workers and their descendants, and stops the nursery and the runtime thread. Later calls do
+    /// nothing.
+    ///
+    /// With `keep_descendants`, processes that earlier groups left running are not killed, unless a group still exists.
     pub fn close(&self, keep_descendants: bool) -> Result<(), SupervisorError> {
         self.check_owner()?;
         let thread = lock(&self.thread).take();

@@ -75,7 +75,8 @@ pub(super) struct Import {
     /// Reason why the nursery lost its link: an imported module executed another program, or closed the nursery's
     /// descriptors. `None` if neither was detected.
     pub(super) failure: Option<ImportFailure>,
-    /// True if the import was stopped because the sentinel was lost.
+    /// True if the import was stopped because the sentinel was lost. Without a sentinel, no process would clean up if
+    /// the agent were killed.
     pub(super) is_unguarded: bool,
 }
 
@@ -88,7 +89,7 @@ pub(super) struct Guard {
 }
 
 impl Guard {
-    /// Sends the pidfd of the guarded nursery to the sentinel.
+    /// Passes the nursery's pidfd to the sentinel, a process that cleans up if the nursery cannot.
     fn introduce(&mut self, nursery: &AsyncFd<OwnedFd>) -> io::Result<()> {
         let mut fds = vec![nursery.get_ref().try_clone()?];
         fds.extend(self.activity.descriptors()?);
@@ -216,7 +217,7 @@ impl Nursery {
         format!("the nursery (pid {pid}) did not exit after SIGKILL (waits in {channel}) and is still running")
     }
 
-    /// Returns the last stage reached by the current start of a worker. See [`stage_reached`].
+    /// Returns the last stage that the nursery reported while it was starting a worker. See [`stage_reached`].
     pub(super) fn stage_reached(&self) -> Option<Stage> {
         stage_reached(&self.stages)
     }
@@ -232,9 +233,8 @@ impl Nursery {
         if Stat::in_folder(&folder).is_none_or(|stat| stat.is_ending()) {
             return;
         }
-        // If only the report descriptor is still open, the process has executed another program, because all other
-        // fixed descriptors are close-on-exec. Also check that `stages` is a pipe, because the new program may have
-        // opened another file with the same number.
+        // After `exec`, only the report descriptor is still open, because the other descriptors are close-on-exec.
+        // Check that `stages` is a pipe, because the new program may have opened another file with the same number.
         let [_, _, stages] = FIXED_FDS.map(|fd| fs::read_link(folder.join(format!("fd/{fd}"))).unwrap_or_default());
         let has_stages = stages.to_string_lossy().starts_with("pipe:");
         let has_report = folder.join(format!("fd/{REPORT_FD}")).exists();
@@ -260,8 +260,8 @@ impl Nursery {
         loop {
             match self.link.get_mut().receive() {
                 Ok(Some((reply, fds))) => return NurseryEvent::Reply(reply, fds),
-                // If the nursery is dead, do not wait for the end of the stream, because a child that hangs in `exec`
-                // may keep the link open.
+                // Do not wait for end-of-file from a dead nursery, because a child that hangs in `exec` may keep the
+                // socket open.
                 Ok(None) if self.link_is_open && !self.has_died => {}
                 end @ (Ok(None) | Err(_)) => {
                     self.link_is_open = false;
@@ -275,8 +275,10 @@ impl Nursery {
             }
             let ending = self.ending;
             let wants_to_write = self.link.get_ref().has_unsent();
-            // Clear the readiness before the next read, so that a frame that arrives after the read sets it again.
-            // `readable` fails only if the runtime is shutting down, and this future is not polled after that.
+            // Clear the readiness before the next read. Otherwise, data that arrives after the read would not be
+            // noticed.
+            //
+            // Ignore an error from `readable`, because it occurs only when the runtime shuts down.
             tokio::select! {
                 biased;
                 Ok(mut guard) = self.link.readable() => guard.clear_ready(),
@@ -313,8 +315,8 @@ impl Nursery {
             self.kill();
         }
         let Self { link, pidfd, sentinel, .. } = self;
-        // Closing the link drops the request to leave if it is still unsent. In that case, the nursery hangs or is
-        // dead, and could not handle the request anyway.
+        // Close the connection even if requests are still unsent. A nursery that has not read its requests is dead or
+        // hangs, so it could not handle them.
         drop(link);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
             let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);

@@ -13,7 +13,8 @@ use elasticrs_sys::poll::{Polled, poll_readable};
 
 use super::event::Event;
 
-/// Events from the runtime thread, and descriptors that the agent watches.
+/// Queue of events from the runtime thread. The agent can wait for an event and for watched descriptors at the same
+/// time.
 #[derive(Debug)]
 pub struct Queue {
     events: Mutex<VecDeque<Event>>,

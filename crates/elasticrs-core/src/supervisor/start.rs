@@ -107,8 +107,11 @@ impl Starting {
         self.failure.get_or_insert(failure);
     }
 
-    /// Records that the start has exceeded its deadline. The nursery starts workers in order, so the first worker
-    /// without an answer is the one that hangs. At [`Stage::NextFork`], it is the second one.
+    /// Records that the start of a worker has exceeded its deadline. Workers are started in order, so the first worker
+    /// without an answer is the one that hangs.
+    ///
+    /// At [`Stage::NextFork`], the second worker without an answer hangs, because the first worker has already been
+    /// forked.
     pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: String) {
         let mut waiting = (0..).zip(&self.answers).filter(|(_, answer)| matches!(answer, Answer::Awaited));
         let (behind, stage) = match stage {
@@ -153,8 +156,10 @@ impl Starting {
         self.failure.is_some()
     }
 
-    /// Returns why the group was not started: `Ok` with the failure of the start, or `Err` with the outcome of a
-    /// group that was stopped or lost before all workers were running. Called once the sweep is complete.
+    /// Removes and returns the reason why the group did not start. `Ok` contains the error of a failed start. `Err`
+    /// contains the outcome if the group was stopped or the nursery died.
+    ///
+    /// Called once the clean-up of leftover processes is complete.
     pub(super) fn take_outcome(&mut self) -> Result<StartFailure, (Outcome, Option<NurseryExit>)> {
         match (self.failure.take(), self.stop) {
             (Some(failure), _) => Ok(failure),

@@ -21,8 +21,8 @@ use crate::timer::hang::{Limits, RemoteHang, Watch};
 pub const PAUSE_REPORT_DELAY: Duration = Duration::from_secs(1);
 /// Time between SIGTERM and SIGKILL for descendants that are still running after the time set by `--linger`.
 const LINGERER_GRACE: Duration = Duration::from_secs(1);
-/// Time limit for the sweep if workers did not exit after SIGKILL. The limit is short, because the descendants of these
-/// workers will not exit either.
+/// Time limit for cleaning up leftover processes if some workers did not exit after SIGKILL. The limit is short,
+/// because the descendants of these workers will not exit either.
 pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 
 /// Input of a group's state machine.
@@ -55,9 +55,10 @@ pub enum Input {
     NurseryLost(NurseryExit),
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
     Fenced,
-    /// Pids of members that are dead although their exits have not been reported yet. Must precede each input that can
-    /// make the group send signals. Otherwise, a worker that died by itself would be reported as if the group had
-    /// stopped it.
+    /// Pids of members that have died but whose exits have not been reported yet.
+    ///
+    /// Pass this input before any input that can send signals. Otherwise, a worker that died by itself would seem to
+    /// have been stopped by the group.
     Dead(Vec<i32>),
     /// A member, or one of its descendants, did not release a timer in time.
     TimerExpired(TimerExpired),
@@ -70,8 +71,9 @@ pub enum Input {
     Evidence(Vec<WorkerEvidence>),
     /// A member, or one of its descendants, has recorded an uncaught exception.
     Raised(WorkerRaised),
-    /// A member was sampled during its exit, because [`Timer::Exit`] expired. `progressed` is true if the member has
-    /// made progress since the previous sample, and `None` for the first sample.
+    /// Result of a progress check of a member that is exiting after an exception. `progressed` is true if the member
+    /// has made progress since the previous check. It is `None` if progress cannot be determined, for example at the
+    /// first check.
     ExitSampled { local_rank: u32, progressed: Option<bool> },
     /// A process that Python started was added to the group.
     Adopted { local_rank: u32, pid: i32 },
@@ -107,7 +109,8 @@ pub enum Effect {
     Freeze,
     /// Resume all deadlines.
     Thaw,
-    /// Clean up all descendants. Answered by [`Input::Swept`]. Replaces a sweep that is still running.
+    /// Stop all remaining processes of the group. Answered by [`Input::Swept`]. Replaces an earlier request that is
+    /// still pending.
     Sweep {
         /// Time that descendants may keep running before they get the first signal.
         linger: Duration,
@@ -116,16 +119,18 @@ pub enum Effect {
         /// Time after which the sweep gives up and reports the processes that it could not kill.
         give_up: Duration,
     },
-    /// Kill the processes that this worker left behind when it exited. Answered by [`Input::WorkerSwept`], unless a
-    /// [`Self::Sweep`] replaces it first. At most one of these clean-ups runs at a time.
+    /// Kill the processes that this worker left behind when it exited. At most one [`Self::SweepWorker`] is pending at
+    /// a time.
+    ///
+    /// Answered by [`Input::WorkerSwept`], unless a later [`Self::Sweep`] replaces the request.
     SweepWorker { local_rank: u32, pid: i32, give_up: Duration },
-    /// Gather evidence about all members. Answered by [`Input::Evidence`].
+    /// Gather diagnostics, such as stack traces, about all members. Answered by [`Input::Evidence`].
     TakeEvidence { title: String },
     /// Report a failure to Python. The executor adds the time at which it sent the preceding signals.
     ReportFailure {
         local_rank: u32,
         seen: Stamp,
-        /// Number of other workers to which the preceding effects send signals.
+        /// Number of other workers that are stopped because of the failure.
         siblings: u32,
     },
     /// Report an event to Python.
@@ -176,7 +181,8 @@ pub struct Group {
     suspended: bool,
     watch: Option<Watch>,
     snapshot: Snapshot,
-    /// Actions that wait for evidence. `None` if no evidence is being gathered.
+    /// Actions that wait for diagnostics about the workers, or for the end of a delay. `None` if there is nothing to
+    /// wait for.
     waiting: Option<Vec<PendingAction>>,
     replaces: bool,
     /// Indices of failed members that still have leftover processes, in exit order. The first one is being cleaned up.
@@ -232,7 +238,8 @@ impl Group {
         self.members.iter().filter(|m| !m.ended).map(|m| m.pid)
     }
 
-    /// Returns true if this input may make the group signal its members. [`Input::Dead`] must then come first.
+    /// Returns true if this input may send signals to members. If so, pass [`Input::Dead`] first, so that members that
+    /// died by themselves are not recorded as signalled.
     pub fn may_signal(&self, input: &Input) -> bool {
         match input {
             Input::Exited { exit, .. } => {
@@ -278,7 +285,7 @@ impl Group {
             }
             Input::Expired(timer) => self.on_expired(timer, &mut effects),
             Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. }) => self.report_end(swept, &mut effects),
-            // Ignore these inputs, because the group is not suspended, or because no sweep is running.
+            // Ignore `Resume` if the group is not suspended, and `Swept` if no clean-up is running.
             Input::Resume | Input::Swept(_) => {}
             Input::NurseryLost(exit) => self.on_nursery_lost(exit, &mut effects),
             Input::Fenced => self.on_fenced(&mut effects),
@@ -336,16 +343,20 @@ impl Group {
         self.sweep_when_all_have_ended(effects);
     }
 
-    /// Records which members are dead although their exits have not been reported. Skips a member if a pending action
-    /// concerns it, because the action needs the member to be considered running.
+    /// Records members that have died but whose exits have not been reported.
+    ///
+    /// Skips a member with a pending action, such as the handling of a missed heartbeat, because the action applies
+    /// only to running members.
     fn on_dead(&mut self, pids: &[i32]) {
         for index in 0..self.members.len() {
             self.members[index].dead |= pids.contains(&self.members[index].pid) && !self.is_to_be_judged(index);
         }
     }
 
-    /// Signals the rest of a worker's process group after the worker has exited during a stop, because the worker no
-    /// longer needs these processes. Does nothing after the last worker's exit, because the sweep then cleans up.
+    /// Signals the other processes in a worker's process group after the worker has exited during a stop. The worker no
+    /// longer needs its helper processes.
+    ///
+    /// Does nothing after the last exit, because all leftover processes are then cleaned up.
     fn stop_rest_of(&mut self, pid: i32, effects: &mut Vec<Effect>) {
         let Some(signal) = self.stop_signal.filter(|_| self.phase == Phase::Stopping) else { return };
         if self.all_have_ended() {
@@ -391,7 +402,7 @@ impl Group {
                 self.begin_stop(policy, None, effects);
                 self.sweep_when_all_have_ended(effects);
             }
-            // Send the new signal. The deadline can only become earlier.
+            // Send the new stop signal. The deadline for SIGKILL may become earlier, but never later.
             Phase::Stopping => self.begin_stop(policy, None, effects),
             Phase::Sweeping { lingering: true } => {
                 self.outcome = Outcome::Stopped;
@@ -477,7 +488,8 @@ impl Group {
             self.outcome = Outcome::Stopped;
         }
         if self.suspended {
-            // Resume the deadlines, but do not send SIGCONT, because the members must not run again before SIGKILL.
+            // Resume the paused deadlines, but do not send SIGCONT, because the suspended workers must not run again
+            // before SIGKILL.
             self.thaw(effects);
         }
         match self.phase {
@@ -497,8 +509,7 @@ impl Group {
         self.forget_places();
         match self.phase {
             Phase::Running => self.outcome = Outcome::Lost,
-            // Request a new sweep, because the lost nursery will not complete the pending one. This process performs
-            // the new sweep.
+            // Start a new clean-up in this process, because the lost nursery cannot complete the pending clean-up.
             Phase::Sweeping { .. } => return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects),
             Phase::Stopping | Phase::Killing | Phase::Finished => {}
         }
@@ -551,8 +562,10 @@ impl Group {
         }
     }
 
-    /// Returns true if all members have exited and none will be replaced. While the group is running, a failed member
-    /// can still be replaced. Otherwise, only a replacement that is already being started can follow.
+    /// Returns true if all members have exited and no replacement can follow.
+    ///
+    /// In a running group, a failed member can still be replaced. In a group that is being stopped, only a replacement
+    /// that is already starting can follow.
     fn all_have_ended(&self) -> bool {
         let is_over =
             |m: &Member| m.place == Place::Taken || m.place != Place::Promised && self.phase != Phase::Running;

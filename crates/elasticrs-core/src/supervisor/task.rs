@@ -59,10 +59,11 @@ use watchdog::{Watchdog, WatchdogEvent};
 
 /// Time limit for a nursery to kill its remaining processes and exit when the supervisor is closed.
 const CLOSE_LIMIT: Duration = Duration::from_secs(35);
-/// Time that the nursery gets to notice a passed fence deadline before the supervisor checks it.
+/// Extra time before the supervisor checks the deadline for killing all workers, so that the nursery can notice the
+/// deadline first.
 const FENCE_SLACK: Duration = Duration::from_millis(100);
-/// Extra time for a sweep beyond its own time limits. After that, the nursery or thread that performs the sweep
-/// is considered hung.
+/// Extra time for a clean-up of leftover processes, beyond its own time limits. After that, the nursery or thread that
+/// performs the clean-up is considered hung.
 const SWEEP_SLACK: Duration = Duration::from_secs(5);
 
 /// Creates the supervisor's task and runs it until the supervisor is closed. Sends the result of the creation through
@@ -86,7 +87,8 @@ pub(super) async fn run(
 }
 
 struct Task {
-    /// True if the supervisor may control the whole calling process. See [`Config::owns_process`].
+    /// True if the supervisor may change settings of the whole process, such as the child subreaper attribute. See
+    /// [`Config::owns_process`].
     owns_process: bool,
     features: Features,
     shared: Shared,
@@ -176,8 +178,8 @@ impl Task {
                 Wake::Swept(swept) => self.on_swept(swept),
                 Wake::Task(result) => self.on_task_end(result),
                 Wake::Command(command) => {
-                    // Report recorded exceptions first, because they are no longer reported after a command that stops
-                    // the group.
+                    // Report recorded exceptions before the command runs, because the command may stop the group. While
+                    // a group is being stopped, exceptions are not reported.
                     self.on_notices();
                     self.on_command(command);
                 }
@@ -220,7 +222,8 @@ impl Task {
             () = async { tokio::time::sleep_until(deadline.expect("guarded below").into()).await }, if deadline.is_some() => {
                 Wake::Deadline
             }
-            // Poll notices only after commands and deadlines, because any process may flood the socket with notices.
+            // Give the notices of uncaught exceptions a lower priority than commands and deadlines, because any process
+            // may flood the socket with notices.
             event = self.raised.next(), if self.raised.are_watched() && !is_starting => Wake::Raised(event),
             event = self.second.next() => Wake::Second(event),
             event = async { self.watchdog.as_mut().expect("guarded below").next().await }, if reads_timers => {
@@ -372,7 +375,8 @@ impl Task {
     }
 
     fn sample_exit(&mut self, local_rank: u32) {
-        // Do not sample the worker if the process that recorded the exception has exited.
+        // Skip the progress check if the process that recorded the exception has exited, because its exit is then
+        // complete.
         if !self.raised.has_exited(local_rank)
             && let Some(worker) = self.current.running().and_then(|running| running.pid_of(local_rank))
         {
@@ -402,7 +406,8 @@ impl Task {
             Current::Starting(starting) => {
                 starting.stop(policy);
                 if starting.take_waiting().is_some() {
-                    // The nursery has not been asked to start any worker yet, so there is nothing to sweep.
+                    // Skip the clean-up of leftover processes, because the nursery has not been asked to start any
+                    // worker yet.
                     self.on_swept(SweepOutcome::default());
                 } else {
                     let grace = if policy.signal == Signal::KILL { Duration::ZERO } else { policy.grace };
@@ -498,8 +503,8 @@ impl Task {
 
     // --- sweeps -----------------------------------------------------------------------------------------------
 
-    /// Cleans up the processes that the workers left behind. The nursery performs the sweep. If the nursery was lost,
-    /// this process performs it.
+    /// Makes the nursery clean up the processes that the workers left behind. If there is no nursery, this process
+    /// cleans them up on another thread.
     fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
         if let Some(nursery) = self.nursery.get() {
             self.sweeps.request(nursery, linger, grace, give_up);
@@ -523,8 +528,8 @@ impl Task {
         self.deadlines.arm(Timer::Sweep, give_up.saturating_add(SWEEP_SLACK), Instant::now());
     }
 
-    /// Handles a sweep that has exceeded its deadline. If the nursery performs it, kills the nursery. If this process
-    /// performs it, reports the sweep as failed.
+    /// Handles a clean-up of leftover processes that has exceeded its deadline. If the nursery performs the clean-up,
+    /// kills the nursery. Otherwise, reports that the clean-up has failed.
     fn on_overdue_sweep(&mut self) {
         if let Some(nursery) = self.nursery.get() {
             nursery.kill_hung();
@@ -574,8 +579,8 @@ impl Task {
                 self.shared.queue.degraded(message);
             }
         } else if let Some(sweep) = self.sweeps.take_own() {
-            // Wait for the sweep that this process started when the nursery was lost. All processes have already been
-            // sent SIGKILL.
+            // Only wait for the clean-up of the lost nursery's processes, because SIGKILL has already been sent to all
+            // of them.
             let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
         }
         self.retired.finish().await;

@@ -29,9 +29,10 @@ pub(super) struct MemberExit {
 /// Time limit for a parent to send the status of a child after the child's exit.
 const STATUS_LIMIT: Duration = Duration::from_secs(5);
 
-/// Waits for the exit of a process. Reads the status of a child of this process without reaping the child,
-/// because Python reaps the children that it started. Reads the status of any other process from the pipe
-/// `status`. If `status` is `None`, that status is unknown.
+/// Waits until a process exits, and returns its exit status.
+///
+/// A child of this process is not reaped, because Python reaps the children that it started. The exit status of any
+/// other process is read from the pipe `status`, and is unknown without a pipe.
 pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<OwnedFd>) -> MemberExit {
     let seen_by_epoll = match register(Arc::clone(&pidfd), Interest::READABLE) {
         Ok(watched) => watched.readable().await.is_ok(),
@@ -76,7 +77,8 @@ pub(super) fn ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
 
 /// Reaps the zombies that this process has adopted because it is pid 1.
 ///
-/// Stops as soon as it finds a zombie that is a nursery or that Python started, because other code reaps those.
+/// Stops at a zombie that other code reaps, because `waitid` would keep returning it. Other code reaps nursery
+/// processes and the processes that Python started.
 pub(super) fn reap_orphans(nurseries: &[i32]) {
     let started_by_us = |pid: Pid| {
         // All other children are orphans. They are in other sessions, because they were started by descendants of a

@@ -51,9 +51,10 @@ struct Last {
 }
 
 impl Last {
-    /// Returns true if a process may have [`MANY`] zombie children by now, according to the last scan and the number
-    /// of processes started since then. `newest` is the current newest pid. Also returns true if pids have wrapped
-    /// around, or if `newest` is zero, as in some sandboxes.
+    /// Returns true if a process may have [`MANY`] zombie children by now.
+    ///
+    /// Compares the newest pid with that of the last scan to estimate how many processes were started. Returns true if
+    /// the pids cannot be compared.
     fn may_be_many(self, newest: i32) -> bool {
         let started = usize::try_from(newest - self.newest);
         newest <= 0 || started.is_ok_and(|started| started + self.processes >= MANY) || newest < self.newest
@@ -61,9 +62,10 @@ impl Last {
 }
 
 impl Scanner {
-    /// Returns a message for each worker if the worker or one of its descendants has at least [`MANY`] zombie
-    /// children. Also returns a message for the agent if the agent has that many. Each worker, and the agent, is
-    /// reported only once.
+    /// Returns messages about processes that have at least [`MANY`] zombie children. Scans the workers, their
+    /// descendants, and the agent.
+    ///
+    /// At most one message is ever returned for each worker and its descendants, and at most one for the agent.
     pub(super) fn scan(&mut self, subjects: &Subjects) -> Vec<String> {
         let begun = Instant::now();
         let newest = newest_pid();
@@ -121,7 +123,7 @@ fn is_zombie(pid: i32) -> bool {
     Status::of(pid).is_some_and(Status::has_ended)
 }
 
-/// Explanation for the user, used in the messages about workers and about the agent.
+/// Part of several messages to the user. It explains why many zombies are a problem.
 const CONSEQUENCE: &str = "Each one occupies a process ID, and no process can be started once the limit is reached";
 
 fn worker_message(local_rank: u32, parent: i32, count: usize) -> String {
@@ -184,7 +186,7 @@ sys.stdin.read()
     }
 
     fn scan(scanner: &mut Scanner, workers: &[(u32, i32)]) -> Vec<String> {
-        // Reset the scanner, so that it does not skip the scan.
+        // Clear the results of the previous scan, because they may make the scanner skip the next scan.
         (scanner.rest_until, scanner.last) = (None, None);
         scanner.scan(&Subjects { workers: workers.to_vec(), agent: false })
     }

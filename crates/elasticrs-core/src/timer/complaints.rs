@@ -1,4 +1,5 @@
-//! Counts rejected timer records and expired timers without a signal, and reports them at a limited rate.
+//! Messages about rejected timer records and about expired timers for which no signal is sent. The number of messages
+//! is limited.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -37,8 +38,8 @@ impl Complaints {
     }
 }
 
-/// Maximum number of expired timers without a signal to report individually in each [`INTERVAL`]. A program may cause
-/// thousands of them within a second.
+/// Maximum number of reports per [`INTERVAL`] about expired timers for which no signal is sent. The number is limited,
+/// because thousands of timers may expire within a second.
 pub const MAX_REPORTED: u32 = 64;
 
 /// Returns a message with the number of expired timers that were not reported individually. `None` if that is zero.

@@ -38,20 +38,20 @@ pub const LOOK_FOR_ABSENT: Duration = Duration::from_millis(100);
 /// Tolerated delay of a call to [`Watch::look`]. After a longer delay, the agent or the whole machine must have been
 /// stopped for a while.
 const SLACK: Duration = Duration::from_secs(1);
-/// Shortest limit that can be learned, unless the user sets another minimum.
+/// Default minimum of the time limit for a step, if the limit is computed from the durations of earlier steps.
 pub const LEAST_LEARNED: Duration = Duration::from_secs(60);
 /// Time limit for a step until the durations of [`ENOUGH_STEPS`] steps are known.
 pub const UNLEARNED: Duration = Duration::from_secs(30 * 60);
 /// Number of step durations that must be known before a limit is learned.
 pub const ENOUGH_STEPS: usize = 16;
 
-/// Time limit between two heartbeats of a rank.
+/// Maximum time between two heartbeats of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepLimit {
     /// A fixed limit.
     Fixed(Duration),
-    /// A limit that is learned from the durations of the job's steps, see [`learned`]. The field is the minimum of
-    /// the learned limit.
+    /// A limit that is computed from the durations of earlier steps, see [`learned`]. The field is the minimum of the
+    /// limit.
     Learned(Duration),
 }
 
@@ -111,16 +111,18 @@ pub enum Missed {
     Startup,
     /// The next heartbeat of the rank.
     Step,
-    /// The end of the rank's current section, or the next heartbeat in that section.
+    /// The next heartbeat of a rank that is in a program section with its own time limit. Leaving the section counts as
+    /// a heartbeat.
     Section,
     /// The exit of the rank's process after the program had returned.
     Exit,
-    /// The next output line of any rank. Used only if no rank sends heartbeats, so all ranks miss it together.
+    /// The next output line of any rank. Used only if no rank sends heartbeats, because an output line then counts as
+    /// activity of all ranks.
     Line,
 }
 
-/// A rank that has been silent for at least half of its limit, or for at least half of the `silence` passed to
-/// [`Watch::suspects`].
+/// A rank that has been silent for at least half of its time limit. [`Watch::suspects`] also returns ranks with a
+/// shorter silence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overdue {
     /// Index of the rank in the group.
@@ -159,8 +161,9 @@ pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     Some(Duration::from_nanos(nanoseconds).max(least))
 }
 
-/// Time to subtract from a rank's silence, for example because the group was suspended. It applies only to the
-/// silence that began at `since`, and expires with the rank's next sign of activity.
+/// Time that does not count as silence of a rank, for example because the group was suspended.
+///
+/// Applies only to the silence that began at `since`. It therefore expires when the rank shows activity again.
 #[derive(Debug, Clone, Copy, Default)]
 struct Credit {
     since: u64,
@@ -172,8 +175,8 @@ impl Credit {
         if self.since == since { self.amount } else { 0 }
     }
 
-    /// Adds `amount` to the credit for the silence that began at `since`. The credit cannot exceed the length of this
-    /// silence up to `now`.
+    /// Adds `amount` to the time that does not count as silence. The total cannot exceed the time from `since`, the
+    /// start of the silence, to `now`.
     fn add(&mut self, since: u64, amount: u64, now: u64) {
         let amount = self.of(since).saturating_add(amount).min(now.saturating_sub(since));
         *self = Self { since, amount };
@@ -191,7 +194,8 @@ pub struct Watch {
     absent: BTreeSet<usize>,
     /// True if a rank has failed since the last check.
     has_lost: bool,
-    /// One credit for each rank, followed by the credit for output lines.
+    /// Time that does not count as silence: one entry for each rank, and a last entry for the output lines of all
+    /// ranks.
     credits: Vec<Credit>,
     looked: u64,
     frozen_at: Option<u64>,
@@ -273,16 +277,19 @@ impl Watch {
         Verdict::Hung(late)
     }
 
-    /// Returns the local ranks that may be to blame for the silence of a rank on another node, which has lasted
-    /// `silence` nanoseconds. These ranks have been silent for at least half of `silence`, or for at least half of
-    /// their own limit. The rank that has been silent the longest comes first.
+    /// Returns the local ranks that may have caused the hang of a rank on another node, starting with the longest
+    /// silence.
+    ///
+    /// `silence` is how long the remote rank has been silent, in nanoseconds. A local rank is returned if it has been
+    /// silent for at least half of `silence`, or for at least half of its time limit.
     pub fn suspects(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
 
-    /// Returns the unwatched ranks and the limit for steps. A rank is unwatched if no other limit applies to it, and it
-    /// has been running for longer than the limit for steps without sending a heartbeat. `None` if there are no such
-    /// ranks, or if they were already returned.
+    /// Returns the ranks that are not monitored, because they send no heartbeats and no other time limit applies.
+    ///
+    /// A rank is returned once it has been running for the time limit of a step. The limit is returned as well. `None`
+    /// if there are no such ranks, or if an earlier call returned some.
     pub fn unwatched(&mut self, now: u64, seen: &[RankState], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         if self.unwatched_reported || self.frozen_at.is_some() {
@@ -300,8 +307,11 @@ impl Watch {
         self.unwatched_reported.then_some((ranks, limit))
     }
 
-    /// Returns the ranks that are still exiting although their program returned longer ago than the time limit for a
-    /// step. Also returns this limit. Each rank is returned only once. `None` if there are no such ranks.
+    /// Returns the ranks that have been exiting for longer than the time limit of a step. The limit is returned as
+    /// well.
+    ///
+    /// A rank is exiting after its program has returned. Each rank is returned only once. `None` if there are no such
+    /// ranks.
     pub fn still_exiting(&mut self, now: u64, seen: &[RankState]) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         let is_late = |rank: usize, last: u64| {
@@ -412,16 +422,16 @@ impl Watch {
     }
 }
 
-/// Returns the ranks in `late` that have shown no activity since they were found to be late. The rest of `late`
-/// recovered while evidence was being gathered. `seen` contains the current heartbeats, and `line` is the time of the
-/// last output line of any rank.
+/// Drops the ranks from `late` that have shown activity since they were found to be late.
+///
+/// `seen` contains the latest heartbeats. `line` is the time of the last output line of any rank, which counts as
+/// activity if no rank sends heartbeats.
 pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>) -> Vec<Overdue> {
     let somebody_beats = seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
-        // If the program has returned, use the last heartbeat before its return. The return itself is not a sign of
-        // activity, because the signal that requests the stacks may have interrupted the call in which the program
-        // hung.
+        // If the program has returned, use its last heartbeat before the return. The return itself does not prove
+        // progress, because the signal that requests the stack traces may have interrupted a hung call.
         (_, Some(RankState::Heartbeat(beat))) if beat.is_exiting => {
             beat.before_exit.is_none_or(|last| last <= overdue.since)
         }
@@ -431,7 +441,7 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>)
     late
 }
 
-/// Evidence about one rank, as input for [`blame`].
+/// State of one rank, from which [`blame`] decides whether the rank caused a hang.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Suspect {
     /// True if the rank has been silent for at least half of its limit.
@@ -464,7 +474,7 @@ pub enum Ground {
     Behind,
     /// The rank is the only one at a different place in the program, or the only one that is not waiting in torch.
     Elsewhere,
-    /// The rank has been silent the longest, and it is the only late rank at its place in the program.
+    /// The rank has been silent the longest, and no other late rank is at the same place in the program.
     Apart,
     /// The rank has been silent the longest.
     Oldest,
@@ -503,8 +513,8 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
     })
 }
 
-/// Returns the index of the local rank that `remote`, a rank on another node, is waiting for, and the reason for
-/// blaming it. `None` if `remote` itself is to blame.
+/// Returns the index of the local rank for which `remote`, a hung rank on another node, is waiting. Also returns the
+/// reason for blaming the local rank. `None` if `remote` itself caused the hang.
 pub fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize, Ground)> {
     let RemoteHang { step, frame, .. } = remote;
     // Put the rank of the other node first, so that it is blamed if several ranks are equally suspect.
@@ -514,8 +524,10 @@ pub fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize,
     Some((index.checked_sub(1)?, ground))
 }
 
-/// Finds the late rank that differs from all others. Among three or more ranks with a known place in the program,
-/// this is the only rank at a different place. Otherwise, it is the only rank that is not waiting in torch.
+/// Finds the late rank that is at a different place in the program, if all other late ranks are at the same place. At
+/// least three places must be known.
+///
+/// If there is no such rank, finds the only late rank that is not waiting in torch.
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
     let late = || suspects.iter().enumerate().filter(|(_, suspect)| suspect.is_late);
     let placed: Vec<(usize, &str)> =
@@ -526,8 +538,8 @@ fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
         let first = others.next();
         placed.len() >= 3 && others.all(|other| Some(other) == first)
     });
-    // Skip the second criterion if the frame of a late rank is unknown, because that rank may also be running outside
-    // of torch.
+    // Only look for a rank outside of torch if all stack frames are known, because a rank with an unknown frame may
+    // also be outside of torch.
     let are_known = placed.len() > 1 && placed.len() == late().count();
     odd.or_else(|| only(&placed, |frame| !waits(frame)).filter(|_| are_known)).map(|(index, _)| index)
 }

@@ -14,8 +14,7 @@ use nix::sys::stat::fstat;
 
 use super::hang::{Beat, RankState, Section};
 
-/// Layout of a page, in words: the index of each item, and the sizes of the section name and of the list of
-/// heartbeat times.
+/// Layout of the shared memory page for heartbeats. All constants are indices or sizes in units of 64-bit words.
 const COUNT: usize = 1;
 const STEP: usize = 2;
 const LIMIT: usize = 3;
@@ -24,10 +23,10 @@ const NAME: usize = 8;
 const NAME_WORDS: usize = 8;
 const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
-/// Value of the limit word for a section without a time limit.
+/// Value of the word `LIMIT` while the worker is in a program section without a time limit.
 const UNLIMITED: u64 = u64::MAX;
-/// Tolerance, in nanoseconds, for heartbeats that are later than a read's `now`. The worker can store a heartbeat
-/// after the reader has read the clock and before it reads the page.
+/// Tolerance, in nanoseconds, for heartbeats that appear to be in the future. The reader first reads the clock and then
+/// the page, so the worker can store a heartbeat in between.
 const SLACK: u64 = 1_000_000_000;
 
 /// Heartbeat page of one worker.
@@ -38,8 +37,10 @@ pub struct HeartbeatPage {
 }
 
 impl HeartbeatPage {
-    /// Creates an empty page for a worker that will start after the time `made`. Fails if the system cannot create
-    /// sealed memory, because a worker could truncate an unsealed page.
+    /// Creates an empty shared memory page for the heartbeats of a worker that will start after the time `made`.
+    ///
+    /// Fails if sealed memory is not supported. Unsealed memory is not used instead, because the worker could truncate
+    /// it.
     pub fn new(made: u64) -> io::Result<Self> {
         Page::sealed(c"elasticrs-heartbeats").map(|page| Self { page, made })
     }
@@ -54,8 +55,10 @@ impl HeartbeatPage {
         Ok((descriptor, format!("{number}:{}:{}", facts.st_dev, facts.st_ino)))
     }
 
-    /// Maps the page behind a descriptor that [`Self::share`] returned. Ignores heartbeats earlier than `made`. Fails
-    /// with `EINVAL` if the descriptor is not a page.
+    /// Maps a worker's heartbeat page from a descriptor that [`Self::share`] returned. Fails with `EINVAL` if the
+    /// descriptor refers to another file.
+    ///
+    /// Heartbeats before the time `made` are ignored.
     pub fn of(descriptor: OwnedFd, made: u64) -> io::Result<Self> {
         Page::map(descriptor).map(|page| Self { page, made })
     }
@@ -66,15 +69,16 @@ impl HeartbeatPage {
         self.read_by(|index| words[index].load(Ordering::Acquire), now)
     }
 
-    /// Reads the page, calling `load` for each word. The worker stores a heartbeat before the limit, so this function
-    /// loads the limit before the heartbeats. A read that sees a new limit then also sees the heartbeat stored before
-    /// it. Otherwise, a long step could be judged by the short limit of the section that follows it.
+    /// Reads the page, calling `load` for each word.
+    ///
+    /// Loads the time limit before the heartbeats, because the worker stores a heartbeat before it stores a new limit.
+    /// Otherwise, a new limit could be read without its heartbeat, and could be applied to the preceding step.
     fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> RankState {
         let (limit, exit) = (load(LIMIT), load(EXIT));
         let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
         let step = load(STEP);
-        // Read all times and use the latest. The heartbeat count does not tell which one is the latest, because the
-        // worker's stores can become visible out of order.
+        // Read all heartbeat times and use the latest. The heartbeat count cannot be used to find it, because the
+        // worker's writes can become visible out of order.
         let can_be = |time: &u64| *time != 0 && (self.made..=now.saturating_add(SLACK)).contains(time);
         let mut times: Vec<u64> = (TIMES..TIMES + TIMES_KEPT).map(&mut load).filter(can_be).collect();
         times.sort_unstable();
@@ -83,8 +87,8 @@ impl HeartbeatPage {
         let steps = times.windows(2).filter(|pair| pair[1] & 1 == 1).map(|pair| pair[1] - pair[0]).collect();
         let section =
             (limit != 0).then(|| Section { name: name_of(&name), limit: (limit != UNLIMITED).then_some(limit) });
-        // On exit, the worker sends a last heartbeat and also stores its time in the exit word. A later heartbeat means
-        // that the worker is still training.
+        // When a worker exits, it stores the time of its last heartbeat in the word `EXIT`. If there is a later
+        // heartbeat, the worker is still training.
         let is_exiting = exit == last;
         let before_exit = times.iter().rev().nth(1).copied().filter(|_| is_exiting);
         RankState::Heartbeat(Beat {
@@ -151,12 +155,13 @@ mod tests {
         put(&page, TIMES + 3, 1001);
         put(&page, TIMES + 4, 1501);
         assert_eq!(page.read(2000), RankState::Heartbeat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
-        // The `now` of this read is earlier than the last heartbeat.
+        // Read the page at a time before the last heartbeat. The result then contains the time of the read as the time
+        // of the heartbeat.
         assert_eq!(page.read(1400), RankState::Heartbeat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
     }
 
-    /// Interleaves the stores of `heartbeats.py` with the loads of a read. Tries every point of the read at which the
-    /// stores can start.
+    /// Interleaves the memory writes of a worker (`heartbeats.py`) with a read of the page. Tries every point of the
+    /// read at which the writes can begin.
     #[test]
     fn a_limit_is_never_seen_without_the_heartbeat_that_began_it() {
         const STARTED: u64 = 1001;
@@ -174,7 +179,7 @@ mod tests {
             let mut left = stores[before..].iter();
             let mut number = 0;
             let load = |index: usize| {
-                // From load number `first` on, apply one store before each load.
+                // Apply one memory write of the worker before each load, starting with load number `first`.
                 if number >= first {
                     left.by_ref().take(1).for_each(|(index, value)| words[*index] = *value);
                 }

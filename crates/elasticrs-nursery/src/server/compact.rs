@@ -7,7 +7,8 @@ use elasticrs_sys::collapse;
 
 use super::Nursery;
 
-/// Pause between two pages, which leaves CPU time for the workers and lets the nursery handle events.
+/// Pause after moving memory to a huge page. It leaves CPU time for the workers, and lets the nursery process handle
+/// events.
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// Progress of moving the nursery's memory to huge pages.
@@ -15,18 +16,20 @@ const PAUSE: Duration = Duration::from_millis(5);
 pub(super) enum Compaction {
     /// The compaction has not started. It starts after the first fork, because it would otherwise delay that fork.
     Later,
-    /// The compaction is in progress. Contains the addresses of the pages that are not compacted yet.
+    /// The memory is being moved to huge pages. The field contains the addresses that have not been moved yet.
     Now(Vec<usize>),
     Done,
 }
 
 impl Nursery {
-    /// Returns how long the nursery may sleep before it compacts the next page. `None` if no compaction is in progress.
+    /// Returns how long the nursery process may sleep before it moves more memory to huge pages. `None` if no memory is
+    /// being moved.
     pub(super) fn pause_of_compaction(&self) -> Option<Duration> {
         matches!(self.compaction, Compaction::Now(_)).then_some(PAUSE)
     }
 
-    /// Starts the compaction, unless it has already started. Called after forking a worker.
+    /// Starts moving the nursery's memory to huge pages, unless this was done before. Called after each fork, because
+    /// the move would delay the first fork.
     pub(super) fn begin_compaction(&mut self) {
         if matches!(self.compaction, Compaction::Later) {
             self.compaction = Compaction::Now(collapse::places());

@@ -14,8 +14,8 @@ impl Nursery {
         if signal != libc::SIGKILL && self.workers.contains(&pid) {
             let _ = signal::kill_group(pid, signal);
         } else if self.sessions.contains(&pid) {
-            // Queue the signal, and send it to each member of the group individually later. Signalling the whole group
-            // could hit other processes if the group's number was reused, and SIGKILL would also kill cleaners.
+            // Queue the signal for each process in the group. Do not signal the whole group, because SIGKILL would also
+            // kill processes that unlink shared memory. The group's number may also have been reused.
             self.left_groups.insert(pid, signal);
         }
     }

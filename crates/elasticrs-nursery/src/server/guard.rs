@@ -14,7 +14,8 @@ use crate::protocol::{Reply, Request};
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
         // A missing socket means that its descriptor was lost, because this process has reached its limit on open
-        // files. `hold` should never refuse a link, because the agent enforces the same limit before it sends one.
+        // files. The number of connections is not expected to exceed its limit, because the agent enforces the same
+        // limit.
         let is_held =
             fds.into_iter().next().is_some_and(|socket| self.held.hold(Held { socket, word }, beside).is_ok());
         if !is_held {
@@ -22,8 +23,9 @@ impl Nursery {
         }
     }
 
-    /// Releases the connections of a dead agent, so that its session ends. Called when all of its processes except
-    /// cleaners have exited.
+    /// Closes the connections that are held for a dead agent, so that the agent's session ends.
+    ///
+    /// Called when all workers and their descendants have exited, except processes that unlink shared memory.
     pub(super) fn end_session(&mut self) {
         // First handle the agent's last requests. They may say that the session has moved to another connection, or
         // that the agent is alive.
@@ -38,8 +40,8 @@ impl Nursery {
     }
 
     pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
-        // Ignore an error. The page then still says that the nursery is importing modules. In that state, the sentinel
-        // kills all processes itself once the agent is gone, without waiting for the nursery.
+        // Ignore an error. The process that guards the nursery then assumes that the nursery is still importing
+        // modules. It kills all processes itself when the agent dies.
         self.activity = Activity::from_descriptors(fds).ok();
         if let Some(activity) = &mut self.activity {
             activity.wait();

@@ -45,8 +45,9 @@ use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
 use super::start::Start;
 use super::tree::Signalled;
 
-/// Time limit for the last sweep, which starts when the agent is gone or its lease has expired. A process that is still
-/// alive after this time has a pending SIGKILL and will die even if the nursery has exited.
+/// Time limit for killing all processes after the agent has died or its lease has expired.
+///
+/// It is safe to stop waiting after this time, because the remaining processes have a pending SIGKILL and will die.
 const LAST_SWEEP: Duration = Duration::from_secs(10);
 
 /// Runs the nursery on the descriptors [`FIXED_FDS`], with the text of a [`Start`]. Returns when the nursery is done.
@@ -61,8 +62,7 @@ pub fn run(start: Option<&str>) -> u8 {
 /// Ensures that all processes that are started during the imports belong to the job. Must be called before the
 /// imports. After the imports, call [`run_warm`].
 pub fn begin_warm(start: &str) {
-    // Ignore errors, because the nursery also works without being a child subreaper and without a token. Errors are
-    // unlikely, because the agent has permission to make the same calls.
+    // Ignore errors, because `run_warm` repeats both calls and handles their errors.
     let _ = prctl::set_child_subreaper(true);
     let _ = Start::parse(start).map(|start| start.token.apply());
 }
@@ -78,8 +78,8 @@ pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u
         Sentinel::new(nursery, start.token).serve().map_err(code)?;
         return Err(0);
     }
-    // `serve` drops the nursery. A forked worker therefore closes the nursery's descriptors before `settle` installs
-    // the worker's descriptors.
+    // In a forked worker, `serve` closes the nursery's descriptors. Call `settle` afterwards, because it may give the
+    // same numbers to the worker's descriptors.
     nursery.serve().map_err(code)?.map(Begun::settle).ok_or(0)
 }
 
@@ -108,16 +108,18 @@ struct Nursery {
     oom_score_adj: Option<CString>,
     /// Workers that have not been reaped.
     workers: BTreeSet<i32>,
-    /// Sessions of the running workers, and of exited workers whose leftover processes have not been swept yet.
+    /// Session IDs of the running workers, and of exited workers whose leftover processes have not been killed yet.
     sessions: BTreeSet<i32>,
     /// The last forked worker, if it is still completing its setup. Meanwhile, the nursery can serve requests or fork
     /// the next worker.
     unsettled: Option<Unsettled>,
-    /// Signals still to be sent to process groups, keyed by group. Each member of a group is signalled individually.
+    /// Signals that are still to be sent, keyed by process group. Each process in a group is signalled individually.
     left_groups: BTreeMap<i32, i32>,
     sweep: Option<Sweep>,
-    /// A start request that arrived during a sweep, with its descriptors. It is postponed, because the sweep would
-    /// kill the new worker. The nursery reads no further requests until it has handled this one.
+    /// Request to start a worker, and the descriptors sent with it. Postponed while all processes are being killed,
+    /// because the new worker would be killed too.
+    ///
+    /// No further requests are read before a postponed request is handled.
     postponed: Option<(Request, Vec<OwnedFd>)>,
     /// Leftover processes that did not die in time after SIGKILL. The nursery reports each of them once. Later sweeps
     /// for a single worker no longer wait for them.
@@ -125,20 +127,22 @@ struct Nursery {
     /// Exited children that are still held by their tracers. The nursery reports each of them once, and then stops
     /// waiting for it.
     held_by_tracers: BTreeSet<i32>,
-    /// Processes that were killed by sweeps without a request from the agent. They are reported in the answer to the
-    /// agent's next sweep request.
+    /// Processes that the nursery killed without a request from the agent. They are listed in the next
+    /// [`Reply::Swept`].
     untold: Signalled,
     /// Connections that are kept open for the agent.
     held: Connections,
     fence: Option<Fence>,
-    /// Shared page through which the sentinel sees this nursery's activity. `None` if there is no sentinel.
+    /// Shared memory page in which the nursery process reports what it is doing. `None` if no other process reads it.
     activity: Option<Activity>,
-    /// Nice value of the nursery before the current sweep lowered it. `None` if the value is not lowered.
+    /// Nice value to restore, because the nursery process raises its priority while it kills processes. `None` if the
+    /// priority is not raised.
     nice: Option<i32>,
-    /// Spare descriptors. A sweep closes them first, so that it can open files in `/proc`. Without free descriptors,
-    /// it would find no processes.
+    /// Spare descriptors. They are closed before processes are killed, so that `/proc` can be read even at the limit on
+    /// open files.
     reserve: Vec<OwnedFd>,
-    /// True if the agent is gone. Nothing is reported anymore, and the current sweep is the last one.
+    /// True if the agent is gone. The nursery process then sends no more replies, and exits once it has killed all
+    /// processes.
     orphaned: bool,
 }
 
@@ -363,16 +367,17 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Starts a sweep. `number` is the number of the request to answer, or `None` if no answer is expected. If
-    /// `left_by` is a worker's pid, kills only the leftover processes of that worker.
+    /// Starts killing all descendants or, if `left_by` is a worker's pid, only the leftover processes of that worker.
+    ///
+    /// `number` is the number of the request to answer, or `None` if no answer is expected.
     fn begin_sweep(&mut self, deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if let Some(sweep) = &mut self.sweep {
             return sweep.bring_forward(deadlines, number, left_by);
         }
         self.reserve.clear();
         self.sweep = Some(Sweep::new(deadlines, number, left_by, std::mem::take(&mut self.untold)));
-        // Raise the nursery's priority, because a normal share of the CPU is too little when hundreds of processes are
-        // busy. If this is not permitted, sweep at the normal priority.
+        // Raise the nursery's priority, because it would get too little CPU time while hundreds of processes are busy.
+        // If this is not permitted, continue at the normal priority.
         self.nice = priority::set_nice(-20).ok();
     }
 
@@ -382,8 +387,8 @@ impl Nursery {
         match sweep.step(self, has_children) {
             Verdict::GoOn => {
                 if self.orphaned && sweep.is_quiet() {
-                    // End the session without waiting for the cleaners, because the other nodes need to know only that
-                    // the workers of this node have exited.
+                    // End the agent's session now, because the other nodes only have to know that the workers have
+                    // exited. Do not wait for processes that unlink shared memory.
                     self.end_session();
                 }
                 self.sweep = Some(sweep);
@@ -396,8 +401,8 @@ impl Nursery {
                     self.end_session();
                     return Served::Leave;
                 }
-                // Remove the workers that tracers hold, because the reply below reports them to the agent. Their exits
-                // are then not reported again when the tracers release them.
+                // Remove exited workers that a tracer has not released, because the `Swept` reply reports them.
+                // Otherwise, their exits would be reported again when the tracer releases them.
                 self.workers.retain(|pid| !held.contains(pid));
                 self.held_by_tracers.extend(&held);
                 let left_by = sweep.left_by();
@@ -420,7 +425,8 @@ impl Nursery {
         Served::GoOn
     }
 
-    /// Restores the normal priority after a sweep, because workers would inherit the raised priority.
+    /// Restores the normal priority after processes were killed at a raised priority, because new workers would inherit
+    /// the raised priority.
     fn lower_priority(&mut self) {
         if let Some(nice) = self.nice.take() {
             // Ignore the result, because raising the nice value is always permitted.
@@ -466,7 +472,7 @@ impl Ready {
     }
 }
 
-/// Returns the deadlines of a sweep that sends SIGKILL immediately.
+/// Returns the deadlines for killing processes immediately with SIGKILL.
 fn at_once() -> Deadlines {
     Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
 }

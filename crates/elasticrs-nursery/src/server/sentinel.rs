@@ -39,8 +39,10 @@ pub(super) struct Sentinel {
 struct Guarded {
     pidfd: OwnedFd,
     activity: Activity,
-    /// The nursery's activity at the last check, if it was starting a worker and the fence deadline had passed.
-    /// `None` otherwise.
+    /// The nursery's activity at the last check, if it was starting a worker although the deadline for killing the
+    /// workers had passed. `None` otherwise.
+    ///
+    /// The nursery process hangs if the next check finds the same activity.
     overdue: Option<Doing>,
 }
 
@@ -78,8 +80,8 @@ impl Sentinel {
                 Ok(None) => return true,
                 Err(_) => return false,
             };
-            // Ignore missing or unusable descriptors, because the sentinel remains useful without some of its
-            // functions.
+            // Ignore missing or unusable descriptors, because this process can still perform the tasks that do not need
+            // them.
             match request {
                 Request::Guard => self.nursery = Guarded::new(fds),
                 Request::Fence { holder } => self.fence = Fence::from_descriptors(fds, holder).ok(),
@@ -110,7 +112,8 @@ impl Sentinel {
         let hangs = is_overdue && nursery.overdue == Some(doing);
         nursery.overdue = is_overdue.then_some(doing);
         if hangs {
-            // `look` marks the deadline as passed, because the nursery can no longer do so. The call cannot fail.
+            // Use `look` to mark the deadline as passed, because the hung nursery process cannot do this itself. Ignore
+            // the result, because no error is possible.
             let _ = fence.look();
             // Kill the nursery first, because it would otherwise report the exit of the worker that it is starting. The
             // only possible error is ESRCH.

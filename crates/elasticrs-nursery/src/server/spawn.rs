@@ -75,7 +75,8 @@ impl Nursery {
         }
     }
 
-    /// Notifies the sentinel that the next step of a start is about to run, because the step may hang.
+    /// Records in shared memory that the next step of starting a worker begins. Another process checks the record,
+    /// because the step may hang.
     fn step(&mut self) {
         if let Some(activity) = &mut self.activity {
             activity.step();

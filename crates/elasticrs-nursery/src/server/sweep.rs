@@ -56,27 +56,27 @@ pub(super) struct Sweep {
     deadlines: Deadlines,
     /// Number of the last request that this sweep answers. `None` if there is no request to answer.
     number: Option<u32>,
-    /// Pid of the exited worker whose leftover processes the sweep kills. Running workers are then spared. `None` to
-    /// kill all descendants.
+    /// Pid of an exited worker, to kill only its leftover processes and to spare running workers. `None` to kill all
+    /// descendants.
     left_by: Option<i32>,
     /// Pids to which SIGTERM was sent. The field `killed` contains the pids to which SIGKILL was sent.
     termed: BTreeSet<i32>,
     killed: BTreeSet<i32>,
     ended: Signalled,
-    /// Tracks how long to wait for cleaners after all other processes have exited.
+    /// Tracks how long to wait for processes that unlink shared memory, after all other processes have exited.
     patience: Patience,
-    /// Number of consecutive checks that have found only cleaners and exempt processes.
+    /// Number of consecutive checks that have found no process to kill, except processes that unlink shared memory.
     quiet_looks: u8,
     /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
     /// holds them.
     corpses: BTreeSet<i32>,
-    /// Time at which checks started to find only processes that may stay. `None` if the last check found another
+    /// Time since which the checks have found no process that still has to exit. `None` if the last check found such a
     /// process.
     only_held: Option<Instant>,
     pause: Duration,
 }
 
-/// Result of a single check of the processes.
+/// Result of one pass over all processes that may have to be killed.
 #[derive(Debug, Default)]
 struct Look {
     others: Vec<Listed>,
@@ -85,8 +85,10 @@ struct Look {
     cleaners: bool,
     /// Exited children that `wait4` does not return, because a tracer holds them.
     held: Vec<i32>,
-    /// True if a process exited during the check. The check may then have missed its children, which are now children
-    /// of this process. A zombie with another parent is ignored, because its children already have a new parent.
+    /// True if a process exited during the check. Its children may have been missed, because the nursery process has
+    /// become their parent in the meantime.
+    ///
+    /// Zombies of other parents are ignored, because their children already have a new parent.
     unsure: bool,
     /// True if the check sent a process its first SIGTERM or its first SIGKILL.
     new: bool,
@@ -109,9 +111,10 @@ impl Sweep {
         }
     }
 
-    /// Handles another sweep request during this sweep. Ignores a request for a single worker (`left_by`). If this
-    /// sweep is for a single worker, extends it to all descendants, with the deadlines `by`. Otherwise, adopts each
-    /// deadline in `by` that is earlier than the current one.
+    /// Handles another request to kill processes while the current one is in progress.
+    ///
+    /// A request for a single worker (`left_by`) is ignored. A request for all descendants replaces a request for a
+    /// single worker. Otherwise, the earlier of the two requests' deadlines apply.
     pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if left_by.is_some() {
             return;
@@ -129,8 +132,8 @@ impl Sweep {
         self.pause = Duration::ZERO;
     }
 
-    /// Returns how long to wait before the next step of the sweep. The caller takes the step earlier if a child
-    /// changes its state.
+    /// Returns how long to wait before checking the processes again. The caller checks them earlier if a child changes
+    /// its state.
     pub(super) fn wait(&self, now: Instant) -> Duration {
         let until = self.deadlines.next(now).map_or(Duration::ZERO, |at| at - now);
         until.min(self.pause)
@@ -142,17 +145,18 @@ impl Sweep {
         (self.number, self.ended.without(&stuck))
     }
 
-    /// True if the sweep also kills running workers.
+    /// True if running workers are killed, and not only the leftover processes of an exited worker.
     pub(super) fn ends_workers(&self) -> bool {
         self.left_by.is_none()
     }
 
-    /// Returns the pid of the worker whose leftover processes this sweep kills. `None` if it kills all descendants.
+    /// Returns the pid of the exited worker whose leftover processes are killed. `None` if all descendants of the
+    /// nursery process are killed.
     pub(super) fn left_by(&self) -> Option<i32> {
         self.left_by
     }
 
-    /// True if the last two checks have found only cleaners and exempt processes.
+    /// True if the last two checks have found no process to kill, except processes that unlink shared memory.
     pub(super) fn is_quiet(&self) -> bool {
         self.quiet_looks >= 2
     }
@@ -174,13 +178,14 @@ impl Sweep {
             self.deadlines.give_up = self.deadlines.give_up.max(now + LONGEST);
         }
         if now >= self.deadlines.give_up && look.cleaners && self.patience.end() {
-            // The time limit has passed. Kill the cleaners as well, and wait a moment for them to exit.
+            // Processes that unlink shared memory have exceeded the time limit. Kill them too, and briefly wait for
+            // them to exit.
             self.deadlines.give_up = now + LAST_MOMENT;
             self.pause = Duration::ZERO;
             return Verdict::GoOn;
         }
-        // Do not wait for `ECHILD` if running workers, spared processes, or processes held by a tracer remain as
-        // children.
+        // Do not wait for `ECHILD` if some children may remain. They can be running workers, processes that are meant
+        // to outlive the job, or zombies that a tracer has not released.
         let may_stay = self.left_by.is_some() || !look.exempt.is_empty() || !look.held.is_empty();
         let only_harmless = is_quiet && !look.cleaners && may_stay;
         self.only_held = only_harmless.then(|| self.only_held.unwrap_or(now));

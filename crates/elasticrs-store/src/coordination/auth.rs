@@ -71,7 +71,8 @@ mod tests {
 
     #[test]
     fn the_digest_is_hmac_sha256() {
-        // Computed with Python's hmac module over 32 bytes with the value 7, followed by "run" and "client".
+        // Expected digest, computed with Python's `hmac` module. The key is `token`. The message is 32 bytes with the
+        // value 7, then `run`, then `client`.
         let answer = proof(b"token", &[7; 32], "run", Direction::Client);
         let known = [
             0x60, 0x0f, 0xa1, 0x49, 0x8f, 0xaa, 0x04, 0x80, 0x20, 0x05, 0xf4, 0x27, 0x44, 0xdf, 0xf7, 0x48, 0xb1, 0x8c,

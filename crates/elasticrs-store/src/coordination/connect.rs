@@ -41,8 +41,9 @@ pub struct Options {
     /// True if the session survives a broken connection. In that case, the client reconnects until the lease expires,
     /// and may send a request twice.
     pub resume: bool,
-    /// Store to which this user was connected before. `None` if there was none. Connecting fails if a different store
-    /// answers, unless that store has restored the state of the earlier one.
+    /// Store that the caller expects, because an earlier client was connected to it. `None` to accept any store.
+    ///
+    /// Connecting to a different store fails, unless the different store has restored the state of the expected one.
     pub met: Option<MetStore>,
 }
 

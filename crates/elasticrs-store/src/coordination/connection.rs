@@ -229,9 +229,10 @@ impl Connection {
         }
     }
 
-    /// Waits for more bytes. The rest of an incomplete request must arrive within the request timeout. The timeout is
-    /// measured in two halves. If this process is stopped, the pause uses up at most one of them, so the client still
-    /// has time.
+    /// Waits for more bytes. If a request is incomplete, the remaining bytes must arrive within the request timeout.
+    ///
+    /// The timeout consists of two timers that run one after the other. A single pause of this process can use up only
+    /// one timer, so the client still has at least half of the timeout.
     async fn read_on(&mut self, begun: &mut Option<Begun>) -> Result<(), Disconnect> {
         self.frames.rest();
         self.hub.hold(&self.outbox, self.frames.capacity());

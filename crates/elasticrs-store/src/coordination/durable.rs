@@ -34,14 +34,15 @@ const FORMAT: u32 = 1;
 /// Length of the head: [`MAGIC`], [`FORMAT`], and the synced length, which is the number of bytes known to be on disk.
 const HEAD_LENGTH: usize = 20;
 const HEAD: u64 = HEAD_LENGTH as u64;
-/// Offset of the synced length in the head.
+/// Offset of the synced length in the file header. The synced length is the number of bytes that are known to be on
+/// disk.
 const SYNCED_AT: u64 = 12;
 /// Size of the length and the digest of a record, in bytes.
 const AROUND: u64 = 4 + 32;
 
 /// Maximum total size of the sessions in one record, in bytes.
 const MAX_SESSIONS: u64 = 16 << 20;
-/// Approximate size of a record in bytes when the whole state is written.
+/// Approximate size of one record in bytes when the whole state is written to a new file.
 const CHUNK: usize = 1 << 20;
 /// Minimum growth of a file in bytes before it is replaced. In addition, the file must have doubled in size.
 const GROWTH: u64 = 4 << 20;
@@ -83,7 +84,7 @@ pub(super) struct Granted {
     pub(super) secret: Secret,
     pub(super) interval_ms: u32,
     pub(super) attempts: u16,
-    /// Longest time to live that was announced to the session, in milliseconds.
+    /// Longest time to live that the store has announced to the client of the session, in milliseconds.
     pub(super) ttl_ms: u32,
 }
 
@@ -99,7 +100,8 @@ pub(super) enum Item {
         revision: u64,
         next_session: SessionId,
     },
-    /// A session. `granted` is `None` if the session has ended.
+    /// A session with this ID. `granted` contains its secret and its keep-alive settings, or is `None` if the session
+    /// has ended.
     Session {
         id: SessionId,
         granted: Option<Granted>,
@@ -147,7 +149,8 @@ impl Image {
         }
     }
 
-    /// Returns the whole state as items of the state file. Takes the keys from `entries` instead of from this image.
+    /// Returns the items that represent the whole state in the state file. Takes the keys from `entries`, because the
+    /// caller may store the keys outside of `self`.
     pub(super) fn items(&self, entries: &BTreeMap<Arc<str>, Stored>) -> impl Iterator<Item = Item> {
         let store = Item::Store { run_id: self.run_id.clone(), ids: self.ids.clone() };
         let session = |(id, granted): (&SessionId, &Granted)| Item::Session { id: *id, granted: Some(granted.clone()) };
@@ -234,8 +237,8 @@ impl StateFile {
     /// Appends these items as one batch, and returns when they are on disk. If this fails, the store has to stop,
     /// because the contents of the file are then unknown.
     pub(super) fn commit(&mut self, items: &[Item]) -> Result<(), StateError> {
-        // Write the synced length last. If the store crashes before that, an incomplete record starts no earlier than
-        // the old synced length, so `load` drops it instead of reporting damage.
+        // Update the synced length in the file header last, so that a crash during the commit does not look like
+        // damage. `load` ignores an incomplete record beyond the synced length, but reports damage within it.
         let written = self.append(items).and_then(|()| self.file.sync_data()).and_then(|()| self.note_synced());
         written.map_err(|source| self.failed(source))
     }
@@ -346,8 +349,10 @@ impl StateFile {
         Ok(())
     }
 
-    /// Sets the synced length in the head to the length of the file. The new value reaches the disk with the next sync.
-    /// If only the process crashes, the kernel still has the value.
+    /// Records in the file header that the whole file is on disk.
+    ///
+    /// Does not sync the header itself, because the next sync does so. If only the process crashes, the kernel still
+    /// has the new value.
     fn note_synced(&self) -> io::Result<()> {
         self.file.write_all_at(&self.end.to_le_bytes(), SYNCED_AT)
     }
@@ -459,8 +464,9 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
     }
     let mut image = Image::default();
     let mut digest = Digest::default();
-    // Twice the limit is enough for the keys of one record. Each key occurs at most once, and a deleted key has no
-    // value.
+    // Maximum length of a record: twice the size limit for all keys, plus the maximum size of the sessions.
+    //
+    // Twice the limit is enough, because a record contains each key at most once, and deleted keys have no values.
     let most = u64::try_from(limit).unwrap_or(u64::MAX).saturating_mul(2).saturating_add(MAX_SESSIONS);
     let mut at = HEAD;
     loop {

@@ -171,8 +171,8 @@ impl Hub {
     /// time to live of their sessions, starting now, to reconnect.
     pub(super) fn going_on_with(mut self, file: StateFile, mut image: Image) -> Self {
         self.shared.get_mut().next_session = image.next_session;
-        // Use the same start time for all sessions, so that sessions that are not resumed expire together, in one
-        // revision.
+        // Use the same start time for all sessions. Sessions with the same time to live that are not resumed then
+        // expire together, and their keys are deleted in one revision.
         let now = boot_now();
         self.shared.get_mut().leases.look(now);
         for (session, granted) in &image.sessions {
@@ -280,8 +280,10 @@ impl Hub {
         self.keep_within_limit(&mut shared);
     }
 
-    /// Returns true if there is room for one more absent session. Without this limit, clients that only connect and
-    /// disconnect could fill the memory, which would end the sessions of other clients.
+    /// Returns true if there is room for one more session without a connection.
+    ///
+    /// Without this limit, clients could fill the memory by connecting and disconnecting repeatedly. The server would
+    /// then have to end the sessions of other clients.
     fn may_wait(&self, shared: &Shared) -> bool {
         shared.absent < self.config.max_connections && self.has_room_in(shared)
     }
@@ -314,8 +316,8 @@ impl Hub {
         self.held.get() + shared.watches.bytes() + shared.state.entry_bytes() + shared.absent * ABSENT_COST
     }
 
-    /// Ends sessions until the memory is within the limit of HUB-3. This always succeeds, because the keys have a lower
-    /// limit of their own.
+    /// Ends sessions until the memory use is within the limit of HUB-3. The stored keys alone never exceed this limit,
+    /// because they have a lower limit.
     fn keep_within_limit(&self, shared: &mut Shared) {
         let limit = shared.state.shared_limit();
         while self.used(shared) > limit {
@@ -485,7 +487,8 @@ impl Hub {
         }
     }
 
-    /// Saves the last changes and marks the state file as complete. After this call, the state may not change.
+    /// Saves the last changes and marks the state file as complete. The caller must not change the state after this
+    /// call.
     pub(super) fn finish(&self) {
         let shared = self.shared.borrow();
         if let Some(journal) = &self.journal

@@ -35,7 +35,7 @@ struct Kept {
 }
 
 impl Journal {
-    /// Creates a journal for a file that already contains this image.
+    /// Creates a journal for the state file `file`. The file already contains the state in `image`.
     pub(super) fn new(file: StateFile, image: Image) -> Self {
         let kept = Kept { file, image, keys: BTreeSet::new(), sessions: BTreeSet::new() };
         Self {

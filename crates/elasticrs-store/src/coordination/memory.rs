@@ -12,7 +12,7 @@ pub(super) const CONNECTION_COST: usize = 2048;
 /// Bytes that a message takes in addition to its contents.
 const MESSAGE_COST: usize = 96;
 
-/// Number of bytes that a server holds for all its connections.
+/// Counts the bytes of memory that a server uses for all its connections and their messages.
 pub(super) type Held = Cell<usize>;
 
 /// Bytes that one owner has added to a [`Held`] counter. Dropping the charge subtracts these bytes.
@@ -58,8 +58,9 @@ impl Message {
         Rc::new(Self { bytes, _charge: charge })
     }
 
-    /// Creates a message with the reason why the store closes a connection. The message is not counted, because closing
-    /// a connection is meant to free memory, and because the message is short and soon dropped.
+    /// Creates a message that tells the client why the store closes the connection.
+    ///
+    /// The message does not count toward the memory limit, because a connection may be closed to free memory.
     pub(super) fn last(all: &Rc<Held>, bytes: Vec<u8>) -> Rc<Self> {
         Rc::new(Self { bytes, _charge: Charge::new(all, 0) })
     }

@@ -14,8 +14,10 @@ use super::protocol::Answer;
 use super::wire::MAGIC;
 use crate::types::LostKind;
 
-/// Limit on the unread bytes of a client. If a client exceeds it, the store drops the client instead of queueing
-/// another message. One message that is longer than the limit is not counted.
+/// Limit on the number of bytes that a client has not read yet. The store drops a client above the limit instead of
+/// queueing another message.
+///
+/// The queue may contain one message that is longer than the limit. The bytes of this message are not counted.
 const MAX_UNREAD: usize = 8 << 20;
 
 /// Maximum number of messages to send in one system call.
@@ -25,7 +27,7 @@ const BATCH: usize = 64;
 #[derive(Debug)]
 pub(super) struct Outbox {
     pub(super) peer: SocketAddr,
-    /// The messages and their numbers, in order.
+    /// Queued messages in sending order, each with its sequence number.
     queue: RefCell<VecDeque<(u64, Rc<Message>)>>,
     /// Number that the next message will get.
     next: Cell<u64>,

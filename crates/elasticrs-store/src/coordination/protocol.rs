@@ -52,8 +52,8 @@ pub struct Pace {
 pub enum Request {
     /// Always the first message of a client.
     Hello(Hello),
-    /// Answer to the store's challenge. The proof is made with the token of `scope`, or with the store's own token if
-    /// `scope` is `None`.
+    /// Answer to the store's challenge. It proves that the client knows the token for the key prefix `scope`, or the
+    /// store's own token if `scope` is `None`.
     Prove { proof: Digest, scope: Scope },
     /// A transaction. The store executes all of its operations atomically.
     Txn { tag: u64, txn: Txn },
@@ -95,12 +95,15 @@ pub enum Answer {
     /// Reply to a transaction or a watch.
     Reply {
         tag: u64,
-        /// True if the conditions of the transaction held, or if the watch was started.
+        /// True if the conditions of the transaction held. For a watch request, true if the watch was started.
         ok: bool,
         /// Revision of the store after it has executed the request.
         revision: u64,
-        /// One result per operation of a transaction, or the current entries for a watch, if the client asked for them.
-        /// If the watch was refused, the oldest revision in the history.
+        /// Results of the request:
+        ///
+        /// - for a transaction, one result for each operation;
+        /// - for a started watch, the current entries, if the client requested them;
+        /// - for a rejected watch, the oldest revision in the history.
         results: Vec<OpResult>,
     },
     /// Changes that one revision made to keys that this client watches.
@@ -212,8 +215,8 @@ record!(Watch { exact, prefix });
 record!(Entry { key, create_revision, mod_revision, value });
 record!(Change { key, create_revision, mod_revision, value });
 
-// Each of these types has its own length limit: `Arc<str>` for keys and prefixes, `String` for run IDs, and
-// `Box<str>` for messages to users.
+// The type of a text determines its length limit. Keys and prefixes are `Arc<str>`, run IDs are `String`, and messages
+// to users are `Box<str>`.
 texts!(Arc<str>: MAX_KEY, String: MAX_RUN_ID, Box<str>: u16::MAX as usize);
 
 impl Field for LostKind {

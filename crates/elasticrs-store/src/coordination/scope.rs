@@ -15,7 +15,7 @@ use super::auth::keyed;
 use super::protocol::Request;
 use crate::types::{Compare, Op, Txn};
 
-/// Derives the token of a scope, as hexadecimal text.
+/// Derives the token for a scope (a key prefix) from the store's token. Returns it as hexadecimal text.
 pub fn scoped_token(token: &[u8], scope: &str) -> String {
     let mut mac = keyed(token);
     // Start with a constant, so that no scope token can be equal to a handshake proof. Proofs are computed with the
@@ -65,8 +65,8 @@ mod tests {
     use super::*;
     use crate::types::{Watch, WatchFrom};
 
-    /// Returns one request for each field that contains a key or a prefix. In each request, that field is set to `key`,
-    /// and all other keys are inside the scope.
+    /// Returns test requests, one for each request field that can hold a key or a prefix. In each request, one field is
+    /// set to `key`. All other keys are inside the allowed key prefix.
     fn requests(key: &str) -> Vec<Request> {
         let (name, inside): (Arc<str>, Arc<str>) = (key.into(), "/own/x".into());
         let compares = [

@@ -244,8 +244,8 @@ fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
     hub.notices.say(format!("refused {peer}: {said}"));
     let outbox = Outbox::new(&hub.held, peer);
     outbox.refuse(LostKind::Limit, said);
-    // The send buffer of a new socket has room for the short reason. If sending fails anyway, close the socket without
-    // a reason.
+    // The send buffer of a new socket is empty, so it has room for the short refusal message. If sending fails anyway,
+    // close the socket without the message.
     if outbox.flush(&stream, u64::MAX).is_ok() {
         let _ = shutdown(stream.as_raw_fd(), Shutdown::Write);
     }

@@ -53,8 +53,8 @@ pub(super) struct OwnStore<'a> {
 /// Maximum number of bytes per read.
 const CHUNK: usize = 16 * 1024;
 
-/// Cap on the time limit for keep-alive answers, in milliseconds. The limit exceeds this cap only if two
-/// keep-alive intervals are longer.
+/// Maximum time to wait for the answer to a keep-alive, in milliseconds. The client always waits for at least two
+/// keep-alive intervals, even if they are longer than this maximum.
 const MAX_PATIENCE_MS: u32 = 3_000;
 
 /// Delays between reconnection attempts.
@@ -74,7 +74,7 @@ impl Pace {
         }
     }
 
-    /// Returns false if no keep-alive could be sent in time at this pace.
+    /// Returns false if the keep-alive interval is 0, or if the session would expire before the next keep-alive.
     pub(super) fn is_valid(self) -> bool {
         self.interval_ms > 0 && self.ttl_ms > self.interval_ms
     }
@@ -208,9 +208,10 @@ impl<'a> Backend<'a> for OwnStore<'a> {
 }
 
 impl OwnStore<'_> {
-    /// Returns the time at which the client abandons the connection because a keep-alive is unanswered. Returns
-    /// `u64::MAX` if the session cannot be resumed. Also returns `u64::MAX` while the event queue is full, because
-    /// the client reads no answers during that time.
+    /// Returns the time at which the client closes the connection because a keep-alive is unanswered.
+    ///
+    /// Returns `u64::MAX` (no time limit) if the session cannot be resumed, or if the event queue is full. The client
+    /// reads no answers while the queue is full.
     fn overdue(&self, core: &Core<'_>) -> u64 {
         if self.unanswered.is_some() && !self.events.is_full() { core.lease.overdue() } else { u64::MAX }
     }

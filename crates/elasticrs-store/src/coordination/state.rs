@@ -52,7 +52,8 @@ pub(super) enum Exceeded {
     Searched,
 }
 
-/// Remaining budget of a transaction. A budget is `None` once it has been exceeded.
+/// Remaining answer bytes and search steps of a transaction. `room` or `searched` becomes `None` when its limit is
+/// exceeded.
 #[derive(Debug)]
 struct Budget {
     /// Number of bytes that can still be added to the answer.
@@ -146,9 +147,10 @@ impl State {
         self.entry_bytes
     }
 
-    /// Returns the limit in bytes for all data that the server holds for clients, except the history. The history
-    /// gets the rest of `max_bytes`. The keys may use at most three quarters of this limit, so that there is always
-    /// room for messages.
+    /// Returns the memory limit in bytes for all data of clients, except the history. The history may use the rest of
+    /// `max_bytes`.
+    ///
+    /// The keys may use at most three quarters of this limit, so that there is always room for messages.
     pub(super) fn shared_limit(&self) -> usize {
         self.max_bytes - self.max_bytes / 5
     }

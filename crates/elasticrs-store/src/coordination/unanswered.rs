@@ -105,8 +105,10 @@ impl Unanswered {
         Ok(AnswerEffect::Reply(results))
     }
 
-    /// Removes stop-watch requests from the front of the queue. They need not be resent, because stopped watches are
-    /// not restored on a new connection. No unanswered request before them can start these watches.
+    /// Removes requests that stop a watch from the front of the queue. They need not be sent again, because a new
+    /// connection does not restore stopped watches.
+    ///
+    /// Only the front is checked, because an earlier unanswered request could start the same watch.
     fn forget_ends(&mut self) {
         while self.asked.front().is_some_and(|asked| matches!(asked.kind, Kind::Unwatch(_))) {
             self.asked.pop_front();

@@ -92,7 +92,7 @@ impl Watches {
         for (position, change) in revision.changes.iter().enumerate() {
             for client in self.watchers(&change.key) {
                 let seen = of_client.entry(client).or_default();
-                // Do not add a position twice if two watches of a client cover the same key.
+                // Add each change only once, even if several watches of a client cover its key.
                 if seen.last() != Some(&position) {
                     seen.push(position);
                 }

@@ -8,10 +8,10 @@ use sha2::{Digest, Sha256};
 use super::mapping::{Keys, Region, signed};
 use super::messages as pb;
 
-/// Prefix of the keys for session cards, relative to the store's prefix. It sorts after all keys of users.
+/// Prefix of the keys under which sessions publish their contact entries ([`Card`]). It is relative to the store's
+/// prefix, and sorts after all keys of users.
 const CARDS: &str = "~sessions/links/";
-/// Secret that identifies a session to its peers. It is part of the session's card, so only programs that can
-/// read etcd know it.
+/// Secret that identifies a session to its peers. It is stored in etcd, so only programs that can read etcd know it.
 pub(super) type Nonce = [u8; 16];
 /// Secret that is sent on a session's links to announce that all processes that depend on the session have
 /// exited.
@@ -19,7 +19,8 @@ pub(super) type LastWord = [u8; 32];
 /// SHA-256 hash of a [`LastWord`].
 pub(super) type Seal = [u8; 32];
 
-/// Returns the hash of a last word. The session publishes this hash in its card.
+/// Returns the hash of a session's [`LastWord`], the secret that announces the end of the session. The session
+/// publishes the hash in etcd.
 pub(super) fn seal_of(word: &LastWord) -> Seal {
     Sha256::digest(word).into()
 }
@@ -30,21 +31,22 @@ pub(super) struct Card {
     pub(super) lease: i64,
     pub(super) nonce: Nonce,
     pub(super) port: u16,
-    /// Hash of the session's [`LastWord`]. Other sessions use it to verify the word when they receive it.
+    /// Hash of the session's [`LastWord`], the secret that announces the end of the session. Other sessions use the
+    /// hash to verify the secret that they receive.
     pub(super) seal: Seal,
     /// Host names or addresses of the machine that the session runs on.
     pub(super) hosts: Vec<String>,
 }
 
 impl Card {
-    /// Encodes the card as `port nonce seal host …`.
+    /// Encodes the entry as text for etcd: port, nonce, hash and hosts, separated by spaces.
     pub(super) fn encode(&self) -> Vec<u8> {
         let (nonce, seal) = (hex(&self.nonce), hex(&self.seal));
         format!("{} {nonce} {seal} {}", self.port, self.hosts.join(" ")).into_bytes()
     }
 
-    /// Decodes a card. Returns `None` if the bytes are not a valid card, because other programs may also write to
-    /// etcd.
+    /// Decodes a session's contact entry in etcd. Returns `None` if the bytes are invalid, because other programs may
+    /// also write to etcd.
     pub(super) fn decode(lease: i64, value: &[u8]) -> Option<Self> {
         let mut words = str::from_utf8(value).ok()?.split(' ');
         let port = words.next()?.parse().ok()?;
@@ -115,12 +117,13 @@ impl Keys {
         pb::PutRequest { key, value: card.encode(), lease, ..pb::PutRequest::default() }
     }
 
-    /// Returns the request that reads a session's card.
+    /// Returns the request that reads a session's contact entry ([`Card`]) from etcd.
     pub(super) fn get_card(&self, scope: &str, lease: i64) -> pb::RangeRequest {
         Region::key(self.card(scope, lease)).range()
     }
 
-    /// Returns the request that reads the newest card created before revision `created`.
+    /// Returns the request that reads the newest contact entry ([`Card`]) of a session that was created before revision
+    /// `created`.
     pub(super) fn card_before(&self, scope: &str, created: u64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,
@@ -131,7 +134,8 @@ impl Keys {
         }
     }
 
-    /// Returns the card that an answer contains, if any.
+    /// Returns the session's contact entry ([`Card`]) that etcd's answer contains. `None` if there is none, or if it is
+    /// invalid.
     pub(super) fn card_of(&self, scope: &str, answer: &pb::RangeResponse) -> Option<Card> {
         let found = answer.kvs.first()?;
         let lease = found.key.strip_prefix(&self.full(&format!("{CARDS}{scope}/"))[..])?;

@@ -38,7 +38,7 @@ pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> 
 fn check_size(request: Request) -> Result<Request, Unsendable> {
     match &request {
         Request::Txn { txn, .. } if size(txn) > MAX_REQUEST => Err(Unsendable::TooLarge(size(txn))),
-        // A watch request is always short enough, because it contains only a key or prefix.
+        // A watch request contains only one key or prefix, so it never exceeds the size limit.
         _ => Ok(request),
     }
 }
@@ -103,9 +103,12 @@ async fn run(
     end.report(events, guard.as_ref());
 }
 
-/// Opens the session's links. Returns `None` for a session without a nursery (the process that cleans up after
-/// the agent), because no process could then send its last word. Also returns `None` if opening fails, because
-/// the session works without links: its lease still expires.
+/// Opens the connections over which other sessions learn that this session's agent has died.
+///
+/// Returns `None` if these connections are disabled, or if no nursery (the process that outlives the agent) could
+/// announce the death.
+///
+/// Also returns `None` after an error, because other sessions still notice the death when the lease expires.
 fn open_links(
     options: &Options,
     opened: &Opened,

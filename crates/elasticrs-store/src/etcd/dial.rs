@@ -136,7 +136,7 @@ impl Failure {
             CallError::Broken(why) | CallError::Reset(why) => {
                 return Self::retryable(LostKind::Closed, format!("the connection to etcd at {at} broke: {why}"));
             }
-            // Retry, because a proxy may send such an answer while the member behind it is down.
+            // Retry, because a proxy may send a response that is not from etcd while the etcd member is down.
             CallError::Foreign(why) => return Self::Retryable(not_ours(at, &why)),
             // Do not retry, because the answer would be too large again.
             CallError::TooLarge(length) => {

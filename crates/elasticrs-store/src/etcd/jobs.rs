@@ -45,7 +45,7 @@ pub(super) enum Done {
     CaughtUp { number: i64, revision: i64, there: Vec<Entry> },
 }
 
-/// Data that a job needs from the session and its connection.
+/// Copy of the session's state and connection for one job. A job is a unit of work that sends requests to etcd.
 #[derive(Debug, Clone)]
 pub(super) struct Desk {
     pub(super) channel: Channel,
@@ -61,7 +61,8 @@ pub(super) struct Desk {
 /// Reason why a job failed.
 enum JobError {
     Call(CallError),
-    /// This member does not have all data yet that an earlier answer contained.
+    /// The answer comes from an older revision than an earlier answer. The etcd member may not have received all data
+    /// yet.
     Behind(StoreError),
     Final(StoreError),
 }
@@ -81,7 +82,8 @@ impl From<Unexpected> for JobError {
 const GONE: &str = "the lease of this session is gone: etcd has not heard of it in time, or another client revoked it";
 
 impl Desk {
-    /// Executes a job. If the job put the session's marker key, also returns the key's new revision.
+    /// Executes a job, which is a unit of work that sends requests to etcd. If the job wrote the session's marker key,
+    /// also returns the new revision of that key.
     pub(super) async fn carry_out(self, job: Job) -> Result<(Done, Option<i64>), Failure> {
         let done = match job {
             Job::Look => self.look().await.map(|()| (Done::Looked, None)),
@@ -211,8 +213,9 @@ impl Desk {
 
     async fn watch(&self, tag: u64, asked: WatchFrom) -> Result<Done, JobError> {
         let WatchFrom { watch, snapshot, from_revision } = asked;
-        // Read the entries at the revision before the first one to report, even if the user did not ask for them. The
-        // watch needs them to report deletions, and to compute the differences if etcd compacts the history.
+        // Always read the entries that exist when the watch starts, even if the user did not ask for them. The watch
+        // needs these entries to report deletions. It also needs them to compute the changes if etcd compacts its
+        // history.
         let revision = from_revision.map_or(0, |from| i64::try_from(from).unwrap_or(i64::MAX) - 1);
         let range = pb::RangeRequest { revision, keys_only: !snapshot, ..self.keys.region(&watch).range() };
         let (newest, kvs) = match self.range(&range).await {
@@ -253,8 +256,8 @@ fn revision_of(header: Option<pb::Header>) -> Result<i64, Unexpected> {
     header.map(|header| header.revision).ok_or(Unexpected)
 }
 
-/// Fails if `revision` is lower than `known`. Then either etcd has lost data that this session relies on, or the
-/// member has not received that data yet.
+/// Fails if `revision` is lower than `known`, the highest revision seen so far. A lower revision means that etcd has
+/// lost data, or that the etcd member does not have the newest data yet.
 pub(super) fn not_behind(known: u64, revision: i64) -> Result<(), StoreError> {
     if unsigned(revision) >= known {
         return Ok(());

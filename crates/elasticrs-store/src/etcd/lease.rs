@@ -92,7 +92,7 @@ impl Leases {
             return Err(StoreError::new(LostKind::NotOurs, why));
         }
         if answer.id != self.own && self.unanswered_job > 0 {
-            // Ignore the answer for the job's lease, even if it says that the lease has expired. The next write that
+            // Ignore the answer to a keep-alive for the job's lease. Even if the lease has expired, the next write that
             // needs the lease recreates it.
             self.unanswered_job -= 1;
             return Ok(false);

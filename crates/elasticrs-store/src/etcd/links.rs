@@ -50,7 +50,7 @@ const LIMIT: Duration = Duration::from_secs(5);
 /// Shortest and longest pause between attempts to connect to a session. The shortest pause is also used before
 /// the first retry of a request to etcd.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(10));
-/// Interval at which a session checks whether the card of a linked session still exists in etcd.
+/// Interval at which a session checks in etcd whether a session that it is connected to still exists.
 const LOOK: Duration = Duration::from_secs(60);
 /// Maximum number of simultaneous incoming links. Normally there are at most two.
 const CALLERS: usize = 64;
@@ -61,19 +61,22 @@ pub(super) struct Links {
     scope: String,
     own: Card,
     channel: watch::Receiver<Option<Channel>>,
-    /// Leases of the sessions that this session connects to.
+    /// Lease IDs of the sessions to which this session keeps a connection. Prevents a second connection to the same
+    /// session.
     called: RefCell<BTreeSet<i64>>,
     guard: Rc<dyn Guard>,
     /// Secret that the nursery sends on this session's links once the agent has died and its processes have been
     /// cleaned up.
     word: LastWord,
-    /// True if at least one link of this session was passed to the guard.
+    /// True once [`Guard::linked`] has been called for a connection of this session.
     is_guarded: Cell<bool>,
 }
 
 impl Links {
-    /// Starts listening for links from other sessions. The session's card contains the local address of `link`, a
-    /// connection to etcd. `channel` holds the session's current connection to etcd, or `None` while there is none.
+    /// Starts to listen for connections from other sessions.
+    ///
+    /// `link` is a connection to etcd. The local address of `link` is published in etcd, so that other sessions can
+    /// connect to this machine. `channel` contains the current connection to etcd, or `None` while there is none.
     pub(super) fn open(
         site: &Site,
         keys: Rc<Keys>,
@@ -108,8 +111,9 @@ impl Links {
                     Ok((stream, _)) if callers.len() < CALLERS => {
                         callers.spawn_local(Rc::clone(&self).answer(stream));
                     }
-                    // Close the link, because there are too many. The caller retries later. Until a retry succeeds, it
-                    // notices the end of this session only when the lease expires (LINK-2).
+                    // Close the connection, because there are already too many. The session that opened it retries
+                    // later. Until a retry succeeds, that session notices the end of this session only when the lease
+                    // expires (LINK-2).
                     Ok(_) => {}
                     // Wait before retrying, because an error such as running out of file descriptors would otherwise
                     // cause a busy loop.
@@ -120,8 +124,8 @@ impl Links {
         }
     }
 
-    /// Publishes this session's card, then stays linked to the session that was opened just before this one. When
-    /// that session has ended, moves on to the next older one.
+    /// Publishes the contact entry of this session in etcd. Then stays connected to the session that was opened just
+    /// before this session. When the older session has ended, connects to the next older one.
     async fn follow(self: Rc<Self>) {
         let _: pb::PutResponse = self.ask("/etcdserverpb.KV/Put", &self.keys.put_card(&self.scope, &self.own)).await;
         let own: pb::RangeResponse = self.ask(RANGE, &self.keys.get_card(&self.scope, self.own.lease)).await;
@@ -145,8 +149,8 @@ impl Links {
         }
     }
 
-    /// Stays connected to the session `peer` until its card is deleted from etcd. If the peer's last word arrives,
-    /// revokes the peer's lease.
+    /// Stays connected to another session, the peer, until the peer's entry is deleted from etcd. If the peer sends its
+    /// [`LastWord`] (the secret that announces its end), revokes the peer's lease.
     async fn stay_linked(&self, peer: &Card) {
         if !self.called.borrow_mut().insert(peer.lease) {
             return;
@@ -163,14 +167,15 @@ impl Links {
         self.called.borrow_mut().remove(&peer.lease);
     }
 
-    /// Stays connected to the session `peer` until its last word arrives. Reconnects if necessary.
+    /// Stays connected to another session, the peer, until it announces its end with its [`LastWord`]. Reconnects if
+    /// the connection breaks.
     async fn until_over(&self, peer: &Card) {
         let mut met = None;
         let mut pause = PAUSES.0;
         loop {
             for address in addresses(peer, met).await {
-                // Ignore a failed connection, because the peer may only be unreachable. If its session has ended, its
-                // lease expires.
+                // Ignore a failed connection attempt, because it does not prove that the peer's session has ended. If
+                // the session has ended, its lease will expire.
                 let Ok(Ok(mut stream)) = timeout(LIMIT, TcpStream::connect(address)).await else { continue };
                 if self.meet(&mut stream, peer, met.is_some()).await {
                     (met, pause) = (Some(address), PAUSES.0);
@@ -184,8 +189,8 @@ impl Links {
         }
     }
 
-    /// Waits until the card of the session `peer` is deleted from etcd. If the peer is unreachable, this is the only
-    /// sign that its session has ended.
+    /// Waits until the contact entry of the session `peer` is deleted from etcd. The deletion is the only sign that the
+    /// session of an unreachable peer has ended.
     async fn gone(&self, peer: &Card) {
         loop {
             sleep(LOOK).await;
@@ -195,9 +200,11 @@ impl Links {
         }
     }
 
-    /// Exchanges greetings on a new link. Returns true if the peer answers with the nonce from its card. Waits
-    /// without a time limit if the peer has answered before (`is_known`). If its agent has died since, the port stays
-    /// open until the nursery exits, but no process answers.
+    /// Performs the handshake on a new connection. Returns true if the peer answers with the nonce from its entry in
+    /// etcd.
+    ///
+    /// If `is_known`, the peer has answered an earlier handshake, and there is no time limit. If the peer's agent has
+    /// died since then, the port stays open until the peer's nursery process exits, but no process answers.
     async fn meet(&self, stream: &mut TcpStream, peer: &Card, is_known: bool) -> bool {
         let hello = Hello { lease: self.own.lease, nonce: self.own.nonce };
         let mut nonce = Nonce::default();
@@ -228,9 +235,10 @@ impl Links {
                     Err(Failure::Fatal(_)) => return A::default(),
                 }
             }
-            // Retry on the session's next connection, or on the current one if no new connection is opened within
-            // `pause`. The first pauses are short, because other sessions wait until a killed agent's lease is revoked,
-            // and because etcd usually elects a new leader quickly.
+            // Retry when the session opens a new connection, or after `pause` on the current one.
+            //
+            // The first pauses are short, because etcd usually elects a new leader quickly, and because other sessions
+            // may be waiting for this request to revoke a killed agent's lease.
             let _ = timeout(pause, channel.changed()).await;
             pause = (pause * 2).min(LIMIT);
         }
@@ -252,8 +260,8 @@ async fn addresses(peer: &Card, met: Option<SocketAddr>) -> Vec<SocketAddr> {
     found
 }
 
-/// Reads from a link until the peer's [`LastWord`] arrives or the link closes. Returns true if the peer's word
-/// arrived.
+/// Waits until the peer sends its [`LastWord`] (the secret that announces its end) or closes the connection. Returns
+/// true if the peer sent the correct secret.
 async fn says_last_word(stream: &mut TcpStream, peer: &Card) -> bool {
     let mut word = LastWord::default();
     let came = stream.read_exact(&mut word).await.is_ok();
@@ -331,7 +339,8 @@ mod tests {
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
-            // Without a connection to etcd, the callers' cards cannot be read, so every caller waits for its answer.
+            // Do not connect to etcd. The server then cannot verify the callers, so their connections stay open without
+            // an answer.
             let (_connections, channel) = watch::channel(None);
             let answering = tokio::task::spawn_local(links(channel).run(listener));
             let calls = tokio::task::spawn_blocking(move || {

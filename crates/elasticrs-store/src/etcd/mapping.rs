@@ -62,12 +62,12 @@ pub(super) struct Write {
 /// Outcome of a transaction that writes.
 #[derive(Debug, PartialEq)]
 pub(super) enum Written {
-    /// etcd executed this copy of the transaction.
+    /// etcd executed the transaction for this request. Earlier requests with the same transaction had no effect.
     Now { ok: bool, revision: i64, responses: Vec<ResponseOp> },
     /// etcd had already executed an earlier copy of the transaction, at `revision`.
     Before { ok: bool, revision: i64 },
-    /// etcd did not execute any copy of the transaction, because the session's marker key is missing or has an
-    /// unexpected value.
+    /// etcd never executed the transaction, no matter how often it was sent. The session's marker key is missing or has
+    /// an unexpected value.
     Never,
 }
 
@@ -276,9 +276,10 @@ impl Keys {
         }
     }
 
-    /// Returns the request that reads the two newest keys with this prefix that were created before revision
-    /// `created`. Two keys are needed to detect that several were created at the same revision. The request reads the
-    /// state at `revision`, or the newest state if `revision` is 0.
+    /// Returns the request that reads the two newest keys with `prefix` that were created before revision `created`.
+    /// The second key shows whether several keys were created at the same revision.
+    ///
+    /// The request reads the state at `revision`, or the newest state if `revision` is 0.
     pub(super) fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 2,
@@ -290,8 +291,8 @@ impl Keys {
         }
     }
 
-    /// Returns the request that reads the key with this prefix that was created at revision `created`. If there are
-    /// several such keys, it reads the last one by name.
+    /// Returns the request that reads a key with `prefix` that was created at revision `created`. If several keys
+    /// match, the request reads the last one in name order.
     pub(super) fn last_made(&self, prefix: &str, created: u64, revision: i64) -> pb::RangeRequest {
         pb::RangeRequest {
             limit: 1,
@@ -313,9 +314,13 @@ impl Keys {
         }
     }
 
-    /// Reconstructs the result of an op from the entries before and after its transaction. `before` contains the ops
-    /// that precede it in the transaction. This works because etcd does not accept a transaction that writes a key
-    /// twice, except by deleting it.
+    /// Reconstructs the result of `op` if the answer to its transaction was lost.
+    ///
+    /// `before` contains the operations that precede `op` in the transaction. `there` contains the answers to the
+    /// requests of [`Self::recover`].
+    ///
+    /// The result is unambiguous, because etcd rejects a transaction that writes a key twice, unless both operations
+    /// delete the key.
     pub(super) fn recovered(&self, before: &[Op], op: &Op, mut there: Vec<Vec<pb::KeyValue>>) -> OpResult {
         let is_touched = |entry: &Entry| before.iter().any(|op| writes(op) && covers(op, &entry.key));
         let mut after = self.entries(there.pop().unwrap_or_default());

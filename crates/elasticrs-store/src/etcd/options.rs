@@ -25,8 +25,10 @@ pub struct Options {
     pub read_timeout: Duration,
     /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
     pub stall_timeout: Option<Duration>,
-    /// Settings for links, which detect dead sessions before their leases expire. `None` for no links. Ignored if the
-    /// guard does not send last words.
+    /// Settings for links, which are connections between sessions that detect a dead session before its lease expires.
+    /// `None` to open no links.
+    ///
+    /// Ignored if no process outlives the session to announce its end.
     pub links: Option<Site>,
 }
 

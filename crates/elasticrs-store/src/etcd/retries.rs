@@ -21,8 +21,9 @@ const CALM: u64 = 30_000_000_000;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Retries {
     limit: Duration,
-    /// Start of the time limit, in nanoseconds of the boot clock. It is the time of the first attempt, moved forward
-    /// by the duration of each excluded outage.
+    /// Start of the request's time limit, in nanoseconds of the boot clock. Initially the time of the first attempt.
+    ///
+    /// Each outage moves the start forward, because outages do not count toward the limit.
     since: u64,
     /// Time and reason of the last failure. `None` if there was none.
     failed: Option<(u64, String)>,
@@ -49,8 +50,8 @@ impl Retries {
         Some(format!("a request to etcd keeps failing and is retried for up to {} s: {why}", self.limit.as_secs_f64()))
     }
 
-    /// Excludes an outage from the request's time limit, except for the pause before the first reconnect. Without
-    /// this exception, a request that breaks its connection on every attempt would be retried forever.
+    /// Extends the request's deadline by the duration of an outage, except for the pause before the first reconnect.
+    /// The pause counts, because a request that breaks every connection would otherwise be retried forever.
     pub(super) fn skip(&mut self, outage: PastOutage) {
         let begun = outage.begun.max(self.since).saturating_add(outage.pause);
         let skipped = outage.ended.saturating_sub(begun);

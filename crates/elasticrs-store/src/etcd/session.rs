@@ -32,7 +32,8 @@ use crate::session::{Backend, Dialing, Session};
 use crate::types::LostKind;
 
 type Boxed<T> = Pin<Box<dyn Future<Output = T>>>;
-/// Result of a job, and the new revision of the session's marker key if the job put it.
+/// Result of a job, which sends requests to etcd. Includes the new revision of the session's marker key if the job has
+/// written that key.
 type JobResult = Result<(Done, Option<i64>), Failure>;
 
 /// A connection of the session, and the calls in progress on it.
@@ -79,7 +80,8 @@ pub(super) struct Etcd<'a> {
     seen: i64,
     /// Highest revision that a watch has reported. It can be higher than `seen`, which ignores watches.
     reported: u64,
-    /// Passes the current connection to the links. `None` while there is no connection.
+    /// Passes the current connection to the code that detects dead sessions. `None` while there is no connection to
+    /// etcd.
     channels: watch::Sender<Option<Channel>>,
 }
 
@@ -194,7 +196,8 @@ impl<'a> Backend<'a> for Etcd<'a> {
                 Ok(())
             }
             CallEvent::Watch(message) => {
-                // Count only errors that etcd itself sent. The watch is not responsible for a broken connection.
+                // Count an error as a failure of the watch only if etcd itself sent the error. A broken connection can
+                // have other causes.
                 let is_answer = !matches!(message, Err(CallError::Broken(_)));
                 match message.map_err(|error| Failure::of(error, at)) {
                     Ok(message) => self.update(core, message),
@@ -303,8 +306,9 @@ impl Etcd<'_> {
 
     async fn done(&mut self, connection: &mut Connection, done: Done) -> Step {
         match done {
-            // Do not record the revision of the check, because the next answer may have an older one. That happens if a
-            // write was executed before the connection broke, and its answer is only read now.
+            // Do not record the revision of the connection check, because the next answer may have a lower revision.
+            // For example, a write that is repeated after a reconnect returns the revision at which etcd first executed
+            // it.
             Done::Looked => Ok(()),
             Done::Replied { tag, ok, revision, results } => {
                 self.advance(revision)?;
@@ -326,7 +330,8 @@ impl Etcd<'_> {
         }
     }
 
-    /// Creates a watch on this connection. etcd then sends all events that the watch has not reported yet.
+    /// Creates the watch `number` on this connection. etcd then sends all events that earlier connections have not
+    /// delivered.
     async fn create(&mut self, connection: &mut Connection, number: i64) -> Step {
         let Some(request) = self.watches.create(number, &self.keys) else { return Ok(()) };
         let failure = |error| Failure::of(error, &connection.link.at);
@@ -382,13 +387,13 @@ impl Etcd<'_> {
         Ok(())
     }
 
-    /// Excludes an outage from the time limits of the watches and of the attempted tasks.
+    /// Extends the deadlines of the watches and of all started tasks by the duration of an outage.
     fn skip(&mut self, outage: PastOutage) {
         self.tasks.attempted_mut().chain(&mut self.watch_retries).for_each(|retries| retries.skip(outage));
     }
 
-    /// Records that an attempt at the first task failed because the connection broke. Records nothing during an outage,
-    /// because the task did not cause it.
+    /// Records that the first task in the queue failed because the connection broke. Records nothing during an outage,
+    /// because the task did not cause the outage.
     fn note_failure(&mut self, core: &Core<'_>, why: &str) {
         if core.is_away() {
             return;

@@ -1,6 +1,6 @@
-//! The queue of pending requests of a session. Pure functions.
+//! Queue of the pending requests of a session. All functions are pure.
 //!
-//! - **TASK-1** [`Tasks::attempted`] covers all unfinished tasks that have been attempted.
+//! - **TASK-1** [`Tasks::attempted`] returns the retry state of every unfinished task that was started at least once.
 
 use std::collections::VecDeque;
 
@@ -8,14 +8,14 @@ use super::jobs::Job;
 use super::retries::Retries;
 use crate::types::Watch;
 
-/// Maximum number of unfinished tasks that have been attempted: the interrupted task, and the connection check
-/// that runs before the interrupted task is repeated.
+/// Maximum number of tasks that were started but have not finished. After a reconnect, these are the connection check
+/// and the interrupted task.
 const MOST_ATTEMPTED: usize = 2;
 
-/// A pending request from the user, or an internal job of the session.
+/// A pending request from the user, or a pending request that the session makes by itself, such as a connection check.
 pub(super) struct Task {
     pub(super) what: What,
-    /// Retry state of the task. `None` before the first attempt.
+    /// Deadline and last failure of the task. `None` before the first attempt.
     pub(super) retries: Option<Retries>,
 }
 
@@ -61,7 +61,7 @@ impl Tasks {
         }
     }
 
-    /// Adds an internal job, to run as soon as the attempted tasks have been repeated.
+    /// Inserts a job into the queue, directly behind the tasks that were already started.
     pub(super) fn insert_behind_attempted(&mut self, job: Job) {
         let last = self.queue.iter().take(MOST_ATTEMPTED).rposition(|task| task.retries.is_some());
         self.queue.insert(last.map_or(0, |last| last + 1), What::Job(job).into());

@@ -135,8 +135,8 @@ impl Client {
     }
 }
 
-/// Reports the end of the session when it is dropped. This works even if the runtime has stopped or the task has
-/// panicked.
+/// When dropped, reports that the session has ended. The end is reported even if the runtime has stopped or the
+/// session's task has panicked.
 pub(crate) struct EndReporter(pub(crate) Arc<Events>);
 
 impl Drop for EndReporter {

@@ -26,8 +26,8 @@ pub(crate) struct Policy {
     pub(crate) close_limit: Duration,
     /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
     pub(crate) stall_timeout: Option<Duration>,
-    /// True if a new connection renews the lease. Such a session does not reconnect while the user fetches no events,
-    /// because that would keep a stalled session alive.
+    /// True if a new connection renews the lease. If true, the session does not reconnect while the user fetches no
+    /// events, because reconnecting would keep a stalled session alive.
     pub(crate) renews_by_reconnect: bool,
 }
 

@@ -43,7 +43,8 @@ impl Failure {
 /// Reason for the end of a session.
 pub(crate) enum SessionEnd {
     Error(StoreError),
-    /// The user closed the session. The sender notifies the caller of `close`. It is `None` if no caller is waiting.
+    /// The user closed the session. Contains the channel that notifies the caller of `close`, or `None` if no caller is
+    /// waiting.
     Closed(Option<SyncSender<()>>),
 }
 

@@ -117,9 +117,10 @@ impl Events {
         lock(&self.state).bytes > MAX_UNTAKEN
     }
 
-    /// Records that the session lasts at least until `deadline`. `clock` describes the last answered keep-alive. It
-    /// contains the send time and the arrival time of the answer, both on the boot clock, and then the store's
-    /// wall-clock time.
+    /// Records that the session lasts at least until `deadline`.
+    ///
+    /// `clock` contains three times of the last answered keep-alive: its send time, the arrival time of the answer, and
+    /// the store's wall-clock time. The first two are times of the boot clock.
     pub(crate) fn renewed(&self, deadline: u64, clock: Option<(u64, u64, u64)>) {
         let mut state = lock(&self.state);
         state.deadline = Some(deadline);

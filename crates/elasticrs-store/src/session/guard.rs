@@ -22,16 +22,18 @@ pub trait Guard: Send {
     /// processes that depend on this session have exited. If `is_first`, this link replaces the links of the previous
     /// session.
     fn linked(&self, _socket: BorrowedFd<'_>, _word: [u8; 32], _is_first: bool) {}
-    /// Returns true if this guard makes sure that the words passed to [`Self::linked`] are sent. If it returns false,
-    /// the session has no links, so other sessions notice its death only when its lease expires.
+    /// Returns true if the `word` passed to [`Self::linked`] is sent after the owner of the session has died. If false,
+    /// other sessions notice the death only when the lease expires.
     fn says_words(&self) -> bool {
         false
     }
     /// The session lasts at least until this time, in nanoseconds of the boot clock.
     fn deadline(&self, boot_ns: u64);
-    /// The owner closed the session, so nothing depends on it anymore. Not called if the session is lost. In that
-    /// case, the last deadline stays valid. The duplicate of the socket stays open until the owner has handled the
-    /// loss, so that the store does not see the connection close too early.
+    /// The owner closed the session, so no process depends on the session anymore.
+    ///
+    /// If the session is lost, this method is not called, and the last deadline stays valid. The guard keeps its
+    /// duplicate of the socket open until the owner has handled the loss. Otherwise, the store would see the connection
+    /// close too early.
     fn closed(&self);
 }
 

@@ -101,8 +101,11 @@ impl Lease {
         true
     }
 
-    /// Extends the deadline after a new handshake, counted from the handshake's send time `sent`. The result is never
-    /// too late, because the store starts to count only after `sent`.
+    /// Extends the deadline after the store has answered a handshake or a keep-alive. `sent` is the send time of that
+    /// message.
+    ///
+    /// The deadline is counted from `sent`. It is never too late, because the store starts the time to live after
+    /// `sent`.
     pub(crate) fn renew(&mut self, sent: u64, terms: Terms) {
         self.answered = sent;
         self.terms = terms;
@@ -129,7 +132,7 @@ mod tests {
             is_stalled: bool,
         },
         Answer(usize),
-        /// An answer with the send time of a keep-alive that was never sent.
+        /// An answer to a keep-alive that was never sent. The field is the send time in the answer.
         Forge(u64),
         Connect,
     }

@@ -58,8 +58,8 @@ pub(crate) trait Backend<'a> {
     /// Adds a request, to be executed after all earlier ones.
     fn request(&mut self, request: Self::Request);
 
-    /// Sends the requests and keep-alives that are due. Returns the time of the next call, which is made earlier if
-    /// an event arrives.
+    /// Sends the requests and keep-alives that are due. Returns the time at which this method must be called again if
+    /// no event arrives first.
     fn prepare(&mut self, core: &mut Core<'a>, connection: &mut Self::Connection, now: u64) -> Step<u64>;
 
     /// Waits for the next event. No event is lost if the future is dropped. If `is_full`, the user's event queue is
@@ -79,9 +79,9 @@ pub(crate) trait Backend<'a> {
     /// Starts or continues the session on a new connection.
     async fn enter(&mut self, core: &mut Core<'a>, link: Self::Link) -> Step<Self::Connection>;
 
-    /// Stops using a connection. Returns the reason, which can be more specific than `end`. Until the session has
-    /// moved to another connection, this can be called again for the old one, for example because a new connection
-    /// fails.
+    /// Stops using a connection. Returns the reason, which can be more specific than `end`.
+    ///
+    /// Can be called several times for a connection, because the session keeps it until a new connection works.
     async fn leave(
         &mut self,
         core: &mut Core<'a>,

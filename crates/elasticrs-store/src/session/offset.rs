@@ -1,11 +1,12 @@
-//! Estimates the difference between two wall clocks. Pure.
+//! Estimates the offset between the store's wall clock and the local boot clock. All functions are pure.
 //!
-//! - **CLOCK-1** deadlines use the boot clock, which keeps running during suspend and cannot be set;
-//! - **CLOCK-2** the wall clock is used only in reports.
+//! - **CLOCK-1** deadlines use the boot clock, because it keeps running during suspend and cannot be set;
+//! - **CLOCK-2** wall-clock times, including the estimate, are used only in reports.
 
 use std::collections::VecDeque;
 
-/// Measurement of the difference between the clocks, taken from an answered keep-alive.
+/// One measurement of the offset between the store's wall clock and the local boot clock, made with a keep-alive and
+/// its answer.
 #[derive(Debug, Clone, Copy)]
 struct Sample {
     /// The store's wall clock minus the local boot clock, in nanoseconds.

@@ -7,8 +7,9 @@ use crate::types::LostKind;
 
 /// Minimum duration of an outage before it is reported to the user, in nanoseconds.
 const UNNOTICED: u64 = 1_000_000_000;
-/// Minimum time between two outage notices, in nanoseconds. It keeps an unstable store from flooding the user. A
-/// notice is sent earlier if half of the time until the session's deadline has passed.
+/// Minimum time between two outage notices, in nanoseconds. It keeps an unstable store from flooding the user.
+///
+/// A notice is sent earlier if the outage has lasted for half of the time that was left until the session's deadline.
 const QUIET: u64 = 60_000_000_000;
 
 /// An outage of the store. It starts when the client notices the loss of the connection. All times are nanoseconds of

@@ -48,8 +48,9 @@ pub(super) struct Connection {
     stall: Option<Stall>,
 }
 
-/// Timer that detects a peer that accepts no bytes. It runs twice, each time for half of the limit. If this
-/// process is stopped for a while, that uses up at most one half, so the peer still has the other half.
+/// Timeout for a peer that accepts no bytes. It consists of two timers that run one after the other.
+///
+/// A single pause of this process can use up only one timer, so the peer still has at least half of the timeout.
 struct Stall {
     timer: Pin<Box<Sleep>>,
     is_second_half: bool,
@@ -203,7 +204,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends as many bytes as the socket accepts. Returns true if further requests may be executed.
+    /// Sends as many bytes as the socket accepts. Returns false if many bytes are still unsent, so that the caller does
+    /// not execute further requests.
     fn send(&mut self, cx: &mut Context<'_>) -> Result<bool, Closed> {
         let mut out = self.peer.out.borrow_mut();
         while self.sent < out.len() {

@@ -69,8 +69,8 @@ impl WorkerStore {
         })
     }
 
-    /// Like [`Self::serve`], but the thread `on` only waits for the first client. It then passes the serving task to
-    /// `hand_over`, which runs the task on another thread.
+    /// Like [`Self::serve`], but starts the server only when the first client connects. The thread `on` waits for the
+    /// client. Then `hand_over` runs the server on another thread.
     pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();
@@ -120,7 +120,7 @@ impl WorkerStore {
         }
         let state = std::mem::replace(&mut *lock(&self.state), State::Closed);
         if let State::Serving(questions) = state {
-            // No answer means that the server has stopped, so everything is already closed.
+            // If there is no answer, the server has already stopped and has closed its listener and connections.
             ask(&questions, Question::Close);
         }
     }

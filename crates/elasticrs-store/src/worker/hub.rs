@@ -26,8 +26,8 @@ pub struct Limits {
     /// Time limit for a peer to identify itself as a client of the store. After that, the store closes the
     /// connection.
     pub greeting: Duration,
-    /// Time limit for a peer to accept at least one more byte of its replies. After that, the store closes the
-    /// connection.
+    /// Time limit for a peer that accepts no bytes of its replies. The store closes the connection when the limit is
+    /// reached.
     pub stall: Duration,
 }
 

@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use super::wire::{Keys, MAX_MESSAGE, Pairs, Request, put_bytes, put_number};
 
-/// Reply to a wait that is over, or to a check that has found all keys.
+/// Reply to a successful wait. Also the reply to a check if all keys exist.
 pub(super) const READY: u8 = 0;
 const MISSING: u8 = 1;
 const CANCELLED: u8 = 1;
@@ -94,7 +94,7 @@ pub struct Map {
     values: HashMap<Key, Vec<u8>>,
     queues: HashMap<Key, VecDeque<Vec<u8>>>,
     waiting: HashMap<Id, Waiting>,
-    /// Waiting connections by key and ticket. The array is indexed by [`What`].
+    /// Waiting connections for each kind of wait ([`What`]), by key and then by the sequence number of the wait.
     waiters: [Waiters; 2],
     tickets: u64,
     budget: Budget,
@@ -111,10 +111,10 @@ impl Map {
         &mut self.budget
     }
 
-    /// Executes a request of the connection `from`.
+    /// Executes a request of the connection `from`. Appends the reply to `reply`. Appends the connections that this
+    /// request has woken to `woken`.
     ///
-    /// Appends the reply to `reply`, and the connections whose wait is over to `woken`. If this fails, the request has
-    /// had no effect, and the caller must close the connection.
+    /// After an error, the request has had no effect, and the caller must close the connection.
     pub fn apply(
         &mut self,
         from: Id,
@@ -209,7 +209,8 @@ impl Map {
         }
         self.budget.charge(value.len())?;
         if length > old.capacity() {
-            // Do not double the capacity, because unused capacity is not charged to the budget.
+            // Reserve only a little unused capacity instead of doubling it, because unused capacity does not count
+            // toward the memory limit.
             old.reserve_exact(value.len().max(old.len() / 8));
         }
         old.extend_from_slice(value);
@@ -369,7 +370,8 @@ impl Map {
         Ok(())
     }
 
-    /// Updates all waits for this key, because the key now exists.
+    /// Updates all connections that wait for this key, because the key now exists. Adds a connection to `woken` if it
+    /// waits for no other key.
     fn wake_all(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         for id in self.waiters[What::Keys as usize].remove(key).unwrap_or_default().into_values() {
             if self.has_found(id) {
@@ -378,8 +380,10 @@ impl Map {
         }
     }
 
-    /// Updates the waits for a queue to which a value was added, oldest wait first. Stops when one wait is over,
-    /// because only one client can take the value.
+    /// Updates the connections that wait for this queue, because the queue has a new value. The oldest wait comes
+    /// first.
+    ///
+    /// Stops after waking one connection, because only one client can take the value.
     fn wake_one(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         while let Some(waiters) = self.waiters[What::Keys as usize].get_mut(key) {
             let Some((_, id)) = waiters.pop_first() else { break };

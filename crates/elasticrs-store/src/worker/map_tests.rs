@@ -108,8 +108,8 @@ fn apply(map: &mut Map, from: Id, op: &Op) -> Done {
 struct Model {
     values: BTreeMap<u8, Vec<u8>>,
     queues: BTreeMap<u8, VecDeque<Vec<u8>>>,
-    /// The waits, oldest first. Each consists of the connection, a flag that is true for a barrier, and the missing
-    /// keys.
+    /// Waiting connections, in the order in which they started to wait. Each item contains the connection, true for a
+    /// barrier or false for keys, and the missing keys.
     waits: Vec<(Id, bool, BTreeSet<u8>)>,
 }
 
@@ -294,7 +294,7 @@ proptest! {
                 }
                 (got, expected) => {
                     prop_assert_eq!(got.err(), expected.err());
-                    // Remove the connection's wait, because the server closes a connection after an error.
+                    // Simulate the end of the connection, because the server closes a connection after an error.
                     map.stop_waiting(*from);
                     model.apply(*from, &Op::Gone).unwrap();
                 }

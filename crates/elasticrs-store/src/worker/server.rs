@@ -38,8 +38,7 @@ pub(super) async fn first_client(
     mut questions: UnboundedReceiver<Question>,
 ) -> Option<(std::net::TcpListener, UnboundedReceiver<Question>)> {
     let listener = Arc::new(OwnedFd::from(listener));
-    // If the listener cannot be monitored, hand the store over immediately. The new thread will then encounter the
-    // same error and report it.
+    // If the listener cannot be monitored, return it immediately. The server then gets the same error and reports it.
     if let Ok(watched) = register(Arc::clone(&listener), Interest::READABLE) {
         loop {
             let question = tokio::select! {
@@ -91,8 +90,10 @@ pub(super) async fn run(
     }
 }
 
-/// Serves clients until the store is closed. Returns the sender that the caller must notify when everything is
-/// closed, or `None` if the handle was dropped.
+/// Serves clients until the store is closed. Returns the channel on which the caller must confirm that all connections
+/// are closed.
+///
+/// Returns `None` if the store's handle was dropped.
 async fn serve(
     door: &mut Door,
     hub: &Rc<RefCell<Hub>>,

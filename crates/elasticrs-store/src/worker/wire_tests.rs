@@ -77,7 +77,7 @@ fn sent() -> impl Strategy<Value = Sent> {
     })
 }
 
-/// Passes the pieces to the parser as a connection does. Returns `Ok(true)` if the parsed requests equal the
+/// Passes pieces of a byte stream to a parser, one at a time. Returns `Ok(true)` if the parsed requests equal the
 /// expected ones.
 fn parse(pieces: &[&[u8]], expected: &[Sent]) -> Result<bool, WireError> {
     let mut parser = Parser::default();

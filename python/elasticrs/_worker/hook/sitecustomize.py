@@ -232,8 +232,8 @@ class _OptimizerImport:
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            # This loader is written in C, so its `exec_module` cannot be replaced. Optimizer steps then send
-            # no heartbeats, and the agent reports that the rank is not watched for hangs.
+            # This loader is written in C, so its `exec_module` cannot be replaced. The optimizers then cannot
+            # be patched to send heartbeats, and the agent reports that the rank is not watched for hangs.
             return
 
 
@@ -249,8 +249,8 @@ def _start() -> None:
     _step_aside()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if "ELASTICRS_HEARTBEAT" in os.environ:
-        # The finder would miss the import if the warm nursery imported the optimizers before it forked this
-        # worker.
+        # If the optimizers are already imported, patch them now, because the import finder detects only later
+        # imports. A warm nursery may have imported them before it forked this worker.
         if _OptimizerImport.name in sys.modules:
             _beat_with_steps(sys.modules[_OptimizerImport.name])
         else:
@@ -267,8 +267,9 @@ def _start() -> None:
         failed = missing.name != "sitecustomize"
         raise
     finally:
-        # Install nothing if the user's `sitecustomize` failed under `-v`, because `site` then passes the
-        # error to `sys.excepthook` and the program continues.
+        # Do not install the exception hook if the user's `sitecustomize` failed and Python runs with `-v`.
+        # `site` then passes the error to `sys.excepthook`, so the hook would record an error although the
+        # program continues.
         if path and not (failed and sys.flags.verbose):
             _install(path)
 

@@ -84,8 +84,8 @@ class Watch:
             return []
         shared = numpy.mtrand._rand._bit_generator
         found = [shared]
-        # Search all objects for more numpy generators only if more than one seed was recorded, because the
-        # search is slow. The first recorded seed is that of numpy's shared generator.
+        # Search all objects for further numpy generators only if more than one seed was recorded, because the
+        # search is slow. The first seed belongs to numpy's shared generator, which is already known.
         if len(self._entropy.drawn) > 1:
             import gc
 

@@ -102,8 +102,8 @@ def _report(**line: object) -> None:
 
 
 class _ProgramError(BaseException):
-    """Raised if an imported module tries to replace this process by ``exec``. The new program could otherwise
-    run the script in place of the nursery.
+    """Raised if an imported module calls ``exec`` in the nursery. Otherwise, the new program would replace
+    the nursery process, and could run the user's script.
     """
 
 
@@ -179,7 +179,7 @@ def _standard_streams() -> list[Any]:
 
 
 def _settings(stream: Any) -> dict[str, object]:
-    stream.buffer.fileno()  # Raise an error here if the stream is closed or detached.
+    stream.buffer.fileno()  # Fail if the stream is closed or detached, because every worker needs it.
     return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
 
 
@@ -201,7 +201,8 @@ class _Surroundings:
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def note_blas(self) -> None:
-        """Record, for each newly loaded OpenBLAS library, the variables that the script has set so far.
+        """Record the environment variables that the script has set so far, for each OpenBLAS library that was
+        loaded since the last call.
 
         Call this method before each further assignment and after the last import, because a library reads the
         variables when it is loaded.
@@ -361,8 +362,8 @@ def _import(
 
 
 def _end_if_cut_off(before: dict[int, str]) -> None:
-    """If an import has closed a descriptor that leads to the agent, disconnect and wait. The agent then
-    reports the module and kills this process.
+    """If an import has closed a descriptor for communication with the agent, disconnect from the agent and
+    wait. The agent then reports the module and kills this process.
     """
     now = _open_files()
     if any(now.get(fd) != before[fd] for fd in _AGENT):
@@ -440,8 +441,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # Drop all later steps too, because in the script, the later imports see the environment as
-                # changed by this module.
+                # Also skip all later imports, because they may read environment variables that this module
+                # changes in the script.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]

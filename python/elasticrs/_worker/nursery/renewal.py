@@ -64,8 +64,8 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
     for variable, (before, after) in done.items():
         if after is None:
             os.environ.pop(variable, None)
-        # If the variable was unset before the imports, the new value may only be a default. In this case,
-        # prefer the worker's own value.
+        # An import that sets an unset variable may only set a default value, so prefer the worker's own value
+        # if it has one.
         elif before is not None or variable not in os.environ:
             os.environ[variable] = after
 

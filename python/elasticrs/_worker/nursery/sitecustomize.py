@@ -9,9 +9,10 @@ _here = os.path.dirname(os.path.abspath(__file__))
 
 if "ELASTICRS_NURSERY_START" not in os.environ:
     if os.environ.pop("ELASTICRS_NURSERY_PID", "") == str(os.getpid()):
-        # A library has called `exec` in the nursery to start this program. Wait until the agent, which has
-        # noticed the `exec`, kills this process. Otherwise, the script would run in a process that is not a
-        # worker.
+        # A library in the nursery process has called `exec`, which started this Python interpreter. The agent
+        # notices the `exec` and kills this process.
+        #
+        # Wait until then, because the user's script would otherwise run in a process that is not a worker.
         import signal
 
         while True:

@@ -70,13 +70,15 @@ class Variables(dict):  # type: ignore[type-arg]
             os.putenv(name, value)
 
     def assign(self, name: str, value: str) -> None:
-        """Set a variable as the script does between its imports."""
-        # Read the old value with `get`, because a lookup in `os.environ` would call `__missing__`, which
-        # records a read by a module.
+        """Set an environment variable to a value that the user's script assigns between its imports."""
+        # Read the old value with `get`, because a lookup in `os.environ` would be recorded as an access by an
+        # imported module.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
-        # Stop hiding Arrow's variable, so that C code sees the script's value from now on. Keep hiding the
-        # OpenBLAS variable, because workers set the thread count of OpenBLAS after the fork.
+        # Stop overriding Arrow's variable for C code, so that Arrow sees the script's value.
+        #
+        # Keep overriding OpenBLAS's variable, because workers set the thread count of OpenBLAS after the
+        # fork.
         if name == _ARROW:
             self._hidden.pop(name, None)
         self.hide()
@@ -93,8 +95,8 @@ class Variables(dict):  # type: ignore[type-arg]
         return changed[0] if changed else None
 
     def end(self) -> None:
-        """Restore the environment with which the script must start: undo the assignments of the preload
-        steps, and stop recording reads.
+        """Restore the environment variables for the start of the script: undo the assignments of the preload
+        steps, and stop recording which variables are read.
         """
         for name, value in self._before.items():
             del os.environ[name]

@@ -129,7 +129,9 @@ class EventRunner(Record):
 
 
 class _Planner(Record):
-    """Creates the plans of attempts with the rendezvous handler of a single-node job."""
+    """Creates the plan (ranks and addresses) of each attempt of a single-node job. Gets the addresses from
+    the rendezvous handler.
+    """
 
     _group: WorkerGroup
     _handler: OneNodeRendezvous

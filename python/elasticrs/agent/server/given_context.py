@@ -52,9 +52,10 @@ def start_by(
 
 
 class GivenContext:
-    """Wrapper around the context returned by the user's ``start_processes``. It keeps the plan's port
-    reserved, and takes all other attributes from the wrapped context. Failures are reported only after all
-    workers have exited.
+    """Wrapper around the process context that the user's ``start_processes`` has returned. Keeps the workers'
+    port reserved until the context is closed, and forwards all other attributes to the context.
+
+    Failures are reported only after all workers have exited.
     """
 
     has_failed = False
@@ -69,11 +70,13 @@ class GivenContext:
         return getattr(self._context, name)
 
     def wait_for_news(self, seconds: float) -> None:
-        """Sleep for ``seconds``, because no event reports the exit of a worker."""
+        """Sleep for ``seconds`` between two polls of the workers. Polling is necessary, because no event
+        reports the exit of a worker.
+        """
         time.sleep(seconds)
 
     def close(self, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
-        """Stop the workers and release the plan's port. Idempotent."""
+        """Stop the workers, and release the port that was reserved for them. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             try:

@@ -212,8 +212,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         check_limits(spec.local_world_size, spec.hang_timeout, os.environ)
 
     def _rendezvous_settings(self) -> Rendezvous | None:
-        """Return the rendezvous settings of this package's handlers, with which the agent can react to events
-        instead of polling. Return ``None`` for other handlers.
+        """Return the settings with which the agent can run the handler's rendezvous in its own event loop.
+        Return ``None`` if the handler has no such settings.
         """
         rendezvous: Rendezvous | None = getattr(self._worker_group.spec.rdzv_handler, "rendezvous", None)
         if rendezvous is None:

@@ -1,5 +1,5 @@
-"""Context manager that turns stop signals into exceptions, as torch's agent does, because the agent's hooks
-may block anywhere.
+"""Context manager that raises an exception for a stop signal, as torch's agent does. An exception is used
+because it interrupts even a blocking hook of the agent.
 """
 
 from __future__ import annotations

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 class ReplacedConsole(Observer):
-    """Observer that copies the workers' tee'd lines to the replaced streams while the workers run."""
+    """Observer for a program that has replaced ``sys.stdout`` or ``sys.stderr``. Copies the workers' console
+    output to the program's own streams while the workers run.
+    """
 
     def __init__(self, streams: Mapping[int, TextIO], role: str, template: str | None) -> None:
         self._streams = streams

@@ -310,9 +310,7 @@ class SimpleElasticAgent(ElasticAgent):
                 raise RuntimeError(f"worker group of role {role} is in state {result.state.name}")
 
     def _tell_restart(self, state: WorkerState) -> None:
-        """Log that all workers are being restarted, their state, and the number of remaining restarts. Torch
-        has no such method.
-        """
+        """Log that all workers are being restarted, with their state and the number of remaining restarts."""
         left, most = self._remaining_restarts, self._worker_group.spec.max_restarts
         _log.warning("the workers are %s; restarting, %d of %d left", state.name, left, most)
 
@@ -324,14 +322,17 @@ class SimpleElasticAgent(ElasticAgent):
         return time.time() - self._progress.overdue()[0]
 
     def _tell_progress(self, seconds: float = 0.0) -> None:
-        """Report that a long-running hook is still making progress. The next report, or the end of the hook,
-        is due in ``seconds``. Can be called from any thread. Torch has no such method.
+        """Report that a long-running hook is still making progress. The hook must report again or finish
+        within ``seconds``. Can be called from any thread.
+
+        Not available in torch.
         """
         self._progress.tell(seconds)
 
     def _pause(self, seconds: float) -> None:
-        """Wait before the next check of the workers. A subclass that receives events may return earlier.
-        Torch has no such method.
+        """Wait before the next check of the workers. An override may return early when an event arrives.
+
+        Not available in torch.
         """
         time.sleep(seconds)
 
@@ -350,8 +351,8 @@ class SimpleElasticAgent(ElasticAgent):
             return True
         self._in_exit_barrier = True
         try:
-            # Check for waiting nodes only if the handler has `set_succeeded`. In other handlers, such as
-            # torch's, `num_nodes_waiting` also counts new nodes, which are no reason to restart.
+            # A handler without `set_succeeded`, such as torch's, also counts new nodes in
+            # `num_nodes_waiting`. Do not check this number, because a new node is no reason to restart.
             return self._wait_for_others(group, watches=set_succeeded is not None)
         except RuntimeError as error:
             # As in torch, ignore the error. The work is done, and the node that hosted the store may already

@@ -199,7 +199,9 @@ class WorkerGroup:
             worker.world_size, worker.role_world_size = own.world_size, own.role_world_size
 
     def plan(self) -> Plan:
-        """Build the plan of an attempt from the result of the hooks' rendezvous. Torch has no such method.
+        """Create the plan of an attempt from the ranks and addresses that the rendezvous has assigned.
+
+        Not available in torch.
 
         Raises:
             RuntimeError: there has been no rendezvous.

@@ -125,8 +125,8 @@ class ProcessFailure:
             self.error_file = path
             try:
                 data = load_object(path)
-                # Read the facts first. They stay valid even if the message is invalid and `message_of` raises
-                # an exception.
+                # Read the restart policy's fields first, because `message_of` raises an exception if the
+                # message is invalid.
                 self._read_facts(data)
                 message, timestamp = message_of(data)
             except EmptyFileError as problem:
@@ -143,7 +143,7 @@ class ProcessFailure:
             self.message = self._made_up_message(trouble)
 
     def _read_facts(self, data: Mapping[str, Any]) -> None:
-        """Read the facts that the restart policy needs from the contents of an error file."""
+        """Read the fields that the restart policy needs from the contents of an error file."""
         match data.get("elasticrs"):
             case {"failure": {"exception": str(exception), **facts}}:
                 place = facts.get("place")

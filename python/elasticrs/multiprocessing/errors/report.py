@@ -130,7 +130,9 @@ def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
 
 
 def traceback_text(failure: ProcessFailure) -> str:
-    """Return the traceback of a failure. If there is none, return other known facts."""
+    """Return the traceback of a failure. If there is no traceback, return a message that describes the
+    failure.
+    """
     message = failure.message
     if isinstance(message, dict):
         extra = message.get("extraInfo")

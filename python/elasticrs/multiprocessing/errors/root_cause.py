@@ -54,7 +54,11 @@ def failed_ns(failure: ProcessFailure) -> int | None:
 
 
 def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
-    """Return the time at which each worker failed, keyed by global rank, after applying ROOT-3 and ROOT-4."""
+    """Return the time at which each worker failed, keyed by global rank.
+
+    The time of a recorded error takes precedence over the time of the exit (ROOT-3). An error that only
+    reports a lost peer is placed after the exit that caused it (ROOT-4).
+    """
     found = {rank: failed_ns(failure) for rank, failure in failures.items()}
     silent = [failure.seen_ns for failure in failures.values() if _is_silent(failure)]
     for rank, failure in failures.items():

@@ -1,4 +1,4 @@
-"""Run a program as a worker. The names are the same as in torch."""
+"""Runs a program as a worker. The class and the function have the same names as in torch."""
 
 from __future__ import annotations
 

@@ -90,8 +90,8 @@ class Sightings:
 
     @property
     def last_call_since(self) -> float | None:
-        """Time at which this node first observed the current last call; ``None`` if no last call is in
-        progress.
+        """Time at which this node first observed the current last call, which is the final wait for more
+        nodes. ``None`` if no last call is in progress.
         """
         return None if self._last_call is None else self._last_call[1]
 
@@ -234,8 +234,11 @@ def closed(state: State, reason: str, has_failed: bool = False) -> State:
 
 
 def without(state: State, gone: Iterable[Node], settings: RendezvousSettings) -> State:
-    """Return the state without these nodes. If a complete round loses its last participant, start the next
-    round. If a round that is still forming has too few participants left, cancel its last call.
+    """Return the state without the nodes in ``gone``. If a complete round loses its last participant, start
+    the next round.
+
+    If an incomplete round no longer has enough participants, cancel its last call (the final wait for more
+    nodes).
     """
     left = set(gone)
     if not left & state.nodes.keys():

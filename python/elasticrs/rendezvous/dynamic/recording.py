@@ -89,8 +89,8 @@ class Recorder(Record):
 
     @contextmanager
     def failures(self, what: str) -> Iterator[None]:
-        """Return a context manager that records any exception in its block as a failure of the handler's
-        method ``what``.
+        """Return a context manager that records any exception raised in its block. The record contains
+        ``what`` as the name of the handler method.
         """
         try:
             yield

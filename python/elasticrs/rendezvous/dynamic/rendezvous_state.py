@@ -104,7 +104,7 @@ class State:
         return None if standing is None else standing.place
 
     def with_node(self, node: Node, standing: Standing) -> State:
-        """Return a copy of the state in which ``node`` has this standing."""
+        """Return a copy of the state with a new role, heartbeat and rank for ``node``."""
         return replace(self, nodes={**self.nodes, node: standing})
 
 

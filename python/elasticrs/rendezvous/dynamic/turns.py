@@ -109,7 +109,9 @@ class SharedState:
         return bool(is_set)
 
     def view(self) -> View:
-        """Return the data on which this node bases its next decision."""
+        """Return the input for choosing this node's next action: the shared state, the current time, and the
+        settings.
+        """
         now, every = self.clock(), self.settings.keep_alive_interval.total_seconds()
         is_due = self._beat_at is None or now - self._beat_at >= every
         return View(self.node, self.state, now, is_due, self._sightings.last_call_since, self.settings)

@@ -119,7 +119,7 @@ class Driver:
 
     @property
     def job_number(self) -> int:
-        """Store revision that created the job's record; 0 until this agent has found or created the record.
+        """Store revision at which the job's record was created; 0 while the revision is unknown.
 
         The number distinguishes this job from an earlier job with the same name.
         """
@@ -172,8 +172,8 @@ class Driver:
             if kind == "refused" and not self._member.joining.was_registered:
                 left += self.tell(ConnectionLost("cannot_host", text))
             else:
-                # Report the message but stay in the job, because this node can still connect to the store as
-                # a client.
+                # Report the message about this node's etcd member, but stay in the job, because this node can
+                # still connect to the other etcd members.
                 left.append(messages.Announce(text))
         for name in self._timers.take_due():
             if name == _PORT:
@@ -323,8 +323,8 @@ class Driver:
     # --- executing actions ---
 
     def _do(self, action: Action) -> Sequence[Event]:
-        """Execute an action that is not meant for the caller. Return the events that immediately follow from
-        it.
+        """Execute an action that the driver handles itself. Return the events that the action causes
+        immediately.
         """
         match action:
             case Txn() | Watch() | Unwatch():

@@ -34,7 +34,9 @@ class EtcdError(enum.Enum):
 
     @classmethod
     def of(cls, answer: dict[str, Any]) -> EtcdError | None:
-        """Return the error that a gateway response contains; ``None`` if it is not one of these errors."""
+        """Return the error in a gateway's response. Return ``None`` if the response contains no error that
+        this class defines.
+        """
         try:
             return cls((answer.get("code"), answer.get("message") or answer.get("error")))
         except ValueError:
@@ -193,8 +195,8 @@ class Gateway:
         return found
 
     def find_foreign(self, seats: Iterable[Seat], label: str, seconds: float) -> Seat | None:
-        """Find the first seat (endpoint) at which etcd responds, and return it if that etcd belongs to
-        another job. Return ``None`` if it belongs to this job, or if no etcd responds.
+        """Return the first responding endpoint if it belongs to another job's etcd. Return ``None`` if it
+        belongs to this job's etcd, or if no endpoint responds.
         """
         for seat in seats:
             try:

@@ -61,7 +61,7 @@ class Seat(Value):
         return self.url_at(self.host, self.peer_port)
 
     def url_at(self, host: str, port: int) -> str:
-        """Return a URL for this host and port, with this seat's scheme."""
+        """Return the URL for a host and port, with the scheme (``http`` or ``https``) of this etcd member."""
         return f"{self.scheme}://{shown_endpoint(host, port)}"
 
 
@@ -92,7 +92,7 @@ class Entry(Value):
 
 
 class Stay(Value):
-    """Decision to run the member with the data at this seat."""
+    """Decision to start the etcd member with its existing data."""
 
 
 class Create(Value):
@@ -100,7 +100,7 @@ class Create(Value):
 
 
 class Adopt(Value):
-    """Decision to discard any data at this seat, and to join the cluster with this incarnation as a member
+    """Decision to discard any existing data of the etcd member, and to join the cluster ``incarnation``
     without data.
     """
 
@@ -116,7 +116,7 @@ class Lost(Value):
 
 
 class Wait(Value):
-    """Decision to wait a short time before asking the other seats again."""
+    """Decision to wait briefly, and then to query the job's other etcd members again."""
 
 
 class Refuse(Value):
@@ -131,7 +131,8 @@ Step: TypeAlias = "Stay | Create | Adopt | Lost | Wait | Refuse"
 
 
 class View(Value):
-    """Facts on which the decision about the next step is based.
+    """Input for :func:`next_step`: the state of this agent's etcd member, and the responses of the other
+    members.
 
     Args:
         seats: all seats of the job.
@@ -188,7 +189,7 @@ def cluster_token(label: str, incarnation: str) -> str:
 
 
 def name_of(label: str, incarnation: str, index: int) -> str:
-    """Return the name of the etcd member at the seat with this index."""
+    """Return the name of the job's etcd member with this index."""
     return f"{cluster_token(label, incarnation)}-{index}"
 
 
@@ -233,15 +234,15 @@ def next_step(view: View) -> Step:
     if best is not None:
         return Stay() if best == view.held else Adopt(best)
     if any(members and view.mine not in members for members in joined.values()):
-        # Wait, because a cluster exists that this seat has never joined. The seat may join only once a
-        # majority of the seats hold the cluster's data (SEAT-4).
+        # Wait, because the job already has a cluster and this etcd member has never joined it. Joining
+        # requires that a majority of the members hold the cluster's data (rule SEAT-4).
         return Wait()
     return Create() if view.waited >= _HEAD_START * view.mine else Wait()
 
 
 def misfit(seats: Sequence[Seat], label: str, index: int, answer: tuple[Entry, ...]) -> str | None:
-    """Return an error message if the etcd at a seat does not belong to this job's cluster; otherwise
-    ``None``.
+    """Return an error message if the etcd member at an endpoint does not belong to this job's cluster;
+    ``None`` if it does.
     """
     where = shown_endpoint(seats[index].host, seats[index].peer_port)
     if any(not _incarnation(label, (entry,)) for entry in answer):
@@ -265,16 +266,16 @@ def foreign(where: str) -> str:
 
 
 def _incarnation(label: str, answer: tuple[Entry, ...]) -> str:
-    """Extract the cluster's incarnation from the members' names. Return an empty string if the members belong
-    to another job.
+    """Extract the cluster's random name (incarnation) from the name of its first member. Return an empty
+    string if the member belongs to another job.
     """
     name = answer[0].name
     return name.removeprefix(f"{label}-").rpartition("-")[0] if name.startswith(f"{label}-") else ""
 
 
 def _joined(view: View, answer: tuple[Entry, ...]) -> set[int]:
-    """Return the indices of the seats whose members have joined the cluster. ``answer`` is the cluster's list
-    of members.
+    """Return the indices of the endpoints whose etcd member has joined the cluster. ``answer`` is the list of
+    members that etcd returned.
     """
     by_url = {seat.peer_url: index for index, seat in enumerate(view.seats)}
     return {by_url[url] for entry in answer if entry.has_joined for url in entry.peer_urls if url in by_url}

@@ -139,14 +139,14 @@ class EtcdSite(Value):
 
     @property
     def files(self) -> list[str]:
-        """Paths of the CA certificates, the certificate, and its key, for hosted members. Empty if TLS is not
-        used.
+        """Paths of the TLS files for etcd members that agents host: CA certificates, certificate, and the
+        certificate's key. Empty if TLS is not used.
         """
         return [str(file) for file in (self.ca_cert, self.cert, self.key)] if self.is_tls else []
 
     def with_token(self, run_id: str, token: bytes) -> EtcdSite:
-        """Return a copy with the user and password for hosted members. The password is derived from the job's
-        token.
+        """Return a copy of the settings with the user and password for etcd members that agents host. The
+        password is derived from the job's token.
         """
         return self.replaced(user=ROOT, password=password_of(run_id, self.prefix, token))
 

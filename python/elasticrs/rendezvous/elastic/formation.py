@@ -46,7 +46,7 @@ def slow_members(view: View) -> set[str]:
 
 
 def decide(member: Member, leader: Leader, view: View) -> None:
-    """Make the leader's next decision between two rounds."""
+    """Make the leader's next decision while no round is running."""
     settings, head = member.settings, view.head
     alive: list[str] = []
     if head is not None and not head.is_judged:
@@ -59,9 +59,11 @@ def decide(member: Member, leader: Leader, view: View) -> None:
             close(member, leader, view, head.replaced(outcome="failed", reason=judged.reason), alive)
             return
         if head.delay > 0 or head.note:
-            # Write the evaluation before the next round starts, so that every node can announce the delay and
-            # an excluded node can leave. A new leader then does not evaluate the round again. Otherwise, it
-            # could wrongly blame a node that was lost during the delay.
+            # Write the decision about the ended round before the next round starts. All nodes can then
+            # announce the restart delay, and an excluded node can leave.
+            #
+            # The written decision also prevents a new leader from deciding again. A new leader could blame a
+            # node that was lost only during the delay.
             if head.excluded_agent is not None:
                 alive = [*alive, *_enough(view, head.excluded_agent, member.rendezvous.min_nodes)]
             write(member, leader, view, [member.put_head(head)], here(member, alive))
@@ -83,8 +85,9 @@ def decide(member: Member, leader: Leader, view: View) -> None:
 
 
 def _enough(view: View, excluded: str, count: int) -> list[str]:
-    """Return up to ``count`` candidates for the next round, without the excluded agent. The exclusion is
-    written only if they are still registered, because too few nodes might remain otherwise.
+    """Return up to ``count`` candidates for the next round, except the excluded agent. The exclusion is
+    written only if all returned candidates are still registered, because otherwise too few nodes might
+    remain.
     """
     others = sorted(member for member in view.candidates if agent_of(member) != excluded)
     return others[: min(count, MAX_COMPARED)]

@@ -151,7 +151,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
             while True:
                 self._raise_the_end()
                 if self._is_to_stop:
-                    # This round ended before the method could return it, so request the next round.
+                    # Request the next round, because the current round ended before `next_rendezvous`
+                    # returned.
                     self._without_workers()
                 elif self._start is not None:
                     start, self._start, self._runs = self._start, None, True
@@ -252,8 +253,9 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return knows
 
     def _leave_home(self) -> bool:
-        """If this process hosts the store, keep it open until the other nodes have read the outcome of the
-        last run, but at most ``close_timeout`` seconds. Return true if they have read it.
+        """If this process hosts the store, wait for at most ``close_timeout`` seconds until the other nodes
+        have read the outcome of the last run. Then close the store. Return true if all nodes have read the
+        outcome.
         """
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
         self.home.leave()
@@ -380,8 +382,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _work(self) -> None:
         with self._news:
-            # Exit if another thread is already running. There may be two if a signal handler's exception
-            # interrupted a caller that had just started a thread, and the next caller started one too.
+            # Exit if another thread is already running. Two threads may have been started if an exception
+            # from a signal handler interrupted a caller, because the next caller starts another thread.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()

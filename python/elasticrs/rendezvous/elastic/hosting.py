@@ -183,9 +183,11 @@ def _is_own_name(host: str, resolver: Resolver) -> bool:
 
 
 def listening_address(host: str, resolver: Resolver) -> str | None:
-    """Return the address on which a server must listen to be reachable at ``host``; ``None`` if that is
-    another machine. A non-loopback name may resolve only to loopback addresses here. In that case, return the
-    wildcard address.
+    """Return the address on which a server must listen to be reachable at ``host``. Return ``None`` if
+    ``host`` is another machine.
+
+    Return the wildcard address if ``host`` is a name of this machine that resolves only to loopback
+    addresses.
 
     Raises:
         OSError: the name cannot be resolved.
@@ -228,8 +230,8 @@ def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: Resolve
     is_usable = hosting.may_host and not is_unspecified(rendezvous.host)
     if is_usable and not hosting.is_explicit:
         return rendezvous.host
-    # If the user has chosen this node as host, prefer an address of its own name. The endpoint may be a
-    # service address that forwards only the store's port.
+    # Prefer an address of this machine's own host name if the user chose which node hosts the store. The
+    # endpoint may then belong to a service that forwards only the store's port.
     return _address_of_own_name(resolver) or (rendezvous.host if is_usable else None)
 
 
@@ -380,16 +382,16 @@ def _can_bind(family: int, sockaddr: tuple[object, ...]) -> bool:
 
 
 def _talks_from(family: int, sockaddr: tuple[object, ...], address: str) -> bool:
-    """Return true if the kernel would choose ``address`` itself as the source address of a connection to it.
-    Nothing is sent.
+    """Return true if the kernel would use ``address`` as the source address of a connection to ``address``.
+    No packet is sent.
     """
     sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
     try:
         sock.connect(sockaddr)
         return packed(sock.getsockname()[0]) == packed(address)
     except OSError as error:
-        # Without a route, the address cannot belong to this machine. Any other error may come from a sandbox,
-        # so trust the successful bind in that case.
+        # Return false if there is no route, because the address then cannot belong to this machine. Any other
+        # error may come from a sandbox that blocks `connect`, so rely on the earlier successful `bind`.
         return error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH)
     finally:
         sock.close()

@@ -210,8 +210,8 @@ def register(member: Member, link: Link) -> None:
     if node_rank is not None:
         is_mine, claim = static_ranks.claim(member, registration, node_rank)
         compares.append(is_mine)
-        # Put the claim of the node rank first, because the handler of the reply expects the registration and
-        # its predecessor in the last two results.
+        # Insert the operation that claims the node rank first, because the reply handler expects the
+        # registration and its predecessor in the last two results.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     member.txn(Purpose.REGISTER, compares, ops, otherwise)
@@ -267,8 +267,8 @@ def refused(member: Member, link: Link, registration: Registration, reply: Reply
 
 
 def own_registration(reply: Reply) -> Entry | None:
-    """Return the registration created by an earlier execution of the rejected transaction T1; ``None`` if
-    there is none.
+    """Return this agent's registration from the reply to a rejected transaction; ``None`` if there is none.
+    An earlier attempt of the same transaction may have created the registration.
     """
     return reply.entry(2)
 

@@ -78,8 +78,8 @@ class Keys:
         return self.slots + member
 
     def forget_members(self, prefix: str) -> list[Operation]:
-        """Return operations that delete the registrations and slots of all members whose names start with
-        ``prefix``.
+        """Return operations that delete the registrations and rank assignments of all members whose names
+        start with ``prefix``.
         """
         return [DeletePrefix(self.node(prefix)), DeletePrefix(self.slot(prefix))]
 

@@ -74,8 +74,10 @@ def guards(member: Member, view: View) -> list[Compare]:
 def write(
     member: Member, leader: Leader, view: View, then: Sequence[Operation], compares: Sequence[Compare] = ()
 ) -> None:
-    """Send a write. The leader makes no decisions until the reply arrives. ``compares`` are additional
-    conditions besides the guards.
+    """Write to the store if this agent is still registered, the job's state is unchanged, and all conditions
+    in ``compares`` are true.
+
+    The leader makes no decision until the reply has arrived.
     """
     leader.sent_at = view.revision
     leader.pending = member.txn(Purpose.LEAD, [*guards(member, view), *compares], then)

@@ -64,8 +64,10 @@ class Leader(Record):
         if reply.ok:
             self.wait_for = reply.revision
         else:
-            # The write was rejected because of a change that is not in the view yet. Wait for any change
-            # below the watched prefix. Do not wait for the reply's revision, because it may belong to another
-            # job, which this leader does not watch.
+            # The write was rejected because of a change that the leader has not received yet. Wait for any
+            # change of this job's keys.
+            #
+            # Do not wait for the reply's store revision, because it may belong to a change of another job's
+            # keys.
             self.stalled = self.view is None or self.view.revision <= self.sent_at
         return True

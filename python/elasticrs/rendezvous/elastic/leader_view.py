@@ -1,4 +1,5 @@
-"""The leader's view of the store. The cost of an update does not depend on the number of agents.
+"""The leader's local copy of the job's keys in the store. Updating the copy takes the same time for any
+number of agents.
 
 - **VIEW-1** The view contains every key of the job as of :attr:`View.revision`.
 - **VIEW-2** The derived sets (:attr:`View.slow`, :attr:`View.candidates`, …) always match their definitions.
@@ -119,8 +120,8 @@ class View:
         return any(number == self.round for number, _ in self._evidences)
 
     def holds(self, member: str) -> bool:
-        """Return true if a member may still have workers. This is the case if the round of its last slot has
-        started, and it has not reported itself idle since then.
+        """Return true if a member may still have workers. This is true if the last round for which the member
+        was assigned ranks has started, and the member has not reported itself idle since then.
 
         Use the member's own slot and not the last table of members, because a round may have been formed
         without a slow member that still has workers of an earlier round.

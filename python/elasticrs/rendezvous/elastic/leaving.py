@@ -1,5 +1,5 @@
-"""Leave the job. An agent leaves to drain its node after a signal, because its workers are stuck, to end the
-job, or because the job was closed.
+"""Leave the job. An agent leaves after a signal to drain its node, if its workers are stuck, or when the job
+ends.
 
 - **LEAVE-1** The other nodes are notified immediately, before the workers of this node have stopped.
 - **LEAVE-2** A member that has written its farewell cannot take part in further rounds, and does not count as
@@ -24,7 +24,7 @@ MAX_REASON = 256
 
 
 def leave(member: Member, event: Leave) -> None:
-    """Handle a request to leave the job with this agent, or to close the job for all nodes."""
+    """Handle a request to leave the job. If ``event.close`` is true, close the job for all nodes instead."""
     if member.phase is Phase.EXIT:
         return
     reason = cut(event.reason, MAX_REASON)
@@ -35,8 +35,8 @@ def leave(member: Member, event: Leave) -> None:
 
 
 def leave_with(member: Member, outcome: Outcome) -> None:
-    """Leave the job with this outcome. This ends the current round, writes the farewell key, and stops the
-    workers.
+    """Leave the job, and exit with ``outcome`` afterwards. End the current round, record the departure in the
+    store, and stop the workers.
     """
     member.leave_with(outcome)
     registration = member.registered
@@ -56,8 +56,8 @@ def leave_with(member: Member, outcome: Outcome) -> None:
 
 
 def round_ended(member: Member, reply: Reply) -> None:
-    """Handle the reply to the request to end the current round. If another node has already ended it, only
-    the farewell key remains to be written.
+    """Handle the reply to the request that ends the current round and records this agent's departure. If
+    another node has already ended the round, record only the departure.
     """
     if reply.ok:
         farewell_known(member)
@@ -65,7 +65,7 @@ def round_ended(member: Member, reply: Reply) -> None:
     registration = member.registration
     outcome = None if member.leaving is None else member.leaving.outcome
     if registration is not None and outcome is not None:
-        # Another node has already ended the round, so write only the farewell key.
+        # Record only this agent's departure, because another node has already ended the round.
         _say_farewell(member, registration, outcome.message or "")
 
 
@@ -79,8 +79,8 @@ def _farewell(member: Member, registration: Registration, reason: str) -> Put:
 
 
 def farewell_known(member: Member) -> None:
-    """Record that the farewell key is in the store. Also called if the store no longer has this agent's
-    registration, which makes the key unnecessary.
+    """Note that no further write is needed for this agent's departure, because the store has recorded the
+    departure or no longer has the agent's registration.
     """
     if member.leaving is not None:
         member.leaving.is_known = True
@@ -88,8 +88,8 @@ def farewell_known(member: Member) -> None:
 
 
 def go_on(member: Member) -> None:
-    """Exit once no workers are left and the farewell key is in the store. If the store does not respond in
-    time, do not wait for the key.
+    """Exit once no workers are left and the store has recorded this agent's departure. If the store does not
+    respond in time, exit without waiting for the record.
     """
     leaving = member.leaving
     if member.workers is not None or leaving is None or member.phase is Phase.EXIT:

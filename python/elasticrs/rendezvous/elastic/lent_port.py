@@ -17,8 +17,10 @@ _TICK, _SLOW_TICK = 0.05, 1.0
 
 
 class LentPort:
-    """Port of a rendezvous store hosted by this process. While the port is lent to the workers' store, the
-    rendezvous store keeps its existing connections. If another process hosts the store, lending does nothing.
+    """Port that the rendezvous store hands over to the workers' store during a round. Meanwhile, the
+    rendezvous store keeps its existing connections.
+
+    Nothing is handed over if another process hosts the rendezvous store.
     """
 
     __slots__ = ("_deadline", "_is_lent", "_meeting_point", "trouble")

@@ -89,7 +89,8 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
             text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
             leaving.leave_with(member, Outcome("failed", text))
         case messages.StoreHosted():
-            # The agent now hosts the store but is not connected to it yet, so only update its description.
+            # Record that this agent hosts the store, and the agent's new fallback address. Nothing else can
+            # be done yet, because the agent is not connected to the store.
             member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
         case messages.Leave():
             leaving.leave(member, event)

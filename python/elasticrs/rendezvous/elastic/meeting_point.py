@@ -141,8 +141,8 @@ class MeetingPoint:
         self._home = home
         self.job = rendezvous.job or rendezvous.run_id
         """Name of the job in the store."""
-        # Name of the job to whose lease long-lived keys in etcd are attached. Workers use their own job's
-        # name, because they may not attach keys to the agents' lease.
+        # Name of the job whose etcd lease holds the long-lived keys. Workers use their own job name, because
+        # they have no permission to attach keys to the agents' lease.
         self._lasting = self.job
         if home is not None:
             home.runs += 1
@@ -159,8 +159,8 @@ class MeetingPoint:
         self._foreign_since: float | None = None
         self._clock = Clock(0, None)
         self._shared: Store | None = None
-        # With ``static``, open the shared store before the round starts. During the round, the workers use
-        # the port, so the rendezvous store cannot accept new connections.
+        # With ``static``, open the connection for the nodes' shared data before the round starts. During a
+        # round, the store cannot accept new connections, because the workers use the store's port.
         self._shares_early = rendezvous.is_static and (home is not None or supervisor is None)
 
     @staticmethod
@@ -246,7 +246,8 @@ class MeetingPoint:
                 run_id=self._rendezvous.run_id,
                 token=settings.token,
                 max_connections=self._rendezvous.max_connections,
-                # With a `Home`, do not run the server in the supervisor, because the server may outlive it.
+                # Do not run the server in the supervisor if a `Home` keeps the server for later runs, because
+                # the server may outlive the supervisor.
                 supervisor=self._supervisor if self._home is None else None,
             )
         except OSError as error:
@@ -340,8 +341,8 @@ class MeetingPoint:
                 return True
             seat = gateway.find_foreign(etcd.seats, label, seconds)
             if seat is not None:
-                # Report another job's etcd as a final error only if it keeps responding. It may be left over
-                # from an earlier job and about to exit.
+                # Report a final error only if another job's etcd keeps responding, because a leftover etcd of
+                # an earlier job may be about to exit.
                 since = self._foreign_since = self._foreign_since or time.monotonic()
                 kind = "not_ours" if time.monotonic() - since > _DOUBT else "refused"
                 return ConnectionLost(kind, foreign(shown_endpoint(seat.host, seat.port)))
@@ -379,8 +380,8 @@ class MeetingPoint:
             interval=settings.keep_alive_interval,
             attempts=settings.keep_alive_max_attempt,
             connect_timeout=settings.connect_timeout,
-            # Set no stall timeout for an agent that polls, because its workers may keep it busy for a long
-            # time between two calls.
+            # Without a supervisor, set no stall timeout, because the agent must poll the client itself. Its
+            # workers may delay the next poll for a long time.
             stall_timeout=settings.stall_timeout if supervisor is not None else None,
             supervisor=supervisor,
             resume=True,
@@ -414,13 +415,14 @@ class MeetingPoint:
         events: list[StoreEvent] = []
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
-                # Reconsider hosting only if the client's thread could resolve the name, because the name
-                # lookup would otherwise block this thread for a long time.
+                # Skip the check of whether this agent should host the store if the client could not resolve
+                # the name. The check needs the same name lookup, which could block this thread for a long
+                # time.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
-                # The port accepts connections now, but the shared store could not be opened earlier. Start
-                # over, because the agent needs both connections.
+                # Connect again from the start, because the agent also needs its connection for the nodes'
+                # shared data. That connection failed before the store's port accepted connections.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:
@@ -455,8 +457,8 @@ class MeetingPoint:
         """
         if self._hosting is self._found.hosting:
             return self._found.fallback
-        # This call does not block. It looks up names only if the user has decided which agent hosts the
-        # store, and then the decision never changes.
+        # This call does not block, because it looks up names only if the user chose which agent hosts the
+        # store. In that case, the address found at startup has already been returned.
         return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
     def _explained(self, lost: ConnectionLost) -> str:

@@ -197,7 +197,7 @@ class Done(Record):
 
 
 class RoundAge(Record):
-    """Data from which this agent determines whether the last round was short.
+    """Record of whether the last round ran for at least ``short_round`` seconds.
 
     Args:
         seen: last round whose start this agent has seen.
@@ -219,7 +219,7 @@ class OwnFailure(Value):
 
 
 class OwnEvidence(Value):
-    """Evidence for the diagnosis of a round that this node has gathered but not yet written to the store."""
+    """Diagnostic data that this node has collected about a round and not yet written to the store."""
 
     round: int
     content: bytes
@@ -351,8 +351,8 @@ class Member:
 
     @property
     def patience(self) -> float:
-        """Seconds without a new round after which this agent gives up. A restart delay is included twice,
-        because a new leader starts the delay again.
+        """Seconds that this agent waits for a new round before it gives up. The maximum restart delay is
+        added twice, because a leader elected during the delay waits for the full delay again.
         """
         policy = self.agent.policy
         return self.settings.patience + 2 * max(policy.first_delay, policy.longest_delay)
@@ -410,8 +410,8 @@ class Member:
         return head is not None and head.state == "RUNNING" and head.round == number
 
     def node(self, cause: Cause | None = None) -> Node:
-        """Return the record for this agent's registration. ``cause`` is the cause of a failure on this node,
-        in the most recent round whose workers have exited here.
+        """Return the record to store as this agent's registration. ``cause`` is the cause of this node's
+        failure, if any, in the last round whose workers have exited.
         """
         agent, registration, unfit = self.agent, self.registration, self.found_unfit
         idle = 0 if registration is None else registration.idle
@@ -467,8 +467,8 @@ class Member:
         planned: bool = False,
         after_failure: bool = False,
     ) -> None:
-        """Stop the workers, if there are any. If they are already being stopped, repeat this only if
-        ``fenced`` is true, which requests SIGKILL.
+        """Stop the workers: with SIGKILL if ``fenced`` is true, otherwise gracefully. Ignore a graceful stop
+        if the workers are already being stopped.
         """
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):

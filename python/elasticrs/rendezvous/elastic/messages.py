@@ -97,8 +97,8 @@ class AskForRound(Value):
 
 
 class StoreHosted(Value):
-    """Event: this process now serves the coordination store, although it did not do so when the rendezvous
-    started. ``fallback_addr`` replaces the field of that name in :class:`~.rendezvous.ThisAgent`.
+    """Event: this process started to serve the coordination store after the rendezvous had begun.
+    ``fallback_addr`` is the agent's new fallback address; see :class:`~.rendezvous.ThisAgent`.
     """
 
     fallback_addr: str | None = None

@@ -137,21 +137,21 @@ def silence_of(cause: Mapping[str, Any] | None) -> float | None:
 
 
 def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return true if the same agent reported both causes. Several agents on one node have different group
-    ranks.
+    """Return true if the same agent reported both causes. Compare the group ranks too, because several agents
+    may run on one node.
     """
     return all(one.get(name) == other.get(name) for name in ("node", "group_rank"))
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Return true if this node's failure has to be reported to the leader. This is the case if it may have
-    preceded the recorded failure, or if it adds details to the same agent's earlier report.
+    """Return true if this node must report its failure ``own`` to the leader. A report is needed if ``own``
+    may have happened before the failure ``recorded``, or if the same agent reported both.
     """
     if recorded:
         if is_of_same_node(own, recorded):
             return True
-        # A report without a message was written before the worker's error file was read. That file may still
-        # show that the failure was caused by another one.
+        # Treat a recorded failure without a message as a possible consequence of another failure, because the
+        # worker's error file had not been read yet.
         may_be_consequence = recorded.get("is_consequence") or recorded.get("message") is None
         if may_be_consequence and not own.get("is_consequence"):
             return True
@@ -335,7 +335,7 @@ class Head(Value):
         )
 
     def with_failures(self, failures: FailureHistory) -> Head:
-        """Return a copy of this head with the given failure history. Long names in the history are
+        """Return a copy of the job's state with the given failure history. Long names in the history are
         truncated.
         """
         kept = {name: each for name, each in failures.fields().items() if name != "charged" and each}
@@ -406,8 +406,8 @@ class Slot(Value):
         return Slot(*validation.row(decode(value), _SLOT))
 
     def fits(self, head: Head, nproc: int) -> bool:
-        """Return true if the ranks in this slot, for ``nproc`` workers, are valid in the round that the head
-        describes.
+        """Return true if the assigned ranks are valid in the round described by ``head``, for a node with
+        ``nproc`` workers.
         """
         return (
             all(head.master)

@@ -82,16 +82,18 @@ class Rendezvous(Value):
 
     @property
     def master_port(self) -> int | None:
-        """Fixed port of the workers' store; ``None`` if the port changes every round. With ``static``, it is
-        the endpoint's port, which the rendezvous store lends to the rank-0 workers.
+        """Fixed port of the workers' store; ``None`` if the port changes every round. With ``static``, the
+        workers' store uses the endpoint's port during each round.
         """
         return self.port if self.is_static else None
 
     @property
     def given_addr(self) -> str | None:
-        """Name or address that the user gave for this node, without brackets. With ``static``, rank 0 uses
-        the endpoint's host. If ``None``, other nodes use the local address of this node's connection to the
-        store.
+        """Name or address that the user gave for this node, without brackets. With ``static``, it is the
+        endpoint's host if this node has rank 0.
+
+        ``None`` if the user gave none. Other nodes then use the local address of this node's connection to
+        the store.
         """
         if self.is_static and self.node_rank == 0:
             return self.host
@@ -101,8 +103,8 @@ class Rendezvous(Value):
     def store_lost_timeout(self) -> float:
         """Seconds for which this agent tries to reconnect after losing its connection to the store."""
         given = self.settings
-        # With ``static``, keep trying for at least ``settle`` seconds, because the workers of rank 0 occupy
-        # the store's port until they stop.
+        # With ``static``, keep trying at least until the rank-0 workers must have stopped (``settle``
+        # seconds), because they occupy the store's port.
         return max(given.store_lost_timeout, given.settle) if self.is_static else given.store_lost_timeout
 
 

@@ -79,8 +79,8 @@ def decide(member: Member, leader: Leader) -> None:
     answered its writes.
     """
     view, link = leader.view, member.link
-    # Wait until the leader's view and this agent's own watch agree on the state of the job. The snapshot in
-    # the view can be newer than the last change that the watch delivered.
+    # Wait until the leader's copy of the store and this agent's watch have the same state of the job. The
+    # copy may be newer than the last change that the watch has delivered.
     if view is None or link is None or not leader.is_free() or view.head_revision != link.head_revision:
         return
     if view.head_revision != leader.of_head:
@@ -88,8 +88,8 @@ def decide(member: Member, leader: Leader) -> None:
         leader.of_head = view.head_revision
     head = view.head
     if head is not None and head.state != "CLOSED" and len(view.seats) != head.size:
-        # Close the job, because without the member table no agent can tell which nodes are lost and which
-        # have finished.
+        # Close the job, because the list of the round's members is damaged. Without the list, no agent can
+        # tell which nodes are lost and which have finished.
         table = f"the table {member.keys.table(head.form)} of round {head.round} is damaged"
         close(member, leader, view, head.replaced(outcome="failed", reason=table))
     elif head is None or head.state == "ENDED":

@@ -44,7 +44,7 @@ MAX_SETUPS = 3
 
 
 class Verdict(Value):
-    """Result of evaluating the end of a round.
+    """Result of evaluating an ended round.
 
     Args:
         alive: members that must still be registered when the outcome is written. If one of them is lost
@@ -154,8 +154,10 @@ def _decide(
     *,
     charged: bool,
 ) -> RestartDecision:
-    """Return the restart policy's decision for a round that ended with ``first`` as its first cause. If the
-    round is not ``charged`` (uses no restart), decide only whether to exclude a node.
+    """Return the restart policy's decision for an ended round. ``first`` is the cause of the round's first
+    failure.
+
+    If ``charged`` is false, the round does not count as a restart, so decide only whether to exclude a node.
     """
     first = first if charged else None
     others = [cause for cause in known_causes(view, head) if cause is not first and charged]
@@ -172,8 +174,8 @@ def _decide(
         available=len(view.candidates),
         min_nodes=min_nodes,
     )
-    # Evaluate the node checks even if the round uses no restart. The loss of a node can explain failures on
-    # other nodes, but not why a check found a node unfit.
+    # Evaluate the node checks even if the round does not count as a restart, because a lost node does not
+    # explain why a check found another node unfit.
     return decide(policy, head.failures, evidence) if charged else exclude(policy, head.failures, evidence)
 
 
@@ -193,8 +195,8 @@ def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _member_of(view: View, name: str) -> str:
-    """Return the member on the named node. Exactly one member matches, because a node cannot be excluded if
-    several agents share its name.
+    """Return the member on the node that will be excluded. Exactly one member matches, because a node is
+    never excluded if several agents share its name.
     """
     return next(
         member for member in sorted(view.rank_of) if member in view.nodes and view.nodes[member].name == name

@@ -73,8 +73,10 @@ def take_slot(member: Member, registration: Registration, entry: Entry) -> None:
 
 
 def _slot_damaged(member: Member, registration: Registration, error: DamagedError) -> None:
-    """Handle an unreadable slot. An agent without workers registers again, because it needs ranks for the
-    next round. An agent with running workers already has its ranks, so it only reports the damage.
+    """Handle an unreadable rank assignment. Register again if this agent has no workers, because it needs
+    ranks for the next round.
+
+    Otherwise, only report the damage, because the running workers already have their ranks.
     """
     text = damage(member.keys.slot(registration.member), error)
     if member.phase in (Phase.IDLE, Phase.CONNECTING):
@@ -89,8 +91,8 @@ def take_head(member: Member, link: Link, entry: Entry) -> None:
         return
     if entry.value is None:
         if link.head is not None:
-            # Fence this agent (stop its workers), because without the state of the job no agent could end a
-            # round.
+            # Fence this agent (stop its workers), because the state of the job was deleted from the store.
+            # Without that state, no agent could end the round and stop the workers.
             fence(member, REMOVED)
         return
     head = Head.read(entry)
@@ -151,8 +153,8 @@ def _announce_verdict(member: Member, head: Head) -> None:
 
 
 def _excluded(member: Member, head: Head) -> None:
-    """Leave the job, because this node has been excluded. An agent that hosts the store stays without
-    workers, because the job needs the store.
+    """Leave the job, because this node has been excluded. If this agent hosts the store, stay in the job
+    without workers instead, because the other nodes need the store.
     """
     if member.leaving is not None or member.serves_only:
         return
@@ -168,7 +170,8 @@ def _excluded(member: Member, head: Head) -> None:
 def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
     stop_earlier(member, head)
     if head.excluded_agent == member.agent.agent:
-        # Exclude this agent now. It missed the announcement because it was disconnected.
+        # Handle the exclusion of this agent now, because the agent was disconnected when the exclusion was
+        # announced.
         _excluded(member, head)
     if member.age.seen != head.round:
         member.age.seen = head.round
@@ -188,8 +191,8 @@ def _running(member: Member, link: Link, head: Head, is_news: bool) -> None:
 
 
 def stop_earlier(member: Member, head: Head) -> None:
-    """Stop the workers of an earlier round if this agent missed the end of that round. After a long
-    disconnection, the store may report only the latest value of each key.
+    """Stop workers that are left over from an earlier round. After a long disconnection, this agent may have
+    missed the end of that round, because the store may report only each key's latest value.
     """
     if member.workers is not None and member.workers.round < head.round:
         _stop(member, end_of(head))
@@ -202,8 +205,8 @@ def _is_spare(member: Member, head: Head) -> bool:
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Read this member's own slot, once per state of the job. The slot can arrive later than the state that
-    refers to it.
+    """Read this member's rank assignment from the store, because the watch may deliver the assignment later
+    than the matching state of the job. Each change of the job's state causes at most one read.
     """
     registration = link.registration
     assert registration is not None
@@ -231,8 +234,8 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
 
 
 def is_slot_known(link: Link, registration: Registration) -> bool:
-    """Return true if this member has read its slot since the head (the state of the job) last changed. After
-    that, no slot for the head's round can still arrive.
+    """Return true if this member has read its rank assignment since the state of the job last changed. The
+    result is then final, because the leader writes all assignments before the state that refers to them.
     """
     return registration.slot_known >= link.head_revision
 
@@ -268,8 +271,11 @@ def is_mine(registration: Registration | None, head: Head) -> bool:
 
 
 def look(member: Member) -> None:
-    """Act on the state of the job and this member's slot. Start the workers if this member is part of the
-    running round. Report the member as idle if the round of its slot is over or was formed without it.
+    """React to a new state of the job or a new rank assignment. Start the workers if the running round
+    includes this member.
+
+    Report the member as idle if the assignment is for a round that has ended or was formed without the
+    member.
     """
     link, registration, phase = member.link, member.registered, member.phase
     if link is None or registration is None or registration.slot is None or member.leaving is not None:
@@ -288,8 +294,8 @@ def look(member: Member) -> None:
         else:
             _slot_damaged(member, registration, DamagedError("its ranks are beyond those of the round"))
     elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link, registration):
-        # Read the slot again. The current slot belongs to a discarded proposal for the round, and the valid
-        # slot may not have arrived yet.
+        # Read this member's rank assignment again, because the known assignment belongs to a discarded
+        # proposal for this round. The valid assignment may not have arrived yet.
         _find_slot(member, link)
     elif head.state != "CLOSED":
         member.done = None
@@ -329,8 +335,8 @@ def worker_failed(member: Member, event: WorkerFailed) -> None:
 
 
 def ask_for_round(member: Member, event: AskForRound) -> None:
-    """Handle a request from this node's workers for a new round without a failure. End the running round
-    (transaction T2) unless it has already ended.
+    """End the running round, because workers on this node have asked for a new round although none has failed
+    (transaction T2). Do nothing if the round has already ended.
     """
     workers = member.workers
     if member.phase is Phase.RUN and workers is not None and member.runs(workers.round):
@@ -393,8 +399,8 @@ def barrier(member: Member) -> None:
 
 
 def leave_barrier(member: Member) -> None:
-    """Exit with success if this finished node has stopped waiting, its success is recorded in the store, and
-    the round is still running.
+    """Exit with success if the exit barrier has timed out and the store has recorded that this node finished.
+    Do nothing if the round has already ended.
     """
     done = member.done
     if done is not None and done.is_over and done.is_known and member.runs(member.finished_round):
@@ -465,8 +471,8 @@ def say_idle(member: Member, registration: Registration, number: int) -> None:
 
 
 def _evidence(member: Member, number: int) -> list[Put]:
-    """Return the store write that publishes this node's diagnostic evidence for a round. The list is empty if
-    there is no evidence.
+    """Return the write operation that publishes this node's diagnostic data (evidence) for a round, as a
+    list. The list is empty if there are no data.
 
     The evidence is written in the same transaction as the report that this node is idle, because the leader
     waits for that report anyway.
@@ -479,15 +485,16 @@ def _evidence(member: Member, number: int) -> list[Put]:
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
-    """Return the cause of this node's failure in a round if the leader needs to know it, otherwise ``None``.
-    The leader needs it if it may precede the recorded failure, or if it shows that another attempt would fail
-    too.
+    """Return the cause of this node's failure in a round if the leader needs the cause; otherwise ``None``.
+
+    The leader needs a cause that may precede the recorded failure, or that shows that another attempt would
+    fail too.
     """
     own, head = member.own_failure, member.head
     if own is None or own.round != number or own.cause is None or head is None:
         return None
-    # Use the cause in the head only after the round has ended. While a round runs, the head contains the
-    # cause of the previous round.
+    # Use the failure cause in the job's state only after the round has ended, because the state of a running
+    # round contains the previous round's cause.
     recorded = head.cause if head.round == number and head.state == "ENDED" else None
     is_permanent = own.cause.get("permanence") is not None
     return own.cause if is_permanent or may_be_first(own.cause, recorded) else None

@@ -327,8 +327,8 @@ class Settings(Value):
 
     @property
     def rank_timeout(self) -> float:
-        """Seconds to wait while another node holds this node's rank, before an error is reported. The lease
-        of a dead node expires within this time.
+        """Seconds to wait for a node rank that another node holds, before an error is reported. If that node
+        is dead, its lease expires within this time and releases the rank.
         """
         return self.ttl + 1.0
 

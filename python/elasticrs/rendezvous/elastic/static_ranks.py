@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def claim(member: Member, registration: Registration, node_rank: int) -> tuple[Compare, Put]:
-    """Return the compare and the put that let a registration (transaction T1) claim its node rank."""
+    """Return the condition and the write with which an agent reserves its node rank when it registers
+    (transaction T1).
+    """
     key, earlier = member.keys.rank(node_rank), member.joining.claim
     value = encode([member.agent.agent, registration.member, member.node().shown])
     return Missing(key) if earlier is None else HasValue(key, earlier), Put(key, value, True)
@@ -90,15 +92,15 @@ def timeout(member: Member) -> None:
 
 
 def may_be_lent(member: Member, kind: str) -> bool:
-    """Return true if the program that answers at the store's port may be a worker, because the port is lent
-    to workers during a round.
+    """Return true if an unknown program that responds at the store's port may be a worker of this job. With
+    ``static``, workers use the same port during a round.
     """
     return kind == "not_ours" and member.rendezvous.is_static
 
 
 def why_lost(member: Member, event: ConnectionLost) -> str:
-    """Return the reason for the missing connection. If another program answers at the port, tell the user
-    once.
+    """Return the reason for the failed or lost connection. If a program other than the store responds at the
+    port, also tell the user the first time.
     """
     message = event.message
     if not may_be_lent(member, event.kind):

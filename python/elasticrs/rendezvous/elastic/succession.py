@@ -28,7 +28,8 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
         registration.predecessor = predecessor.key
         member.watch(Purpose.SEE_PREDECESSOR, predecessor.key)
     else:
-        # Another program wrote this key and may never delete it. Skip it and follow the key before it.
+        # Skip this key, because another program wrote it and may never delete it. Look for the next earlier
+        # registration instead.
         before = CreatedAt(predecessor.key, predecessor.create_revision)
         _ask(member, registration, Purpose.FIND_BEFORE_STRANGER, predecessor.key, before)
 

@@ -60,7 +60,9 @@ def one_of(*values: str) -> Check:
 
 
 def row_of(*checks: Check) -> Check:
-    """Return a check for a list that has one value for each of ``checks``, in the same order."""
+    """Return a check that accepts a list in which each value passes the check at the same position in
+    ``checks``. The list and ``checks`` must have the same length.
+    """
     return lambda value: (
         isinstance(value, list)
         and len(value) == len(checks)
@@ -142,7 +144,8 @@ def fields(record: Any, checks: Mapping[str, Check], required: Iterable[str]) ->
 
 
 def row(record: Any, checks: Sequence[Check]) -> list[Any]:
-    """Check and return a list that must have one value for each check, in the same order.
+    """Return ``record`` if it is a list in which each value passes the check at the same position in
+    ``checks``.
 
     Raises:
         DamagedError: the value is not a list of that kind.

@@ -72,12 +72,14 @@ class CheckpointUtil:
         return state
 
     def set_checkpoint_loaded(self) -> None:
-        """Record that this worker has the state of this job. Call this after ``state.sync``."""
+        """Record that this worker's state belongs to the current job, so that no checkpoint is loaded. Call
+        this method after ``state.sync``.
+        """
         self.checkpoint_loaded = True
 
     def save_checkpoint(self, state: State, rank: int) -> None:
-        """Save the state if the coordinator or the state requests a checkpoint. All workers must call this
-        together.
+        """Save the state if ``should_save_checkpoint`` of the coordinator or of the state returns true. All
+        workers must call this method together.
 
         Args:
             state: State to save.
@@ -85,8 +87,8 @@ class CheckpointUtil:
         """
         if self.checkpoint_manager is None:
             return
-        # Call both methods on every worker, even if one has already returned true, because they may keep
-        # counters.
+        # Call both `should_save_checkpoint` methods on every worker, even if the first returns true, because
+        # each may count its calls.
         is_asked = self.coordinator.should_save_checkpoint()
         if state.should_save_checkpoint(rank) or is_asked:
             saving.CheckpointSaver(self.coordinator).save_checkpoint(state, rank)

@@ -43,7 +43,7 @@ class Entry(Value):
 
 
 def entry_of_command(command: Sequence[str]) -> Entry:
-    """Find the code that runs first in workers that run a program.
+    """Find the Python code that a worker's command line runs first.
 
     Args:
         command: program and arguments. If the program is a Python interpreter, its arguments determine the
@@ -76,7 +76,7 @@ def _is_script(program: str) -> bool:
         with open(shutil.which(program) or program, "rb") as file:
             return file.read(4) != b"\x7fELF"
     except OSError:
-        return False  # An unreadable program cannot be started, so the result does not matter.
+        return False  # Ignore the error, because a script that cannot be read cannot be started either.
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:
@@ -208,8 +208,8 @@ def _child(folders: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
-    """Return the folders that can contain the user's own modules, without duplicates, the interpreter's
-    library, and folders of installed packages.
+    """Return the folders that can contain the user's own modules, without duplicates. Leave out the standard
+    library and folders of installed packages.
     """
     library = os.path.dirname(os.__file__)
     return tuple(
@@ -220,8 +220,7 @@ def _own(folders: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
 
 
 def found_spec(top: str) -> ModuleSpec | None:
-    """Return the spec of the module that this interpreter would import for a name without dots, without
-    importing it.
+    """Return the import spec of a top-level module without importing the module.
 
     Args:
         top: name of the module.

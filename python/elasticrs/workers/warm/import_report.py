@@ -1,4 +1,5 @@
-"""Read the JSON lines that the process importing modules for the workers writes to a report file.
+"""Read the report of the process that imports modules for the workers. Each line of the report is a JSON
+object.
 
 ::
 
@@ -47,7 +48,7 @@ class LeftOut(Value):
 
 
 class Ready(Value):
-    """Facts known after all modules have been imported.
+    """Result of the imports, available after all modules have been imported.
 
     Args:
         seconds: duration of the imports.

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from elasticrs.workers.warm.steps import Unknown
 
 LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
-    # The first optimizer, DDP model, or checkpointed or sharded module makes torch import about 900 compiler
-    # modules, because these classes disable the compiler for their own code.
+    # Optimizers, DDP, FSDP and checkpointing make torch import about 900 compiler modules on first use,
+    # because they ask the compiler to skip their own code.
     (
         (
             b"optim",
@@ -192,8 +192,8 @@ class _Plan:
         self._read_source(self._entry.path, self._entry.package, is_main=self._entry.is_main)
 
     def variables_before(self, tops: AbstractSet[str]) -> list[str]:
-        """Return the steps that set an environment variable before the first import of any of these top-level
-        modules.
+        """Return the assignments to environment variables, as ``NAME=value``, that precede the first import
+        of any of these top-level modules.
         """
         found = []
         for step in self.steps:

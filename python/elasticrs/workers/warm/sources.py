@@ -46,8 +46,9 @@ class Sources:
         if signs != self.signs:
             installed = _changes(self.installed, look)
             if not installed:
-                # Only an unrelated package was installed or removed. Store the new stamps, so that later
-                # calls need not check every file again.
+                # No file of a preloaded module has changed, so an unrelated package was installed or removed.
+                # Store the new modification times of the package folders, so that later calls need not check
+                # every file again.
                 self.signs = signs
             changes |= installed
         return changes
@@ -99,8 +100,8 @@ def remember(
     folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
     inside = tuple(folder + os.sep for folder in folders)
     files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
-    # Always compare files that changed during the imports. The stamps in `signs` may have been read after
-    # such a change and would not reveal it.
+    # Always check the files that changed during the imports, because `signs` may have been read after the
+    # change and would not reveal it.
     always = touched(files)
     installed = {
         path: found for path, found in files.items() if path.startswith(inside) and path not in always
@@ -112,8 +113,8 @@ def remember(
 
 
 def touched(stamps: Mapping[str, Stamp]) -> list[str]:
-    """Return the files that changed while the nursery imported modules. Their recorded stamps never match a
-    real file, so they are always considered changed.
+    """Return the files that changed while modules were being imported. An invalid modification time is
+    recorded for these files, so that every later check considers them changed.
     """
     return [path for path, found in stamps.items() if found is not None and found[0] == TOUCHED]
 

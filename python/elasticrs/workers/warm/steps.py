@@ -137,7 +137,7 @@ def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = T
 
 
 class _Reader:
-    """Reads one source file, and yields the steps found in its top-level statements."""
+    """Reads one source file, and yields the top-level statements that can affect imports."""
 
     def __init__(self, source: bytes, package: str, file: str, is_main: bool) -> None:
         self._lines = source.splitlines()
@@ -214,8 +214,8 @@ class _Reader:
         return dict.fromkeys([module, *(f"{module}:{alias.name}" for alias in node.names)] if module else ())
 
     def _variables(self, node: ast.AST) -> list[Variable]:
-        """Return the environment variables that a statement sets. The list is empty for any other
-        statement.
+        """Return the environment variables that a statement sets to constant strings. The list is empty if
+        the statement sets none.
         """
         match node:
             case _ast.Assign(targets, _ast.Constant(str(value))) if "\0" not in value:
@@ -342,7 +342,9 @@ class _Reader:
         return all(self._binds(target, path, text) for target in targets)
 
     def _binds(self, target: ast.expr, path: str | None = None, text: str | None = None) -> bool:
-        """Record an assignment to names. Return false if it changes anything else."""
+        """Record the variables that an assignment to ``target`` sets. Return false if the assignment could
+        affect later imports.
+        """
         match target:
             case _ast.Name(name):
                 self._names[name] = path

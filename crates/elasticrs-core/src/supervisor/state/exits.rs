@@ -62,8 +62,8 @@ impl Group {
         self.fail_at_once(local_rank, seen, Some(stalled), effects);
     }
 
-    /// Kills a worker whose exit has stalled, without waiting for the end of its grace period. The worker cannot be
-    /// saving anything, because its program has failed and its exit makes no progress.
+    /// Kills a worker that hangs during its exit, without waiting for the end of its grace period. The worker cannot be
+    /// saving data, because its program has failed and it makes no progress.
     fn kill_stalled(&mut self, local_rank: u32, limit: Duration, effects: &mut Vec<Effect>) {
         let is_open = matches!(self.phase, Phase::Running | Phase::Stopping);
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
@@ -74,8 +74,8 @@ impl Group {
         effects.push(Effect::Report(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
     }
 
-    /// Reports the workers that have exceeded their grace period, except those that have already been sent SIGKILL.
-    /// Sends one event for each reason.
+    /// Reports the workers that did not exit within their grace period, grouped by [`KillReason`]. Skips workers that
+    /// were already sent SIGKILL.
     pub(super) fn report_grace_is_over(&self, effects: &mut Vec<Effect>) {
         let mut killed: Vec<WorkersKilled> = Vec::new();
         for member in self.members.iter().filter(|m| m.runs() && m.sent != Some(Signal::KILL)) {

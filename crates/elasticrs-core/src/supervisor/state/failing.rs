@@ -12,9 +12,10 @@ use crate::spec::StopScope;
 use crate::supervisor::event::WorkersKilled;
 
 impl Group {
-    /// Handles a timer that was not released in time. If the timer has a signal, sends the signal to the process and
-    /// marks the worker as failed. Ignores the timer if the worker is already being stopped, because the stop has its
-    /// own deadline.
+    /// Handles a timer that was not released in time. If the timer has a signal, sends the signal to the process that
+    /// acquired the timer, and marks the worker as failed.
+    ///
+    /// Ignores the timer if the worker is already being stopped, because the worker then has a deadline for its exit.
     pub(super) fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
         let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
         let Some(member) = self.working(local_rank) else { return };
@@ -50,8 +51,10 @@ impl Group {
         self.members.iter_mut().find(runs).filter(|_| self.phase == Phase::Running)
     }
 
-    /// Kills a failed worker without a grace period. Also stops the other workers, unless the group replaces failed
-    /// workers. `why` is the event that reports the failure, or `None` if the failure has already been reported.
+    /// Kills a failed worker immediately with SIGKILL. Also stops the other workers, unless the group replaces failed
+    /// workers.
+    ///
+    /// `why` is the event that reports the failure. `None` if the failure has already been reported.
     pub(super) fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Option<Event>, effects: &mut Vec<Effect>) {
         let Some(member) = self.working(local_rank) else { return };
         let worker = member.pid;

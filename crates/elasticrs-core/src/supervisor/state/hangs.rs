@@ -21,13 +21,14 @@ use crate::timer::hang::{
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Snapshot {
     pub at: Stamp,
-    /// Content of each member's heartbeat page. Members that Python started come last, and may be missing.
+    /// Heartbeat state of each member. Processes that Python started come last, and are missing if heartbeats are not
+    /// enabled for them.
     pub seen: Vec<RankState>,
     /// Time of the last output line of any worker. `None` if there was no output.
     pub line: Option<u64>,
 }
 
-/// Action to take once evidence has been gathered.
+/// Action that waits until diagnostics about the workers are complete, or until a delay has passed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum PendingAction {
     Timer(TimerExpired),
@@ -43,7 +44,7 @@ pub(super) enum PendingAction {
         seen: Stamp,
         due: u64,
     },
-    /// Stop the group after a delay. This node's evidence has already been gathered.
+    /// Stop the group after a delay, in which the other nodes can gather diagnostics about their workers.
     StopLater {
         policy: StopPolicy,
         due: u64,
@@ -63,8 +64,10 @@ impl PendingAction {
         matches!((self, other), (Self::Timer(one), Self::Timer(other)) if one.local_rank == other.local_rank)
     }
 
-    /// Returns true if this action is about something that the member did or failed to do, such as a missed
-    /// heartbeat. The action must then be taken before the member's exit is handled.
+    /// Returns true if this action was caused by the member, for example by its missed heartbeat.
+    ///
+    /// The action must be taken before the exit of the member is handled, because the action applies only to running
+    /// members.
     fn concerns(&self, member: usize, local_rank: u32) -> bool {
         match self {
             Self::Timer(timer) => timer.local_rank == local_rank,
@@ -93,8 +96,8 @@ impl PendingAction {
         }
     }
 
-    /// Returns the time at which a delayed action is due, in nanoseconds. Returns `None` if the action is waiting for
-    /// evidence instead.
+    /// Returns the time at which this action is due, in nanoseconds. `None` if the action has no fixed time, because it
+    /// waits for diagnostics.
     fn due(&self) -> Option<u64> {
         match self {
             Self::KillHung { due, .. } | Self::StopLater { due, .. } => Some(*due),
@@ -104,7 +107,7 @@ impl PendingAction {
 }
 
 impl Group {
-    /// Returns true if this input may lead to a decision based on heartbeats. [`Input::Snapshot`] must then come
+    /// Returns true if the current heartbeats may be needed to handle this input. If so, pass [`Input::Snapshot`]
     /// first.
     pub fn needs_snapshot(&self, input: &Input) -> bool {
         let looks = |input: &Input| {
@@ -167,8 +170,8 @@ impl Group {
         self.take_evidence(PendingAction::Stop(policy, remote, HangCheck { late, seen, at }), effects);
     }
 
-    /// Gathers evidence and then takes this action. If the group is already being stopped, takes the action at once,
-    /// without evidence.
+    /// Gathers diagnostics about the workers, and then takes this action. If the group is already being stopped, takes
+    /// the action immediately, without diagnostics.
     pub(super) fn take_evidence(&mut self, action: PendingAction, effects: &mut Vec<Effect>) {
         if let Some(waiting) = &mut self.waiting {
             // Queue at most one expired timer for each rank. The first one decides what happens to the rank, and a rank
@@ -242,8 +245,8 @@ impl Group {
         }
     }
 
-    /// Takes all pending actions now, without waiting for evidence. A worker whose limit has passed is considered
-    /// hung.
+    /// Takes all pending actions immediately, without waiting for diagnostics. Hangs are then judged from the
+    /// heartbeats alone.
     pub(super) fn settle(&mut self, effects: &mut Vec<Effect>) {
         let waiting = self.waiting.take().unwrap_or_default();
         self.carry_out_all(waiting, &[], effects);
@@ -293,7 +296,8 @@ impl Group {
         effects: &mut Vec<Effect>,
     ) {
         if actions.iter().any(|action| matches!(action, PendingAction::Stop(..))) {
-            // Drop the results of local checks, because the stop request already takes the local ranks into account.
+            // Drop the results of local hang checks, because the stop request contains its own check of the local
+            // workers.
             actions.retain(|action| !matches!(action, PendingAction::Hung(_)));
         }
         for action in actions {
@@ -329,8 +333,9 @@ impl Group {
         self.verdict(&check, evidence, blame).filter(|_| !is_outdated)
     }
 
-    /// Returns the local worker that a rank on another node is waiting for, if there is one. The flag is true if a
-    /// local worker has exceeded its time limit.
+    /// Returns the local worker that a rank on another node is waiting for. `None` if there is no such worker.
+    ///
+    /// The second value is true if at least one running local worker has exceeded its time limit.
     fn judge_beside(
         &self,
         check: HangCheck,
@@ -346,8 +351,8 @@ impl Group {
         self.members.iter().any(|member| member.runs() && member.condemned.is_some())
     }
 
-    /// Kills a worker that hangs. The worker gets no grace period, because a worker that has been silent for longer
-    /// than its limit would not save anything.
+    /// Kills a hung worker immediately. A grace period would be useless, because a worker that hangs does not save its
+    /// state.
     fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
         self.fail_at_once(hung.local_rank, hung.seen, Some(Event::WorkerHung(hung.into())), effects);
     }
@@ -374,8 +379,8 @@ impl Group {
         check.late.iter().any(|overdue| overdue.is_due && self.members[overdue.rank].runs())
     }
 
-    /// Decides which of the late ranks is to blame, and returns it with the state of all running ranks. Returns
-    /// `None` if no running rank is to blame.
+    /// Finds the rank that caused the hang, and returns a report on this rank and all other running ranks. `None` if no
+    /// running rank is to blame.
     fn verdict(
         &self,
         HangCheck { late, seen, at }: &HangCheck,
@@ -425,8 +430,8 @@ fn ranks_are(local_ranks: &[u32]) -> String {
     if local_ranks.len() == 1 { format!("local rank {names} is") } else { format!("local ranks {names} are") }
 }
 
-/// Returns the message about ranks that are still exiting although their program returned longer ago than the
-/// time limit for a step.
+/// Returns a warning about ranks whose program returned more than `step` ago but whose process has not exited. `exit`
+/// is the time limit for the exit, or `None` if there is no limit.
 fn still_exiting(local_ranks: &[u32], step: Duration, exit: Option<Duration>) -> String {
     let (ranks_are, step) = (ranks_are(local_ranks), step.as_secs_f64());
     let limit = exit.map_or_else(

@@ -16,7 +16,7 @@ pub(super) enum Pause {
     Reported,
 }
 
-/// State of a worker's place in a group that replaces failed workers, as described in [`super::replacing`].
+/// State of a worker slot in a group that replaces failed workers, as described in [`super::replacing`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Place {
     #[default]
@@ -42,8 +42,10 @@ pub(super) struct Member {
     group_sent: Option<Signal>,
     pub(super) pause: Pause,
     pub(super) raised: Option<WorkerRaised>,
-    /// Time at which the worker was found to have failed while it was still running, in a group that replaces failed
-    /// workers. The worker is considered failed even if it exits with code 0. `None` for all other workers.
+    /// Time at which the worker was considered failed while it was still running. The failure counts even if the worker
+    /// exits with code 0.
+    ///
+    /// `None` if there was no such failure. Set only in groups that replace failed workers.
     pub(super) condemned: Option<Stamp>,
     pub(super) place: Place,
 }
@@ -70,8 +72,8 @@ impl Member {
         self.send(signal, to)
     }
 
-    /// Records the signal of an expired timer that is sent to the worker. The signal asks the worker to exit within
-    /// its grace period.
+    /// Records that the worker gets the signal of an expired timer. The signal asks the worker to exit within its grace
+    /// period.
     pub(super) fn is_stopped_by(&mut self, signal: Signal) {
         (self.asked_by, self.sent) = (Some(signal), Some(signal));
     }
@@ -97,8 +99,8 @@ impl Member {
     }
 }
 
-/// Returns the effect that sends a signal to a whole process group. The signal is not recorded, because it does not ask
-/// the worker to exit.
+/// Returns the effect that sends a signal such as SIGCONT to a whole process group. The signal is not recorded as a
+/// stop signal, because it does not ask the worker to exit.
 pub(super) fn to_group(pid: i32, signal: Signal) -> Effect {
     Effect::Signal { pid, to: StopScope::Group, signal }
 }

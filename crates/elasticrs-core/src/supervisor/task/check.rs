@@ -28,11 +28,12 @@ pub(super) struct CheckOutcome {
     pub(super) nursery: Option<NurseryAction>,
     /// Time until the next check.
     pub(super) pause: Duration,
-    /// Workers whose exits must be reported without the nursery, because a tracer still holds them.
+    /// Workers whose exits the supervisor must report itself. The nursery cannot reap these workers, because a tracer
+    /// (such as a debugger) still holds them.
     pub(super) held: Vec<(i32, Held)>,
 }
 
-/// Action to make the nursery report the exits.
+/// Action to take if the nursery does not report the exits of dead workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NurseryAction {
     /// Continue the nursery, which may have been stopped by a signal.
@@ -42,8 +43,11 @@ pub(super) enum NurseryAction {
 }
 
 impl Unreported {
-    /// Compares a check with the previous one. `dead` and `held` contain the dead workers whose exits have not been
-    /// reported. A tracer holds those in `held`. `is_starting` is true while a replacement is being started.
+    /// Decides what to do about dead workers whose exits have not been reported. The decision depends on whether the
+    /// workers were already dead at the previous check.
+    ///
+    /// `held` contains dead workers that a tracer, such as a debugger, has not released. `dead` contains all other dead
+    /// workers. `is_starting` is true while a replacement is being started.
     pub(super) fn check(&mut self, dead: Vec<i32>, held: Vec<(i32, Held)>, is_starting: bool) -> CheckOutcome {
         // Unreported exits usually mean that the nursery hangs. While a replacement is being started, however, the
         // nursery may only be waiting for that start. Do not kill the nursery in that case, because the start has its

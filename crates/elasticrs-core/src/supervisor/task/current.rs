@@ -42,7 +42,7 @@ impl Current {
         }
     }
 
-    /// Waits for the next exit that the nursery cannot report, such as the exit of a process that Python started.
+    /// Waits for the exit of any member that is not watched by the nursery, such as a process that Python started.
     /// Returns `None` if there is no such member. Cancel-safe.
     pub(super) async fn next_exit(&mut self) -> Option<MemberExit> {
         self.running_mut()?.next_exit().await

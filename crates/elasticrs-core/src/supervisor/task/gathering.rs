@@ -11,11 +11,11 @@ use super::retired::Retired;
 use super::running::Running;
 use crate::supervisor::evidence::{self, EvidenceFiles, GatheringLimit, Subject, WorkerEvidence};
 
-/// Extra time for evidence threads after their deadline. The time is short, so that a disk that does not respond cannot
-/// delay the end of a hung job.
+/// Extra time after the deadline for the threads that gather diagnostics. The time is short, so that an unresponsive
+/// disk cannot delay the end of a hung job.
 const SLACK: Duration = Duration::from_millis(100);
 
-/// Settings for the evidence, and the evidence that is being gathered.
+/// Collector of diagnostics about the workers, such as stack traces.
 #[derive(Debug, Default)]
 pub(super) struct Evidence {
     files: Vec<EvidenceFiles>,
@@ -86,7 +86,7 @@ impl Gathering {
     async fn finish(&mut self) -> Vec<WorkerEvidence> {
         let deadline = self.limit.deadline + SLACK;
         while let Ok(Some(found)) = tokio::time::timeout_at(deadline.into(), self.threads.join_next()).await {
-            // Ignore an error. It means that a thread panicked, so the evidence of its worker is missing.
+            // Ignore an error, which means that a thread panicked. The missing result is handled below.
             self.evidence.extend(found.into_iter().flatten());
         }
         let mut evidence = std::mem::take(&mut self.evidence);

@@ -28,7 +28,7 @@ impl GuardedSockets {
         Self { connections: Connections::default(), fence, queue }
     }
 
-    /// Changes the set of held sockets in this process and in the nursery. Reports a failure as an event.
+    /// Changes which sockets are kept open in this process and in the nursery. Reports a failure as an event.
     pub(super) fn change(&mut self, guarded: Guarded, mut nursery: Option<&mut Nursery>) {
         match guarded {
             Guarded::Hold(socket) => {
@@ -39,8 +39,8 @@ impl GuardedSockets {
             }
             Guarded::Beside(socket, held) => {
                 if !self.hold(Held { socket, word: None }, true, nursery.as_deref_mut()) {
-                    // Release the newest socket in this process, because the nursery does not hold it. Otherwise, a
-                    // later `Release::Newest` would close different sockets in this process and in the nursery.
+                    // Also drop the socket in this process, because the nursery did not receive it. Otherwise, a later
+                    // `Release::Newest` would close a different socket in each process.
                     self.connections.release(Release::Newest);
                     let _ = held.send(false);
                 } else if let Some(nursery) = nursery {
@@ -58,7 +58,8 @@ impl GuardedSockets {
         }
     }
 
-    /// Passes the fence, and duplicates of all held sockets, to a new nursery and its sentinel.
+    /// Passes duplicates of the agent's sockets, and the deadline for killing all workers, to a new nursery and its
+    /// sentinel process.
     pub(super) fn equip(&self, nursery: &mut Nursery) {
         self.equip_one(nursery);
         if let Some(guard) = &mut nursery.sentinel {
@@ -66,7 +67,7 @@ impl GuardedSockets {
         }
     }
 
-    /// Like [`Self::equip`], but for one process: a nursery without its sentinel, or a new sentinel.
+    /// Same as [`Self::equip`], but for a single process.
     pub(super) fn equip_one(&self, nursery: &mut Nursery) {
         let mut send = |request, fds: io::Result<Vec<OwnedFd>>| match fds {
             Ok(fds) => nursery.send(&request, fds),
@@ -84,7 +85,8 @@ impl GuardedSockets {
         self.queue.degraded(format!("the nursery cannot guard the connection to the store: {reason}"));
     }
 
-    /// Makes the nursery hold a socket. If that fails, reports an event and returns false.
+    /// Keeps a socket open in this process and in the nursery. On failure, reports the problem to the agent and returns
+    /// false.
     fn hold(&mut self, held: Held, beside: bool, nursery: Option<&mut Nursery>) -> bool {
         let request = Request::Hold { beside, word: held.word };
         let copy = held.socket.try_clone().map(|copy| vec![copy]);
@@ -97,8 +99,8 @@ impl GuardedSockets {
         }
     }
 
-    /// Sends a request to the nursery and its sentinel. If no descriptor is free for the duplicates, reports an event
-    /// and returns false.
+    /// Sends a request with descriptors to the nursery and its sentinel process. If the descriptors cannot be
+    /// duplicated, reports the problem to the agent and returns false.
     fn send_to_both(&self, nursery: Option<&mut Nursery>, request: &Request, fds: io::Result<Vec<OwnedFd>>) -> bool {
         let Some(nursery) = nursery else { return true };
         let sent = fds.and_then(|fds| nursery.send_to_both(request, fds));
@@ -138,7 +140,7 @@ mod tests {
         guard.change(Guarded::Hold(socket()), None);
         guard.change(Guarded::Beside(socket(), sender), None);
         assert_eq!(guard.connections.all().len(), 2);
-        // No nursery exists, so the channel is closed without a value.
+        // No nursery exists that could confirm the request, so the sender is dropped and the receiver gets an error.
         assert!(receiver.blocking_recv().is_err());
         guard.change(Guarded::Release(Release::Older), None);
         assert_eq!(guard.connections.all().len(), 1);

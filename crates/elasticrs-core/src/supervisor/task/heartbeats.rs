@@ -1,4 +1,4 @@
-//! Heartbeat pages of the workers, and the limits for detecting hangs.
+//! Shared memory pages in which the workers store their heartbeats, and the time limits for hang detection.
 
 use std::ffi::OsString;
 use std::io;
@@ -78,14 +78,15 @@ impl Heartbeats {
         self.published.set(self.pages.clone());
     }
 
-    /// Reads the heartbeats of all members that have a page, and the time of the last output.
+    /// Reads the last heartbeats of the members and the time of the last output line. Skips members that have no shared
+    /// memory for heartbeats.
     pub(super) fn snapshot(&self, running: &Running, logs: &Logs) -> Snapshot {
         let at = Stamp::now();
         Snapshot { at, seen: self.seen(running, at.0), line: logs.last_written(at).map(|line| line.0) }
     }
 
-    /// Returns the heartbeats of the members, in member order. Members that Python started come last. They may have
-    /// no page, and are then missing from the result.
+    /// Returns the heartbeat state of each member. Members that Python started come last, and are missing if they have
+    /// no shared memory for heartbeats.
     fn seen(&self, running: &Running, now: u64) -> Vec<RankState> {
         let read = |pid| match running.group.watched_rank_of(pid) {
             Some(local_rank) => {
@@ -98,8 +99,8 @@ impl Heartbeats {
 }
 
 fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::Result<Arc<HeartbeatPage>> {
-    // Use only the lower half of the descriptor numbers that the worker may use. The upper half must stay free,
-    // because the start of the worker first moves the passed descriptors above all target numbers.
+    // Use only the lower half of the descriptor numbers that the worker may use. The upper half must stay free, because
+    // the passed descriptors are temporarily moved there when the worker starts.
     let half = i32::try_from(limits::descriptors_of_workers() / 2).unwrap_or(i32::MAX);
     let page = HeartbeatPage::new(Stamp::now().0)?;
     let is_taken = |number: i32| process.pass_fds.iter().any(|passed| passed.target == number);

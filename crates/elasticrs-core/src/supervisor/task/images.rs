@@ -5,7 +5,7 @@ use elasticrs_nursery::launch::{Import, LaunchError, NurseryImage};
 use crate::spec::GroupSpec;
 use crate::supervisor::nursery_io::Nursery;
 
-/// Programs for the nursery, in order of preference.
+/// Programs that can be run as the nursery process, in order of preference.
 #[derive(Debug)]
 pub(super) struct Images(Vec<NurseryImage>);
 
@@ -22,7 +22,7 @@ impl Images {
         self.0.iter().any(is_warm)
     }
 
-    /// Removes the programs for warm nurseries, so that every later nursery is cold.
+    /// Removes the nursery programs that import modules in advance. Later nurseries then import nothing.
     pub(super) fn forget_warm(&mut self) {
         self.0.retain(|image| !is_warm(image));
     }
@@ -32,8 +32,8 @@ impl Images {
         Nursery::launch(&self.0)
     }
 
-    /// Launches the nursery that starts this group. If the group has no warm workers, the nursery is cold, so that the
-    /// group does not wait for imports.
+    /// Launches the nursery that starts this group. If no worker needs modules that the nursery has imported in
+    /// advance, the nursery imports nothing, so that the group starts without delay.
     pub(super) fn launch_for(&self, spec: &GroupSpec) -> Result<Nursery, LaunchError> {
         Nursery::launch(&self.fitting(spec))
     }

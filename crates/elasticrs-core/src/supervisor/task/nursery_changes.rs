@@ -60,9 +60,12 @@ impl Task {
         }
     }
 
-    /// Looks for workers that are dead although the nursery has not reported their exits. If a tracer holds such a
-    /// worker, this function reports the exit. Otherwise, it resumes the nursery, which may have been stopped by a
-    /// signal. If the exit is still unreported at the next check, the nursery hangs and is killed.
+    /// Checks for dead workers whose exits the nursery has not reported.
+    ///
+    /// If a tracer (such as a debugger) holds the worker, reports the exit in place of the nursery. Otherwise, resumes
+    /// the nursery, because a signal may have stopped it.
+    ///
+    /// If the exit is still unreported at the next check, kills the nursery, because it hangs.
     pub(super) fn check(&mut self) {
         if self.owns_process && std::process::id() == 1 {
             let nurseries: Vec<i32> = self.nursery.pid().into_iter().chain(self.second.pids()).collect();
@@ -73,8 +76,7 @@ impl Task {
         self.zombies.scan(running.zombie_subjects(self.owns_process));
         let adopted = running.adopted();
         let workers = running.group.living().filter(|pid| !adopted.contains(pid));
-        // Ignore workers that are traced by the nursery. These workers have asked their parent to trace them, and the
-        // nursery reaps them unless it is stopped by a signal.
+        // Ignore workers that are traced by the nursery (`PTRACE_TRACEME`), because the nursery reaps them as usual.
         let nursery = self.nursery.pid();
         let by_others = |pid: i32| held::by_tracer(pid).filter(|held| Some(held.tracer) != nursery);
         let held: Vec<_> = workers.filter_map(|pid| by_others(pid).map(|held| (pid, held))).collect();
@@ -94,9 +96,10 @@ impl Task {
         }
     }
 
-    /// Stops waiting for a nursery that does not exit after SIGKILL. Kills the workers, because they die by
-    /// themselves only when the nursery dies. Sweeps the nursery's descendants as far as possible. The SIGKILL stays
-    /// pending, so the nursery dies as soon as the kernel can kill it.
+    /// Continues without a nursery that does not exit after SIGKILL. Kills the workers, because they would die by
+    /// themselves only after the nursery.
+    ///
+    /// The SIGKILL stays pending, so the nursery dies as soon as the kernel can kill it.
     pub(super) fn give_up_nursery(&mut self) {
         if let Some(nursery) = self.nursery.get() {
             nursery.hung = false;
@@ -139,8 +142,8 @@ impl Task {
                 running.watch_exits();
                 let is_starting = running.group.is_running() && running.group.starting().next().is_some();
                 if is_starting && self.has_fence_passed() {
-                    // Report that the fence deadline has passed. The nursery was starting a replacement and could not
-                    // report it.
+                    // Report that the deadline for killing all workers has passed. The nursery died during the start of
+                    // a replacement worker, so it could not report the deadline.
                     self.on_fenced_start();
                 }
                 self.input(Input::NurseryLost(exit));
@@ -164,8 +167,8 @@ impl Task {
         }
     }
 
-    /// Replaces the warm nursery with a cold one for the rest of the job. Returns false if a group is being started and
-    /// the cold nursery could not be launched.
+    /// Replaces the nursery with one that imports no modules, for the rest of the job. Returns false if a group is
+    /// being started and the new nursery could not be launched.
     fn go_on_cold(&mut self, exit: NurseryExit) -> bool {
         current_nursery::disarm_import(&mut self.deadlines);
         self.images.forget_warm();

@@ -34,8 +34,8 @@ const MAX_TEXT: usize = 4096;
 /// can send notices. Each notice is expensive, because finding the sender's worker requires reading `/proc`.
 const SLICE: usize = 64;
 
-/// Maximum time to remember that a sender is not a worker. It is short, because the kernel may reuse the sender's pid
-/// for a process of a worker.
+/// Lifetime of a cached result that a pid belongs to no worker. The lifetime is short, because the kernel may reuse the
+/// pid for a process of a worker.
 const STRANGER_LIFETIME: Duration = Duration::from_secs(1);
 
 /// Opens the socket for notices in the abstract namespace, under a name chosen by the kernel. The socket needs no file,
@@ -68,7 +68,7 @@ pub(super) struct RaisedWorkers {
 pub(super) enum RaisedEvent {
     /// The socket may contain notices.
     Notices,
-    /// The exit of a worker that recorded an exception was sampled. `sample` is `None` if sampling timed out.
+    /// Result of measuring the progress of an exiting worker. `sample` is `None` if the measurement timed out.
     Sampled { local_rank: u32, sample: Option<Sample> },
 }
 
@@ -81,7 +81,7 @@ struct Raised {
     sample: Option<Sample>,
 }
 
-/// Senders that are neither workers nor descendants of workers.
+/// Cache of processes that sent an exception notice but do not belong to any worker.
 #[derive(Debug, Default)]
 struct Strangers {
     pids: HashSet<i32>,
@@ -90,8 +90,9 @@ struct Strangers {
 }
 
 impl Strangers {
-    /// Returns the local rank of the worker to which the process belongs. `None` if there is no such worker. Calls
-    /// `look_up`, which reads `/proc`, unless the process is already known to be a stranger.
+    /// Returns the local rank of the worker to which the process belongs, or `None` if it belongs to no worker.
+    ///
+    /// Calls `look_up` only if the process is not in the cache, because `look_up` has to read `/proc`.
     fn worker_of(&mut self, pid: i32, now: Instant, look_up: impl FnOnce(i32) -> Option<u32>) -> Option<u32> {
         if self.since.is_some_and(|since| now.saturating_duration_since(since) >= STRANGER_LIFETIME) {
             *self = Self::default();
@@ -121,12 +122,13 @@ impl RaisedWorkers {
         self.notices.is_some()
     }
 
-    /// Waits for a notice or a sample. Cancel-safe.
+    /// Waits for a notice about an uncaught exception, or for the result of a progress check. Cancel-safe.
     pub(super) async fn next(&mut self) -> RaisedEvent {
         let notices = async {
             match &self.notices {
                 Some(notices) => match notices.readable().await {
-                    // Keep the readiness. `take` clears it once there are no more notices.
+                    // Leave the socket marked as readable, because `take` clears the mark after it has read all
+                    // datagrams.
                     Ok(mut ready) => ready.retain_ready(),
                     // The runtime is shutting down.
                     Err(_) => std::future::pending().await,
@@ -168,14 +170,16 @@ impl RaisedWorkers {
         found
     }
 
-    /// Records the exception that a notice reports, and watches the process that recorded it. Returns `None` if the
-    /// process does not belong to a worker, or if another process of the same worker is already being watched.
+    /// Handles a notice about an uncaught exception, and watches the exit of the sender.
+    ///
+    /// Returns `None` if the sender does not belong to a worker, or if another process of the same worker is already
+    /// being watched.
     pub(super) fn add(&mut self, notice: Notice, running: &Running) -> Option<WorkerRaised> {
         let Notice { pid, recorded, text, .. } = notice;
         let local_rank = self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))?;
         let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
-        // Set a time limit only for a process that is still alive. If several processes of one worker record an
-        // exception, watch the first process until it has exited.
+        // Set no time limit if the sender has already exited. Ignore the sender if another process of the worker is
+        // still being watched.
         let limit = match process {
             Some(process) if self.has_exited(local_rank) => {
                 self.forget(local_rank);
@@ -190,8 +194,8 @@ impl RaisedWorkers {
         Some(WorkerRaised { local_rank, pid, text, seen, limit, exit: ExitStage::Begun })
     }
 
-    /// Samples a worker's exit on another thread. The sample includes all processes of the worker, because the worker
-    /// may be a shell whose child is saving a checkpoint.
+    /// Measures the progress of an exiting worker, on another thread. Includes the worker's descendants, because the
+    /// worker may be a shell whose child is saving a checkpoint.
     pub(super) fn sample(&mut self, local_rank: u32, worker: i32) {
         self.sampling.spawn_local(async move {
             let sampling = tokio::task::spawn_blocking(move || exit_progress::sample(worker));
@@ -219,15 +223,15 @@ impl RaisedWorkers {
         }
     }
 
-    /// Forgets which senders are not workers. Called when a process becomes a worker, because its pid may be among
-    /// the strangers: an earlier process may have used the pid, or the worker may have sent a notice before it was
-    /// adopted.
+    /// Clears the cache of pids that belong to no worker. Called when a process becomes a worker, because its pid may
+    /// still be in the cache.
     pub(super) fn forget_strangers(&mut self) {
         self.strangers = Strangers::default();
     }
 
-    /// Returns true if the process of this worker that recorded an exception has exited. The worker itself may still be
-    /// running, because that process may have been a descendant.
+    /// Returns true if the process that recorded the worker's exception has exited, or if no exception was recorded.
+    ///
+    /// The process may be a descendant, so the worker itself may still be running.
     pub(super) fn has_exited(&self, local_rank: u32) -> bool {
         let raised = self.raised.iter().find(|raised| raised.local_rank == local_rank);
         raised.is_none_or(|raised| watch::ended(&[raised.process.as_fd()]) == [true])
@@ -339,7 +343,7 @@ mod tests {
         for _ in 0..2 {
             assert_eq!(look_up(&mut strangers, 9, late, Some(1)), (Some(1), 1));
         }
-        // All strangers are forgotten at the same time, because each pid may belong to another process by now.
+        // The whole cache expires at once, because each pid in it may have been reused by now.
         let end = start + STRANGER_LIFETIME;
         for pid in [7, 8] {
             assert_eq!(look_up(&mut strangers, pid, end, Some(0)), (Some(0), 1));

@@ -5,7 +5,7 @@ use tokio::task::JoinSet;
 use super::CLOSE_LIMIT;
 use crate::supervisor::nursery_io::Nursery;
 
-/// Nurseries and evidence threads that are no longer needed but still have to finish.
+/// Background tasks that must finish before the supervisor is closed, such as the shutdown of a nursery.
 #[derive(Debug, Default)]
 pub(super) struct Retired(JoinSet<()>);
 
@@ -21,12 +21,12 @@ impl Retired {
         self.add(async { _ = nursery.end(false, CLOSE_LIMIT).await });
     }
 
-    /// Makes the sentinel of a lost nursery clean up in place of the nursery.
+    /// Makes the sentinel process of a dead nursery kill the nursery's leftover processes.
     pub(super) fn add_sentinel(&mut self, sentinel: Nursery) {
         self.add(sentinel.end_what_it_guards(CLOSE_LIMIT));
     }
 
-    /// Waits until all of the work has finished.
+    /// Waits until all background tasks have finished.
     pub(super) async fn finish(&mut self) {
         while self.0.join_next().await.is_some() {}
     }

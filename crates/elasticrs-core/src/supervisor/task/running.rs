@@ -29,7 +29,7 @@ const MAX_DEPTH: usize = 64;
 pub(super) struct Running {
     pub(super) group: Group,
     pub(super) terms: Terms,
-    /// Error of a replacement whose start hung and was killed. The error is reported once the start has failed.
+    /// Error of a replacement worker whose start hangs. It is reported if the start still hangs at the next deadline.
     /// `None` if no start hangs.
     pub(super) hung: Option<StartFailure>,
     pub(super) unreported: Unreported,
@@ -56,14 +56,14 @@ enum Delivery {
     Group,
     /// Make the nursery signal the process group.
     GroupByNursery,
-    /// Make the nursery kill the rest of the process group, and signal the member.
+    /// Signal the member directly, and make the nursery kill the other processes in the member's process group.
     MemberAndRestByNursery,
-    /// Kill the rest of the process group from this process, and signal the member.
+    /// Signal the member directly, and kill the other processes in the member's process group without the nursery.
     MemberAndRest,
 }
 
 impl Running {
-    /// Creates a running group of workers that the nursery started, ordered by local rank.
+    /// Creates the state of a group whose workers were started by the nursery. `workers` is ordered by local rank.
     pub(super) fn new(group: Group, workers: Vec<(i32, OwnedFd)>, terms: Terms) -> Self {
         let members = workers.into_iter().map(|(pid, pidfd)| Member::started(pid, pidfd)).collect();
         Self { group, terms, hung: None, unreported: Unreported::default(), members, exits: JoinSet::new() }
@@ -151,7 +151,7 @@ impl Running {
         }
     }
 
-    /// Waits for the next exit that the nursery cannot report, such as the exit of a process that Python started.
+    /// Waits for the exit of any member that is not watched by the nursery, such as a process that Python started.
     /// Returns `None` if there is no such member. Cancel-safe.
     pub(super) async fn next_exit(&mut self) -> Option<MemberExit> {
         self.exits.join_next().await.map(or_panic)
@@ -176,8 +176,8 @@ impl Running {
             }
             _ => {}
         }
-        // Ignore errors. ESRCH means that the process has exited. After any other error, for example because the worker
-        // is a set-uid program, the worker keeps running and is later reported as stuck.
+        // Ignore errors. ESRCH means that the process has already exited. A process that cannot be signalled, such as a
+        // set-uid program, is later reported as stuck.
         let _ = match delivery {
             Delivery::GroupByNursery => Ok(()),
             Delivery::Group => pidfd::send_group_signal(&member.pidfd, signal.number()),
@@ -214,8 +214,9 @@ impl Member {
         }
     }
 
-    /// Kills the other processes in this member's process group, except those that clean up after the member. The
-    /// nursery cannot do this, because Python started the member.
+    /// Kills the other processes in this member's process group, except those that clean up after the member.
+    ///
+    /// Used only for members that Python started, because the nursery does not manage them.
     fn kill_rest_of_group(&self) {
         let rest = cleaner::others_in_groups(self.pid, |group| group == self.pid);
         // If the member has exited, do not signal the processes, because its pid may identify another process group by

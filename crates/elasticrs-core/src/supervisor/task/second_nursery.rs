@@ -1,7 +1,9 @@
-//! A second warm nursery. It imports modules again while the first nursery and its workers continue.
+//! A second nursery, which imports the modules again while the first nursery and its workers continue.
 //!
-//! There are at most two warm nurseries at any time. The second one has no workers, so it gets the agent's connections
-//! and the fence only when it takes over.
+//! There are at most two nurseries with imported modules at any time.
+//!
+//! The second nursery has no workers. It gets the agent's connections and the deadline for killing all workers only
+//! when it replaces the first nursery.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,7 +22,7 @@ use crate::supervisor::event::{Event, NurseryExit};
 use crate::supervisor::nursery_io::{Nursery, NurseryEvent};
 use crate::supervisor::queue::Queue;
 
-/// Holds the second nursery, if there is one.
+/// Slot for a second nursery, which can later replace the current nursery.
 #[derive(Debug)]
 pub(super) struct SecondNursery {
     running: Option<Second>,
@@ -48,8 +50,9 @@ impl SecondNursery {
         self.running.iter().flat_map(move |second| [second.nursery.pid].into_iter().chain(sentinel(&second.nursery)))
     }
 
-    /// Waits for the next event from the nursery and returns it. Kills the nursery if its imports exceed their
-    /// deadline. Never returns if there is no second nursery. Cancel-safe.
+    /// Waits for the next event of the second nursery. Kills the nursery if its imports take too long.
+    ///
+    /// If there is no second nursery, the future never completes, so that it can be used in `select!`. Cancel-safe.
     pub(super) async fn next(&mut self) -> NurseryEvent {
         let Some(Second { nursery, until, .. }) = &mut self.running else { return std::future::pending().await };
         let limited = nursery.import.is_some() && !nursery.hung;
@@ -75,8 +78,7 @@ impl SecondNursery {
                 self.running = Some(Second { nursery, until, nice });
                 return;
             }
-            // The warm program could not be executed, so a cold nursery was launched instead. Stop it, because only a
-            // warm second nursery is useful.
+            // Stop this nursery, because it imports no modules. The program that imports them could not be executed.
             Ok(nursery) => retired.add_nursery(nursery),
             Err(_) => {}
         }
@@ -100,8 +102,8 @@ impl SecondNursery {
             retired.add_nursery(second.nursery);
             return None;
         }
-        // From this point on, only the second nursery enforces the fence deadline, although the first one may still run
-        // briefly.
+        // From now on, only the new nursery enforces the deadline for killing all workers, although the old nursery may
+        // still run briefly.
         if !fence.hand_over() {
             self.running = Some(Second { nice: None, ..second });
             return None;
@@ -143,7 +145,7 @@ impl SecondNursery {
         self.report_failure(exit, images);
     }
 
-    /// Reports the loss of the nursery, and makes every later nursery cold.
+    /// Reports that the second nursery has failed, and stops using nurseries that import modules.
     fn report_failure(&self, exit: NurseryExit, images: &mut Images) {
         images.forget_warm();
         self.queue.push(Event::Warmed { failure: Some(exit), is_beside: true });

@@ -25,7 +25,7 @@ use crate::supervisor::start::{Starting, Terms};
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 
-/// Time limit for a hanging start to fail after its process was sent SIGKILL.
+/// Time limit for the nursery to report a failed start after the hanging process was killed.
 const KILL_LIMIT: Duration = Duration::from_secs(5);
 const FENCED: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 
@@ -60,7 +60,7 @@ impl Task {
         let requests = requests.collect::<io::Result<Vec<_>>>()?;
         self.check_sentinel();
         let Some(nursery) = self.nursery.get() else { return Ok(()) };
-        // Discard the stages that were reported by earlier starts.
+        // Discard progress reports that earlier worker starts left in the pipe.
         nursery.stage_reached();
         for (request, fds) in requests {
             nursery.send(&request, fds);
@@ -147,8 +147,8 @@ impl Task {
                 }
             };
             starting.hung(stage, wait_channel);
-            // Killing the nursery also kills the hanging child, if the kernel can kill the child at all.
-            // `on_nursery_death` sweeps until the child is gone or the time limit has passed.
+            // Kill the nursery, because the hanging child then dies, too. If the child does not die, the clean-up in
+            // `on_nursery_death` stops waiting after its time limit.
             nursery.kill();
         }
     }
@@ -191,8 +191,8 @@ impl Task {
         }
     }
 
-    /// Reports and handles a fence deadline that passed during a start. The nursery does not report the deadline,
-    /// because it is still blocked starting a worker, or has died.
+    /// Reports and handles that the deadline for killing all workers has passed during a start. The nursery cannot
+    /// report the deadline, because it is blocked or has died.
     pub(super) fn on_fenced_start(&mut self) {
         self.shared.queue.push(Event::Fenced { at: Stamp::now() });
         match &mut self.current {
@@ -268,9 +268,12 @@ impl Task {
         self.input(Input::ReplaceFailed(failure));
     }
 
-    /// Handles a replacement whose start has exceeded its deadline and blocks the nursery. First kills the hanging
-    /// child, so that the start fails. If the worker has started in the meantime, the worker fails instead. If the
-    /// nursery stays blocked, the next call kills it, and all workers die with it.
+    /// Handles the start of a replacement worker that has exceeded its deadline and blocks the nursery.
+    ///
+    /// The first call kills the hanging child. The start then fails or, if the start has completed in the meantime, the
+    /// new worker fails.
+    ///
+    /// If the nursery is still blocked at the next call, kills the nursery and all workers with it.
     pub(super) fn on_hung_replace(&mut self, local_rank: u32) {
         let Current::Running(running) = &mut self.current else { return };
         let Some(nursery) = self.nursery.get() else { return };

@@ -1,5 +1,5 @@
-//! Keeps track of the sweeps that clean up leftover processes: numbers the requests to the nursery, combines their
-//! results, and holds the sweep that this process performs itself after the loss of a nursery.
+//! Manages the clean-up of leftover processes: numbers the requests to the nursery and combines their results. After
+//! the loss of a nursery, this process performs the clean-up itself.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ pub(super) struct Sweeps {
     /// no such request.
     worker: Option<(u32, u32)>,
     own: Option<JoinHandle<SweepOutcome>>,
-    /// Upper bound for the time limit of a sweep that this process performs.
+    /// Maximum duration of a clean-up that this process performs without a nursery.
     own_limit: Duration,
 }
 
@@ -40,8 +40,8 @@ impl Default for Sweeps {
 }
 
 impl Sweeps {
-    /// Makes the nursery sweep the whole group. Earlier sweeps of the group that are still pending complete together
-    /// with this one.
+    /// Requests that the nursery clean up all processes of the group. If earlier requests are still pending, their
+    /// results are combined with the result of this request.
     pub(super) fn request(&mut self, nursery: &mut Nursery, linger: Duration, grace: Duration, give_up: Duration) {
         let (linger_ms, grace_ms, give_up_ms) = (millis(linger), millis(grace), millis(give_up));
         nursery.send(&Request::Sweep { number: self.number(), linger_ms, grace_ms, give_up_ms }, Vec::new());
@@ -70,8 +70,8 @@ impl Sweeps {
         number
     }
 
-    /// Handles the nursery's answer to the request with this number. Returns `None` if the answer to a later request is
-    /// still pending.
+    /// Handles the nursery's answer to the request `number`. Returns `None` if a later request for the group is
+    /// pending, because the results are then reported together.
     pub(super) fn answered(&mut self, number: u32, outcome: SweepOutcome) -> Option<Completed> {
         if let Some((_, local_rank)) = self.worker.take_if(|(pending, _)| *pending == number) {
             return Some(Completed::Worker(local_rank, outcome));
@@ -91,18 +91,19 @@ impl Sweeps {
         self.worker = None;
     }
 
-    /// Makes later sweeps by this process give up early, because the lost nursery could not be killed and its workers
-    /// cannot exit before it does.
+    /// Shortens the time limit of clean-ups by this process. Waiting longer is useless, because the nursery could not
+    /// be killed and its workers cannot exit before it does.
     pub(super) fn shorten_own(&mut self) {
         self.own_limit = HOPELESS_SWEEP;
     }
 
-    /// Restores the time limits of later sweeps by this process, because there is a new nursery.
+    /// Removes the short time limit for clean-ups by this process, because it applied only to the previous nursery.
     pub(super) fn restore_own(&mut self) {
         self.own_limit = Duration::MAX;
     }
 
-    /// Runs `sweep` on another thread. Passes it `give_up`, or the upper bound if that is shorter.
+    /// Runs `sweep` on another thread. The time limit passed to `sweep` is `give_up` or `own_limit`, whichever is
+    /// shorter.
     pub(super) fn start_own(
         &mut self,
         give_up: Duration,
@@ -112,7 +113,8 @@ impl Sweeps {
         self.own = Some(tokio::task::spawn_blocking(move || sweep(limit)));
     }
 
-    /// Waits for the sweep by this process. Never returns if there is no such sweep. Cancel-safe.
+    /// Waits until the clean-up by this process is complete, and returns its outcome. The future never completes if no
+    /// clean-up is running. Cancel-safe.
     pub(super) async fn own_completed(&mut self) -> SweepOutcome {
         let Some(own) = &mut self.own else { return std::future::pending().await };
         let outcome = own.await;
@@ -120,7 +122,7 @@ impl Sweeps {
         or_panic(outcome)
     }
 
-    /// Removes and returns the sweep by this process. `None` if there is no such sweep.
+    /// Takes the handle of the running cleanup of leftover processes. `None` if this process runs no cleanup.
     pub(super) fn take_own(&mut self) -> Option<JoinHandle<SweepOutcome>> {
         self.own.take()
     }

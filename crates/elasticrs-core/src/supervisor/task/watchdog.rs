@@ -50,8 +50,8 @@ struct Bound {
     pidfd: Arc<OwnedFd>,
     start_time: Option<u64>,
     local_rank: u32,
-    /// True if the process is about to get the signal of an expired timer. Such a process must not be removed to make
-    /// room for another one.
+    /// True if the process is about to be signalled because its timer has expired. Its entry must be kept, because the
+    /// entry contains the pidfd for the signal.
     is_due: bool,
     /// Handle that cancels the wait for the process's exit.
     wait: AbortHandle,
@@ -72,7 +72,7 @@ pub(super) enum WatchdogEvent {
 }
 
 pub(super) struct Watchdog {
-    /// Descriptor of the FIFO. The supervisor's handle owns the file, because creating and removing it may block.
+    /// Descriptor of the FIFO. Another thread creates and removes the FIFO's file, because these operations may block.
     input: AsyncFd<OwnedFd>,
     alarm: TimerFd,
     rings: AsyncFd<OwnedFd>,
@@ -151,7 +151,7 @@ impl Watchdog {
         }
         let mut expired = self.expired(running, report);
         self.arm();
-        // Limit the number of reports about expired timers without a signal (**TIM-4**).
+        // Limit the number of reports about expired timers for which no signal is sent (**TIM-4**).
         expired.retain(|timer| {
             if timer.signal.is_some() {
                 return true;
@@ -163,8 +163,8 @@ impl Watchdog {
         expired
     }
 
-    /// Removes all timers at the end of the group. Returns a message about expired timers that have not been reported
-    /// yet.
+    /// Removes all timers after the process group has ended. Returns a message with the number of expired timers that
+    /// were not reported individually. `None` if there are none.
     pub(super) fn clear(&mut self) -> Option<String> {
         self.timers.clear();
         self.bound.clear();
@@ -182,7 +182,7 @@ impl Watchdog {
         self.arm();
     }
 
-    /// Sends a signal to a process that has set a timer.
+    /// Sends a signal to the process `pid`, whose timer has expired. Does nothing if the process has already exited.
     pub(super) fn signal(&self, pid: i32, signal: Signal) {
         if let Some(bound) = self.bound.get(&pid) {
             // Ignore errors. ESRCH means that the process has exited. After any other error, for example because the
@@ -224,8 +224,8 @@ impl Watchdog {
         };
     }
 
-    /// Reads the available data, about `limit` bytes at most. Stops after the read during which `slice` elapses.
-    /// Reports rejected records to `report`.
+    /// Reads records from the FIFO until it is empty, about `limit` bytes have been read, or `slice` has elapsed.
+    /// Passes messages about rejected records to `report`.
     fn read(&mut self, limit: usize, slice: Duration, running: Option<&Running>, report: &mut impl FnMut(String)) {
         self.forget_ended();
         self.strangers.clear();

@@ -22,8 +22,8 @@ fn section(at: u64, limit: Option<u64>) -> RankState {
     RankState::Heartbeat(Beat { last: at * SECOND, section, ..Beat::default() })
 }
 
-/// Calls `look` every second from `from` to `to`. Returns the second in which a rank was first reported as hung, and
-/// the ranks whose whole limit had passed.
+/// Calls `look` for every second in `from..=to` until it reports a hang. Returns the second of the report, and the
+/// ranks whose time limit had passed.
 fn watch(watch: &mut Watch, from: u64, to: u64, seen: &[RankState], line: Option<u64>) -> Option<(u64, Vec<usize>)> {
     (from..=to).find_map(|now| match watch.look(now * SECOND, seen, line.map(|at| at * SECOND)) {
         Verdict::LookAgain(_) => None,
@@ -227,7 +227,7 @@ fn a_limit_is_learned_from_steps() {
     let seen = |steps| RankState::Heartbeat(Beat { last: SECOND, steps, ..Beat::default() });
     let few = [seen(vec![SECOND; 3])];
     assert_eq!(watch(&mut Watch::new(limits, 1, 0), 1, 2000, &few, None), Some((1801, vec![0])));
-    // The limit is learned from the steps of all ranks together.
+    // Neither rank has reported enough steps alone. The time limit is computed from the steps of both ranks together.
     let many = [seen(vec![7 * SECOND; 8]), seen(vec![7 * SECOND; 8])];
     assert_eq!(watch(&mut Watch::new(limits, 2, 0), 1, 2000, &many, None), Some((71, vec![0, 1])));
 }
@@ -380,7 +380,7 @@ proptest! {
                         prop_assert!(seen[overdue.rank] != RankState::Exited);
                     }
                     let first = hung.iter().filter(|late| late.is_due).map(|o| o.since + nanoseconds(o.limit)).min().unwrap_or(0);
-                    // Allow late detection of limits that had passed before the first call to `look`.
+                    // Do not check the time of the report if the limit had already passed at the first call to `look`.
                     prop_assert!(first <= SECOND || now <= first || now <= planned);
                     return Ok(());
                 }

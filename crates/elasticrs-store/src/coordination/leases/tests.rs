@@ -27,7 +27,7 @@ fn time_in_which_the_store_did_not_run_is_not_counted() {
     let mut leases = Leases::default();
     leases.begin(1, 1000, 5, 0);
     assert_eq!(leases.plan(0), Some(S));
-    // The store is stopped from 1 s to 11 s, so the call to `look` that was planned for 1 s is 10 s late.
+    // Simulate a store that is paused from 1 s to 11 s. The call to `look` was planned for 1 s, so it is 10 s late.
     assert_eq!(expired(&mut leases, 11 * S), NOBODY);
     assert_eq!(expired(&mut leases, 15 * S - 1), NOBODY);
     assert_eq!(expired(&mut leases, 15 * S), [1]);
@@ -40,7 +40,7 @@ fn nor_is_a_stop_in_the_middle_of_a_look() {
     leases.begin(1, 1000, 5, 0);
     leases.plan(0);
     leases.look(S);
-    // The store is stopped here until 11 s, when it plans the next call to `look`.
+    // Simulate a store that is paused from 1 s to 11 s, after the call to `look` and before the next call to `plan`.
     assert_eq!(leases.expired(), NOBODY);
     assert_eq!(leases.plan(11 * S), Some(12 * S));
     assert_eq!(expired(&mut leases, 12 * S), NOBODY);
@@ -86,9 +86,12 @@ enum At {
 }
 
 proptest! {
-    /// Stops the store at random moments for random times. A client that sends its keep-alives in time never expires.
-    /// A silent client expires after its time to live plus the duration of all stops. It may expire up to one
-    /// interval late, or up to one interval early for each stop.
+    /// Pauses the store at random times for random durations.
+    ///
+    /// A client that sends its keep-alives in time never expires.
+    ///
+    /// A client that sends no keep-alives expires after its time to live plus the duration of all pauses. It may expire
+    /// up to one keep-alive interval late. Each pause may also make it expire up to one interval early.
     #[test]
     fn stops_of_the_store_end_nobody(
         stops in vec((0..3_000_u64, 0..60_000_u64, prop_oneof![Just(At::Sleep), Just(At::Look), Just(At::Plan)]), 0..10),
@@ -107,7 +110,8 @@ proptest! {
                 let pause = |now: u64, here: At| if is_last && at == here { now + stop * MS } else { now };
                 now = pause(look.min(until), At::Sleep);
                 leases.look(now);
-                // Keep-alives that arrived during the stop are read only after the call to `look`.
+                // Handle keep-alives only after `look`, because a store that continues after a pause also calls `look`
+                // before it reads keep-alives.
                 now = pause(now, At::Look);
                 if now >= beat + S {
                     beat = now;
@@ -129,7 +133,8 @@ proptest! {
         }
         let ttl = u64::from(attempts) * S;
         let (ended, stopped, counted) = silent_ended.expect("the last run is long enough");
-        // If the session expired during a stop, `stopped` does not include that stop, which takes at most 60 s.
+        // Allow 60 s more in the second check. If the session expired during a pause, `stopped` does not include that
+        // pause, which lasts at most 60 s.
         prop_assert!(ended >= ttl + counted, "{ended} {counted}");
         prop_assert!(ended <= ttl + stopped + 60 * S + S, "{ended} {stopped}");
     }

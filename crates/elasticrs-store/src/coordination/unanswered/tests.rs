@@ -19,9 +19,9 @@ enum Step {
     Elsewhere(usize, bool),
     Watch(usize, bool),
     Unwatch(usize),
-    /// The store executes up to this many of the requests in transit.
+    /// The store executes this number of queued requests, or all of them if there are fewer.
     Serve(usize),
-    /// The client reads up to this many of the answers in transit.
+    /// The client reads this number of queued answers, or all of them if there are fewer.
     Read(usize),
     /// The connection breaks, all messages in transit are lost, and the session resumes on a new connection.
     Break,

@@ -229,7 +229,8 @@ fn any_txn() -> impl Strategy<Value = Txn> {
     parts.prop_map(|(compares, then, otherwise)| Txn { compares, then, otherwise })
 }
 
-/// Adds a client to the model. Returns its `Keys` and its first `Write`.
+/// Opens a session in the simulated etcd. Returns the session's `Keys`, and the `Write` value for its first write
+/// transaction.
 fn begin(etcd: &mut Etcd) -> (Keys, Write) {
     let keys = Keys { prefix: "/run/".into(), lease: 7, job_lease: 8 };
     let marker = etcd.txn(&keys.begin()).header.unwrap().revision;
@@ -246,7 +247,7 @@ enum Fate {
     Answered,
     Unanswered,
     Dropped,
-    /// This copy arrives late: etcd executes it only after this number of later transactions.
+    /// The copy of the request is delayed until etcd has executed this number of later transactions.
     Late(usize),
 }
 

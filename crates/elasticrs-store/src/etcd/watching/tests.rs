@@ -10,7 +10,8 @@ const KEYS: [&str; 4] = ["w/a", "w/b", "w/c", "x"];
 /// deleted.
 type Step = BTreeMap<usize, bool>;
 
-/// The events and the existing keys of each revision, indexed by revision.
+/// History of a simulated store. `events` contains the events of each revision. `content` contains the keys that exist
+/// at each revision.
 struct Store {
     events: Vec<Vec<pb::WatchEvent>>,
     content: Vec<BTreeMap<String, Ages>>,
@@ -75,8 +76,8 @@ enum Sent {
     Again,
     /// The connection breaks, and the client creates the watch again on a new one.
     Break,
-    /// etcd has compacted the revisions that the watch needs next. The client reads the current entries this many
-    /// revisions later.
+    /// etcd has compacted the history that the watch needs, so the client reads the current entries instead. The field
+    /// is the number of revisions that etcd adds before the client reads.
     Compacted(usize),
 }
 
@@ -160,7 +161,7 @@ proptest! {
                 prop_assert!(sets.revision > last);
                 last = sets.revision;
                 apply(&mut known, &sets)?;
-                // Each reported revision is complete: the user now knows exactly the keys that exist at this revision.
+                // Check that the changes reported so far produce exactly the keys that exist at this revision.
                 let there = store.there(&watch, usize::try_from(sets.revision).unwrap());
                 let there: BTreeMap<_, _> = there.iter().map(|e| (e.key.to_string(), ages(e))).collect();
                 prop_assert_eq!(&known, &there);

@@ -9,12 +9,13 @@ pub(super) fn raised(local_rank: u32) -> Input {
     Input::Raised(WorkerRaised { local_rank, pid, text: String::new(), seen: Stamp(5), limit, exit: ExitStage::Begun })
 }
 
-/// Returns the input that reports a sample of a worker's exit after an uncaught exception.
+/// Returns the input that reports a progress check of a worker that is exiting after an uncaught exception.
 pub(super) fn sampled(local_rank: u32, progressed: Option<bool>) -> Input {
     Input::ExitSampled { local_rank, progressed }
 }
 
-/// Returns the local ranks, the reason, and the limit in seconds of each event that reports killed workers.
+/// Returns the contents of all events that report killed workers: the local ranks, the reason, and the exceeded time
+/// limit in seconds.
 pub(super) fn killed(effects: &[Effect]) -> Vec<(Vec<u32>, KillReason, u64)> {
     let reports = effects.iter().filter_map(|effect| match effect {
         Effect::Report(Event::WorkersKilled(killed)) => Some(killed),

@@ -1,4 +1,4 @@
-//! Tests of workers that hang, and of the evidence about them.
+//! Tests of hang detection, and of the diagnostics about hung workers.
 
 use super::*;
 use crate::timer::hang::{Beat, Limits, RankState, RemoteHang, StepLimit};
@@ -10,8 +10,8 @@ pub(super) const FOUR_SECONDS: Limits = Limits {
     stop_delay: Duration::ZERO,
 };
 
-/// Returns the input with the heartbeats as of `now`. `beats` contains the time of each rank's last heartbeat. All
-/// times are in seconds.
+/// Returns an input with the heartbeats of four ranks at the time `now`. `beats` contains the time of each rank's last
+/// heartbeat, or `None` if there was none. All times are in seconds.
 pub(super) fn snapshot(now: u64, beats: [Option<u64>; 4]) -> Input {
     let nanoseconds = |seconds| seconds * 1_000_000_000;
     let seen = beats.map(|last| match last {
@@ -214,7 +214,8 @@ fn a_group_whose_peer_hangs_is_stopped_after_the_delay() {
     assert_eq!(signals(&group.on_input(LOOK)), PIDS.map(|pid| (pid, Signal::TERM)));
 }
 
-/// Returns a group that replaces failed workers and in which ranks 1 and 2 are silent, because rank 1 waits for rank 2.
+/// Returns a group that replaces failed workers. Ranks 1 and 2 have stopped sending heartbeats, because rank 1 waits
+/// for rank 2.
 fn waiting_for_one() -> Group {
     let mut group = lingering().replacing();
     let _ = group.on_input(snapshot(0, [Some(0); 4]));
@@ -223,7 +224,7 @@ fn waiting_for_one() -> Group {
     group
 }
 
-/// Returns the heartbeats of the group from [`waiting_for_one`] one second later, after rank 2 has exited.
+/// Returns the next heartbeats of the group from [`waiting_for_one`]. Rank 2 has exited in the meantime.
 fn without_rank_2() -> Input {
     let Input::Snapshot(mut snapshot) = snapshot(6, [Some(6), Some(0), None, Some(6)]) else { unreachable!() };
     snapshot.seen[2] = RankState::Exited;

@@ -213,8 +213,8 @@ enum Step {
     Other(Input),
     AnswerSweep,
     Replace(u32),
-    /// Answer to the request for a replacement: the pid of the replacement, or `None` if the start has failed. The
-    /// pid may be that of an earlier worker.
+    /// Result of starting a replacement: its pid, or `None` if the start failed. The pid may be one that an earlier
+    /// worker had, because the kernel reuses pids.
     AnswerStart(u32, Option<i32>),
     Time(u32),
 }
