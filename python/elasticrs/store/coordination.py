@@ -1,8 +1,8 @@
 """Client interface of the coordination store: requests, events, and the session that carries them.
 
-A :class:`Session` holds a single lease. While the lease lasts, the session may lose its connection and
-reconnect, or wait for a store that is down. Requests are then only delayed. A session for another store must
-provide:
+A :class:`~elasticrs.store.session.NativeSession` holds a single lease. While the lease lasts, the session
+may lose its connection and reconnect, or wait for a store that is down. Requests are then only delayed. A
+session for another store must provide:
 
 - transactions of at most :data:`MAX_OPERATIONS` compares and as many operations. Each transaction is one
   revision, and puts or deletes a key at most once;
@@ -49,34 +49,6 @@ if TYPE_CHECKING:
             """Revision at which the key was last written or deleted."""
 
     Result: TypeAlias = "int | Entry | Sequence[Entry] | None"
-
-    class Session(Protocol):
-        """A session with a store. It has a connection, and a lease that expires when the session ends."""
-
-        @property
-        def fd(self) -> int:
-            """File descriptor that is readable while :meth:`take` has events to return."""
-
-        def take(self) -> list[StoreEvent]:
-            """Return the events since the last call, without blocking. The first event of a session is
-            :class:`Connected` or :class:`ConnectionLost`.
-            """
-
-        def wait(self, timeout: float | None) -> bool:
-            """Block until :meth:`take` has events to return. Return false on a timeout, or if no more events
-            can arrive.
-            """
-
-        def send(self, request: Request) -> None:
-            """Send a request. The store executes requests in order."""
-
-        def clock(self) -> tuple[int, int] | None:
-            """Return how far the store's wall clock is ahead of the local wall clock, and the maximum error
-            of this value, both in nanoseconds. ``None`` if this is not known yet.
-            """
-
-        def close(self) -> None:
-            """Close the session and end its lease immediately. No event follows. Idempotent."""
 
 
 MAX_OPERATIONS = 125

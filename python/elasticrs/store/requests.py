@@ -11,7 +11,8 @@ from elasticrs.store.coordination import Changes, Connected, ConnectionLost, Rep
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from elasticrs.store.coordination import Compare, Operation, Request, Session
+    from elasticrs.store.coordination import Compare, Operation, Request
+    from elasticrs.store.session import NativeSession
 
 
 _CLOSED = "the store object is closed"
@@ -34,9 +35,9 @@ class Requests:
             the session.
     """
 
-    def __init__(self, make: Callable[[], Session]) -> None:
-        self._make: Callable[[], Session] | None = make
-        self._session: Session | None = None
+    def __init__(self, make: Callable[[], NativeSession]) -> None:
+        self._make: Callable[[], NativeSession] | None = make
+        self._session: NativeSession | None = None
         # Use a reentrant lock, because a signal handler may send a request while this thread is connecting.
         self._beginning = threading.RLock()
         self._news = threading.Condition()
@@ -48,7 +49,7 @@ class Requests:
         self._waiters: dict[str, int] = {}
         self._puts: dict[str, int] = {}
 
-    def connect(self) -> Session:
+    def connect(self) -> NativeSession:
         """Return the session. The first call opens it and waits until it is connected.
 
         Raises:

@@ -19,8 +19,8 @@ scoped_token = _core.scoped_token
 
 
 class NativeSession:
-    """Session that owns a client of the built-in store or of etcd. It implements
-    :class:`~elasticrs.store.coordination.Session`.
+    """Session that owns a client of the built-in store or of etcd. It has a connection, and a lease that
+    expires when the session ends. Its ``fd`` is readable while :meth:`take` has events to return.
     """
 
     __slots__ = ("_client", "fd")
@@ -37,13 +37,20 @@ class NativeSession:
         return self._client.met
 
     def take(self) -> list[StoreEvent]:
+        """Return the events since the last call, without blocking. The first event of a session is
+        :class:`~elasticrs.store.coordination.Connected` or
+        :class:`~elasticrs.store.coordination.ConnectionLost`.
+        """
         return [_event(event) for event in self._client.take()]
 
     def wait(self, timeout: float | None) -> bool:
+        """Block until :meth:`take` has events to return. Return false on a timeout, or if no more events can
+        arrive.
+        """
         return self._client.wait(timeout)
 
     def send(self, request: Request) -> None:
-        """Send a request.
+        """Send a request. The store executes requests in order.
 
         Raises:
             ValueError: the request is too large.
@@ -58,9 +65,13 @@ class NativeSession:
             self._client.unwatch(request.prefix, exact=request.exact)
 
     def clock(self) -> tuple[int, int] | None:
+        """Return how far the store's wall clock is ahead of the local wall clock, and the maximum error of
+        this value, both in nanoseconds. ``None`` if this is not known yet.
+        """
         return self._client.clock()
 
     def close(self) -> None:
+        """Close the session and end its lease immediately. No event follows. Idempotent."""
         self._client.close()
 
 
