@@ -24,7 +24,8 @@ from helpers.etcd import Etcd
 from helpers.etcd_fixtures import Site, site
 
 from elasticrs import _core
-from elasticrs.store import DistNetworkError, DistStoreError, QueueEmptyError, Store, connect
+from elasticrs.store import DistNetworkError, DistStoreError, QueueEmptyError, connect
+from elasticrs.store.store import connected
 
 SOON = datetime.timedelta(milliseconds=50)
 
@@ -36,7 +37,7 @@ class Holder:
 
     def __init__(self, client: Callable[[], Any]) -> None:
         self.client = client
-        self.stores = [Store(client(), "p/") for _ in range(2)]
+        self.stores = [connected(client(), "p/") for _ in range(2)]
 
     def close(self) -> None:
         for store in self.stores:
@@ -187,7 +188,7 @@ def test_prefixes_are_apart(pair):
     inner.set("k", "inner")
     store.set("k", "outer")
     assert (inner.get("k"), store.get("k"), store.get("q/k")) == (b"inner", b"outer", b"inner")
-    whole = Store(pair.client())
+    whole = connected(pair.client())
     assert whole.get("p/q/k") == b"inner"
     whole.close()
 
@@ -224,7 +225,7 @@ def test_a_lost_store_wakes_everybody():
 
 
 def test_a_closed_store_refuses_requests(pair):
-    store: Store = pair.stores[0]
+    store = pair.stores[0]
     store.close()
     with pytest.raises(DistNetworkError, match="closed"):
         store.get("k")

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elasticrs.store.coordination import Compare, Operation, Reply
-    from elasticrs.store.session import Client
 
 T = TypeVar("T")
 
@@ -83,9 +82,9 @@ class EtcdClient:
         with urlopen(url, timeout=self.read_timeout, context=context) as answer:
             return str(json.load(answer)["etcdserver"])
 
-    def session(self) -> Client:
+    def session(self) -> NativeSession:
         """Open a new etcd session. The caller must close it."""
-        return self.site.client(self._name, job_ttl=self._ttl)
+        return NativeSession(self.site.client(self._name, job_ttl=self._ttl))
 
     def connect(self) -> None:
         """Connect now instead of on first use.
@@ -112,7 +111,7 @@ class EtcdClient:
     def _ask(self, ask: Callable[[Requests], T]) -> T:
         requests = self._requests
         if requests is None:
-            requests = self._requests = Requests(lambda: NativeSession(self.session()))
+            requests = self._requests = Requests(self.session)
         try:
             return ask(requests)
         except LostError:

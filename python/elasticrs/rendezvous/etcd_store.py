@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.etcd_client import EtcdClient
 from elasticrs.store.coordination import HasValue, Put, Reply
+from elasticrs.store.requests import Requests
 from elasticrs.store.store import DEFAULT_TIMEOUT, Store
 from elasticrs.store.timed import DistStoreError
 
@@ -96,8 +97,8 @@ class EtcdStore(_Base):
         super().__init__()
         self.client = etcd_client
         self.prefix = etcd_store_prefix if etcd_store_prefix.endswith("/") else f"{etcd_store_prefix}/"
-        session = EtcdClient.of(etcd_client, self.prefix).session
-        self._store = _Base64Store.begun_later(session, self.prefix, timeout or DEFAULT_TIMEOUT)
+        requests = Requests(EtcdClient.of(etcd_client, self.prefix).session)
+        self._store = _Base64Store(requests, self.prefix, timeout or DEFAULT_TIMEOUT)
 
     @property
     def timeout(self) -> datetime.timedelta:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from elasticrs.store.session import Client, Server
+from elasticrs.store.session import Client, NativeSession, Server
 
 if TYPE_CHECKING:
     from elasticrs.store import Store
@@ -27,8 +27,9 @@ class OwnStore:
         """Return the store of a round. Keys set in other rounds are not visible in it."""
         if self._store is None:
             from elasticrs.store import Store
+            from elasticrs.store.requests import Requests
 
-            self._store = Store.begun_later(self._connect)
+            self._store = Store(Requests(self._connect))
         return self._store.with_prefix(f"torch.rendezvous.{self._run_id}.{round}/")
 
     def close(self) -> None:
@@ -39,7 +40,7 @@ class OwnStore:
             self._server.close()
             self._server = None
 
-    def _connect(self) -> Client:
+    def _connect(self) -> NativeSession:
         from elasticrs.store import DistNetworkError
 
         # Require a token, because other users of this machine can also connect to the port.
@@ -50,6 +51,7 @@ class OwnStore:
                 # it.
                 self._server.close()
             self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
-            return Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)
+            client = Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)
+            return NativeSession(client)
         except OSError as error:
             raise DistNetworkError(f"the store of this node cannot be served: {error}") from error

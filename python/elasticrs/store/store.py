@@ -70,11 +70,12 @@ def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DE
     Raises:
         DistNetworkError: see :func:`connect`.
     """
+    requests = Requests(lambda: NativeSession(client))
     try:
-        return Store(client, prefix, timeout)
-    except BaseException:
-        client.close()
-        raise
+        requests.connect()
+    except LostError as lost:
+        raise DistNetworkError(str(lost)) from None
+    return Store(requests, prefix, timeout)
 
 
 class Store(TimedStore):
@@ -86,7 +87,7 @@ class Store(TimedStore):
     A ``TCPStore`` closes the connection instead.
 
     Args:
-        client: client with ``stall_timeout=None`` that nothing else uses.
+        requests: requests of a client with ``stall_timeout=None`` that nothing else uses.
         prefix: prefix of every key.
         timeout: time limit of :meth:`get` and :meth:`wait`.
 
@@ -95,34 +96,19 @@ class Store(TimedStore):
     """
 
     def __init__(
-        self, client: Client, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT
+        self, requests: Requests, prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT
     ) -> None:
         super().__init__(timeout)
-        self._requests = Requests(lambda: NativeSession(client))
+        self._requests = requests
         self._prefix = prefix
-        try:
-            self._requests.connect()
-        except LostError as lost:
-            raise DistNetworkError(str(lost)) from None
-
-    @classmethod
-    def begun_later(
-        cls, make: Callable[[], Client], prefix: str = "", timeout: datetime.timedelta = DEFAULT_TIMEOUT
-    ) -> Store:
-        """Return a store that creates its client by calling ``make`` and connects on first use."""
-        store = object.__new__(cls)
-        store._requests = Requests(lambda: NativeSession(make()))
-        store._prefix = prefix
-        store._timeout = timeout
-        return store
 
     def clone(self) -> Store:
         """Return another store on the same connection. Closing either one closes both."""
-        return self._derived(self._prefix)
+        return Store(self._requests, self._prefix, self._timeout)
 
     def with_prefix(self, prefix: str) -> Store:
         """Return a store on the same connection, with ``prefix`` appended to this store's prefix."""
-        return self._derived(self._prefix + prefix)
+        return Store(self._requests, self._prefix + prefix, self._timeout)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         pairs = zip(keys, values, strict=True)
@@ -249,13 +235,6 @@ class Store(TimedStore):
     def close(self) -> None:
         """Close the connection, including that of all clones. Idempotent."""
         self._requests.close()
-
-    def _derived(self, prefix: str) -> Store:
-        other = object.__new__(Store)
-        other._requests = self._requests
-        other._prefix = prefix
-        other._timeout = self._timeout
-        return other
 
     def _key(self, key: str) -> str:
         return self._prefix + key
