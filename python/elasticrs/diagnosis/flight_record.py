@@ -90,17 +90,12 @@ class Entry(NamedTuple):
     group_description: str
     collective_seq_id: int
     """Number of the collective in its group, starting at 1."""
-    p2p_seq_id: int
     is_p2p: bool
     input_sizes: Sizes
-    output_sizes: Sizes
     input_dtypes: tuple[str, ...]
-    output_dtypes: tuple[str, ...]
     state: State
     retired: bool
     """True if torch no longer tracks the operation, because it has completed or failed."""
-    time_created_ns: int
-    """Time at which the operation was created, on the wall clock of the rank's node, in nanoseconds."""
 
     @property
     def is_complete(self) -> bool:
@@ -269,15 +264,11 @@ class _EntryReader:
             name,
             description,
             _number(entry, "collective_seq_id", "collective_seq_id"),
-            _number(entry, "p2p_seq_id", "p2p_seq_id"),
             is_p2p,
             self._shape(entry, "input_sizes"),
-            self._shape(entry, "output_sizes"),
             _types(entry, "input_dtypes"),
-            _types(entry, "output_dtypes"),
             state,
             retired,
-            _number(entry, "time_created_ns", "time_created_ns"),
         )
 
     def _name(self, profiling_name: str) -> tuple[str, str]:
