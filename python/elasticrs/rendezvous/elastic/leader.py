@@ -14,15 +14,12 @@ from elasticrs.store.coordination import CreatedAt, Exists, ModifiedAt
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import TypeAlias
 
     from elasticrs.rendezvous.elastic.leader_state import Leader
     from elasticrs.rendezvous.elastic.leader_view import View
     from elasticrs.rendezvous.elastic.member import Member
     from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.store.coordination import Compare, Operation
-
-    RestsOn: TypeAlias = tuple[int, bool | None, tuple[int, int, int], bool, frozenset[str]]
 
 
 # --- timers ---
