@@ -147,17 +147,13 @@ def _drain(value: object) -> str:
 
 
 def _address(value: object) -> str:
-    import _socket
+    from elasticrs.rendezvous.elastic.addresses import packed
 
     text = str(value).strip()
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    for family in (_socket.AF_INET, _socket.AF_INET6):
-        try:
-            _socket.inet_pton(family, host.partition("%")[0])
-        except (OSError, ValueError):
-            continue
-        return host
-    raise ValueError("the numeric address of an interface of this node")
+    if packed(host) is None:
+        raise ValueError("the numeric address of an interface of this node")
+    return host
 
 
 def _port_range(value: object) -> tuple[int, int]:
