@@ -1,8 +1,7 @@
 """Decide which agent hosts the coordination store, on which addresses the store listens, and which address a
 node publishes.
 
-The decisions are pure functions of the settings and a :class:`Resolver`. :class:`SystemResolver` queries the
-machine.
+The decisions are pure functions of the settings and a :class:`SystemResolver`, which queries the machine.
 
 - **HOST-1** The setting ``is_host`` decides. Without it, an agent may host the store if the host of the
   endpoint is a loopback name, is this machine's name, or has an address of this machine. If several agents of
@@ -46,29 +45,9 @@ from elasticrs.rendezvous.elastic.addresses import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from dataclasses import KW_ONLY
-    from typing import Protocol
 
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
-
-    class Resolver(Protocol):
-        """Interface for looking up host names and addresses."""
-
-        def host_names(self) -> Sequence[str]:
-            """Return this machine's own names, first the short name and then the full name."""
-
-        def resolve(self, name: str) -> Sequence[str]:
-            """Return the numeric addresses of a host name or address, in the order in which clients try them.
-
-            Raises:
-                OSError: the name cannot be resolved.
-            """
-
-        def is_local(self, address: str) -> bool:
-            """Return true if a numeric address belongs to this machine, which means that a server can listen
-            on it.
-            """
 
 
 ANY_ADDRESS = ("::", "0.0.0.0")
@@ -110,7 +89,7 @@ class Found(Value):
     fallback: str | None
 
 
-def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
+def look_up(rendezvous: Rendezvous, resolver: SystemResolver) -> Found:
     """Do all name lookups required before an agent starts. Blocks until the name servers respond.
 
     Raises:
@@ -125,7 +104,7 @@ def look_up(rendezvous: Rendezvous, resolver: Resolver) -> Found:
     return Found(hosting, fallback_address(rendezvous, hosting, resolver))
 
 
-def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
+def decide(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
     """Decide whether this agent hosts the store. With ``static``, the node with rank 0 hosts it, unless
     ``is_host`` is set.
 
@@ -155,7 +134,7 @@ def decide(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
     return _by_address(rendezvous, resolver)
 
 
-def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
+def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
     """Decide again whether this agent hosts the store, because the endpoint's name may resolve to different
     addresses now. Only the endpoint is resolved again, because this host's own names do not change.
     """
@@ -164,7 +143,7 @@ def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: Resolver) -
     return _by_address(rendezvous, resolver)
 
 
-def _by_address(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
+def _by_address(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
     try:
         addresses = resolver.resolve(rendezvous.host)
     except OSError as error:
@@ -177,12 +156,12 @@ def _by_address(rendezvous: Rendezvous, resolver: Resolver) -> Hosting:
     )
 
 
-def _is_own_name(host: str, resolver: Resolver) -> bool:
+def _is_own_name(host: str, resolver: SystemResolver) -> bool:
     name = plain(host)
     return any(plain(own) == name for own in resolver.host_names())
 
 
-def listening_address(host: str, resolver: Resolver) -> str | None:
+def listening_address(host: str, resolver: SystemResolver) -> str | None:
     """Return the address on which a server must listen to be reachable at ``host``. Return ``None`` if
     ``host`` is another machine.
 
@@ -221,7 +200,7 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
     )
 
 
-def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: Resolver) -> str | None:
+def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemResolver) -> str | None:
     """Return the name or address (without brackets) at which other machines can reach this node; ``None`` if
     there is none. It is needed if this node's connection to the store uses a loopback address.
     """
@@ -235,7 +214,7 @@ def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: Resolve
     return _address_of_own_name(resolver) or (rendezvous.host if is_usable else None)
 
 
-def _address_of_own_name(resolver: Resolver) -> str | None:
+def _address_of_own_name(resolver: SystemResolver) -> str | None:
     for name in resolver.host_names():
         try:
             addresses = resolver.resolve(name)
@@ -247,7 +226,7 @@ def _address_of_own_name(resolver: Resolver) -> str | None:
     return None
 
 
-def _listen(rendezvous: Rendezvous, resolver: Resolver) -> tuple[tuple[str, int], ...]:
+def _listen(rendezvous: Rendezvous, resolver: SystemResolver) -> tuple[tuple[str, int], ...]:
     port, bind_addr = rendezvous.port, rendezvous.settings.bind_addr
     if bind_addr is not None:
         return ((bind_addr, port),)
@@ -272,7 +251,7 @@ def _client(
     return Hosting((), reason, is_explicit=is_explicit, trouble=trouble)
 
 
-def _trouble(name: str, resolver: Resolver) -> str | None:
+def _trouble(name: str, resolver: SystemResolver) -> str | None:
     try:
         resolver.resolve(name)
     except OSError as error:
@@ -284,7 +263,7 @@ def _why(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def _doubt(rendezvous: Rendezvous, resolver: Resolver) -> str | None:
+def _doubt(rendezvous: Rendezvous, resolver: SystemResolver) -> str | None:
     """Return a warning if the other nodes do not seem to connect to this machine; otherwise ``None``.
 
     This is not an error, because the address may belong to a service that forwards to this machine.
@@ -324,6 +303,7 @@ class SystemResolver:
     __slots__ = ()
 
     def host_names(self) -> list[str]:
+        """Return this machine's own names, first the short name and then the full name."""
         name = _socket.gethostname()
         try:
             found = _socket.getaddrinfo(
@@ -336,6 +316,11 @@ class SystemResolver:
         return list(dict.fromkeys((name, *full)))
 
     def resolve(self, name: str) -> list[str]:
+        """Return the numeric addresses of a host name or address, in the order in which clients try them.
+
+        Raises:
+            OSError: the name cannot be resolved.
+        """
         try:
             found = _socket.getaddrinfo(_plain_text(name), None, 0, _socket.SOCK_STREAM)
         except UnicodeError:
@@ -344,7 +329,8 @@ class SystemResolver:
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def is_local(self, address: str) -> bool:
-        """Return true if a numeric address belongs to this machine. See :class:`Resolver`.
+        """Return true if a numeric address belongs to this machine, which means that a server can listen on
+        it.
 
         A successful bind is not enough, because some machines allow binding to foreign addresses
         (``ip_nonlocal_bind``). Therefore also check the source address that the kernel would use for a
