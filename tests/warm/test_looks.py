@@ -27,7 +27,6 @@ def nursery(tmp_path):
     seen = own.stat()
     ready = {
         "seconds": 1,
-        "threads": 1,
         "prefixes": [str(tmp_path / "library")],
         "stamps": {str(own): [seen.st_mtime_ns, seen.st_size]},
     }

@@ -16,7 +16,6 @@ from elasticrs.workers.warm.sources import remember
 READY = {
     "seconds": 4.25,
     "prefixes": ["/lib"],
-    "threads": 1,
     "stamps": {"/a.py": [7, 8], "/b.py": []},
 }
 TOLD = [
@@ -52,7 +51,7 @@ def test_a_report_is_read_from_its_records():
         LeftOut("broken", "it raises KeyError at import", ["Trace:", "  File", "KeyError: 'X'"]),
     )
     assert "exit code 3" in found.left_out[2].why
-    ready = Ready(4.25, ("/lib",), 1, {"/a.py": (7, 8), "/b.py": None})
+    ready = Ready(4.25, ("/lib",), {"/a.py": (7, 8), "/b.py": None})
     assert found == Report({"json": 1.0, "torch.nn": 3.21}, found.left_out, None, ready)
 
 
@@ -120,7 +119,7 @@ def test_the_lines_about_warm_starts(warming):
         "warm: ends was left out: it ends the process at import (exit code 3)",
     ]
     assert reader.is_warm
-    assert reader.found.ready == Ready(4.25, ("/lib",), 1, {"/a.py": (7, 8), "/b.py": None})
+    assert reader.found.ready == Ready(4.25, ("/lib",), {"/a.py": (7, 8), "/b.py": None})
     # Each of the following calls simulates a new importing process.
     cold = "warm: workers start cold: "
     assert told(TOLD[8:11], hung=True) == [f"{cold}the import of torch.nn did not end within 120 s"]

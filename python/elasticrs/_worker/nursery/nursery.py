@@ -486,7 +486,6 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
             "seconds": time.monotonic() - begun,
             "prefixes": sorted(prefixes),
             "stamps": {path: stamp(path, since) for path in told} | {path: stamp(path) for path in prefixes},
-            "threads": 1,
         }
     )
 

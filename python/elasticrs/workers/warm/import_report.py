@@ -6,7 +6,7 @@ object.
     {"importing": name}                                     before each module
     {"imported": name, "seconds": s}                        after the module was imported
     {"left_out": name, "why": text, "traceback": text}      if it was left out; the traceback may be null
-    {"ready": {"seconds": s, "prefixes": [...], "stamps": {path: [time, size]}, "threads": 1}}
+    {"ready": {"seconds": s, "prefixes": [...], "stamps": {path: [time, size]}}}
                                                             at the end; the stamp of a missing file is []
     {"failed": text, "traceback": text}                     if the process cannot continue
     {"ended": how}                                          the process has exited, and is started again
@@ -55,14 +55,12 @@ class Ready(Value):
         prefixes: folders of the interpreter's library and of installed packages. The list does not contain
             the folder in which the interpreter is installed, because an application may be below that folder,
             as in ``/usr/src``.
-        threads: number of threads of the process.
         stamps: times and sizes of the files of all modules and of the prefixes, read after the imports. See
             :mod:`elasticrs.workers.warm.sources`.
     """
 
     seconds: float
     prefixes: tuple[str, ...]
-    threads: int
     stamps: Mapping[str, Stamp] = fresh(factory=dict)
 
 
@@ -106,9 +104,9 @@ def read(data: bytes) -> Report:
             case {"ended": how} if importing is not None:
                 left_out.append(LeftOut(importing, _why_ended(how)))
                 importing = None
-            case {"ready": {"seconds": float(seconds) | int(seconds), "threads": int(threads), **more}}:
+            case {"ready": {"seconds": float(seconds) | int(seconds), **more}}:
                 importing = None
-                ready = Ready(float(seconds), _texts(more, "prefixes"), threads, _stamps(more))
+                ready = Ready(float(seconds), _texts(more, "prefixes"), _stamps(more))
             case {"failed": str(why)}:
                 failed = printable(why), _lines(record)
     return Report(imported, tuple(left_out), importing, ready, failed)
