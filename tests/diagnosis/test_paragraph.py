@@ -10,7 +10,8 @@ from diagnosis.test_culprits import DONE, OUTSIDE, WAITING, WAITS, calls, rank
 from diagnosis.test_recorded import EXPECTED
 from elasticrs.diagnosis.diagnose import diagnose
 from elasticrs.diagnosis.paragraph import MAX_LINES, ranks_text
-from elasticrs.diagnosis.values import NoRecord, spans
+from elasticrs.diagnosis.values import NoRecord
+from elasticrs.report.phrases import spans
 
 (SCHEMA,) = schemas("design/diagnosis.md")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from elasticrs.diagnosis.rank_record import DEFAULT_GROUP
 from elasticrs.diagnosis.stacks import line, place, program_frame, short
-from elasticrs.diagnosis.values import Confidence, NoRecord, Reason, spans
+from elasticrs.diagnosis.values import Confidence, NoRecord, Reason
+from elasticrs.report import phrases
 from elasticrs.report.phrases import printable
 
 TYPE_CHECKING = False
@@ -263,9 +264,4 @@ class Writer:
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Format ascending ranks as at most :data:`MAX_SPANS` ranges, such as ``ranks 0-6, 8 and 12 more``."""
-    texts: list[str] = []
-    for first, last in spans(ranks)[:MAX_SPANS]:
-        texts += [f"{first}-{last}"] if last > first + 1 else map(str, range(first, last + 1))
-    more = sum(last - first + 1 for first, last in spans(ranks)[MAX_SPANS:])
-    rest = f" and {more:,} more" if more else ""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}{rest}"
+    return phrases.ranks_text(ranks, MAX_SPANS)

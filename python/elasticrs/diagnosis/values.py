@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from elasticrs.report.phrases import spans
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -236,14 +238,3 @@ def _collective(stuck: StuckCollective) -> dict[str, Any]:
         "unknown": spans(stuck.unknown),
         "sides": [{"ranks": spans(side.ranks), "called": str(side.call)} for side in stuck.sides],
     }
-
-
-def spans(ranks: Sequence[int]) -> list[list[int]]:
-    """Return ascending ranks as inclusive ranges, such as ``[[0, 3], [8, 8]]``."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][1] + 1:
-            found[-1][1] = rank
-        else:
-            found.append([rank, rank])
-    return found

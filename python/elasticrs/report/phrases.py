@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 TYPE_CHECKING = False
@@ -298,17 +299,29 @@ def printable(text: str, limit: int = 200) -> str:
     return f"{shown}…" if len(text) > limit else shown
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Format ascending ranks as ``rank 3``, ``ranks 0, 1``, or ``ranks 0-6, 8``."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges_text(ranks)}"
+def ranks_text(ranks: Sequence[int], most: int = sys.maxsize) -> str:
+    """Format ascending ranks as ``rank 3``, ``ranks 0, 1``, or ``ranks 0-6, 8``. See :func:`ranges_text`."""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges_text(ranks, most)}"
 
 
-def ranges_text(numbers: Sequence[int]) -> str:
-    """Format ascending numbers, with three or more consecutive numbers as a range: ``0-6, 8``."""
-    spans: list[list[int]] = []
+def ranges_text(numbers: Sequence[int], most: int = sys.maxsize) -> str:
+    """Format ascending numbers, with three or more consecutive numbers as a range: ``0-6, 8``. Show at most
+    this many ranges, and count the other numbers: ``0-6, 8 and 12 more``.
+    """
+    texts: list[str] = []
+    for first, last in spans(numbers)[:most]:
+        texts += [f"{first}-{last}"] if last > first + 1 else map(str, range(first, last + 1))
+    more = sum(last - first + 1 for first, last in spans(numbers)[most:])
+    rest = f" and {more:,} more" if more else ""
+    return f"{', '.join(texts)}{rest}"
+
+
+def spans(numbers: Sequence[int]) -> list[list[int]]:
+    """Return ascending numbers as inclusive ranges, such as ``[[0, 3], [8, 8]]``."""
+    found: list[list[int]] = []
     for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1].append(number)
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
         else:
-            spans.append([number])
-    return ", ".join(f"{s[0]}-{s[-1]}" if len(s) > 2 else ", ".join(map(str, s)) for s in spans)
+            found.append([number, number])
+    return found
