@@ -16,7 +16,7 @@ from elasticrs.job.value import Record, Value, shared_fields
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from dataclasses import KW_ONLY
     from typing import Any, Literal, TypeAlias
 
@@ -526,19 +526,32 @@ def hang_limits(timeout: float | str) -> tuple[float | None, float | None]:
     return None, seconds(least) if colon else None
 
 
-def seconds(text: str) -> float:
-    """Parse a number of seconds.
-
-    Raises:
-        ValueError: the text is negative, infinite or not a number. The message says what is expected.
+def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
+    """Return a function that parses a setting as a duration between ``low`` and ``high`` seconds. With
+    ``above``, the duration must exceed ``low``. The function raises ``ValueError`` with a message
+    that says what is expected.
     """
-    expected = "seconds, 0 or more"
-    try:
-        value = float(text)
-    except ValueError:
-        raise ValueError(expected) from None
-    if value > LONGEST:
-        raise ValueError(f"seconds, {LONGEST:.0f} at most")
-    if not value >= 0:
-        raise ValueError(expected)
-    return value
+    if high < LONGEST:
+        expected = f"seconds, {low:g} to {high:g}"
+    else:
+        expected = f"seconds, more than {low:g}" if above else f"seconds, {low:g} or more"
+
+    def read(value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise ValueError(expected)
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            raise ValueError(expected) from None
+        if number > LONGEST:
+            raise ValueError(f"seconds, {LONGEST:.0f} at most")
+        # Negate the range test so that NaN is rejected, because every comparison with NaN is false.
+        if not low <= number <= high or (above and number == low):
+            raise ValueError(expected)
+        return number
+
+    return read
+
+
+seconds = seconds_within(0)
+"""Parses a number of seconds."""

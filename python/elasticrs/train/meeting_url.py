@@ -11,12 +11,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from elasticrs.job.config import UsageError
+from elasticrs.job.config import UsageError, seconds_within
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.describe import Words, describe
 from elasticrs.rendezvous.elastic.etcd_membership import WORKERS, workers_prefix
 from elasticrs.rendezvous.elastic.keys import workers_scope
-from elasticrs.rendezvous.elastic.settings import seconds
 from elasticrs.train.membership import STUCK_TIMEOUT
 from elasticrs.workers.environment import TOKEN_VARIABLE
 
@@ -178,6 +177,6 @@ def _count(config: dict[str, object], name: str, default: int | None, source: st
 
 def _stuck_timeout(value: object, source: str) -> float:
     try:
-        return seconds(0, above=True)(value)
+        return seconds_within(0, above=True)(value)
     except ValueError as error:
         raise UsageError(f"{source}: stuck_timeout: got {value!r}, expected {error}") from None

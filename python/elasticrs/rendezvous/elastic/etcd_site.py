@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 
-from elasticrs.job.config import UsageError
+from elasticrs.job.config import UsageError, seconds_within
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
 from elasticrs.rendezvous.elastic.etcd_membership import Seat, password_of
@@ -23,7 +23,6 @@ from elasticrs.rendezvous.elastic.settings import (
     path,
     read_secret,
     read_value,
-    seconds,
     truth,
     whole,
 )
@@ -83,7 +82,7 @@ KEYS = (
     Key("password_file", None, path, "file that contains the user's password"),
     Key("etcd_prefix", "/torchelastic/p2p", _prefix, "put before the names of all keys"),
     Key("lease_ttl", 5, _ttl, "seconds without a keep-alive after which a node is lost, 2 or more"),
-    Key("read_timeout", 60.0, seconds(0, above=True), "seconds for an answer of etcd"),
+    Key("read_timeout", 60.0, seconds_within(0, above=True), "seconds for an answer of etcd"),
     Key("host", False, truth, "1: the agents of the endpoints host etcd for the job; 1, 3 or 5 of them"),
     Key("peer_port", None, whole(1),
         "port of hosted members for each other; default: the port of the endpoint + 1"),

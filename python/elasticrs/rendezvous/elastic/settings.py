@@ -18,9 +18,9 @@ import os
 from elasticrs.job.config import (
     DEFAULT_EXIT_BARRIER_TIMEOUT,
     DEFAULT_SHUTDOWN_TIMEOUT,
-    LONGEST,
     UsageError,
     exit_barrier_timeout_from,
+    seconds_within,
 )
 from elasticrs.job.value import Value
 from elasticrs.workers.environment import TOKEN_VARIABLE
@@ -62,36 +62,6 @@ class Key(Value):
 
 
 # --- conversions ---
-
-
-def _number(value: object, expected: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ValueError(expected)
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        raise ValueError(expected) from None
-
-
-def seconds(low: float, high: float = LONGEST, *, above: bool = False) -> Callable[[object], float]:
-    """Return a function that parses a setting as a duration between ``low`` and ``high`` seconds. With
-    ``above``, the duration must exceed ``low``.
-    """
-    if high < LONGEST:
-        expected = f"seconds, {low:g} to {high:g}"
-    else:
-        expected = f"seconds, more than {low:g}" if above else f"seconds, {low:g} or more"
-
-    def read(value: object) -> float:
-        number = _number(value, expected)
-        if number > LONGEST:
-            raise ValueError(f"seconds, {LONGEST:.0f} at most")
-        # Negate the range test so that NaN is rejected, because every comparison with NaN is false.
-        if not low <= number <= high or (above and number == low):
-            raise ValueError(expected)
-        return number
-
-    return read
 
 
 def whole(low: int) -> Callable[[object], int]:
@@ -183,28 +153,28 @@ def path(value: object) -> str:
 
 KEYS: tuple[Key, ...] = (
     # --- time limits ---
-    Key("join_timeout", 600.0, seconds(0, above=True), "seconds to wait until MIN nodes have joined"),
-    Key("last_call_timeout", 30.0, seconds(0),
+    Key("join_timeout", 600.0, seconds_within(0, above=True), "seconds to wait until MIN nodes have joined"),
+    Key("last_call_timeout", 30.0, seconds_within(0),
         "seconds to wait for more nodes after MIN have joined, at the first start"),
-    Key("restart_call_timeout", 0.0, seconds(0),
+    Key("restart_call_timeout", 0.0, seconds_within(0),
         "seconds to wait for a replacement before continuing with fewer nodes"),
-    Key("scale_up_delay", 1.0, seconds(0),
+    Key("scale_up_delay", 1.0, seconds_within(0),
         "seconds between the arrival of a new node and the restart that includes it"),
-    Key("settle", None, seconds(0, above=True),
+    Key("settle", None, seconds_within(0, above=True),
         "seconds to wait for nodes of a lost round to stop; default: grace + 2 leases + 5"),
-    Key("close_timeout", 30.0, seconds(0),
+    Key("close_timeout", 30.0, seconds_within(0),
         "seconds that the host of the store waits for the other nodes when the job ends"),
-    Key("exit_barrier_timeout", DEFAULT_EXIT_BARRIER_TIMEOUT, seconds(0),
+    Key("exit_barrier_timeout", DEFAULT_EXIT_BARRIER_TIMEOUT, seconds_within(0),
         "seconds that a finished node waits for the other nodes"),
-    Key("store_lost_timeout", 10.0, seconds(0),
+    Key("store_lost_timeout", 10.0, seconds_within(0),
         "seconds to reconnect to a lost store before this node gives up"),
-    Key("connect_timeout", 5.0, seconds(0, above=True), "seconds for one attempt to connect"),
-    Key("keep_alive_interval", 1.0, seconds(0.05, 3600), "seconds between two keep-alive messages"),
+    Key("connect_timeout", 5.0, seconds_within(0, above=True), "seconds for one attempt to connect"),
+    Key("keep_alive_interval", 1.0, seconds_within(0.05, 3600), "seconds between two keep-alive messages"),
     Key("keep_alive_max_attempt", 5, whole(3), "missed keep-alive messages after which a node is lost"),
-    Key("store_grace", None, seconds(1, 86400),
+    Key("store_grace", None, seconds_within(1, 86400),
         "seconds that the store may be away, or a node silent, before the node is lost; in place of"
         " keep_alive_max_attempt", is_stored=False),
-    Key("stall_timeout", 60.0, _or_off(seconds(1)),
+    Key("stall_timeout", 60.0, _or_off(seconds_within(1)),
         "seconds that an agent may hang before it counts as lost; or off"),
     # --- restarts and losses ---
     Key("scale_up", True, truth, "1: restart a running job to include new nodes; 0: they wait as spares"),
@@ -212,7 +182,7 @@ KEYS: tuple[Key, ...] = (
         "number of lost nodes that the job survives; default: any number"),
     Key("max_short_losses", 10, whole(1),
         "the job fails after this many short rounds in a row that lost a node"),
-    Key("short_round", 60.0, seconds(0), "seconds; a round that loses a node sooner is a short one"),
+    Key("short_round", 60.0, seconds_within(0), "seconds; a round that loses a node sooner is a short one"),
     # --- nodes, addresses and access ---
     Key("is_host", None, truth,
         "1: this agent hosts the store; 0: it does not; default: decided by the endpoint"),
@@ -229,10 +199,10 @@ KEYS: tuple[Key, ...] = (
     Key("token_file", None, path, "file that contains the token"),
     # --- settings of torch ---
     Key("store_type", "tcp", _store_type, "tcp", is_stored=False),
-    Key("heartbeat_timeout", 5.0, seconds(0, above=True), "no effect", is_stored=False),
-    Key("read_timeout", 60.0, seconds(0, above=True), "no effect", is_stored=False),
-    Key("cas_backoff_max_seconds", 0.0, seconds(0), "no effect", is_stored=False),
-    Key("timeout", 900.0, seconds(0, above=True), "join_timeout of static", is_stored=False),
+    Key("heartbeat_timeout", 5.0, seconds_within(0, above=True), "no effect", is_stored=False),
+    Key("read_timeout", 60.0, seconds_within(0, above=True), "no effect", is_stored=False),
+    Key("cas_backoff_max_seconds", 0.0, seconds_within(0), "no effect", is_stored=False),
+    Key("timeout", 900.0, seconds_within(0, above=True), "join_timeout of static", is_stored=False),
 )  # fmt: skip
 """All settings. Durations are in seconds."""
 
