@@ -47,6 +47,8 @@ export ELASTICRS_REQUIRE_ALL := 1
 export ELASTICRS_HYPOTHESIS_PROFILE ?= thorough
 else
 PYTEST_SELECT := -m "not slow"
+# Use the same random examples in every run of the Rust tests.
+export PROPTEST_RNG_SEED ?= 1
 endif
 
 # Rebuild if the extension is missing, whatever the stamp says, because it is not under version control.
