@@ -255,6 +255,7 @@ class TestNodeCheck:
         launched.signal(signal.SIGTERM)
         launched.exits(1)
         assert "SIGTERM" in launched.stderr
+        assert ("no workers are running" in launched.stderr) == (when == "after a failure")
         assert "counts as passed" not in launched.stderr
         assert procs.wait_gone(int((tmp_path / "pid").read_text()))
         procs.reap_adopted()

@@ -322,7 +322,11 @@ class Agent:
             self._start(action)
         elif isinstance(action, machine.Stop):
             if not action.is_announced:
-                self._console.say(phrases.stop_line(self._decisions.signum, action.signum, action.grace))
+                attempt = self._tracker.attempt
+                have_exited = attempt is not None and "ended" in attempt.stamps
+                asked = self._decisions.signum
+                line = phrases.stop_line(asked, action.signum, action.grace, have_exited=have_exited)
+                self._console.say(line)
             self._tracker.stop(action)
         elif isinstance(action, machine.Replace):
             self._tracker.replace(action)

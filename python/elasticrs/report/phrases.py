@@ -197,14 +197,17 @@ def signal_dropped(signum: int, local_ranks: Sequence[int], when: str) -> str:
     return f"{signal_name(signum)} was dropped for local rank {ranks}: no handler was installed {when}"
 
 
-def stop_line(asked: int | None, signum: int, grace: float) -> str:
+def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool = False) -> str:
     """Return the line that reports that the job is being stopped.
 
     Args:
         asked: number of the first stop signal that the agent received.
         signum: number of the signal that is sent to the workers now.
         grace: seconds until SIGKILL.
+        have_exited: true if no workers are left, for example while a node check runs after a failure.
     """
+    if have_exited:
+        return f"{signal_name(signum)} received: stopping the job; no workers are running"
     if asked != signum:
         return f"second stop request: {signal_name(signum)} to all workers"
     return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s{AGAIN}"

@@ -12,6 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_ALLOWED = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_[],")
 MOST = 1 << 20
 """Maximum number of hosts in a list. Without this limit, a damaged list such as ``n[1-99999999999]`` would
 exhaust memory.
@@ -34,6 +35,8 @@ def expand(text: str) -> list[str]:
     """
     found: list[str] = []
     for entry in _entries(text):
+        if not _ALLOWED.issuperset(entry):
+            raise ValueError("a host list whose names have only letters, digits, '.', '-' and '_'")
         names = [""]
         for number, part in enumerate(_parts(entry)):
             choices = list(islice(_numbers(part), MOST + 1)) if number % 2 else [part]
