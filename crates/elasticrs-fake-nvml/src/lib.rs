@@ -102,10 +102,9 @@ const _: () = {
 /// The event FIFO, and the bytes read from it that do not yet form a complete line.
 static EVENTS: Mutex<Option<(File, Vec<u8>)>> = Mutex::new(None);
 
-/// For each GPU handle, the content of the GPU's `memory` file and the number of memory queries since the content
-/// changed.
+/// Content of each GPU's `memory` file, and the number of queries since the content changed. The key is the GPU handle.
 ///
-/// The queries are counted, because the file may say after how many queries the memory becomes free.
+/// Queries are counted, because the file can specify that the memory becomes free after a number of queries.
 static QUERIES: Mutex<Option<HashMap<usize, (String, u64)>>> = Mutex::new(None);
 
 /// Number of calls to each function, keyed by the function's name.

@@ -10,8 +10,8 @@ pub const FRESH: Duration = Duration::from_millis(50);
 pub struct Liveness {
     limit: Duration,
     asked: Option<Instant>,
-    /// True if the agent's loop has answered the pending liveness request, but the supervisor's runtime has not
-    /// confirmed the answer yet.
+    /// The agent's loop answers a liveness request first, then the supervisor's thread. True if only the loop has
+    /// answered the pending request.
     is_passed_on: bool,
     answered: Option<Answer>,
 }
@@ -40,8 +40,8 @@ pub enum NextStep {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
     pub alive: bool,
-    /// Time since the agent's last known progress. For a stuck loop, the time since it got stuck. If the agent does
-    /// not answer, the time since the question was sent.
+    /// Time since the agent's last known progress. If the agent has not answered a liveness request yet, the time since
+    /// the request. If the agent's loop is stuck, the time for which it has been stuck.
     pub age: Duration,
     /// Reason why the agent is considered dead, or may soon be. `None` if nothing is wrong.
     pub reason: Option<String>,
@@ -111,8 +111,8 @@ impl Liveness {
         Verdict { alive: age <= self.limit, age, reason: Some(reason) }
     }
 
-    /// Returns how long the loop has been busy with one event, if that exceeds the limit. An answer from the loop
-    /// resets this time.
+    /// Returns how long the loop has been stuck: the time since its current event began or since its last liveness
+    /// answer, whichever is shorter. `None` if the limit has not passed.
     fn stuck(&self, now: Instant, at_work: Option<Duration>) -> Option<Duration> {
         let answered = self.answered.as_ref().map(|answer| now.saturating_duration_since(answer.at));
         let age = at_work?.min(answered.unwrap_or(Duration::MAX));
@@ -157,8 +157,7 @@ mod tests {
         let verdict = liveness.verdict(now, Some(LIMIT + SECOND));
         assert_eq!((verdict.alive, verdict.age), (false, LIMIT + SECOND));
         assert_eq!(verdict.reason.unwrap(), "the agent's loop has taken no step for 61.0 s");
-        // An answer resets the time for which the agent's loop counts as busy, because the answer proves that the loop
-        // is not stuck.
+        // An answer to the liveness request proves that the loop is not stuck. The time limit therefore starts again.
         liveness.answer(now, Duration::ZERO, None);
         assert!(liveness.verdict(now + SECOND, Some(LIMIT * 2)).alive);
         assert!(!liveness.verdict(now + LIMIT + SECOND, Some(LIMIT * 3)).alive);

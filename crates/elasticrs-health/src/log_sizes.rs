@@ -24,8 +24,7 @@ use tokio::time::timeout_at;
 
 use crate::source::Stream;
 
-/// How long a scrape waits for the thread that checks the files, counted from the time at which the thread became
-/// busy.
+/// Time for which the thread that checks the files can be busy before scrapes stop waiting for it.
 pub const PATIENCE: Duration = Duration::from_millis(200);
 
 /// A log file. Only one stream of one worker writes to it.
@@ -154,12 +153,12 @@ impl State {
 pub struct StreamCounts {
     /// Bytes of each stream in all attempts.
     pub counts: BTreeMap<Stream, u64>,
-    /// Time since the file sizes were last checked. `None` if the counts are final, because no attempt is running and
-    /// no check is pending.
+    /// Time since the counts were last updated from the file sizes. `None` if no attempt is running and no check is
+    /// pending, because the counts are then final.
     pub age: Option<Duration>,
 }
 
-/// The byte counts, and the handle of the thread that checks the files.
+/// Byte counts of the workers' log files, and the thread that updates the counts.
 #[derive(Default)]
 pub struct LogSizes {
     shared: Arc<Shared>,
@@ -200,7 +199,7 @@ impl LogSizes {
         Ok(())
     }
 
-    /// Ends the attempt and requests the final check of its files (SIZES-3). Never blocks.
+    /// Ends the attempt and requests a last check of the sizes of its log files (SIZES-3). Never blocks.
     pub fn end(&self) {
         let mut state = lock(&self.shared.state);
         if std::mem::take(&mut state.is_watching) {
@@ -220,7 +219,7 @@ impl LogSizes {
         };
         if let Some(since) = since {
             let mut done = self.shared.done.subscribe();
-            // Ignore a timeout, because the byte counts are reported together with their age.
+            // Ignore a timeout, because the caller can tell from the reported age that the byte counts are outdated.
             let _ = timeout_at((since + PATIENCE).into(), done.wait_for(|done| *done >= target)).await;
         }
     }

@@ -137,7 +137,7 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
     assert!(until(&sizes, &[(OUT, 5), (ERR, 0)]).age.is_some());
     OpenOptions::new().append(true).open(path("out")).unwrap().write_all(b"6").unwrap();
     sizes.end();
-    // Wait for the final check of the files. It is finished when the age of the counts is `None`.
+    // Wait for the last check of the files. Once no check is pending, the byte counts are final and have no age.
     while asked(&sizes).age.is_some() {}
     assert_eq!(asked(&sizes).counts[&OUT], 6);
     File::create(path("again")).unwrap().write_all(b"789").unwrap();
@@ -167,7 +167,7 @@ fn who_asks_is_answered_while_a_look_hangs() {
     let (sizes, answer, looking) = gated();
     looking.recv().unwrap();
     answer.send(sized(1, 7)).unwrap();
-    // Send the result of the next file check, which the call to `until` requests.
+    // Provide the result for the file check that the call to `until` will request.
     answer.send(sized(1, 8)).unwrap();
     until(&sizes, &[(OUT, 8)]);
     for _ in 0..2 {

@@ -74,9 +74,9 @@ struct Shared {
     page: Mutex<Option<(Instant, Vec<u8>)>>,
 }
 
-/// A reply from the agent's loop to a liveness request.
+/// Reply of the agent's loop to a liveness request.
 ///
-/// Dropping the reply records it, because the runtime may stop before it runs the task that contains the reply.
+/// The reply is recorded in `drop`, so that it is not lost if the runtime drops the task without running it.
 struct Answer {
     shared: Arc<Shared>,
     age: Duration,
@@ -179,7 +179,7 @@ impl Handle {
         self.shared.sizes.end();
     }
 
-    /// Publishes the state of the job. If `workers` is `None`, the previous list of workers is kept.
+    /// Sets the job status that the server reports. If `workers` is `None`, the previous list of workers is kept.
     pub fn publish(&self, state: State, status: Value, workers: Option<Vec<Worker>>) {
         let mut published = lock(&self.shared.published);
         (published.state, published.status) = (state, status);
@@ -337,7 +337,7 @@ impl Shared {
             self.wake.set();
         }
         if step != NextStep::Reuse {
-            // Ignore a timeout, because the verdict reports how long the loop has been silent.
+            // Ignore a timeout, because the verdict takes a missing answer into account.
             let _ = timeout_at(deadline.into(), answered.changed()).await;
         }
         self.verdict()
@@ -447,8 +447,8 @@ mod tests {
         let limit = Duration::from_secs(60);
         let settings = Settings { host: "127.0.0.1".into(), port: 0, limit };
         let handle = Handle::start(&settings, Box::new(|_| ())).unwrap();
-        // A runtime that stops can drop a queued task, or a future that was never polled. The answer must be recorded
-        // in both cases.
+        // A stopping runtime may drop the task before calling it, or drop its future before polling it. The liveness
+        // reply must be recorded in both cases.
         let ends: [fn(Task); 2] = [drop, |task| drop(task())];
         for end in ends {
             *lock(&handle.shared.liveness) = Liveness::new(limit);

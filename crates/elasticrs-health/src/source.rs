@@ -1,4 +1,4 @@
-//! Values counted by the agent's core, in the form in which the health server reports them.
+//! Counts of timers and log lines, and the workers' heartbeats, as reported by the health server.
 
 use std::time::Duration;
 

@@ -34,9 +34,9 @@ const DONE: u64 = 2;
 pub struct Activity {
     page: Page,
     timer: TimerFd,
-    /// Number of the last step that was taken to start a worker. Used only by the nursery process.
+    /// Number of the last step of a worker's start, such as `fork`. Used only by the nursery process.
     ///
-    /// Each step has a new number, so that another process can recognise a step that hangs.
+    /// The number increases with each step. If another process reads the same number in two checks, the step hangs.
     step: u64,
 }
 
@@ -49,7 +49,7 @@ pub enum Doing {
     /// The nursery process is waiting for requests. The process that guards it does not have to intervene, because the
     /// nursery itself kills the workers if the agent dies or its lease expires.
     Waits,
-    /// The nursery is starting a worker. Contains the number of the current step. No two steps have the same number.
+    /// The nursery is starting a worker. The number increases with each step of the start, such as `fork`.
     Starts(u64),
     /// The nursery has killed all of its descendants and is about to exit.
     Done,
@@ -123,7 +123,7 @@ impl Activity {
         }
     }
 
-    /// Returns what the nursery process is doing, after the timer has expired. Restarts the timer if the nursery is
+    /// Called when the timer has expired. Returns the nursery's activity, and restarts the timer if the nursery is
     /// still starting a worker.
     pub fn look_again(&self) -> Doing {
         self.look_no_more();

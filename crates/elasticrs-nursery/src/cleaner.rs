@@ -22,8 +22,8 @@ use super::tree::{self, Target};
 
 /// How long to wait for a process that unlinks shared memory, after all other processes have exited.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long a sweep waits for `torch_shm_manager`. After its last client has exited, this program waits two seconds for
-/// another client, and only then starts to clean up.
+/// How long to wait for `torch_shm_manager` to exit. The program starts its clean-up only two seconds after its last
+/// client has exited.
 const MANAGER_PATIENCE: Duration = Duration::from_secs(3);
 /// How long to wait for a process that unlinks shared memory, after it was killed for taking too long.
 pub const LAST_MOMENT: Duration = Duration::from_secs(1);
@@ -86,7 +86,7 @@ pub struct Patience {
     is_over: bool,
     /// Time limit for each process that unlinks shared memory, keyed by pid and start time.
     ///
-    /// The map is needed, because a process that unlinks shared memory cannot be recognised anymore while it is
+    /// Each limit is stored, because a process that unlinks shared memory cannot be recognised anymore once it is
     /// exiting.
     seen: BTreeMap<(i32, u64), Duration>,
 }

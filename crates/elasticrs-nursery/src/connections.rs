@@ -26,20 +26,20 @@ pub enum Release {
     Newest,
 }
 
-/// Secret that the nursery sends on a link once the agent and all of its processes have exited. It proves their
-/// exit to the peer.
+/// Secret that proves to another agent that the nursery's agent and all of its processes have exited. The nursery sends
+/// the secret only after these exits.
 pub type LastWord = [u8; 32];
 
-/// Maximum number of links that the nursery holds. The agent's session has the same limit, so the nursery reaches
-/// it only if some links have died unnoticed.
+/// Maximum number of connections to other agents that the nursery holds. The agent has the same limit, so the nursery
+/// reaches it only if it still holds connections that have died unnoticed.
 const MAX_LINKS: usize = 64;
 
 /// A socket that the nursery holds open for its agent.
 #[derive(Debug)]
 pub struct Held {
     pub socket: OwnedFd,
-    /// Secret to send on the socket after the agent and all of its processes have exited. `None` if the socket belongs
-    /// to a session.
+    /// Secret that the nursery sends to prove that the agent and all of its processes have exited. `None` if the socket
+    /// is the agent's connection to the store.
     pub word: Option<LastWord>,
 }
 

@@ -173,8 +173,8 @@ impl Fence {
     }
 }
 
-/// Checks the deadline with `look`, and sets the timer for the deadline that was found. Starts over if the deadline has
-/// changed in the meantime.
+/// Reads the deadline with `look` and sets the timer accordingly. Then reads the deadline again, and repeats both steps
+/// if the deadline has changed.
 fn settle<E>(look: impl Fn() -> Look, set_timer: impl Fn(Look) -> Result<(), E>) -> Result<Look, E> {
     let mut found = look();
     loop {
@@ -262,7 +262,7 @@ mod tests {
         Set(Option<i64>),
         /// Advance the clock by this number of nanoseconds.
         Wait(u64),
-        /// Let another nursery take over while the earlier nurseries continue to run.
+        /// Make another nursery enforce the deadline. The earlier nurseries continue to run.
         HandOver,
     }
 
@@ -275,7 +275,7 @@ mod tests {
         ]
     }
 
-    /// Simulates the timer, and the nurseries that check the deadline when the timer expires.
+    /// Simulated timer. When it expires, each simulated nursery checks the deadline.
     struct Timer {
         deadline: Deadline,
         /// Numbers (0 to 15) of the simulated nursery processes that check the deadline, oldest process first.

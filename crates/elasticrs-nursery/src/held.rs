@@ -11,8 +11,8 @@ use elasticrs_sys::stat::Stat;
 
 use super::tree::{Status, has_died};
 
-/// Time limit for a tracer to release an exited process. After this time, sweeps report the process and stop waiting
-/// for it. A working tracer releases the process within milliseconds.
+/// Time limit for a tracer, such as a debugger, to release an exited process. If the limit passes, the process is
+/// reported. A working tracer releases the process within milliseconds.
 pub const LIMIT: Duration = Duration::from_secs(1);
 
 /// Number of the field in `/proc/PID/stat` that contains the exit status. The kernel shows 0 to readers that have

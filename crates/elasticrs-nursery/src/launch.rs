@@ -63,8 +63,8 @@ pub struct Warm {
 /// Options for the imports of a warm nursery.
 #[derive(Debug, Default)]
 pub struct Import {
-    /// Offset in the report file at which the records of earlier import attempts start. `None` if this is the first
-    /// attempt to import the modules. See [`Warming::since`].
+    /// Offset in the report file at which the records of earlier import attempts start. The nursery skips the modules
+    /// that failed in these attempts. `None` for the first attempt. See [`Warming::since`].
     pub since: Option<u64>,
     /// True to import at the lowest priority. The nursery's nice value must then be restored before the nursery forks
     /// workers.
@@ -108,15 +108,15 @@ pub struct Launched {
 #[derive(Debug)]
 pub struct Warming {
     pub warm: Arc<Warm>,
-    /// Offset in the report file at which the import records start.
+    /// Offset in the report file at which the records of the imports start.
     ///
-    /// If a nursery process dies while importing a module, its replacement uses the same offset, because it imports
-    /// only the remaining modules.
+    /// If an import kills the nursery, its replacement uses the same offset, because it must read from the records
+    /// which modules to skip.
     pub since: u64,
 }
 
-/// Returns the latest stage that the nursery has reported since the last call. Used to describe a start that
-/// hangs. The hung start is the one with the oldest unanswered request.
+/// Returns the latest stage of starting a worker that the nursery has reported since the last call. Used in the message
+/// about a worker whose start hangs.
 pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
     let mut reached = None;
     let mut bytes = [0; 4096];

@@ -72,18 +72,18 @@ pub enum Request {
     },
     /// Send a signal to the process group of a worker. Unknown pids are ignored.
     ///
-    /// Used for every SIGKILL, because the nursery process spares [processes that unlink shared
-    /// memory](super::cleaner). Used for all signals before Linux 6.9, because a pidfd cannot be used to signal a
-    /// process group.
+    /// The agent uses this request for SIGKILL, because the nursery does not kill [processes that unlink shared
+    /// memory](super::cleaner). Before Linux 6.9, the agent uses the request for all signals, because a pidfd cannot
+    /// signal a process group.
     SignalGroup {
         /// Pid of the worker, which leads its process group.
         pid: i32,
         signal: i32,
     },
-    /// Stop all descendants of the nursery process, including workers, and wait until they have exited. Answered by
-    /// [`Reply::Swept`].
+    /// Stop all descendants of the nursery process, including workers, and wait until they have exited. The nursery
+    /// answers with [`Reply::Swept`].
     ///
-    /// A second request before the answer can only make the deadlines earlier. Both requests then get a single answer.
+    /// A second request before the answer can only shorten the time limits. Both requests then get a single answer.
     Sweep {
         /// Number of this request. A single answer can complete several requests, and contains the number of the last
         /// one. An answer with a lower number does not complete this request.
@@ -108,10 +108,9 @@ pub enum Request {
         /// reports them.
         give_up_ms: u64,
     },
-    /// Keep a connection of the agent open until the nursery process exits. The connection's descriptor is sent with
-    /// this request.
+    /// Keep the connection whose descriptor is sent with this request open until the nursery process exits.
     ///
-    /// If the agent dies, its peers then see the connection close only after all of the agent's processes have exited.
+    /// Even if the agent dies, the peer sees the connection close only after all of the agent's processes have exited.
     Hold {
         /// True to keep the descriptors that are already held, false to replace them.
         beside: bool,
@@ -196,13 +195,12 @@ pub enum Reply {
     Swept {
         /// Number of the last request that this message answers.
         number: u32,
-        /// The first 64 descendants that had to be signalled, without the workers. `more` is the number of others.
+        /// The first 64 signalled descendants, without workers. `more` is the number of further signalled descendants.
         ended: Vec<Descendant>,
         more: u32,
         /// Descendants, including workers, that did not die in time after SIGKILL (state D).
         stuck: Vec<Descendant>,
-        /// Descendants that were spared, because they have left their worker's session and have reset the nursery's
-        /// token.
+        /// Descendants that were not killed, because they are meant to outlive the job. See [`super::token`].
         spared: Vec<Descendant>,
         /// Descendants, including workers, that have exited but cannot be reaped yet, because a tracer holds them.
         held: Vec<i32>,

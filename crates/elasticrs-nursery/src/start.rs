@@ -6,8 +6,8 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
 use super::token::Token;
 
-/// Settings of a nursery. Their text form is `TOKEN` or `TOKEN/DESCRIPTORS`, in decimal. For a sentinel, `!`
-/// precedes the text.
+/// Settings of a nursery. The text form is `TOKEN` or `TOKEN/DESCRIPTORS`. Both parts are decimal numbers, and
+/// `DESCRIPTORS` is a limit on file descriptors. A leading `!` marks the settings of a process that guards a nursery.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Start {
     /// Token by which the nursery's descendants are recognised.

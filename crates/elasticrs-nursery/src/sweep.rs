@@ -17,15 +17,15 @@ use super::token::Token;
 use super::tree::{self, Listed, Signalled, Target};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// Number of newest pids to check first, several times.
+/// Number of newest pids that are checked repeatedly before the check of all processes.
 ///
-/// A program that repeatedly forks and exits can evade a check of all processes. Its current pid is always among the
+/// A program that forks and exits in a loop can evade the check of all processes, but its pid is always among the
 /// newest.
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
-/// Time after the `give_up` deadline for which processes are still killed, because a check of all processes may be
-/// slow.
+/// Grace period after the `give_up` deadline. A check that started before the deadline may kill processes during the
+/// grace period, because a check of all processes may be slow.
 const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 
 /// Result of a sweep.

@@ -40,8 +40,8 @@ impl Token {
         (BASE..BASE + (1 << 61)).contains(&limit).then_some(Self(limit))
     }
 
-    /// Stores the token in this process's soft limit for `RLIMIT_RTTIME`, which child processes inherit. Fails with
-    /// `EINVAL` if the hard limit is too low for the token.
+    /// Stores the token in the soft limit of `RLIMIT_RTTIME`. The token identifies all descendants of this process,
+    /// because child processes inherit resource limits. Fails with `EINVAL` if the hard limit is lower than the token.
     pub fn apply(self) -> nix::Result<()> {
         let (_, hard) = getrlimit(Resource::RLIMIT_RTTIME)?;
         setrlimit(Resource::RLIMIT_RTTIME, self.0, hard)
@@ -60,8 +60,8 @@ impl Token {
     }
 }
 
-/// Returns the soft limit in which a process's token is stored (`RLIMIT_RTTIME`). `None` if the process is gone
-/// or may not be inspected.
+/// Returns the soft limit for `RLIMIT_RTTIME` of a process. Descendants of a nursery inherit a limit that identifies
+/// the nursery. `None` if the process is gone or may not be inspected.
 fn soft_limit(pid: i32) -> Option<u64> {
     if procfs::is_own() {
         in_limits(&procfs::read(pid, "limits")?)

@@ -305,7 +305,7 @@ impl Signalled {
         }
     }
 
-    /// Removes the processes in `stuck` from the list and from the count, because they have not exited.
+    /// Removes the pids in `stuck` from this list of signalled processes, because these processes are still running.
     #[must_use]
     pub fn without(mut self, stuck: &[i32]) -> Self {
         self.named.retain(|ended| !stuck.contains(&ended.pid));

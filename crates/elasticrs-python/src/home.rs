@@ -1,7 +1,7 @@
 //! Chooses the thread on which a store client runs, and the destination of its messages to the user.
 //!
-//! A client that holds an agent's lease runs on the supervisor's thread, because a busy store could delay signals and
-//! keep-alives. Clients without a supervisor run on the thread that all stores of this process share.
+//! A client of an agent runs on the supervisor's thread. Other clients run on the thread of the stores. The two threads
+//! are separate, because a busy store could delay the agent's signals and keep-alives.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ impl Home {
     pub fn check_owner(&self) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.check_owner(),
-            // No check is needed, because the supervisor's own methods raise this exception in a forked child.
+            // Do nothing, because the supervisor's methods already raise an exception in a forked child.
             Self::Agent(_) => Ok(()),
         }
     }

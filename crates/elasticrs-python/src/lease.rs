@@ -1,4 +1,4 @@
-//! Lets the nursery guard the agent's lease, because the nursery outlives an agent that is killed.
+//! Passes an agent's connections and lease deadline to the nursery, because the nursery outlives a killed agent.
 
 use std::os::fd::BorrowedFd;
 use std::pin::Pin;
@@ -21,10 +21,9 @@ struct Nursery {
 
 impl Guard for Nursery {
     fn connected(&self, socket: BorrowedFd<'_>) {
-        // If the socket cannot be duplicated, the supervisor reports the error to the user. The store then sees the
-        // connection close as soon as this process exits.
-        //
-        // The nursery (the process that supervises the workers) still kills the workers at the lease's deadline.
+        // The nursery (the process that supervises the workers) keeps a duplicate of the socket open, so that the
+        // session lasts until the workers are dead. If the socket cannot be duplicated, the supervisor reports the
+        // error to the user. The nursery still kills the workers at the lease's deadline.
         self.keeper.hold(socket);
     }
 
@@ -46,8 +45,8 @@ impl Guard for Nursery {
     }
 
     fn linked(&self, socket: BorrowedFd<'_>, word: [u8; 32], is_first: bool) {
-        // If the socket cannot be duplicated, the supervisor reports the error to the user. The agent at the other end
-        // of the connection can still detect the death of this agent when the lease expires.
+        // The nursery announces this agent's death on a duplicate of the socket. Without a duplicate, the supervisor
+        // reports an error, and the peer notices the death only when the lease expires.
         self.keeper.hold_link(socket, word, is_first);
     }
 

@@ -82,7 +82,7 @@ pub fn nursery_main(py: Python<'_>, start: &str) -> u8 {
     py.detach(|| server::run(Some(start)))
 }
 
-/// Prepares a warm nursery. Must be called before the nursery imports modules.
+/// Marks this process and its future children as part of the job. Must be called before modules are imported.
 #[pyfunction]
 pub fn warm_nursery_begin(start: &str) {
     server::begin_warm(start);

@@ -206,7 +206,7 @@ impl GroupSpec {
 }
 
 impl GroupSpec {
-    /// Converts the spec to the core's type, with duplicates of the inherited descriptors.
+    /// Converts this Python object to the `GroupSpec` of `elasticrs_core`. Duplicates the inherited descriptors.
     pub fn to_core(&self) -> PyResult<core::GroupSpec> {
         let mut descriptors = Vec::new();
         let processes = self.processes.iter().map(|process| process.get().to_core(&mut descriptors));

@@ -79,11 +79,10 @@ impl Door {
     }
 }
 
-/// Returns true if a server of this kind may use one more file descriptor. This requires that the connection's
-/// descriptor number is below the server's limit.
+/// Returns true if a server of this kind may keep the connection `fd`. The number of `fd`, or else the lowest free
+/// descriptor number, must be below the server's limit.
 ///
-/// It is enough if the lowest free number is below the limit, because descriptors may have been closed since the
-/// connection was accepted.
+/// The lowest free number is enough, because other descriptors may have been closed since the connection was accepted.
 fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
     let below = soft.saturating_sub(kept(soft, purpose));
@@ -93,12 +92,12 @@ fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
 
 /// Returns the number of file descriptors that a server of this kind must leave free for the rest of the process.
 fn kept(soft: u64, purpose: Purpose) -> u64 {
-    // This number is enough to start, watch and stop the workers of a node.
+    // An agent needs at most this number of descriptors to start, watch and stop the workers of a node.
     let own = (soft / 8).clamp(16, 64);
     match purpose {
         Purpose::Health => own,
-        // Also reserve descriptors for health requests, and one for each store that has reached its limit. Such a store
-        // keeps one accepted connection open until more descriptors are free.
+        // Also reserve descriptors for health requests and for one connection per store. A store that has used up its
+        // descriptors accepts one more connection and holds it until descriptors are free.
         Purpose::Store => own + (soft / 16).clamp(8, 64),
     }
 }

@@ -81,9 +81,9 @@ pub fn listen(host: Option<&str>, port: Port) -> Result<TcpListener, ListenError
     Err(failed(error))
 }
 
-/// Listens on several addresses. An empty host means all addresses. Port 0 means any free port for the first
-/// address, and the port of the previous address for the others. If listening on one address fails, closes all
-/// sockets.
+/// Listens on several addresses. An empty host means all addresses. Port 0 means any free port for the first address.
+/// For every other address, port 0 means the port of the previous address. If listening on one address fails, closes
+/// all sockets.
 pub fn listen_at_all(addresses: &[(String, u16)]) -> Result<Vec<TcpListener>, ListenError> {
     let mut listeners = Vec::new();
     let mut chosen = 0;

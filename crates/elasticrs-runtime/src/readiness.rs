@@ -13,7 +13,7 @@ use tokio::io::unix::{AsyncFd, AsyncFdReadyGuard};
 /// `as_raw_fd` must return the same open descriptor for as long as the value lives.
 pub unsafe trait OwnsDescriptor: AsRawFd {}
 
-// SAFETY: an owned descriptor stays open until it is dropped, and it cannot be replaced.
+// SAFETY: an `OwnedFd` keeps its descriptor open until it is dropped, and its descriptor number never changes.
 unsafe impl OwnsDescriptor for OwnedFd {}
 // SAFETY: as for `OwnedFd`. The reference count keeps the descriptor open.
 unsafe impl OwnsDescriptor for Arc<OwnedFd> {}

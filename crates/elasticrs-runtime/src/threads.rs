@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigSet, SigmaskHow};
 use tokio::sync::mpsc::UnboundedSender;
 
-/// Interval at which a caller that waits for an answer checks that the task still exists.
+/// Interval at which [`ask_within`] checks whether the task that should answer still exists.
 const LOOK: Duration = Duration::from_millis(100);
 /// Maximum time that [`Leavable::leave`] waits for a thread to exit.
 const LEAVE_GRACE: Duration = Duration::from_millis(200);

@@ -1,4 +1,4 @@
-//! Nice values of this process and of other processes.
+//! Nice values (scheduling priorities) of threads and processes.
 
 use std::ffi::CStr;
 

@@ -3,8 +3,8 @@
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
-/// Stage in the start of a worker, at which the start can fail. On the stage pipe, a stage is represented by its
-/// number.
+/// Step of starting a worker. Each step can fail. On the pipe that reports the progress of a start, a step is
+/// represented by its number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[repr(u8)]
 pub enum Stage {
@@ -33,7 +33,7 @@ pub enum Stage {
     Fork = 11,
     /// Same as [`Self::Fork`], but the setup of the previous worker is still in progress.
     NextFork = 12,
-    /// The libraries' fork handlers that run in the child.
+    /// Running the fork handlers of imported libraries in the child process.
     Forked = 13,
 }
 

@@ -77,9 +77,9 @@ fn read(shared: &mut Shared) -> &[u8] {
     buffer.get(..usize::try_from(count).unwrap_or(0)).unwrap_or_default()
 }
 
-/// Returns true if the signal is pending according to a thread's `status` file. Also returns true if the content
-/// cannot be parsed, because the process must stay stopped unless a SIGCONT has certainly arrived. Neither
-/// allocates nor panics.
+/// Returns true if the signal is pending according to a thread's `status` file. If the content cannot be parsed, also
+/// returns true, because the caller would otherwise continue a process that must stay stopped. Neither allocates nor
+/// panics.
 fn is_pending(status: &[u8], number: c_int) -> bool {
     const NAME: &[u8] = b"SigPnd:\t";
     let at = status.windows(NAME.len()).position(|window| window == NAME);

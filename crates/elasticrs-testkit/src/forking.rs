@@ -19,7 +19,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(2);
 const LIVE_LIMIT: u32 = 200;
 const FORK_LIMIT: u32 = 100_000;
 
-/// Counters shared by all processes of a command.
+/// Counters in shared memory, for a test process and all its descendants.
 struct Limits {
     forks: AtomicU32,
     live: AtomicU32,
@@ -81,7 +81,7 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
     }
     drop((reader, started));
     nix::unistd::read(&waits, &mut [0])?;
-    // Start a process that also keeps the pipe open, so that the cleaner has to wait for it too.
+    // Fork a second child that keeps the write end of the pipe open, so that the first child waits for the second.
     if let ForkResult::Child = forked()? {
         pause_for_ever();
     }
@@ -101,8 +101,8 @@ pub enum Daemon {
     Headless,
 }
 
-/// `daemonise`, `exempt`, `headless`: starts a grandchild in a session of its own, prints the grandchild's pid,
-/// and waits.
+/// Implements the commands `daemonise`, `exempt` and `headless`. Starts a grandchild of the given kind ([`Daemon`]) in
+/// its own session, prints the grandchild's pid, and waits.
 pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     let (reader, writer) = nix::unistd::pipe()?;
     if let ForkResult::Child = forked()? {
@@ -133,8 +133,8 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     pause_for_ever();
 }
 
-/// Exits only the main thread, like `pthread_exit` in `main`. Another thread keeps the process running, and drops
-/// `until` after the main thread has exited.
+/// Exits only the main thread, like `pthread_exit` in `main`. Another thread keeps the process running, and closes the
+/// pipe `until` to report that the main thread has exited.
 fn end_main_thread(until: OwnedFd) -> ! {
     let me = getpid().as_raw();
     std::thread::spawn(move || {
@@ -167,7 +167,7 @@ pub fn tree(request: &mut Request) -> Result<(), Problem> {
     }
     drop(writer);
     if getpid() == root {
-        // Wait until every process has started its children. By then, each process has closed its copy of the writer.
+        // Wait for EOF, because each process closes the write end of the pipe once it has started its children.
         nix::unistd::read(&reader, &mut [0])?;
         ready()?;
     }

@@ -1,7 +1,7 @@
 //! A worker for tests. Its command line says how it should behave or misbehave.
 //!
 //! Usage: `testkit-worker COMMAND [ARGUMENT …]`. Each command prints the line `READY` on standard output once its
-//! signal handlers are installed. If a command also prints facts about its processes, they come before `READY`.
+//! signal handlers are installed. Details for the test, such as pids or open descriptors, are printed before `READY`.
 
 mod forking;
 mod old_kernel;

@@ -53,7 +53,7 @@ def answer_with_record() -> None:
         os.mkfifo(requests, 0o600)
         _start_thread(requests, f"{path}.flight")
     except (OSError, RuntimeError):
-        return  # Ignore the error, because the report then only lacks this flight record.
+        return  # Ignore the error, because a report without a flight record is still useful.
 
 
 def _start_thread(requests: str, record: str) -> None:
@@ -70,8 +70,8 @@ def _start_thread(requests: str, record: str) -> None:
     )
     from _thread import start_new_thread
 
-    # Block all signals in this thread, except those for faults such as SIGSEGV. If the program blocks a
-    # signal everywhere to receive it with `sigwait`, the kernel must not deliver that signal here instead.
+    # In the new thread, block all signals except faults such as SIGSEGV, because the thread could otherwise
+    # receive a signal for which the program waits with `sigwait`.
     before = pthread_sigmask(SIG_BLOCK, valid_signals() - {SIGABRT, SIGBUS, SIGFPE, SIGILL, SIGSEGV})
     try:
         start_new_thread(_answer, (requests, record))
@@ -138,8 +138,8 @@ def flight_document() -> str:
             record["entries"] = record.get("entries", [])[-MAX_ENTRIES:]
         used = [record for record in records if record["entries"]] or records[:1]
         return "\n".join(json.dumps(line) for line in ({"groups": _groups()}, *used))
-    # Report the record as damaged after any error, because a newer torch release may have changed these
-    # private functions.
+    # Catch every exception, because these functions of torch are private and may behave differently in a
+    # newer release. Report a damaged record in that case.
     except Exception:
         return json.dumps({"no_record": "damaged"})
 

@@ -1,4 +1,4 @@
-"""The record of one attempt, and the result of the whole job."""
+"""Result of a job, and the record of each attempt to run its workers."""
 
 from __future__ import annotations
 
@@ -369,8 +369,8 @@ class JobResult(Record):
 
     @property
     def restarts(self) -> int:
-        """Number of restarts charged to the restart budget, including a restart whose attempt has not started
-        yet.
+        """Number of restarts counted against the restart budget. Includes a restart that was decided but has
+        not started its workers yet.
         """
         return max(self.read_history().charged, self.attempts[-1].restarts if self.attempts else 0)
 
@@ -378,7 +378,7 @@ class JobResult(Record):
         """Return the number of restarts left in the restart budget."""
         history = self.read_history()
         if policy.window is None or not history.charged:
-            # If there is no restart window, subtract all restarts from the maximum. Do the same if there is
-            # no failure history, because a polled rendezvous handler does not keep one.
+            # Count every restart if there is no restart window. Also count every restart if the rendezvous
+            # handler keeps no failure history, because the restart times are then unknown.
             return policy.max_restarts - self.restarts
         return max(0, policy.max_restarts - len(recent(policy, history, time.monotonic_ns() / 1e9)))

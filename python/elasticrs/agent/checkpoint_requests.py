@@ -70,8 +70,8 @@ class CheckpointRequests:
             os.eventfd_write(self.fd, 1)
 
     def take(self) -> None:
-        """Clear ``fd``, so that it is no longer readable. No request is lost, because the shared page counts
-        the requests.
+        """Clear ``fd``, so that it is no longer readable. Clearing loses no request, because the memory page
+        shared with the workers counts the requests.
         """
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from elasticrs.workers.plan import Plan
 
     class Planner(Protocol):
-        """Creates the plans (ranks and addresses) of attempts."""
+        """Creates the plan for each start of the workers, with their ranks and addresses."""
 
         def next(self, supervisor: _core.Supervisor) -> Plan: ...
 

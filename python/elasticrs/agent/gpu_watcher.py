@@ -152,7 +152,7 @@ class GpuWatcher(Observer):
         return MEMORY_LIMIT if self._may_restart(attempt) else ANSWER_LIMIT
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the delay times out. Return ``None`` if there is no delay."""
+        """Return the maximum number of seconds that the delay can still last; ``None`` without a delay."""
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def is_held(self, attempt: Attempt) -> bool:
@@ -179,7 +179,7 @@ class GpuWatcher(Observer):
             self._say(f"waited {waited:.1f} s until the dead workers' device memory was free")
 
     def stop_waiting(self) -> None:
-        """End the delay and do not wait for device memory again, because the user wants this node to stop."""
+        """Stop waiting for free GPU memory, now and later, because the user wants this node to stop."""
         self._until = None
         self._is_stopping = True
 

@@ -1,5 +1,5 @@
-"""Describes workers that missed their heartbeat deadline, in messages to the user. The functions are pure,
-except that they read evidence files.
+"""Describes workers that missed their heartbeat deadline, in messages to the user. The functions have no side
+effects, but some read files that contain the workers' stacks.
 
 Imported only after a worker hung, or at the end of a job whose workers sent heartbeats.
 """

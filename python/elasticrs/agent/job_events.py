@@ -297,7 +297,7 @@ class WatchdogRecorder(EventRecorder):
         """Do nothing, because the agent's hooks record the start of the workers."""
 
     def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
-        """Record that the watchdog stops until the next attempt."""
+        """Record that the watchdog is inactive until the next attempt starts."""
         self._record_watching(False)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature

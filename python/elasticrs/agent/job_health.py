@@ -37,9 +37,9 @@ MAX_EARLIER_FAILURES = 16
 
 
 class HealthObserver(Observer):
-    """Observer that publishes the state of the job through an open health check server, and closes the server
-    when the job ends. If ``is_asked`` is true, the agent's loop answers the requests. Otherwise, a thread of
-    the server answers them.
+    """Observer that publishes the health of the job's workers through an HTTP health check server, and stops
+    the server when the job ends. If ``is_asked`` is true, the agent's loop answers the requests. Otherwise, a
+    thread of the server answers them.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class HealthObserver(Observer):
             self._failed_ns = None
         self._native.enter("productive")
         if not self._job.replaces_workers:
-            # With `--on-failure replace`, publish no group rank here, because the ranks come from the
-            # workers' rendezvous instead of the plan.
+            # Publish the planned group rank only without `--on-failure replace`, because that option lets the
+            # workers' rendezvous assign the ranks.
             first = self._attempt.plan.ranks[0]
             placed = first.group_rank, first.world_size
             self._native.identify(self._job.run_id, os.uname().nodename, placed)

@@ -94,7 +94,7 @@ class MetricRecorder(Observer):
             # restarts that other nodes have caused.
             self._restarts = result.attempts[-1].restarts
         is_failed, has_retried = result.phase is not Phase.SUCCEEDED, self._restarts > 0
-        # With a restart window, the number of charged restarts can exceed the maximum.
+        # Do not let `left` be negative, because with a restart window `_restarts` can exceed `max_restarts`.
         most = self._job.max_restarts
         left = max(0, most - self._restarts)
         self._put("flakiness", 100 if is_failed else int(100.0 - 100.0 * (left + 1) / (most + 1)))

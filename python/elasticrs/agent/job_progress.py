@@ -42,7 +42,7 @@ certificate, and the path of the pod's token.
 
 
 class ProgressReporter(Observer):
-    """Reports the lowest step among all workers on rank 0's node, and the number of charged restarts.
+    """Reports progress to Kubeflow: the lowest step of all workers on rank 0's node, and the restart count.
 
     Args:
         environ: environment variables, including :data:`URL`, :data:`CA_CERT` and :data:`TOKEN`.
@@ -71,8 +71,8 @@ class ProgressReporter(Observer):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def fd_ready(self, fd: int) -> bool:
-        """Print why the background thread could not send a progress report. Return false if ``fd`` does not
-        belong to the thread.
+        """Print the error that the background thread has reported through ``fd``. Return false if ``fd`` is a
+        descriptor of another observer.
         """
         if fd != self._fd:
             return False

@@ -58,7 +58,7 @@ class Observer:
         """Handle the exit of a worker."""
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
-        """Handle the replacement of a failed worker by another process; see ``Attempt.replaced_workers``."""
+        """Handle the start of a process that replaces a failed worker; see ``Attempt.replaced_workers``."""
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
         """Handle a worker's timer that was not released in time."""
@@ -78,8 +78,8 @@ class Observer:
         """
 
     def quiet(self) -> None:
-        """Handle a period without events. Called when the event loop's wait times out, after at most a few
-        seconds.
+        """Do periodic work. Called whenever the event loop has waited without receiving an event. A wait
+        takes at most a few seconds.
         """
 
     def over(self, attempt: Attempt, outcome: str) -> None:

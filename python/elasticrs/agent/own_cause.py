@@ -260,7 +260,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     text = traceback_text(first)
     why = attempt.why_expired(first.local_rank)
     if why is None:
-        # The worker exceeded no time limit, so `first.note` can only be about the OOM killer.
+        # The note is about the OOM killer, because all other notes are about exceeded time limits.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
 

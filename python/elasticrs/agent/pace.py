@@ -82,7 +82,7 @@ def step(watch: Watch, standings: Sequence[Standing], now: float) -> tuple[Watch
 
 
 class Pace:
-    """Checks the memory page of a node periodically and reports slow workers.
+    """Periodically checks the workers' training rates on this node and reports slow workers.
 
     Args:
         page: memory page into which the workers write their rates.

@@ -70,7 +70,7 @@ class RasAddress:
                 self._socket.setsockopt(_socket.SOL_SOCKET, option, 1)
             self._socket.bind(("127.0.0.1", 0))
         except OSError:
-            # Continue without an address, because RAS only adds lines to the failure report.
+            # Continue without NCCL's RAS service, because it only adds details to the failure report.
             self.close()
             return
         self.address = self._socket.getsockname()
@@ -89,7 +89,7 @@ class RasAddress:
         try:
             return RasQuery(self.address, os.path.join(folder, "nccl_ras.txt"))
         except (OSError, RuntimeError):
-            return None  # Continue without the query, because it would only add lines to the report.
+            return None  # Ignore the error, because the query only adds details to the failure report.
 
     def close(self) -> None:
         """Release the port. Idempotent."""
@@ -151,7 +151,7 @@ def _answer_in_file(address: tuple[str, int], path: str, deadline: float) -> str
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError:
-            return None  # Drop the RAS response, because the report would refer to the missing file.
+            return None  # Drop the response, because the report would name a file that does not exist.
     return text
 
 

@@ -168,8 +168,8 @@ class SeveralNodes(Decisions):
         return found + self._translate(self._driver.lose("no keep-alive reached the store in time"))
 
     def release_plan(self) -> None:
-        """Drop the plan without closing its port, because the driver owns the listening socket and closes it
-        at the end of the round.
+        """Drop the plan, which contains the ranks and addresses of a round. Do not close its port, because
+        the rendezvous closes the listening socket at the end of the round.
         """
         self.plan = None
 
@@ -200,9 +200,8 @@ class SeveralNodes(Decisions):
             if event.has_no_program:
                 from elasticrs.agent.own_cause import no_program
 
-                # Report a program that cannot be executed as a failed worker, so that the restart policy
-                # compares it with failures on other nodes. If only this node fails, one of its mounts may be
-                # broken.
+                # Report a program that cannot be executed as a worker failure. If the program starts on all
+                # other nodes, the restart policy can then exclude this node.
                 cause = no_program(why, self._place(), self._clock())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
@@ -276,7 +275,7 @@ class SeveralNodes(Decisions):
         from elasticrs.agent.own_cause import own_cause
 
         attempt.oom_kills_after = read_counters(attempt.oom_kills)
-        # Report no failure if the workers were stopped because one of them hung in the kernel.
+        # Report no failure if a worker hung in the kernel, because `why_stuck` already reports the hang.
         is_failure = self.phase is not machine.Phase.STOPPING and event.unfit is None
         self._found_unfit = event.found_unfit
         if is_failure or self._first_failure is not None or attempt.expired:

@@ -86,8 +86,8 @@ class NodeState(Value):
 
 
 class WorkerFailed(Event):
-    """A worker exited with a code other than 0. ``met`` lists the number of each worker's last rendezvous
-    round, by local rank.
+    """A worker exited with a code other than 0. For each local rank, ``met`` contains the number of the
+    worker's last rendezvous round.
     """
 
     local_rank: int
@@ -102,8 +102,8 @@ class RoundBegan(Event):
 
 
 class RoundEnded(Event):
-    """The round has ended. ``met`` lists the number of each worker's last rendezvous round, by local rank. It
-    is empty if the round ended without a failure.
+    """The round has ended. For each local rank, ``met`` contains the number of the worker's last rendezvous
+    round. If the round ended without a failure, ``met`` is empty.
     """
 
     met: Meetings = ()

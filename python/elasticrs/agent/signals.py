@@ -183,7 +183,7 @@ class SignalPipe:
                 _stop_unless_continued()
             held = signal.sigtimedwait((signal.SIGTSTP,), 0)
             if held is not None and held.si_pid != os.getpid():
-                # Make the SIGTSTP pending again, because another process sent it after the SIGCONT.
+                # Raise SIGTSTP again, because `sigtimedwait` has consumed a SIGTSTP from another process.
                 signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -203,8 +203,8 @@ class WorkerExited(Event):
 
 
 class WorkerSwept(Event):
-    """A failed worker's processes have exited, so a replacement can be started. If ``is_stuck`` is true, some
-    of these processes cannot be killed and are still running.
+    """All processes of a failed worker have exited, so the worker can be replaced. If ``is_stuck`` is true,
+    some processes survived SIGKILL instead, and the worker cannot be replaced.
     """
 
     local_rank: int
@@ -326,7 +326,7 @@ class Stop(Action):
 
 
 class CollectEvidence(Action):
-    """Save the evidence of the failure, before the next attempt starts."""
+    """Read the OOM kill counters after the workers have exited, and release the workers' store port."""
 
 
 class AnnounceRestart(Action):

@@ -303,7 +303,7 @@ class AttemptTracker:
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
-        """Remove unused files of the attempts. Write the timeline if ``ELASTICRS_TIMELINE`` is set."""
+        """Remove empty crash files and unused FIFOs. Write a timeline if ``ELASTICRS_TIMELINE`` is set."""
         for attempt in self.result.attempts:
             for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
                 discard_unused_files(path)

@@ -210,8 +210,8 @@ class Warming:
         return found
 
     def _has_ended(self, asked: BackgroundCall | None) -> bool:
-        """Wait until a file check has finished. Return false if it takes too long, and print a message the
-        first time.
+        """Wait until a file check has finished. Return false if the wait times out. Print a message, unless
+        the previous wait also timed out.
         """
         if asked is None:
             return True

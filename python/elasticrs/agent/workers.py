@@ -449,8 +449,8 @@ def _filled_in(argument: str, local_rank: int) -> str:
 
 
 def directory_logs(run: RunLogs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """Return a function that creates the files of an attempt in the directory of a run, with the default
-    layout.
+    """Return a function that creates the log files for one start of the workers. The files are in a new
+    subdirectory of the job's log directory.
     """
 
     def attempt_logs(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:

@@ -160,8 +160,8 @@ class _Loader:
             # Import the submodules now, because programs use them as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
-            # Without `torch.distributed` in `sys.modules`, the imported module belongs to torchelastic. The
-            # imports below are only needed by modules of torch.
+            # Skip the imports below, because only modules of torch need them. If `torch.distributed` has not
+            # been imported, the imported module belongs to torchelastic.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
             # Import these modules now, as torch's own modules do, because programs use them as attributes of
@@ -174,8 +174,8 @@ class _Loader:
         from importlib.abc import InspectLoader
         from importlib.util import find_spec
 
-        # `torch.distributed.launch` adds the local rank to the script's arguments, so it has a separate
-        # module. The launcher of torchelastic 0.2 does not add the local rank.
+        # Use a separate module for `torch.distributed.launch`, because only this launcher adds the local rank
+        # to the script's arguments.
         name = "elasticrs.alias.launch" if fullname == f"{_TORCH}.launch" else self._name
         spec = find_spec(name)
         loader = spec.loader if spec else None

@@ -114,8 +114,8 @@ class _Search:
         return rank not in self._waits and rank not in self._matched.receiving
 
     def _free_absent(self, stuck: StuckCollective) -> list[int]:
-        """Return the ranks that have not called the collective and, according to the flight records, wait for
-        no other rank. Prefer ranks whose stacks show no waiting either (**CUL-2**).
+        """Return the ranks that have not called the collective and, according to the flight records, do not
+        wait. If possible, leave out ranks whose stacks show that they wait (**CUL-2**).
         """
         free = [rank for rank in stuck.absent if self._is_free(rank)]
         others = [rank for rank in free if shows_waiting(self._stacks.get(rank)) is not True]
@@ -235,8 +235,8 @@ class _Search:
         )
 
     def _outside(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
-        """Yield the ranks that are in no collective, if the flight records do not explain why other ranks
-        wait.
+        """If the flight records do not explain a hang, yield the ranks that are not in any collective,
+        because the other ranks may wait for them.
         """
         if not self._matched.stuck:
             yield from self._outside_by_stacks()

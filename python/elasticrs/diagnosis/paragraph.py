@@ -170,8 +170,8 @@ class Writer:
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
     def _why(self, ranks: Iterable[int]) -> str:
-        """Return the reasons why the flight records of these ranks do not contain a group's calls. If a rank
-        has a flight record, later calls have overwritten the group's calls.
+        """Return the reasons why the flight records of these ranks lack a group's calls. If a rank has flight
+        records, the reason is that later calls have overwritten the group's calls.
         """
         reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
         return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)

@@ -116,8 +116,8 @@ def reduced(
     )
     if has_raised:
         for draft in drafts.values():
-            # Mark the last collective as incomplete, because it may have caused the exception. Torch marks
-            # both failed and completed collectives as retired, so the record does not tell them apart.
+            # Mark the last collective as incomplete, because it may have failed and caused the exception. The
+            # record cannot show this, because torch marks failed and completed collectives alike.
             last = max(draft.steps)
             draft.steps[last] = draft.steps[last]._replace(is_complete=False)
     members = {name: tuple(sorted(set(ranks))) for name, ranks in groups.items()}

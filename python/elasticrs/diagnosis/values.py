@@ -173,7 +173,7 @@ class MergedStack(NamedTuple):
 
 
 class Diagnosis(NamedTuple):
-    """Result of examining the evidence about all ranks."""
+    """Explanation of a hang or a failed collective, based on the flight records and stacks of all ranks."""
 
     summary: str
     """One paragraph for people."""

@@ -1,5 +1,5 @@
-"""Events of a job, with the names, order and JSON format of torch's events. Unlike in torch, the timestamps
-are real. The job continues if a destination fails.
+"""Events of a job, with the same names, order and JSON format as in torch. Unlike in torch, the timestamps
+are set. The job continues if an event cannot be written.
 
 >>> from elasticrs import events
 >>> events.record(events.Event("my.event", events.EventSource.WORKER), destination="console")
@@ -88,8 +88,8 @@ def record(event: Event, destination: str = "null") -> None:
     """
     if event.timestamp == 0:
         event = replace(event, timestamp=time.time_ns() // 1_000_000)
-    # Recognize a failure in a watchdog event by the event's name, because its state is the state of the agent
-    # instead of the worker.
+    # Detect a worker failure in a watchdog event by the event's name, because the event's `state` is the
+    # state of the agent.
     is_failure = event.metadata.get("state") == "FAILED" or event.name in _FAILURES_OF_WATCHDOGS
     _get_or_create_logger(destination).info(event.serialize(), extra={"is_failure": is_failure})
 

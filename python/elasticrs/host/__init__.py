@@ -1,1 +1,1 @@
-"""Access to the agent's machine and process: clocks, devices, ports, forks, and blocking calls."""
+"""Helpers for the operating system and the hardware: clocks, devices, forks, node checks, blocking calls."""

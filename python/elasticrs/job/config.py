@@ -281,7 +281,7 @@ class ObserveSettings(Value):
 
     @property
     def is_off(self) -> bool:
-        """True if the job has no consumer for events, metrics, health checks or progress."""
+        """True if events, metrics, health checks and progress reports are all disabled."""
         has_receiver = self.has_metrics or self.reports_progress
         return self.event_log_handler == "null" and not has_receiver and self.health_check_port is None
 

@@ -117,7 +117,7 @@ class ExitCodes(Value):
 
     @staticmethod
     def parse(text: str) -> ExitCodes:
-        """Parse ``torchrun``, ``worker``, ``verdict`` or ``verdict:PERMANENT,UNFIT``.
+        """Parse the value of an exit code option, such as ``worker`` or ``verdict:93,193``.
 
         Raises:
             ValueError: the text has another form, or the codes are equal or not from 3 to 255.

@@ -66,8 +66,8 @@ class NodeRanks(Value):
     role_world_size: int
 
     def workers(self, me: NodeShare) -> list[WorkerRanks]:
-        """Return the ranks of this node's workers, indexed by local rank. ``me`` is the node's contribution
-        to the round.
+        """Return the ranks of this node's workers, indexed by local rank. ``me`` contains the role and the
+        number of these workers.
         """
         return [
             WorkerRanks(

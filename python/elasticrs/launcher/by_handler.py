@@ -146,7 +146,7 @@ def _make_agent(
     )
     agent = LocalElasticAgent(
         spec,
-        # Required, but unused: the workers (set below) choose their own log files.
+        # Required by the constructor but unused, because the workers choose their own log files.
         DefaultLogsSpecs(os.devnull),
         exit_barrier_timeout=settings.exit_barrier_timeout,
         shutdown_timeout=job.shutdown_timeout,

@@ -62,10 +62,10 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
 def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
     if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
-    # Install Python's default SIGINT handler before the launcher's own handler, because forked workers
-    # restore the handler that was installed before.
+    # Install Python's default SIGINT handler first, because forked workers restore the handler that the
+    # launcher's handler has replaced.
     #
-    # Block SIGINT meanwhile, because Ctrl-C would otherwise raise `KeyboardInterrupt`.
+    # Block SIGINT until both handlers are installed, because Ctrl-C would raise `KeyboardInterrupt`.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -207,8 +207,8 @@ def _tell_failure(
         how, more = result.ending
         console.say(how + (f": {headline}" if headline else "") + more)
         if is_read:
-            # Wait until the summary line has been written, because `say` only queues it. Skip the wait if the
-            # report could not be written, because the output then has no reader.
+            # Wait until the summary line has been written, because `say` only queues it. Do not wait if the
+            # failure report could not be written, because the output then has no reader.
             write("")
     return headline
 
@@ -285,7 +285,7 @@ def _print_check(words: Sequence[str]) -> int:
 
 
 def _print(text: str) -> int:
-    """Write text to standard output. Return the launcher's exit code."""
+    """Write text to standard output. Return 0 on success. If the write fails, print an error and return 1."""
     left = text.encode()
     try:
         while left:

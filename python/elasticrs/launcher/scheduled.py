@@ -85,7 +85,7 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
         UsageError: the scheduler has started the nodes in a way that prevents a rendezvous.
     """
     nodes = args.nnodes[1] if "nnodes" in given else place.nodes
-    # Ignore `place.problem` if the number of nodes is unknown, because the job then runs on this node only.
+    # Report a rendezvous problem only if the number of nodes is known. Otherwise, only this node runs.
     if place.problem and nodes is not None:
         if _says_how_to_meet(args, given):
             return {}
@@ -107,8 +107,8 @@ def _meeting(args: Namespace, place: Place, given: Collection[str]) -> dict[str,
     from elasticrs.rendezvous.elastic.describe import BACKENDS, C10D, ETCD, STATIC, is_in_file
 
     if _says_how_to_meet(args, given) and args.nnodes[1] > (place.nodes or args.nnodes[1]):
-        # Ignore the scheduler's values if the user wants more nodes than the scheduler reports. For example,
-        # each node may run a separate job step, and each job step would get a different run id.
+        # Use none of the scheduler's rendezvous settings if the user wants more nodes than the scheduler
+        # reports. The nodes may then belong to several job steps, each with a different run id.
         return {}
     chosen = STATIC if _OF_STATIC.intersection(given) else C10D
     backend = args.rdzv_backend if "rdzv_backend" in given else chosen

@@ -46,8 +46,8 @@ class _Command(Value):
 
     @property
     def backend(self) -> str:
-        """Rendezvous back end: ``c10d``, ``etcd`` or ``static``. Empty if the job has a single node or polls
-        a rendezvous handler.
+        """Rendezvous back end: ``c10d``, ``etcd`` or ``static``. Empty if the job has a single node or uses
+        another back end.
         """
         return "" if self.launch.rendezvous is None else str(self.launch.rendezvous.backend)
 
@@ -63,7 +63,7 @@ class _Command(Value):
 
 
 class _Difference(Value):
-    """A difference between torchrun and elasticrun.
+    """Description of one difference between torchrun and elasticrun.
 
     Args:
         subject: option, variable or feature that differs.

@@ -45,7 +45,7 @@ __all__ = [
 
 
 def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
-    """Do nothing, as in torch. The launcher calls this function before the agent runs.
+    """Do nothing. As in torch, the launcher calls this hook before the agent runs, and users may override it.
 
     Args:
         cfg: the launcher's ``metrics_cfg``.

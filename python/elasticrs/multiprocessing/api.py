@@ -242,8 +242,7 @@ class DefaultLogsSpecs(LogsSpecs):
         if self._run_log_dir is None:
             run_id = env.get("TORCHELASTIC_RUN_ID", "").replace(os.sep, "_")
             self._run_log_dir = logs.make_private_directory(self.root_log_dir, logs.run_prefix(run_id))
-        # Recreate the folder if necessary, because an earlier job that used this object may have removed it
-        # when it was empty.
+        # Recreate the folder if it is missing, because an earlier job may have removed the empty folder.
         logs.make_again(self._run_log_dir, is_temporary=self._is_temporary)
         attempt = os.path.join(self._run_log_dir, f"attempt_{env.get('TORCHELASTIC_RESTART_COUNT', '0')}")
         if os.path.exists(attempt) and env.get("ELASTICRS_ROUND"):
@@ -459,8 +458,8 @@ class PContext(ABC):
 
     @abstractmethod
     def _poll(self) -> RunProcsResult | None:
-        """Return the result if one process has failed or all have succeeded. Return ``None`` while they are
-        still running.
+        """Return the result if a process has failed or all processes have succeeded. Otherwise, return
+        ``None``.
         """
 
     @abstractmethod

@@ -45,8 +45,8 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 def when_safe(call: Callable[[], object]) -> None:
-    """Call a function from a signal handler. If an exception from the function could cause an event to be
-    lost, call the function later.
+    """Call a function from a signal handler. While an event is being handled, defer the call, because an
+    exception from the function could cause the loss of the event.
     """
     _kept.append(call)
     if _waits:
@@ -80,8 +80,8 @@ def call_kept() -> None:
 
 @contextmanager
 def waiting(end: Callable[[], None]) -> Iterator[None]:
-    """Return a context manager for a block that waits for an event and records it. Signal handlers call
-    ``end`` to interrupt the wait. Their actions are deferred to the end of the block.
+    """Return a context manager for a block that waits for an event and records it. A signal handler calls
+    ``end`` to end the wait early. The action for the signal runs after the block.
     """
     with _block(_waits, end, is_wait=True):
         if _kept and threading.current_thread() is threading.main_thread():

@@ -186,8 +186,8 @@ def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], g
 
 
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
-    """Report the workers' exit statuses until the program sends a message or exits. Return for how many
-    seconds the remaining processes may continue; see :data:`WORD`.
+    """Report the workers' exit statuses until the parent program sends a message or exits. Return the number
+    of seconds for which the workers' descendants may keep running; see :data:`WORD`.
     """
     poll = select.poll()
     running = {os.pidfd_open(pid): pid for pid in statuses}
@@ -252,8 +252,8 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
 
 
 def _tell_names(pids: Sequence[int], control: int) -> None:
-    """Send the names of the killed processes to the program. The first few processes get one line each, with
-    pid and name. The last line contains the number of the others.
+    """Send the pids and names of the first killed processes to the parent program, one process per line. The
+    last line contains the number of all further killed processes.
     """
     lines = [f"{pid} {_name_of(pid)}\n" for pid in pids[:_NAMED]]
     lines.append(f"{len(pids) - len(lines)}\n")
@@ -367,8 +367,8 @@ def main(plan_fd: int) -> None:
         plan_fd: descriptor of a file with pickled data: the modules to import, the path of the main module,
             the program's arguments, and the arguments of :func:`keep`.
     """
-    # Create the session before any user code runs. If the program gives up on the imports, it kills this
-    # session's process group.
+    # Create a new process group with `setsid` before any user code runs, because the parent program signals
+    # this group to stop the imports and the processes that they have started.
     lead_session()
     with open(plan_fd, "rb") as file:
         preload, main_path, argv, arguments = pickle.load(file)

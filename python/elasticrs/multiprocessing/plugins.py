@@ -103,7 +103,7 @@ def specs_class(name: str) -> Any:
 
 
 def _std_of(chosen: Any) -> Any:
-    """Return the ``Std`` enum that a class expects. Subclasses of torch's class expect torch's enum."""
+    """Return the ``Std`` enum for a ``LogsSpecs`` class. Subclasses of torch's class need torch's enum."""
     torchs: Any = sys.modules.get(_TORCHS)
     if torchs is not None and isinstance(chosen, type) and issubclass(chosen, torchs.LogsSpecs):
         return torchs.Std

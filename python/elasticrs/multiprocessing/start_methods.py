@@ -209,8 +209,8 @@ class Spawn(FunctionStart):
 
 
 class Kept(FunctionStart):
-    """Start method in which a :mod:`keeper <elasticrs.multiprocessing.keeper>` is the parent of the
-    functions' processes.
+    """Start method in which a separate process, the :mod:`keeper <elasticrs.multiprocessing.keeper>`, is the
+    parent of the processes that call the functions.
 
     Attributes:
         keeper_pidfd: pidfd of the keeper, which is readable when the keeper and all its processes have
@@ -261,8 +261,8 @@ class Kept(FunctionStart):
                 reader, writer = self._pipe(ends, reads=False)
                 statuses.append(writer)
                 self.statuses.append(reader)
-            # Fork before the group starts threads, because the keeper would otherwise inherit the locks that
-            # they hold.
+            # Fork the child process (the keeper) before this process starts threads, because the fork would
+            # otherwise copy locks that the threads hold.
             self._keeper = self._start_keeper(statuses, ends[0], gate_reader)
             self.keeper_pidfd = os.pidfd_open(self._keeper)
         finally:
@@ -306,7 +306,7 @@ class Kept(FunctionStart):
         os.write(self._gate, keeper.GO * len(self._pipes))
 
     def _pipe(self, ends: list[int], *, reads: bool = True) -> tuple[int, int]:
-        """Create a pipe, and add the keeper's end to ``ends``."""
+        """Create a pipe, and append the end for the child process to ``ends``."""
         reader, writer = os.pipe()
         ends.append(reader if reads else writer)
         return reader, writer

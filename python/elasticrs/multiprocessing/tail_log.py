@@ -158,7 +158,7 @@ class TailLog:
         )
 
     def take_files(self) -> dict[int, str]:
-        """Give up the files, so that another component can copy them. Call this before :meth:`start`."""
+        """Return the log files to a caller that copies them itself. Call this before :meth:`start`."""
         taken, self._log_files = self._log_files, {}
         return taken
 
@@ -201,7 +201,7 @@ class TailLog:
         self._each(files, _File.finish)
 
     def _each(self, files: dict[int, _File], act: Callable[[_File], bool | None]) -> bool:
-        # Build the list first, because `any` on a generator would stop at the first file with new data.
+        # Process all files first, because `any` on a generator would stop at the first true result.
         news = [self._try(files, index, act) for index in list(files)]
         return any(news)
 

@@ -71,8 +71,8 @@ class C10dRendezvousBackend(RendezvousBackend):
         return self._decoded(self._call_store("get", self._key))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state; see :class:`RendezvousBackend`. A token from another back end leaves the state
-        unchanged.
+        """Replace the state; see :class:`RendezvousBackend`. If ``token`` does not come from this back end,
+        leave the state unchanged.
         """
         if token and not isinstance(token, bytes):
             found = self.get_state()

@@ -126,7 +126,7 @@ class Folder:
         os.close(os.open(self._marker, os.O_CREAT | os.O_CLOEXEC, 0o600))
 
     def discard(self, incarnation: str) -> None:
-        """Remove the data of a cluster incarnation, but keep the folder and its lock."""
+        """Remove the data of one etcd cluster. Keep the data folder and its lock."""
         shutil.rmtree(self.data(incarnation), ignore_errors=True)
         with suppress(FileNotFoundError):
             os.unlink(self._marker)

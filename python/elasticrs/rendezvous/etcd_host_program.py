@@ -132,7 +132,7 @@ class Member:
             ready = [fd for fd, _ in poll.poll()]
             said = os.read(0, 4096) if ready == [0] else b""
             if not said or not self._belongs:
-                # Exit immediately, without waiting for the thread that runs the member. That thread may be
+                # Exit immediately, without waiting for the main thread, because the main thread may be
                 # blocked in a name lookup.
                 with self._guard:
                     self._finish()
@@ -424,7 +424,7 @@ class Member:
             *("--initial-cluster", membership.initial_cluster(self._seats, label, incarnation)),
         ]
         with self._guard:
-            # Hold the guard while creating the folder, because the other thread may be removing its parent
+            # Create the data folder while holding the lock, because another thread may be removing the parent
             # folder.
             os.makedirs(data, mode=0o700, exist_ok=True)
             self._etcd.start(command, self._folder.log, self._folder.lock)

@@ -61,8 +61,8 @@ class EtcdRendezvousBackend(RendezvousBackend):
         return None if found is None else (_decoded(found), found.mod_revision)
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state; see :class:`RendezvousBackend`. A token from another back end leaves the state
-        unchanged.
+        """Replace the state; see :class:`RendezvousBackend`. If ``token`` does not come from this back end,
+        leave the state unchanged.
         """
         try:
             revision = int(token) if token else 0

@@ -63,8 +63,8 @@ class StaticTCPRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if the agent serves the workers' store, which requires port 0. With any other port, rank 0
-        serves the store, unlike in torch.
+        """True if the agent serves the workers' store. Unlike in torch, the worker with rank 0 serves the
+        store if the port is not 0.
         """
         return self._handler.use_agent_store
 

@@ -44,7 +44,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if name and address.endswith(f".{name}"):
         return _in_kubeflow(f"TrainJob {name}", name, environ)
     name = _name_in(address, "-master-0")
-    # Check for `RANK` and `MASTER_ADDR`, because the PyTorchJob operator sets these workers' variables too.
+    # To recognize a PyTorchJob, also check `RANK` and `MASTER_ADDR`, which its operator sets in each pod.
     if name and environ.get("MASTER_ADDR") == address and environ.get("RANK") == environ["PET_NODE_RANK"]:
         return _in_kubeflow(f"PyTorchJob {name}", name, environ)
     return None

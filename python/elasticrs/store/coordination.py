@@ -227,8 +227,8 @@ class Reply(Value):
 
 
 class Changes(Value):
-    """Changes of one revision, in the order of the transaction. Some stores send one event per watch, others
-    a single event for all watches of the session.
+    """Changes of one store revision, in the order in which the transaction made them. Some stores split the
+    changes of a revision into one event per watch.
     """
 
     revision: int

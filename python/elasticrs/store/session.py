@@ -31,8 +31,8 @@ class NativeSession:
 
     @property
     def met(self) -> tuple[bytes, int] | None:
-        """Name of the store to which the client last connected, and the highest revision seen there. Later
-        clients need both values. ``None`` before the first connection to a built-in store.
+        """Name of the store to which the client last connected, and the highest revision seen there. A later
+        client needs both to detect a different store. ``None`` before the first connection, and for etcd.
         """
         return self._client.met
 

@@ -233,7 +233,7 @@ class Store(TimedStore):
         return [entry.key[len(self._prefix) :] for entry in found]
 
     def close(self) -> None:
-        """Close the connection, including that of all clones. Idempotent."""
+        """Close the connection, which this store shares with its clones. Idempotent."""
         self._requests.close()
 
     def _key(self, key: str) -> str:

@@ -1,5 +1,5 @@
-"""Track descendants of this process and their timers. A timer server without an agent may signal only its
-descendants.
+"""Track descendant processes and their timers for a timer server without an agent. The server may signal only
+descendants of its process.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ _SLICE = 1.0
 
 
 class LocalTimerRequest(TimerRequest):
-    """Request that includes the start time of its process. With it, the server detects that the pid was
-    reused before the request was read.
+    """Timer request with the pid and the start time of its sender. The start time shows whether the pid has
+    been reused since the request was sent.
     """
 
     __slots__ = ("start_time",)
@@ -109,7 +109,7 @@ class LocalTimerServer(DescendantTimers, TimerServer):
             if request.expiration_time < 0:
                 self._timers.pop(key, None)
             else:
-                # Keep the timer even if no pidfd can be opened. When it expires, no process is signalled.
+                # Keep the timer even if no pidfd can be opened, so that its expiration is at least logged.
                 self._descendants.bind(request.worker_id, getattr(request, "start_time", 0))
                 request.expiration_time = self._clock.steady(request.expiration_time)
                 self._timers[key] = request

@@ -36,8 +36,8 @@ def beat_with_steps(optimizers: object) -> None:
     import torch
 
     step = -1
-    # Weak reference to the optimizer whose steps are counted. It is the first one to make a step, or the next
-    # one if that optimizer has been destroyed.
+    # Weak reference to the optimizer whose steps are counted: the first optimizer that makes a step. If it is
+    # destroyed, the next optimizer that makes a step replaces it.
     counted: Callable[[], object] | None = None
 
     def on_step(optimizer: object, _args: object, _kwargs: object) -> None:

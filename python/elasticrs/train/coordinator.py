@@ -67,8 +67,8 @@ class Coordinator(ABC):
         """Create the default process group for the current rendezvous round."""
 
     def barrier(self) -> None:  # noqa: B027 -- optional to override
-        """Wait until all workers of the round have called this method. It has its own time limit and does not
-        use the round's process group.
+        """Wait until all workers of the round have called this method. The wait has a separate time limit and
+        does not use the round's process group.
 
         Raises:
             RuntimeError: a worker did not arrive in time. Raised on all workers.

@@ -92,7 +92,7 @@ class Participant:
         return self._member.meet()
 
     def init_process_group(self, backend: str, timeout: float = 10.0) -> None:
-        """Create the default process group so that its collectives can be aborted.
+        """Create a default process group whose collectives can be aborted.
 
         Groups that the program creates with ``torch.distributed`` until the next :meth:`meet` can be aborted
         as well. If you create the default group in another way, do so inside

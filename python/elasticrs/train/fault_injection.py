@@ -24,8 +24,8 @@ def start_fault_injection_thread(fault_injection_rate: float, interval_in_sec: f
         raise ValueError(f"fault_injection_rate: got {fault_injection_rate}, expected 0 to 1")
     if not interval_in_sec > 0:
         raise ValueError(f"interval_in_sec: got {interval_in_sec}, expected more than 0")
-    # Use a random number generator that ignores seeds. With the global generator, a program that sets a fixed
-    # seed would kill all its workers at the same time.
+    # Use a random number generator that ignores seeds, because workers with the same seed would otherwise all
+    # be killed at the same time.
     numbers, pause = random.SystemRandom(), threading.Event()
 
     def run() -> None:

@@ -184,8 +184,8 @@ class Connections:
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:
-        """Shut down the remaining connections that were opened while a group was created. They belong to
-        other threads, or to a communication library other than gloo.
+        """As a last resort, also shut down the connections that other threads and libraries opened while a
+        group was created.
 
         Returns:
             Addresses of the peers of these connections.

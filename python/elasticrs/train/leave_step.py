@@ -69,8 +69,8 @@ class LeaveStep(Record):
 
 
 def agreed(caps: list[int]) -> int:
-    """Return the step after which all workers leave the round: the largest of ``caps``. Each cap is the step
-    that one worker does not pass before it knows this result.
+    """Return the largest cap, which is the step after which all workers leave the round. Each worker waits at
+    its own cap until this step is known, so no worker has passed the largest cap.
     """
     return max(caps)
 

@@ -256,14 +256,14 @@ class Membership:
             return
         if saves:
             with suppress(DistError):
-                # Set this key first, because the worker that chooses the leave step reads it.
+                # Set this key before requesting the round, because rank 0 may read the key right afterwards.
                 current.board.set("save", "")
         self._handler.ask_for_round(reason)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Context manager for a block without collectives. While the block runs, the main thread has no time
-        limit for leaving a round.
+        """Context manager for a block without collectives. While the block runs, the process is not killed
+        for being slow to leave a broken rendezvous round.
         """
         self._is_alone = True
         try:
@@ -280,7 +280,7 @@ class Membership:
 
     @property
     def saves(self) -> bool:
-        """True right after the step after which all workers save a checkpoint and leave the round."""
+        """True if all workers must save a checkpoint now, before they leave the round."""
         with self._lock:
             current = self._round
             return self.has_left_as_agreed and current is not None and current.step.saves
@@ -378,9 +378,9 @@ class Membership:
         self._end_thread()
 
     def shutdown(self) -> None:
-        """Leave the round, close the job for all workers, and release all resources. Do not close a job that
-        has finished or that this worker has left. If this worker hosts the coordination store, it waits up to
-        about ``close_timeout`` for the others to read the outcome.
+        """Leave the round, release all resources, and close the job, unless it has finished or this worker
+        has left it. If this worker hosts the coordination store, wait up to about ``close_timeout`` seconds
+        until the other workers have read the job's outcome.
 
         All workers call this after the last barrier. This method first waits up to 5 s until the other
         workers have passed the barrier, because closing the job aborts their collectives, and because rank 0
@@ -502,7 +502,7 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If a worker has finished training, wait until the main thread has completed as many steps."""
+        """If another worker has finished, wait until this worker has completed the same number of steps."""
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
                 self._set_leave_step(current, int(current.board.get("done")))

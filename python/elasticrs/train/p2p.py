@@ -286,8 +286,8 @@ class CoordinatorP2P(Coordinator):
                     "called",
                     self.rank,
                 )
-            # Clear the request, because no checkpoint can be saved. A worker that leaves the job keeps the
-            # request, because it must still ask for the end of the round. Such a worker warns only once.
+            # Clear the request, because no checkpoint can be saved. If this worker is leaving the job, keep
+            # the request to end the round, but do not repeat the warning.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:

@@ -95,7 +95,7 @@ class RequestSignals:
 
 
 def is_default(signum: int) -> bool:
-    """Return true if a signal has its default action in this process, so no handler is installed.
+    """Return true if a signal has its default action, so it is neither caught nor ignored.
 
     The answer comes from the kernel, because Python does not know of handlers that native code has installed.
     Without ``/proc``, only handlers that Python knows of are considered.

@@ -209,7 +209,7 @@ class _Run:
         self._is_saving = False
         # True if the newest checkpoint holds the current state.
         self._is_stored = False
-        # True if this is the final state, which all workers return.
+        # True if the current state is the result of the finished training.
         self._is_final = False
         self._next_step = 0
         self._rank, self._world_size = -1, 0

@@ -355,6 +355,6 @@ def _rmdir_if_empty(path: str) -> None:
     try:
         os.rmdir(path)
     except OSError:
-        # Ignore the error, because it does not affect the result of the job. The directory may not be empty,
-        # or the disk may have failed.
+        # Ignore the error, because a leftover directory does not affect the result of the job. The removal
+        # usually fails because the directory still contains files.
         return

@@ -27,7 +27,7 @@ def agent_hosts_store(environ: Mapping[str, str]) -> bool:
 
 
 class StorePort:
-    """Port of the workers' store for one attempt, reserved until :meth:`close` is called.
+    """Port for the workers' store, reserved until :meth:`close` is called.
 
     Args:
         ports: first and last allowed port; any port if ``None``.

@@ -208,8 +208,8 @@ impl Output {
         }
     }
 
-    /// Adds a mark after the last accepted byte. Once all bytes before the mark are written, the first `taken` bytes of
-    /// the stream count as shown.
+    /// Adds a mark at the current end of the output. Once the output is written up to the mark, the first `taken` bytes
+    /// of `stream` have been shown.
     pub(super) fn mark(&mut self, stream: StreamId, taken: u64) {
         self.marks.push_back(Mark { end: self.accepted, stream, taken });
     }

@@ -264,7 +264,7 @@ impl Follower {
         }
     }
 
-    /// Queues all files that satisfy `is_wanted` for reading, and returns their number.
+    /// Adds every file for which `is_wanted` returns true to the read queue. Returns the number of these files.
     fn enqueue_all(&mut self, is_wanted: impl Fn(&Followed) -> bool) -> usize {
         let wanted: Vec<StreamId> = self.files.iter().filter(|(_, f)| is_wanted(f)).map(|(id, _)| *id).collect();
         for id in &wanted {
@@ -273,7 +273,7 @@ impl Follower {
         wanted.len()
     }
 
-    /// Handles pending inotify events, at most one buffer of them per call.
+    /// Handles pending inotify events. Reads only once, so events that do not fit into the read buffer stay pending.
     pub(super) fn take_events(&mut self) {
         let Some(Ok(events)) = self.inotify.as_ref().map(Inotify::read_events) else { return };
         for event in events {
@@ -304,7 +304,7 @@ impl Follower {
         self.enqueue(id);
     }
 
-    /// Queues for reading all files that are not waiting for inotify or for the next poll.
+    /// Adds every file to the read queue, except files that are waiting for inotify or for the next poll.
     pub(super) fn begin_round(&mut self) {
         self.enqueue_all(|file| file.quiet_rounds.is_some());
     }
@@ -551,8 +551,8 @@ impl Followed {
         self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
     }
 
-    /// Updates the shared flag `is_stalled`, which is true if the file may contain unread data. Flush the outputs
-    /// before this call, because a full output buffer also sets the flag.
+    /// Sets the shared flag `is_stalled` if the file has unread data, or if its output is full or missing. Otherwise,
+    /// clears the flag. Flush the outputs before this call, because a flush may make room in a full output.
     fn publish_stall(&mut self, outputs: &[Output]) {
         let is_stalled = self.unread > 0 || self.output.is_none_or(|index| !outputs[index].has_room());
         if self.is_stalled && !is_stalled && self.info.read_at.load(Ordering::Relaxed) > 0 {

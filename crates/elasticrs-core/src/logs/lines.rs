@@ -99,8 +99,8 @@ impl LineSplitter {
             return Some(idle.min(oldest + GROWING));
         }
         let due = self.shown_at.map_or(oldest + IDLE, |at| (at + PROGRESS_INTERVAL).max(oldest + IDLE));
-        // A state that is still being written may be incomplete, so show it only once no bytes have arrived for a
-        // while.
+        // If there is no complete state of the progress bar, wait until the stream is idle, because the current text
+        // may be incomplete.
         Some(if self.state.is_empty() { due.max(idle) } else { due })
     }
 

@@ -45,7 +45,7 @@ impl LineFilter {
         Self { contains, line: Vec::new() }
     }
 
-    /// Adds a unit. If it completes a line and the line matches, emits the line as [`Unit::Whole`].
+    /// Adds a piece of text. A complete line is emitted as [`Unit::Whole`] if the line matches the filter.
     pub(super) fn pass(&mut self, unit: Unit<'_>, emit: impl FnOnce(Unit<'_>)) {
         match unit {
             Unit::Whole(line) => {

@@ -105,7 +105,7 @@ pub enum Notice {
     LogTrouble { local_rank: u32, path: PathBuf, errno: Errno },
     /// Inotify is unavailable, so files are polled: every 20 ms while data arrives, and at most 1 s apart when idle.
     Polling { errno: Errno },
-    /// Writing to the console failed, so it is no longer used. Log files are still written.
+    /// The console is no longer used, because writing to it failed. Log files are still written.
     ConsoleLost {
         /// Output stream that failed. `Stdout` if standard output and standard error are the same file.
         to: Dest,

@@ -128,7 +128,7 @@ pub(super) enum Guarded {
     /// if no descriptor was free for a duplicate of the socket. The channel is closed without a value if there is no
     /// nursery, or if the link to the nursery is closed.
     Beside(OwnedFd, oneshot::Sender<bool>),
-    /// Report to the user that the nursery does not hold a socket, because the socket could not be duplicated.
+    /// Report to the user that the nursery cannot keep a socket open. Duplicating the socket has failed with `errno`.
     NotDuplicated {
         errno: i32,
         is_link: bool,

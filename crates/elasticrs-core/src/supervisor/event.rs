@@ -45,9 +45,9 @@ pub enum Event {
         /// started the worker.
         usage: Option<Usage>,
     },
-    /// The processes of a failed worker are gone, except those listed in `swept`. A replacement can now be started.
-    /// Reported once for each failed worker, and only in a group that [replaces](crate::spec::GroupSpec::replaces)
-    /// failed workers.
+    /// The leftover processes of a failed worker have been cleaned up, so a replacement can now be started. `swept` is
+    /// the outcome of the clean-up. Reported once for each failed worker in a group that
+    /// [replaces](crate::spec::GroupSpec::replaces) failed workers.
     WorkerSwept { local_rank: u32, swept: SweepOutcome, at: Stamp },
     /// A replacement for a failed worker is running.
     WorkerReplaced { local_rank: u32, pid: i32, started: Stamp },
@@ -71,8 +71,8 @@ pub enum Event {
     /// A worker missed its heartbeat deadline and is considered failed. If the failure stops the group,
     /// [`Self::FailureSeen`] follows.
     ///
-    /// During a stop because of a hang on another node, the event only names the local worker that may have caused the
-    /// hang.
+    /// Also reported for a worker that may have caused a hang on another node. The worker is then considered failed
+    /// only if a local worker missed its heartbeat deadline.
     WorkerHung(Box<WorkerHung>),
     /// A worker has recorded an uncaught exception. The event is sent again if the worker does not exit in time.
     WorkerRaised(WorkerRaised),
@@ -227,7 +227,7 @@ pub struct WorkerHung {
     pub since: Stamp,
     pub limit: Duration,
     pub seen: Stamp,
-    /// Reason for blaming this worker rather than another late worker.
+    /// Reason why this worker is considered the cause of the hang.
     pub ground: Ground,
     /// All running workers, ordered by local rank.
     pub ranks: Vec<RankSeen>,

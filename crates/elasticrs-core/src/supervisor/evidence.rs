@@ -65,7 +65,7 @@ pub fn stack_signal() -> i32 {
     libc::SIGRTMIN() + 12
 }
 
-/// Paths of the files that contain the evidence about one worker.
+/// Paths of the files that contain the stack traces and the hang report of one worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EvidenceFiles {
     /// File that the worker's hook has opened for `faulthandler`.
@@ -110,7 +110,7 @@ pub struct WorkerEvidence {
     pub problem: Option<String>,
 }
 
-/// Deadline for gathering evidence, and a flag to cancel it earlier.
+/// Deadline for gathering diagnostics, and a flag that stops the gathering early.
 #[derive(Debug)]
 pub(super) struct GatheringLimit {
     pub(super) deadline: Instant,
@@ -161,7 +161,7 @@ struct Examination {
 enum Record {
     /// The flight record has not been requested yet. The request is sent once the stack traces are complete.
     Due,
-    /// The worker is writing the record to this file.
+    /// The flight record has been requested. The worker writes it to the file with this path.
     Requested(PathBuf),
     /// No flight record can be requested from the worker.
     Done,
@@ -559,7 +559,7 @@ mod tests {
             fs::write(&partial, "a record").unwrap();
             fs::rename(partial, answered).unwrap();
         });
-        // Repeat the request, because it fails until the thread is opening the FIFO.
+        // Retry, because a request for the record fails if the thread has not called `open` on the FIFO yet.
         while !record.exists() {
             examine();
         }

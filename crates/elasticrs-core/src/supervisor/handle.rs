@@ -47,10 +47,10 @@ impl Keeper {
         self.send_duplicate(connection, false, Guarded::Hold);
     }
 
-    /// Gives the nursery a duplicate of a connection to another agent. The nursery sends `word` on the connection once
-    /// all processes of this agent are gone.
+    /// Gives the nursery a duplicate of a connection to another agent. The nursery sends `word` on the connection after
+    /// all processes of this agent have exited.
     ///
-    /// `is_first` is true for the first connection of a session. The nursery then closes the connections of the
+    /// If `is_first` is true, the nursery first closes all connections that it holds, because they belong to the
     /// previous session.
     pub fn hold_link(&self, link: BorrowedFd<'_>, word: LastWord, is_first: bool) {
         self.send_duplicate(link, true, |link| Guarded::Link { link, word, is_first });
@@ -63,8 +63,8 @@ impl Keeper {
     pub fn hold_beside(&self, connection: BorrowedFd<'_>) -> impl Future<Output = bool> + use<> {
         let (held, is_held) = oneshot::channel();
         let is_sent = self.send_duplicate(connection, false, |connection| Guarded::Beside(connection, held));
-        // Treat a closed channel as success, because it means that the nursery is gone or about to exit. The supervisor
-        // passes the connection to the next nursery.
+        // Treat a closed channel as success, because the supervisor passes the connection to the next nursery. The
+        // channel is closed if there is no nursery, or if the nursery is about to exit.
         async move { is_sent && is_held.await.unwrap_or(true) }
     }
 
@@ -108,8 +108,8 @@ pub struct Supervisor {
     commands: UnboundedSender<Command>,
     shared: Shared,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// FIFO for timer records. The handle creates and removes the FIFO, because these operations can block and the
-    /// runtime thread must not block. The runtime thread only has a descriptor of the FIFO.
+    /// FIFO for timer records. The runtime thread only has a descriptor of the FIFO. It neither creates nor removes the
+    /// FIFO, because both operations can block.
     timers: Mutex<Option<Fifo>>,
     owner: u32,
 }

@@ -233,8 +233,8 @@ impl Nursery {
         if Stat::in_folder(&folder).is_none_or(|stat| stat.is_ending()) {
             return;
         }
-        // After `exec`, only the report descriptor is still open, because the other descriptors are close-on-exec.
-        // Check that `stages` is a pipe, because the new program may have opened another file with the same number.
+        // After `exec`, the report descriptor is open, but `stages` is closed, because it is close-on-exec. Check that
+        // `stages` is a pipe, because the new program may have opened another file with the same number.
         let [_, _, stages] = FIXED_FDS.map(|fd| fs::read_link(folder.join(format!("fd/{fd}"))).unwrap_or_default());
         let has_stages = stages.to_string_lossy().starts_with("pipe:");
         let has_report = folder.join(format!("fd/{REPORT_FD}")).exists();
@@ -298,9 +298,8 @@ impl Nursery {
         }
     }
 
-    /// Makes the nursery exit, and waits until it has exited. With `leave`, the processes of the nursery keep running.
-    /// Without `leave`, the link is closed, which makes the nursery kill its processes. Returns `None` if the nursery
-    /// does not exit.
+    /// Makes the nursery exit, and waits until it has exited. If `leave` is true, the processes of the nursery keep
+    /// running. Otherwise, the nursery kills them. Returns `None` if the nursery does not exit.
     pub(super) async fn end(mut self, leave: bool, limit: Duration) -> Option<WorkerExit> {
         // Make the nursery close its connections without ending the agent's session, because the agent is still alive.
         self.send(&Request::Release(Release::Quietly), Vec::new());

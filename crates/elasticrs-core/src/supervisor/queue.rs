@@ -64,11 +64,11 @@ impl Queue {
         lock(&self.watched).retain(|w| *w != fd);
     }
 
-    /// Blocks until there is an event, a watched descriptor is readable, or `timeout` elapses. Only one thread may
-    /// call it at a time.
+    /// Blocks until there is an event, a watched descriptor is readable, or `timeout` elapses. Only one thread may call
+    /// this method at a time.
     ///
-    /// Watched descriptors take precedence over events, because a readable descriptor means that a signal has
-    /// arrived. The caller must drain the descriptor.
+    /// A readable descriptor is returned before any event, because it may announce a signal. The caller must read all
+    /// data from the descriptor. Otherwise, the next call returns the descriptor again.
     pub fn next(&self, timeout: Option<Duration>) -> io::Result<Next> {
         let mut fds = lock(&self.watched).clone();
         fds.push(self.wake.as_raw_fd());

@@ -79,7 +79,7 @@ impl Starting {
         }
     }
 
-    /// Makes the group wait until the nursery has finished its imports.
+    /// Delays the start of the workers until the nursery has finished its imports.
     pub(super) fn wait_for_import(&mut self, spec: GroupSpec) {
         self.waiting = Some(spec);
     }
@@ -156,8 +156,8 @@ impl Starting {
         self.failure.is_some()
     }
 
-    /// Removes and returns the reason why the group did not start. `Ok` contains the error of a failed start. `Err`
-    /// contains the outcome if the group was stopped or the nursery died.
+    /// Removes and returns the reason why the group did not start. Returns `Ok` if a worker could not be started.
+    /// Returns `Err` if the group was stopped or the nursery died.
     ///
     /// Called once the clean-up of leftover processes is complete.
     pub(super) fn take_outcome(&mut self) -> Result<StartFailure, (Outcome, Option<NurseryExit>)> {

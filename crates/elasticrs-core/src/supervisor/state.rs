@@ -116,7 +116,7 @@ pub enum Effect {
         linger: Duration,
         /// Time between SIGTERM and SIGKILL. If it is zero, only SIGKILL is sent.
         grace: Duration,
-        /// Time after which the sweep gives up and reports the processes that it could not kill.
+        /// Time limit for the clean-up. Processes that could not be killed within the limit are reported.
         give_up: Duration,
     },
     /// Kill the processes that this worker left behind when it exited. At most one [`Self::SweepWorker`] is pending at
@@ -126,7 +126,7 @@ pub enum Effect {
     SweepWorker { local_rank: u32, pid: i32, give_up: Duration },
     /// Gather diagnostics, such as stack traces, about all members. Answered by [`Input::Evidence`].
     TakeEvidence { title: String },
-    /// Report a failure to Python. The executor adds the time at which it sent the preceding signals.
+    /// Report a failed worker to Python. The executor adds the time at which all other workers had been signalled.
     ReportFailure {
         local_rank: u32,
         seen: Stamp,
@@ -238,8 +238,8 @@ impl Group {
         self.members.iter().filter(|m| !m.ended).map(|m| m.pid)
     }
 
-    /// Returns true if this input may send signals to members. If so, pass [`Input::Dead`] first, so that members that
-    /// died by themselves are not recorded as signalled.
+    /// Returns true if the group may signal members in response to `input`. If so, first pass [`Input::Dead`] to
+    /// [`Self::on_input`]. Otherwise, members that died by themselves would be recorded as signalled.
     pub fn may_signal(&self, input: &Input) -> bool {
         match input {
             Input::Exited { exit, .. } => {
@@ -373,7 +373,7 @@ impl Group {
             return;
         };
         if suspended {
-            // Do nothing, because the supervisor stopped the member, and continues it when the group is resumed.
+            // Do nothing, because the supervisor itself has suspended the whole group, including this member.
         } else if stopping {
             // Continue the member, because a stopped process cannot handle the stop signal.
             effects.push(to_group(pid, Signal::CONT));
@@ -468,7 +468,7 @@ impl Group {
             }
             Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
             Timer::Check | Timer::Hang => self.on_check(effects),
-            // Ignore these deadlines. They do not apply in this phase, or the executor handles them.
+            // `Kill` and `GiveUp` do not apply in the current phase. The executor handles all other listed timers.
             Timer::Kill
             | Timer::GiveUp
             | Timer::Start

@@ -363,7 +363,7 @@ impl Task {
     /// Otherwise, a worker whose notice is still unread would seem to have exited without an exception.
     fn on_notices(&mut self) {
         if self.current.is_starting() {
-            // Leave the notices in the socket until the pids of all workers are known.
+            // Read no notices yet, because a sender can be identified only if the pids of all workers are known.
             return;
         }
         for notice in self.raised.take() {
@@ -375,8 +375,7 @@ impl Task {
     }
 
     fn sample_exit(&mut self, local_rank: u32) {
-        // Skip the progress check if the process that recorded the exception has exited, because its exit is then
-        // complete.
+        // Check the progress of the exit only while the process that recorded the exception is still running.
         if !self.raised.has_exited(local_rank)
             && let Some(worker) = self.current.running().and_then(|running| running.pid_of(local_rank))
         {
@@ -501,7 +500,7 @@ impl Task {
         self.shared.queue.push(Event::GroupEnded { outcome, nursery, stuck_workers, swept, at });
     }
 
-    // --- sweeps -----------------------------------------------------------------------------------------------
+    // --- clean-up of leftover processes -----------------------------------------------------------------------
 
     /// Makes the nursery clean up the processes that the workers left behind. If there is no nursery, this process
     /// cleans them up on another thread.

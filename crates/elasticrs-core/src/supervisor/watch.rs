@@ -81,8 +81,8 @@ pub(super) fn ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
 /// processes and the processes that Python started.
 pub(super) fn reap_orphans(nurseries: &[i32]) {
     let started_by_us = |pid: Pid| {
-        // All other children are orphans. They are in other sessions, because they were started by descendants of a
-        // nursery or by unrelated processes.
+        // Treat a child in another session as an orphan, because the descendants of a nursery and unrelated processes
+        // run in other sessions.
         nurseries.contains(&pid.as_raw()) || getsid(Some(pid)) == getsid(None)
     };
     let peek = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;

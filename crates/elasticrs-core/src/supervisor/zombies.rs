@@ -35,7 +35,7 @@ pub(super) struct Subjects {
 pub(super) struct Scanner {
     /// Pids of the processes that were already reported: workers and possibly the agent.
     reported: BTreeSet<i32>,
-    /// Data from the last scan. `None` if there was no scan yet.
+    /// Newest pid and number of processes at the last scan. `None` if there was no scan yet.
     last: Option<Last>,
     rest_until: Option<Instant>,
 }
@@ -79,7 +79,7 @@ impl Scanner {
         messages
     }
 
-    /// Returns the messages, and the value for [`Last::processes`].
+    /// Scans for zombie processes. Returns the messages for the user, and the value for [`Last::processes`].
     fn scan_now(&mut self, Subjects { workers, agent }: &Subjects) -> (Vec<String>, usize) {
         let me = std::process::id().cast_signed();
         self.reported.retain(|&pid| pid == me || workers.iter().any(|(_, worker)| *worker == pid));

@@ -50,8 +50,7 @@ pub const ENOUGH_STEPS: usize = 16;
 pub enum StepLimit {
     /// A fixed limit.
     Fixed(Duration),
-    /// A limit that is computed from the durations of earlier steps, see [`learned`]. The field is the minimum of the
-    /// limit.
+    /// A limit computed from the durations of earlier steps, but never less than this duration. See [`learned`].
     Learned(Duration),
 }
 
@@ -78,8 +77,8 @@ pub struct Beat {
     /// True if the program has returned and the process is exiting. In that case, `last` is the time at which the
     /// program returned.
     pub is_exiting: bool,
-    /// Time of the last heartbeat before the program returned. `None` if the process is not exiting, or if it sent no
-    /// heartbeat.
+    /// Time of the last heartbeat before the main program finished. `None` if the main program is still running or sent
+    /// no heartbeat.
     pub before_exit: Option<u64>,
     /// Durations of the most recent steps, in nanoseconds.
     pub steps: Vec<u64>,
@@ -116,13 +115,13 @@ pub enum Missed {
     Section,
     /// The exit of the rank's process after the program had returned.
     Exit,
-    /// The next output line of any rank. Used only if no rank sends heartbeats, because an output line then counts as
-    /// activity of all ranks.
+    /// The next output line of any rank. If no rank sends heartbeats, an output line counts as a sign of activity of
+    /// all ranks.
     Line,
 }
 
-/// A rank that has been silent for at least half of its time limit. [`Watch::suspects`] also returns ranks with a
-/// shorter silence.
+/// A rank that may hang. Usually, it has been silent for at least half of its time limit. In the result of
+/// [`Watch::suspects`], the silence can be shorter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overdue {
     /// Index of the rank in the group.
@@ -194,8 +193,8 @@ pub struct Watch {
     absent: BTreeSet<usize>,
     /// True if a rank has failed since the last check.
     has_lost: bool,
-    /// Time that does not count as silence: one entry for each rank, and a last entry for the output lines of all
-    /// ranks.
+    /// Times to subtract from the measured silences. There is one entry for each rank, and a last entry for the time
+    /// since any rank wrote an output line.
     credits: Vec<Credit>,
     looked: u64,
     frozen_at: Option<u64>,
@@ -277,11 +276,10 @@ impl Watch {
         Verdict::Hung(late)
     }
 
-    /// Returns the local ranks that may have caused the hang of a rank on another node, starting with the longest
-    /// silence.
+    /// Returns the local ranks that may have caused a hang on another node, starting with the longest silence.
     ///
-    /// `silence` is how long the remote rank has been silent, in nanoseconds. A local rank is returned if it has been
-    /// silent for at least half of `silence`, or for at least half of its time limit.
+    /// A rank is returned if it has been silent for at least half as long as the hung rank (`silence`, in nanoseconds),
+    /// or for at least half of its own time limit.
     pub fn suspects(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
@@ -430,8 +428,8 @@ pub fn still_late(mut late: Vec<Overdue>, seen: &[RankState], line: Option<u64>)
     let somebody_beats = seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
     late.retain(|overdue| match (overdue.missed, seen.get(overdue.rank)) {
         (Missed::Line, _) => !somebody_beats && line.is_none_or(|line| line <= overdue.since),
-        // If the program has returned, use its last heartbeat before the return. The return itself does not prove
-        // progress, because the signal that requests the stack traces may have interrupted a hung call.
+        // If the process is exiting, use its last heartbeat before the exit. The exit does not prove progress, because
+        // the signal that requests stack traces may have interrupted a hung call and caused the exit.
         (_, Some(RankState::Heartbeat(beat))) if beat.is_exiting => {
             beat.before_exit.is_none_or(|last| last <= overdue.since)
         }
@@ -524,8 +522,8 @@ pub fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize,
     Some((index.checked_sub(1)?, ground))
 }
 
-/// Finds the late rank that is at a different place in the program, if all other late ranks are at the same place. At
-/// least three places must be known.
+/// Finds the rank whose heartbeat is late and whose stack frame differs from the frame that all other late ranks share.
+/// At least three frames must be known.
 ///
 /// If there is no such rank, finds the only late rank that is not waiting in torch.
 fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {

@@ -25,8 +25,8 @@ const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
 /// Value of the word `LIMIT` while the worker is in a program section without a time limit.
 const UNLIMITED: u64 = u64::MAX;
-/// Tolerance, in nanoseconds, for heartbeats that appear to be in the future. The reader first reads the clock and then
-/// the page, so the worker can store a heartbeat in between.
+/// Tolerance, in nanoseconds, for heartbeat times in the future. The reader reads the clock before it reads the shared
+/// memory, and the worker may store a heartbeat in between.
 const SLACK: u64 = 1_000_000_000;
 
 /// Heartbeat page of one worker.
@@ -69,10 +69,10 @@ impl HeartbeatPage {
         self.read_by(|index| words[index].load(Ordering::Acquire), now)
     }
 
-    /// Reads the page, calling `load` for each word.
+    /// Reads the worker's shared memory. `load` returns the 64-bit word at an index.
     ///
-    /// Loads the time limit before the heartbeats, because the worker stores a heartbeat before it stores a new limit.
-    /// Otherwise, a new limit could be read without its heartbeat, and could be applied to the preceding step.
+    /// Loads the time limit before the heartbeats, in the reverse order of the worker's stores. Otherwise, a new limit
+    /// could be applied to the time since an old heartbeat.
     fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> RankState {
         let (limit, exit) = (load(LIMIT), load(EXIT));
         let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
@@ -87,8 +87,8 @@ impl HeartbeatPage {
         let steps = times.windows(2).filter(|pair| pair[1] & 1 == 1).map(|pair| pair[1] - pair[0]).collect();
         let section =
             (limit != 0).then(|| Section { name: name_of(&name), limit: (limit != UNLIMITED).then_some(limit) });
-        // When a worker exits, it stores the time of its last heartbeat in the word `EXIT`. If there is a later
-        // heartbeat, the worker is still training.
+        // When its main program returns, a worker sends a heartbeat and stores the heartbeat's time in `EXIT`. A later
+        // heartbeat means that a background thread is still training.
         let is_exiting = exit == last;
         let before_exit = times.iter().rev().nth(1).copied().filter(|_| is_exiting);
         RankState::Heartbeat(Beat {
@@ -155,8 +155,7 @@ mod tests {
         put(&page, TIMES + 3, 1001);
         put(&page, TIMES + 4, 1501);
         assert_eq!(page.read(2000), RankState::Heartbeat(Beat { last: 1501, steps: vec![500], ..Beat::default() }));
-        // Read the page at a time before the last heartbeat. The result then contains the time of the read as the time
-        // of the heartbeat.
+        // The last heartbeat (1501) is later than the time of the read (1400), so the time of the read is returned.
         assert_eq!(page.read(1400), RankState::Heartbeat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
     }
 

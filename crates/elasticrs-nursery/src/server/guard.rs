@@ -1,5 +1,5 @@
-//! Protects the job when its agent is dead or stopped: the nursery keeps the agent's connections open until all
-//! processes have exited, and kills all processes when the fence deadline has passed.
+//! Keeps a dead agent's connections open until all of its processes have exited. Also kills all processes if the agent
+//! does not renew its lease before a deadline.
 
 use std::os::fd::OwnedFd;
 
@@ -13,9 +13,8 @@ use crate::protocol::{Reply, Request};
 
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
-        // A missing socket means that its descriptor was lost, because this process has reached its limit on open
-        // files. The number of connections is not expected to exceed its limit, because the agent enforces the same
-        // limit.
+        // The request has no descriptor if this process has reached its limit on open files. Adding the socket is not
+        // expected to fail, because the agent enforces the same limit on connections.
         let is_held =
             fds.into_iter().next().is_some_and(|socket| self.held.hold(Held { socket, word }, beside).is_ok());
         if !is_held {
@@ -40,8 +39,8 @@ impl Nursery {
     }
 
     pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
-        // Ignore an error. The process that guards the nursery then assumes that the nursery is still importing
-        // modules. It kills all processes itself when the agent dies.
+        // Ignore an error, because the job stays protected. Without the shared memory page, the process that guards the
+        // nursery kills all processes itself when the agent dies.
         self.activity = Activity::from_descriptors(fds).ok();
         if let Some(activity) = &mut self.activity {
             activity.wait();

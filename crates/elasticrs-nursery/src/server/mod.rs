@@ -121,8 +121,8 @@ struct Nursery {
     ///
     /// No further requests are read before a postponed request is handled.
     postponed: Option<(Request, Vec<OwnedFd>)>,
-    /// Leftover processes that did not die in time after SIGKILL. The nursery reports each of them once. Later sweeps
-    /// for a single worker no longer wait for them.
+    /// Leftover processes that did not die in time after SIGKILL. The nursery reports each of them once. When it cleans
+    /// up after another worker, it no longer waits for them.
     given_up: BTreeSet<i32>,
     /// Exited children that are still held by their tracers. The nursery reports each of them once, and then stops
     /// waiting for it.
@@ -387,8 +387,8 @@ impl Nursery {
         match sweep.step(self, has_children) {
             Verdict::GoOn => {
                 if self.orphaned && sweep.is_quiet() {
-                    // End the agent's session now, because the other nodes only have to know that the workers have
-                    // exited. Do not wait for processes that unlink shared memory.
+                    // End the agent's session now, because the other nodes wait only for the exit of the workers.
+                    // Processes that unlink shared memory may still be running.
                     self.end_session();
                 }
                 self.sweep = Some(sweep);
@@ -401,8 +401,8 @@ impl Nursery {
                     self.end_session();
                     return Served::Leave;
                 }
-                // Remove exited workers that a tracer has not released, because the `Swept` reply reports them.
-                // Otherwise, their exits would be reported again when the tracer releases them.
+                // Forget exited workers that a tracer still holds. Otherwise, their exits would be reported twice: in
+                // the `Swept` reply and when the tracer releases them.
                 self.workers.retain(|pid| !held.contains(pid));
                 self.held_by_tracers.extend(&held);
                 let left_by = sweep.left_by();
@@ -472,7 +472,7 @@ impl Ready {
     }
 }
 
-/// Returns the deadlines for killing processes immediately with SIGKILL.
+/// Returns deadlines without a grace period, so that processes are killed with SIGKILL immediately.
 fn at_once() -> Deadlines {
     Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
 }

@@ -39,10 +39,10 @@ pub(super) struct Sentinel {
 struct Guarded {
     pidfd: OwnedFd,
     activity: Activity,
-    /// The nursery's activity at the last check, if it was starting a worker although the deadline for killing the
-    /// workers had passed. `None` otherwise.
+    /// Activity of the nursery at the last check. `None` if the nursery was not starting a worker, or if the deadline
+    /// for killing all workers had not passed.
     ///
-    /// The nursery process hangs if the next check finds the same activity.
+    /// If the next check finds the same activity, the nursery is considered hung.
     overdue: Option<Doing>,
 }
 
@@ -52,7 +52,7 @@ impl Sentinel {
         Self { token, link, agent, nursery: None, fence: None, held }
     }
 
-    /// Serves requests until the agent is gone, or until the sentinel has enforced the fence deadline.
+    /// Serves requests until the agent is gone, or until this process has killed a hung nursery and its workers.
     pub(super) fn serve(mut self) -> io::Result<()> {
         loop {
             let timer = self.nursery.as_ref().map_or(self.link.as_fd(), |nursery| nursery.activity.timer());
@@ -103,8 +103,8 @@ impl Sentinel {
         self.held.release(Release::All);
     }
 
-    /// Kills the nursery if it hangs while starting a worker and the fence deadline has passed. Returns true if the
-    /// nursery was killed.
+    /// Kills a nursery that hangs while it starts a worker, if the deadline for killing the workers has passed. Returns
+    /// true if the nursery was killed.
     fn fences(&mut self) -> bool {
         let (Some(nursery), Some(fence)) = (&mut self.nursery, &self.fence) else { return false };
         let doing = nursery.activity.look_again();

@@ -54,7 +54,7 @@ pub(super) enum Verdict {
 #[derive(Debug)]
 pub(super) struct Sweep {
     deadlines: Deadlines,
-    /// Number of the last request that this sweep answers. `None` if there is no request to answer.
+    /// Number of the latest unanswered kill request. `None` if there is no unanswered request.
     number: Option<u32>,
     /// Pid of an exited worker, to kill only its leftover processes and to spare running workers. `None` to kill all
     /// descendants.
@@ -85,10 +85,10 @@ struct Look {
     cleaners: bool,
     /// Exited children that `wait4` does not return, because a tracer holds them.
     held: Vec<i32>,
-    /// True if a process exited during the check. Its children may have been missed, because the nursery process has
-    /// become their parent in the meantime.
+    /// True if a process exited during the check. The check may have missed the children of that process, because they
+    /// were reparented to the nursery in the meantime.
     ///
-    /// Zombies of other parents are ignored, because their children already have a new parent.
+    /// A zombie that is not a child of the nursery does not count, because its children were already reparented.
     unsure: bool,
     /// True if the check sent a process its first SIGTERM or its first SIGKILL.
     new: bool,
@@ -251,12 +251,12 @@ impl Sweep {
         self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
     }
 
-    /// Sends a signal to a process. Returns true if this sweep sends the signal to the process for the first time.
+    /// Sends a signal to a process. Returns true if `self` has not sent the same signal to this pid before.
     fn signal(&mut self, nursery: &Nursery, pid: i32, target: &Target, signal: Signal) -> bool {
         let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
         let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
         if signal == Signal::SIGKILL {
-            // Send SIGKILL every time, because another process may have reused the pid. A second SIGKILL does no harm.
+            // Send SIGKILL at every check, because a new process may have reused the pid of a killed process.
             target.signal(signal);
         } else if is_new {
             target.signal(signal);

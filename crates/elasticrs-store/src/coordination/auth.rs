@@ -6,8 +6,8 @@ use subtle::ConstantTimeEq as _;
 
 use super::protocol::{Digest, Secret};
 
-/// The side that makes a proof. A proof includes the name of its side, so that the other side cannot send it back
-/// as its own.
+/// The side, client or store, that proves that it knows the token. A proof contains the name of the side, because the
+/// peer could otherwise answer with a copy of that proof.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     /// The client answers the store's challenge.

@@ -40,8 +40,8 @@ fn encode(request: Request, resume: bool) -> Result<Asked, Unsendable> {
         Request::Watch { watch, .. } if resume && watch.from_revision.is_some() => return Err(Unsendable::Past),
         Request::Watch { tag, watch } => {
             let kind = Kind::Watch { watch: watch.watch.clone(), wants_snapshot: watch.snapshot };
-            // Always request a snapshot of the current entries if the session can be resumed. After a reconnect, the
-            // client compares a new snapshot with these entries to find the changes that it missed.
+            // Request a snapshot of the watched entries for every session that can be resumed. After a reconnect, the
+            // client finds missed changes by comparing this snapshot with a new one.
             (kind, Message::Watch { tag, watch: WatchFrom { snapshot: watch.snapshot || resume, ..watch } })
         }
         Request::Unwatch(watch) => (Kind::Unwatch(watch.clone()), Message::Unwatch(watch)),

@@ -79,8 +79,8 @@ pub(super) struct Met {
     pub(super) store: StoreId,
     pub(super) revision: u64,
     pub(super) pace: Pace,
-    /// Time at which the client sent its hello, in nanoseconds on the boot clock. The store starts the session's time
-    /// to live later, so a deadline that is computed from this time is never too late.
+    /// Time at which the client sent its hello, in nanoseconds on the boot clock. The session lasts at least until
+    /// `sent` plus its time to live, because the store receives the hello after `sent`.
     pub(super) sent: u64,
 }
 
@@ -312,8 +312,8 @@ fn not_ours(options: &Options, why: &str) -> StoreError {
     StoreError::new(LostKind::NotOurs, message)
 }
 
-/// Probes the port at intervals, and returns once the peer has answered as a `TCPStore`. In most releases of torch, a
-/// `TCPStore` does not answer an unknown client, so only a probe can recognise it. A busy one may miss the first probe.
+/// Returns once a probe finds that the peer is a `TCPStore`, which does not answer the client's hello in most releases
+/// of torch. Probes repeatedly, because a busy `TCPStore` may not answer the first probe.
 async fn until_suspicious(options: &Options, peer: SocketAddr) {
     loop {
         tokio::time::sleep((options.connect_timeout / 4).min(Duration::from_secs(1))).await;

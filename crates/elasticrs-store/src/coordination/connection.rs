@@ -231,8 +231,8 @@ impl Connection {
 
     /// Waits for more bytes. If a request is incomplete, the remaining bytes must arrive within the request timeout.
     ///
-    /// The timeout consists of two timers that run one after the other. A single pause of this process can use up only
-    /// one timer, so the client still has at least half of the timeout.
+    /// The timeout is split into two timers, and the second starts after the first has expired. A pause of this process
+    /// can therefore use up only one timer, which leaves the client half of the timeout.
     async fn read_on(&mut self, begun: &mut Option<Begun>) -> Result<(), Disconnect> {
         self.frames.rest();
         self.hub.hold(&self.outbox, self.frames.capacity());
@@ -311,8 +311,8 @@ impl Connection {
     async fn part(mut self, end: Disconnect) {
         match end {
             Disconnect::Gone | Disconnect::Broken => {}
-            // Do not report this peer. It is a client of this store that received no answer while the store was paused,
-            // and now probes the port for a `TCPStore`.
+            // Do not report a peer that probes for a `TCPStore`, because it is a client of this store. The client
+            // probes if the store does not answer in time, for example after a pause.
             Disconnect::Foreign if self.frames.unread() == QUESTION => {}
             Disconnect::Foreign => {
                 let what = describe(self.frames.unread());

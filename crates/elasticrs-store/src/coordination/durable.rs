@@ -274,8 +274,8 @@ impl StateFile {
         self.note_synced().and_then(|()| self.file.sync_data()).map_err(|source| self.failed(source))
     }
 
-    /// Writes a new file with this whole state and moves it to `path`, where it replaces the file `held`. If `held` is
-    /// `None`, no file may exist at `path`. After an error, `held` may still be in place.
+    /// Writes this whole state to a new file and moves it to `path`, where it replaces the open file `held`. If `held`
+    /// is `None`, `path` must not exist yet. After an error, [`Harm`] says whether the old file may be gone.
     fn begin(
         path: PathBuf,
         held: Option<&File>,
@@ -303,8 +303,8 @@ impl StateFile {
                 .fill(whole)
                 .map_err(harm(Harm::None))
                 .and_then(|()| put_in_place(&next, &begun.path).map_err(harm(Harm::Unknown))),
-            // Another file is at `path`. If `held` is `None`, the other file was created after the store had looked for
-            // one. Otherwise, it has replaced `held`.
+            // `path` exists, but is not the file `held`. Another process has replaced `held`, or has created a file
+            // after this store had found none.
             Ok(false) if begun.path.exists() => Err((Errno::EWOULDBLOCK.into(), Harm::Unknown)),
             // `path` no longer exists: the file that `held` refers to was removed.
             Ok(false) => Err((Errno::ENOENT.into(), Harm::Unknown)),
@@ -351,8 +351,8 @@ impl StateFile {
 
     /// Records in the file header that the whole file is on disk.
     ///
-    /// Does not sync the header itself, because the next sync does so. If only the process crashes, the kernel still
-    /// has the new value.
+    /// Does not sync the header, because the next sync does so. A crash of this process in the meantime does not lose
+    /// the header, because the kernel already has it.
     fn note_synced(&self) -> io::Result<()> {
         self.file.write_all_at(&self.end.to_le_bytes(), SYNCED_AT)
     }
@@ -466,7 +466,7 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
     let mut digest = Digest::default();
     // Maximum length of a record: twice the size limit for all keys, plus the maximum size of the sessions.
     //
-    // Twice the limit is enough, because a record contains each key at most once, and deleted keys have no values.
+    // The limit is doubled, because a record can contain the names of deleted keys in addition to all current keys.
     let most = u64::try_from(limit).unwrap_or(u64::MAX).saturating_mul(2).saturating_add(MAX_SESSIONS);
     let mut at = HEAD;
     loop {

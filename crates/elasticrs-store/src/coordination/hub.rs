@@ -93,7 +93,7 @@ struct Session {
     outbox: Option<Rc<Outbox>>,
 }
 
-/// Data of a session that was just opened or resumed.
+/// ID, secret, store revision and keep-alive settings of a session that was just opened or resumed.
 pub(super) struct Entered {
     pub(super) session: SessionId,
     pub(super) secret: Secret,
@@ -112,7 +112,7 @@ struct Shared {
     /// Sessions that have ended but whose keys have not been deleted yet.
     ended: Vec<SessionId>,
     next_session: SessionId,
-    /// Highest memory use since [`Hub::trim`] was last requested, in bytes.
+    /// Highest memory use, in bytes, since the task [`Hub::trim`] was last woken to release free memory.
     peak: usize,
 }
 
@@ -167,8 +167,8 @@ impl Hub {
         }
     }
 
-    /// Restores the state of a previous store. The restored sessions have no connections. The clients have the full
-    /// time to live of their sessions, starting now, to reconnect.
+    /// Restores the state of a previous store. The restored sessions have no connections. Each client has to reconnect
+    /// within its session's time to live, which starts again now.
     pub(super) fn going_on_with(mut self, file: StateFile, mut image: Image) -> Self {
         self.shared.get_mut().next_session = image.next_session;
         // Use the same start time for all sessions. Sessions with the same time to live that are not resumed then
@@ -295,8 +295,8 @@ impl Hub {
         }
     }
 
-    /// Returns true if there is room for one more connection. An eighth of the memory is reserved for the requests of
-    /// open connections, so that new connections alone never cause a session to end.
+    /// Returns true if the memory limit leaves room for one more connection. An eighth of the memory is kept free for
+    /// requests on open connections, because the server ends sessions when the limit is exceeded.
     pub(super) fn has_room(&self) -> bool {
         self.has_room_in(&self.shared.borrow())
     }

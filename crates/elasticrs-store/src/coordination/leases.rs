@@ -55,8 +55,8 @@ impl Leases {
         pace
     }
 
-    /// Adds a session that was restored from a previous store. Its time to live starts anew, and is at least
-    /// `ttl_ms`, the longest one that the previous store granted.
+    /// Adds a session that was restored from a previous store, and restarts its time to live. The time to live is at
+    /// least `ttl_ms`, the longest time to live that the previous store granted to this session.
     pub(super) fn restore(&mut self, session: SessionId, interval_ms: u32, attempts: u16, ttl_ms: u32, now: u64) {
         let pace = self.begin(session, interval_ms, attempts, now);
         if let Some(lease) = self.held.get_mut(&session) {

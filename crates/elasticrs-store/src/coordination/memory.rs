@@ -15,7 +15,7 @@ const MESSAGE_COST: usize = 96;
 /// Counts the bytes of memory that a server uses for all its connections and their messages.
 pub(super) type Held = Cell<usize>;
 
-/// Bytes that one owner has added to a [`Held`] counter. Dropping the charge subtracts these bytes.
+/// Number of bytes that one owner has added to a [`Held`] counter. Dropping this value subtracts the bytes.
 #[derive(Debug)]
 pub(super) struct Charge {
     all: Rc<Held>,

@@ -16,7 +16,7 @@ use crate::types::{
 /// Protocol version of this code, as major and minor number. Different major versions are incompatible.
 pub const VERSION: (u16, u16) = (3, 0);
 
-/// A challenge or a proof, as long as a SHA-256 digest.
+/// Challenge or proof in a handshake. Both have the length of a SHA-256 digest.
 pub type Digest = [u8; 32];
 
 /// Secret that a client sends, together with its session's ID, to resume the session.

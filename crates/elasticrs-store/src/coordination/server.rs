@@ -111,7 +111,7 @@ impl Server {
         ask(&self.commands, Command::StopListening);
     }
 
-    /// Listens on the same addresses as before.
+    /// Closes the listening sockets and opens new ones on the same addresses.
     pub fn listen_again(&self) -> Result<(), ServerError> {
         // Close the old sockets first, because they still occupy the ports.
         self.stop_listening();

@@ -147,10 +147,10 @@ impl State {
         self.entry_bytes
     }
 
-    /// Returns the memory limit in bytes for all data of clients, except the history. The history may use the rest of
-    /// `max_bytes`.
+    /// Returns the limit in bytes for all memory that clients use, except the history of changes. The limit is four
+    /// fifths of `max_bytes`, and the remaining fifth is for the history.
     ///
-    /// The keys may use at most three quarters of this limit, so that there is always room for messages.
+    /// Keys may use at most three quarters of this limit, because messages count toward the same limit.
     pub(super) fn shared_limit(&self) -> usize {
         self.max_bytes - self.max_bytes / 5
     }

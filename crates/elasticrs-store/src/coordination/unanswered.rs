@@ -105,10 +105,10 @@ impl Unanswered {
         Ok(AnswerEffect::Reply(results))
     }
 
-    /// Removes requests that stop a watch from the front of the queue. They need not be sent again, because a new
-    /// connection does not restore stopped watches.
+    /// If the queue starts with requests to stop watches, removes these requests. They need not be sent again, because
+    /// a new connection does not restore stopped watches.
     ///
-    /// Only the front is checked, because an earlier unanswered request could start the same watch.
+    /// Keeps a stop request that follows another request, because the other request may start the same watch.
     fn forget_ends(&mut self) {
         while self.asked.front().is_some_and(|asked| matches!(asked.kind, Kind::Unwatch(_))) {
             self.asked.pop_front();

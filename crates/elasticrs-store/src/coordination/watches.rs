@@ -85,8 +85,8 @@ impl Watches {
         }
     }
 
-    /// Returns the clients to notify of a revision, grouped by the set of changes that they receive. A set is a list
-    /// of positions in the revision, in ascending order.
+    /// Groups the clients to notify of a revision by the changes that they receive. The key of a group is the ascending
+    /// list of the changes' positions in `revision.changes`.
     pub(super) fn deliveries(&self, revision: &Revision) -> BTreeMap<Vec<usize>, Vec<SessionId>> {
         let mut of_client: BTreeMap<SessionId, Vec<usize>> = BTreeMap::new();
         for (position, change) in revision.changes.iter().enumerate() {
@@ -116,7 +116,7 @@ fn cost(watch: &Watch) -> usize {
     WATCH_COST + watch.prefix.len()
 }
 
-/// Returns the changes of a revision that a watch covers.
+/// Returns all changes in `revision` to keys that `watch` covers.
 pub(super) fn covered<'a>(revision: &'a Revision, watch: &Watch) -> Vec<&'a Change> {
     revision.changes.iter().filter(|change| watch.covers(&change.key)).collect()
 }

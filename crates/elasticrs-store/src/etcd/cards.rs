@@ -110,8 +110,8 @@ impl Keys {
         self.full(&format!("{CARDS}{scope}/{lease:016x}"))
     }
 
-    /// Returns the request that publishes a card. etcd deletes the card when the session's lease expires or is
-    /// revoked.
+    /// Returns the request that publishes a session's contact entry ([`Card`]) in etcd. etcd deletes the entry when the
+    /// session's lease expires or is revoked.
     pub(super) fn put_card(&self, scope: &str, card: &Card) -> pb::PutRequest {
         let (key, lease) = (self.card(scope, card.lease), card.lease);
         pb::PutRequest { key, value: card.encode(), lease, ..pb::PutRequest::default() }
@@ -122,7 +122,7 @@ impl Keys {
         Region::key(self.card(scope, lease)).range()
     }
 
-    /// Returns the request that reads the newest contact entry ([`Card`]) of a session that was created before revision
+    /// Returns the request that reads the newest session contact entry ([`Card`]) with a creation revision below
     /// `created`.
     pub(super) fn card_before(&self, scope: &str, created: u64) -> pb::RangeRequest {
         pb::RangeRequest {

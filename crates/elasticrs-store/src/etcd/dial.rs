@@ -75,8 +75,8 @@ impl Link {
         StoreError::new(LostKind::Closed, format!("the connection to etcd at {} broke: {why}", self.at))
     }
 
-    /// Returns the TLS error of the connection if there is one, otherwise `error`, which a call returned. If a server
-    /// rejects the client's certificate after the handshake, `error` says only that the connection broke.
+    /// Returns the connection's TLS error, or `error` if there is none. If the server rejects the client's certificate
+    /// after the handshake, `error` reports only a broken connection.
     pub(super) async fn explain(&mut self, error: StoreError) -> StoreError {
         if error.kind != LostKind::Closed {
             return error;
@@ -346,7 +346,7 @@ struct PeerRecord {
     unwritten: Option<String>,
 }
 
-/// Wrapper around a stream that records details for error messages.
+/// Stream wrapper that fills a [`PeerRecord`] with the peer's first bytes and the I/O errors.
 struct Recorder<S> {
     stream: S,
     record: Rc<RefCell<PeerRecord>>,

@@ -162,7 +162,7 @@ impl<A: Message + Default> Answers<A> {
                 Body::Open(stream) => match stream.data().await {
                     Some(bytes) => {
                         let bytes = bytes?;
-                        // The bytes are copied to the buffer, so let the server send that many more.
+                        // Return the bytes to the flow-control window, so that the server can send more data.
                         stream.flow_control().release_capacity(bytes.len())?;
                         self.buffer.extend_from_slice(&bytes);
                     }

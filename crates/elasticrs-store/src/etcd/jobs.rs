@@ -52,7 +52,7 @@ pub(super) struct Desk {
     pub(super) at: String,
     pub(super) keys: Rc<Keys>,
     pub(super) job_lease: Option<(i64, Duration)>,
-    /// Number of the next write transaction, and the current revision of the session's marker key.
+    /// Identifies the next write. Contains its number and the revision of the key that records the session's writes.
     pub(super) write: Write,
     /// Highest revision that was known when the job started. Watches may report higher revisions while the job runs.
     pub(super) known: u64,

@@ -50,7 +50,7 @@ const LIMIT: Duration = Duration::from_secs(5);
 /// Shortest and longest pause between attempts to connect to a session. The shortest pause is also used before
 /// the first retry of a request to etcd.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(2), Duration::from_secs(10));
-/// Interval at which a session checks in etcd whether a session that it is connected to still exists.
+/// Interval between two reads of a peer's entry in etcd. A missing entry means that the peer's session has ended.
 const LOOK: Duration = Duration::from_secs(60);
 /// Maximum number of simultaneous incoming links. Normally there are at most two.
 const CALLERS: usize = 64;
@@ -75,8 +75,8 @@ pub(super) struct Links {
 impl Links {
     /// Starts to listen for connections from other sessions.
     ///
-    /// `link` is a connection to etcd. The local address of `link` is published in etcd, so that other sessions can
-    /// connect to this machine. `channel` contains the current connection to etcd, or `None` while there is none.
+    /// `link` is the first connection to etcd. Its local address is published in etcd as an address of this machine.
+    /// `channel` contains the current connection, which changes after a reconnect, or `None` during an outage.
     pub(super) fn open(
         site: &Site,
         keys: Rc<Keys>,
@@ -96,7 +96,7 @@ impl Links {
         Ok((Self { keys, scope, own, channel, called, guard, word, is_guarded }, listener))
     }
 
-    /// Maintains the links until the future is dropped.
+    /// Accepts and opens connections to other sessions until the future is dropped.
     pub(super) async fn run(self, listener: TcpListener) -> Infallible {
         let links = Rc::new(self);
         tokio::join!(Box::pin(Rc::clone(&links).follow()), links.accept(listener)).1
@@ -111,9 +111,9 @@ impl Links {
                     Ok((stream, _)) if callers.len() < CALLERS => {
                         callers.spawn_local(Rc::clone(&self).answer(stream));
                     }
-                    // Close the connection, because there are already too many. The session that opened it retries
-                    // later. Until a retry succeeds, that session notices the end of this session only when the lease
-                    // expires (LINK-2).
+                    // Close the connection, because too many connections are open. The peer will retry. Without a
+                    // connection, the peer notices the end of this session only when the session's lease expires
+                    // (LINK-2).
                     Ok(_) => {}
                     // Wait before retrying, because an error such as running out of file descriptors would otherwise
                     // cause a busy loop.
@@ -124,8 +124,8 @@ impl Links {
         }
     }
 
-    /// Publishes the contact entry of this session in etcd. Then stays connected to the session that was opened just
-    /// before this session. When the older session has ended, connects to the next older one.
+    /// Publishes this session's address in etcd ([`Card`]). Then stays connected to the next older session, to detect
+    /// the end of that session. Repeats this until no older session is left.
     async fn follow(self: Rc<Self>) {
         let _: pb::PutResponse = self.ask("/etcdserverpb.KV/Put", &self.keys.put_card(&self.scope, &self.own)).await;
         let own: pb::RangeResponse = self.ask(RANGE, &self.keys.get_card(&self.scope, self.own.lease)).await;
@@ -149,8 +149,8 @@ impl Links {
         }
     }
 
-    /// Stays connected to another session, the peer, until the peer's entry is deleted from etcd. If the peer sends its
-    /// [`LastWord`] (the secret that announces its end), revokes the peer's lease.
+    /// Stays connected to the session `peer` until its entry is deleted from etcd. If `peer` sends the secret
+    /// [`LastWord`], revokes the lease of `peer`, because the secret means that all its processes have exited.
     async fn stay_linked(&self, peer: &Card) {
         if !self.called.borrow_mut().insert(peer.lease) {
             return;

@@ -87,8 +87,8 @@ impl Keys {
         [self.prefix.as_bytes(), key.as_bytes()].concat()
     }
 
-    /// Removes the store's prefix from a key. Returns `None` if the key does not belong to this store or is not a key
-    /// of a user.
+    /// Removes the store's prefix from a key. Returns `None` for keys outside this store and for the store's internal
+    /// keys.
     fn strip(&self, key: &[u8]) -> Option<Arc<str>> {
         let key = str::from_utf8(key.strip_prefix(self.prefix.as_bytes())?).ok()?;
         (key < SESSIONS).then(|| key.into())

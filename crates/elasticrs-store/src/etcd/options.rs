@@ -35,7 +35,7 @@ pub struct Options {
 /// Settings for the links of a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Site {
-    /// Name of a group of sessions. Links exist only between sessions of the same group.
+    /// Name of a group of sessions. Only sessions of the same group connect to each other.
     pub scope: String,
     /// Host name or address at which other sessions can reach this machine, or `None`. It is published in addition to
     /// the local address of the connection to etcd.

@@ -50,8 +50,8 @@ impl Retries {
         Some(format!("a request to etcd keeps failing and is retried for up to {} s: {why}", self.limit.as_secs_f64()))
     }
 
-    /// Extends the request's deadline by the duration of an outage, except for the pause before the first reconnect.
-    /// The pause counts, because a request that breaks every connection would otherwise be retried forever.
+    /// Extends the request's deadline by the duration of an outage. The pause before the first reconnect is not added,
+    /// because a request that breaks every connection would otherwise never reach its deadline.
     pub(super) fn skip(&mut self, outage: PastOutage) {
         let begun = outage.begun.max(self.since).saturating_add(outage.pause);
         let skipped = outage.ended.saturating_sub(begun);

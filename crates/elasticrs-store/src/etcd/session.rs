@@ -306,9 +306,9 @@ impl Etcd<'_> {
 
     async fn done(&mut self, connection: &mut Connection, done: Done) -> Step {
         match done {
-            // Do not record the revision of the connection check, because the next answer may have a lower revision.
-            // For example, a write that is repeated after a reconnect returns the revision at which etcd first executed
-            // it.
+            // Do not record the revision of the connection check, because a later answer may contain a lower revision
+            // and would then be rejected. For example, a repeated write returns the revision at which it was first
+            // executed.
             Done::Looked => Ok(()),
             Done::Replied { tag, ok, revision, results } => {
                 self.advance(revision)?;

@@ -8,8 +8,8 @@ use super::jobs::Job;
 use super::retries::Retries;
 use crate::types::Watch;
 
-/// Maximum number of tasks that were started but have not finished. After a reconnect, these are the connection check
-/// and the interrupted task.
+/// Maximum number of started but unfinished tasks. There are two after a reconnect: the connection check and the task
+/// that was interrupted.
 const MOST_ATTEMPTED: usize = 2;
 
 /// A pending request from the user, or a pending request that the session makes by itself, such as a connection check.

@@ -70,8 +70,7 @@ pub struct Events {
     pub(crate) wake_task: Notify,
 }
 
-/// Maximum total size of the queued events, in bytes. If they are larger, the client stops reading from the
-/// store.
+/// Total size of the queued events, in bytes, above which the client stops reading from the store.
 const MAX_UNTAKEN: usize = 64 << 20;
 
 /// Message to the user if the session is lost because the store did not answer in time.

@@ -22,8 +22,8 @@ pub trait Guard: Send {
     /// processes that depend on this session have exited. If `is_first`, this link replaces the links of the previous
     /// session.
     fn linked(&self, _socket: BorrowedFd<'_>, _word: [u8; 32], _is_first: bool) {}
-    /// Returns true if the `word` passed to [`Self::linked`] is sent after the owner of the session has died. If false,
-    /// other sessions notice the death only when the lease expires.
+    /// Returns true if the owner's death is announced to other sessions with the `word` passed to [`Self::linked`]. If
+    /// false, other sessions notice the death only when the lease expires.
     fn says_words(&self) -> bool {
         false
     }
@@ -31,9 +31,9 @@ pub trait Guard: Send {
     fn deadline(&self, boot_ns: u64);
     /// The owner closed the session, so no process depends on the session anymore.
     ///
-    /// If the session is lost, this method is not called, and the last deadline stays valid. The guard keeps its
-    /// duplicate of the socket open until the owner has handled the loss. Otherwise, the store would see the connection
-    /// close too early.
+    /// This method is not called for a lost session, so the last deadline remains in force. The guard also keeps its
+    /// duplicate of the socket open, because the store should not see the connection close before the owner has handled
+    /// the loss.
     fn closed(&self);
 }
 

@@ -101,11 +101,10 @@ impl Lease {
         true
     }
 
-    /// Extends the deadline after the store has answered a handshake or a keep-alive. `sent` is the send time of that
-    /// message.
+    /// Extends the deadline after the store has answered a handshake or a keep-alive that was sent at `sent`.
     ///
-    /// The deadline is counted from `sent`. It is never too late, because the store starts the time to live after
-    /// `sent`.
+    /// The new deadline is one time to live after `sent`. The session cannot end earlier in the store, because the
+    /// store starts the time to live when it receives the message.
     pub(crate) fn renew(&mut self, sent: u64, terms: Terms) {
         self.answered = sent;
         self.terms = terms;

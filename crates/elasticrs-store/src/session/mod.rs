@@ -38,13 +38,13 @@ use self::core::Core;
 use self::error::{ConnectionEnd, Failure, SessionEnd, Step, StoreError};
 use self::outage::Outage;
 
-/// Interval at which to check whether the user fetches events again.
+/// Interval between checks whether the user has resumed fetching events.
 const STALL_PAUSE: Duration = Duration::from_millis(250);
 
 /// An attempt to open a connection.
 pub(crate) type Dialing<'a, L> = Pin<Box<dyn Future<Output = Result<L, Failure>> + 'a>>;
 
-/// The part of a session that depends on the kind of store: the protocol of the store.
+/// Operations of a session that depend on the store's protocol. Each kind of store implements them.
 pub(crate) trait Backend<'a> {
     /// A request of the user.
     type Request;
@@ -81,7 +81,7 @@ pub(crate) trait Backend<'a> {
 
     /// Stops using a connection. Returns the reason, which can be more specific than `end`.
     ///
-    /// Can be called several times for a connection, because the session keeps it until a new connection works.
+    /// Must allow repeated calls for a connection, because the session repeats the call after a failed reconnect.
     async fn leave(
         &mut self,
         core: &mut Core<'a>,

@@ -7,9 +7,9 @@ use crate::types::LostKind;
 
 /// Minimum duration of an outage before it is reported to the user, in nanoseconds.
 const UNNOTICED: u64 = 1_000_000_000;
-/// Minimum time between two outage notices, in nanoseconds. It keeps an unstable store from flooding the user.
+/// Minimum time between two outage notices, in nanoseconds, so that an unstable store does not flood the user.
 ///
-/// A notice is sent earlier if the outage has lasted for half of the time that was left until the session's deadline.
+/// A notice is sent earlier once half of the time from the start of the outage to the session's deadline is over.
 const QUIET: u64 = 60_000_000_000;
 
 /// An outage of the store. It starts when the client notices the loss of the connection. All times are nanoseconds of
@@ -93,8 +93,8 @@ pub(crate) struct Pauses {
 /// Time without a failure after which earlier failures are forgotten, in nanoseconds.
 const CALM: u64 = 10_000_000_000;
 
-/// Computes the pauses between connection attempts. Failures of earlier outages also count. Otherwise, a store
-/// that accepts and immediately drops every connection would cause a busy loop.
+/// Computes the pauses between connection attempts. The pauses keep growing across outages in quick succession, because
+/// a store that immediately drops every connection would otherwise cause a busy loop.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     pauses: Pauses,

@@ -69,8 +69,8 @@ impl WorkerStore {
         })
     }
 
-    /// Like [`Self::serve`], but starts the server only when the first client connects. The thread `on` waits for the
-    /// client. Then `hand_over` runs the server on another thread.
+    /// Like [`Self::serve`], but starts the server only when the first client connects. `on` is the thread that waits
+    /// for the client, and `hand_over` starts the server on another thread.
     pub fn serve_elsewhere(&self, on: &dyn Spawn, hand_over: HandOver, tell: Tell) -> Result<(), ServeError> {
         self.begin(|listener, inbox| {
             let limits = self.limits.clone();

@@ -94,7 +94,7 @@ pub struct Map {
     values: HashMap<Key, Vec<u8>>,
     queues: HashMap<Key, VecDeque<Vec<u8>>>,
     waiting: HashMap<Id, Waiting>,
-    /// Waiting connections for each kind of wait ([`What`]), by key and then by the sequence number of the wait.
+    /// Connections that wait for a key, longest wait first. One map for each kind of wait ([`What`]).
     waiters: [Waiters; 2],
     tickets: u64,
     budget: Budget,
@@ -106,7 +106,7 @@ impl Map {
         Self { budget: Budget { used: 0, limit }, ..Self::default() }
     }
 
-    /// Returns the budget. The caller must also charge the bytes of requests and replies to it.
+    /// Returns the store's memory budget, to which the caller must add the bytes of requests and replies.
     pub fn budget(&mut self) -> &mut Budget {
         &mut self.budget
     }
@@ -209,8 +209,8 @@ impl Map {
         }
         self.budget.charge(value.len())?;
         if length > old.capacity() {
-            // Reserve only a little unused capacity instead of doubling it, because unused capacity does not count
-            // toward the memory limit.
+            // Keep the unused capacity small instead of letting `Vec` double its capacity, because unused capacity
+            // takes memory that the memory limit does not count.
             old.reserve_exact(value.len().max(old.len() / 8));
         }
         old.extend_from_slice(value);
@@ -380,10 +380,10 @@ impl Map {
         }
     }
 
-    /// Updates the connections that wait for this queue, because the queue has a new value. The oldest wait comes
-    /// first.
+    /// Adds the connection that has waited longest for this queue to `woken`, because the queue has a new value. Skips
+    /// connections that still wait for other keys.
     ///
-    /// Stops after waking one connection, because only one client can take the value.
+    /// Adds only one connection, because only one client can take the value.
     fn wake_one(&mut self, key: &[u8], woken: &mut Vec<Id>) {
         while let Some(waiters) = self.waiters[What::Keys as usize].get_mut(key) {
             let Some((_, id)) = waiters.pop_first() else { break };

@@ -70,7 +70,7 @@ class Watch:
         return seed
 
     def end(self) -> list[Callable[[], None]]:
-        """Stop recording. Return the functions that each worker must call to reseed the generators."""
+        """Stop recording. Return functions that reseed the recorded random generators in each worker."""
         self._entropy.is_watched = False
         if vars(os)["urandom"] is self._entropy:
             vars(os)["urandom"] = self._urandom

@@ -148,7 +148,7 @@ def _temporary_folders() -> list[Any]:
     would remove the directories for all workers.
     """
     registry: Any = getattr(getattr(sys.modules.get("weakref"), "finalize", None), "_registry", ())
-    # Compare the function's name, because the `repr` of a finalizer's arguments may be slow.
+    # Compare only the function's name, because building the `repr` of a whole finalizer may be slow.
     return [end for end in list(registry) if _name_of_function(end) == "TemporaryDirectory._cleanup"]
 
 
@@ -221,8 +221,8 @@ class _Surroundings:
             changed = "the umask"
         if signal.pthread_sigmask(signal.SIG_SETMASK, self._mask) != self._mask:
             changed = "the signal mask"
-        # Stop interval timers that imports have started, because they survive `exec`. Report them as a
-        # change, because forked workers do not inherit timers.
+        # Stop all interval timers that imports have started, because timers survive `exec`. A module that
+        # starts a timer cannot be preloaded, because forked workers do not inherit timers.
         timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
         if [timer for timer in timers if signal.setitimer(timer, 0) != (0.0, 0.0)]:
             changed = "the interval timers"
@@ -231,8 +231,8 @@ class _Surroundings:
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice)
                 changed = "the nice value"
             except PermissionError:
-                # Only root can lower the nice value again. Accept the new value and still preload the module.
-                # If workers imported the module themselves, they would raise the inherited value again.
+                # Accept the new nice value and preload the module, because this process is not permitted to
+                # lower the value. A worker that imported the module itself would raise the value again.
                 self._nice = os.getpriority(os.PRIO_PROCESS, 0)
         if os.getcwd() != self._place:
             os.chdir(self._place)
@@ -392,7 +392,7 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
 
 
 def _left_out_before(environ: dict[str, str]) -> set[str]:
-    """Return the modules that an earlier nursery process left out, or was importing when it exited."""
+    """Return the modules that an earlier nursery could not preload or was importing when it exited."""
     import json
     from itertools import pairwise
 
@@ -419,8 +419,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
     variables = _beside("variables").Variables(shielded, _RANK_ZERO)
     surroundings = _Surroundings(settings["folders"], variables, _beside("children"))
     generators = _beside("generators")
-    # Do not create a `Watch` if one of the modules that it imports has the same name as a file beside the
-    # script. The script could then no longer import its own file.
+    # Do not create a `Watch` if a file beside the script has the name of a module that `Watch` imports,
+    # because the script could then not import the file.
     watch = generators.Watch() if surroundings.beside_script(generators.NEEDED) is None else None
     descriptors = _beside("descriptors")
     reserved, captured = descriptors.reserve(_RESERVED), descriptors.Captured(_RESERVED)
@@ -441,8 +441,8 @@ def _import_all(environ: dict[str, str]) -> _Done:
             module = name.partition(":")[0]
             rest = steps
             if not is_explicit and dict(variables) != environment:
-                # Also skip all later imports, because they may read environment variables that this module
-                # changes in the script.
+                # Also skip all later imports, because a later module may read an environment variable that
+                # the skipped module changes.
                 rest = steps[: steps.index(step)]
                 why += "; later imports were left out as well, because it changes the environment"
             rest = [other for other in rest if other.partition(":")[0] != module]
@@ -491,8 +491,8 @@ def _tell_ready(begun: float, since: int, surroundings: _Surroundings) -> None:
 
 
 def _open_standard_descriptors() -> None:
-    """Open any missing standard descriptor (0, 1 or 2) on ``/dev/null``, as Rust's runtime does, because a
-    worker always has all three.
+    """Open missing standard descriptors (0, 1 or 2) on ``/dev/null``, as Rust's runtime does, because workers
+    need all three.
     """
     fd = os.open(os.devnull, os.O_RDWR)
     while fd <= 2:

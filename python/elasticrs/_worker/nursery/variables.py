@@ -71,8 +71,8 @@ class Variables(dict):  # type: ignore[type-arg]
 
     def assign(self, name: str, value: str) -> None:
         """Set an environment variable to a value that the user's script assigns between its imports."""
-        # Read the old value with `get`, because a lookup in `os.environ` would be recorded as an access by an
-        # imported module.
+        # Read the old value with `self.get`, because a lookup in `os.environ` could be recorded as a read by
+        # an imported module. Such a read prevents preloading.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
         # Stop overriding Arrow's variable for C code, so that Arrow sees the script's value.

@@ -273,8 +273,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         return result
 
     def _tell_restart(self, state: WorkerState) -> None:
-        """Report a restart; see the base class. If a worker caused the restart, the observers print the line
-        instead, because they know the rank and the reason.
+        """Report a restart. If a worker caused the restart, the observers report it, because they know the
+        worker's rank and the reason. Otherwise, the base class logs the restart.
         """
         left, workers = self._remaining_restarts, self._pcontext
         if not (isinstance(workers, PolledWorkers) and workers.announce(left)):

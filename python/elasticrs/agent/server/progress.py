@@ -80,6 +80,6 @@ class Place(Record):
         progress._place = self
 
     def __exit__(self, *_error: object) -> None:
-        # Restore the outer activity, even if a signal has prevented the `__exit__` of an inner activity.
+        # Restore the previous activity, even if a signal has interrupted the `__exit__` of a nested activity.
         self._progress._place = self._outer
         self._progress.renew()

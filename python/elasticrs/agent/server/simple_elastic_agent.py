@@ -129,9 +129,7 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop all workers. If the hook has a parameter ``is_restart``, as in torch 2.5, it also gets that
-        argument.
-        """
+        """Stop all workers. A subclass may add a parameter ``is_restart``, as in torch 2.5."""
 
     @abstractmethod
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -139,8 +137,8 @@ class SimpleElasticAgent(ElasticAgent):
 
     @abstractmethod
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
-        """Release all resources, and send the signal to workers that are still running. The hook gets only
-        the arguments that it accepts, because the arguments differ between releases of torch.
+        """Send ``death_sig`` to workers that are still running, and release all resources. A subclass may
+        omit ``timeout``, because some releases of torch do not have this parameter.
         """
 
     @prof
@@ -444,8 +442,7 @@ class SimpleElasticAgent(ElasticAgent):
         metadata = status_metadata(
             state,
             inner,
-            # Use the short host name if no handler records the event, because a lookup of the full name may
-            # be slow.
+            # Use the short host name if events are discarded, because looking up the full name may be slow.
             hostname=os.uname().nodename if spec.event_log_handler == "null" else None,
             run_id=spec.rdzv_handler.get_run_id(),
             group_rank=group.group_rank,

@@ -273,7 +273,7 @@ class _RoleInstanceInfo:
 
     @staticmethod
     def deserialize(data: bytes) -> _RoleInstanceInfo:
-        """Decode the data that another agent has sent."""
+        """Decode the JSON that :meth:`serialize` returned."""
         told = json.loads(data)
         return _RoleInstanceInfo(told["role"], told["rank"], told["local_world_size"])
 

@@ -268,7 +268,7 @@ def load_object(path: str) -> dict[str, Any]:
 def _read_stack(error_file: str) -> str | None:
     # The file is missing or empty if the program is not Python or runs without the hook.
     text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
-    # Use the last entry, because earlier entries may come from forked children that write to the same file.
+    # Use the last entry, because forked children may have written earlier entries to the same file.
     last = text[max(0, text.rfind("Fatal Python error")) :]
     # Remove the list of extension modules. It contains hundreds of names and does not help to explain the
     # crash.

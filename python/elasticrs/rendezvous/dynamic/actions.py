@@ -96,7 +96,7 @@ class Sightings:
         return None if self._last_call is None else self._last_call[1]
 
     def look(self, state: State, asked: float, answered: float, patience: float) -> list[Node]:
-        """Record what has changed in a newly read state. Return the nodes in it that are considered dead.
+        """Update the recorded heartbeats from a newly read state. Return the nodes considered dead.
 
         Args:
             state: state that was read.

@@ -175,8 +175,8 @@ class Operation:
         self._pause = SHORTEST_PAUSE
 
     def turn(self) -> float | None:
-        """Run one turn. Return the number of seconds to wait before the next turn, or ``None`` if the
-        operation has finished.
+        """Read or write the shared state of the rendezvous once. Return the number of seconds to wait before
+        the next call, or ``None`` if the operation has finished.
 
         Raises:
             RendezvousClosedError: the rendezvous is closed. The message contains the reason.

@@ -98,7 +98,7 @@ def describe(
     exit_barrier_timeout: float | None = None,
     words: Words = COMMAND_LINE,
 ) -> tuple[Rendezvous | None, list[str]]:
-    """Check all settings that can be checked without network access, and describe the resulting rendezvous.
+    """Create a ``Rendezvous`` from the user's settings. Check everything that can be checked offline.
 
     Args:
         backend: name of the back end.
@@ -211,7 +211,7 @@ def _own_settings(
             own.notices.append(
                 f"{words.settings}: store_type=file has no effect here: it is for {words.backend} {C10D}"
             )
-        # Accept torch's name ``timeout`` for the join timeout. Its default is the same as in torchrun.
+        # If ``join_timeout`` is not set, use torch's setting ``timeout``, or else torchrun's default timeout.
         own.given.setdefault("join_timeout", own.given.get("timeout", _STATIC_JOIN_TIMEOUT))
     elif node_rank is not None:
         own.given.setdefault("order_hint", node_rank)

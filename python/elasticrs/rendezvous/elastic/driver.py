@@ -314,8 +314,8 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """True if the store stays open for this agent's next run, so that this agent does not have to wait
-        for the others before it exits. This requires that the job succeeded.
+        """True if the job has succeeded and the store stays open for this agent's next run. The agent then
+        exits without waiting until the other agents have disconnected.
         """
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.meeting_point.may_stay

@@ -85,9 +85,9 @@ def decide(member: Member, leader: Leader, view: View) -> None:
 
 
 def _enough(view: View, excluded: str, count: int) -> list[str]:
-    """Return up to ``count`` candidates for the next round, except the excluded agent. The exclusion is
-    written only if all returned candidates are still registered, because otherwise too few nodes might
-    remain.
+    """Return up to ``count`` candidates for the next round, without the excluded agent. The exclusion is
+    written to the store only if these candidates are still registered. Otherwise, the next round might have
+    too few nodes.
     """
     others = sorted(member for member in view.candidates if agent_of(member) != excluded)
     return others[: min(count, MAX_COMPARED)]
@@ -178,8 +178,8 @@ def _too_few(member: Member, view: View) -> str:
 
 
 def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive: list[str]) -> None:
-    """Propose the next round: write the members' slots and the member table, and then the head record. All
-    transactions are sent at once.
+    """Propose the next round: write the rank assignments (slots) of its members, the member table, and
+    finally the job's state (head). Send all transactions without waiting for replies.
 
     All transactions have the leader's usual conditions, which never become true again once they are false. So
     if one of the first transactions is rejected, the write of the head is rejected as well. The slots of a

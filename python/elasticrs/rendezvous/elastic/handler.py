@@ -1,4 +1,4 @@
-"""Elastic rendezvous with torch's handler interface, for agents that poll.
+"""Elastic rendezvous with torch's handler interface, for agents that poll for waiting nodes.
 
 The agent of elasticrs does not poll: it uses :attr:`ElasticRendezvousHandler.rendezvous` and reacts to
 events. An agent that was written for torch stops its workers, calls ``next_rendezvous`` before it starts new

@@ -96,8 +96,8 @@ def look_up(rendezvous: Rendezvous, resolver: SystemResolver) -> Found:
         UsageError: see :func:`decide`.
     """
     if rendezvous.etcd is not None:
-        # Look up an address at which other machines can reach this one. The connection to etcd may use
-        # loopback, and then its local address is useless to other machines.
+        # Look up an address that other machines can reach, because the connection to etcd may use a loopback
+        # address on this machine.
         here = Hosting((), "the nodes meet in etcd", is_explicit=True)
         return Found(here, _address_of_own_name(resolver))
     hosting = decide(rendezvous, resolver)
@@ -209,8 +209,8 @@ def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemR
     is_usable = hosting.may_host and not is_unspecified(rendezvous.host)
     if is_usable and not hosting.is_explicit:
         return rendezvous.host
-    # Prefer an address of this machine's own host name if the user chose which node hosts the store. The
-    # endpoint may then belong to a service that forwards only the store's port.
+    # If the user chose which node hosts the store, prefer this machine's own address, because the endpoint
+    # may belong to a proxy that forwards only the store's port.
     return _address_of_own_name(resolver) or (rendezvous.host if is_usable else None)
 
 

@@ -274,9 +274,7 @@ def own_registration(reply: Reply) -> Entry | None:
 
 
 def job_seen(member: Member, link: Link, entry: Entry | None) -> None:
-    """Fence this agent if the job's record was removed, or if it is not the record that this agent has
-    checked.
-    """
+    """Disconnect this agent and stop its workers if the job's record in the store was removed or replaced."""
     if entry is None or entry.value is None:
         fence(member, "the record of this job was removed")
     elif entry.create_revision != link.job_revision:

@@ -128,7 +128,7 @@ class Keys:
         return f"{self.dones}{round}/{group_rank}"
 
     def evidence(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
-        """Return the key under which a member stores its evidence for diagnosing a round."""
+        """Return the key for the flight records and stacks of a member's workers in one round."""
         return f"{self.evidences}{round}/{group_rank}"
 
 

@@ -34,8 +34,8 @@ def forget_timers(member: Member, leader: Leader) -> None:
 
 
 def has_passed(member: Member, leader: Leader, name: str, seconds: float) -> bool:
-    """Return true if ``seconds`` have passed since the first call with this name in the current state of the
-    job. The first call sets a timer with this name.
+    """Return true if the timer ``name`` has expired. The first call starts the timer, which runs for
+    ``seconds``. A change of the job's state cancels all timers.
     """
     timer = _timer(leader, name)
     if timer not in leader.timers:

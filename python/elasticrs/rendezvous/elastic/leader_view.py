@@ -219,7 +219,7 @@ class View:
             if not chunks:
                 del self._tables[form]
         elif index not in chunks:
-            # A leader writes each part of a table only once, so ignore later writes.
+            # Ignore this write, because a leader never changes a part of a table that it has written.
             try:
                 chunks[index] = table_of(entry.value)
             except DamagedError as error:

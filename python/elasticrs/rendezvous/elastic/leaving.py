@@ -79,8 +79,8 @@ def _farewell(member: Member, registration: Registration, reason: str) -> Put:
 
 
 def farewell_known(member: Member) -> None:
-    """Note that no further write is needed for this agent's departure, because the store has recorded the
-    departure or no longer has the agent's registration.
+    """Record that this agent's departure needs no further write. The store either contains the departure, or
+    no longer contains the agent's registration.
     """
     if member.leaving is not None:
         member.leaving.is_known = True

@@ -32,8 +32,8 @@ class LentPort:
         self.trouble = ""
 
     def lend(self) -> bool:
-        """Lend the port to the workers. Return true on success; otherwise, :attr:`trouble` contains the
-        reason.
+        """Release the port, so that the workers' store can use it. Return true on success; otherwise,
+        :attr:`trouble` contains the reason.
         """
         if not self.take_back():
             return False
@@ -64,5 +64,5 @@ class LentPort:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before trying again to take the port back."""
+        """Seconds to wait before trying again to listen on the port that the workers used."""
         return _SLOW_TICK if self.is_overdue else _TICK

@@ -89,8 +89,7 @@ def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of 
             text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
             leaving.leave_with(member, Outcome("failed", text))
         case messages.StoreHosted():
-            # Record that this agent hosts the store, and the agent's new fallback address. Nothing else can
-            # be done yet, because the agent is not connected to the store.
+            # Only update the description of this agent, because the agent is not connected to the store yet.
             member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
         case messages.Leave():
             leaving.leave(member, event)

@@ -246,8 +246,8 @@ class MeetingPoint:
                 run_id=self._rendezvous.run_id,
                 token=settings.token,
                 max_connections=self._rendezvous.max_connections,
-                # Do not run the server in the supervisor if a `Home` keeps the server for later runs, because
-                # the server may outlive the supervisor.
+                # If the server is kept open for later runs, do not run it on the supervisor's thread, because
+                # the supervisor may be closed earlier than the server.
                 supervisor=self._supervisor if self._home is None else None,
             )
         except OSError as error:
@@ -380,8 +380,8 @@ class MeetingPoint:
             interval=settings.keep_alive_interval,
             attempts=settings.keep_alive_max_attempt,
             connect_timeout=settings.connect_timeout,
-            # Without a supervisor, set no stall timeout, because the agent must poll the client itself. Its
-            # workers may delay the next poll for a long time.
+            # Set no stall timeout without a supervisor. In that case, the agent must poll the client, but may
+            # be busy with its workers for a long time.
             stall_timeout=settings.stall_timeout if supervisor is not None else None,
             supervisor=supervisor,
             resume=True,
@@ -415,14 +415,14 @@ class MeetingPoint:
         events: list[StoreEvent] = []
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
-                # Skip the check of whether this agent should host the store if the client could not resolve
-                # the name. The check needs the same name lookup, which could block this thread for a long
-                # time.
+                # If the name of the store's host could not be resolved, do not check again whether this agent
+                # hosts the store. The check would repeat the failed lookup and delay the next attempt to
+                # connect.
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
-                # Connect again from the start, because the agent also needs its connection for the nodes'
-                # shared data. That connection failed before the store's port accepted connections.
+                # Reconnect, because the agent also needs a second connection for the nodes' shared data, and
+                # opening that connection failed. The store was probably not listening yet.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:
@@ -457,8 +457,8 @@ class MeetingPoint:
         """
         if self._hosting is self._found.hosting:
             return self._found.fallback
-        # This call does not block, because it looks up names only if the user chose which agent hosts the
-        # store. In that case, the address found at startup has already been returned.
+        # This call looks up no names, so it cannot block. A lookup is needed only if the user chose which
+        # node hosts the store. In that case, the result from startup has been returned above.
         return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
     def _explained(self, lost: ConnectionLost) -> str:

@@ -197,7 +197,7 @@ class Done(Record):
 
 
 class RoundAge(Record):
-    """Record of whether the last round ran for at least ``short_round`` seconds.
+    """Tracks whether the last round lasted at least ``short_round`` seconds.
 
     Args:
         seen: last round whose start this agent has seen.

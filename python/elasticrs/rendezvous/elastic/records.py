@@ -150,8 +150,8 @@ def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> 
     if recorded:
         if is_of_same_node(own, recorded):
             return True
-        # Treat a recorded failure without a message as a possible consequence of another failure, because the
-        # worker's error file had not been read yet.
+        # Treat a recorded failure without a message as a possible consequence of another failure. Such a
+        # failure was recorded before the worker's error file was read, so its cause is unknown.
         may_be_consequence = recorded.get("is_consequence") or recorded.get("message") is None
         if may_be_consequence and not own.get("is_consequence"):
             return True
@@ -267,9 +267,7 @@ class Head(Value):
     time_ns: int = 0
 
     def encode(self) -> bytes:
-        """Encode the head (the state of the job) in at most :data:`MAX_HEAD` bytes. Long text is
-        truncated.
-        """
+        """Encode this record in at most :data:`MAX_HEAD` bytes. Long names and messages are truncated."""
         end = self.end and {
             key: cut(each, MAX_NAME if key == "node" else MAX_TEXT) if isinstance(each, str) else each
             for key, each in self.end.items()

@@ -103,8 +103,8 @@ class Rendezvous(Value):
     def store_lost_timeout(self) -> float:
         """Seconds for which this agent tries to reconnect after losing its connection to the store."""
         given = self.settings
-        # With ``static``, keep trying at least until the rank-0 workers must have stopped (``settle``
-        # seconds), because they occupy the store's port.
+        # With ``static``, keep trying for at least ``settle`` seconds, because workers that are still
+        # stopping may occupy the store's port until then.
         return max(given.store_lost_timeout, given.settle) if self.is_static else given.store_lost_timeout
 
 

@@ -174,8 +174,8 @@ def _decide(
         available=len(view.candidates),
         min_nodes=min_nodes,
     )
-    # Evaluate the node checks even if the round does not count as a restart, because a lost node does not
-    # explain why a check found another node unfit.
+    # Exclude unfit nodes even if the round does not count as a restart. The loss of a node explains why
+    # workers on other nodes failed, but not why a node check failed.
     return decide(policy, head.failures, evidence) if charged else exclude(policy, head.failures, evidence)
 
 
@@ -213,8 +213,8 @@ def judge(
     *,
     min_nodes: int = 1,
 ) -> Verdict:
-    """Evaluate an ended round. Call this once every member has stopped or is lost, or once ``settle`` seconds
-    have passed.
+    """Decide whether the job continues after a round. Call this once every member has stopped or is lost, or
+    once ``settle`` seconds have passed.
 
     Args:
         view: the leader's view of the store.
@@ -256,9 +256,7 @@ def judge(
 
 
 def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:
-    """Return the reason why the job ends, apart from running out of restarts; ``None`` if there is no such
-    reason.
-    """
+    """Return the reason for ending the job, regardless of the restart policy; ``None`` if there is none."""
     end = counted.end or {}
     if kind_of(counted) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
         return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"

@@ -205,8 +205,8 @@ def _is_spare(member: Member, head: Head) -> bool:
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Read this member's rank assignment from the store, because the watch may deliver the assignment later
-    than the matching state of the job. Each change of the job's state causes at most one read.
+    """Read this member's rank assignment from the store, because the watch may deliver it later than the
+    job's new state. Read the assignment at most once for each new state.
     """
     registration = link.registration
     assert registration is not None
@@ -216,8 +216,8 @@ def _find_slot(member: Member, link: Link) -> None:
 
 
 def slot_found(member: Member, link: Link, registration: Registration, reply: Reply) -> None:
-    """Handle the reply to reading this member's slot. If the running round does not include this member, tell
-    the user that this node is waiting.
+    """Process the rank assignment that was read from the store. If this member has no rank in the running
+    round, tell the user that this node is waiting.
     """
     registration.slot_known = reply.revision
     entry, head = reply.entry(0), link.head
@@ -501,7 +501,7 @@ def _earlier_cause(member: Member, number: int) -> Cause | None:
 
 
 def give_up(member: Member) -> None:
-    """Give up, because no round was formed in time and no leader has given a reason."""
+    """Exit with a timeout, because no round was formed in time. No leader has reported another reason."""
     head = member.head
     if member.phase is Phase.IDLE and not (head is not None and head.state == "RUNNING"):
         seconds = member.patience

@@ -1,5 +1,4 @@
-"""Settings of the elastic rendezvous, given by ``--rdzv-conf`` or ``rdzv_configs``. A single table defines
-all keys.
+"""Settings of the elastic rendezvous, from ``--rdzv-conf`` or ``rdzv_configs``.
 
 The settings of torch's dynamic handler and of ``c10d`` have torch's names. Settings that only torch needs are
 accepted and checked, but have no effect. This module opens no files except those that contain a token or a

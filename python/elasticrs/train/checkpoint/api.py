@@ -72,8 +72,8 @@ class CheckpointUtil:
         return state
 
     def set_checkpoint_loaded(self) -> None:
-        """Record that this worker's state belongs to the current job, so that no checkpoint is loaded. Call
-        this method after ``state.sync``.
+        """Record that this worker has the current state of the training, so that :meth:`load_checkpoint` does
+        not overwrite the state. Call this method after ``state.sync``.
         """
         self.checkpoint_loaded = True
 

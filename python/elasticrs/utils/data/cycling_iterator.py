@@ -1,4 +1,4 @@
-"""Iterator that continues over several epochs."""
+"""Iterator that continues with the next epoch when an epoch has no more items."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def _is_script(program: str) -> bool:
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:
-    """Find the code that runs first in workers that call a function.
+    """Find the source file that workers load first in order to call a function.
 
     Args:
         function: function that the workers call. For :func:`elasticrs.run.run_script_path`, the result
@@ -95,7 +95,7 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
     if start_method != "spawn":
         return Entry(name, why_cold=_KEPT)
     module = sys.modules.get(of_module)
-    # With `python -m package.program`, the module's name is also `__main__`, so take the name from its spec.
+    # With `python -m package.program`, the module is named `__main__`. Its spec contains the real name.
     spec = getattr(module, "__spec__", None)
     top = sys.modules.get((of_module if spec is None else spec.name).partition(".")[0])
     files = getattr(top, "__path__", None) or [getattr(top, "__file__", None)]

@@ -97,8 +97,8 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
         else:
             chosen.append(name)
     plan = _Plan(entry)
-    # Continue even if the script cannot be read or parsed. It is then unknown which statements come before
-    # its imports.
+    # Continue even if the script cannot be read or parsed, because the user has named the modules to import.
+    # The script is only read to find the statements that run before its imports.
     with suppress(OSError, *_CANNOT_PARSE):
         plan.read_entry()
     tops = {_top(name) for name in chosen}

@@ -46,9 +46,9 @@ class Sources:
         if signs != self.signs:
             installed = _changes(self.installed, look)
             if not installed:
-                # No file of a preloaded module has changed, so an unrelated package was installed or removed.
-                # Store the new modification times of the package folders, so that later calls need not check
-                # every file again.
+                # A package was installed or removed, but no preloaded module has changed. Store the new
+                # modification times of the package folders, so that later calls need not check every file
+                # again.
                 self.signs = signs
             changes |= installed
         return changes

@@ -118,7 +118,7 @@ class Unknown(Value):
 
 
 def steps(source: bytes, package: str = "", *, file: str = "", is_main: bool = True) -> Iterator[Step]:
-    """Split a source file into the steps that matter for imports, in execution order.
+    """Yield the top-level statements of a source file that can affect imports, in execution order.
 
     Args:
         source: contents of the file, in the file's encoding.

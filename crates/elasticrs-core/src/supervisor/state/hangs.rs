@@ -132,7 +132,7 @@ impl Group {
     }
 
     /// Checks the heartbeats and sets the time of the next check. Does nothing while a failed member is about to exit,
-    /// because the others may be waiting for that member.
+    /// because members that wait for the failed member would seem to hang.
     pub(super) fn look(&mut self, effects: &mut Vec<Effect>) {
         let is_time = self.phase == Phase::Running && self.waiting.is_none() && !self.is_anyone_condemned();
         let Some(watch) = self.watch.as_mut().filter(|_| is_time) else { return };
@@ -158,8 +158,8 @@ impl Group {
         }
     }
 
-    /// Handles a request to stop the group because a rank on another node hangs. Gathers evidence before the stop,
-    /// because a local worker may be the cause.
+    /// Handles a request to stop the group because a rank on another node hangs. Collects the local workers' stack
+    /// traces before the stop, because a local worker may have caused the hang.
     pub(super) fn on_stop_for_hang(&mut self, policy: StopPolicy, remote: RemoteHang, effects: &mut Vec<Effect>) {
         let Some(watch) = self.watch.as_mut().filter(|_| self.phase == Phase::Running) else {
             return self.on_stop(policy, effects);
@@ -170,12 +170,12 @@ impl Group {
         self.take_evidence(PendingAction::Stop(policy, remote, HangCheck { late, seen, at }), effects);
     }
 
-    /// Gathers diagnostics about the workers, and then takes this action. If the group is already being stopped, takes
-    /// the action immediately, without diagnostics.
+    /// Gathers diagnostics about the workers, and then carries out `action`. If the group is already being stopped,
+    /// carries out `action` immediately, without diagnostics.
     pub(super) fn take_evidence(&mut self, action: PendingAction, effects: &mut Vec<Effect>) {
         if let Some(waiting) = &mut self.waiting {
-            // Queue at most one expired timer for each rank. The first one decides what happens to the rank, and a rank
-            // can have any number of timers.
+            // Queue only the first expired timer of each rank, because the first timer already decides what happens to
+            // the rank. The queue therefore stays short, even if a rank has many timers.
             if !waiting.iter().any(|earlier| earlier.is_of_same_rank(&action)) {
                 waiting.push(action);
             }
@@ -245,8 +245,8 @@ impl Group {
         }
     }
 
-    /// Takes all pending actions immediately, without waiting for diagnostics. Hangs are then judged from the
-    /// heartbeats alone.
+    /// Carries out all pending actions immediately, without waiting for diagnostics. The cause of a hang is determined
+    /// from the heartbeats alone.
     pub(super) fn settle(&mut self, effects: &mut Vec<Effect>) {
         let waiting = self.waiting.take().unwrap_or_default();
         self.carry_out_all(waiting, &[], effects);
@@ -296,8 +296,7 @@ impl Group {
         effects: &mut Vec<Effect>,
     ) {
         if actions.iter().any(|action| matches!(action, PendingAction::Stop(..))) {
-            // Drop the results of local hang checks, because the stop request contains its own check of the local
-            // workers.
+            // Drop the results of earlier hang checks, because `Stop` contains a newer check of the same workers.
             actions.retain(|action| !matches!(action, PendingAction::Hung(_)));
         }
         for action in actions {

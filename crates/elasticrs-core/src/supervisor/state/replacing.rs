@@ -14,8 +14,8 @@ use super::{Effect, Event, GIVE_UP_AFTER, Group, Phase, SweepOutcome, Timer};
 use crate::spec::StopScope;
 use crate::supervisor::event::StartFailure;
 
-/// Time limit for unfinished starts of replacement workers once the group is being killed. Starts that exceed the limit
-/// are killed, too.
+/// Time limit for each replacement worker that is still starting while the group is being killed. A start that takes
+/// longer is aborted.
 const LAST_CHANCE: Duration = Duration::from_secs(1);
 
 impl Group {

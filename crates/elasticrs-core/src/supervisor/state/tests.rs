@@ -433,7 +433,7 @@ fn any_input() -> impl Strategy<Value = Input> {
     ]
 }
 
-/// Model of the executor. Records the effects that the group returns.
+/// Test double of the executor. Records the effects that the group returns, and checks that they are consistent.
 #[derive(Default)]
 struct Seen {
     exits: BTreeSet<u32>,
@@ -512,8 +512,8 @@ impl Seen {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Checks that the group finishes after any sequence of inputs. Once all exits are reported and all sweeps are
-    /// answered, the group must have finished exactly once.
+    /// Checks that the group finishes exactly once after any sequence of inputs, if all workers exit and the clean-up
+    /// of their leftover processes completes.
     #[test]
     fn every_history_can_be_brought_to_its_end(
         history in prop::collection::vec((any_input(), 0..5_u64, prop::array::uniform4(prop::option::of(0..5_u64))), 0..40),

@@ -10,7 +10,7 @@ use crate::supervisor::event::SweepOutcome;
 use crate::supervisor::queue::Queue;
 use crate::supervisor::zombies::{Scanner, Subjects};
 
-/// Time between two checks of the workers, the nursery and the sentinel.
+/// Time between two checks of the workers, the nursery process, and the process that guards the nursery.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Workers that were dead at the last check although their exits had not been reported.

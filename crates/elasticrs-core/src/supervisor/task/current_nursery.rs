@@ -97,8 +97,8 @@ impl CurrentNursery {
     /// deadlines were cleared at the end of the previous group.
     pub(super) fn arm_import(&self, deadlines: &mut Deadlines) {
         if let Some(import) = self.import() {
-            // Keep an earlier deadline, because the time limit covers all imports together. If a module kills the
-            // nursery, another nursery imports the remaining modules within the same limit.
+            // Do not postpone a deadline that is already set, because all imports share one time limit. If an import
+            // kills the nursery, its replacement imports the remaining modules within the same limit.
             deadlines.hasten(Timer::Warm, import.warm.limit, Instant::now());
             deadlines.hasten(Timer::SlowImport, SLOW_IMPORT, Instant::now());
         }

@@ -1,4 +1,4 @@
-//! Gathers evidence of what the workers are doing, with one thread for each worker.
+//! Collects diagnostics about the workers, such as stack traces. Each worker is examined on its own thread.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ pub(super) struct Evidence {
 }
 
 impl Evidence {
-    /// Sets the files for the evidence of each worker, ordered by local rank, and the path of `py-spy`.
+    /// Sets the workers' diagnostics files, ordered by local rank, and the path of the program `py-spy`.
     pub(super) fn keep_in(&mut self, files: Vec<EvidenceFiles>, py_spy: Option<PathBuf>) {
         (self.files, self.py_spy) = (files, py_spy);
     }
@@ -81,8 +81,8 @@ impl Gathering {
         self.subjects.push(local_rank);
     }
 
-    /// Waits for the evidence, at most until the deadline. Reports a problem for each worker whose evidence is missing
-    /// by then. Cancel-safe.
+    /// Waits for the diagnostics of all workers, at most until the deadline. A worker without diagnostics gets a result
+    /// with an error message. Cancel-safe.
     async fn finish(&mut self) -> Vec<WorkerEvidence> {
         let deadline = self.limit.deadline + SLACK;
         while let Ok(Some(found)) = tokio::time::timeout_at(deadline.into(), self.threads.join_next()).await {

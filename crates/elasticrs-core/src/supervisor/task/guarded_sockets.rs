@@ -85,8 +85,8 @@ impl GuardedSockets {
         self.queue.degraded(format!("the nursery cannot guard the connection to the store: {reason}"));
     }
 
-    /// Keeps a socket open in this process and in the nursery. On failure, reports the problem to the agent and returns
-    /// false.
+    /// Keeps a socket open, and sends a duplicate of it to the nursery. If either step fails, reports the error to the
+    /// agent and returns false.
     fn hold(&mut self, held: Held, beside: bool, nursery: Option<&mut Nursery>) -> bool {
         let request = Request::Hold { beside, word: held.word };
         let copy = held.socket.try_clone().map(|copy| vec![copy]);

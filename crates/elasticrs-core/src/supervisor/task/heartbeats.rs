@@ -29,7 +29,7 @@ pub(super) struct Heartbeats {
     /// Heartbeat page of each worker, ordered by local rank. The pages are kept after the end of a group, until the
     /// next group starts.
     pages: Vec<Arc<HeartbeatPage>>,
-    /// Copies of the references in `pages`, for readers on other threads.
+    /// The same shared memory pages as in `pages`, for readers on other threads.
     published: Arc<counters::Heartbeats>,
 }
 
@@ -85,8 +85,8 @@ impl Heartbeats {
         Snapshot { at, seen: self.seen(running, at.0), line: logs.last_written(at).map(|line| line.0) }
     }
 
-    /// Returns the heartbeat state of each member. Members that Python started come last, and are missing if they have
-    /// no shared memory for heartbeats.
+    /// Returns the heartbeat state of each worker. Workers that the nursery started come first, then workers that
+    /// Python started. Workers without shared memory for heartbeats are omitted.
     fn seen(&self, running: &Running, now: u64) -> Vec<RankState> {
         let read = |pid| match running.group.watched_rank_of(pid) {
             Some(local_rank) => {

@@ -22,7 +22,7 @@ impl Images {
         self.0.iter().any(is_warm)
     }
 
-    /// Removes the nursery programs that import modules in advance. Later nurseries then import nothing.
+    /// Makes all later nursery processes start without importing modules in advance.
     pub(super) fn forget_warm(&mut self) {
         self.0.retain(|image| !is_warm(image));
     }

@@ -34,8 +34,8 @@ const MAX_TEXT: usize = 4096;
 /// can send notices. Each notice is expensive, because finding the sender's worker requires reading `/proc`.
 const SLICE: usize = 64;
 
-/// Lifetime of a cached result that a pid belongs to no worker. The lifetime is short, because the kernel may reuse the
-/// pid for a process of a worker.
+/// How long to cache the pids of processes that belong to no worker. The time is short, because the kernel may reuse a
+/// cached pid for a process of a worker.
 const STRANGER_LIFETIME: Duration = Duration::from_secs(1);
 
 /// Opens the socket for notices in the abstract namespace, under a name chosen by the kernel. The socket needs no file,
@@ -110,8 +110,8 @@ impl Strangers {
 }
 
 impl RaisedWorkers {
-    /// Starts to receive notices from the workers of the next group. `limit` is the time limit for the exit of a worker
-    /// that makes no progress, or `None` for no limit.
+    /// Starts to receive notices about uncaught exceptions in the workers of the next group. `limit` is the time limit
+    /// for a worker to exit after an exception. `None` means no limit.
     pub(super) fn watch(&mut self, notices: OwnedFd, limit: Option<Duration>) -> io::Result<()> {
         let notices = register(notices, Interest::READABLE)?;
         *self = Self { limit, notices: Some(notices), ..Self::default() };
@@ -178,8 +178,8 @@ impl RaisedWorkers {
         let Notice { pid, recorded, text, .. } = notice;
         let local_rank = self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))?;
         let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
-        // Set no time limit if the sender has already exited. Ignore the sender if another process of the worker is
-        // still being watched.
+        // A sender that has already exited needs no time limit for its exit. Ignore the notice if the exit of another
+        // process of the worker is already being watched.
         let limit = match process {
             Some(process) if self.has_exited(local_rank) => {
                 self.forget(local_rank);
@@ -203,7 +203,7 @@ impl RaisedWorkers {
         });
     }
 
-    /// Removes the data of the failed worker with this local rank.
+    /// Stops watching the exit of the worker with this local rank.
     pub(super) fn forget(&mut self, local_rank: u32) {
         self.raised.retain(|raised| raised.local_rank != local_rank);
     }
@@ -263,9 +263,9 @@ impl Notice {
         }
     }
 
-    /// Returns true if a worker may run as the sender's user. That is the agent's user (`own`), or root, because a
-    /// worker may use `sudo`. An agent that runs as root accepts any user, because workers may have dropped their
-    /// privileges.
+    /// Returns true if the sender's user ID may belong to a worker. Accepts the agent's own user ID (`own`), and root,
+    /// because a worker may use `sudo`. If the agent runs as root, accepts any user ID, because workers may have
+    /// dropped their privileges.
     fn may_be_a_worker(&self, own: Uid) -> bool {
         own.is_root() || [own.as_raw(), 0].contains(&self.uid)
     }

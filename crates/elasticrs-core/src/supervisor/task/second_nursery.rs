@@ -78,7 +78,7 @@ impl SecondNursery {
                 self.running = Some(Second { nursery, until, nice });
                 return;
             }
-            // Stop this nursery, because it imports no modules. The program that imports them could not be executed.
+            // Stop this nursery, because it runs a fallback program that imports no modules.
             Ok(nursery) => retired.add_nursery(nursery),
             Err(_) => {}
         }

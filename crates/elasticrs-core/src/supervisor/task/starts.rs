@@ -191,8 +191,8 @@ impl Task {
         }
     }
 
-    /// Reports and handles that the deadline for killing all workers has passed during a start. The nursery cannot
-    /// report the deadline, because it is blocked or has died.
+    /// Called when the deadline for killing all workers passes while a worker is being started. Stops the group, and
+    /// reports the deadline in place of the nursery, because the nursery is blocked or dead.
     pub(super) fn on_fenced_start(&mut self) {
         self.shared.queue.push(Event::Fenced { at: Stamp::now() });
         match &mut self.current {
@@ -268,12 +268,11 @@ impl Task {
         self.input(Input::ReplaceFailed(failure));
     }
 
-    /// Handles the start of a replacement worker that has exceeded its deadline and blocks the nursery.
+    /// Handles a replacement worker that takes too long to start. The nursery is blocked during the start.
     ///
-    /// The first call kills the hanging child. The start then fails or, if the start has completed in the meantime, the
-    /// new worker fails.
+    /// The first call kills the hanging child, so that its start fails.
     ///
-    /// If the nursery is still blocked at the next call, kills the nursery and all workers with it.
+    /// If the nursery is still blocked at the next call, kills the nursery, which also kills all workers.
     pub(super) fn on_hung_replace(&mut self, local_rank: u32) {
         let Current::Running(running) = &mut self.current else { return };
         let Some(nursery) = self.nursery.get() else { return };

@@ -1,5 +1,5 @@
-//! Manages the clean-up of leftover processes: numbers the requests to the nursery and combines their results. After
-//! the loss of a nursery, this process performs the clean-up itself.
+//! Requests the clean-up of leftover processes from the nursery, and combines the results. If the nursery is lost, the
+//! agent cleans up the processes itself.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use crate::supervisor::state::HOPELESS_SWEEP;
 pub(super) struct Sweeps {
     /// Number of the most recent request to the nursery.
     newest: u32,
-    /// Combined outcome of earlier sweeps, which is reported together with the result of the most recent sweep.
+    /// Combined outcome of earlier clean-ups. It is reported together with the outcome of the last clean-up.
     combined: SweepOutcome,
     /// Number of the pending request to clean up after a failed worker, and the worker's local rank. `None` if there is
     /// no such request.
@@ -80,7 +80,7 @@ impl Sweeps {
         (number == self.newest).then(|| Completed::Group(std::mem::take(&mut self.combined)))
     }
 
-    /// Drops the pending clean-up after a failed worker.
+    /// Stops waiting for the clean-up of a failed worker's processes.
     pub(super) fn drop_worker(&mut self) {
         self.worker = None;
     }
@@ -97,7 +97,7 @@ impl Sweeps {
         self.own_limit = HOPELESS_SWEEP;
     }
 
-    /// Removes the short time limit for clean-ups by this process, because it applied only to the previous nursery.
+    /// Undoes [`Self::shorten_own`], because the nursery that could not be killed has been replaced.
     pub(super) fn restore_own(&mut self) {
         self.own_limit = Duration::MAX;
     }

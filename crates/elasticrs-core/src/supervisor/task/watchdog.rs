@@ -118,7 +118,7 @@ impl Watchdog {
         loop {
             tokio::select! {
                 biased;
-                // An error means that the runtime is shutting down, and this future is not polled after that.
+                // Ignore an error, because the runtime is then shutting down and no longer polls this future.
                 Ok(mut ready) = rings.readable() => {
                     ready.clear_ready();
                     return WatchdogEvent::Due;
@@ -151,7 +151,7 @@ impl Watchdog {
         }
         let mut expired = self.expired(running, report);
         self.arm();
-        // Limit the number of reports about expired timers for which no signal is sent (**TIM-4**).
+        // Limit the reports about expired timers without a signal, because a worker can set many timers (**TIM-4**).
         expired.retain(|timer| {
             if timer.signal.is_some() {
                 return true;

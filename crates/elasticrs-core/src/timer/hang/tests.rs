@@ -187,7 +187,7 @@ fn a_stopped_agent_or_machine_makes_nobody_hung() {
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 103, 200, &[beat(2)], None), Some((112, vec![0])));
-    // Here only the agent was paused. The rank kept running until second 50.
+    // Now only the agent is paused. The rank continues to run, and sends its last heartbeat at second 50.
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
     assert_eq!(watch(&mut ranks, 53, 200, &[beat(50)], None), Some((63, vec![0])));
@@ -227,7 +227,7 @@ fn a_limit_is_learned_from_steps() {
     let seen = |steps| RankState::Heartbeat(Beat { last: SECOND, steps, ..Beat::default() });
     let few = [seen(vec![SECOND; 3])];
     assert_eq!(watch(&mut Watch::new(limits, 1, 0), 1, 2000, &few, None), Some((1801, vec![0])));
-    // Neither rank has reported enough steps alone. The time limit is computed from the steps of both ranks together.
+    // One rank has too few steps to compute a time limit, so the steps of both ranks are used together.
     let many = [seen(vec![7 * SECOND; 8]), seen(vec![7 * SECOND; 8])];
     assert_eq!(watch(&mut Watch::new(limits, 2, 0), 1, 2000, &many, None), Some((71, vec![0, 1])));
 }

@@ -150,7 +150,7 @@ fn who_waits_for_the_disk_is_not_overtaken_by_later_changes() {
     // Another client makes a change before the waiting task runs.
     change();
     assert!(settled.as_mut().poll(&mut context).is_ready());
-    // A new call of `settled` also waits for the other client's change.
+    // A call to `settled` that starts now must wait for the second change, which is not on disk yet.
     assert!(std::pin::pin!(journal.settled()).poll(&mut context).is_pending());
 }
 

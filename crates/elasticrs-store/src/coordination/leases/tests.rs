@@ -40,7 +40,7 @@ fn nor_is_a_stop_in_the_middle_of_a_look() {
     leases.begin(1, 1000, 5, 0);
     leases.plan(0);
     leases.look(S);
-    // Simulate a store that is paused from 1 s to 11 s, after the call to `look` and before the next call to `plan`.
+    // Simulate a store that calls `look` at 1 s, is then paused until 11 s, and then calls `plan`.
     assert_eq!(leases.expired(), NOBODY);
     assert_eq!(leases.plan(11 * S), Some(12 * S));
     assert_eq!(expired(&mut leases, 12 * S), NOBODY);
@@ -110,8 +110,7 @@ proptest! {
                 let pause = |now: u64, here: At| if is_last && at == here { now + stop * MS } else { now };
                 now = pause(look.min(until), At::Sleep);
                 leases.look(now);
-                // Handle keep-alives only after `look`, because a store that continues after a pause also calls `look`
-                // before it reads keep-alives.
+                // Handle keep-alives only after `look` has measured the pause, because the store uses the same order.
                 now = pause(now, At::Look);
                 if now >= beat + S {
                     beat = now;
@@ -133,8 +132,8 @@ proptest! {
         }
         let ttl = u64::from(attempts) * S;
         let (ended, stopped, counted) = silent_ended.expect("the last run is long enough");
-        // Allow 60 s more in the second check. If the session expired during a pause, `stopped` does not include that
-        // pause, which lasts at most 60 s.
+        // Allow 60 s more, the longest possible pause, in the second assertion. If the session expired during a pause,
+        // `stopped` does not include that pause yet.
         prop_assert!(ended >= ttl + counted, "{ended} {counted}");
         prop_assert!(ended <= ttl + stopped + 60 * S + S, "{ended} {stopped}");
     }

@@ -19,7 +19,7 @@ enum Step {
     Elsewhere(usize, bool),
     Watch(usize, bool),
     Unwatch(usize),
-    /// The store executes this number of queued requests, or all of them if there are fewer.
+    /// The store executes queued requests. The field is the maximum number of requests.
     Serve(usize),
     /// The client reads this number of queued answers, or all of them if there are fewer.
     Read(usize),

@@ -247,7 +247,7 @@ enum Fate {
     Answered,
     Unanswered,
     Dropped,
-    /// The copy of the request is delayed until etcd has executed this number of later transactions.
+    /// Delayed. The field is the number of later transactions that etcd executes before this copy of the request.
     Late(usize),
 }
 

@@ -70,14 +70,14 @@ fn keys() -> Keys {
 /// Next action of the simulated etcd.
 #[derive(Debug, Clone)]
 enum Sent {
-    /// etcd sends one message with the events of this many revisions, starting with the next one.
+    /// etcd sends one message with the events of the next revisions. The field is the number of these revisions.
     Some(usize),
     /// etcd sends the previous message again, which a correct etcd never does.
     Again,
     /// The connection breaks, and the client creates the watch again on a new one.
     Break,
-    /// etcd has compacted the history that the watch needs, so the client reads the current entries instead. The field
-    /// is the number of revisions that etcd adds before the client reads.
+    /// etcd has deleted old revisions that the watch still needs, so the client reads the current entries instead. The
+    /// field is the number of revisions since the last event that etcd sent.
     Compacted(usize),
 }
 

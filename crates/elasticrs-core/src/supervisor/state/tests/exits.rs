@@ -9,7 +9,7 @@ pub(super) fn raised(local_rank: u32) -> Input {
     Input::Raised(WorkerRaised { local_rank, pid, text: String::new(), seen: Stamp(5), limit, exit: ExitStage::Begun })
 }
 
-/// Returns the input that reports a progress check of a worker that is exiting after an uncaught exception.
+/// Creates the input for a progress check of an exiting worker. `progressed` is the result of the check.
 pub(super) fn sampled(local_rank: u32, progressed: Option<bool>) -> Input {
     Input::ExitSampled { local_rank, progressed }
 }

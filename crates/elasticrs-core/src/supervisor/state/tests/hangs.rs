@@ -214,8 +214,8 @@ fn a_group_whose_peer_hangs_is_stopped_after_the_delay() {
     assert_eq!(signals(&group.on_input(LOOK)), PIDS.map(|pid| (pid, Signal::TERM)));
 }
 
-/// Returns a group that replaces failed workers. Ranks 1 and 2 have stopped sending heartbeats, because rank 1 waits
-/// for rank 2.
+/// Creates a group that replaces failed workers. Rank 2 hangs and rank 1 waits for rank 2, so both ranks have stopped
+/// sending heartbeats.
 fn waiting_for_one() -> Group {
     let mut group = lingering().replacing();
     let _ = group.on_input(snapshot(0, [Some(0); 4]));
