@@ -70,8 +70,8 @@ impl Liveness {
         NextStep::WakeLoop
     }
 
-    /// Records that the agent's loop has answered. The answer is complete once the supervisor's runtime has answered
-    /// too.
+    /// Records that the agent's loop has answered a liveness request. The request stays open until the supervisor's
+    /// runtime has answered it too.
     pub fn pass_on(&mut self) {
         self.is_passed_on = true;
     }

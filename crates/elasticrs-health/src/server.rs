@@ -392,7 +392,7 @@ impl Shared {
         let mut page = self.fresh_page();
         if page.is_none() {
             self.sizes.ask().await;
-            // Check again for a fresh page, because another request may have built one during the wait.
+            // Check the cache again, because another request may have rendered the metrics page during the wait.
             page = self.fresh_page();
         }
         let body = page.unwrap_or_else(|| self.new_page());

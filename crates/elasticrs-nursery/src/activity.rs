@@ -20,8 +20,8 @@ use elasticrs_sys::timer;
 use nix::sys::time::TimeSpec;
 use nix::sys::timerfd::{ClockId, Expiration, TimerFd, TimerFlags, TimerSetTimeFlags};
 
-/// Time in milliseconds after which an unfinished step of starting a worker is considered hung. The limit is
-/// short, because all processes must be killed within 100 ms of the agent's death.
+/// Milliseconds after which a step of starting a worker is considered hung. The limit is short, because a hang must be
+/// detected and all processes must be killed within 100 ms of the agent's death.
 pub const PATIENCE_MS: u16 = 50;
 
 const IMPORTS: u64 = 0;

@@ -79,7 +79,7 @@ fn program(pid: i32) -> Option<PathBuf> {
     fs::read_link(procfs::folder(pid)?.join("exe")).ok()
 }
 
-/// Tracks how long to wait for processes that unlink shared memory.
+/// Tracks the time that processes get to unlink shared memory before they are killed.
 #[derive(Debug, Default)]
 pub struct Patience {
     alone_since: Option<Instant>,

@@ -62,12 +62,12 @@ pub struct TooManyLinks;
 pub struct Connections(Vec<Held>);
 
 impl Connections {
-    /// Adds a socket. Closes all other sockets first, unless `beside` is set.
+    /// Adds a socket. If `beside` is false, closes all other sockets first.
     ///
     /// # Errors
     ///
-    /// Fails if the socket is connected to another agent, and `MAX_LINKS` live connections to other agents are already
-    /// held. Live connections are never closed to make room, because another agent is waiting on each of them.
+    /// Fails if the socket is connected to another agent, and `MAX_LINKS` live connections to agents are already held.
+    /// No live connection is closed instead, because the peer would then miss the death of this agent.
     pub fn hold(&mut self, held: Held, beside: bool) -> Result<(), TooManyLinks> {
         if !beside {
             self.0.clear();

@@ -114,9 +114,9 @@ impl Fence {
         holder_of(self.deadline.page.number().load(Ordering::SeqCst))
     }
 
-    /// Hands the enforcement of the deadline over to the next nursery. Called by the agent. Returns `false` and
-    /// changes nothing if the deadline was already marked as passed, because the current nursery still has to report
-    /// that.
+    /// Makes the next nursery process responsible for killing the workers at the deadline. Called by the agent. If the
+    /// deadline is already marked as passed, returns `false` and changes nothing, because the current nursery process
+    /// must still report the passed deadline.
     pub fn hand_over(&self) -> bool {
         self.deadline.hand_over()
     }
@@ -188,7 +188,7 @@ fn settle<E>(look: impl Fn() -> Look, set_timer: impl Fn(Look) -> Result<(), E>)
     }
 }
 
-/// The fence deadline, which is stored as a number in a shared page.
+/// The deadline for killing the workers, stored in memory that the agent and the nursery process share.
 #[derive(Debug)]
 struct Deadline {
     page: Page,

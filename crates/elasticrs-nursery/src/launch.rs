@@ -100,7 +100,7 @@ pub struct Launched {
     /// Process that guards this nursery process. It kills the job's processes if the agent dies while the nursery is
     /// importing modules or hangs while starting a worker.
     ///
-    /// The owner of this value must stop both processes in the same way.
+    /// The owner of this value must stop and reap the guard process as well as the nursery process.
     pub sentinel: Option<Box<Launched>>,
 }
 

@@ -111,7 +111,7 @@ impl Look {
         if Token::of(pid) != Some(token) {
             return;
         }
-        // Read the token again after opening the pidfd, because the pid may have been reused.
+        // Check the process's token again, because the pid may have been reused before the pidfd was opened.
         match Target::open_any(pid) {
             Some(target) if Token::of(pid) == Some(token) => {
                 if !tree::has_died(pid, target.status) {

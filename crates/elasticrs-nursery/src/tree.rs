@@ -228,8 +228,8 @@ impl Target {
         let pidfd = if listed.parent == me { None } else { Some(pidfd::open(pid).ok()?) };
         let target = Self::behind(pid, pidfd)?;
         let parent = target.status.parent;
-        // Compare the parents to detect a reused pid. The listed process either has its old parent, or became a child
-        // of this process when that parent exited.
+        // Compare the parents to detect a reused pid. A process keeps its parent, except that this process becomes the
+        // parent when the old parent exits.
         (parent == listed.parent || parent == me).then_some(target)
     }
 

@@ -65,7 +65,7 @@ impl Guard for Nursery {
     }
 }
 
-/// Returns the guard for a client: the supervisor's nursery, or [`NoGuard`] if there is no supervisor.
+/// Returns a guard with which the supervisor's nursery holds a client's socket, or [`NoGuard`] without a supervisor.
 pub fn guard(supervisor: Option<&Py<Supervisor>>) -> Box<dyn Guard> {
     match supervisor {
         Some(supervisor) => Box::new(Nursery { keeper: supervisor.get().inner.keeper(), has_two: Arc::default() }),

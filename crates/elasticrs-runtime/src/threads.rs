@@ -69,8 +69,8 @@ pub fn ask<Q, A>(inbox: &UnboundedSender<Q>, question: impl FnOnce(SyncSender<A>
 
 /// Like [`ask`], but also returns `None` if the task does not answer within `limit`, because its thread may hang.
 ///
-/// Regularly checks whether the task still exists. If the task stops just after the request was sent, the request stays
-/// in the channel, so its reply channel is never closed.
+/// Regularly checks whether the task still exists, because the reply channel may stay open if the task stops just after
+/// the request was sent.
 pub fn ask_within<Q, A>(
     inbox: &UnboundedSender<Q>,
     question: impl FnOnce(SyncSender<A>) -> Q,

@@ -88,9 +88,9 @@ pub struct Settling {
 }
 
 impl Settling {
-    /// Waits until the child has finished its setup or has exited. Calls `announce` with the number of each stage
-    /// that can block forever, before the stage starts. Kills the child when the process in `needed_by` exits or the
-    /// connection in `needed_by` closes, because the child is then no longer needed.
+    /// Waits until the child has finished its setup or has exited. Before a stage that can block forever, calls
+    /// `announce` with the number of the stage. `needed_by` contains a pidfd and a connection. Kills the child when the
+    /// process exits or the connection closes, because the child is then no longer needed.
     pub fn wait(mut self, needed_by: [BorrowedFd<'_>; 2], mut announce: impl FnMut(u8)) -> Result<Child, Failure> {
         let mut failure = None;
         while self.has_told(needed_by) {

@@ -29,7 +29,7 @@ pub enum Stage {
     Fence = 9,
     /// `sched_setaffinity`.
     Affinity = 10,
-    /// The call of `fork` in the parent, including the fork handlers of libraries that run there.
+    /// Stage in which the parent calls `fork`. Libraries' fork handlers for the parent also run in this stage.
     Fork = 11,
     /// Same as [`Self::Fork`], but the setup of the previous worker is still in progress.
     NextFork = 12,

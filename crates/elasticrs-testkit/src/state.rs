@@ -1,4 +1,4 @@
-//! Commands of the test worker that print facts about the process, or allocate memory.
+//! Commands of the test worker that print process attributes, such as the environment, or allocate memory.
 
 use std::fs;
 

@@ -102,11 +102,11 @@ def _wait_for_request(requests: str) -> bool:
     try:
         if not S_ISFIFO(os.fstat(descriptor).st_mode):
             return False
-        # Read until EOF, which means that the agent has closed the FIFO. Otherwise, the next `open` would not
-        # block.
+        # Read until the agent has closed the FIFO, because the next `open` would otherwise return before the
+        # agent sends a new request.
         #
-        # Close the FIFO before writing the record, because the agent assumes that a thread with an open FIFO
-        # is waiting for a request.
+        # Close the FIFO before writing the record, because the agent takes an open FIFO as a sign that the
+        # thread is waiting for a request.
         while os.read(descriptor, 512):
             pass
     except OSError:

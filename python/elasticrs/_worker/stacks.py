@@ -42,7 +42,7 @@ def _is_caught(signum: int) -> bool:
         with open("/proc/self/status", "rb") as file:
             masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
-        # Return true, so that no handler is installed. A handler would be useless, because the agent sends
-        # the signal only if it can read the worker's status in `/proc`.
+        # Return true, so that no handler is installed. The agent probably cannot read `/proc` either, and
+        # sends the signal only if `/proc` shows a handler.
         return True
     return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

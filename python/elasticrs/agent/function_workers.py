@@ -228,8 +228,8 @@ class KeptWorkers(FunctionWorkers):
     _why_not_started: str | None = None
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
-        """Start the keeper (the process that forks the workers); see the base class. The workers wait until
-        the core monitors them.
+        """Start the keeper, a separate process that forks the workers. The workers do not run until the
+        supervisor monitors them. See the base class.
         """
         self._phase, self._was_stopped = _Phase.PREPARED, False
         self.are_started, self._why_not_started, self.leftovers = False, None, None

@@ -108,8 +108,8 @@ def _telling(attempt: Attempt, facts: list[RankFacts]) -> Diagnosis | None:
 
 
 def node_evidence(attempt: Attempt, *, is_hang: bool) -> bytes | None:
-    """Return this node's encoded evidence for the diagnosis of the whole job. Call this after the workers
-    have exited. Return ``None`` if the encoding would be too large.
+    """Return this node's flight records and stacks, encoded for the diagnosis of the whole job. Call this
+    after the workers have exited. Return ``None`` if the encoded data would be too large.
 
     Args:
         attempt: attempt that has ended.

@@ -136,8 +136,8 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """Record that the job's results may be incomplete, if a node was lost after the training had
-        finished. This applies only if the lost workers took part in the last rendezvous of all workers.
+        """Record that the job's results may be incomplete if a node was lost after the training. Ignore a
+        node whose workers did not take part in the last rendezvous of the job's workers.
 
         After the training, no other workers take over the ranks of the lost workers. Their remaining work,
         such as saving, is therefore not repeated.

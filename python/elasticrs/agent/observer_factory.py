@@ -60,8 +60,8 @@ def make_observers(
 def make_observers_of_hooks(
     job: JobConfig, settings: ObserveSettings, say: Callable[[str], None], server: HealthCheckServer | None
 ) -> Sequence[Observer]:
-    """Return the observers of an agent that uses torch's hooks. The hooks make the decisions, and record
-    torch's events and metrics themselves.
+    """Return the observers of an agent that uses torch's hooks. The observers do not record torch's events
+    and metrics, because the hooks already do so.
 
     ``server`` has already been started. A thread of the server answers the health requests, because hooks may
     block for a long time.

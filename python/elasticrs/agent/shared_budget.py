@@ -203,8 +203,8 @@ def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]
         return state, []
     if state.met:
         return _pay(state, state.failed)
-    # The last round ended without a failure, so no restart was charged to the restart budget. Report only one
-    # failed worker, because a single restart is charged for all of them.
+    # No restart has been charged yet, because the last rendezvous round did not end with a failure. Report
+    # only one failed worker, because a single restart is charged for all failed workers.
     return state, [Report(min(state.failed))]
 
 

@@ -176,8 +176,8 @@ class SignalPipe:
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # Make a SIGTSTP pending to detect a later SIGCONT, because the kernel then discards the SIGTSTP.
-            # `_is_continued` detects an earlier SIGCONT.
+            # Make a SIGTSTP pending. The kernel discards it when a SIGCONT arrives, so a missing SIGTSTP
+            # shows a later SIGCONT. `_is_continued` detects an earlier SIGCONT.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()
@@ -231,11 +231,11 @@ def _stop_unless_continued() -> None:
     try:
         _core.stop_unless_continued()
     except OSError:
-        # The helper process could not be created. Stop this process anyway, because the workers are already
-        # stopped.
+        # The helper process that stops this process could not be created. Stop this process without it,
+        # because the workers are already stopped.
         #
-        # Send the signal to this thread, because a signal to the whole process may take effect only after
-        # this function has returned.
+        # Send SIGSTOP to this thread, because a signal to the whole process may take effect only after this
+        # function has returned.
         signal.pthread_kill(_thread.get_ident(), signal.SIGSTOP)
 
 

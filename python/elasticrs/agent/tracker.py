@@ -349,8 +349,8 @@ class AttemptTracker:
         self._follow_workers()
 
     def _follow_workers(self) -> None:
-        """Report that all workers are running, or that all their processes have exited. The supervisor's own
-        events may come too early, because a separate process may fork and clean up the workers.
+        """Report that all workers are running, or that all their processes have exited. If a separate process
+        forks the workers, wait for its reports, because the supervisor's events come earlier.
         """
         if self._begun is not None and self._workers.are_started:
             begun, self._begun = self._begun, None

@@ -179,8 +179,8 @@ class Workers(ABC):
         """Handle a request to stop the workers. The Rust core has already received the request."""
 
     def ended(self, supervisor: _core.Supervisor, *, has_succeeded: bool = False) -> None:  # noqa: B027 -- optional to override
-        """Handle the end of the attempt, after all processes that the core started have exited or their start
-        has failed.
+        """Handle the end of the attempt. Called after all processes that the Rust core started have exited,
+        or after their start has failed.
         """
 
     def close(self) -> None:  # noqa: B027 -- optional to override

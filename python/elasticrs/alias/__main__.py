@@ -41,7 +41,7 @@ _PROBE = "import sys; from elasticrs.alias import is_active; sys.exit(not is_act
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the action on the command line (``sys.argv`` if ``None``). Return the exit code.
+    """Run the action that ``args`` names, and return the exit code. ``args`` defaults to ``sys.argv[1:]``.
 
     The exit code is 0 for success, 1 if the action failed or ``status`` finds no hook, and 2 for a mistake in
     the command line.

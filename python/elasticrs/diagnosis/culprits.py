@@ -161,8 +161,8 @@ class _Search:
     # --- chains of waiting ranks ---
 
     def _ends_of(self, start: int) -> _Ends:
-        """Follow the chains of waiting ranks that start at a collective. Return whether the chains lead to a
-        cause, and whether the cause may be a rank that is missing from the flight records.
+        """Search for the ranks that a stuck collective waits for, directly or through other collectives.
+        Return whether a cause was found, and whether the cause may be a rank without a flight record.
 
         Args:
             start: index of the collective.

@@ -113,8 +113,8 @@ class LineFileHandler(logging.Handler):
             self._behind = Behind(self._write)
 
     def write_through(self) -> None:
-        """Wait until all lines are written, or until a time limit expires. The last call also stops the
-        thread, unless the thread hangs; see :meth:`write_behind`.
+        """Wait until all lines are written, or until a time limit expires. Also stop the background thread if
+        this method has now been called as often as :meth:`write_behind`, unless the thread hangs.
         """
         self._agents -= 1
         behind = self._behind

@@ -162,8 +162,8 @@ def visible_indices(environ: Mapping[str, str], uuids: Sequence[str], name: str 
         return list(range(len(uuids)))
     # Like torch, ignore all entries after the first entry of a different kind, such as a UUID after an index.
     #
-    # Check for repeated entries first, because they hide all devices, even if another entry names a missing
-    # device.
+    # Check for repeated entries before looking up devices, because a repeated entry hides all devices. A
+    # missing device hides only its own entry and the later ones.
     entries = [entry.strip() for entry in text.split(",")]
     listed = list(takewhile(lambda entry: _kind(entry) == _kind(entries[0]), entries))
     names = {int(entry) if _is_ordinal(entry) else entry for entry in listed}

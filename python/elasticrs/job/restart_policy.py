@@ -109,7 +109,7 @@ NO_EVIDENCE = Evidence()
 
 
 class FailureHistory(Value):
-    """Summary of a job's failures so far, as input for later decisions.
+    """Summary of a job's failures so far, used to decide on further restarts and node exclusions.
 
     Args:
         charged: number of charged restarts.

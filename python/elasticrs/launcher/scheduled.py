@@ -98,8 +98,8 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
             found |= _meeting(args, place, given)
         if place.nodes is not None:
             found["nnodes"] = (place.nodes, place.nodes)
-    # Keep `rdzv_conf` even if the user has set it, because the new value already includes the user's
-    # settings.
+    # Return the scheduler's `rdzv_conf` even if the user has set this option, because the returned value
+    # already includes the user's settings.
     return {name: value for name, value in found.items() if name not in given or name == "rdzv_conf"}
 
 

@@ -249,7 +249,7 @@ def _lines(command: _Command, argv: Sequence[str]) -> Iterator[str]:
         yield from ("", "What the launcher would say:")
         for notice in command.launch.notices:
             yield from wrapped(notice, "  ")
-    yield from ("", "Details: the page \"Compatibility with torchrun\" of the documentation")
+    yield from ("", 'Details: the page "Compatibility with torchrun" of the documentation')
 
 
 def _row(head: str, text: str) -> Iterator[str]:

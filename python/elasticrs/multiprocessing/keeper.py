@@ -235,8 +235,8 @@ def _outlasted(seconds: float, control: int, parent_pidfd: int) -> bool:
         left = deadline - time.monotonic()
         if left <= 0:
             return True
-        # Wait for one child at a time, because all of them have to exit. Read the list of children again
-        # after each wait, because this process inherits the children of an exited child.
+        # Wait only for the first child, because every child has to exit anyway. Read the list of children
+        # again after each wait, because this process inherits the children of an exited child.
         pidfds = [os.pidfd_open(pid) for pid in _core.children()[:1]]
         try:
             poll = select.poll()

@@ -529,8 +529,8 @@ class _RunForked(Value):
 
 
 def _fork() -> int:
-    # Suppress Python 3.12's warning about forking with threads, because rules KEEP-1 and KEEP-2 make this
-    # fork safe.
+    # Suppress Python 3.12's warning about forking with threads. This fork is safe, because the new process
+    # has a single thread (KEEP-1) and imports no modules before it forks the workers (KEEP-2).
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

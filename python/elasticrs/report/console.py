@@ -58,7 +58,7 @@ def has_time(log_prefix: str | None, fd: int) -> bool:
 
 
 class Console:
-    """Adds a prefix to each line for a file descriptor, queues the lines, and writes them without blocking.
+    """Adds a prefix to lines, queues them, and writes them to a file descriptor without blocking.
 
     Args:
         fd: file descriptor to write to.

@@ -1,4 +1,4 @@
-"""Let several threads share one session with the coordination store, and wait for their replies."""
+"""Send the requests of several threads over one session with the coordination store, and wait for replies."""
 
 from __future__ import annotations
 

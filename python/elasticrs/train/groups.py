@@ -130,9 +130,9 @@ class Connections:
         os.close(null)
 
     def knock(self, world_size: int) -> int:
-        """Unblock the main thread if it waits for a dead peer while a gloo process group is created. Connect
-        to the group's listener once for each peer, and first send a number that identifies the peer, as real
-        gloo peers do.
+        """Unblock the main thread if it waits for a dead peer while a gloo process group is created. For each
+        peer, connect to the socket on which gloo waits for the peers, so that the wait ends. Send the number
+        of the peer first, as gloo peers do.
 
         Each listener is visited only once. Do nothing if this process could run out of file descriptors, or
         if gloo uses a transport other than TCP.
@@ -179,8 +179,8 @@ class Connections:
         now, since = time.monotonic(), self._recording_since
         if since is not None:
             return now - max(began, since) > LAST_RESORT
-        # Wait longer than during the creation of a group, because the main thread may be computing, and a
-        # training step can take long.
+        # Allow more time than during the creation of a process group, because the main thread may be running
+        # a long training step.
         return now - began > limit / 2
 
     def shut_others(self) -> list[str]:

@@ -117,8 +117,8 @@ def parse(
         config["is_host"] = "0"
     token = environ.get(TOKEN_VARIABLE)
     if backend == "etcd" and JOB_VARIABLE in environ:
-        # Hide the token from `describe`, because `describe` would use it as the job's token. If agents host
-        # etcd, the token is the password of the etcd user for workers.
+        # Remove the token from the environment, because `describe` would use it as the job's token. If agents
+        # host etcd, the token is the password of the etcd user for workers, not the job's token.
         environ = {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
     rendezvous, notices = describe(
         backend,

@@ -1,4 +1,4 @@
-"""Prepare worker processes for the core: describe them, and let the core adopt or kill them."""
+"""Describe worker processes for the supervisor, and let the supervisor take over or kill running workers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SupervisorError = _core.SupervisorError
 def check_limits(
     nproc: int, hang_timeout: float | str | None, environ: Mapping[str, str], followed: int = 0
 ) -> None:
-    """Check that the machine's limits are high enough, before any process is started. ``followed`` is the
-    number of log files that the agent reads.
+    """Check that the limits on processes and open files are high enough. Call this before any process is
+    started. ``followed`` is the number of log files that the agent opens.
 
     Raises:
         ValueError: a limit does not allow this number of processes or file descriptors.

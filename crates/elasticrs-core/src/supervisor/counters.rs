@@ -13,7 +13,7 @@ use crate::logs::LogTotals;
 use crate::timer::hang::RankState;
 use crate::timer::pages::HeartbeatPage;
 
-/// Numbers of active, expired and late expiration timers.
+/// Counts active expiration timers, expired timers, and expired timers that were handled late.
 #[derive(Debug, Default)]
 pub struct TimerCounts {
     live: AtomicU64,

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 pub enum Timer {
     /// Deadline by which all workers must be running.
     Start,
-    /// Next check, while workers are being started, whether the deadline for killing all workers has passed. The
-    /// supervisor makes the check, because the nursery is blocked while it starts a worker.
+    /// Time at which the supervisor checks the deadline for killing all workers. The supervisor checks it only while a
+    /// worker is being started, because the nursery process is blocked during a start.
     Fence,
     /// Deadline for a warm nursery to finish its module imports.
     Warm,

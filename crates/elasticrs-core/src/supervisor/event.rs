@@ -172,10 +172,10 @@ pub struct WorkerRaised {
 pub enum ExitStage {
     /// The exception has just been recorded.
     Begun,
-    /// The time limit for the exit has passed, but the worker is still making progress. The worker is considered failed
-    /// and gets the same grace period as the other workers.
+    /// The worker did not exit within the time limit, but it is still making progress. The supervisor considers the
+    /// worker failed, but gives it the usual grace period to exit.
     ///
-    /// If the failure stops the group, [`Event::FailureSeen`] follows.
+    /// [`Event::FailureSeen`] follows if the supervisor stops the group because of the failed worker.
     Slow,
     /// The time limit for the exit has passed, and the worker makes no progress. The worker is considered failed and is
     /// killed immediately.

@@ -348,8 +348,8 @@ fn is_missing(error: &io::Error) -> bool {
 }
 
 impl Answer {
-    /// Returns the new stack traces, and true if they include the traceback of a crash. A crash is possible, because
-    /// the signal that requests the stack traces interrupts system calls.
+    /// Returns the new stack traces, and true if they include the traceback of a crash. The worker may crash, because
+    /// the signal that requests the stack traces can make system calls fail with `EINTR`.
     fn read(mut self) -> io::Result<(String, bool)> {
         let mut bytes = Vec::new();
         self.file.seek(SeekFrom::Start(self.start))?;

@@ -183,8 +183,8 @@ impl Nursery {
         }
     }
 
-    /// Stops using the link after an error, and kills the nursery, because it might otherwise never exit. Usually,
-    /// the nursery is already exiting.
+    /// Stops using the connection to the nursery process after an error. Also kills the process, because in rare cases
+    /// it does not exit by itself.
     fn give_up(&mut self) {
         self.link_is_open = false;
         self.waiting.clear();

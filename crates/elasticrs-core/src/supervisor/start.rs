@@ -107,11 +107,11 @@ impl Starting {
         self.failure.get_or_insert(failure);
     }
 
-    /// Records that the start of a worker has exceeded its deadline. Workers are started in order, so the first worker
-    /// without an answer is the one that hangs.
+    /// Records that the start of a worker has exceeded its deadline. Usually, the first worker without an answer hangs,
+    /// because workers are started in order.
     ///
-    /// At [`Stage::NextFork`], the second worker without an answer hangs, because the first worker has already been
-    /// forked.
+    /// If `stage` is [`Stage::NextFork`], the first worker without an answer has already been forked. In this case, the
+    /// second worker without an answer hangs.
     pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: String) {
         let mut waiting = (0..).zip(&self.answers).filter(|(_, answer)| matches!(answer, Answer::Awaited));
         let (behind, stage) = match stage {

@@ -55,17 +55,17 @@ pub enum Input {
     NurseryLost(NurseryExit),
     /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
     Fenced,
-    /// Pids of members that have died but whose exits have not been reported yet.
+    /// Members with these pids have died, but their exits have not been reported yet.
     ///
-    /// Pass this input before any input that can send signals. Otherwise, a worker that died by itself would seem to
-    /// have been stopped by the group.
+    /// If [`Group::may_signal`] returns true for an input, pass `Dead` before that input. Otherwise, a worker that died
+    /// by itself would seem to have been stopped by the group.
     Dead(Vec<i32>),
     /// A member, or one of its descendants, did not release a timer in time.
     TimerExpired(TimerExpired),
     /// Start watching all current members for hangs.
     Watch(Limits),
-    /// The workers' heartbeats and last output. Required before each input for which [`Group::needs_snapshot`] returns
-    /// true.
+    /// The workers' heartbeats and last output. If [`Group::needs_snapshot`] returns true for an input, pass `Snapshot`
+    /// before that input.
     Snapshot(Snapshot),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<WorkerEvidence>),
@@ -175,7 +175,7 @@ pub struct Group {
     stop_signal: Option<Signal>,
     /// Time between the first stop signal and SIGKILL.
     grace: Duration,
-    /// Outcome of the group: a success, until an event that stops the group changes the value.
+    /// Outcome of the group. Starts as `Succeeded`, and changes if an event stops the group.
     outcome: Outcome,
     nursery: Option<NurseryExit>,
     suspended: bool,
@@ -345,8 +345,8 @@ impl Group {
 
     /// Records members that have died but whose exits have not been reported.
     ///
-    /// Skips a member with a pending action, such as the handling of a missed heartbeat, because the action applies
-    /// only to running members.
+    /// Skips a member with a pending action, such as the handling of a missed heartbeat. If the member were recorded as
+    /// dead, the pending action would have no effect.
     fn on_dead(&mut self, pids: &[i32]) {
         for index in 0..self.members.len() {
             self.members[index].dead |= pids.contains(&self.members[index].pid) && !self.is_to_be_judged(index);

@@ -77,8 +77,8 @@ pub(super) fn ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
 
 /// Reaps the zombies that this process has adopted because it is pid 1.
 ///
-/// Stops at a zombie that other code reaps, because `waitid` would keep returning it. Other code reaps nursery
-/// processes and the processes that Python started.
+/// Returns as soon as `waitid` reports a nursery process or a process that Python started, because other code reaps
+/// these processes. `waitid` would report the same process on every further call.
 pub(super) fn reap_orphans(nurseries: &[i32]) {
     let started_by_us = |pid: Pid| {
         // Treat a child in another session as an orphan, because the descendants of a nursery and unrelated processes

@@ -110,8 +110,7 @@ pub enum Missed {
     Startup,
     /// The next heartbeat of the rank.
     Step,
-    /// The next heartbeat of a rank that is in a program section with its own time limit. Leaving the section counts as
-    /// a heartbeat.
+    /// The next heartbeat of a rank in a program section with its own time limit, or the end of the section.
     Section,
     /// The exit of the rank's process after the program had returned.
     Exit,
@@ -139,8 +138,8 @@ pub struct Overdue {
 pub enum Verdict {
     /// No rank hangs. The next check is due at this time.
     LookAgain(u64),
-    /// At least one rank hangs. The field contains all late ranks, starting with the one that has been silent the
-    /// longest.
+    /// At least one rank hangs. The field contains all ranks that have been silent for at least half of their time
+    /// limit, starting with the longest silence.
     Hung(Vec<Overdue>),
 }
 
@@ -160,9 +159,9 @@ pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
     Some(Duration::from_nanos(nanoseconds).max(least))
 }
 
-/// Time that does not count as silence of a rank, for example because the group was suspended.
+/// Time to subtract from a rank's inactive time, for example because the group was suspended.
 ///
-/// Applies only to the silence that began at `since`. It therefore expires when the rank shows activity again.
+/// Valid only while `since` is the time of the rank's last activity.
 #[derive(Debug, Clone, Copy, Default)]
 struct Credit {
     since: u64,
@@ -174,8 +173,8 @@ impl Credit {
         if self.since == since { self.amount } else { 0 }
     }
 
-    /// Adds `amount` to the time that does not count as silence. The total cannot exceed the time from `since`, the
-    /// start of the silence, to `now`.
+    /// Adds `amount` to the time that is subtracted from a rank's inactive time. The sum is at most the time from
+    /// `since`, the rank's last activity, to `now`.
     fn add(&mut self, since: u64, amount: u64, now: u64) {
         let amount = self.of(since).saturating_add(amount).min(now.saturating_sub(since));
         *self = Self { since, amount };
@@ -284,10 +283,10 @@ impl Watch {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
 
-    /// Returns the ranks that are not monitored, because they send no heartbeats and no other time limit applies.
+    /// Returns the ranks that are not monitored, and the time limit of a training step.
     ///
-    /// A rank is returned once it has been running for the time limit of a step. The limit is returned as well. `None`
-    /// if there are no such ranks, or if an earlier call returned some.
+    /// A rank is not monitored if it has sent no heartbeat within this limit after its start, and no other limit
+    /// applies. Returns `None` if there is no such rank, or if an earlier call has returned ranks.
     pub fn unwatched(&mut self, now: u64, seen: &[RankState], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         if self.unwatched_reported || self.frozen_at.is_some() {
@@ -515,7 +514,7 @@ pub fn blame(suspects: &[Suspect]) -> Option<(usize, Ground)> {
 /// reason for blaming the local rank. `None` if `remote` itself caused the hang.
 pub fn blame_beside(suspects: &[Suspect], remote: &RemoteHang) -> Option<(usize, Ground)> {
     let RemoteHang { step, frame, .. } = remote;
-    // Put the rank of the other node first, so that it is blamed if several ranks are equally suspect.
+    // Put `remote` first, because `blame` returns the first of several equally suspect ranks.
     let named = Suspect { is_late: true, is_due: true, step: *step, frame: frame.clone(), ..Suspect::default() };
     let all: Vec<Suspect> = [named].into_iter().chain(suspects.iter().cloned()).collect();
     let (index, ground) = blame(&all)?;
@@ -536,8 +535,8 @@ fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
         let first = others.next();
         placed.len() >= 3 && others.all(|other| Some(other) == first)
     });
-    // Only look for a rank outside of torch if all stack frames are known, because a rank with an unknown frame may
-    // also be outside of torch.
+    // Look for the only rank that is not waiting in torch. Require the stack frames of all late ranks, because a rank
+    // with an unknown frame may not be waiting in torch either.
     let are_known = placed.len() > 1 && placed.len() == late().count();
     odd.or_else(|| only(&placed, |frame| !waits(frame)).filter(|_| are_known)).map(|(index, _)| index)
 }

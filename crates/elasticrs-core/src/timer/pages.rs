@@ -178,7 +178,7 @@ mod tests {
             let mut left = stores[before..].iter();
             let mut number = 0;
             let load = |index: usize| {
-                // Apply one memory write of the worker before each load, starting with load number `first`.
+                // Simulate a concurrent writer: from read number `first` on, apply the next write before each read.
                 if number >= first {
                     left.by_ref().take(1).for_each(|(index, value)| words[*index] = *value);
                 }

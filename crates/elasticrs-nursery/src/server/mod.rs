@@ -477,7 +477,7 @@ fn at_once() -> Deadlines {
     Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
 }
 
-/// Reserves as many file descriptors as a sweep has open at the same time, or fewer if not enough are available.
+/// Reserves the file descriptors that are needed to kill processes, or as many of them as are available.
 fn reserve_of(any: &OwnedFd) -> Vec<OwnedFd> {
     (0..4).map_while(|_| any.try_clone().ok()).collect()
 }

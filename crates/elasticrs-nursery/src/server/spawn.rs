@@ -75,8 +75,8 @@ impl Nursery {
         }
     }
 
-    /// Records in shared memory that the next step of starting a worker begins. Another process checks the record,
-    /// because the step may hang.
+    /// Announces the next step of a worker's start in shared memory, so that another process can detect a step that
+    /// hangs.
     fn step(&mut self) {
         if let Some(activity) = &mut self.activity {
             activity.step();

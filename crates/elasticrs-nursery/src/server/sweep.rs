@@ -70,8 +70,8 @@ pub(super) struct Sweep {
     /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
     /// holds them.
     corpses: BTreeSet<i32>,
-    /// Time since which the checks have found no process that still has to exit. `None` if the last check found such a
-    /// process.
+    /// Time at which the checks first found that none of the remaining processes has to exit. `None` if a process still
+    /// has to exit.
     only_held: Option<Instant>,
     pause: Duration,
 }
@@ -111,10 +111,10 @@ impl Sweep {
         }
     }
 
-    /// Handles another request to kill processes while the current one is in progress.
+    /// Handles a new request to kill processes while an earlier request is in progress.
     ///
-    /// A request for a single worker (`left_by`) is ignored. A request for all descendants replaces a request for a
-    /// single worker. Otherwise, the earlier of the two requests' deadlines apply.
+    /// Ignores a new request for a single worker (`left_by`). A new request for all descendants replaces an earlier
+    /// request for a single worker. If both requests are for all descendants, the earlier deadlines apply.
     pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if left_by.is_some() {
             return;
@@ -246,7 +246,7 @@ impl Sweep {
         look
     }
 
-    /// True if this session belongs to a worker other than the one whose leftover processes this sweep kills.
+    /// True if only the processes of the worker `left_by` are killed, and `session` belongs to another worker.
     fn is_left_by_another(&self, nursery: &Nursery, session: i32) -> bool {
         self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
     }

@@ -29,7 +29,7 @@ pub struct Options {
     pub run_id: String,
     /// The token of `scope`, or the store's token if `scope` is `None`.
     pub token: Option<Vec<u8>>,
-    /// The keys that this client may use. The client sends this scope to the store along with its proof.
+    /// Keys that the client may use. Sent to the store together with the proof that the client knows the token.
     pub scope: Scope,
     pub interval: Duration,
     /// Number of intervals without a keep-alive after which the session ends.

@@ -263,8 +263,8 @@ impl Connection {
     async fn read(&mut self) -> Result<(), Disconnect> {
         self.frames.rest();
         loop {
-            // Send only the messages queued before this wait, because a later message may report a change that is not
-            // on disk yet.
+            // Send only the messages queued before the call of `settled`, because `settled` does not wait until later
+            // changes are on disk.
             let pushed = self.outbox.pushed();
             self.hub.settled().await;
             let is_sent = match self.outbox.flush(&self.stream, pushed) {

@@ -91,7 +91,7 @@ pub(super) struct Granted {
 /// An item of a record: a part of the store's state, or a change to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Item {
-    /// The run that the store serves (`None` for any run), and the IDs of the store and its predecessors, newest first.
+    /// Accepted run ID (`None` for any), and the IDs of this store and of the stores that it replaced, newest first.
     Store {
         run_id: Option<String>,
         ids: Vec<StoreId>,

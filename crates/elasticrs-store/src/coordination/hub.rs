@@ -261,9 +261,9 @@ impl Hub {
         Some(pace)
     }
 
-    /// Handles the end of a connection. Does nothing if the session has moved to another connection. If the
-    /// connection broke, keeps the session without a connection, provided that there is room for another such
-    /// session. Otherwise, ends the session. Its keys are deleted later.
+    /// Handles the end of a session's connection. Does nothing if the session already uses another connection. Keeps
+    /// the session for a reconnect if the connection broke and the limits allow another session without a connection.
+    /// In all other cases, ends the session. A separate task then deletes the session's keys.
     pub(super) fn leave(&self, session: SessionId, outbox: &Rc<Outbox>, is_broken: bool) {
         let mut shared = self.shared.borrow_mut();
         let uses = |known: &Session| known.outbox.as_ref().is_some_and(|current| Rc::ptr_eq(current, outbox));

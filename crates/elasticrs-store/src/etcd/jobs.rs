@@ -45,7 +45,7 @@ pub(super) enum Done {
     CaughtUp { number: i64, revision: i64, there: Vec<Entry> },
 }
 
-/// Copy of the session's state and connection for one job. A job is a unit of work that sends requests to etcd.
+/// The session's connection and a copy of the session's state, for a single task that sends requests to etcd.
 #[derive(Debug, Clone)]
 pub(super) struct Desk {
     pub(super) channel: Channel,

@@ -62,12 +62,12 @@ pub(super) struct Write {
 /// Outcome of a transaction that writes.
 #[derive(Debug, PartialEq)]
 pub(super) enum Written {
-    /// etcd executed the transaction for this request. Earlier requests with the same transaction had no effect.
+    /// etcd executed the transaction in response to this request, not in response to an earlier attempt.
     Now { ok: bool, revision: i64, responses: Vec<ResponseOp> },
     /// etcd had already executed an earlier copy of the transaction, at `revision`.
     Before { ok: bool, revision: i64 },
-    /// etcd never executed the transaction, no matter how often it was sent. The session's marker key is missing or has
-    /// an unexpected value.
+    /// etcd did not execute the transaction in any attempt, because the session's marker key is missing or has an
+    /// unexpected value.
     Never,
 }
 

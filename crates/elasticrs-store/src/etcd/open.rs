@@ -69,7 +69,7 @@ pub(super) async fn open(
     let count = options.endpoints.len();
     let share = options.connect_timeout / u32::try_from(count).unwrap_or(u32::MAX).max(1);
     let mut errors = Vec::new();
-    // If no random bytes are available, all agents start with the same endpoint. That is acceptable.
+    // Start with a random endpoint to spread the load. Without random bytes, start with the first endpoint.
     let first = getrandom::u32().map_or(0, |random| random as usize) % count.max(1);
     for member in (first..count).chain(0..first) {
         match attempt(options, credentials, granted, member, share).await {

@@ -32,8 +32,8 @@ use crate::session::{Backend, Dialing, Session};
 use crate::types::LostKind;
 
 type Boxed<T> = Pin<Box<dyn Future<Output = T>>>;
-/// Result of a job, which sends requests to etcd. Includes the new revision of the session's marker key if the job has
-/// written that key.
+/// Result of a task that sends requests to etcd. Includes the new revision of the session's marker key if the task has
+/// written the key.
 type JobResult = Result<(Done, Option<i64>), Failure>;
 
 /// A connection of the session, and the calls in progress on it.
@@ -78,7 +78,7 @@ pub(super) struct Etcd<'a> {
     member: usize,
     /// Highest revision in an answer so far.
     seen: i64,
-    /// Highest revision that a watch has reported. It can be higher than `seen`, which ignores watches.
+    /// Highest revision that a watch has reported. Can exceed `seen`, which only replies to requests update.
     reported: u64,
     /// Passes the current connection to the code that detects dead sessions. `None` while there is no connection to
     /// etcd.

@@ -90,8 +90,8 @@ pub(super) async fn run(
     }
 }
 
-/// Serves clients until the store is closed. Returns the channel on which the caller must confirm that all connections
-/// are closed.
+/// Serves clients until a request to close the store arrives. Returns the request's reply channel. The caller must send
+/// the reply after it has closed all connections.
 ///
 /// Returns `None` if the store's handle was dropped.
 async fn serve(

@@ -158,7 +158,7 @@ def _name_of_function(finalizer: Any) -> object:
 
 
 def _mapped(name: str) -> set[str]:
-    """Return the paths of this process's memory-mapped files that contain ``name``."""
+    """Return the paths of this process's memory-mapped files, limited to paths that contain ``name``."""
     with open("/proc/self/maps") as maps:
         return {line.split(maxsplit=5)[-1].rstrip() for line in maps if name in line}
 
@@ -201,8 +201,8 @@ class _Surroundings:
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
     def note_blas(self) -> None:
-        """Record the environment variables that the script has set so far, for each OpenBLAS library that was
-        loaded since the last call.
+        """For each OpenBLAS library loaded since the last call, save the environment variables that the
+        script has set so far. The variables determine the library's thread count in the workers.
 
         Call this method before each further assignment and after the last import, because a library reads the
         variables when it is loaded.

@@ -64,8 +64,8 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
     for variable, (before, after) in done.items():
         if after is None:
             os.environ.pop(variable, None)
-        # An import that sets an unset variable may only set a default value, so prefer the worker's own value
-        # if it has one.
+        # Keep the worker's value if the variable was unset before the import, because the imported module may
+        # have set only a default value.
         elif before is not None or variable not in os.environ:
             os.environ[variable] = after
 

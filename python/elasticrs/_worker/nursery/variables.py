@@ -63,8 +63,8 @@ class Variables(dict):  # type: ignore[type-arg]
         raise KeyError(name)
 
     def hide(self) -> None:
-        """Export the hidden values to the C environment, where Python code does not see them. Call this after
-        each assignment to ``os.environ``, because an assignment may overwrite a hidden value.
+        """Set the environment variables that only C code may see, such as the thread limit of OpenBLAS. Call
+        this after each assignment to ``os.environ``, because an assignment may overwrite such a variable.
         """
         for name, value in self._hidden.items():
             os.putenv(name, value)
@@ -75,10 +75,10 @@ class Variables(dict):  # type: ignore[type-arg]
         # an imported module. Such a read prevents preloading.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
-        # Stop overriding Arrow's variable for C code, so that Arrow sees the script's value.
+        # Remove the preset value of Arrow's variable, so that Arrow uses the script's value.
         #
-        # Keep overriding OpenBLAS's variable, because workers set the thread count of OpenBLAS after the
-        # fork.
+        # Keep the preset value of OpenBLAS's variable, because workers set the thread count of OpenBLAS after
+        # the fork.
         if name == _ARROW:
             self._hidden.pop(name, None)
         self.hide()

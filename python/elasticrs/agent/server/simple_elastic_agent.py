@@ -251,9 +251,9 @@ class SimpleElasticAgent(ElasticAgent):
             self._total_execution_time = int(time.monotonic() - started)
 
     def _tell_failure(self, found: RunResult | Exception) -> None:
-        """Pass the reason for the failure to the rendezvous handler if it has a method ``set_failed``, unlike
-        torch's handlers. The handler reports the reason to the other nodes when the launcher shuts the
-        handler down.
+        """If the rendezvous handler has a method ``set_failed``, pass it the reason for the failure. The
+        handler reports the reason to the other nodes when it is shut down. Torch's handlers have no such
+        method.
         """
         set_failed = getattr(self._worker_group.spec.rdzv_handler, "set_failed", None)
         if set_failed is not None:

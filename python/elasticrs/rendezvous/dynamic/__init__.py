@@ -1,3 +1,3 @@
-"""Parts of the dynamic rendezvous, whose state is kept in a pluggable back end: settings, shared state, state
-access, and a node's decisions. :mod:`elasticrs.rendezvous.dynamic_rendezvous` contains the handler.
+"""Settings, shared state, state access and decisions of the dynamic rendezvous. The shared state is kept in a
+pluggable back end. :mod:`elasticrs.rendezvous.dynamic_rendezvous` contains the handler.
 """

@@ -77,9 +77,9 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
         member.exit(Outcome("refused", event.message))
         return
     if event.kind == OTHER and member.leaving is None:
-        # Leave the job, because the store was replaced and may have lost the job's data. Joining again could
-        # reset the round and restart counters, but user scripts rely on these counters to detect outdated
-        # processes.
+        # Leave the job, because the store was replaced and may have lost the job's data. After joining again,
+        # the round and restart numbers could start at zero. User scripts rely on increasing numbers to detect
+        # outdated processes.
         _give_up(member, Outcome("lost", event.message))
     lose(member, static_ranks.why_lost(member, event))
 

@@ -302,8 +302,8 @@ class Driver:
         return []
 
     def hasten(self) -> list[LoopAction]:
-        """Handle a repeated stop request from the user: stop waiting for other agents and store replies.
-        Return the actions for the caller to execute, including an exit that was delayed.
+        """Handle a repeated stop request from the user: do not wait any longer for other agents or for
+        replies from the store. Return the actions for the caller, including the exit if it was postponed.
         """
         return self.tell(messages.TimerFired("leave")) or self._farewell(_FAREWELL)
 

@@ -46,7 +46,7 @@ def slow_members(view: View) -> set[str]:
 
 
 def decide(member: Member, leader: Leader, view: View) -> None:
-    """Make the leader's next decision while no round is running."""
+    """Start the next rendezvous round, close the job, or wait. The leader calls this between rounds."""
     settings, head = member.settings, view.head
     alive: list[str] = []
     if head is not None and not head.is_judged:

@@ -382,8 +382,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     def _work(self) -> None:
         with self._news:
-            # Exit if another thread is already running. Two threads may have been started if an exception
-            # from a signal handler interrupted a caller, because the next caller starts another thread.
+            # Exit if another thread already runs this method. `next_rendezvous` starts a second thread if an
+            # exception interrupted an earlier call before the first thread set `self._thread`.
             if self._thread is not None or self._driver is None:
                 return
             self._thread = threading.current_thread()

@@ -210,8 +210,8 @@ def register(member: Member, link: Link) -> None:
     if node_rank is not None:
         is_mine, claim = static_ranks.claim(member, registration, node_rank)
         compares.append(is_mine)
-        # Insert the operation that claims the node rank first, because the reply handler expects the
-        # registration and its predecessor in the last two results.
+        # Insert the claim of the node rank at the front, because the reply handler reads the registration and
+        # its predecessor from the last two results.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     member.txn(Purpose.REGISTER, compares, ops, otherwise)
@@ -233,8 +233,8 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """Handle a confirmed registration. Use the create revision of the stored key instead of the reply's
-    revision, because transaction T1 may have been executed more than once.
+    """Handle a confirmed registration. Use the create revision of the stored key, because the reply's
+    revision may belong to a repetition of the request.
     """
     assert own is not None
     static_ranks.registered(member)

@@ -157,7 +157,7 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 
 
 def outcome_of(member: Member, head: Head) -> Outcome:
-    """Return what the outcome of a closed job means for this agent."""
+    """Return the outcome of a closed job for this agent, such as success or failure."""
     own = None if member.leaving is None else member.leaving.outcome
     if own is not None and own.kind in ("stuck", "excluded"):
         return own

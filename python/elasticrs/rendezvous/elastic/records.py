@@ -144,8 +144,8 @@ def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Return true if this node must report its failure ``own`` to the leader. A report is needed if ``own``
-    may have happened before the failure ``recorded``, or if the same agent reported both.
+    """Return true if this node's failure ``own`` may have happened before the failure ``recorded``. Also
+    return true if the same agent reported both, because the later report includes the workers' error files.
     """
     if recorded:
         if is_of_same_node(own, recorded):

@@ -116,8 +116,8 @@ def first_cause(view: View, head: Head) -> dict[str, Any] | None:
 def diagnosed(
     view: View, head: Head, cause: dict[str, Any] | None
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the cause of a round's failure and the diagnosis text. The text is ``None`` if the cause is
-    neither a hang nor a failed collective, or if the evidence is missing or insufficient.
+    """Return the cause of a round's failure and the diagnosis text. The text is ``None`` if there are not
+    enough flight records, or if the cause is neither a hang nor a failed collective.
 
     The flight records may blame another rank than the heartbeats, which are weak evidence if each node has
     only one rank. If that rank has hung as well, return its cause. Otherwise the text says so.
@@ -180,8 +180,8 @@ def _decide(
 
 
 def _reports(view: View, head: Head) -> list[Node]:
-    """Return the registrations of members that reported a failure in this round, or found their node unfit
-    after it.
+    """Return the registrations of members of this round that reported a failure, or whose node failed the
+    node check after the round.
     """
     members = [view.nodes[member] for member in sorted(view.causes) if member in view.rank_of]
     return [node for node in members if node.idle == head.round]

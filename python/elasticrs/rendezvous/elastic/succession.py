@@ -35,8 +35,8 @@ def follow(member: Member, registration: Registration, predecessor: Entry | None
 
 
 def end_own_watches(member: Member, registration: Registration) -> None:
-    """Stop this member's own watches, because the leader's watch on the whole job covers the same keys. Only
-    a single watch is guaranteed to deliver all changes of a revision together.
+    """Stop watching single keys, because the leader watches all keys of the job. With several watches, the
+    changes of one transaction could arrive at different times.
     """
     keys = member.keys
     for key in (keys.slot(registration.member), keys.head, keys.job):
@@ -55,7 +55,7 @@ def predecessor_gone(member: Member, registration: Registration) -> None:
 
 
 def find_predecessor(member: Member, registration: Registration) -> None:
-    """Look up the registration just before this agent's own."""
+    """Look up the newest registration that is older than this agent's registration."""
     _ask(member, registration, Purpose.FIND_PREDECESSOR, member.keys.node(registration.member))
 
 

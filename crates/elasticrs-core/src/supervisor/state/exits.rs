@@ -6,8 +6,8 @@ use super::hangs::PendingAction;
 use super::{Effect, Event, Group, Phase, Signal, StopScope, Timer, WorkerRaised};
 use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
 
-/// Returns the delay before each sample of a worker that exits after an uncaught exception. It is half of the time
-/// limit, so that the second sample is taken when the limit has passed.
+/// Returns the interval between progress checks of a worker that is exiting after an uncaught exception. The interval
+/// is half of `limit`, the time limit for the exit, so that the second check is due when `limit` has passed.
 fn between_samples(limit: Duration) -> Duration {
     limit / 2
 }

@@ -42,7 +42,7 @@ impl Evidence {
         self.gathering = Some(gathering);
     }
 
-    /// Waits for the evidence. Never returns if no evidence is being gathered. Cancel-safe.
+    /// Waits for the diagnostics of the workers. Never returns if no diagnostics are being gathered. Cancel-safe.
     pub(super) async fn gathered(&mut self) -> Vec<WorkerEvidence> {
         let Some(gathering) = &mut self.gathering else { return std::future::pending().await };
         let evidence = gathering.finish().await;

@@ -79,7 +79,7 @@ impl GuardedSockets {
         send(Request::Fence { holder: self.fence.holder() }, self.fence.descriptors());
     }
 
-    /// Reports that the nursery cannot hold the connection to the store.
+    /// Reports that the nursery process cannot keep a duplicate of the socket that is connected to the store.
     pub(super) fn report_not_guarded(&self, errno: i32) {
         let reason = Errno::from_raw(errno).desc();
         self.queue.degraded(format!("the nursery cannot guard the connection to the store: {reason}"));

@@ -38,7 +38,7 @@ impl Images {
         Nursery::launch(&self.fitting(spec))
     }
 
-    /// Launches a nursery that resumes or repeats the module imports of an earlier nursery.
+    /// Launches a nursery process with the given options for its module imports.
     pub(super) fn launch_again(&self, import: &Import) -> Result<Nursery, LaunchError> {
         Nursery::launch_again(&self.0, import)
     }

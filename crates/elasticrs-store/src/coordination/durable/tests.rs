@@ -91,8 +91,8 @@ proptest! {
         let at = synced + cut.index(bytes.len() - synced);
         prop_assert_eq!(read(&on_its_way[..at]).unwrap(), kept(before, at - synced));
         prop_assert_eq!(read(&flip(&on_its_way, at)).unwrap(), kept(before, bytes.len() - synced));
-        // DISK-1: damage in the records of a completed commit is reported, because the synced length covers these
-        // records. An interrupted later commit does not prevent the report.
+        // DISK-1: damage to a completed commit is reported, because the file's header contains the length of all
+        // completed commits. An interrupted later commit does not prevent the report.
         let earlier = HEAD_LENGTH + flipped.index(synced - HEAD_LENGTH);
         for damaged in [
             bytes[..at].to_vec(),
