@@ -222,7 +222,7 @@ impl Supervisor {
     fn drain(&self, py: Python<'_>, timeout: f64) -> PyResult<Vec<LogStream>> {
         let timeout = duration(timeout, "timeout")?;
         let left = py.detach(|| self.inner.drain(timeout)).map_err(Error)?;
-        Ok(left.into_iter().map(|left| LogStream { inner: left.stream }).collect())
+        Ok(left.into_iter().map(|left| LogStream { inner: left }).collect())
     }
 
     #[pyo3(signature = (keep_descendants=false))]

@@ -11,7 +11,6 @@
 //!   from a file. When the buffer is full, further bytes stay in their log files.
 //! - **CONSOLE-4** A destination that fails is never used again, and its failure is reported once.
 
-use std::collections::VecDeque;
 use std::fs::File;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
@@ -76,7 +75,6 @@ pub(super) struct Output {
     buffer: Vec<u8>,
     sent: usize,
     accepted: u64,
-    marks: VecDeque<Mark>,
     is_used: bool,
     loss_reported: bool,
 }
@@ -90,15 +88,6 @@ enum Name {
     File { local_rank: u32, path: PathBuf },
     /// An unused slot that a new output can take.
     Free,
-}
-
-/// Maps a position in an output to a position in an input stream. Once the first `end` bytes of the output are written,
-/// the first `taken` bytes of the stream are on the console.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Mark {
-    end: u64,
-    pub(super) stream: StreamId,
-    pub(super) taken: u64,
 }
 
 impl Output {
@@ -116,7 +105,6 @@ impl Output {
             buffer: Vec::new(),
             sent: 0,
             accepted: 0,
-            marks: VecDeque::new(),
             is_used: false,
             loss_reported: false,
         }
@@ -206,18 +194,6 @@ impl Output {
             self.screen.put(stream, prefix, unit, &mut self.buffer);
             self.accepted += (self.buffer.len() - before) as u64;
         }
-    }
-
-    /// Adds a mark at the current end of the output. Once the output is written up to the mark, the first `taken` bytes
-    /// of `stream` have been shown.
-    pub(super) fn mark(&mut self, stream: StreamId, taken: u64) {
-        self.marks.push_back(Mark { end: self.accepted, stream, taken });
-    }
-
-    /// Removes and returns the oldest mark if all bytes up to it have been written.
-    pub(super) fn pop_reached(&mut self) -> Option<Mark> {
-        let reached = self.marks.front()?.end <= self.written();
-        if reached { self.marks.pop_front() } else { None }
     }
 
     /// Returns the descriptor to poll for writability. `None` if there is nothing to write.

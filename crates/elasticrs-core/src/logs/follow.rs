@@ -98,9 +98,6 @@ struct Followed {
     offset: u64,
     /// Number of unread bytes after `offset`, as of the last count.
     unread: u64,
-    /// Number of bytes read so far. `shown` is how many of these bytes are on the console.
-    taken: u64,
-    shown: u64,
     /// Position in the output after the last bytes of this file, as returned by [`Output::accepted`].
     put_until: u64,
     is_queued: bool,
@@ -200,8 +197,6 @@ impl Follower {
             filter,
             offset,
             unread: 0,
-            taken: 0,
-            shown: 0,
             put_until: 0,
             is_queued: false,
             is_polled,
@@ -339,11 +334,9 @@ impl Follower {
                 continue;
             }
             file.is_queued = false;
-            let before = file.taken;
-            let more = file.take_turn(output, &mut self.block, now, &self.notify);
-            let taken = file.taken - before;
-            self.on_taken(id, taken, now);
-            if taken > 0 {
+            let (has_taken, more) = file.take_turn(output, &mut self.block, now, &self.notify);
+            self.on_taken(id, has_taken, now);
+            if has_taken {
                 self.space_check.get_or_insert(now + SPACE_INTERVAL);
                 self.poll_interval = POLL.0;
             }
@@ -354,9 +347,9 @@ impl Follower {
     }
 
     /// Decides after a read how to notice the next data: with a watch, or by reading the file in every round.
-    fn on_taken(&mut self, id: StreamId, taken: u64, now: Instant) {
+    fn on_taken(&mut self, id: StreamId, has_taken: bool, now: Instant) {
         let Some(file) = self.files.get_mut(&id).filter(|file| file.phase == Phase::Open) else { return };
-        if taken > 0 {
+        if has_taken {
             let is_busy = file.last_data.is_some_and(|last| now.saturating_duration_since(last) < BUSY);
             file.patience = if is_busy { QUIET_ROUNDS.0 } else { QUIET_ROUNDS.1 };
             file.last_data = Some(now);
@@ -405,15 +398,8 @@ impl Follower {
         lines.filter_map(|file| file.splitter.deadline()).chain(self.space_check).chain(self.poll_at).min()
     }
 
-    /// Updates the counters of the streams after writes. Removes and returns the streams that are complete.
+    /// Updates the state of the streams after writes. Removes and returns the streams that are complete.
     pub(super) fn settle(&mut self, outputs: &mut [Output]) -> Vec<StreamId> {
-        for output in outputs.iter_mut() {
-            while let Some(mark) = output.pop_reached() {
-                if let Some(file) = self.files.get_mut(&mark.stream) {
-                    file.shown = mark.taken;
-                }
-            }
-        }
         let mut through = Vec::new();
         for (id, file) in &mut self.files {
             file.publish_stall(outputs);
@@ -451,23 +437,29 @@ impl Followed {
         (self.phase != Phase::Finished && output.has_room()).then_some(output)
     }
 
-    /// Reads one block. Returns true if there may be more data.
-    fn take_turn(&mut self, output: Option<&mut Output>, block: &mut [u8], now: Instant, notify: &Notify) -> bool {
+    /// Reads one block. Returns whether any data was read, and whether there may be more.
+    fn take_turn(
+        &mut self,
+        output: Option<&mut Output>,
+        block: &mut [u8],
+        now: Instant,
+        notify: &Notify,
+    ) -> (bool, bool) {
         let Some(output) = output else {
             if self.phase == Phase::Finishing {
                 self.phase = Phase::Finished;
             }
-            return false;
+            return (false, false);
         };
-        let more = match pread(&self.file, block, self.offset.cast_signed()) {
+        match pread(&self.file, block, self.offset.cast_signed()) {
             Ok(0) if self.was_truncated() => {
                 self.offset = 0;
                 self.end_line(output);
-                true
+                (false, true)
             }
             Ok(0) => {
                 self.end(output);
-                false
+                (false, false)
             }
             Ok(n) => {
                 output.compact();
@@ -477,10 +469,9 @@ impl Followed {
                     counts.add(&block[..n]);
                 }
                 self.offset += n as u64;
-                self.taken += n as u64;
                 self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
                 self.info.is_stalled.store(true, Ordering::Release);
-                self.mark(output);
+                self.put_until = output.accepted();
                 let is_full_block = n == block.len();
                 if is_full_block {
                     self.count_unread();
@@ -488,25 +479,23 @@ impl Followed {
                     self.unread = 0;
                 }
                 // A short read means that the end of the file was reached.
-                is_full_block || self.phase == Phase::Finishing
+                (true, is_full_block || self.phase == Phase::Finishing)
             }
-            Err(Errno::EINTR) => true,
+            Err(Errno::EINTR) => (false, true),
             Err(errno) => {
                 if !std::mem::replace(&mut self.reported.unreadable, true) {
                     notify(self.info.trouble(errno));
                 }
                 self.end(output);
-                false
+                (false, false)
             }
-        };
-        self.publish_behind();
-        more
+        }
     }
 
     fn tick(&mut self, output: &mut Output, now: Instant) {
         if self.splitter.deadline().is_some_and(|at| at <= now) {
             self.splitter.tick(now, show(&self.info, self.filter.as_mut(), output));
-            self.mark(output);
+            self.put_until = output.accepted();
             self.info.is_stalled.store(true, Ordering::Release);
         }
     }
@@ -520,13 +509,7 @@ impl Followed {
 
     fn end_line(&mut self, output: &mut Output) {
         self.splitter.finish(show(&self.info, self.filter.as_mut(), output));
-        self.mark(output);
-    }
-
-    fn mark(&mut self, output: &mut Output) {
         self.put_until = output.accepted();
-        let held = self.splitter.held() + self.filter.as_ref().map_or(0, LineFilter::held);
-        output.mark(self.info.id, self.taken - held as u64);
     }
 
     fn check_space(&mut self, notify: &Notify) {
@@ -540,15 +523,9 @@ impl Followed {
         self.file.metadata().is_ok_and(|stat| stat.len() < self.offset)
     }
 
-    fn is_through(&mut self, outputs: &[Output]) -> bool {
-        self.publish_behind();
+    fn is_through(&self, outputs: &[Output]) -> bool {
         let Some(output) = self.output.map(|index| &outputs[index]) else { return true };
         self.phase == Phase::Finished && output.written() >= self.put_until
-    }
-
-    /// Updates the shared counter of bytes in this file that have not reached the console.
-    fn publish_behind(&self) {
-        self.info.behind.store(self.unread + (self.taken - self.shown), Ordering::Relaxed);
     }
 
     /// Sets the shared flag `is_stalled` if the file has unread data, or if its output is full or missing. Otherwise,

@@ -138,11 +138,6 @@ impl LineSplitter {
         self.waiting = None;
     }
 
-    /// Returns the number of bytes that have arrived but have not been emitted.
-    pub fn held(&self) -> usize {
-        self.text.len() + self.state.len()
-    }
-
     fn is_at_line_start(&self) -> bool {
         self.text.is_empty() && !self.open && !self.progress && !self.carriage_return
     }

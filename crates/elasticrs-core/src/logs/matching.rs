@@ -68,12 +68,6 @@ impl LineFilter {
         self.line.clear();
     }
 
-    /// Returns the number of bytes held back. They belong to an unfinished line, which is matched once it is
-    /// complete.
-    pub(super) fn held(&self) -> usize {
-        self.line.len()
-    }
-
     fn matches(&self, line: &[u8]) -> bool {
         self.contains.iter().any(|text| text.find(line).is_some())
     }

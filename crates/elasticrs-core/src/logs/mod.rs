@@ -115,15 +115,6 @@ pub enum Notice {
     Panicked { message: String },
 }
 
-/// A finished stream that is not yet fully written to the console.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NotDrained {
-    pub stream: LogStream,
-    /// Number of bytes in the file that have not reached the console, as last counted by the logs thread. A block (64
-    /// KiB) that is only partly written is counted in full.
-    pub bytes: u64,
-}
-
 type Notify = Arc<dyn Fn(Notice) + Send + Sync>;
 
 /// Handle to the thread that follows log files. See the documentation of this module.
@@ -162,8 +153,6 @@ struct StreamInfo {
     is_finishing: AtomicBool,
     /// Counters of the bytes and lines read. `None` if the stream does not go to the console.
     counts: Option<Arc<LogCounts>>,
-    /// Number of bytes in the file that have not reached the console, as last counted by the logs thread.
-    behind: AtomicU64,
     /// Time of the last read that returned data, in nanoseconds of the monotonic clock. 0 if no data has been read.
     read_at: AtomicU64,
     /// True if the file may contain unread data, for example because its destination is full.
@@ -210,7 +199,6 @@ impl Logs {
                 stream,
                 is_finishing: AtomicBool::new(false),
                 counts,
-                behind: AtomicU64::new(0),
                 read_at: AtomicU64::new(0),
                 is_stalled: AtomicBool::new(false),
             });
@@ -281,7 +269,7 @@ impl Logs {
 
     /// Waits until all finished streams are fully written to the console, or until the deadline. Returns the streams
     /// that are incomplete at the deadline. The logs thread continues to write them.
-    pub async fn drained(&self, deadline: Instant) -> Vec<NotDrained> {
+    pub async fn drained(&self, deadline: Instant) -> Vec<LogStream> {
         let is_over = |(): &()| self.shared.is_gone.load(Ordering::Acquire) || self.shared.not_drained().is_empty();
         let mut changed = self.shared.changed.subscribe();
         // Ignore a timeout, because the result lists the streams that are incomplete.
@@ -358,12 +346,10 @@ impl Shared {
         }
     }
 
-    fn not_drained(&self) -> Vec<NotDrained> {
+    fn not_drained(&self) -> Vec<LogStream> {
         let streams = lock(&self.streams);
         let finished = streams.values().filter(|info| info.is_finishing.load(Ordering::Relaxed));
-        finished
-            .map(|info| NotDrained { stream: info.stream.clone(), bytes: info.behind.load(Ordering::Relaxed) })
-            .collect()
+        finished.map(|info| info.stream.clone()).collect()
     }
 }
 

@@ -20,7 +20,7 @@ use tokio::sync::oneshot;
 use super::counters::Counters;
 use super::evidence::EvidenceFiles;
 use super::queue::Queue;
-use crate::logs::{Logs, NotDrained};
+use crate::logs::{LogStream, Logs};
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::timer::hang::{Limits, RemoteHang};
 
@@ -97,7 +97,7 @@ pub(super) enum Command {
     Resume,
     ImportBeside(Duration),
     TakeOver(Reply<bool>),
-    Drain(Duration, Reply<Vec<NotDrained>>),
+    Drain(Duration, Reply<Vec<LogStream>>),
     Spawn(Task),
     Guard(Guarded),
     /// Read timer records from this FIFO.

@@ -26,7 +26,7 @@ use super::evidence::EvidenceFiles;
 use super::queue::{Next, Queue};
 use super::task;
 use super::task::raised_workers::open_notices;
-use crate::logs::{Console, LogStream, Logs, NotDrained};
+use crate::logs::{Console, LogStream, Logs};
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::timer::fifo::Fifo;
 use crate::timer::hang::{Limits, RemoteHang};
@@ -244,9 +244,9 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Blocks until the log files of finished groups are fully copied to the console, or until `timeout` elapses.
-    /// Returns the files that are not fully copied.
-    pub fn drain(&self, timeout: Duration) -> Result<Vec<NotDrained>, SupervisorError> {
+    /// Blocks until the log files of ended groups are fully copied to the console, or until `timeout` elapses. Returns
+    /// the files that are not fully copied.
+    pub fn drain(&self, timeout: Duration) -> Result<Vec<LogStream>, SupervisorError> {
         self.ask(|reply| Command::Drain(timeout, reply))
     }
 
