@@ -16,7 +16,7 @@
 //! The agent prints one line for each event. It runs until it is killed or its input is closed.
 
 use std::error::Error;
-use std::ffi::OsString;
+use std::ffi::CString;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -29,7 +29,7 @@ use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_nursery::connections::Release;
 use elasticrs_nursery::launch::NurseryImage;
-use elasticrs_nursery::spec::{ProcessSpec, Stdio};
+use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_runtime::runtime::Spawn;
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::signal::Signal;
@@ -43,14 +43,14 @@ fn say(line: &str) -> io::Result<()> {
     out.flush()
 }
 
-fn group(commands: &[String]) -> GroupSpec {
+fn group(commands: &[String]) -> Result<GroupSpec> {
     let process = |(local_rank, command): (u32, &String)| {
-        let argv = command.split(' ').map(OsString::from).collect();
-        let stdio = [Stdio::Null, Stdio::Inherit, Stdio::Inherit];
-        ProcessSpec { local_rank, stdio, ..ProcessSpec::new(argv, vec!["PATH=/usr/bin:/bin".into()]) }
+        let argv = command.split(' ').map(|word| Ok(CString::new(word)?)).collect::<Result<_>>()?;
+        let stdio = [Some(c"/dev/null".into()), None, None];
+        Ok(ProcessSpec { local_rank, stdio, ..ProcessSpec::new(argv, vec![c"PATH=/usr/bin:/bin".into()]) })
     };
-    GroupSpec {
-        processes: (0..).zip(commands).map(process).collect(),
+    Ok(GroupSpec {
+        processes: (0..).zip(commands).map(process).collect::<Result<_>>()?,
         descriptors: Vec::new(),
         on_failure: StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) },
         stop_scope: StopScope::Group,
@@ -58,7 +58,7 @@ fn group(commands: &[String]) -> GroupSpec {
         start_deadline: Duration::from_secs(30),
         keep_ignored: Vec::new(),
         replaces: false,
-    }
+    })
 }
 
 fn tell(event: Event, supervisor: &Supervisor) -> Result<()> {
@@ -147,13 +147,13 @@ fn serve(request: &str, supervisor: &Supervisor, connections: &mut Vec<TcpStream
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
     let mut argument = || arguments.next().ok_or("an argument is missing");
-    let image = NurseryImage::Program { path: argument()?.into(), args: vec!["worker-nursery".into()] };
+    let image = NurseryImage::Program { path: CString::new(argument()?)?, args: vec![c"worker-nursery".into()] };
     let connection = TcpStream::connect(("127.0.0.1", argument()?.parse()?))?;
     let commands: Vec<String> = arguments.collect();
 
     let supervisor = Supervisor::new(Config { nursery: vec![image], owns_process: true })?;
     supervisor.guard_connection(OwnedFd::from(connection.try_clone()?))?;
-    supervisor.start(group(&commands))?;
+    supervisor.start(group(&commands)?)?;
     let mut input = io::stdin();
     supervisor.queue()?.watch(input.as_raw_fd());
     let mut buffer = [0; 256];

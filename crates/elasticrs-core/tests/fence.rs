@@ -17,7 +17,7 @@ use elasticrs_core::supervisor::{Event, Outcome, StartFailure, Supervisor};
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::signal::Signal;
 use elasticrs_sys::stage::Stage;
-use elasticrs_testkit::nursery::worker;
+use elasticrs_testkit::nursery::{c_string, worker};
 use elasticrs_testkit::{pidfd, wait_for_end};
 
 /// Checks that the first event is that of the fence and that all workers were killed. Returns the outcome.
@@ -123,7 +123,7 @@ fn a_suspended_group_is_fenced_and_a_worker_that_failed_before_stays_the_cause()
 fn descendants_that_linger_are_fenced_and_named_once() {
     let supervisor = supervisor();
     let (mut spec, mut lines) = telling_group(&[&[]]);
-    spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo READY"].map(Into::into).into();
+    spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo READY"].map(c_string).into();
     spec.on_success = Descendants::Linger(HANG);
     supervisor.start(spec).unwrap();
     lines.until_ready();

@@ -15,7 +15,7 @@ use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
-use elasticrs_testkit::nursery::{Lines, pipe, worker};
+use elasticrs_testkit::nursery::{Lines, c_string, pipe, worker};
 use elasticrs_testkit::{is_running, open_fds, wait_for_end, wait_for_state, worker_program};
 use tempfile::TempDir;
 
@@ -174,7 +174,7 @@ fn a_start_in_the_place_of_another_that_fails_may_be_tried_again() {
     let supervisor = supervisor();
     let (survivor, _lines) = run_without_the_first(&supervisor);
     let (process, descriptors, _) = in_place_of(0, &["sleep"]);
-    supervisor.replace(ProcessSpec { cwd: Some("/nonexistent".into()), ..process }, descriptors).unwrap();
+    supervisor.replace(ProcessSpec { cwd: Some(c"/nonexistent".into()), ..process }, descriptors).unwrap();
     let Event::ReplaceFailed(failure) = event(&supervisor) else { panic!("it fails") };
     let expected =
         "could not change to the working directory `/nonexistent` for local rank 0: No such file or directory";
@@ -364,7 +364,7 @@ fn what_one_that_has_succeeded_has_left_stays_until_the_end_of_the_group() {
     let supervisor = supervisor();
     let (pids, lines) = run_with(&supervisor, &[&["sleep"], &["sleep"]], |group| {
         let script = "sleep 1234 >&2 & echo $!; echo READY";
-        group.processes[0].argv = vec!["/bin/sh".into(), "-c".into(), script.into()];
+        group.processes[0].argv = vec![c"/bin/sh".into(), c"-c".into(), c_string(script)];
     });
     let left: i32 = lines.said[0].parse().unwrap();
     let Event::WorkerExited { local_rank: 0, .. } = event(&supervisor) else { panic!("it ends") };
@@ -403,7 +403,7 @@ fn what_forks_without_end_is_ended_beside_those_that_live() {
         let script = format!("{} {command} & exec sleep 1234 >&2", worker_program().display());
         let (pids, mut lines) = run_with(&supervisor, &[&["sleep"], &["sleep"]], |group| {
             let shell = &mut group.processes[0];
-            shell.argv = vec!["/bin/sh".into(), "-c".into(), script.clone().into()];
+            shell.argv = vec![c"/bin/sh".into(), c"-c".into(), c_string(script.clone())];
         });
         kill(pids[0]);
         assert!(until_swept(&supervisor).2.stuck.is_empty());

@@ -13,12 +13,12 @@ use common::groups::{
 use common::image;
 use elasticrs_core::spec::{Descendants, StopPolicy};
 use elasticrs_core::supervisor::{Config, Event, NurseryExit, Outcome, StartFailure, Supervisor, SupervisorError};
-use elasticrs_nursery::spec::{PassedFd, ProcessSpec, Stdio};
+use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
 use elasticrs_sys::stage::Stage;
 use elasticrs_sys::wait::{Waited, any_child};
-use elasticrs_testkit::nursery::{pipe, process, worker};
+use elasticrs_testkit::nursery::{c_string, pipe, process, worker};
 use elasticrs_testkit::{assert_no_children, wait_for_state, wait_until, worker_program};
 
 const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
@@ -102,7 +102,7 @@ fn a_second_harder_stop_does_not_wait_for_the_first() {
 fn a_group_starts_whole_or_not_at_all() {
     let supervisor = supervisor();
     let program = process(vec!["/nonexistent".into()]);
-    let folder = ProcessSpec { cwd: Some("/nonexistent".into()), ..worker(&["sleep"]) };
+    let folder = ProcessSpec { cwd: Some(c"/nonexistent".into()), ..worker(&["sleep"]) };
     // A fork executes nothing.
     let failing = [("change to the working directory", folder), ("execute", program)];
     for (what, process) in failing.into_iter().take(if is_warm() { 1 } else { 2 }) {
@@ -236,7 +236,7 @@ fn a_worker_that_a_tracer_does_not_let_go_has_ended_as_it_did_and_the_nursery_ha
         let (mut spec, mut lines) = telling_group(&[&[]]);
         let (told_to_end, tell) = pipe();
         let script = format!("echo READY; read x <&9; exit {code}");
-        spec.processes[0].argv = ["sh", "-c", &script].map(Into::into).into();
+        spec.processes[0].argv = ["sh", "-c", &script].map(c_string).into();
         spec.processes[0].pass_fds.push(PassedFd { source: 1, target: 9 });
         spec.descriptors.push(told_to_end);
         supervisor.start(spec).unwrap();
@@ -358,7 +358,7 @@ fn suspended_workers_are_stopped_and_go_on() {
 fn deadlines_go_on_after_a_group_that_ended_while_it_was_suspended() {
     let supervisor = supervisor();
     let (mut spec, mut lines) = telling_group(&[&[]]);
-    spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo $!"].map(Into::into).into();
+    spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo $!"].map(c_string).into();
     spec.on_success = Descendants::Linger(HANG);
     supervisor.start(spec).unwrap();
     let lingers: i32 = lines.next().unwrap().parse().unwrap();
@@ -493,7 +493,7 @@ fn a_start_that_hangs_is_stopped_when_the_grace_is_over() {
     let fifo = dir.path().join("nobody reads it");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let mut hangs = worker(&["sleep"]);
-    hangs.stdio[1] = Stdio::File(fifo);
+    hangs.stdio[1] = Some(c_string(fifo));
     let mut spec = group(vec![worker(&["sleep"]), hangs]);
     spec.start_deadline = Duration::MAX;
     supervisor.start(spec).unwrap();

@@ -4,17 +4,16 @@
 mod common;
 
 use std::fs::read_to_string;
-use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use common::groups::{HANG, KILL, TERM, close, event, group, telling_group, warm_image};
 use common::image;
 use elasticrs_core::spec::GroupSpec;
 use elasticrs_core::supervisor::{Config, Event, NurseryExit, Outcome, StartFailure, Supervisor};
-use elasticrs_nursery::spec::{PassedFd, Stdio};
+use elasticrs_nursery::spec::PassedFd;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
-use elasticrs_testkit::nursery::worker;
+use elasticrs_testkit::nursery::{c_string, worker};
 use elasticrs_testkit::{wait_for_end, wait_until};
 
 fn supervisor(what: &str, limit: Duration) -> Supervisor {
@@ -97,7 +96,7 @@ fn a_start_that_hangs_names_the_worker_and_its_stage() {
     for hangs in [0, 2] {
         let supervisor = supervisor("", HANG);
         let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"]), worker(&["sleep"])]));
-        spec.processes[hangs].stdio[1] = Stdio::File(log.clone());
+        spec.processes[hangs].stdio[1] = Some(c_string(log.clone()));
         spec.start_deadline = Duration::from_secs(3);
         supervisor.start(spec).unwrap();
         let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
@@ -111,7 +110,7 @@ fn a_start_that_hangs_names_the_worker_and_its_stage() {
 fn a_fork_that_cannot_settle_is_a_failed_start() {
     let supervisor = supervisor("", HANG);
     let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"])]));
-    spec.processes[1].cwd = Some(PathBuf::from("/does/not/exist"));
+    spec.processes[1].cwd = Some(c"/does/not/exist".into());
     supervisor.start(spec).unwrap();
     let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
     let StartFailure::Worker { local_rank, stage, errno, subject } = failure else { panic!("{failure:?}") };
@@ -171,7 +170,7 @@ fn output_goes_to_the_log_and_one_attempt_follows_another() {
     for attempt in 0..3 {
         let log = folder.path().join(attempt.to_string());
         let mut spec = warm(group(vec![worker(&["exit", "0"])]));
-        spec.processes[0].stdio[1] = Stdio::File(log.clone());
+        spec.processes[0].stdio[1] = Some(c_string(log.clone()));
         supervisor.start(spec).unwrap();
         started(&supervisor);
         assert_eq!(outcome(&supervisor), Outcome::Succeeded);

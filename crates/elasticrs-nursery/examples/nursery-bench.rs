@@ -9,9 +9,10 @@ use std::time::{Duration, Instant};
 use elasticrs_nursery::fence::Fence;
 use elasticrs_nursery::launch::{Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{Reply, Request};
-use elasticrs_nursery::spec::{PassedFd, ProcessSpec, Stdio};
+use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::{pidfd, wait};
+use elasticrs_testkit::nursery::c_string;
 use elasticrs_testkit::{wait_for_end, wait_readable, worker_program};
 
 type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -45,8 +46,8 @@ fn spawn(nursery: &mut Launched, count: u32, command: &str) -> Result<Vec<i32>> 
     let (reader, writer) = io::pipe()?;
     let mut pids = Vec::new();
     for local_rank in 0..count {
-        let argv = vec![worker_program().into(), command.into()];
-        let stdio = [Stdio::Null, Stdio::Null, Stdio::Inherit];
+        let argv = vec![c_string(worker_program()), c_string(command)];
+        let stdio = [Some(c"/dev/null".into()), Some(c"/dev/null".into()), None];
         let pass_fds = vec![PassedFd { source: 0, target: 1 }];
         let process = ProcessSpec { local_rank, stdio, pass_fds, ..ProcessSpec::new(argv, Vec::new()) };
         let fd = writer.as_fd().try_clone_to_owned()?;
@@ -108,8 +109,8 @@ fn main() -> Result<()> {
     let (mut nursery, _) = start(image)?;
     let mut figures = Vec::new();
     for _ in 0..rounds {
-        let stdio = [Stdio::Null, Stdio::Null, Stdio::Inherit];
-        let argv = vec!["/bin/true".into()];
+        let stdio = [Some(c"/dev/null".into()), Some(c"/dev/null".into()), None];
+        let argv = vec![c"/bin/true".into()];
         let process = ProcessSpec { stdio, ..ProcessSpec::new(argv, Vec::new()) };
         let begin = Instant::now();
         nursery.link.send(&Request::Spawn { process, keep_ignored: Vec::new() }, Vec::new())?;

@@ -4,12 +4,13 @@
 //! workers run, the agent prints the line `nursery PID workers PID …`.
 
 use std::error::Error;
-use std::ffi::OsString;
+use std::ffi::CString;
 use std::io::{self, Write};
+use std::os::unix::ffi::OsStringExt;
 
 use elasticrs_nursery::launch::{Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{Reply, Request};
-use elasticrs_nursery::spec::{ProcessSpec, Stdio};
+use elasticrs_nursery::spec::ProcessSpec;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use std::os::fd::AsFd;
 
@@ -25,16 +26,16 @@ fn next(nursery: &mut Launched) -> Result<Reply, Box<dyn Error>> {
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args_os().skip(1);
     let mut argument = || arguments.next().ok_or("an argument is missing");
-    let program = argument()?.into();
+    let program = CString::new(argument()?.into_vec())?;
     let count: u32 = argument()?.to_str().ok_or("no number")?.parse()?;
-    let argv: Vec<OsString> = arguments.collect();
+    let argv = arguments.map(|argument| CString::new(argument.into_vec())).collect::<Result<Vec<_>, _>>()?;
 
-    let mut nursery = launch(&[NurseryImage::Program { path: program, args: vec!["worker-nursery".into()] }])?;
+    let mut nursery = launch(&[NurseryImage::Program { path: program, args: vec![c"worker-nursery".into()] }])?;
     next(&mut nursery)?;
     let mut pids = Vec::new();
     for local_rank in 0..count {
-        let stdio = [Stdio::Null, Stdio::Inherit, Stdio::Inherit];
-        let (argv, env) = (argv.clone(), vec!["PATH=/usr/bin:/bin".into()]);
+        let stdio = [Some(c"/dev/null".into()), None, None];
+        let (argv, env) = (argv.clone(), vec![c"PATH=/usr/bin:/bin".into()]);
         let process = ProcessSpec { local_rank, stdio, ..ProcessSpec::new(argv, env) };
         nursery.link.send(&Request::Spawn { process, keep_ignored: Vec::new() }, Vec::new())?;
         // Skip other replies, because some workers may stop or exit before all have been started.

@@ -1,11 +1,10 @@
 //! Starts nurseries from the agent.
 
-use std::ffi::{CString, OsStr, OsString};
+use std::ffi::{CString, OsString};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -40,9 +39,9 @@ pub enum NurseryImage {
     ///
     /// The text form of a [`Start`] is appended to `args`. The program must pass the text to [`super::server::run`].
     Program {
-        path: PathBuf,
-        /// Arguments of the program, starting with the program's own name.
-        args: Vec<OsString>,
+        path: CString,
+        /// Arguments of the program, including the program's own name.
+        args: Vec<CString>,
     },
 }
 
@@ -212,18 +211,14 @@ fn launch_as(images: &[NurseryImage], import: &Import, start: Start) -> Result<L
                         continue;
                     }
                 };
-                (Program::File(memory_file.as_fd()), vec![OsStr::from_bytes(NAME.to_bytes()).to_owned()], Vec::new())
+                (Program::File(memory_file.as_fd()), vec![NAME.to_owned()], Vec::new())
             }
-            NurseryImage::Program { path, args } => {
-                let path = c_string(path.as_os_str().as_bytes().to_vec())?;
-                (Program::Paths(vec![path]), args.clone(), environment())
-            }
+            NurseryImage::Program { path, args } => (Program::Paths(vec![path.clone()]), args.clone(), environment()?),
         };
-        let argv = argv.into_iter().chain([text.clone().into()]);
         let command = Command {
             program,
-            argv: argv.map(|arg| c_string(arg.into_vec())).collect::<Result<_, _>>()?,
-            env: env.into_iter().map(c_string).collect::<Result<_, _>>()?,
+            argv: argv.into_iter().chain([c_string(text.clone())?]).collect(),
+            env,
             cwd: None,
             stdio: [const { Standard::Inherit }; 3],
             fds: passed.to_vec(),
@@ -257,18 +252,18 @@ fn warm_command<'fd>(
     let mut command = command(&warm.process, &ignored, &[])?;
     let exec = |errno| Failure { stage: Stage::Exec, errno, descriptor: 0 };
     for (name, value) in variables {
-        command.env.push(c_string(format!("{name}={value}").into_bytes()).map_err(exec)?);
+        command.env.push(c_string(format!("{name}={value}")).map_err(exec)?);
     }
     command.fds = passed.to_vec();
     command.fds.push((warm.report.as_fd(), REPORT_FD));
     Ok(command)
 }
 
-fn environment() -> Vec<Vec<u8>> {
-    let join = |(name, value): (OsString, OsString)| [name.as_bytes(), b"=", value.as_bytes()].concat();
+fn environment() -> Result<Vec<CString>, Errno> {
+    let join = |(name, value): (OsString, OsString)| c_string([name.as_bytes(), b"=", value.as_bytes()].concat());
     std::env::vars_os().map(join).collect()
 }
 
-fn c_string(bytes: Vec<u8>) -> Result<CString, Errno> {
+fn c_string(bytes: impl Into<Vec<u8>>) -> Result<CString, Errno> {
     CString::new(bytes).map_err(|_| Errno::EINVAL)
 }

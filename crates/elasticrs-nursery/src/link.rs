@@ -206,18 +206,16 @@ impl Received {
 
 #[cfg(test)]
 mod tests {
-    use std::ffi::OsStr;
+    use std::ffi::CString;
     use std::fs::File;
     use std::io::Write;
-    use std::os::unix::ffi::OsStrExt;
     use std::os::unix::net::UnixStream;
-    use std::path::PathBuf;
 
     use nix::sys::resource::{Resource, getrlimit, setrlimit};
     use proptest::prelude::*;
 
     use super::*;
-    use crate::spec::{PassedFd, ProcessSpec, Stdio};
+    use crate::spec::{PassedFd, ProcessSpec};
 
     fn ends() -> (AgentLink, NurseryLink) {
         let (a, b) = UnixStream::pair().unwrap();
@@ -226,9 +224,8 @@ mod tests {
 
     fn spawn(descriptors: u32, argument: usize) -> Request {
         let pass_fds = (0..descriptors).zip(3..).map(|(source, target)| PassedFd { source, target }).collect();
-        let stdio = [Stdio::Null, Stdio::Null, Stdio::Null];
-        let argv = vec!["x".repeat(argument).into()];
-        let process = ProcessSpec { stdio, pass_fds, ..ProcessSpec::new(argv, Vec::new()) };
+        let argv = vec![CString::new("x".repeat(argument)).unwrap()];
+        let process = ProcessSpec { pass_fds, ..ProcessSpec::new(argv, Vec::new()) };
         Request::Spawn { process, keep_ignored: Vec::new() }
     }
 
@@ -286,9 +283,9 @@ mod tests {
 
     #[test]
     fn paths_that_are_not_utf_8_arrive() {
-        let odd = || PathBuf::from(OsStr::from_bytes(b"log\xff/\n"));
-        let stdio = [Stdio::Null, Stdio::File(odd()), Stdio::Inherit];
-        let process = ProcessSpec { cwd: Some(odd()), stdio, ..ProcessSpec::new(Vec::new(), Vec::new()) };
+        let odd = Some(CString::from(c"log\xff/\n"));
+        let stdio = [None, odd.clone(), None];
+        let process = ProcessSpec { cwd: odd, stdio, ..ProcessSpec::new(Vec::new(), Vec::new()) };
         let request = Request::Spawn { process, keep_ignored: Vec::new() };
         let (mut agent, mut nursery) = ends();
         agent.send(&request, Vec::new()).unwrap();

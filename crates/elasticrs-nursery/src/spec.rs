@@ -1,22 +1,9 @@
 //! Description of a process to start, as plain data. Python passes it to the agent's runtime, and the runtime
 //! passes it to the nursery.
 
-use std::ffi::OsString;
-use std::path::PathBuf;
+use std::ffi::CString;
 
 use serde::{Deserialize, Serialize};
-
-/// Source or destination of a standard stream of a worker.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Stdio {
-    /// The worker inherits the agent's descriptor with the same number, so that a terminal stays a terminal.
-    Inherit,
-    /// `/dev/null`.
-    Null,
-    /// A file that the child opens. Standard input is opened for reading. An output file is opened for appending, and
-    /// created with mode 0644 if it does not exist.
-    File(#[serde(with = "os_path")] PathBuf),
-}
 
 /// A file descriptor that is passed to a worker under a given number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -31,15 +18,15 @@ pub struct PassedFd {
 pub struct ProcessSpec {
     pub local_rank: u32,
     /// Program and its arguments. A program name without a slash is looked up in the `PATH` of `env`.
-    #[serde(with = "os_strings")]
-    pub argv: Vec<OsString>,
+    pub argv: Vec<CString>,
     /// The complete environment, as `NAME=value` entries.
-    #[serde(with = "os_strings")]
-    pub env: Vec<OsString>,
+    pub env: Vec<CString>,
     /// Working directory. `None` for the agent's working directory.
-    #[serde(with = "optional_os_path")]
-    pub cwd: Option<PathBuf>,
-    pub stdio: [Stdio; 3],
+    pub cwd: Option<CString>,
+    /// Files of the standard streams. Standard input is opened for reading. An output file is opened for appending, and
+    /// created with mode 0644 if it does not exist. `None` for the agent's descriptor with the same number, so that a
+    /// terminal stays a terminal.
+    pub stdio: [Option<CString>; 3],
     /// Additional file descriptors to pass to the worker. All other descriptors are closed.
     pub pass_fds: Vec<PassedFd>,
     /// CPUs that the worker may run on. `None` for all CPUs that the nursery may use.
@@ -53,13 +40,13 @@ pub struct ProcessSpec {
 
 impl ProcessSpec {
     /// Creates a spec for local rank 0 that uses the agent's standard streams and working directory, and all CPUs.
-    pub fn new(argv: Vec<OsString>, env: Vec<OsString>) -> Self {
+    pub fn new(argv: Vec<CString>, env: Vec<CString>) -> Self {
         Self {
             local_rank: 0,
             argv,
             env,
             cwd: None,
-            stdio: [Stdio::Inherit, Stdio::Inherit, Stdio::Inherit],
+            stdio: [None, None, None],
             pass_fds: Vec::new(),
             cpus: None,
             warm: false,
@@ -95,57 +82,6 @@ impl CpuSet {
     /// Returns the mask, in the format of `sched_setaffinity`.
     pub fn mask(&self) -> &[u8] {
         &self.mask
-    }
-}
-
-/// Serializes an `OsString` as bytes, because serde's default format depends on the platform.
-mod os_strings {
-    use std::ffi::OsString;
-    use std::os::unix::ffi::{OsStrExt, OsStringExt};
-
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(strings: &[OsString], serializer: S) -> Result<S::Ok, S::Error> {
-        strings.iter().map(|s| s.as_bytes()).collect::<Vec<_>>().serialize(serializer)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<OsString>, D::Error> {
-        Ok(Vec::<Vec<u8>>::deserialize(deserializer)?.into_iter().map(OsString::from_vec).collect())
-    }
-}
-
-/// Serializes a path as bytes, because serde's own format requires UTF-8 and fails for other paths.
-mod os_path {
-    use std::ffi::OsString;
-    use std::os::unix::ffi::{OsStrExt, OsStringExt};
-    use std::path::{Path, PathBuf};
-
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    pub(super) fn serialize<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
-        path.as_os_str().as_bytes().serialize(serializer)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PathBuf, D::Error> {
-        Ok(OsString::from_vec(Vec::deserialize(deserializer)?).into())
-    }
-}
-
-mod optional_os_path {
-    use std::ffi::OsString;
-    use std::os::unix::ffi::{OsStrExt, OsStringExt};
-    use std::path::PathBuf;
-
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    #[expect(clippy::ref_option, reason = "serde's signature")]
-    pub(super) fn serialize<S: Serializer>(path: &Option<PathBuf>, serializer: S) -> Result<S::Ok, S::Error> {
-        path.as_ref().map(|path| path.as_os_str().as_bytes()).serialize(serializer)
-    }
-
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<PathBuf>, D::Error> {
-        let bytes = Option::<Vec<u8>>::deserialize(deserializer)?;
-        Ok(bytes.map(|bytes| OsString::from_vec(bytes).into()))
     }
 }
 

@@ -8,7 +8,7 @@ use elasticrs_nursery::protocol::{Reply, Request};
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::wait;
-use elasticrs_testkit::nursery::{Client, program, worker};
+use elasticrs_testkit::nursery::{Client, c_string, program, worker};
 use elasticrs_testkit::{wait_for_end, wait_for_state};
 use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::ptrace;
@@ -68,8 +68,8 @@ fn a_nursery_that_has_no_descriptor_left_says_that_it_cannot_guard() {
     // The limit is just enough for the nursery's own descriptors: standard streams, fixed numbers, SIGCHLD, and the
     // reserve.
     let code = format!("ulimit -n 11; exec {} \"$0\"", program().display());
-    let args = vec!["sh".into(), "-c".into(), code.into()];
-    let mut client = Client::start_from(NurseryImage::Program { path: "/bin/sh".into(), args });
+    let args = ["sh", "-c", &code].map(c_string).into();
+    let mut client = Client::start_from(NurseryImage::Program { path: c"/bin/sh".into(), args });
     let fence = Fence::new().unwrap();
     let page = fence.descriptors().unwrap().remove(0);
     for (request, fds) in [

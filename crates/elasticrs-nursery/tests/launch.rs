@@ -18,7 +18,7 @@ fn embedded() -> NurseryImage {
 }
 
 fn missing() -> NurseryImage {
-    NurseryImage::Program { path: PathBuf::from("/no such program"), args: vec!["x".into()] }
+    NurseryImage::Program { path: c"/no such program".into(), args: vec![c"x".into()] }
 }
 
 fn until_ready(nursery: &mut Launched) {

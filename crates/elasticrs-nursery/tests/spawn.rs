@@ -6,10 +6,10 @@ use std::os::unix::fs::PermissionsExt;
 
 use elasticrs_nursery::launch::stage_reached;
 use elasticrs_nursery::protocol::{Reply, Request};
-use elasticrs_nursery::spec::{PassedFd, Stdio};
+use elasticrs_nursery::spec::PassedFd;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
-use elasticrs_testkit::nursery::{self, Client, Lines, pipe, process, with_stdout, worker};
+use elasticrs_testkit::nursery::{self, Client, Lines, c_string, pipe, process, with_stdout, worker};
 use elasticrs_testkit::{open_fds, wait_readable};
 
 #[test]
@@ -115,7 +115,7 @@ fn logs_are_opened_in_the_child_for_appending() {
     let log = folder.path().join("stdout.log");
     std::fs::write(&log, "before\n").unwrap();
     let mut process = worker(&["lines", "2", "4"]);
-    process.stdio[1] = Stdio::File(log.clone());
+    process.stdio[1] = Some(c_string(log.clone()));
     let started = client.spawn(&process);
     assert_eq!(client.exit_of(started.pid).0, WorkerExit::Exited { code: 0 });
     assert_eq!(std::fs::read_to_string(log).unwrap(), "before\nREADY\n0..\n1..\n");
@@ -128,8 +128,8 @@ fn environment_and_directory_are_those_of_the_spec() {
     for (command, expected) in [("env", "A=1".to_owned()), ("cwd", folder.display().to_string())] {
         let (reader, writer) = pipe();
         let mut process = with_stdout(worker(&[command]));
-        process.env = vec!["A=1".into()];
-        process.cwd = Some(folder.clone());
+        process.env = vec![c"A=1".into()];
+        process.cwd = Some(c_string(folder.clone()));
         client.request_spawn(&process, &[], vec![writer]);
         let worker = client.spawned().unwrap();
         let mut lines = Lines::new(reader);
@@ -148,11 +148,11 @@ fn the_program_is_searched_for_in_the_workers_path() {
     std::fs::create_dir(&denied).unwrap();
     std::fs::write(denied.join("true"), "no program").unwrap();
     let mut process = process(vec!["true".into()]);
-    process.env = vec![format!("PATH=/nowhere:{}:/usr/bin:/bin", denied.display()).into()];
+    process.env = vec![c_string(format!("PATH=/nowhere:{}:/usr/bin:/bin", denied.display()))];
     let worker = client.spawn(&process);
     assert_eq!(client.exit_of(worker.pid).0, WorkerExit::Exited { code: 0 });
-    // If nothing else is found, report the file that may not be executed, because that is the more helpful message.
-    process.env = vec![format!("PATH={}:/nowhere", denied.display()).into()];
+    // What was found and may not be executed is the better message, when nothing else is found.
+    process.env = vec![c_string(format!("PATH={}:/nowhere", denied.display()))];
     assert_eq!(client.try_spawn(&process).err(), Some((Stage::Exec, libc::EACCES, "true".to_owned())));
 }
 
@@ -177,15 +177,15 @@ fn what_cannot_be_started_says_where_and_why() {
     check(program(path("text").join("below")), Stage::Exec, libc::ENOTDIR, &path("text").join("below"));
 
     let mut directory = worker(&["sleep"]);
-    directory.cwd = Some(path("missing"));
+    directory.cwd = Some(c_string(path("missing")));
     check(directory.clone(), Stage::ChangeDir, libc::ENOENT, &path("missing"));
-    directory.cwd = Some(path("text"));
+    directory.cwd = Some(c_string(path("text")));
     check(directory, Stage::ChangeDir, libc::ENOTDIR, &path("text"));
 
     let mut log = worker(&["sleep"]);
-    log.stdio[2] = Stdio::File(folder.path().to_owned());
+    log.stdio[2] = Some(c_string(folder.path().to_owned()));
     check(log.clone(), Stage::OpenLog, libc::EISDIR, folder.path());
-    log.stdio[2] = Stdio::File(path("missing").join("log"));
+    log.stdio[2] = Some(c_string(path("missing").join("log")));
     check(log, Stage::OpenLog, libc::ENOENT, &path("missing").join("log"));
 }
 
@@ -193,8 +193,6 @@ fn what_cannot_be_started_says_where_and_why() {
 fn a_spec_that_no_kernel_could_start_is_an_error_not_a_crash() {
     let mut client = Client::start();
     assert_eq!(client.try_spawn(&process(vec![])).err(), Some((Stage::Exec, libc::EINVAL, String::new())));
-    let failure = client.try_spawn(&process(vec!["a\0b".into()])).err();
-    assert_eq!(failure.map(|(stage, errno, _)| (stage, errno)), Some((Stage::Exec, libc::EINVAL)));
     let mut process = with_stdout(worker(&["sleep"]));
     process.pass_fds[0].target = -1;
     client.request_spawn(&process, &[], vec![pipe().1]);
@@ -208,8 +206,8 @@ fn a_start_that_hangs_tells_its_stage_and_ends_with_the_nursery() {
     let fifo = folder.path().join("fifo");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let mut process = worker(&["sleep"]);
-    // Nothing ever reads from the FIFO, so opening it blocks, as on a dead network file system.
-    process.stdio[1] = Stdio::File(fifo);
+    // Nobody ever reads from it, so opening it blocks, as on a dead network file system.
+    process.stdio[1] = Some(c_string(fifo));
     client.request_spawn(&process, &[], Vec::new());
     loop {
         wait_readable(&client.nursery.stages, "the next stage");

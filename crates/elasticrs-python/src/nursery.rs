@@ -1,8 +1,7 @@
 //! Selects the program of the nursery, which is the process that starts and supervises the workers. Also contains the
 //! entry points of a nursery that runs in a Python interpreter.
 
-use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::OsStrExt;
+use std::ffi::{CStr, CString, OsString};
 use std::sync::Arc;
 
 use elasticrs_nursery::launch::{NurseryImage, Warm};
@@ -15,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::error::os_error;
-use crate::spec::{ProcessSpec, duration, signal};
+use crate::spec::{ProcessSpec, c_string, duration, signal};
 
 /// The nursery's program. `build.rs` builds it, and it is executed from a memory file.
 static IMAGE: &[u8] = include_bytes!(env!("ELASTICRS_NURSERY_IMAGE"));
@@ -63,7 +62,7 @@ fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
     let extension: OsString = py.import("elasticrs._core")?.getattr("__file__")?.extract()?;
     // Use `-I -S`, so that the user's environment and the site packages do not affect the nursery. Load the extension
     // by its path, because the package cannot be found without the site packages.
-    let code = "import sys\n\
+    let code = c"import sys\n\
         from importlib.machinery import ExtensionFileLoader as Loader, ModuleSpec\n\
         loader = Loader('elasticrs._core', sys.argv[1])\n\
         core = loader.create_module(ModuleSpec('elasticrs._core', loader, origin=sys.argv[1]))\n\
@@ -71,9 +70,9 @@ fn interpreter(py: Python<'_>) -> PyResult<Option<NurseryImage>> {
         sys.exit(core.nursery_main(sys.argv[2]))";
     // Pass the interpreter's own path as the first argument, because the interpreter uses this path to find its
     // library.
-    let args = [path.as_os_str(), "-I".as_ref(), "-S".as_ref(), "-c".as_ref(), code.as_ref(), extension.as_os_str()];
-    let args = args.map(OsStr::to_owned).to_vec();
-    Ok((!path.is_empty()).then(|| NurseryImage::Program { path: path.into(), args }))
+    let (path, extension) = (c_string(path, "sys.executable")?, c_string(extension, "__file__")?);
+    let args = [&path, c"-I", c"-S", c"-c", code, &extension].map(CStr::to_owned).to_vec();
+    Ok((!path.is_empty()).then(|| NurseryImage::Program { path, args }))
 }
 
 /// Runs a nursery in this process, which must have been started for that purpose only. Returns the exit code.
@@ -109,8 +108,8 @@ pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Stri
     });
     match server::run_warm(Some(start), Some(forker)) {
         Ok(worker) => {
-            let bytes = |strings: Vec<OsString>| {
-                strings.into_iter().map(|text| PyBytes::new(py, text.as_bytes()).unbind()).collect()
+            let bytes = |strings: Vec<CString>| {
+                strings.into_iter().map(|text| PyBytes::new(py, text.to_bytes()).unbind()).collect()
             };
             Ok((bytes(worker.argv), bytes(worker.env)))
         }

@@ -1,6 +1,6 @@
 //! Converts the Python descriptions of processes, groups and log streams to the core's types.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::{CString, OsStr, OsString};
 use std::os::fd::{OwnedFd, RawFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
@@ -28,11 +28,12 @@ pub fn signal(number: i32) -> PyResult<Signal> {
     Signal::new(number).ok_or_else(|| PyValueError::new_err(format!("{number} is not a signal number")))
 }
 
-fn no_nul(text: OsString, what: &str) -> PyResult<OsString> {
-    if text.as_bytes().contains(&0) {
-        return Err(PyValueError::new_err(format!("{what} contains a NUL byte: {}", text.display())));
-    }
-    Ok(text)
+/// Converts a text for the kernel. Raises `ValueError` if it contains a NUL byte. `what` is used in the error message.
+pub fn c_string(text: OsString, what: &str) -> PyResult<CString> {
+    CString::new(text.into_vec()).map_err(|error| {
+        let text = OsString::from_vec(error.into_vec());
+        PyValueError::new_err(format!("{what} contains a NUL byte: {}", text.display()))
+    })
 }
 
 /// A command-line argument: text, which is encoded for the file system, or bytes.
@@ -79,15 +80,15 @@ impl ProcessSpec {
         if argv.is_empty() {
             return Err(PyValueError::new_err("argv is empty"));
         }
-        let argv = argv.into_iter().map(|a| no_nul(a.into_os(), "an argument")).collect::<PyResult<_>>()?;
+        let argv = argv.into_iter().map(|a| c_string(a.into_os(), "an argument")).collect::<PyResult<_>>()?;
         let cpus =
             cpus.map(|cpus| nursery::CpuSet::new(&cpus).ok_or_else(|| PyValueError::new_err("cpus names no CPU")));
         let cpus = cpus.transpose()?;
-        let to = |path: Option<PathBuf>| path.map_or(nursery::Stdio::Inherit, nursery::Stdio::File);
+        let path = |path: Option<PathBuf>| path.map(|path| c_string(path.into(), "a path")).transpose();
         let inner = nursery::ProcessSpec {
             local_rank,
-            cwd,
-            stdio: [to(stdin), to(stdout), to(stderr)],
+            cwd: path(cwd)?,
+            stdio: [path(stdin)?, path(stdout)?, path(stderr)?],
             cpus,
             warm,
             ..nursery::ProcessSpec::new(argv, environment(env)?)
@@ -115,7 +116,7 @@ impl ProcessSpec {
     }
 }
 
-fn environment(env: &Bound<'_, PyMapping>) -> PyResult<Vec<OsString>> {
+fn environment(env: &Bound<'_, PyMapping>) -> PyResult<Vec<CString>> {
     let variable = |name: OsString, value: OsString| {
         if name.is_empty() || name.as_bytes().contains(&b'=') {
             return Err(PyValueError::new_err(format!("`{}` cannot name a variable", name.display())));
@@ -123,7 +124,7 @@ fn environment(env: &Bound<'_, PyMapping>) -> PyResult<Vec<OsString>> {
         let mut entry = name;
         entry.push(OsStr::new("="));
         entry.push(value);
-        no_nul(entry, "a variable")
+        c_string(entry, "a variable")
     };
     if let Ok(dict) = env.cast::<PyDict>() {
         return dict.iter().map(|(name, value)| variable(name.extract()?, value.extract()?)).collect();

@@ -1,9 +1,8 @@
 //! Changes what `/proc/PID/cmdline` and `/proc/PID/environ` show, for a forked process that continues as a
 //! different program.
 
-use std::ffi::OsString;
+use std::ffi::CString;
 use std::num::NonZeroUsize;
-use std::os::unix::ffi::OsStrExt;
 
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
@@ -29,7 +28,7 @@ struct Map {
 ///
 /// # Errors
 /// The kernel was built without support for checkpoint and restore, or `/proc` is not mounted.
-pub fn show(argv: &[OsString], env: &[OsString]) -> nix::Result<()> {
+pub fn show(argv: &[CString], env: &[CString]) -> nix::Result<()> {
     let (arguments, environment) = (block(argv), block(env));
     let mut map = current()?;
     if read("cmdline")? != arguments {
@@ -42,8 +41,8 @@ pub fn show(argv: &[OsString], env: &[OsString]) -> nix::Result<()> {
     Errno::result(set).map(drop)
 }
 
-fn block(strings: &[OsString]) -> Vec<u8> {
-    strings.iter().flat_map(|string| [string.as_bytes(), b"\0"].concat()).collect()
+fn block(strings: &[CString]) -> Vec<u8> {
+    strings.iter().flat_map(CString::as_bytes_with_nul).copied().collect()
 }
 
 /// Copies the block to memory that is never freed. Returns the bounds of that memory.
@@ -91,8 +90,8 @@ fn read(file: &str) -> nix::Result<Vec<u8>> {
 mod tests {
     use super::*;
 
-    fn strings(texts: &[&str]) -> Vec<OsString> {
-        texts.iter().map(OsString::from).collect()
+    fn strings(texts: &[&str]) -> Vec<CString> {
+        texts.iter().map(|text| CString::new(*text).unwrap()).collect()
     }
 
     #[test]

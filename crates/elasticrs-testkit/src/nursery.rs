@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 use std::collections::VecDeque;
-use std::ffi::OsString;
+use std::ffi::{CString, OsString};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio as Pipes};
 
 use elasticrs_nursery::launch::{Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request};
-use elasticrs_nursery::spec::{PassedFd, ProcessSpec, Stdio};
+use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::exit::{Usage, WorkerExit};
 use elasticrs_sys::stage::Stage;
 use elasticrs_sys::wait;
@@ -60,7 +60,7 @@ pub fn program() -> PathBuf {
 
 /// Returns a [`NurseryImage`] that runs this program.
 pub fn image(program: PathBuf) -> NurseryImage {
-    NurseryImage::Program { path: program, args: vec!["worker-nursery".into()] }
+    NurseryImage::Program { path: c_string(program), args: vec![c"worker-nursery".into()] }
 }
 
 impl Client {
@@ -340,8 +340,14 @@ pub fn worker(arguments: &[&str]) -> ProcessSpec {
 
 /// Describes a process with a minimal environment. It shares only standard error with the test.
 pub fn process(argv: Vec<OsString>) -> ProcessSpec {
-    let stdio = [Stdio::Null, Stdio::Null, Stdio::Inherit];
-    ProcessSpec { stdio, ..ProcessSpec::new(argv, vec!["PATH=/usr/bin:/bin".into()]) }
+    let stdio = [Some(c"/dev/null".into()), Some(c"/dev/null".into()), None];
+    let argv = argv.into_iter().map(c_string).collect();
+    ProcessSpec { stdio, ..ProcessSpec::new(argv, vec![c"PATH=/usr/bin:/bin".into()]) }
+}
+
+/// Converts a text or a path. Panics if it contains a NUL byte.
+pub fn c_string(text: impl Into<OsString>) -> CString {
+    CString::new(text.into().into_encoded_bytes()).unwrap()
 }
 
 /// Makes the worker's standard output the first descriptor of the start request.

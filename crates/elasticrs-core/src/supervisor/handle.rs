@@ -439,8 +439,8 @@ mod tests {
 
     /// Starts a supervisor whose nursery does nothing but exit when its link is closed.
     fn idle_supervisor() -> Supervisor {
-        let args = ["sh", "-c", "cat <&3 >/dev/null"].map(Into::into).to_vec();
-        let nursery = vec![NurseryImage::Program { path: "/bin/sh".into(), args }];
+        let args = [c"sh", c"-c", c"cat <&3 >/dev/null"].map(Into::into).to_vec();
+        let nursery = vec![NurseryImage::Program { path: c"/bin/sh".into(), args }];
         Supervisor::new(Config { nursery, owns_process: true }).unwrap()
     }
 

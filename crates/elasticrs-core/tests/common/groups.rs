@@ -9,11 +9,11 @@ use elasticrs_core::spec::{Descendants, GroupSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_nursery::launch::{NurseryImage, Warm};
-use elasticrs_nursery::spec::{PassedFd, ProcessSpec, Stdio};
+use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
 use elasticrs_testkit::assert_no_children;
-use elasticrs_testkit::nursery::{Lines, pipe, process, worker};
+use elasticrs_testkit::nursery::{Lines, c_string, pipe, process, worker};
 
 use super::image;
 
@@ -36,7 +36,7 @@ pub fn is_warm() -> bool {
 /// Returns a warm nursery. `programs/nursery.rs` explains `what`.
 pub fn warm_image(what: &str, limit: Duration) -> NurseryImage {
     let program = process(vec![super::nursery_program().into()]);
-    let process = ProcessSpec { env: vec![format!("WARM_NURSERY={what}").into()], ..program };
+    let process = ProcessSpec { env: vec![c_string(format!("WARM_NURSERY={what}"))], ..program };
     let report = File::open("/dev/null").unwrap().into();
     NurseryImage::Warm(Arc::new(Warm { process, ignored: Vec::new(), report, limit }))
 }
@@ -62,7 +62,7 @@ pub fn hanging_worker(folder: &Path) -> ProcessSpec {
     let fifo = folder.join("stdout.log");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let mut hangs = worker(&["exit", "0"]);
-    hangs.stdio[1] = Stdio::File(fifo);
+    hangs.stdio[1] = Some(c_string(fifo));
     hangs
 }
 

@@ -2,6 +2,7 @@
 //! warm one. The warm nursery imports nothing, and its workers execute their programs. `WARM_NURSERY` in its
 //! environment says what it does before it is ready, either directly or as `reads PATH` in a file.
 
+use std::ffi::{CStr, OsStr};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
@@ -63,12 +64,13 @@ fn main() -> ExitCode {
     match run_warm(start.as_deref(), Some(Box::new(forker))) {
         Err(code) => ExitCode::from(code),
         Ok(worker) => {
-            let mut command = Command::new(&worker.argv[0]);
-            command.args(&worker.argv[1..]).env_clear();
+            let os = |text: &CStr| OsStr::from_bytes(text.to_bytes()).to_owned();
+            let mut command = Command::new(os(&worker.argv[0]));
+            command.args(worker.argv[1..].iter().map(|arg| os(arg))).env_clear();
             for entry in &worker.env {
-                let mut parts = entry.as_bytes().splitn(2, |&byte| byte == b'=');
+                let mut parts = entry.to_bytes().splitn(2, |&byte| byte == b'=');
                 let [name, value] =
-                    [parts.next(), parts.next()].map(|part| std::ffi::OsStr::from_bytes(part.unwrap_or_default()));
+                    [parts.next(), parts.next()].map(|part| OsStr::from_bytes(part.unwrap_or_default()));
                 command.env(name, value);
             }
             let _ = command.exec();

@@ -1,6 +1,6 @@
 //! Shared memory pages in which the workers store their heartbeats, and the time limits for hang detection.
 
-use std::ffi::OsString;
+use std::ffi::CString;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -110,7 +110,7 @@ fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::R
     let source = u32::try_from(descriptors.len()).map_err(io::Error::other)?;
     descriptors.push(descriptor);
     process.pass_fds.push(PassedFd { source, target });
-    process.env.push(OsString::from(format!("ELASTICRS_HEARTBEAT={name}")));
+    process.env.push(CString::new(format!("ELASTICRS_HEARTBEAT={name}"))?);
     Ok(Arc::new(page))
 }
 
