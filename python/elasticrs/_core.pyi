@@ -168,20 +168,11 @@ class WorkerExited:
         parent process has died.
         """
     @property
-    def core_dumped(self) -> bool: ...
-    @property
     def sent_signal(self) -> int | None:
         """Last signal that the supervisor sent to the worker; ``None`` if it sent none."""
     @property
     def seen_ns(self) -> int:
         """Time when the supervisor noticed the exit. Exits that are noticed together have the same time."""
-    @property
-    def max_rss_kib(self) -> int | None:
-        """Maximum resident set size of the worker in KiB; ``None`` for adopted processes."""
-    @property
-    def user_us(self) -> int | None: ...
-    @property
-    def system_us(self) -> int | None: ...
 
 @final
 class FailureSeen:

@@ -25,7 +25,7 @@ def test_exits_carry_code_signal_and_usage(group):
     group.end()
     exited = [e for e in group.events if isinstance(e, _core.WorkerExited)]
     assert {e.local_rank for e in exited} == {0, 1}
-    assert all(e.exitcode == 0 and e.sent_signal is None and e.max_rss_kib > 0 for e in exited)
+    assert all(e.exitcode == 0 and e.sent_signal is None for e in exited)
     assert all(e.seen_ns <= group.events[-1].ended_ns for e in exited)
 
 

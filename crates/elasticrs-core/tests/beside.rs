@@ -159,7 +159,7 @@ fn a_failed_import_leaves_the_group_alone_and_later_groups_cold() {
         let worker = job.run_warm();
         job.import_beside(what, limit);
         let Event::Warmed { failure: Some(end), is_beside: true } = event(&job.supervisor) else { panic!("{what}") };
-        let killed = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
+        let killed = WorkerExit::Signaled { signal: libc::SIGKILL };
         let exit = if what == "dies" { WorkerExit::Exited { code: 3 } } else { killed };
         assert_eq!(end, NurseryExit { exit, hung: what == "hangs" });
         assert_eq!(parent(worker), job.nursery());

@@ -21,7 +21,7 @@ use elasticrs_sys::wait::{Waited, any_child};
 use elasticrs_testkit::nursery::{c_string, pipe, process, worker};
 use elasticrs_testkit::{assert_no_children, wait_for_state, wait_until, worker_program};
 
-const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
+const TERMINATED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGTERM };
 
 /// Waits for the end of the group. Returns the exits by local rank, each with the signal sent by the supervisor,
 /// and the last event.

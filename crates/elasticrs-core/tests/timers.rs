@@ -158,7 +158,7 @@ fn shell(script: &str) -> ProcessSpec {
 }
 
 fn by(signal: i32) -> WorkerExit {
-    WorkerExit::Signaled { signal, core_dumped: false }
+    WorkerExit::Signaled { signal }
 }
 
 fn record(pid: i32, scope: &str, expires: f64, signal: i32, more: &str) -> String {

@@ -5,7 +5,7 @@
 //! format. Descriptors are sent as `SCM_RIGHTS` with the first byte of the frame to which they belong.
 
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::{Usage, WorkerExit};
+use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
 use serde::{Deserialize, Serialize};
 
@@ -14,7 +14,7 @@ use super::fence::Holder;
 use crate::spec::ProcessSpec;
 
 /// Version of this protocol. Increment it with every change to this file.
-pub const PROTOCOL: u32 = 13;
+pub const PROTOCOL: u32 = 14;
 
 /// Maximum length of a frame in bytes. The environments of 1024 workers need far less.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
@@ -167,7 +167,6 @@ pub enum Reply {
     Exited {
         pid: i32,
         exit: WorkerExit,
-        usage: Usage,
         /// Time at which the nursery noticed the exit. Exits noticed in the same iteration of the nursery's loop have
         /// the same time.
         seen: Stamp,

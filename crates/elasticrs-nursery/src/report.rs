@@ -59,7 +59,7 @@ pub fn blame(report: impl AsFd, since: u64, end: ImportFailure) -> bool {
     }
     let end = match end {
         ImportFailure::Exited(WorkerExit::Exited { code }) => code.to_string(),
-        ImportFailure::Exited(WorkerExit::Signaled { signal, .. }) => (-signal).to_string(),
+        ImportFailure::Exited(WorkerExit::Signaled { signal }) => (-signal).to_string(),
         ImportFailure::Exited(WorkerExit::Unknown) => "null".to_owned(),
         ImportFailure::ExecutedProgram => "\"executes\"".to_owned(),
         ImportFailure::ClosedConnection => "\"closes\"".to_owned(),
@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn the_module_at_which_it_was_is_blamed_once() {
         let mut file = report(&format!("{IMPORTS_A}{{\"imported\": \"a\"}}\n{IMPORTS_B}"));
-        let killed = ImportFailure::Exited(WorkerExit::Signaled { signal: 9, core_dumped: false });
+        let killed = ImportFailure::Exited(WorkerExit::Signaled { signal: 9 });
         assert_eq!(blamed(&mut file, 0, killed).as_deref(), Some("{\"ended\":-9}\n"));
         assert_eq!(blamed(&mut file, 0, killed), None, "nothing is imported");
         file.write_all(IMPORTS_A.as_bytes()).unwrap();

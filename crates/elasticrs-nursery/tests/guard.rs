@@ -58,8 +58,8 @@ fn a_sweep_of_the_fence_that_still_runs_does_not_end_the_next_group() {
     wait::reap(slow.as_raw());
     let worker = client.spawned().unwrap();
     client.send(&Request::SignalGroup { pid: worker.pid, signal: libc::SIGTERM });
-    let ended_by = WorkerExit::Signaled { signal: libc::SIGTERM, core_dumped: false };
-    assert_eq!(client.exit_of(worker.pid).0, ended_by);
+    let ended_by = WorkerExit::Signaled { signal: libc::SIGTERM };
+    assert_eq!(client.exit_of(worker.pid), ended_by);
     client.sweep(0, 0);
 }
 

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use elasticrs_core::supervisor::{self, Event, ExitStage, KillReason, Outcome, StartFailure};
 use elasticrs_core::timer::hang::{Ground, Missed};
 use elasticrs_nursery::protocol;
-use elasticrs_sys::exit::{Usage, WorkerExit};
+use elasticrs_sys::exit::WorkerExit;
 use pyo3::prelude::*;
 
 use crate::error::SupervisorError;
@@ -15,7 +15,7 @@ use crate::error::SupervisorError;
 fn exitcode(exit: WorkerExit) -> Option<i32> {
     match exit {
         WorkerExit::Exited { code } => Some(code),
-        WorkerExit::Signaled { signal, .. } => Some(-signal),
+        WorkerExit::Signaled { signal } => Some(-signal),
         WorkerExit::Unknown => None,
     }
 }
@@ -48,12 +48,8 @@ pub struct WorkerExited {
     local_rank: u32,
     pid: i32,
     exitcode: Option<i32>,
-    core_dumped: bool,
     sent_signal: Option<i32>,
     seen_ns: u64,
-    max_rss_kib: Option<u64>,
-    user_us: Option<u64>,
-    system_us: Option<u64>,
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
@@ -238,19 +234,13 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         }
         Event::GroupStarted { pids, started } => object(py, GroupStarted { pids, started_ns: started.0 }),
         Event::StartFailed(failure) => object(py, start_failed(&failure)),
-        Event::WorkerExited { local_rank, pid, exit, sent, seen, usage } => {
-            let core_dumped = matches!(exit, WorkerExit::Signaled { core_dumped: true, .. });
-            let used = |value: fn(&Usage) -> u64| usage.as_ref().map(value);
+        Event::WorkerExited { local_rank, pid, exit, sent, seen } => {
             let exited = WorkerExited {
                 local_rank,
                 pid,
                 exitcode: exitcode(exit),
-                core_dumped,
                 sent_signal: sent.map(elasticrs_sys::signal::Signal::number),
                 seen_ns: seen.0,
-                max_rss_kib: used(|u| u.max_rss_kib),
-                user_us: used(|u| u.user_us),
-                system_us: used(|u| u.system_us),
             };
             object(py, exited)
         }

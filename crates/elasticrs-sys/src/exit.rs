@@ -1,5 +1,6 @@
 //! Exit status of a worker.
 
+use nix::sys::wait::WaitStatus;
 use serde::{Deserialize, Serialize};
 
 /// Exit status of a process, as reported by the kernel.
@@ -8,7 +9,7 @@ pub enum WorkerExit {
     /// The worker returned or called `exit`.
     Exited { code: i32 },
     /// A signal killed the worker.
-    Signaled { signal: i32, core_dumped: bool },
+    Signaled { signal: i32 },
     /// The process has exited, but its exit status is unknown, because the nursery (its parent) died or because other
     /// code reaped the process.
     Unknown,
@@ -20,9 +21,18 @@ impl WorkerExit {
         if libc::WIFEXITED(status) {
             Some(Self::Exited { code: libc::WEXITSTATUS(status) })
         } else if libc::WIFSIGNALED(status) {
-            Some(Self::Signaled { signal: libc::WTERMSIG(status), core_dumped: libc::WCOREDUMP(status) })
+            Some(Self::Signaled { signal: libc::WTERMSIG(status) })
         } else {
             None
+        }
+    }
+
+    /// Converts a status that `waitid` has returned. `Unknown` if the process has not exited.
+    pub fn of(status: WaitStatus) -> Self {
+        match status {
+            WaitStatus::Exited(_, code) => Self::Exited { code },
+            WaitStatus::Signaled(_, signal, _) => Self::Signaled { signal: signal as i32 },
+            _ => Self::Unknown,
         }
     }
 
@@ -32,14 +42,6 @@ impl WorkerExit {
     }
 }
 
-/// Resource usage of a process, as reported by `wait4`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct Usage {
-    pub max_rss_kib: u64,
-    pub user_us: u64,
-    pub system_us: u64,
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -47,8 +49,8 @@ mod tests {
     #[test]
     fn wait_statuses_are_decoded() {
         assert_eq!(WorkerExit::from_wait_status(7 << 8), Some(WorkerExit::Exited { code: 7 }));
-        assert_eq!(WorkerExit::from_wait_status(9), Some(WorkerExit::Signaled { signal: 9, core_dumped: false }));
-        assert_eq!(WorkerExit::from_wait_status(0x8b), Some(WorkerExit::Signaled { signal: 11, core_dumped: true }));
+        assert_eq!(WorkerExit::from_wait_status(9), Some(WorkerExit::Signaled { signal: 9 }));
+        assert_eq!(WorkerExit::from_wait_status(0x8b), Some(WorkerExit::Signaled { signal: 11 }), "with a core dump");
         assert_eq!(WorkerExit::from_wait_status(0x137f), None, "stopped by SIGSTOP");
         assert_eq!(WorkerExit::from_wait_status(0xffff), None, "continued");
     }

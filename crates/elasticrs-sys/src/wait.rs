@@ -6,18 +6,11 @@ use nix::errno::Errno;
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 
-use crate::exit::Usage;
-
 /// Result of `wait4`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Waited {
     /// A child has exited (and was reaped), was stopped, or was continued.
-    Changed {
-        pid: i32,
-        status: i32,
-        /// Resources used by the child and by the descendants that it reaped.
-        usage: Usage,
-    },
+    Changed { pid: i32, status: i32 },
     /// There are children, but none of them has changed its state.
     Pending,
     /// There is no child (`ECHILD`). In a subreaper, this proves that no descendant is left.
@@ -75,29 +68,17 @@ pub fn release(pid: i32, signal: i32) -> bool {
 
 fn wait(pid: i32, options: i32) -> Waited {
     let mut status = 0;
-    // SAFETY: `rusage` consists of integers, for which zero is a valid value.
-    let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
     loop {
-        // SAFETY: both pointers point to live local variables. `__WALL` includes children whose exit signal is not
+        // SAFETY: the pointer points to a live local variable. `__WALL` includes children whose exit signal is not
         // SIGCHLD.
-        let found = unsafe { libc::wait4(pid, &raw mut status, options | libc::__WALL, &raw mut usage) };
+        let found = unsafe { libc::wait4(pid, &raw mut status, options | libc::__WALL, ptr::null_mut()) };
         return match Errno::result(found) {
             Ok(0) => Waited::Pending,
-            Ok(pid) => Waited::Changed { pid, status, usage: convert(&usage) },
+            Ok(pid) => Waited::Changed { pid, status },
             Err(Errno::EINTR) => continue,
             // The error is ECHILD. The only other possible error, EINVAL, cannot occur because the options are valid
             // constants.
             Err(_) => Waited::NoChildren,
         };
-    }
-}
-
-fn convert(usage: &libc::rusage) -> Usage {
-    let micros =
-        |t: libc::timeval| u64::try_from(t.tv_sec).unwrap_or(0) * 1_000_000 + u64::try_from(t.tv_usec).unwrap_or(0);
-    Usage {
-        max_rss_kib: u64::try_from(usage.ru_maxrss).unwrap_or(0),
-        user_us: micros(usage.ru_utime),
-        system_us: micros(usage.ru_stime),
     }
 }

@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio as Pipes};
 use elasticrs_nursery::launch::{Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
-use elasticrs_sys::exit::{Usage, WorkerExit};
+use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
 use elasticrs_sys::wait;
 use nix::sys::ptrace;
@@ -156,10 +156,10 @@ impl Client {
         (worker, lines)
     }
 
-    /// Waits until a worker has exited. Returns its exit status and resource usage.
-    pub fn exit_of(&mut self, pid: i32) -> (WorkerExit, Usage) {
+    /// Waits until a worker has exited. Returns its exit status.
+    pub fn exit_of(&mut self, pid: i32) -> WorkerExit {
         let pick = |reply: &Reply| match reply {
-            Reply::Exited { pid: of, exit, usage, .. } if *of == pid => Some((*exit, *usage)),
+            Reply::Exited { pid: of, exit, .. } if *of == pid => Some(*exit),
             _ => None,
         };
         self.find(pick).0

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use elasticrs_nursery::protocol::Descendant;
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::{Usage, WorkerExit};
+use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
 use elasticrs_sys::stage::Stage;
 
@@ -41,9 +41,6 @@ pub enum Event {
         sent: Option<Signal>,
         /// Time at which the supervisor noticed the exit. All exits that are noticed in one wake-up have the same time.
         seen: Stamp,
-        /// Resource usage of the worker. `None` if the nursery did not reap the worker, for example because Python
-        /// started the worker.
-        usage: Option<Usage>,
     },
     /// The leftover processes of a failed worker have been cleaned up, so a replacement can now be started. `swept` is
     /// the outcome of the clean-up. Reported once for each failed worker in a group that

@@ -24,7 +24,7 @@ use elasticrs_sys::pidfd;
 use elasticrs_sys::procfs;
 use elasticrs_sys::stage::Stage;
 use elasticrs_sys::stat::Stat;
-use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
@@ -372,9 +372,6 @@ async fn death_limit(ending: Option<Instant>) {
 
 /// Reaps a child of this process and returns its exit. Returns `Unknown` if another thread has already reaped it.
 fn exit_of(pidfd: &OwnedFd) -> WorkerExit {
-    match waitid(Id::PIDFd(pidfd.as_fd()), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG) {
-        Ok(WaitStatus::Exited(_, code)) => WorkerExit::Exited { code },
-        Ok(WaitStatus::Signaled(_, signal, core_dumped)) => WorkerExit::Signaled { signal: signal as i32, core_dumped },
-        Ok(_) | Err(_) => WorkerExit::Unknown,
-    }
+    let reaped = waitid(Id::PIDFd(pidfd.as_fd()), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
+    reaped.map_or(WorkerExit::Unknown, WorkerExit::of)
 }

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use elasticrs_sys::clock::Stamp;
-use elasticrs_sys::exit::{Usage, WorkerExit};
+use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
 
 use self::hangs::PendingAction;
@@ -29,7 +29,7 @@ pub(super) const HOPELESS_SWEEP: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Input {
     /// A member has exited.
-    Exited { pid: i32, exit: WorkerExit, usage: Option<Usage>, seen: Stamp },
+    Exited { pid: i32, exit: WorkerExit, seen: Stamp },
     /// A member was stopped by a signal.
     Paused { pid: i32, signal: i32 },
     /// A stopped member is running again.
@@ -264,7 +264,7 @@ impl Group {
             return effects;
         }
         match input {
-            Input::Exited { pid, exit, usage, seen } => self.on_exit(pid, exit, usage, seen, &mut effects),
+            Input::Exited { pid, exit, seen } => self.on_exit(pid, exit, seen, &mut effects),
             Input::Paused { pid, signal } => self.on_paused(pid, signal, &mut effects),
             Input::Continued { pid } => self.on_continued(pid, &mut effects),
             Input::Stop(policy) => {
@@ -310,7 +310,7 @@ impl Group {
         effects
     }
 
-    fn on_exit(&mut self, pid: i32, exit: WorkerExit, usage: Option<Usage>, seen: Stamp, effects: &mut Vec<Effect>) {
+    fn on_exit(&mut self, pid: i32, exit: WorkerExit, seen: Stamp, effects: &mut Vec<Effect>) {
         let Some(index) = self.members.iter().position(|m| m.pid == pid && !m.ended) else { return };
         self.settle_before_exit(index, exit, effects);
         let member = &mut self.members[index];
@@ -335,7 +335,7 @@ impl Group {
             self.begin_stop(self.on_failure, None, effects);
             effects.push(Effect::ReportFailure { local_rank, seen, siblings });
         }
-        effects.push(Effect::Report(Event::WorkerExited { local_rank, pid, exit, sent, seen, usage }));
+        effects.push(Effect::Report(Event::WorkerExited { local_rank, pid, exit, sent, seen }));
         if is_replaced {
             return self.leave(index, effects);
         }

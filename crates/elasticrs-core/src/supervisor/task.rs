@@ -173,7 +173,7 @@ impl Task {
                 Wake::Second(event) => self.second.on_event(&event, &mut self.images, &mut self.retired),
                 Wake::Member(MemberExit { pid, exit, seen }) => {
                     self.on_notices();
-                    self.input(Input::Exited { pid, exit, usage: None, seen });
+                    self.input(Input::Exited { pid, exit, seen });
                 }
                 Wake::Swept(swept) => self.on_swept(swept),
                 Wake::Task(result) => self.on_task_end(result),
@@ -244,9 +244,9 @@ impl Task {
             NurseryReply::SpawnFailed { local_rank, stage, errno, subject } => {
                 self.on_spawn_failed(StartFailure::Worker { local_rank, stage, errno, subject });
             }
-            NurseryReply::Exited { pid, exit, usage, seen } => {
+            NurseryReply::Exited { pid, exit, seen } => {
                 self.on_notices();
-                self.input(Input::Exited { pid, exit, usage: Some(usage), seen });
+                self.input(Input::Exited { pid, exit, seen });
             }
             NurseryReply::Stopped { pid, signal } => self.input(Input::Paused { pid, signal }),
             NurseryReply::Continued { pid } => self.input(Input::Continued { pid }),

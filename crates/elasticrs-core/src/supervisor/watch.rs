@@ -12,7 +12,7 @@ use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::procfs;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::{Pid, getsid};
 use tokio::io::Interest;
 
@@ -40,15 +40,10 @@ pub(super) async fn until_exit(pid: i32, pidfd: Arc<OwnedFd>, status: Option<Own
     };
     let seen = Stamp::now();
     let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT | WaitPidFlag::WNOHANG;
-    let exit = match waitid(Id::PIDFd(pidfd.as_fd()), flags) {
-        Ok(WaitStatus::Exited(_, code)) if seen_by_epoll => WorkerExit::Exited { code },
-        Ok(WaitStatus::Signaled(_, signal, core_dumped)) if seen_by_epoll => {
-            WorkerExit::Signaled { signal: signal as i32, core_dumped }
-        }
-        Ok(_) | Err(_) => match status {
-            Some(status) => status_from_parent(status).await.unwrap_or(WorkerExit::Unknown),
-            None => WorkerExit::Unknown,
-        },
+    let own = waitid(Id::PIDFd(pidfd.as_fd()), flags).ok().filter(|_| seen_by_epoll);
+    let exit = match (own.map_or(WorkerExit::Unknown, WorkerExit::of), status) {
+        (WorkerExit::Unknown, Some(status)) => status_from_parent(status).await.unwrap_or(WorkerExit::Unknown),
+        (exit, _) => exit,
     };
     MemberExit { pid, exit, seen }
 }

@@ -21,7 +21,7 @@ use super::image;
 pub const HANG: Duration = Duration::from_secs(20);
 pub const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: HANG };
 pub const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
-pub const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL, core_dumped: false };
+pub const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL };
 
 pub fn supervisor() -> Supervisor {
     let nursery = if is_warm() { vec![warm_image("", HANG), image()] } else { vec![image()] };

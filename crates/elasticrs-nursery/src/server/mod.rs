@@ -279,7 +279,7 @@ impl Nursery {
         let seen = Stamp::now();
         loop {
             match wait::any_child() {
-                Waited::Changed { pid, status, usage } => {
+                Waited::Changed { pid, status } => {
                     let exit = WorkerExit::from_wait_status(status);
                     self.held_by_tracers.remove(&pid);
                     self.given_up.remove(&pid);
@@ -294,7 +294,7 @@ impl Nursery {
                         continue;
                     }
                     let reply = match exit {
-                        Some(exit) => Reply::Exited { pid, exit, usage, seen },
+                        Some(exit) => Reply::Exited { pid, exit, seen },
                         None if libc::WIFSTOPPED(status) => Reply::Stopped { pid, signal: libc::WSTOPSIG(status) },
                         None => Reply::Continued { pid },
                     };

@@ -16,7 +16,7 @@ const TERM_30: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::
 const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 const FAILED: WorkerExit = WorkerExit::Exited { code: 1 };
 const DONE: WorkerExit = WorkerExit::Exited { code: 0 };
-const KILLED: WorkerExit = WorkerExit::Signaled { signal: 9, core_dumped: false };
+const KILLED: WorkerExit = WorkerExit::Signaled { signal: 9 };
 
 fn group(on_success: Descendants) -> Group {
     Group::new(&PIDS, TERM_30, StopScope::Group, on_success)
@@ -27,7 +27,7 @@ fn lingering() -> Group {
 }
 
 fn exited(pid: i32, exit: WorkerExit) -> Input {
-    Input::Exited { pid, exit, usage: None, seen: Stamp(7) }
+    Input::Exited { pid, exit, seen: Stamp(7) }
 }
 
 /// Makes these workers exit one after another. Returns the effects of the last exit.
@@ -338,7 +338,7 @@ fn a_signal_that_is_passed_on_makes_nobody_a_victim() {
     let _ = group.on_input(exited(103, DONE));
     let effects = group.on_input(Input::Forward(usr1, vec![0, 1, 3]));
     assert_eq!(effects, [100, 101].map(|pid| to_worker(pid, usr1)));
-    let effects = group.on_input(exited(101, WorkerExit::Signaled { signal: 10, core_dumped: false }));
+    let effects = group.on_input(exited(101, WorkerExit::Signaled { signal: 10 }));
     assert!(effects.iter().any(|e| matches!(e, Effect::ReportFailure { local_rank: 1, .. })));
     assert!(effects.iter().any(|e| matches!(e, Effect::Report(Event::WorkerExited { sent: None, .. }))), "{effects:?}");
 }

@@ -92,7 +92,7 @@ impl Task {
         self.deadlines.arm(Timer::Check, outcome.pause, Instant::now());
         for (pid, held) in outcome.held {
             self.zombies.report_held(pid, held.told);
-            self.input(Input::Exited { pid, exit: held.exit, usage: None, seen: Stamp::now() });
+            self.input(Input::Exited { pid, exit: held.exit, seen: Stamp::now() });
         }
     }
 

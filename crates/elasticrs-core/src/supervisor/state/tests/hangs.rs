@@ -247,7 +247,7 @@ fn who_waited_for_one_that_is_replaced_has_not_hung() {
     assert_eq!(hung(&effects), [2]);
     assert!(!effects.iter().any(|effect| matches!(effect, Effect::TakeEvidence { .. })), "{effects:?}");
     assert_eq!(group.on_input(LOOK), [], "it has to end first");
-    let effects = group.on_input(exited(102, WorkerExit::Signaled { signal: 9, core_dumped: false }));
+    let effects = group.on_input(exited(102, WorkerExit::Signaled { signal: 9 }));
     assert!(effects.contains(&Effect::Arm(Timer::Hang, Duration::ZERO)), "{effects:?}");
     let _ = group.on_input(without_rank_2());
     let effects = group.on_input(LOOK);
