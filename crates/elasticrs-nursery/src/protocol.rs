@@ -194,16 +194,23 @@ pub enum Reply {
     Swept {
         /// Number of the last request that this message answers.
         number: u32,
-        /// The first 64 signalled descendants, without workers. `more` is the number of further signalled descendants.
-        ended: Vec<Descendant>,
-        more: u32,
-        /// Descendants, including workers, that did not die in time after SIGKILL (state D).
-        stuck: Vec<Descendant>,
-        /// Descendants that were not killed, because they are meant to outlive the job. See [`super::token`].
-        spared: Vec<Descendant>,
-        /// Descendants, including workers, that have exited but cannot be reaped yet, because a tracer holds them.
-        held: Vec<i32>,
+        outcome: SweepOutcome,
     },
+}
+
+/// Outcome of cleaning up the processes that workers left behind.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SweepOutcome {
+    /// The first 64 processes that had to be signalled, not including workers.
+    pub ended: Vec<Descendant>,
+    /// Number of processes that had to be signalled but are not listed in `ended`.
+    pub more: u32,
+    /// Processes, including workers, that could not be killed in time (state D).
+    pub stuck: Vec<Descendant>,
+    /// Processes that were not killed, because they have left their worker's session and have reset the token.
+    pub spared: Vec<Descendant>,
+    /// Pids of processes, including workers, that have exited but cannot be reaped yet, because a tracer holds them.
+    pub held: Vec<i32>,
 }
 
 /// A process in the result of a sweep.

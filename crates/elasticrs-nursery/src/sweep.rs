@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 
 use super::cleaner::{LAST_MOMENT, LONGEST, Patience};
 use super::held;
-use super::protocol::Descendant;
+use super::protocol::SweepOutcome;
 use super::token::Token;
 use super::tree::{self, Listed, Signalled, Target};
 
@@ -27,17 +27,6 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(20);
 /// Grace period after the `give_up` deadline. A check that started before the deadline may kill processes during the
 /// grace period, because a check of all processes may be slow.
 const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
-
-/// Result of a sweep.
-#[derive(Debug, Default)]
-pub struct Outcome {
-    /// Processes that had to be killed.
-    pub ended: Signalled,
-    /// Processes that were still running at the `give_up` deadline.
-    pub stuck: Vec<Descendant>,
-    /// Exited children that a tracer has not released.
-    pub held: Vec<i32>,
-}
 
 /// Result of one pass over all processes that may have to be killed.
 #[derive(Debug, Default)]
@@ -58,7 +47,7 @@ struct Look {
 /// after two consecutive checks that find no process. This does not prove that all processes have exited, because a
 /// program that repeatedly forks and exits can be too fast for the checks. A check takes about 15 µs for each process
 /// on the machine.
-pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
+pub fn kill_by_token(token: Token, give_up: Duration) -> SweepOutcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
         let mut look = Look::default();
@@ -80,7 +69,7 @@ pub fn kill_by_token(token: Token, give_up: Duration) -> Outcome {
 /// Used by an agent that is a child subreaper and does not run in a host application. Does not kill processes that
 /// carry no token and are in no session of `workers`, because they left the job on purpose or never belonged to a
 /// nursery.
-pub fn sweep_children_of_self(known: &[i32], workers: &[i32], give_up: Duration) -> Outcome {
+pub fn sweep_children_of_self(known: &[i32], workers: &[i32], give_up: Duration) -> SweepOutcome {
     let me = std::process::id().cast_signed();
     repeat(give_up, |ended| {
         let mut look = Look::default();
@@ -150,7 +139,7 @@ struct Tally {
     acts_until: Instant,
 }
 
-fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcome {
+fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> SweepOutcome {
     let mut give_up = Instant::now() + give_up;
     let (seen, ended, patience) = (BTreeSet::new(), Signalled::default(), Patience::default());
     let mut tally = Tally { seen, ended, patience, acts_until: give_up + GRACE_OF_A_LOOK };
@@ -177,7 +166,9 @@ fn repeat(give_up: Duration, mut look: impl FnMut(&mut Tally) -> Look) -> Outcom
         if is_over || now >= give_up {
             let stuck: Vec<i32> = if is_over { Vec::new() } else { look.alive.into_iter().collect() };
             let ended = tally.ended.without(&stuck);
-            return Outcome { ended, stuck: stuck.into_iter().map(tree::describe).collect(), held: look.held };
+            let stuck = stuck.into_iter().map(tree::describe).collect();
+            let (more, spared) = (ended.more(), Vec::new());
+            return SweepOutcome { ended: ended.named, more, stuck, spared, held: look.held };
         }
         // Check again immediately while new processes appear, because they may fork faster than this process checks.
         // Otherwise, sleep between checks, because nothing notifies this process when one of them exits.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use elasticrs_nursery::sweep::{kill_by_token, sweep_children_of_self};
 use elasticrs_nursery::token::Token;
 use elasticrs_sys::wait;
-use elasticrs_testkit::nursery::{Agent, Client, pipe, program};
+use elasticrs_testkit::nursery::{Agent, Client, pids, pipe, program};
 use elasticrs_testkit::{is_running, wait_for_end, wait_for_state, worker_program};
 
 /// Starts `examples/small-agent.rs` with workers that execute `command`.
@@ -57,7 +57,7 @@ fn the_agents_sweeps_end_processes_without_a_main_thread() {
         } else {
             kill_by_token(client.nursery.token, limit)
         };
-        assert!(outcome.ended.named.iter().any(|ended| ended.pid == headless), "{outcome:?}");
+        assert!(outcome.ended.iter().any(|ended| ended.pid == headless), "{outcome:?}");
         assert!(outcome.stuck.is_empty(), "{outcome:?}");
         wait_for_end(headless);
     }
@@ -84,7 +84,7 @@ fn workers_die_with_the_nursery_and_the_agent_ends_the_rest() {
     wait_for_end(worker.pid);
     assert!(is_running(grandchild), "nobody but a subreaper can find it");
     let outcome = sweep_children_of_self(&[known], &[worker.pid], Duration::from_secs(10));
-    assert_eq!(outcome.ended.named.iter().map(|ended| ended.pid).collect::<Vec<_>>(), [grandchild]);
+    assert_eq!(pids(&outcome.ended), [grandchild]);
     assert!(outcome.stuck.is_empty());
     assert!(is_running(known), "what the process has started otherwise is left alone");
     bystander.kill().unwrap();
@@ -99,7 +99,7 @@ fn what_left_on_purpose_survives_the_agents_sweep() {
     client.kill();
     wait_for_end(worker.pid);
     let outcome = sweep_children_of_self(&[], &[worker.pid], Duration::from_secs(10));
-    assert!(outcome.ended.named.is_empty() && outcome.stuck.is_empty(), "{outcome:?}");
+    assert!(outcome.ended.is_empty() && outcome.stuck.is_empty(), "{outcome:?}");
     assert!(is_running(exempt));
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(exempt), nix::sys::signal::Signal::SIGKILL).unwrap();
     wait::reap(exempt);
@@ -124,7 +124,7 @@ fn a_daemon_is_ended_by_its_token_where_nobody_adopts_it() {
     let daemon: i32 = lines.said[0].parse().unwrap();
     client.kill();
     let outcome = kill_by_token(client.nursery.token, Duration::from_secs(10));
-    assert!(outcome.ended.named.iter().any(|ended| ended.pid == daemon) && outcome.stuck.is_empty(), "{outcome:?}");
+    assert!(outcome.ended.iter().any(|ended| ended.pid == daemon) && outcome.stuck.is_empty(), "{outcome:?}");
     assert!(!is_running(daemon));
     assert_eq!(lines.rest(), Vec::<String>::new());
 }

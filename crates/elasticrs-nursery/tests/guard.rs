@@ -8,7 +8,7 @@ use elasticrs_nursery::protocol::{Reply, Request};
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::wait;
-use elasticrs_testkit::nursery::{Client, c_string, program, worker};
+use elasticrs_testkit::nursery::{Client, c_string, pids, program, worker};
 use elasticrs_testkit::{wait_for_end, wait_for_state};
 use nix::poll::{PollFd, PollFlags, poll};
 use nix::sys::ptrace;
@@ -30,9 +30,9 @@ fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
         let Reply::Exited { pid, .. } = client.next_reply().0 else { panic!("then the worker") };
         assert_eq!(pid, worker.pid);
         let (answer, _) = client.next_reply();
-        let Reply::Swept { number: answered, ended, .. } = answer else { panic!("{answer:?}") };
+        let Reply::Swept { number: answered, outcome } = answer else { panic!("{answer:?}") };
         assert_eq!(answered, number);
-        assert_eq!(ended.iter().map(|ended| ended.pid).collect::<Vec<_>>(), [daemon]);
+        assert_eq!(pids(&outcome.ended), [daemon]);
     }
 }
 

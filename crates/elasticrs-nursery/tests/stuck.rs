@@ -6,8 +6,8 @@
 
 use std::time::Duration;
 
-use elasticrs_nursery::protocol::{Descendant, Request};
-use elasticrs_nursery::sweep::{Outcome, kill_by_token, sweep_children_of_self};
+use elasticrs_nursery::protocol::{Descendant, Request, SweepOutcome};
+use elasticrs_nursery::sweep::{kill_by_token, sweep_children_of_self};
 use elasticrs_testkit::hung_file::{HungFile, wait_until_it_hangs};
 use elasticrs_testkit::nursery::{Client, Lines, Worker, pipe, process, with_stdout};
 use elasticrs_testkit::{is_running, wait_for_end, wait_until, worker_program};
@@ -75,8 +75,8 @@ fn so_does_an_agent_that_has_adopted_them() {
     let Some(mut hung) = Hung::start() else { return };
     hung.client.kill();
     let sweep = |hung: &Hung, give_up| sweep_children_of_self(&[], &[hung.worker.pid], give_up);
-    let Outcome { ended, stuck, .. } = sweep(&hung, GIVE_UP);
-    hung.check(&ended.named, &stuck);
+    let SweepOutcome { ended, stuck, .. } = sweep(&hung, GIVE_UP);
+    hung.check(&ended, &stuck);
     let stuck = hung.stuck;
     drop(hung.file);
     assert!(sweep_children_of_self(&[], &[hung.worker.pid], Duration::from_secs(10)).stuck.is_empty());
@@ -86,8 +86,8 @@ fn so_does_an_agent_that_has_adopted_them() {
 #[test]
 fn so_does_one_that_finds_them_by_their_token() {
     let Some(mut hung) = Hung::start() else { return };
-    let Outcome { ended, stuck, .. } = kill_by_token(hung.client.nursery.token, GIVE_UP);
-    hung.check(&ended.named, &stuck);
+    let SweepOutcome { ended, stuck, .. } = kill_by_token(hung.client.nursery.token, GIVE_UP);
+    hung.check(&ended, &stuck);
     drop(hung.file);
     hung.client.reap();
     assert!(sweep_children_of_self(&[], &[hung.worker.pid], Duration::from_secs(10)).stuck.is_empty());

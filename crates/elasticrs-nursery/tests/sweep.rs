@@ -5,7 +5,7 @@ use elasticrs_nursery::spec::PassedFd;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stat::Stat;
 use elasticrs_sys::{pidfd, wait};
-use elasticrs_testkit::nursery::{Client, Lines, pipe, process, with_stdout};
+use elasticrs_testkit::nursery::{Client, Lines, pids, pipe, process, with_stdout};
 use elasticrs_testkit::{is_running, wait_for_end, wait_readable};
 use nix::sys::ptrace;
 use nix::unistd::Pid;
@@ -25,7 +25,7 @@ fn a_daemonised_grandchild_is_ended_and_named() {
     let (worker, lines) = client.spawn_ready(&["daemonise"]);
     let grandchild: i32 = lines.said[0].parse().unwrap();
     let swept = client.sweep(0, 0);
-    assert_eq!(swept.pids(), [grandchild]);
+    assert_eq!(pids(&swept.ended), [grandchild]);
     assert_eq!(swept.ended[0].command, "testkit-worker");
     assert!(!is_running(grandchild));
     // The worker is no descendant that was left behind: its exit tells of it.
@@ -65,7 +65,7 @@ fn a_process_whose_main_thread_has_ended_is_ended_as_any_other() {
     let headless: i32 = lines.said[0].parse().unwrap();
     assert_eq!(elasticrs_testkit::state(headless), Some('Z'), "and yet it runs");
     let swept = client.sweep(0, 0);
-    assert_eq!((swept.pids(), swept.stuck.len()), (vec![headless], 0), "{swept:?}");
+    assert_eq!((pids(&swept.ended), swept.stuck.len()), (vec![headless], 0), "{swept:?}");
     wait_for_end(headless);
     assert_eq!(client.exit_of(worker.pid), KILLED);
 }
@@ -97,7 +97,7 @@ fn stopped_processes_are_ended_too() {
     }
     // SIGTERM also ends stopped processes, because the nursery sends SIGCONT after it.
     let swept = client.sweep(0, 60_000);
-    assert_eq!(swept.pids(), [grandchild]);
+    assert_eq!(pids(&swept.ended), [grandchild]);
     let exit = client.exit_of(worker.pid);
     assert_eq!(exit, WorkerExit::Signaled { signal: libc::SIGTERM });
 }
@@ -130,7 +130,7 @@ fn a_process_that_left_on_purpose_is_spared() {
     let exempt: i32 = lines.said[0].parse().unwrap();
     let swept = client.sweep(0, 0);
     assert_eq!(swept.spared.iter().map(|spared| spared.pid).collect::<Vec<_>>(), [exempt]);
-    assert_eq!(swept.pids(), [ordinary.said[0].parse::<i32>().unwrap()]);
+    assert_eq!(pids(&swept.ended), [ordinary.said[0].parse::<i32>().unwrap()]);
     assert_eq!(client.exit_of(worker.pid), KILLED);
     assert!(is_running(exempt));
     // A second sweep finds the same process, although the worker's session no longer exists.
@@ -165,7 +165,7 @@ fn a_harder_sweep_overrides_one_that_lingers() {
     let grandchild: i32 = lines.said[0].parse().unwrap();
     client.send(&Request::Sweep { number: 0, linger_ms: 600_000, grace_ms: 600_000, give_up_ms: 600_000 });
     let swept = client.sweep(0, 0);
-    assert_eq!(swept.pids(), [grandchild]);
+    assert_eq!(pids(&swept.ended), [grandchild]);
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn a_nursery_can_be_used_again_after_a_sweep() {
     let mut client = Client::start();
     for _ in 0..10 {
         let (worker, lines) = client.spawn_ready(&["daemonise"]);
-        assert_eq!(client.sweep(0, 0).pids(), [lines.said[0].parse::<i32>().unwrap()]);
+        assert_eq!(pids(&client.sweep(0, 0).ended), [lines.said[0].parse::<i32>().unwrap()]);
         assert_eq!(client.exit_of(worker.pid), KILLED);
     }
 }

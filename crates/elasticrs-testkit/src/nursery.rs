@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio as Pipes};
 
 use elasticrs_nursery::launch::{Launched, NurseryImage, launch};
-use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request};
+use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request, SweepOutcome};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
@@ -36,21 +36,9 @@ pub struct Worker {
     pub pidfd: OwnedFd,
 }
 
-/// The content of [`Reply::Swept`].
-#[derive(Debug)]
-pub struct Swept {
-    pub ended: Vec<Descendant>,
-    pub more: u32,
-    pub stuck: Vec<Descendant>,
-    pub spared: Vec<Descendant>,
-    pub held: Vec<i32>,
-}
-
-impl Swept {
-    /// Returns the pids of the descendants that the nursery had to signal.
-    pub fn pids(&self) -> Vec<i32> {
-        self.ended.iter().map(|descendant| descendant.pid).collect()
-    }
+/// Returns the pids of these processes.
+pub fn pids(processes: &[Descendant]) -> Vec<i32> {
+    processes.iter().map(|process| process.pid).collect()
 }
 
 /// Returns the path of the program `worker-nursery`, which is in the same folder as [`worker_program`].
@@ -165,16 +153,16 @@ impl Client {
         self.find(pick).0
     }
 
-    /// Requests a sweep, which terminates all descendants, and waits for its result. The times are in milliseconds.
-    pub fn sweep(&mut self, linger_ms: u64, grace_ms: u64) -> Swept {
+    /// Requests a sweep of all descendants, with these times in milliseconds, and waits for its result.
+    pub fn sweep(&mut self, linger_ms: u64, grace_ms: u64) -> SweepOutcome {
         self.send(&Request::Sweep { number: 1, linger_ms, grace_ms, give_up_ms: 10_000 });
         self.swept()
     }
 
     /// Waits for the result of a sweep.
-    pub fn swept(&mut self) -> Swept {
+    pub fn swept(&mut self) -> SweepOutcome {
         let pick = |reply: &Reply| match reply.clone() {
-            Reply::Swept { ended, more, stuck, spared, held, .. } => Some(Swept { ended, more, stuck, spared, held }),
+            Reply::Swept { outcome, .. } => Some(outcome.clone()),
             _ => None,
         };
         self.find(pick).0

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use elasticrs_nursery::protocol::Descendant;
+pub use elasticrs_nursery::protocol::SweepOutcome;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
@@ -243,32 +243,6 @@ pub struct RankSeen {
     pub wait_channel: String,
     /// Innermost frame of the worker's Python program. `None` if it is unknown.
     pub frame: Option<String>,
-}
-
-/// Outcome of cleaning up the processes that workers left behind.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct SweepOutcome {
-    /// Processes that had to be signalled. The list has a limited length, and `more` is the number of processes that
-    /// did not fit.
-    pub ended: Vec<Descendant>,
-    /// Number of processes that had to be signalled but are not listed in `ended`.
-    pub more: u32,
-    /// Processes that could not be killed.
-    pub stuck: Vec<Descendant>,
-    /// Processes that were not killed, because they left the job on purpose.
-    pub spared: Vec<Descendant>,
-    /// Pids of processes that have exited but cannot be reaped yet, because a tracer holds them. Each of them is also
-    /// reported as [`Event::Degraded`].
-    pub held: Vec<i32>,
-}
-
-impl SweepOutcome {
-    /// Merges the outcome of a later clean-up of the same processes into this outcome.
-    pub(super) fn follow_up(&mut self, later: Self) {
-        self.ended.extend(later.ended);
-        self.more += later.more;
-        (self.stuck, self.spared, self.held) = (later.stuck, later.spared, later.held);
-    }
 }
 
 /// How a lost nursery exited.

@@ -250,13 +250,11 @@ impl Task {
             }
             NurseryReply::Stopped { pid, signal } => self.input(Input::Paused { pid, signal }),
             NurseryReply::Continued { pid } => self.input(Input::Continued { pid }),
-            NurseryReply::Swept { number, ended, more, stuck, spared, held } => {
-                match self.sweeps.answered(number, SweepOutcome { ended, more, stuck, spared, held }) {
-                    Some(Completed::Group(swept)) => self.on_swept(swept),
-                    Some(Completed::Worker(local_rank, swept)) => self.on_worker_swept(local_rank, swept),
-                    None => {}
-                }
-            }
+            NurseryReply::Swept { number, outcome } => match self.sweeps.answered(number, outcome) {
+                Some(Completed::Group(swept)) => self.on_swept(swept),
+                Some(Completed::Worker(local_rank, swept)) => self.on_worker_swept(local_rank, swept),
+                None => {}
+            },
             NurseryReply::Fenced { seen } => {
                 self.shared.queue.push(Event::Fenced { at: seen });
                 self.input(Input::Fenced);

@@ -120,10 +120,9 @@ pub(super) fn sweep_after_loss(
     sessions: &[i32],
     give_up: Duration,
 ) -> SweepOutcome {
-    let sweep::Outcome { ended, stuck, held } = if owns_process {
+    if owns_process {
         sweep::sweep_children_of_self(adopted, sessions, give_up)
     } else {
         sweep::kill_by_token(token, give_up)
-    };
-    SweepOutcome { more: ended.more(), ended: ended.named, stuck, spared: Vec::new(), held }
+    }
 }

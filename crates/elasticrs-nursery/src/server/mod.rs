@@ -41,7 +41,7 @@ use super::activity::Activity;
 use super::connections::Connections;
 use super::fence::Fence;
 use super::link::NurseryLink;
-use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request};
+use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request, SweepOutcome};
 use super::start::Start;
 use super::tree::Signalled;
 
@@ -415,8 +415,8 @@ impl Nursery {
                 self.lower_priority();
                 match sweep.into_answer(&stuck) {
                     (Some(number), ended) => {
-                        let (more, ended) = (ended.more(), ended.named);
-                        self.tell(&Reply::Swept { number, ended, more, stuck, spared, held }, Vec::new());
+                        let outcome = SweepOutcome { more: ended.more(), ended: ended.named, stuck, spared, held };
+                        self.tell(&Reply::Swept { number, outcome }, Vec::new());
                     }
                     (None, ended) => self.untold = ended,
                 }

@@ -76,7 +76,10 @@ impl Sweeps {
         if let Some((_, local_rank)) = self.worker.take_if(|(pending, _)| *pending == number) {
             return Some(Completed::Worker(local_rank, outcome));
         }
-        self.combined.follow_up(outcome);
+        let combined = &mut self.combined;
+        combined.ended.extend(outcome.ended);
+        combined.more += outcome.more;
+        (combined.stuck, combined.spared, combined.held) = (outcome.stuck, outcome.spared, outcome.held);
         (number == self.newest).then(|| Completed::Group(std::mem::take(&mut self.combined)))
     }
 
