@@ -2,8 +2,7 @@
 
 use std::ffi::OsString;
 
-use elasticrs_core::supervisor::{self, Event, ExitStage, KillReason, Outcome, StartFailure};
-use elasticrs_core::timer::hang::{Ground, Missed};
+use elasticrs_core::supervisor::{self, Event, KillReason, StartFailure};
 use elasticrs_nursery::protocol;
 use elasticrs_sys::exit::WorkerExit;
 use pyo3::prelude::*;
@@ -264,12 +263,7 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         Event::WorkerRaised(raised) => {
             let supervisor::WorkerRaised { local_rank, pid, text, seen, limit, exit } = raised;
             let limit = limit.map(|limit| limit.as_secs_f64());
-            let exit = match exit {
-                ExitStage::Begun => "begun",
-                ExitStage::Slow => "slow",
-                ExitStage::Stalled => "stalled",
-            };
-            object(py, WorkerRaised { local_rank, pid, text, seen_ns: seen.0, limit, exit })
+            object(py, WorkerRaised { local_rank, pid, text, seen_ns: seen.0, limit, exit: exit.name() })
         }
         Event::WorkersKilled(supervisor::WorkersKilled { workers, reason, limit }) => {
             let (local_ranks, pids) = workers.into_iter().unzip();
@@ -286,7 +280,7 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         Event::GroupEnded { outcome, nursery, stuck_workers, swept, at } => {
             let (stuck_ranks, wait_channels) = stuck_workers.into_iter().unzip();
             let group_ended = GroupEnded {
-                outcome: outcome_name(outcome),
+                outcome: outcome.name(),
                 nursery_exitcode: nursery.and_then(|end| exitcode(end.exit)),
                 nursery_hung: nursery.is_some_and(|end| end.hung),
                 stuck_ranks,
@@ -333,33 +327,12 @@ fn worker_hung(hung: supervisor::WorkerHung) -> WorkerHung {
     WorkerHung {
         local_rank: hung.local_rank,
         pid: hung.pid,
-        missed: match hung.missed {
-            Missed::Startup => "startup",
-            Missed::Step => "step",
-            Missed::Section => "section",
-            Missed::Exit => "exit",
-            Missed::Line => "line",
-        },
+        missed: hung.missed.name(),
         since_ns: hung.since.0,
         limit: hung.limit.as_secs_f64(),
         seen_ns: hung.seen.0,
-        ground: match hung.ground {
-            Ground::Stopped => "stopped",
-            Ground::Behind => "behind",
-            Ground::Elsewhere => "elsewhere",
-            Ground::Apart => "apart",
-            Ground::Oldest => "oldest",
-        },
+        ground: hung.ground.name(),
         ranks: hung.ranks.into_iter().map(rank).collect(),
-    }
-}
-
-fn outcome_name(outcome: Outcome) -> &'static str {
-    match outcome {
-        Outcome::Succeeded => "succeeded",
-        Outcome::Failed => "failed",
-        Outcome::Stopped => "stopped",
-        Outcome::Lost => "lost",
     }
 }
 

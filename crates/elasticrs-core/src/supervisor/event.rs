@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 pub use elasticrs_nursery::protocol::SweepOutcome;
+use elasticrs_runtime::named_enum;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
@@ -164,21 +165,19 @@ pub struct WorkerRaised {
     pub exit: ExitStage,
 }
 
-/// Progress of a worker's exit after an uncaught exception.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum ExitStage {
-    /// The exception has just been recorded.
-    Begun,
-    /// The worker did not exit within the time limit, but it is still making progress. The supervisor considers the
-    /// worker failed, but gives it the usual grace period to exit.
-    ///
-    /// [`Event::FailureSeen`] follows if the supervisor stops the group because of the failed worker.
-    Slow,
-    /// The time limit for the exit has passed, and the worker makes no progress. The worker is considered failed and is
-    /// killed immediately.
-    ///
-    /// If the failure stops the group, [`Event::FailureSeen`] follows.
-    Stalled,
+named_enum! {
+    /// Progress of a worker's exit after an uncaught exception.
+    pub enum ExitStage {
+        /// The exception has just been recorded.
+        Begun = "begun",
+        /// The time limit for the exit has passed, but the exit is making progress. The worker counts as failed, but
+        /// still gets the same grace period as the other workers. [`Event::FailureSeen`] follows unless the group
+        /// replaces failed workers.
+        Slow = "slow",
+        /// The time limit for the exit has passed, and the exit makes no progress. The worker counts as failed and is
+        /// killed immediately. [`Event::FailureSeen`] follows unless the group replaces failed workers.
+        Stalled = "stalled",
+    }
 }
 
 /// Workers that did not exit in time and are therefore killed with SIGKILL.
@@ -253,17 +252,18 @@ pub struct NurseryExit {
     pub hung: bool,
 }
 
-/// Outcome of a group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
-    /// All workers exited with code 0.
-    Succeeded,
-    /// A worker failed before any other event stopped the group.
-    Failed,
-    /// The group was stopped on request, or because the agent's lease was about to expire.
-    Stopped,
-    /// The nursery died, and its workers died with it.
-    Lost,
+named_enum! {
+    /// Outcome of a group.
+    pub enum Outcome {
+        /// All workers exited with code 0.
+        Succeeded = "succeeded",
+        /// A worker failed before the group was stopped or lost.
+        Failed = "failed",
+        /// The group was stopped on request, or because the fence deadline passed.
+        Stopped = "stopped",
+        /// The nursery died, and its workers died with it.
+        Lost = "lost",
+    }
 }
 
 /// Reason why a group or a replacement worker could not be started.

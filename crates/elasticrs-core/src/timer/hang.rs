@@ -27,6 +27,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use elasticrs_runtime::named_enum;
 use elasticrs_sys::clock::nanoseconds;
 
 /// Maximum time between two calls to [`Watch::look`].
@@ -103,20 +104,20 @@ pub enum RankState {
     Heartbeat(Beat),
 }
 
-/// Event that did not occur within its time limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Missed {
-    /// The first heartbeat of the rank.
-    Startup,
-    /// The next heartbeat of the rank.
-    Step,
-    /// The next heartbeat of a rank in a program section with its own time limit, or the end of the section.
-    Section,
-    /// The exit of the rank's process after the program had returned.
-    Exit,
-    /// The next output line of any rank. If no rank sends heartbeats, an output line counts as a sign of activity of
-    /// all ranks.
-    Line,
+named_enum! {
+    /// Event that did not occur within its time limit.
+    pub enum Missed {
+        /// The first heartbeat of the rank.
+        Startup = "startup",
+        /// The next heartbeat of the rank.
+        Step = "step",
+        /// The end of the rank's current section, or the next heartbeat in that section.
+        Section = "section",
+        /// The exit of the rank's process after the program had returned.
+        Exit = "exit",
+        /// The next output line of any rank. Used only if no rank sends heartbeats. All ranks then miss it together.
+        Line = "line",
+    }
 }
 
 /// A rank that may hang. Usually, it has been silent for at least half of its time limit. In the result of
@@ -462,19 +463,20 @@ pub struct RemoteHang {
     pub frame: Option<String>,
 }
 
-/// Reason for blaming a rank, ordered from the strongest to the weakest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Ground {
-    /// The rank was stopped by a signal.
-    Stopped,
-    /// The rank is at an earlier step than all others.
-    Behind,
-    /// The rank is the only one at a different place in the program, or the only one that is not waiting in torch.
-    Elsewhere,
-    /// The rank has been silent the longest, and no other late rank is at the same place in the program.
-    Apart,
-    /// The rank has been silent the longest.
-    Oldest,
+named_enum! {
+    /// Reason for blaming a rank. The strongest reason comes first.
+    pub enum Ground {
+        /// The rank was stopped by a signal.
+        Stopped = "stopped",
+        /// The rank is at an earlier step than all others.
+        Behind = "behind",
+        /// All other ranks are at the same place in the program or wait in torch, but this rank does not.
+        Elsewhere = "elsewhere",
+        /// The rank has been silent the longest, and it is the only late rank at its place in the program.
+        Apart = "apart",
+        /// The rank has been silent the longest.
+        Oldest = "oldest",
+    }
 }
 
 /// Returns the index of the rank that the others are waiting for, and the reason for blaming it. Usually, most of the
