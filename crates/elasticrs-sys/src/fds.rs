@@ -38,7 +38,8 @@ pub fn take_inherited<const N: usize>(numbers: [RawFd; N]) -> nix::Result<[Owned
 ///
 /// Call this only in a process that has just started and owns none of these descriptors.
 pub fn close_from(first: RawFd) -> io::Result<()> {
-    if close_range(first.cast_unsigned(), 0).is_ok() {
+    // SAFETY: the call takes only integers. By the contract above, no code owns the descriptors that it closes.
+    if unsafe { libc::syscall(libc::SYS_close_range, first.cast_unsigned(), u32::MAX, 0) } == 0 {
         return Ok(());
     }
     let open: Vec<RawFd> = std::fs::read_dir("/proc/self/fd")?
@@ -51,17 +52,6 @@ pub fn close_from(first: RawFd) -> io::Result<()> {
         unsafe { libc::close(fd) };
     }
     Ok(())
-}
-
-fn close_range(first: u32, flags: u32) -> nix::Result<()> {
-    // SAFETY: the call takes only integers. The caller is responsible for the descriptors that it closes (see
-    // `close_from`).
-    Errno::result(unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, flags) }).map(drop)
-}
-
-pub(super) fn has_close_range() -> bool {
-    // No descriptor has the number `u32::MAX`, so this call closes nothing.
-    close_range(u32::MAX, 0).is_ok()
 }
 
 /// Creates a memory file with this content that is sealed, close-on-exec and executable.

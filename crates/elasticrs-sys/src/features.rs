@@ -8,20 +8,14 @@ use nix::errno::Errno;
 use nix::sys::prctl;
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 
-use super::{fds, pidfd};
+use super::pidfd;
 
 /// Kernel features that the oldest supported kernel does not have. Each has a fallback.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::struct_excessive_bools, reason = "each is an answer of its own")]
 pub struct Features {
-    /// True if `close_range` is available (Linux 5.9). The fallback is to read `/proc/self/fd`.
-    pub close_range: bool,
     /// True if `PIDFD_SIGNAL_PROCESS_GROUP` is available (Linux 6.9). The fallback is to signal process groups by
     /// number, which is safe as long as the nursery has not reaped the group leaders.
     pub pidfd_group_signal: bool,
-    /// True if memory files may be executed (`vm.memfd_noexec` below 2). The fallback is to run the nursery program
-    /// from a regular file.
-    pub memfd_exec: bool,
     /// True if `/proc/PID/task/TID/children` is available (`CONFIG_PROC_CHILDREN`). The fallback is to find children
     /// by reading the parent pid of every process in `/proc`.
     pub proc_children: bool,
@@ -32,9 +26,7 @@ impl Features {
     pub fn get() -> Self {
         static FEATURES: OnceLock<Features> = OnceLock::new();
         *FEATURES.get_or_init(|| Self {
-            close_range: fds::has_close_range(),
             pidfd_group_signal: pidfd::has_group_signal(),
-            memfd_exec: fds::executable_memory_file(c"elasticrs-probe", b"").is_ok(),
             proc_children: Path::new("/proc/thread-self/children").exists(),
         })
     }
