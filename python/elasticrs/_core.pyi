@@ -143,7 +143,7 @@ class StartFailed:
     def message(self) -> str:
         """One line that says what failed, for which local rank, and why."""
     @property
-    def local_rank(self) -> int | None: ...
+    def local_rank(self) -> int: ...
     @property
     def stage(self) -> str | None:
         """Step that failed, as a verb phrase: ``"execute"``, ``"open the log file"``, …"""
@@ -208,8 +208,6 @@ class WorkerSwept:
     @property
     def stuck(self) -> list[Descendant]:
         """Descendants that could not be killed."""
-    @property
-    def swept_ns(self) -> int: ...
 
 @final
 class WorkerReplaced:
@@ -227,7 +225,7 @@ class ReplaceFailed:
     """The replacement for a worker could not be started, and all its processes have exited. Another
     replacement may be started.
 
-    If the start hung until its deadline, ``errno`` is ``None``, the nursery is lost, and the group ends.
+    If the start hung until its deadline, the nursery is lost, and the group ends.
     """
 
     @property
@@ -235,13 +233,6 @@ class ReplaceFailed:
         """One line that says what failed, for which local rank, and why."""
     @property
     def local_rank(self) -> int: ...
-    @property
-    def stage(self) -> str | None:
-        """Step that failed. :class:`StartFailed` describes this attribute, ``errno`` and ``subject``."""
-    @property
-    def errno(self) -> int | None: ...
-    @property
-    def subject(self) -> str | None: ...
 
 @final
 class TimerExpired:
@@ -443,10 +434,6 @@ class Fenced:
     ``"stopped"``, and the ``sent_signal`` of its workers is SIGKILL. No worker can be started until a new
     deadline is set or the deadline is cancelled.
     """
-
-    @property
-    def fenced_ns(self) -> int:
-        """Time when the nursery noticed that the deadline had passed."""
 
 @final
 class GroupEnded:
@@ -1097,8 +1084,6 @@ class Connected:
         """Local address of the connection. Other hosts in the store's network can reach this host at this
         address.
         """
-    @property
-    def peer_address(self) -> str: ...
 
 @final
 class Reply:

@@ -39,7 +39,7 @@ def test_another_process_replaces_a_failed_one(group):
     assert (replaced.local_rank, replaced.pid) == (1, pid)
     exited = next(e for e in group.events if isinstance(e, _core.WorkerExited))
     assert exited.sent_signal is None
-    assert exited.seen_ns <= swept.swept_ns <= replaced.started_ns
+    assert exited.seen_ns <= replaced.started_ns
     assert process(pids[0])
     group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
     assert group.end().outcome == "stopped"
@@ -71,13 +71,10 @@ def test_a_failed_replacement_gives_the_reason(group):
     group.until(_core.WorkerSwept)
     group.supervisor.replace(_core.ProcessSpec(0, ["no-such-program"], env=dict(os.environ)))
     failed = group.until(_core.ReplaceFailed)
-    assert (failed.local_rank, failed.stage, failed.errno, failed.subject) == (
-        0,
-        "execute",
-        2,
-        "no-such-program",
+    assert failed.local_rank == 0
+    assert re.search(
+        rf"execute `no-such-program`.*local rank 0: {os.strerror(errno.ENOENT)}$", failed.message
     )
-    assert re.search(rf"`no-such-program`.*local rank 0: {os.strerror(errno.ENOENT)}$", failed.message)
     group.replace(0, ["true"])
     assert group.end().outcome == "succeeded"
 

@@ -70,7 +70,7 @@ fn tell(event: Event, supervisor: &Supervisor) -> Result<()> {
         Event::WorkerExited { local_rank, sent, .. } => {
             say(&format!("exited {local_rank} sent {}", sent.map_or(0, Signal::number)))?;
         }
-        Event::Fenced { .. } => say("fenced")?,
+        Event::Fenced => say("fenced")?,
         Event::GroupEnded { outcome, .. } => say(&format!("ended {outcome:?}"))?,
         // Ignore this event. A worker that stops itself is reported only if the other workers take long enough.
         Event::WorkerPaused { .. } => {}

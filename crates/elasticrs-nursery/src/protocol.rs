@@ -14,7 +14,7 @@ use super::fence::Holder;
 use crate::spec::ProcessSpec;
 
 /// Version of this protocol. Increment it with every change to this file.
-pub const PROTOCOL: u32 = 14;
+pub const PROTOCOL: u32 = 15;
 
 /// Maximum length of a frame in bytes. The environments of 1024 workers need far less.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;
@@ -179,11 +179,9 @@ pub enum Reply {
     Continued {
         pid: i32,
     },
-    /// The nursery process is killing all workers and their descendants, because the agent's lease was not renewed in
-    /// time. Sent before the exits of the workers are reported.
-    Fenced {
-        seen: Stamp,
-    },
+    /// The fence deadline has passed, and the nursery is killing all workers and their descendants. Sent before the
+    /// resulting exits are reported.
+    Fenced,
     /// A [`Request::Hold`] or [`Request::Fence`] failed.
     NotGuarded {
         /// Error number. `EMFILE` means that the nursery holds the maximum number of links, or did not receive a

@@ -415,7 +415,6 @@ pub struct Connected {
     ttl: f64,
     interval: f64,
     local_address: String,
-    peer_address: String,
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
@@ -462,9 +461,9 @@ pub struct Change {
 fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
     let seconds = |duration: Duration| duration.as_secs_f64();
     match event {
-        Event::Connected { revision, session, ttl, interval, local_address, peer_address } => {
+        Event::Connected { revision, session, ttl, interval, local_address } => {
             let (ttl, interval) = (seconds(ttl), seconds(interval));
-            object(py, Connected { revision, session, ttl, interval, local_address, peer_address })
+            object(py, Connected { revision, session, ttl, interval, local_address })
         }
         Event::Reply { tag, ok, revision, results } => {
             let results = results.into_iter().map(|result| result_of(py, result)).collect::<PyResult<_>>()?;

@@ -36,7 +36,7 @@ pub struct GroupStarted {
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
 pub struct StartFailed {
     message: String,
-    local_rank: Option<u32>,
+    local_rank: u32,
     stage: Option<String>,
     errno: Option<i32>,
     subject: Option<String>,
@@ -65,7 +65,6 @@ pub struct WorkerSwept {
     ended: Vec<Descendant>,
     more_ended: u32,
     stuck: Vec<Descendant>,
-    swept_ns: u64,
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
@@ -79,9 +78,6 @@ pub struct WorkerReplaced {
 pub struct ReplaceFailed {
     message: String,
     local_rank: u32,
-    stage: Option<String>,
-    errno: Option<i32>,
-    subject: Option<String>,
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
@@ -168,9 +164,7 @@ pub struct Descendant {
 }
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct Fenced {
-    fenced_ns: u64,
-}
+pub struct Fenced {}
 
 #[pyclass(frozen, get_all, module = "elasticrs._core")]
 pub struct GroupEnded {
@@ -207,19 +201,15 @@ fn descendants(list: Vec<protocol::Descendant>) -> Vec<Descendant> {
     list.into_iter().map(|d| Descendant { pid: d.pid, command: d.command }).collect()
 }
 
-fn start_failed(failure: &StartFailure) -> StartFailed {
+fn start_failed(failure: StartFailure) -> StartFailed {
     let message = failure.to_string();
-    let blank = StartFailed { message, local_rank: None, stage: None, errno: None, subject: None };
     match failure {
-        StartFailure::Worker { local_rank, stage, errno, subject } => StartFailed {
-            local_rank: Some(*local_rank),
-            stage: Some(stage.to_string()),
-            errno: Some(*errno),
-            subject: Some(subject.clone()).filter(|s| !s.is_empty()),
-            ..blank
-        },
+        StartFailure::Worker { local_rank, stage, errno, subject } => {
+            let subject = Some(subject).filter(|subject| !subject.is_empty());
+            StartFailed { message, local_rank, stage: Some(stage.to_string()), errno: Some(errno), subject }
+        }
         StartFailure::Hung { local_rank, stage, .. } => {
-            StartFailed { local_rank: Some(*local_rank), stage: stage.map(|s| s.to_string()), ..blank }
+            StartFailed { message, local_rank, stage: stage.map(|stage| stage.to_string()), errno: None, subject: None }
         }
     }
 }
@@ -232,7 +222,7 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
             object(py, Warmed { is_ready: failure.is_none(), exitcode, hung, is_beside })
         }
         Event::GroupStarted { pids, started } => object(py, GroupStarted { pids, started_ns: started.0 }),
-        Event::StartFailed(failure) => object(py, start_failed(&failure)),
+        Event::StartFailed(failure) => object(py, start_failed(failure)),
         Event::WorkerExited { local_rank, pid, exit, sent, seen } => {
             let exited = WorkerExited {
                 local_rank,
@@ -243,17 +233,15 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
             };
             object(py, exited)
         }
-        Event::WorkerSwept { local_rank, swept, at } => {
+        Event::WorkerSwept { local_rank, swept } => {
             let (ended, stuck) = (descendants(swept.ended), descendants(swept.stuck));
-            object(py, WorkerSwept { local_rank, ended, more_ended: swept.more, stuck, swept_ns: at.0 })
+            object(py, WorkerSwept { local_rank, ended, more_ended: swept.more, stuck })
         }
         Event::WorkerReplaced { local_rank, pid, started } => {
             object(py, WorkerReplaced { local_rank, pid, started_ns: started.0 })
         }
         Event::ReplaceFailed(failure) => {
-            let StartFailed { message, local_rank, stage, errno, subject } = start_failed(&failure);
-            let local_rank = local_rank.unwrap_or_default();
-            object(py, ReplaceFailed { message, local_rank, stage, errno, subject })
+            object(py, ReplaceFailed { message: failure.to_string(), local_rank: failure.local_rank() })
         }
         Event::FailureSeen { local_rank, seen, signalled, siblings } => {
             object(py, FailureSeen { local_rank, seen_ns: seen.0, signalled_ns: signalled.0, siblings })
@@ -276,7 +264,7 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         }
         Event::WorkerPaused { local_rank, pid, signal } => object(py, WorkerPaused { local_rank, pid, signal }),
         Event::WorkerResumed { local_rank, pid } => object(py, WorkerResumed { local_rank, pid }),
-        Event::Fenced { at } => object(py, Fenced { fenced_ns: at.0 }),
+        Event::Fenced => object(py, Fenced {}),
         Event::GroupEnded { outcome, nursery, stuck_workers, swept, at } => {
             let (stuck_ranks, wait_channels) = stuck_workers.into_iter().unzip();
             let group_ended = GroupEnded {

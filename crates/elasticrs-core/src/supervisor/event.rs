@@ -43,10 +43,10 @@ pub enum Event {
         /// Time at which the supervisor noticed the exit. All exits that are noticed in one wake-up have the same time.
         seen: Stamp,
     },
-    /// The leftover processes of a failed worker have been cleaned up, so a replacement can now be started. `swept` is
-    /// the outcome of the clean-up. Reported once for each failed worker in a group that
-    /// [replaces](crate::spec::GroupSpec::replaces) failed workers.
-    WorkerSwept { local_rank: u32, swept: SweepOutcome, at: Stamp },
+    /// The processes of a failed worker are gone, except those listed in `swept`, so a replacement may be started.
+    /// Reported once for each failed worker, but only if the group [replaces](crate::spec::GroupSpec::replaces) failed
+    /// workers.
+    WorkerSwept { local_rank: u32, swept: SweepOutcome },
     /// A replacement for a failed worker is running.
     WorkerReplaced { local_rank: u32, pid: i32, started: Stamp },
     /// A replacement for a failed worker could not be started.
@@ -81,10 +81,9 @@ pub enum Event {
     WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
     /// A worker that was reported as paused is running again.
     WorkerResumed { local_rank: u32, pid: i32 },
-    /// The fence deadline has passed. Because the agent's lease may expire soon, the nursery is killing all workers
-    /// and their descendants. Reported immediately, even if no group is running. A running group ends with
-    /// [`Outcome::Stopped`].
-    Fenced { at: Stamp },
+    /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing all workers and their
+    /// descendants. Reported immediately, even if no group is running. A running group ends with [`Outcome::Stopped`].
+    Fenced,
     /// All processes of the group are gone, except those listed in `stuck_workers` and `swept`.
     GroupEnded {
         outcome: Outcome,
@@ -292,4 +291,13 @@ pub enum StartFailure {
         /// Time limit for the start, see [`crate::spec::GroupSpec::start_deadline`].
         deadline: std::time::Duration,
     },
+}
+
+impl StartFailure {
+    /// Returns the local rank of the worker that could not be started.
+    pub fn local_rank(&self) -> u32 {
+        match self {
+            Self::Worker { local_rank, .. } | Self::Hung { local_rank, .. } => *local_rank,
+        }
+    }
 }

@@ -78,7 +78,7 @@ pub enum Input {
     /// A process that Python started was added to the group.
     Adopted { local_rank: u32, pid: i32 },
     /// Result of [`Effect::SweepWorker`].
-    WorkerSwept(SweepOutcome, Stamp),
+    WorkerSwept(SweepOutcome),
     /// A replacement for this worker is being started. The caller has checked that [`Group::refusal`] returns `None`.
     Replace { local_rank: u32 },
     /// The replacement is running.
@@ -302,7 +302,7 @@ impl Group {
                 self.on_exit_sampled(local_rank, progressed, &mut effects);
             }
             Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
-            Input::WorkerSwept(swept, at) => self.on_worker_swept(swept, at, &mut effects),
+            Input::WorkerSwept(swept) => self.on_worker_swept(swept, &mut effects),
             Input::Replace { local_rank } => self.on_replace(local_rank),
             Input::Replaced { local_rank, pid, started } => self.on_replaced(local_rank, pid, started, &mut effects),
             Input::ReplaceFailed(failure) => self.on_replace_failed(failure, &mut effects),

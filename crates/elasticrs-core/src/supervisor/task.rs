@@ -255,8 +255,8 @@ impl Task {
                 Some(Completed::Worker(local_rank, swept)) => self.on_worker_swept(local_rank, swept),
                 None => {}
             },
-            NurseryReply::Fenced { seen } => {
-                self.shared.queue.push(Event::Fenced { at: seen });
+            NurseryReply::Fenced => {
+                self.shared.queue.push(Event::Fenced);
                 self.input(Input::Fenced);
             }
             NurseryReply::NotGuarded { errno } => self.guard.report_not_guarded(errno),
@@ -559,7 +559,7 @@ impl Task {
         // gone.
         self.shared.logs.finish_rank(local_rank);
         self.raised.forget(local_rank);
-        self.input(Input::WorkerSwept(swept, Stamp::now()));
+        self.input(Input::WorkerSwept(swept));
     }
 
     // --- closing ----------------------------------------------------------------------------------------------

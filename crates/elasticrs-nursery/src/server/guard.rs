@@ -3,8 +3,6 @@
 
 use std::os::fd::OwnedFd;
 
-use elasticrs_sys::clock::Stamp;
-
 use super::{Nursery, at_once};
 use crate::activity::Activity;
 use crate::connections::{Held, LastWord, Release};
@@ -84,7 +82,7 @@ impl Nursery {
         // First reap the workers that have exited on their own, so that their exits are reported before
         // [`Reply::Fenced`].
         self.reap();
-        self.tell(&Reply::Fenced { seen: Stamp::now() }, Vec::new());
+        self.tell(&Reply::Fenced, Vec::new());
         if !self.orphaned {
             self.begin_sweep(at_once(), None, None);
         }

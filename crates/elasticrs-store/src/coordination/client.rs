@@ -82,7 +82,6 @@ fn report_connected(events: &Events, opened: &Opened) {
         ttl: Duration::from_millis(u64::from(pace.ttl_ms)),
         interval: Duration::from_millis(u64::from(pace.interval_ms)),
         local_address: opened.local.ip().to_string(),
-        peer_address: opened.peer.ip().to_string(),
     };
     events.push(connected, 0);
 }

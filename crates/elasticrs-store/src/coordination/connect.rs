@@ -59,7 +59,6 @@ pub(super) struct Opened {
     pub(super) stream: TcpStream,
     pub(super) frames: Frames,
     pub(super) local: SocketAddr,
-    pub(super) peer: SocketAddr,
     pub(super) met: Met,
 }
 
@@ -150,7 +149,7 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, S
         Err(error) => return Err(error),
     };
     let Greeter { stream, frames, .. } = greeter;
-    Ok(Opened { stream, frames, local, peer, met })
+    Ok(Opened { stream, frames, local, met })
 }
 
 /// Resumes a session on a new connection. Fails if that takes longer than `patience`.
@@ -176,7 +175,7 @@ pub(super) async fn reopen(
     let met = timeout_at(end, greeter.meet()).await.map_err(late);
     let Greeter { stream, frames, .. } = greeter;
     match met {
-        Ok(Ok(met)) => Ok(Opened { stream, frames, local, peer, met }),
+        Ok(Ok(met)) => Ok(Opened { stream, frames, local, met }),
         Ok(Err(error)) | Err(error) => {
             // Reset the connection, because the store may already use it for the session. After a normal close, the
             // store would conclude that the client has exited, and would end the session.

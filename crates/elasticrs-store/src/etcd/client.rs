@@ -134,7 +134,6 @@ fn report_connected(events: &Events, opened: &Opened) {
         ttl: opened.ttl,
         interval: interval(opened.ttl),
         local_address: opened.link.local.ip().to_string(),
-        peer_address: opened.link.peer.ip().to_string(),
     };
     events.push(connected, 0);
 }

@@ -28,7 +28,6 @@ pub enum Event {
         interval: Duration,
         /// Local address of the connection, without the port.
         local_address: String,
-        peer_address: String,
     },
     /// Reply to a transaction or a watch.
     Reply { tag: u64, ok: bool, revision: u64, results: Vec<OpResult> },

@@ -81,11 +81,11 @@ impl Group {
         }
     }
 
-    pub(super) fn on_worker_swept(&mut self, swept: SweepOutcome, at: Stamp, effects: &mut Vec<Effect>) {
+    pub(super) fn on_worker_swept(&mut self, swept: SweepOutcome, effects: &mut Vec<Effect>) {
         let Some(index) = self.left.pop_front() else { return };
         let member = &mut self.members[index];
         member.place = Place::Free;
-        effects.push(Effect::Report(Event::WorkerSwept { local_rank: member.local_rank, swept, at }));
+        effects.push(Effect::Report(Event::WorkerSwept { local_rank: member.local_rank, swept }));
         self.sweep_left(effects);
     }
 
@@ -130,8 +130,7 @@ impl Group {
     }
 
     pub(super) fn on_replace_failed(&mut self, failure: StartFailure, effects: &mut Vec<Effect>) {
-        let (StartFailure::Worker { local_rank, .. } | StartFailure::Hung { local_rank, .. }) = &failure;
-        let Some(index) = self.promised(*local_rank) else { return };
+        let Some(index) = self.promised(failure.local_rank()) else { return };
         self.members[index].place = Place::Free;
         effects.push(Effect::Report(Event::ReplaceFailed(failure)));
         self.sweep_when_all_have_ended(effects);

@@ -194,7 +194,7 @@ impl Task {
     /// Called when the deadline for killing all workers passes while a worker is being started. Stops the group, and
     /// reports the deadline in place of the nursery, because the nursery is blocked or dead.
     pub(super) fn on_fenced_start(&mut self) {
-        self.shared.queue.push(Event::Fenced { at: Stamp::now() });
+        self.shared.queue.push(Event::Fenced);
         match &mut self.current {
             Current::Starting(starting) => starting.stop(FENCED),
             Current::Idle | Current::Running(_) => self.input(Input::Fenced),
@@ -260,8 +260,7 @@ impl Task {
     }
 
     fn replace_has_failed(&mut self, failure: StartFailure) {
-        let (StartFailure::Worker { local_rank, .. } | StartFailure::Hung { local_rank, .. }) = &failure;
-        self.deadlines.disarm(Timer::Replace(*local_rank));
+        self.deadlines.disarm(Timer::Replace(failure.local_rank()));
         if let Some(running) = self.current.running_mut() {
             running.hung = None;
         }

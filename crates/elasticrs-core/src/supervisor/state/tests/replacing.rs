@@ -10,7 +10,7 @@ fn replacing() -> Group {
 }
 
 fn left_swept() -> Input {
-    Input::WorkerSwept(SweepOutcome::default(), Stamp(8))
+    Input::WorkerSwept(SweepOutcome::default())
 }
 
 fn replaced(local_rank: u32, pid: i32) -> Input {
