@@ -26,7 +26,7 @@ UNSAFE_HOMES = (
 CRATE_LAYERS = {
     "elasticrs-sys": set(),
     "elasticrs-nursery": {"elasticrs-sys"},
-    "elasticrs-runtime": {"tokio"},
+    "elasticrs-runtime": {"elasticrs-sys", "tokio"},
     "elasticrs-core": {"elasticrs-nursery", "elasticrs-runtime", "elasticrs-sys", "tokio"},
     "elasticrs-health": {"elasticrs-runtime", "elasticrs-sys", "tokio"},
     "elasticrs-store": {"elasticrs-runtime", "elasticrs-sys", "tokio", "tokio-rustls"},

@@ -19,7 +19,8 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use elasticrs_core::logs::{Console, Dest, LogStream, Logs, To};
+use elasticrs_core::logs::{Console, LogStream, Logs, To};
+use elasticrs_runtime::readings::Dest;
 use elasticrs_sys::clock::Stamp;
 use nix::sys::resource::{UsageWho, getrusage};
 

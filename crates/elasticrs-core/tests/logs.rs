@@ -10,7 +10,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use elasticrs_core::logs::{Console, Dest, LogStream, Logs, MatchingLines, Notice, StreamId, To};
+use elasticrs_core::logs::{Console, LogStream, Logs, MatchingLines, Notice, StreamId, To};
+use elasticrs_runtime::readings::Dest;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_testkit::wait_until;
 use nix::errno::Errno;

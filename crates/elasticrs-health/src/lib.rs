@@ -3,7 +3,7 @@
 //! The server runs on a thread of its own. Therefore the agent's loop and the supervisor's runtime thread never wait
 //! for a client, and the server can still answer when either of these threads hangs. It serves data that other threads
 //! provide: the loop publishes the state of the workers when the state changes, the agent reports metrics through
-//! [`Handle`], and the server reads the counters of the core through a [`Source`]. Only the liveness check needs the
+//! [`Handle`], and the server reads the counters of the core through a [`Source`](elasticrs_runtime::readings::Source). Only the liveness check needs the
 //! loop. A liveness request makes a file descriptor readable, which the loop polls together with its other descriptors.
 //! The request then waits a short time for the loop's answer. The answer passes through the runtime thread, so it
 //! proves that both threads are alive. Without requests, the server does not wake an idle agent.
@@ -18,7 +18,7 @@
 //! | [`http`], [`names`] | the part of HTTP that is needed, and the check of the host name in a request |
 //! | [`liveness`] | decides whether the agent is alive (pure) |
 //! | [`metrics`] | counts the metrics that the agent reports, and renders the page of all metrics |
-//! | [`source`], [`processes`], [`log_sizes`] | values read at a scrape: from the core, `/proc` and log files |
+//! | [`processes`], [`log_sizes`] | values read at a scrape: from `/proc` and log files |
 //! | `spans` | time of the job by activity (pure) |
 //!
 //! - **HEALTH-1** A client has limited time for sending its request and for reading the response.
@@ -37,13 +37,11 @@ pub mod metrics;
 pub mod names;
 pub mod processes;
 pub mod server;
-pub mod source;
 mod spans;
 
 pub use metrics::{Cause, Job, State};
 pub use processes::Worker;
 pub use server::{Handle, Settings};
-pub use source::{Output, Source};
 pub use spans::{Activity, Spans};
 
 /// Parses the status of the job. The text must be a JSON object. The error is a message for the user.

@@ -22,7 +22,7 @@ use elasticrs_runtime::threads::Leavable;
 use tokio::sync::watch;
 use tokio::time::timeout_at;
 
-use crate::source::Stream;
+use elasticrs_runtime::readings::Stream;
 
 /// Time for which the thread that checks the files can be busy before scrapes stop waiting for it.
 pub const PATIENCE: Duration = Duration::from_millis(200);

@@ -4,10 +4,10 @@ use std::io::Write;
 use proptest::prelude::*;
 
 use super::*;
-use crate::source::Output;
+use elasticrs_runtime::readings::Dest;
 
-const OUT: Stream = (0, Output::Stdout);
-const ERR: Stream = (0, Output::Stderr);
+const OUT: Stream = (0, Dest::Stdout);
+const ERR: Stream = (0, Dest::Stderr);
 
 fn file(stream: Stream, path: &str, is_new: bool) -> LogFile {
     LogFile { stream, path: path.into(), is_new }

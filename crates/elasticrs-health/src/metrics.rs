@@ -15,8 +15,8 @@ use elasticrs_sys::clock::Stamp;
 
 use crate::log_sizes::StreamCounts;
 use crate::processes::{self, Usage, Worker};
-use crate::source::{Heartbeat, Readings, Stream, TimerCounts};
 use crate::spans::Spans;
+use elasticrs_runtime::readings::{Heartbeat, Readings, Stream, TimerCounts};
 
 /// Maximum number of series (pairs of group and name) that `put_metric` may create.
 pub const MAX_SERIES: usize = 2000;
@@ -357,7 +357,7 @@ fn whole(value: u64) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::source::Output;
+    use elasticrs_runtime::readings::Dest;
 
     fn page(registry: &Registry, workers: &[Worker]) -> String {
         let moment = Moment {
@@ -370,7 +370,7 @@ mod tests {
             usages: &usages(workers),
             readings: &Readings::default(),
             sizes: &StreamCounts {
-                counts: BTreeMap::from([((1, Output::Stderr), 12), ((7, Output::Stdout), 1)]),
+                counts: BTreeMap::from([((1, Dest::Stderr), 12), ((7, Dest::Stdout), 1)]),
                 age: Some(Duration::from_millis(500)),
             },
         };

@@ -25,7 +25,7 @@ use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
 use crate::processes::Worker;
-use crate::source::{Heartbeat, Readings, Source};
+use elasticrs_runtime::readings::{Heartbeat, Readings, Source};
 
 /// Maximum number of simultaneous connections. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;

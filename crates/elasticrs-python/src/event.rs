@@ -4,6 +4,7 @@ use std::ffi::OsString;
 
 use elasticrs_core::supervisor::{self, Event, KillReason, StartFailure};
 use elasticrs_nursery::protocol;
+use elasticrs_runtime::readings;
 use elasticrs_sys::exit::WorkerExit;
 use pyo3::prelude::*;
 
@@ -299,7 +300,7 @@ fn timer_expired(timer: supervisor::TimerExpired) -> TimerExpired {
 }
 
 /// Converts a heartbeat to its Python class.
-pub fn heartbeat(beat: supervisor::Heartbeat) -> Heartbeat {
+pub fn heartbeat(beat: readings::Heartbeat) -> Heartbeat {
     Heartbeat { local_rank: beat.local_rank, at_ns: beat.at.0, step: beat.step, section: beat.section }
 }
 

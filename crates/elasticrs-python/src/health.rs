@@ -5,13 +5,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use elasticrs_core::logs::Dest;
-use elasticrs_core::supervisor as core;
-use elasticrs_core::supervisor::counters::Counters;
 use elasticrs_health::log_sizes::LogFile;
-use elasticrs_health::source::{Heartbeat, Output, Readings, Source, TimerCounts};
 use elasticrs_health::{Activity, Cause, Handle, Job, Settings, State, Worker};
 use elasticrs_runtime::notices::List;
+use elasticrs_runtime::readings::Dest;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -61,7 +58,7 @@ impl HealthServer {
 
     #[pyo3(signature = (supervisor, *, is_asked=false))]
     fn show(&self, supervisor: &Supervisor, is_asked: bool) {
-        let source = Arc::new(CountersOfCore(supervisor.inner.counters()));
+        let source = Arc::new(supervisor.inner.counters());
         if is_asked {
             self.handle.watch_loop(source.clone());
         }
@@ -71,8 +68,8 @@ impl HealthServer {
     fn watch_files(&self, files: Vec<(u32, u8, PathBuf)>, are_new: bool) -> PyResult<()> {
         let of = |(local_rank, descriptor, path)| {
             let output = match descriptor {
-                1 => Output::Stdout,
-                2 => Output::Stderr,
+                1 => Dest::Stdout,
+                2 => Dest::Stderr,
                 other => return Err(PyValueError::new_err(format!("files: expected 1 or 2, got {other}"))),
             };
             Ok(LogFile { stream: (local_rank, output), path, is_new: are_new })
@@ -133,30 +130,6 @@ impl HealthServer {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.handle.close());
-    }
-}
-
-/// The counters of a supervisor, which the health check server shows.
-struct CountersOfCore(Counters);
-
-impl Source for CountersOfCore {
-    fn read(&self) -> Readings {
-        let Counters { timers, logs, heartbeats, turn: _ } = &self.0;
-        let output = |dest| match dest {
-            Dest::Stdout => Output::Stdout,
-            Dest::Stderr => Output::Stderr,
-        };
-        let of = |core::Heartbeat { local_rank, at, step, section }| Heartbeat { local_rank, at, step, section };
-        let (logs, heartbeats) = (logs.all().into_iter(), heartbeats.all().into_iter());
-        Readings {
-            timers: TimerCounts { live: timers.live(), expired: timers.expired(), late: timers.late() },
-            logs: logs.map(|((rank, dest), bytes, lines)| ((rank, output(dest)), bytes, lines)).collect(),
-            heartbeats: heartbeats.map(of).collect(),
-        }
-    }
-
-    fn at_work(&self) -> Option<Duration> {
-        self.0.turn.at_work()
     }
 }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 use elasticrs_core::logs;
 use elasticrs_core::spec as core;
 use elasticrs_nursery::spec as nursery;
+use elasticrs_runtime::readings::Dest;
 use elasticrs_sys::duplicate::duplicate;
 use elasticrs_sys::signal::Signal;
 use pyo3::exceptions::PyValueError;
@@ -250,8 +251,8 @@ impl LogStream {
     ) -> PyResult<Self> {
         let to = match to {
             None => logs::To::Nowhere,
-            Some(LogDestination::Console(1)) => logs::To::Console(logs::Dest::Stdout),
-            Some(LogDestination::Console(2)) => logs::To::Console(logs::Dest::Stderr),
+            Some(LogDestination::Console(1)) => logs::To::Console(Dest::Stdout),
+            Some(LogDestination::Console(2)) => logs::To::Console(Dest::Stderr),
             Some(LogDestination::Console(other)) => {
                 return Err(PyValueError::new_err(format!("to must be 1, 2, a path or None, got {other}")));
             }

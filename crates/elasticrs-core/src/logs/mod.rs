@@ -46,6 +46,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::lock;
+use elasticrs_runtime::readings::Dest;
 use elasticrs_runtime::threads::{Leavable, panic_message};
 use elasticrs_runtime::wake::Wake;
 use elasticrs_sys::clock::Stamp;
@@ -64,13 +65,6 @@ use totals::LogCounts;
 /// Maximum time that [`Logs::follow`] waits for a free descriptor. The logs thread frees descriptors by closing
 /// the files of finished streams.
 const CLOSING: Duration = Duration::from_secs(5);
-
-/// Standard output or standard error of the agent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Dest {
-    Stdout,
-    Stderr,
-}
 
 /// Destination of the lines in a log file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -191,7 +185,7 @@ impl Logs {
             let id = StreamId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
             ids.push(id);
             let counts = match &stream.to {
-                To::Console(dest) => Some(self.totals.of(stream.local_rank, *dest)),
+                To::Console(dest) => Some(self.totals.of((stream.local_rank, *dest))),
                 To::Nowhere | To::File(_) => None,
             };
             let info = Arc::new(StreamInfo {

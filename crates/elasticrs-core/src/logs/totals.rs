@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
 use elasticrs_runtime::lock;
-
-use super::Dest;
+use elasticrs_runtime::readings::Stream;
 
 /// Numbers of bytes and lines that were read from one stream of a worker.
 #[derive(Debug, Default)]
@@ -28,33 +27,34 @@ impl LogCounts {
 /// are restarted.
 #[derive(Debug, Default)]
 pub struct LogTotals {
-    streams: Mutex<BTreeMap<(u32, Dest), Arc<LogCounts>>>,
+    streams: Mutex<BTreeMap<Stream, Arc<LogCounts>>>,
 }
 
 impl LogTotals {
-    /// Returns the numbers of bytes and newlines read so far from each stream that goes to the console, including
-    /// finished streams.
-    pub fn all(&self) -> Vec<((u32, Dest), u64, u64)> {
+    /// Returns the numbers of bytes and newlines read so far, for every stream that was ever followed to the console.
+    pub fn all(&self) -> Vec<(Stream, u64, u64)> {
         let streams = lock(&self.streams);
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
         streams.iter().map(|(stream, counts)| (*stream, of(&counts.bytes), of(&counts.lines))).collect()
     }
 
-    pub(super) fn of(&self, local_rank: u32, dest: Dest) -> Arc<LogCounts> {
-        Arc::clone(lock(&self.streams).entry((local_rank, dest)).or_default())
+    pub(super) fn of(&self, stream: Stream) -> Arc<LogCounts> {
+        Arc::clone(lock(&self.streams).entry(stream).or_default())
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use elasticrs_runtime::readings::Dest;
+
     use super::*;
 
     #[test]
     fn bytes_and_newlines_are_counted_by_stream() {
         let totals = LogTotals::default();
-        totals.of(1, Dest::Stderr).add(b"a\nb\nc");
-        totals.of(1, Dest::Stderr).add(b"\n");
-        totals.of(0, Dest::Stdout).add(b"");
+        totals.of((1, Dest::Stderr)).add(b"a\nb\nc");
+        totals.of((1, Dest::Stderr)).add(b"\n");
+        totals.of((0, Dest::Stdout)).add(b"");
         assert_eq!(totals.all(), [((0, Dest::Stdout), 0, 0), ((1, Dest::Stderr), 6, 3)]);
     }
 }

@@ -6,35 +6,25 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use elasticrs_runtime::lock;
+use elasticrs_runtime::readings::{Heartbeat, Readings, Source, TimerCounts};
 use elasticrs_sys::clock::Stamp;
 
-use super::event::Heartbeat;
 use crate::logs::LogTotals;
 use crate::timer::hang::RankState;
 use crate::timer::pages::HeartbeatPage;
 
 /// Counts active expiration timers, expired timers, and expired timers that were handled late.
 #[derive(Debug, Default)]
-pub struct TimerCounts {
+pub struct TimerCounters {
     live: AtomicU64,
     expired: AtomicU64,
     late: AtomicU64,
 }
 
-impl TimerCounts {
-    /// Returns the number of active timers.
-    pub fn live(&self) -> u64 {
-        self.live.load(Ordering::Relaxed)
-    }
-
-    /// Returns the number of timers that have expired so far.
-    pub fn expired(&self) -> u64 {
-        self.expired.load(Ordering::Relaxed)
-    }
-
-    /// Returns the number of expired timers that were handled more than [`LATE_NS`] after their deadline.
-    pub fn late(&self) -> u64 {
-        self.late.load(Ordering::Relaxed)
+impl TimerCounters {
+    fn read(&self) -> TimerCounts {
+        let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
+        TimerCounts { live: of(&self.live), expired: of(&self.expired), late: of(&self.late) }
     }
 
     pub(crate) fn set_live(&self, live: usize) {
@@ -63,7 +53,7 @@ impl Heartbeats {
     /// runtime thread.
     pub fn all(&self) -> Vec<Heartbeat> {
         let now = Stamp::now().0;
-        (0..).zip(lock(&self.pages).iter()).filter_map(|(rank, page)| Heartbeat::of(rank, &page.read(now))).collect()
+        (0..).zip(lock(&self.pages).iter()).filter_map(|(rank, page)| page.read(now).heartbeat(rank)).collect()
     }
 
     pub(crate) fn set(&self, pages: Vec<Arc<HeartbeatPage>>) {
@@ -71,13 +61,12 @@ impl Heartbeats {
     }
 }
 
-impl Heartbeat {
-    /// Converts the content of a worker's heartbeat page. Returns `None` if the worker has not sent a heartbeat yet, or
-    /// has exited.
-    pub(crate) fn of(local_rank: u32, seen: &RankState) -> Option<Self> {
-        let RankState::Heartbeat(beat) = seen else { return None };
+impl RankState {
+    /// Returns the last heartbeat of the rank. `None` if the rank has not sent a heartbeat yet, or has exited.
+    pub(crate) fn heartbeat(&self, local_rank: u32) -> Option<Heartbeat> {
+        let Self::Heartbeat(beat) = self else { return None };
         let section = beat.section.as_ref().map(|section| section.name.clone());
-        Some(Self { local_rank, at: Stamp(beat.last), step: beat.step, section })
+        Some(Heartbeat { local_rank, at: Stamp(beat.last), step: beat.step, section })
     }
 }
 
@@ -117,11 +106,21 @@ impl Turn {
 /// All counters of one supervisor.
 #[derive(Debug, Clone, Default)]
 pub struct Counters {
-    pub timers: Arc<TimerCounts>,
+    pub timers: Arc<TimerCounters>,
     pub logs: Arc<LogTotals>,
     pub heartbeats: Arc<Heartbeats>,
     /// Time that the agent's event loop has spent on its current event.
     pub turn: Arc<Turn>,
+}
+
+impl Source for Counters {
+    fn read(&self) -> Readings {
+        Readings { timers: self.timers.read(), logs: self.logs.all(), heartbeats: self.heartbeats.all() }
+    }
+
+    fn at_work(&self) -> Option<Duration> {
+        self.turn.at_work()
+    }
 }
 
 #[cfg(test)]
@@ -141,10 +140,10 @@ mod tests {
 
     #[test]
     fn a_timer_is_late_beyond_the_limit() {
-        let counts = TimerCounts::default();
+        let counts = TimerCounters::default();
         counts.add_expired(LATE_NS);
         counts.add_expired(LATE_NS + 1);
         counts.set_live(7);
-        assert_eq!((counts.live(), counts.expired(), counts.late()), (7, 2, 1));
+        assert_eq!(counts.read(), TimerCounts { live: 7, expired: 2, late: 1 });
     }
 }

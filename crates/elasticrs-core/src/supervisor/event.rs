@@ -5,12 +5,13 @@ use std::time::Duration;
 
 pub use elasticrs_nursery::protocol::SweepOutcome;
 use elasticrs_runtime::named_enum;
+use elasticrs_runtime::readings::{Dest, Heartbeat};
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
 use elasticrs_sys::stage::Stage;
 
-use crate::logs::{Dest, Notice};
+use crate::logs::Notice;
 use crate::timer::hang::{Ground, Missed};
 
 /// Something that happened to the group, a worker, the nursery, or the supervisor itself.
@@ -200,15 +201,6 @@ pub enum KillReason {
     SlowExit,
     /// The workers had raised an uncaught exception, and stalled while they were exiting.
     StalledExit,
-}
-
-/// The last heartbeat of a worker.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Heartbeat {
-    pub local_rank: u32,
-    pub at: Stamp,
-    pub step: Option<u64>,
-    pub section: Option<String>,
 }
 
 /// A hanging worker, and the state of all workers when the hang was detected.

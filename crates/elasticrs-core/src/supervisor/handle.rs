@@ -11,6 +11,7 @@ use std::time::Duration;
 use elasticrs_nursery::connections::{LastWord, Release};
 use elasticrs_nursery::fence::Fence;
 use elasticrs_nursery::spec::ProcessSpec;
+use elasticrs_runtime::readings::Heartbeat;
 use elasticrs_runtime::runtime::{self, Spawn, Task};
 use elasticrs_runtime::{lock, threads};
 use elasticrs_sys::pidfd;
@@ -21,7 +22,6 @@ use tokio::sync::oneshot;
 
 use super::command::{Adopted, Command, Config, Guarded, Reply, Shared, SupervisorError};
 use super::counters::Counters;
-use super::event::Heartbeat;
 use super::evidence::EvidenceFiles;
 use super::queue::{Next, Queue};
 use super::task;

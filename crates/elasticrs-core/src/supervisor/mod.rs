@@ -42,7 +42,7 @@ mod zombies;
 
 pub use command::{Config, SupervisorError};
 pub use event::{
-    Event, ExitStage, Heartbeat, KillReason, NurseryExit, Outcome, RankSeen, StartFailure, SweepOutcome, TimerExpired,
-    WorkerHung, WorkerRaised, WorkersKilled,
+    Event, ExitStage, KillReason, NurseryExit, Outcome, RankSeen, StartFailure, SweepOutcome, TimerExpired, WorkerHung,
+    WorkerRaised, WorkersKilled,
 };
 pub use handle::{Keeper, Supervisor};

@@ -11,7 +11,7 @@ use elasticrs_sys::exit::WorkerExit;
 
 use super::{Effect, Event, Group, Input, Phase, Timer};
 use crate::spec::StopPolicy;
-use crate::supervisor::event::{Heartbeat, RankSeen, TimerExpired, WorkerHung};
+use crate::supervisor::event::{RankSeen, TimerExpired, WorkerHung};
 use crate::supervisor::evidence::WorkerEvidence;
 use crate::timer::hang::{
     Ground, Limits, Overdue, RankState, RemoteHang, Suspect, Verdict, Watch, blame, blame_beside, still_late,
@@ -395,7 +395,7 @@ impl Group {
             }
             let local_rank = member.local_rank;
             let evidence = evidence.iter().find(|worker| worker.local_rank == local_rank).cloned().unwrap_or_default();
-            let heartbeat = Heartbeat::of(local_rank, seen);
+            let heartbeat = seen.heartbeat(local_rank);
             let overdue = overdue_of(index);
             *suspect = Suspect {
                 is_late: overdue.is_some(),

@@ -24,7 +24,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::task::{AbortHandle, JoinSet};
 
 use super::running::Running;
-use crate::supervisor::counters::TimerCounts;
+use crate::supervisor::counters::TimerCounters;
 use crate::supervisor::event::TimerExpired;
 use crate::supervisor::watch;
 use crate::timer::complaints::{Complaints, INTERVAL, MAX_REPORTED, excerpt, more_timers};
@@ -87,12 +87,12 @@ pub(super) struct Watchdog {
     complaints: Complaints,
     reported: Rate,
     buffer: Box<[u8]>,
-    counts: Arc<TimerCounts>,
+    counts: Arc<TimerCounters>,
 }
 
 impl Watchdog {
     /// Creates a watchdog that reads records from this FIFO.
-    pub(super) fn new(fifo: OwnedFd, counts: Arc<TimerCounts>) -> io::Result<Self> {
+    pub(super) fn new(fifo: OwnedFd, counts: Arc<TimerCounters>) -> io::Result<Self> {
         let flags = TimerFlags::TFD_CLOEXEC | TimerFlags::TFD_NONBLOCK;
         let alarm = TimerFd::new(ClockId::CLOCK_MONOTONIC, flags)?;
         Ok(Self {

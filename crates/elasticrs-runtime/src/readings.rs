@@ -2,20 +2,21 @@
 
 use std::time::Duration;
 
-use elasticrs_runtime::named_enum;
 use elasticrs_sys::clock::Stamp;
 
+use crate::named_enum;
+
 named_enum! {
-    /// Output of a worker.
+    /// Standard output or standard error.
     #[derive(PartialOrd, Ord)]
-    pub enum Output {
+    pub enum Dest {
         Stdout = "stdout",
         Stderr = "stderr",
     }
 }
 
-/// An output stream of a worker, identified by the worker's local rank and by standard output or standard error.
-pub type Stream = (u32, Output);
+/// A stream of a worker: the worker's local rank, and standard output or standard error.
+pub type Stream = (u32, Dest);
 
 /// Source of the reported values. Its methods run on the server's thread, and must not wait for other threads of the
 /// agent, because those threads may hang.
