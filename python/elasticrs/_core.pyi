@@ -1169,7 +1169,7 @@ class CoordinationServer:
             are served and see the same keys.
         token: token that clients must know in addition; ``None`` for none.
         max_connections: maximum number of connections. Further clients are refused.
-        max_bytes: maximum size of all data that the store keeps for clients: keys, values, history, watches,
+        max_bytes: maximum size of all data that the store keeps for clients: keys, values, watches,
             incomplete requests and unread replies. If the size is exceeded, the client with the most data is
             disconnected.
         request_timeout: seconds that a request may take from its first byte to its last.
@@ -1380,7 +1380,6 @@ class CoordinationClient:
         *,
         exact: bool = False,
         snapshot: bool = False,
-        from_revision: int | None = None,
     ) -> None:
         """Watch keys for changes. A :class:`Reply` with this tag follows, and then :class:`Changes`.
 
@@ -1390,11 +1389,6 @@ class CoordinationClient:
             exact: true if ``prefix`` is a whole key.
             snapshot: true if the reply should contain the existing entries at its revision. The watch
                 continues with the next revision.
-            from_revision: start with the changes of this revision. These changes follow the reply and are
-                reported only for this watch. The watch is refused if the store no longer remembers them.
-
-        Raises:
-            ValueError: ``from_revision`` was given in a session that can be resumed.
         """
     def unwatch(self, prefix: str, *, exact: bool = False) -> None:
         """Stop a watch. Changes that the store has already sent are still reported."""

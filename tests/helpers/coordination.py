@@ -11,7 +11,7 @@ from elasticrs import _core
 from helpers.procs import HANG
 
 RUN = "a-run"
-MAJOR = 3
+MAJOR = 4
 """Version of the store's protocol."""
 
 

@@ -96,16 +96,6 @@ class StoreContract:
             found += [key for key, _ in other.changes()]
         assert found == [f"w/{index:02}" for index in range(20)]
 
-    def test_a_watch_may_start_in_the_past(self, client: Any, other: Any) -> None:
-        first, second = client.put("k", b"1"), client.put("k", b"2")
-        client.put("x", b"3")
-        client.put("k", b"3")
-        assert first < second
-        assert other.watch("k", from_revision=second).results == []
-        assert [other.changes(), other.changes()] == [[("k", b"2")], [("k", b"3")]]
-        client.put("k", b"4")
-        assert other.changes() == [("k", b"4")]
-
     def test_after_unwatch_nothing_is_reported(self, client: Any, other: Any) -> None:
         other.watch("k")
         other.inner.unwatch("k")

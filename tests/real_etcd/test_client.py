@@ -85,17 +85,6 @@ def test_requests_before_the_end_are_carried_out(etcd, client):
     assert len(etcd.keys()) == 20
 
 
-def test_a_watch_of_a_compacted_revision_names_a_known_one(etcd, client):
-    first = client.put("k")
-    client.put("k", b"2")
-    etcd.server.compact()
-    reply = client.watch("k", from_revision=first)
-    assert not reply.ok
-    assert client.watch("k", from_revision=reply.results[0]).ok
-    client.put("k", b"3")
-    assert client.changes() == [("k", b"3")]
-
-
 def test_markers_of_sessions_are_hidden(client, other):
     other.watch("", snapshot=True)
     client.put("k", leased=True)

@@ -64,19 +64,6 @@ def test_a_revision_is_reported_with_its_order_and_before_its_reply(client, othe
     assert other.next(_core.Reply).revision == 3
 
 
-def test_a_watch_of_a_dropped_revision_names_the_oldest_one():
-    with serving(max_bytes=20_000) as small:
-        client = small.client()
-        for _ in range(10):
-            client.put("k", bytes(1000))
-        reply = client.watch("k", from_revision=1)
-        assert not reply.ok
-        (oldest,) = reply.results
-        assert 1 < oldest < 10
-        assert client.watch("k", from_revision=oldest).ok
-        assert client.changes() == [("k", bytes(1000))]
-
-
 def test_a_wait_without_a_limit_sees_a_signal_that_another_thread_took(server: Server) -> None:
     waiting = f"""
         import signal, sys, threading

@@ -119,9 +119,9 @@ def test_watches_count_and_the_largest_holder_is_disconnected():
         small = store.client()
         small.watch("k")
         first, second = (store.client() for _ in range(2))
-        for number in range(400):
+        for number in range(500):
             first.watch(f"{number:01000}")
-        for number in range(400):
+        for number in range(500):
             second.watch(f"{number:01000}")
         assert first.lost().kind == "limit"
         small.put("k", b"v")

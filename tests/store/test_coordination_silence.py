@@ -141,7 +141,7 @@ def test_a_slow_watcher_is_dropped_and_the_others_get_all_changes():
         watcher = store.client()
         watcher.watch("")
         slow = store.raw(receive_buffer=4096).connected(attempts=1000)
-        slow.send(0x04, bytes(8) + b"\x00" + text("") + bytes(8))
+        slow.send(0x04, bytes(8) + b"\x00" + text("") + b"\x00")
         value = bytes(1 << 19)
         written = 0
         while store.inner.sessions() == 3:

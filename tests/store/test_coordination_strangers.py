@@ -120,7 +120,7 @@ def test_a_client_of_another_version_gets_both_versions():
     with serving() as store:
         client = store.raw()
         client.hello(major=7)
-        says(client.refusal("version"), "version 3", "version 7")
+        says(client.refusal("version"), "version 4", "version 7")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_name_that_does_not_exist():
         (MAGIC + b"\xff\xff\xff\x7f", "2147483647 bytes"),
         (MAGIC + b"\x00\x00\x00\x00", "0 bytes"),
         (MAGIC + b"\x01\x00\x00\x00\x06", "hello"),
-        (MAGIC + b"\x05\x00\x00\x00\x01\x03\x00\x00\x00", "frame"),
+        (MAGIC + b"\x05\x00\x00\x00\x01\x04\x00\x00\x00", "frame"),
     ],
 )
 def test_strangers_are_closed_with_one_notice_each(sent, notice):

@@ -272,10 +272,10 @@ impl CoordinationClient {
         self.inner.txn(tag, txn).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
-    #[pyo3(signature = (tag, prefix, *, exact=false, snapshot=false, from_revision=None))]
-    fn watch(&self, tag: u64, prefix: &str, exact: bool, snapshot: bool, from_revision: Option<u64>) -> PyResult<()> {
+    #[pyo3(signature = (tag, prefix, *, exact=false, snapshot=false))]
+    fn watch(&self, tag: u64, prefix: &str, exact: bool, snapshot: bool) -> PyResult<()> {
         let watch = Watch { prefix: key(prefix)?, exact };
-        self.inner.watch(tag, watch, snapshot, from_revision).map_err(|error| PyValueError::new_err(error.to_string()))
+        self.inner.watch(tag, watch, snapshot).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     #[pyo3(signature = (prefix, *, exact=false))]

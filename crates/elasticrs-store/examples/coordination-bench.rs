@@ -161,7 +161,7 @@ fn fan_out(
 ) -> Result<Vec<Duration>, Box<dyn std::error::Error>> {
     let watching = connect_all(runtime, port, watchers)?;
     for client in &watching {
-        client.watch(0, Watch { prefix: "head".into(), exact: true }, false, None)?;
+        client.watch(0, Watch { prefix: "head".into(), exact: true }, false)?;
     }
     for client in &watching {
         take(client, |event| matches!(event, Event::Reply { .. }), 1)?;

@@ -109,16 +109,6 @@ impl Watch {
     }
 }
 
-/// A watch, and the revision at which it starts.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WatchFrom {
-    pub watch: Watch,
-    /// True if the reply should contain the current entries.
-    pub snapshot: bool,
-    /// First revision whose changes are reported. `None` to start with the next revision.
-    pub from_revision: Option<u64>,
-}
-
 named_enum! {
     /// Machine-readable reason for the end of a connection. The position of a variant is its code in the protocol.
     pub enum LostKind {

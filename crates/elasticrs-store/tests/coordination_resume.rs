@@ -249,7 +249,7 @@ fn a_session_survives_resets_with_its_leased_key() {
 #[test]
 fn what_was_asked_when_the_connection_broke_is_answered_once_and_in_order() {
     let scene = Scene::new();
-    scene.other.watch(2, Watch { prefix: "asked".into(), exact: false }, false, None).unwrap();
+    scene.other.watch(2, Watch { prefix: "asked".into(), exact: false }, false).unwrap();
     until(&scene.other, is_reply);
     scene.proxy.way().holds_answers.store(true, Ordering::SeqCst);
     scene.client.txn(10, put("asked", false)).unwrap();
@@ -278,7 +278,7 @@ fn a_watch_is_told_at_once_of_all_that_it_has_missed() {
         scene.other.txn(tag, put(key, false)).unwrap();
         until(&scene.other, is_reply);
     }
-    scene.client.watch(1, Watch { prefix: "w/".into(), exact: false }, true, None).unwrap();
+    scene.client.watch(1, Watch { prefix: "w/".into(), exact: false }, true).unwrap();
     until(&scene.client, is_reply);
     scene.proxy.stop_listening();
     scene.proxy.reset();

@@ -8,11 +8,11 @@ session for another store must provide:
   revision, and puts or deletes a key at most once;
 - leased keys, which are deleted when the session ends, or some seconds later. All puts of a key have a lease,
   or none of them has;
-- watches of keys and prefixes, starting from a snapshot or a revision. The revisions arrive in order, and
-  each of them contains all changes to the watched keys. The order between several watches, or between watches
-  and replies, is not specified. A session never watches a key through two different watches, but the same
-  watch may be requested again. If the store no longer has the history of a watch, or if the watch was resumed
-  on another connection, the missed changes arrive as a single revision;
+- watches of keys and prefixes, starting from a snapshot or the next revision. The revisions arrive in order,
+  and each of them contains all changes to the watched keys. The order between several watches, or between
+  watches and replies, is not specified. A session never watches a key through two different watches, but the
+  same watch may be requested again. If the store no longer has the history of a watch, or if the watch was
+  resumed on another connection, the missed changes arrive as a single revision;
 - requests that are executed in order, and replies in that order; an :class:`Unwatch` takes effect for all
   later changes. Requests whose replies were lost with a connection may be executed again, in order. The
   caller must tolerate that, and must tolerate a request that is rejected because it was already executed;

@@ -22,7 +22,6 @@ use super::wire::MAX_REQUEST;
 use crate::session::client::{Client, Inbox, Request, Unsendable, finish, until_close};
 use crate::session::events::{Event, Events};
 use crate::session::guard::Guard;
-use crate::types::WatchFrom;
 
 /// Starts connecting in the background. [`Event::Connected`] or [`Event::ConnectionLost`] follows.
 pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> std::io::Result<Client> {
@@ -37,12 +36,11 @@ pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> 
 fn encode(request: Request, resume: bool) -> Result<Asked, Unsendable> {
     let (kind, message) = match request {
         Request::Txn { tag, txn } => (Kind::Plain, Message::Txn { tag, txn }),
-        Request::Watch { watch, .. } if resume && watch.from_revision.is_some() => return Err(Unsendable::Past),
-        Request::Watch { tag, watch } => {
-            let kind = Kind::Watch { watch: watch.watch.clone(), wants_snapshot: watch.snapshot };
-            // Request a snapshot of the watched entries for every session that can be resumed. After a reconnect, the
-            // client finds missed changes by comparing this snapshot with a new one.
-            (kind, Message::Watch { tag, watch: WatchFrom { snapshot: watch.snapshot || resume, ..watch } })
+        Request::Watch { tag, watch, snapshot } => {
+            let kind = Kind::Watch { watch: watch.clone(), wants_snapshot: snapshot };
+            // Always request a snapshot if the session can be resumed. After a reconnect, the client needs these
+            // entries to compute the changes that it missed.
+            (kind, Message::Watch { tag, watch, snapshot: snapshot || resume })
         }
         Request::Unwatch(watch) => (Kind::Unwatch(watch.clone()), Message::Unwatch(watch)),
     };

@@ -33,8 +33,8 @@ use super::memory::{CONNECTION_COST, Held, Message};
 use super::outbox::Outbox;
 use super::protocol::{Answer, Hello, Pace, Request, Secret, encode_changes};
 use super::state::{Revision, SessionId, State};
-use super::watches::{Watches, covered};
-use crate::types::{LostKind, OpResult, StoreId, Txn, WatchFrom};
+use super::watches::Watches;
+use crate::types::{LostKind, OpResult, StoreId, Txn, Watch};
 
 /// Maximum number of watches of a client.
 const MAX_WATCHES: usize = 1024;
@@ -53,7 +53,7 @@ pub struct Config {
     pub run_id: Option<String>,
     pub token: Option<Vec<u8>>,
     pub max_connections: usize,
-    /// Maximum number of bytes that the server holds for clients: keys, values, history, watches, incomplete requests
+    /// Maximum number of bytes that the server holds for clients: keys, values, watches, incomplete requests
     /// and unread answers.
     pub max_bytes: usize,
     /// Time limit for receiving a request, from its first to its last byte.
@@ -302,7 +302,7 @@ impl Hub {
     }
 
     fn has_room_in(&self, shared: &Shared) -> bool {
-        self.used(shared) + CONNECTION_COST <= shared.state.shared_limit() / 8 * 7
+        self.used(shared) + CONNECTION_COST <= self.config.max_bytes / 8 * 7
     }
 
     /// Records how many bytes of an incomplete request a client has sent. Ends sessions if the memory limit is then
@@ -319,7 +319,7 @@ impl Hub {
     /// Ends sessions until the memory use is within the limit of HUB-3. The stored keys alone never exceed this limit,
     /// because they have a lower limit.
     fn keep_within_limit(&self, shared: &mut Shared) {
-        let limit = shared.state.shared_limit();
+        let limit = self.config.max_bytes;
         while self.used(shared) > limit {
             let present = shared.sessions.iter().filter_map(|(id, known)| Some((id, known.outbox.as_ref()?)));
             let held = present.map(|(id, outbox)| (outbox.holds() + shared.watches.bytes_of(*id), *id, outbox));
@@ -368,7 +368,9 @@ impl Hub {
     ) -> Result<(), Refusal> {
         let answer = match request {
             Request::Txn { tag, txn } => self.txn(shared, session, tag, &txn)?,
-            Request::Watch { tag, watch } => return Self::watch(shared, session, tag, watch, outbox),
+            Request::Watch { tag, watch, snapshot } => {
+                return Self::watch(shared, session, tag, watch, snapshot, outbox);
+            }
             Request::Unwatch(watch) => {
                 shared.watches.remove(session, &watch);
                 return Ok(());
@@ -397,17 +399,10 @@ impl Hub {
         shared: &mut Shared,
         session: SessionId,
         tag: u64,
-        watch: WatchFrom,
+        watch: Watch,
+        snapshot: bool,
         outbox: &Outbox,
     ) -> Result<(), Refusal> {
-        let WatchFrom { watch, snapshot, from_revision } = watch;
-        let revision = shared.state.revision();
-        let first = from_revision.unwrap_or(revision + 1);
-        let Some(history) = shared.state.history_from(first) else {
-            // The history no longer contains the requested revision. Reply with the oldest revision that it contains.
-            let results = vec![OpResult::Count(shared.state.oldest())];
-            return answer_to(outbox, &Answer::Reply { tag, ok: false, revision, results });
-        };
         if shared.watches.count(session) >= MAX_WATCHES {
             return Err((LostKind::Limit, format!("more than {MAX_WATCHES} watches")));
         }
@@ -417,13 +412,8 @@ impl Hub {
         } else {
             Vec::new()
         };
+        let revision = shared.state.revision();
         answer_to(outbox, &Answer::Reply { tag, ok: true, revision, results })?;
-        for past in history {
-            let changes = covered(past, &watch);
-            if !changes.is_empty() && !outbox.push(outbox.message(encode_changes(past.number, changes.into_iter()))) {
-                return Err(too_slow());
-            }
-        }
         shared.watches.add(session, watch);
         Ok(())
     }

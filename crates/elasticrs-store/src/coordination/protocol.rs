@@ -10,11 +10,10 @@ use std::sync::Arc;
 use super::wire::{Cursor, Field, Malformed, Writer, kinds, record, texts};
 use crate::types::{
     Change, Compare, Entry, LostKind, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Scope, StoreId, Txn, Watch,
-    WatchFrom,
 };
 
-/// Protocol version of this code, as major and minor number. Different major versions are incompatible.
-pub const VERSION: (u16, u16) = (3, 0);
+/// Protocol version of this code. Versions with different first numbers are incompatible.
+pub const VERSION: (u16, u16) = (4, 0);
 
 /// Challenge or proof in a handshake. Both have the length of a SHA-256 digest.
 pub type Digest = [u8; 32];
@@ -58,7 +57,7 @@ pub enum Request {
     /// A transaction. The store executes all of its operations atomically.
     Txn { tag: u64, txn: Txn },
     /// Starts a watch: the store reports changes from now on.
-    Watch { tag: u64, watch: WatchFrom },
+    Watch { tag: u64, watch: Watch, snapshot: bool },
     /// Stops a watch. The store no longer reports changes to the watched keys.
     Unwatch(Watch),
     /// Extends the lease of the session.
@@ -121,10 +120,6 @@ const HELLO: u8 = 0x01;
 /// Kind byte of [`Answer::Changes`].
 const CHANGES: u8 = 0x85;
 
-const EXACT: u8 = 1;
-const SNAPSHOT: u8 = 2;
-const FROM: u8 = 4;
-
 impl Request {
     /// Encodes the request as a frame.
     pub fn encode(&self) -> Vec<u8> {
@@ -171,7 +166,7 @@ kinds! { Request, "an unknown kind of request";
     HELLO => Hello(hello),
     0x02 => Prove { proof, scope },
     0x03 => Txn { tag, txn },
-    0x04 => Watch { tag, watch },
+    0x04 => Watch { tag, watch, snapshot },
     0x05 => Unwatch(watch),
     0x06 => KeepAlive { sent },
 }
@@ -226,32 +221,6 @@ impl Field for LostKind {
 
     fn write(&self, w: &mut Writer) {
         w.u8(self.code());
-    }
-}
-
-impl Field for WatchFrom {
-    fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed> {
-        let flags = c.u8()?;
-        if flags & !(EXACT | SNAPSHOT | FROM) != 0 {
-            return Err(Malformed("an unknown kind of watch"));
-        }
-        let (prefix, from) = Field::read(c)?;
-        if flags & FROM == 0 && from != 0 {
-            return Err(Malformed("a revision that is not asked for"));
-        }
-        Ok(Self {
-            watch: Watch { prefix, exact: flags & EXACT != 0 },
-            snapshot: flags & SNAPSHOT != 0,
-            from_revision: (flags & FROM != 0).then_some(from),
-        })
-    }
-
-    fn write(&self, w: &mut Writer) {
-        let flag = |is_set, flag| if is_set { flag } else { 0 };
-        let from = flag(self.from_revision.is_some(), FROM);
-        w.u8(flag(self.watch.exact, EXACT) | flag(self.snapshot, SNAPSHOT) | from);
-        self.watch.prefix.write(w);
-        self.from_revision.unwrap_or(0).write(w);
     }
 }
 

@@ -41,7 +41,7 @@ pub(super) fn allows(scope: Option<&str>, request: &Request) -> bool {
                     Op::Predecessor { prefix, key } => is_within(prefix) && is_within(key),
                 })
         }
-        Request::Watch { watch, .. } => is_within(&watch.watch.prefix),
+        Request::Watch { watch, .. } => is_within(&watch.prefix),
         Request::Hello(_) | Request::Prove { .. } | Request::Unwatch(_) | Request::KeepAlive { .. } => true,
     }
 }
@@ -63,7 +63,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::types::{Watch, WatchFrom};
+    use crate::types::Watch;
 
     /// Returns test requests, one for each request field that can hold a key or a prefix. In each request, one field is
     /// set to `key`. All other keys are inside the allowed key prefix.
@@ -95,7 +95,7 @@ mod tests {
         let mut found: Vec<Request> = txns.into_iter().map(|txn| Request::Txn { tag: 1, txn }).collect();
         for exact in [false, true] {
             let watch = Watch { prefix: name.clone(), exact };
-            found.push(Request::Watch { tag: 1, watch: WatchFrom { watch, snapshot: true, from_revision: None } });
+            found.push(Request::Watch { tag: 1, watch, snapshot: true });
         }
         found
     }

@@ -311,7 +311,7 @@ impl OwnStore<'_> {
         length: usize,
     ) -> Result<(), StoreError> {
         let effect = match &mut self.unanswered {
-            Some(unanswered) => unanswered.reply(ok, revision, results)?,
+            Some(unanswered) => unanswered.reply(revision, results)?,
             None => AnswerEffect::Reply(results),
         };
         match effect {

@@ -4,12 +4,11 @@
 //! - **STATE-2** the revision rises by one when a transaction, or the end of sessions, changes at least one key. It
 //!   does not change otherwise;
 //! - **STATE-3** a leased key exists only as long as the session that most recently leased it;
-//! - **STATE-4** the stored bytes, including the history, never exceed the limit;
+//! - **STATE-4** the stored bytes never exceed the limit;
 //! - **STATE-5** a transaction visits a bounded number of keys in addition to those that it changes or returns.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use super::wire::MAX_ANSWER;
@@ -19,11 +18,8 @@ use crate::types::{Change, Compare, Entry, Op, OpResult, Txn, Watch};
 pub(super) type SessionId = u64;
 
 /// Estimated memory overhead of a key, in bytes, in addition to its name and value. It covers the key's entries
-/// in two trees and its last change in the history.
+/// in two trees.
 const ENTRY_COST: usize = 256;
-/// Estimated memory overhead of a revision in the history, in bytes, not counting its changes.
-const REVISION_COST: usize = 64;
-
 /// Maximum number of steps for all searches of one transaction. This many steps take about 100 ms, and the store
 /// serves no other client during that time. A single search takes at most half as many steps as the store has
 /// keys.
@@ -79,7 +75,7 @@ pub(super) struct Done {
     /// One result for each op, or the limit that the transaction exceeded.
     pub(super) results: Result<Vec<OpResult>, Exceeded>,
     /// The new revision. `None` if nothing changed.
-    pub(super) revision: Option<Rc<Revision>>,
+    pub(super) revision: Option<Revision>,
 }
 
 /// Value and metadata of a key.
@@ -98,24 +94,19 @@ pub(super) struct State {
     entries: BTreeMap<Arc<str>, Stored>,
     by_creation: BTreeSet<(u64, Arc<str>)>,
     sessions: HashMap<SessionId, BTreeSet<Arc<str>>>,
-    history: VecDeque<Rc<Revision>>,
-    /// Revisions up to this one are not in the history.
-    compacted: u64,
     entry_bytes: usize,
-    history_bytes: usize,
     max_bytes: usize,
 }
 
 impl State {
-    /// Creates an empty store. A fifth of `max_bytes` is reserved for the history.
+    /// Creates an empty store.
     pub(super) fn new(max_bytes: usize) -> Self {
         Self { max_bytes, ..Self::default() }
     }
 
     /// Restores the revision and the entries of a previous store. The caller must have restored the sessions first.
-    /// The history stays empty.
     pub(super) fn restore(&mut self, revision: u64, entries: BTreeMap<Arc<str>, Stored>) {
-        (self.revision, self.compacted, self.entries) = (revision, revision, entries);
+        (self.revision, self.entries) = (revision, entries);
         self.entry_bytes = cost_of_entries(&self.entries);
         for (key, stored) in &self.entries {
             self.by_creation.insert((stored.create_revision, Arc::clone(key)));
@@ -138,33 +129,20 @@ impl State {
         self.revision
     }
 
-    /// Returns the first revision whose changes are in the history.
-    pub(super) fn oldest(&self) -> u64 {
-        self.compacted + 1
-    }
-
     pub(super) fn entry_bytes(&self) -> usize {
         self.entry_bytes
     }
 
-    /// Returns the limit in bytes for all memory that clients use, except the history of changes. The limit is four
-    /// fifths of `max_bytes`, and the remaining fifth is for the history.
-    ///
-    /// Keys may use at most three quarters of this limit, because messages count toward the same limit.
-    pub(super) fn shared_limit(&self) -> usize {
-        self.max_bytes - self.max_bytes / 5
-    }
-
     fn room(&self) -> usize {
-        MAX_ANSWER.min(self.shared_limit() - self.entry_bytes)
+        MAX_ANSWER.min(self.max_bytes - self.entry_bytes)
     }
 
     pub(super) fn begin_session(&mut self, session: SessionId) {
         self.sessions.insert(session, BTreeSet::new());
     }
 
-    /// Ends sessions and deletes all their leased keys in a single revision.
-    pub(super) fn end_sessions(&mut self, ended: &[SessionId]) -> Option<Rc<Revision>> {
+    /// Ends sessions and deletes their leased keys in one revision.
+    pub(super) fn end_sessions(&mut self, ended: &[SessionId]) -> Option<Revision> {
         let mut changes = Vec::new();
         for session in ended {
             for key in self.sessions.remove(session).unwrap_or_default() {
@@ -203,18 +181,6 @@ impl State {
             self.range(&covers.prefix, 0, &mut room)
         };
         if room.is_some() { Ok(found) } else { Err(Exceeded::Answer(most)) }
-    }
-
-    /// Returns all revisions from `first` on. Returns `None` if some of them are no longer in the history, or if
-    /// `first` is beyond the next revision.
-    pub(super) fn history_from(&self, first: u64) -> Option<impl Iterator<Item = &Rc<Revision>>> {
-        if first <= self.compacted || first > self.revision + 1 {
-            return None;
-        }
-        // Skip the revisions before `first`. Revision numbers are consecutive, so the number of skipped revisions is a
-        // simple difference.
-        let skip = usize::try_from(first - self.compacted - 1).ok()?;
-        Some(self.history.iter().skip(skip))
     }
 
     fn holds(&self, compare: &Compare) -> bool {
@@ -336,20 +302,12 @@ impl State {
         }
     }
 
-    fn commit(&mut self, changes: Vec<Change>) -> Option<Rc<Revision>> {
+    fn commit(&mut self, changes: Vec<Change>) -> Option<Revision> {
         if changes.is_empty() {
             return None;
         }
         self.revision += 1;
-        let revision = Rc::new(Revision { number: self.revision, changes });
-        self.history_bytes += cost_of_revision(&revision);
-        self.history.push_back(Rc::clone(&revision));
-        while self.history_bytes > self.max_bytes / 5 {
-            let Some(oldest) = self.history.pop_front() else { break };
-            self.history_bytes -= cost_of_revision(&oldest);
-            self.compacted = oldest.number;
-        }
-        Some(revision)
+        Some(Revision { number: self.revision, changes })
     }
 }
 
@@ -364,7 +322,7 @@ fn entry_within(key: &Arc<str>, stored: &Stored, room: &mut Option<usize>) -> Op
     })
 }
 
-/// Returns the maximum number of bytes for the keys of a store with this `max_bytes`.
+/// Returns the maximum number of bytes for the keys of a store with this `max_bytes`. The rest is for messages.
 pub(super) fn entry_limit(max_bytes: usize) -> usize {
     max_bytes / 5 * 3
 }
@@ -382,12 +340,6 @@ fn cost_of_op(op: &Op) -> usize {
         Op::Put { key, value, .. } => cost(key, value),
         Op::Delete(_) | Op::DeletePrefix(_) | Op::Get(_) | Op::Range { .. } | Op::Predecessor { .. } => 0,
     }
-}
-
-fn cost_of_revision(revision: &Revision) -> usize {
-    let changes = revision.changes.iter();
-    REVISION_COST
-        + changes.map(|c| ENTRY_COST / 2 + c.key.len() + c.value.as_ref().map_or(0, |v| v.len())).sum::<usize>()
 }
 
 #[cfg(test)]

@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, VecDeque};
 use super::protocol::Request;
 use super::wire::Malformed;
 use crate::session::watched::{ChangeSet, Watched};
-use crate::types::{Entry, OpResult, Watch, WatchFrom};
+use crate::types::{Entry, OpResult, Watch};
 
 /// Kind of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -67,10 +67,8 @@ impl Unanswered {
     /// Returns the frames to send first on a new connection: the restored watches and the unanswered requests.
     pub(super) fn ask_again(&mut self) -> Vec<u8> {
         self.again = self.watches.keys().cloned().collect();
-        let watches = self.again.iter().map(|watch| {
-            let watch = WatchFrom { watch: watch.clone(), snapshot: true, from_revision: None };
-            Request::Watch { tag: 0, watch }.encode()
-        });
+        let watches =
+            self.again.iter().map(|watch| Request::Watch { tag: 0, watch: watch.clone(), snapshot: true }.encode());
         let mut frames: Vec<u8> = watches.flatten().collect();
         frames.extend(self.asked.iter().flat_map(|asked| &asked.frame));
         frames
@@ -84,7 +82,7 @@ impl Unanswered {
         AnswerEffect::Changes(set)
     }
 
-    pub(super) fn reply(&mut self, ok: bool, revision: u64, results: Vec<OpResult>) -> Result<AnswerEffect, Malformed> {
+    pub(super) fn reply(&mut self, revision: u64, results: Vec<OpResult>) -> Result<AnswerEffect, Malformed> {
         if let Some(watch) = self.again.pop_front() {
             return self.catch_up(&watch, revision, results);
         }
@@ -92,14 +90,14 @@ impl Unanswered {
             return Err(Malformed("an answer to nothing"));
         };
         let results = match kind {
-            Kind::Watch { watch, wants_snapshot } if ok => {
+            Kind::Watch { watch, wants_snapshot } => {
                 if !is_over {
                     let there = results.iter().filter_map(entry_of);
                     self.watches.insert(watch.clone(), Watched::new(watch, revision, there));
                 }
                 if wants_snapshot { results } else { Vec::new() }
             }
-            Kind::Plain | Kind::Watch { .. } | Kind::Unwatch(_) => results,
+            Kind::Plain | Kind::Unwatch(_) => results,
         };
         self.forget_ends();
         Ok(AnswerEffect::Reply(results))

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use super::state::{Revision, SessionId};
-use crate::types::{Change, Watch};
+use crate::types::Watch;
 
 /// Estimated memory overhead of a watch, in bytes, in addition to its prefix. It covers the watch's entries in
 /// three tables.
@@ -114,9 +114,4 @@ impl Watches {
 
 fn cost(watch: &Watch) -> usize {
     WATCH_COST + watch.prefix.len()
-}
-
-/// Returns all changes in `revision` to keys that `watch` covers.
-pub(super) fn covered<'a>(revision: &'a Revision, watch: &Watch) -> Vec<&'a Change> {
-    revision.changes.iter().filter(|change| watch.covers(&change.key)).collect()
 }

@@ -11,7 +11,7 @@ use super::open::{RANGE, TXN, keep};
 
 use crate::session::error::{Failure, StoreError};
 use crate::session::watched::Watched;
-use crate::types::{Entry, LostKind, Op, OpResult, Txn, WatchFrom};
+use crate::types::{Entry, LostKind, Op, OpResult, Txn, Watch};
 use std::time::Duration;
 
 /// A unit of work for the session. It needs one or more calls to etcd.
@@ -26,13 +26,14 @@ pub(super) enum Job {
     },
     Watch {
         tag: u64,
-        watch: WatchFrom,
+        watch: Watch,
+        snapshot: bool,
     },
     /// Reads the entries that a watch currently covers, because etcd has compacted the history that the watch still
     /// needs.
     CatchUp {
         number: i64,
-        watch: crate::types::Watch,
+        watch: Watch,
     },
 }
 
@@ -89,7 +90,7 @@ impl Desk {
             Job::Look => self.look().await.map(|()| (Done::Looked, None)),
             Job::Txn { tag, txn } if is_write(&txn) => self.write(tag, &txn).await,
             Job::Txn { tag, txn } => self.read(tag, &txn).await.map(|done| (done, None)),
-            Job::Watch { tag, watch } => self.watch(tag, watch).await.map(|done| (done, None)),
+            Job::Watch { tag, watch, snapshot } => self.watch(tag, watch, snapshot).await.map(|done| (done, None)),
             Job::CatchUp { number, watch } => {
                 let asked = self.keys.region(&watch).range();
                 self.newest(&asked)
@@ -211,30 +212,16 @@ impl Desk {
         Ok(self.keys.entries(youngest).into_iter().next())
     }
 
-    async fn watch(&self, tag: u64, asked: WatchFrom) -> Result<Done, JobError> {
-        let WatchFrom { watch, snapshot, from_revision } = asked;
-        // Always read the entries that exist when the watch starts, even if the user did not ask for them. The watch
-        // needs these entries to report deletions. It also needs them to compute the changes if etcd compacts its
-        // history.
-        let revision = from_revision.map_or(0, |from| i64::try_from(from).unwrap_or(i64::MAX) - 1);
-        let range = pb::RangeRequest { revision, keys_only: !snapshot, ..self.keys.region(&watch).range() };
-        let (newest, kvs) = match self.range(&range).await {
-            Err(error) if error.is_out_of_history() => {
-                let (revision, _) = self.newest(&pb::RangeRequest { revision: 0, count_only: true, ..range }).await?;
-                // etcd does not report the oldest revision in its history. Return the revision after the newest one,
-                // because a watch can always start there.
-                let results = vec![OpResult::Count(unsigned(revision) + 1)];
-                return Ok(Done::Replied { tag, ok: false, revision, results });
-            }
-            found => found?,
-        };
-        not_behind(self.known, newest).map_err(JobError::Behind)?;
+    async fn watch(&self, tag: u64, watch: Watch, snapshot: bool) -> Result<Done, JobError> {
+        // Also read the present entries. The watch needs them to report the deletion of a key later. If etcd compacts the
+        // history, the watch also needs them to compute the differences.
+        let range = pb::RangeRequest { keys_only: !snapshot, ..self.keys.region(&watch).range() };
+        let (revision, kvs) = self.newest(&range).await?;
         let there = self.keys.entries(kvs);
-        let known = if revision > 0 { revision } else { newest };
-        let watched = Watched::new(watch, unsigned(known), &there);
+        let watched = Watched::new(watch, unsigned(revision), &there);
         let results =
             if snapshot { there.into_iter().map(|entry| OpResult::Entry(Some(entry))).collect() } else { vec![] };
-        Ok(Done::Watching { tag, watched, revision: newest, results })
+        Ok(Done::Watching { tag, watched, revision, results })
     }
 
     /// Same as [`Self::range`], but fails if the answer's revision is lower than the highest known revision.

@@ -42,8 +42,6 @@ pub(super) struct RangeRequest {
     pub(super) sort_target: i32,
     #[prost(bool, tag = "8")]
     pub(super) keys_only: bool,
-    #[prost(bool, tag = "9")]
-    pub(super) count_only: bool,
     #[prost(int64, tag = "12")]
     pub(super) min_create_revision: i64,
     #[prost(int64, tag = "13")]
@@ -68,8 +66,6 @@ pub(super) struct RangeResponse {
     pub(super) header: Option<Header>,
     #[prost(message, repeated, tag = "2")]
     pub(super) kvs: Vec<KeyValue>,
-    #[prost(int64, tag = "4")]
-    pub(super) count: i64,
 }
 
 #[derive(Clone, PartialEq, Message)]

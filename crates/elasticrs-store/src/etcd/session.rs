@@ -133,7 +133,7 @@ impl<'a> Backend<'a> for Etcd<'a> {
     fn request(&mut self, request: Request) {
         let what = match request {
             Request::Txn { tag, txn } => What::Job(Job::Txn { tag, txn: Rc::new(txn) }),
-            Request::Watch { tag, watch } => What::Job(Job::Watch { tag, watch }),
+            Request::Watch { tag, watch, snapshot } => What::Job(Job::Watch { tag, watch, snapshot }),
             Request::Unwatch(watch) => What::Unwatch(watch),
         };
         self.tasks.push_back(what);

@@ -14,7 +14,7 @@ use super::error::{SessionEnd, StoreError};
 use super::events::{Event, Events};
 use super::guard::Guard;
 use crate::coordination::wire::MAX_REQUEST;
-use crate::types::{LostKind, Txn, Watch, WatchFrom};
+use crate::types::{LostKind, Txn, Watch};
 
 /// Time limit for [`Client::close`]. Closing a session takes at most 2 s. The rest is a margin in case the
 /// runtime thread is delayed.
@@ -25,15 +25,13 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 pub enum Unsendable {
     #[error("a request of {0} bytes; the store takes {MAX_REQUEST}")]
     TooLarge(usize),
-    #[error("a session that may be taken up again has no watches from a revision of the past")]
-    Past,
 }
 
 /// A request of the user.
 #[derive(Debug)]
 pub(crate) enum Request {
     Txn { tag: u64, txn: Txn },
-    Watch { tag: u64, watch: WatchFrom },
+    Watch { tag: u64, watch: Watch, snapshot: bool },
     Unwatch(Watch),
 }
 
@@ -116,9 +114,9 @@ impl Client {
         self.commands.request(Request::Txn { tag, txn })
     }
 
-    /// Starts a watch. The reply carries the same `tag`.
-    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool, from_revision: Option<u64>) -> Result<(), Unsendable> {
-        self.commands.request(Request::Watch { tag, watch: WatchFrom { watch, snapshot, from_revision } })
+    /// Starts a watch. The reply has the same tag.
+    pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool) -> Result<(), Unsendable> {
+        self.commands.request(Request::Watch { tag, watch, snapshot })
     }
 
     /// Stops a watch. Changes that the store has already sent are still reported.

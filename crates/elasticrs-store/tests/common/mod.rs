@@ -75,6 +75,6 @@ pub fn lease(client: &Client) {
 }
 
 pub fn watch(client: &Client) {
-    client.watch(1, Watch { prefix: "member".into(), exact: true }, false, None).unwrap();
+    client.watch(1, Watch { prefix: "member".into(), exact: true }, false).unwrap();
     until(client, is_reply);
 }

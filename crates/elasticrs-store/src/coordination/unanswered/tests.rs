@@ -105,11 +105,11 @@ impl World {
                 self.publish(&txn, 1);
                 self.reply(tag, Vec::new());
             }
-            Request::Watch { tag, watch } => {
-                assert!(watch.snapshot, "otherwise nobody knows what is missing after a break");
-                let there = self.state.snapshot(&watch.watch).unwrap();
+            Request::Watch { tag, watch, snapshot } => {
+                assert!(snapshot, "otherwise nobody knows what is missing after a break");
+                let there = self.state.snapshot(&watch).unwrap();
                 self.reply(tag, there.into_iter().map(|entry| OpResult::Entry(Some(entry))).collect());
-                self.watches.add(1, watch.watch);
+                self.watches.add(1, watch);
             }
             Request::Unwatch(watch) => self.watches.remove(1, &watch),
             other => panic!("{other:?}"),
@@ -123,8 +123,8 @@ impl World {
     fn read(&mut self) {
         let effect = match self.answers.pop_front() {
             Some(Answer::Changes { revision, changes }) => self.unanswered.changes(ChangeSet { revision, changes }),
-            Some(Answer::Reply { tag, ok, revision, results }) => {
-                let effect = self.unanswered.reply(ok, revision, results).unwrap();
+            Some(Answer::Reply { tag, revision, results, .. }) => {
+                let effect = self.unanswered.reply(revision, results).unwrap();
                 if let AnswerEffect::Reply(_) = effect {
                     assert_eq!(Some(tag), self.tags.pop_front(), "in the order in which they were made");
                     self.replied += 1;
@@ -170,8 +170,7 @@ proptest! {
                 Step::Elsewhere(key, is_put) => world.publish(&write(key, is_put), OTHER),
                 Step::Watch(index, wants_snapshot) => {
                     let kind = Kind::Watch { watch: watch(index), wants_snapshot };
-                    let from = WatchFrom { watch: watch(index), snapshot: true, from_revision: None };
-                    world.ask(kind, |tag| Request::Watch { tag, watch: from.clone() });
+                    world.ask(kind, |tag| Request::Watch { tag, watch: watch(index), snapshot: true });
                 }
                 Step::Unwatch(index) => world.ask(Kind::Unwatch(watch(index)), |_| Request::Unwatch(watch(index))),
                 Step::Serve(count) => (0..count).for_each(|_| world.serve()),
@@ -203,9 +202,8 @@ proptest! {
 fn a_watch_that_began_after_a_key_was_there_is_told_of_its_end() {
     let mut world = World::new();
     world.publish(&write(0, true), OTHER);
-    let from = WatchFrom { watch: watch(0), snapshot: true, from_revision: None };
-    world
-        .ask(Kind::Watch { watch: watch(0), wants_snapshot: false }, |tag| Request::Watch { tag, watch: from.clone() });
+    let kind = Kind::Watch { watch: watch(0), wants_snapshot: false };
+    world.ask(kind, |tag| Request::Watch { tag, watch: watch(0), snapshot: true });
     world.settle();
     world.reconnect();
     world.publish(&write(0, false), OTHER);

@@ -85,7 +85,6 @@ impl Etcd {
             let most = if range.max_create_revision > 0 { range.max_create_revision } else { i64::MAX };
             (range.min_create_revision..=most).contains(&content[key].created)
         });
-        let count = signed(found.len() as u64);
         if range.sort_order == i32::from(pb::SortOrder::Descend) {
             found.reverse();
             if range.sort_target == i32::from(pb::SortTarget::Create) {
@@ -101,7 +100,7 @@ impl Etcd {
             value: content[&key].value.clone(),
             key,
         });
-        pb::RangeResponse { header: None, kvs: if range.count_only { vec![] } else { kvs.collect() }, count }
+        pb::RangeResponse { header: None, kvs: kvs.collect() }
     }
 }
 
