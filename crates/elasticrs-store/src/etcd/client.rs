@@ -10,7 +10,6 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use super::dial::Credentials;
 use super::grpc::Channel;
 use super::lease::interval;
 use super::links::Links;
@@ -29,8 +28,7 @@ pub fn connect(runtime: &dyn Spawn, options: Options, guard: Box<dyn Guard>) -> 
     Client::start(runtime, check_size, move |reporter, inbox| {
         Box::pin(async move {
             let guard: Rc<dyn Guard> = Rc::from(guard);
-            let credentials = Credentials { tls: options.tls.clone(), user: options.user.clone() };
-            run(&Rc::new(options), &Rc::new(credentials), &reporter.0, &guard, inbox).await;
+            run(&Rc::new(options), &reporter.0, &guard, inbox).await;
         })
     })
 }
@@ -66,15 +64,9 @@ fn size(txn: &Txn) -> usize {
 /// Time limit for revoking the lease when the client is closed while the session is being opened.
 const REVOKE_LIMIT: Duration = Duration::from_secs(1);
 
-async fn run(
-    options: &Rc<Options>,
-    credentials: &Rc<Credentials>,
-    events: &Events,
-    guard: &Rc<dyn Guard>,
-    mut inbox: Inbox<Request>,
-) {
+async fn run(options: &Rc<Options>, events: &Events, guard: &Rc<dyn Guard>, mut inbox: Inbox<Request>) {
     let (mut early, granted) = (Vec::new(), Granted::default());
-    let opening = open(options, credentials, &granted);
+    let opening = open(options, &granted);
     tokio::pin!(opening);
     let opened = tokio::select! {
         opened = &mut opening => opened,
@@ -92,7 +84,7 @@ async fn run(
             let (channels, channel) = watch::channel(None);
             let links = open_links(options, &opened, channel, guard);
             report_connected(events, &opened);
-            let (session, link) = session(options, credentials, opened, events, guard.as_ref(), channels);
+            let (session, link) = session(options, opened, events, guard.as_ref(), channels);
             tokio::select! {
                 end = session.run(link, early, &mut inbox) => end,
                 never = run_links(links) => match never {},

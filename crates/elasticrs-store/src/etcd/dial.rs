@@ -22,6 +22,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use super::errors::{EtcdError, Status, code};
 use super::grpc::{CallError, Channel};
 use super::messages::{AuthenticateRequest, AuthenticateResponse};
+use super::options::Options;
 use super::probe::{is_own_store, speaks_plainly, speaks_tls};
 use super::tls::{self, Files, Identity, explain};
 use crate::coordination::probe::is_tcp_store;
@@ -29,16 +30,6 @@ use crate::coordination::wire::MAX_ANSWER;
 use crate::session::error::{Failure, StoreError};
 use crate::session::network::{connect, endpoint, plain, resolve};
 use crate::types::LostKind;
-
-/// Certificates, user name and password for authentication.
-#[derive(Debug, Clone)]
-pub(super) struct Credentials {
-    /// Paths of the certificate files. The files are read again for each connection, because certificates are renewed
-    /// in place.
-    pub(super) tls: Option<Files>,
-    /// Name and password.
-    pub(super) user: Option<(String, String)>,
-}
 
 /// A connection to one member.
 #[derive(Debug)]
@@ -185,14 +176,15 @@ pub(super) enum Stage {
 /// Connects to an endpoint and authenticates. If the endpoint has several addresses, each gets an equal share of
 /// `patience`. The caller must limit the total time.
 pub(super) async fn dial(
-    (host, port): &(String, u16),
-    credentials: &Credentials,
+    options: &Options,
+    member: usize,
     patience: Duration,
     stage: &Cell<Stage>,
 ) -> Result<Link, Failure> {
+    let (host, port) = &options.endpoints[member];
     let at = endpoint(host, *port);
     stage.set(Stage::Files);
-    let identity = match &credentials.tls {
+    let identity = match &options.tls {
         // Retry, because another program may be replacing the files right now.
         Some(files) => Some(tls::load(files).await.map_err(|why| Failure::retryable(LostKind::Tls, why))?),
         None => None,
@@ -223,10 +215,10 @@ pub(super) async fn dial(
     }
     .map_err(|error| Failure::retryable(LostKind::Closed, format!("lost {at}: {error}")))?;
     stage.set(Stage::Calls(peer));
-    let scheme = if credentials.tls.is_some() { "https" } else { "http" };
+    let scheme = if options.tls.is_some() { "https" } else { "http" };
     let channel = Channel::new(requests, format!("{scheme}://{at}"));
     let mut link = Link { channel, at, local, peer, driver, record, tls: identity };
-    authenticate(&mut link, credentials).await?;
+    authenticate(&mut link, options).await?;
     Ok(link)
 }
 
@@ -273,8 +265,8 @@ fn tls_failure(at: &str, error: &TlsError, identity: &Identity) -> StoreError {
     StoreError::new(LostKind::Tls, format!("no TLS connection with etcd at {at}: {}", explain(error, identity)))
 }
 
-async fn authenticate(link: &mut Link, credentials: &Credentials) -> Result<(), Failure> {
-    let Some((name, password)) = credentials.user.clone() else { return Ok(()) };
+async fn authenticate(link: &mut Link, options: &Options) -> Result<(), Failure> {
+    let Some((name, password)) = options.user.clone() else { return Ok(()) };
     let asked = AuthenticateRequest { name, password };
     match link.channel.call::<AuthenticateResponse>("/etcdserverpb.Auth/Authenticate", &asked).await {
         Ok(answer) => link.channel.set_token(&answer.token).map_err(|error| Failure::of(error, &link.at)),
@@ -291,16 +283,12 @@ pub(super) fn unread(files: &Files, patience: Duration) -> StoreError {
     StoreError::new(LostKind::Timeout, why)
 }
 
-/// Returns the error for a connection attempt that timed out in `stage`.
-pub(super) async fn too_late(
-    (host, port): &(String, u16),
-    credentials: &Credentials,
-    stage: Stage,
-    patience: Duration,
-) -> StoreError {
+/// Returns the error for a connection attempt that timed out in this stage.
+pub(super) async fn too_late(options: &Options, member: usize, stage: Stage, patience: Duration) -> StoreError {
+    let (host, port) = &options.endpoints[member];
     let (at, seconds) = (endpoint(host, *port), patience.as_secs_f64());
     let (kind, message) = match stage {
-        Stage::Files => return unread(&credentials.tls.clone().unwrap_or_default(), patience),
+        Stage::Files => return unread(&options.tls.clone().unwrap_or_default(), patience),
         Stage::Resolve => (LostKind::Resolve, format!("the name `{host}` was not resolved within {seconds} s")),
         Stage::Connect => {
             (LostKind::Timeout, format!("no answer from {at} within {seconds} s: host down, or a firewall"))

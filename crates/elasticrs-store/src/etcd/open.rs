@@ -7,7 +7,7 @@ use std::time::Duration;
 use elasticrs_sys::clock::boot_now;
 use tokio::time::timeout;
 
-use super::dial::{Credentials, Link, Stage, dial, too_late, unread};
+use super::dial::{Link, Stage, dial, too_late, unread};
 use super::errors::EtcdError;
 use super::grpc::{CallError, Channel};
 use super::mapping::{Keys, unsigned};
@@ -51,14 +51,10 @@ const PREFERENCE: [LostKind; 9] = [
     LostKind::Unreachable,
 ];
 
-/// Opens a session with the first endpoint that accepts it. Starts with a random endpoint to spread the agents
-/// over all endpoints.
-pub(super) async fn open(
-    options: &Options,
-    credentials: &Credentials,
-    granted: &Granted,
-) -> Result<Opened, StoreError> {
-    if let Some(files) = &credentials.tls {
+/// Opens a session with the first endpoint that accepts it. Starts with a random endpoint, so that the agents are
+/// spread over the endpoints.
+pub(super) async fn open(options: &Options, granted: &Granted) -> Result<Opened, StoreError> {
+    if let Some(files) = &options.tls {
         // Read the certificates before connecting, so that unusable files are reported once instead of for every
         // endpoint.
         match timeout(options.connect_timeout, tls::load(files)).await {
@@ -72,7 +68,7 @@ pub(super) async fn open(
     // Start with a random endpoint to spread the load. Without random bytes, start with the first endpoint.
     let first = getrandom::u32().map_or(0, |random| random as usize) % count.max(1);
     for member in (first..count).chain(0..first) {
-        match attempt(options, credentials, granted, member, share).await {
+        match attempt(options, granted, member, share).await {
             Ok(opened) => return Ok(opened),
             Err(error) => errors.push(error),
         }
@@ -89,15 +85,13 @@ fn most_specific(mut errors: Vec<StoreError>) -> StoreError {
 
 async fn attempt(
     options: &Options,
-    credentials: &Credentials,
     granted: &Granted,
     member: usize,
     patience: Duration,
 ) -> Result<Opened, StoreError> {
-    let at = &options.endpoints[member];
     let stage = Cell::new(Stage::Resolve);
     let opened = timeout(patience, async {
-        let mut link = dial(at, credentials, patience, &stage).await?;
+        let mut link = dial(options, member, patience, &stage).await?;
         match begin(options, &link.channel, granted).await {
             Ok(begun) => Ok((link, begun)),
             Err(error) => Err(link.judge(error).await),
@@ -108,7 +102,7 @@ async fn attempt(
             Ok(Opened { link, member, cluster, keys, ttl, sent, marker })
         }
         Ok(Err(failure)) => Err(failure.into_error()),
-        Err(_) => Err(too_late(at, credentials, stage.get(), patience).await),
+        Err(_) => Err(too_late(options, member, stage.get(), patience).await),
     }
 }
 
@@ -173,32 +167,26 @@ pub(super) async fn revoke(channel: &Channel, id: i64) -> Result<(), CallError> 
     channel.call::<pb::LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", &asked).await.map(drop)
 }
 
-/// Opens a new connection for an existing session, to the endpoint with the index `member`.
-pub(super) async fn again(
-    options: &Options,
-    credentials: &Credentials,
-    member: usize,
-    patience: Duration,
-) -> Result<Link, StoreError> {
-    let at = &options.endpoints[member];
+/// Opens a new connection for a session, to the endpoint with the index `member`.
+pub(super) async fn again(options: &Options, member: usize, patience: Duration) -> Result<Link, StoreError> {
+    let (host, port) = &options.endpoints[member];
     let stage = Cell::new(Stage::Resolve);
-    match timeout(patience, dial(at, credentials, patience, &stage)).await {
+    match timeout(patience, dial(options, member, patience, &stage)).await {
         Ok(dialled) => dialled.map_err(Failure::into_error),
-        Err(_) if stage.get() == Stage::Files => Err(too_late(at, credentials, Stage::Files, patience).await),
-        Err(_) => Err(StoreError::new(LostKind::Timeout, format!("no answer from {}", endpoint(&at.0, at.1)))),
+        Err(_) if stage.get() == Stage::Files => Err(too_late(options, member, Stage::Files, patience).await),
+        Err(_) => Err(StoreError::new(LostKind::Timeout, format!("no answer from {}", endpoint(host, *port)))),
     }
 }
 
 /// Checks that all other endpoints that respond belong to the same cluster.
 pub(super) async fn compare(
     options: Rc<Options>,
-    credentials: Rc<Credentials>,
     member: usize,
     cluster: u64,
     keys: Rc<Keys>,
 ) -> Result<(), StoreError> {
     for other in (0..options.endpoints.len()).filter(|other| *other != member) {
-        let Ok(mut link) = again(&options, &credentials, other, options.connect_timeout).await else { continue };
+        let Ok(mut link) = again(&options, other, options.connect_timeout).await else { continue };
         let asked = keys.find_marker();
         let asked = link.channel.call::<pb::RangeResponse>(RANGE, &asked);
         let answer = timeout(options.connect_timeout, asked).await;

@@ -11,7 +11,8 @@ pub struct Options {
     pub endpoints: Vec<(String, u16)>,
     /// Prefix that is added to each key.
     pub prefix: String,
-    /// Certificate files for TLS. `None` to connect without TLS.
+    /// Certificate files for TLS. `None` to connect without TLS. The files are read again for each connection, because
+    /// certificates are renewed in place.
     pub tls: Option<tls::Files>,
     /// Name and password of the etcd user. `None` to connect without authentication.
     pub user: Option<(String, String)>,

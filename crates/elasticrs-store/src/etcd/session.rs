@@ -8,7 +8,7 @@ use elasticrs_sys::clock::boot_now;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use super::dial::{Credentials, Link};
+use super::dial::Link;
 use super::errors::{EtcdError, cancel_error};
 use super::grpc::{CallError, Channel, Duplex};
 use super::jobs::{Desk, Done, Job, not_behind};
@@ -64,7 +64,6 @@ const PAUSES: Pauses =
 
 pub(super) struct Etcd<'a> {
     options: &'a Rc<Options>,
-    credentials: &'a Rc<Credentials>,
     events: &'a Events,
     cluster: u64,
     is_compared: bool,
@@ -88,7 +87,6 @@ pub(super) struct Etcd<'a> {
 /// Creates a session on a connection that is already open.
 pub(super) fn session<'a>(
     options: &'a Rc<Options>,
-    credentials: &'a Rc<Credentials>,
     opened: Opened,
     events: &'a Events,
     guard: &'a dyn Guard,
@@ -106,7 +104,6 @@ pub(super) fn session<'a>(
     let core = Core::new(policy, events, guard, sent, terms(ttl));
     let backend = Etcd {
         options,
-        credentials,
         events,
         cluster,
         is_compared: false,
@@ -220,9 +217,9 @@ impl<'a> Backend<'a> for Etcd<'a> {
     fn dial(&mut self, core: &Core<'a>) -> Dialing<'a, Link> {
         self.member = (self.member + 1) % self.options.endpoints.len().max(1);
         self.tasks.check_connection();
-        let (options, credentials, member) = (self.options, self.credentials, self.member);
+        let (options, member) = (self.options, self.member);
         let patience = core.dial_patience();
-        Box::pin(async move { again(options, credentials, member, patience).await.map_err(Failure::Retryable) })
+        Box::pin(async move { again(options, member, patience).await.map_err(Failure::Retryable) })
     }
 
     fn outage_reason(_outage: &Outage, _answered: u64, error: &StoreError) -> StoreError {
@@ -271,8 +268,7 @@ impl<'a> Backend<'a> for Etcd<'a> {
 
 impl Etcd<'_> {
     fn compare(&self) -> Boxed<Result<(), StoreError>> {
-        let (options, credentials) = (Rc::clone(self.options), Rc::clone(self.credentials));
-        Box::pin(compare(options, credentials, self.member, self.cluster, Rc::clone(&self.keys)))
+        Box::pin(compare(Rc::clone(self.options), self.member, self.cluster, Rc::clone(&self.keys)))
     }
 
     /// Starts the first task, unless a task is already running.
@@ -369,7 +365,7 @@ impl Etcd<'_> {
     }
 
     fn is_denied_again(&self, core: &Core<'_>) -> bool {
-        self.credentials.user.is_none() || core.backoff.is_repeated(boot_now())
+        self.options.user.is_none() || core.backoff.is_repeated(boot_now())
     }
 
     fn report(&mut self, sets: impl IntoIterator<Item = ChangeSet>) {
