@@ -4,35 +4,24 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use elasticrs_runtime::notices::Rate;
+
 use super::record::Refusal;
 
 /// Minimum time between two reports of the same kind.
 pub const INTERVAL: Duration = Duration::from_secs(60);
 
-#[derive(Debug, Default)]
-struct Kind {
-    count: u64,
-    reported: u64,
-    last: Option<Instant>,
-}
-
 /// Counts of rejected timer records, by reason.
 #[derive(Debug, Default)]
 pub struct Complaints {
-    kinds: BTreeMap<Refusal, Kind>,
+    kinds: BTreeMap<Refusal, Rate>,
 }
 
 impl Complaints {
     /// Counts a rejected record. Returns a message if the user should be notified now. `claim` returns a description of
     /// the record.
     pub fn add(&mut self, refusal: Refusal, now: Instant, claim: impl FnOnce() -> String) -> Option<String> {
-        let kind = self.kinds.entry(refusal).or_default();
-        kind.count += 1;
-        if kind.last.is_some_and(|last| now.saturating_duration_since(last) < INTERVAL) {
-            return None;
-        }
-        let others = kind.count - kind.reported - 1;
-        (kind.reported, kind.last) = (kind.count, Some(now));
+        let others = self.kinds.entry(refusal).or_insert_with(|| Rate::new(1, INTERVAL)).admit(now)?;
         let more = if others == 0 { String::new() } else { format!(" ({others} more like it)") };
         Some(format!("a timer record was refused, because {refusal}{more}: {}", claim()))
     }
