@@ -3,7 +3,8 @@
 //! The server runs on a thread of its own. Therefore the agent's loop and the supervisor's runtime thread never wait
 //! for a client, and the server can still answer when either of these threads hangs. It serves data that other threads
 //! provide: the loop publishes the state of the workers when the state changes, the agent reports metrics through
-//! [`Handle`], and the server reads the counters of the core through a [`Source`](elasticrs_runtime::readings::Source). Only the liveness check needs the
+//! [`Handle`], and the server reads the counters of the core through a
+//! [`Source`](elasticrs_runtime::readings::Source). Only the liveness check needs the
 //! loop. A liveness request makes a file descriptor readable, which the loop polls together with its other descriptors.
 //! The request then waits a short time for the loop's answer. The answer passes through the runtime thread, so it
 //! proves that both threads are alive. Without requests, the server does not wake an idle agent.

@@ -40,7 +40,7 @@ pub enum NurseryImage {
     /// The text form of a [`Start`] is appended to `args`. The program must pass the text to [`super::server::run`].
     Program {
         path: CString,
-        /// Arguments of the program, including the program's own name.
+        /// Arguments of the program, starting with the program's own name.
         args: Vec<CString>,
     },
 }

@@ -179,8 +179,8 @@ pub enum Reply {
     Continued {
         pid: i32,
     },
-    /// The fence deadline has passed, and the nursery is killing all workers and their descendants. Sent before the
-    /// resulting exits are reported.
+    /// The nursery process is killing all workers and their descendants, because the agent's lease was not renewed in
+    /// time. Sent before the exits of the workers are reported.
     Fenced,
     /// A [`Request::Hold`] or [`Request::Fence`] failed.
     NotGuarded {

@@ -149,7 +149,7 @@ fn the_program_is_searched_for_in_the_workers_path() {
     process.env = vec![c_string(format!("PATH=/nowhere:{}:/usr/bin:/bin", denied.display()))];
     let worker = client.spawn(&process);
     assert_eq!(client.exit_of(worker.pid), WorkerExit::Exited { code: 0 });
-    // What was found and may not be executed is the better message, when nothing else is found.
+    // If nothing else is found, report the file that may not be executed, because that is the more helpful message.
     process.env = vec![c_string(format!("PATH={}:/nowhere", denied.display()))];
     assert_eq!(client.try_spawn(&process).err(), Some((Stage::Exec, libc::EACCES, "true".to_owned())));
 }
@@ -204,7 +204,7 @@ fn a_start_that_hangs_tells_its_stage_and_ends_with_the_nursery() {
     let fifo = folder.path().join("fifo");
     nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let mut process = worker(&["sleep"]);
-    // Nobody ever reads from it, so opening it blocks, as on a dead network file system.
+    // Nothing ever reads from the FIFO, so opening it blocks, as on a dead network file system.
     process.stdio[1] = Some(c_string(fifo));
     client.request_spawn(&process, &[], Vec::new());
     loop {

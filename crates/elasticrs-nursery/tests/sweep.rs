@@ -28,7 +28,7 @@ fn a_daemonised_grandchild_is_ended_and_named() {
     assert_eq!(pids(&swept.ended), [grandchild]);
     assert_eq!(swept.ended[0].command, "testkit-worker");
     assert!(!is_running(grandchild));
-    // The worker is no descendant that was left behind: its exit tells of it.
+    // The worker is not listed as a leftover process, because its exit is reported separately.
     assert_eq!(client.exit_of(worker.pid), KILLED);
 }
 

@@ -15,7 +15,7 @@ named_enum! {
     }
 }
 
-/// A stream of a worker: the worker's local rank, and standard output or standard error.
+/// An output stream of a worker, identified by the worker's local rank and by standard output or standard error.
 pub type Stream = (u32, Dest);
 
 /// Source of the reported values. Its methods run on the server's thread, and must not wait for other threads of the

@@ -398,7 +398,7 @@ impl Follower {
         lines.filter_map(|file| file.splitter.deadline()).chain(self.space_check).chain(self.poll_at).min()
     }
 
-    /// Updates the state of the streams after writes. Removes and returns the streams that are complete.
+    /// Updates the counters of the streams after writes. Removes and returns the streams that are complete.
     pub(super) fn settle(&mut self, outputs: &mut [Output]) -> Vec<StreamId> {
         let mut through = Vec::new();
         for (id, file) in &mut self.files {

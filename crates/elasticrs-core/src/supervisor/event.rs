@@ -44,9 +44,9 @@ pub enum Event {
         /// Time at which the supervisor noticed the exit. All exits that are noticed in one wake-up have the same time.
         seen: Stamp,
     },
-    /// The processes of a failed worker are gone, except those listed in `swept`, so a replacement may be started.
-    /// Reported once for each failed worker, but only if the group [replaces](crate::spec::GroupSpec::replaces) failed
-    /// workers.
+    /// The leftover processes of a failed worker have been cleaned up, so a replacement can now be started. `swept` is
+    /// the outcome of the clean-up. Reported once for each failed worker in a group that
+    /// [replaces](crate::spec::GroupSpec::replaces) failed workers.
     WorkerSwept { local_rank: u32, swept: SweepOutcome },
     /// A replacement for a failed worker is running.
     WorkerReplaced { local_rank: u32, pid: i32, started: Stamp },
@@ -82,8 +82,9 @@ pub enum Event {
     WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
     /// A worker that was reported as paused is running again.
     WorkerResumed { local_rank: u32, pid: i32 },
-    /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing all workers and their
-    /// descendants. Reported immediately, even if no group is running. A running group ends with [`Outcome::Stopped`].
+    /// The fence deadline has passed. Because the agent's lease may expire soon, the nursery is killing all workers
+    /// and their descendants. Reported immediately, even if no group is running. A running group ends with
+    /// [`Outcome::Stopped`].
     Fenced,
     /// All processes of the group are gone, except those listed in `stuck_workers` and `swept`.
     GroupEnded {
@@ -170,12 +171,15 @@ named_enum! {
     pub enum ExitStage {
         /// The exception has just been recorded.
         Begun = "begun",
-        /// The time limit for the exit has passed, but the exit is making progress. The worker counts as failed, but
-        /// still gets the same grace period as the other workers. [`Event::FailureSeen`] follows unless the group
-        /// replaces failed workers.
+        /// The worker did not exit within the time limit, but it is still making progress. The supervisor considers
+        /// the worker failed, but gives it the usual grace period to exit.
+        ///
+        /// [`Event::FailureSeen`] follows if the supervisor stops the group because of the failed worker.
         Slow = "slow",
-        /// The time limit for the exit has passed, and the exit makes no progress. The worker counts as failed and is
-        /// killed immediately. [`Event::FailureSeen`] follows unless the group replaces failed workers.
+        /// The time limit for the exit has passed, and the worker makes no progress. The worker is considered failed
+        /// and is killed immediately.
+        ///
+        /// If the failure stops the group, [`Event::FailureSeen`] follows.
         Stalled = "stalled",
     }
 }
@@ -248,9 +252,9 @@ named_enum! {
     pub enum Outcome {
         /// All workers exited with code 0.
         Succeeded = "succeeded",
-        /// A worker failed before the group was stopped or lost.
+        /// A worker failed before any other event stopped the group.
         Failed = "failed",
-        /// The group was stopped on request, or because the fence deadline passed.
+        /// The group was stopped on request, or because the agent's lease was about to expire.
         Stopped = "stopped",
         /// The nursery died, and its workers died with it.
         Lost = "lost",

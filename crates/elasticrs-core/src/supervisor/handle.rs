@@ -244,8 +244,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Blocks until the log files of ended groups are fully copied to the console, or until `timeout` elapses. Returns
-    /// the files that are not fully copied.
+    /// Blocks until the log files of finished groups are fully copied to the console, or until `timeout` elapses.
+    /// Returns the files that are not fully copied.
     pub fn drain(&self, timeout: Duration) -> Result<Vec<LogStream>, SupervisorError> {
         self.ask(|reply| Command::Drain(timeout, reply))
     }

@@ -111,11 +111,12 @@ named_enum! {
         Startup = "startup",
         /// The next heartbeat of the rank.
         Step = "step",
-        /// The end of the rank's current section, or the next heartbeat in that section.
+        /// The next heartbeat of a rank in a program section with its own time limit, or the end of the section.
         Section = "section",
         /// The exit of the rank's process after the program had returned.
         Exit = "exit",
-        /// The next output line of any rank. Used only if no rank sends heartbeats. All ranks then miss it together.
+        /// The next output line of any rank. If no rank sends heartbeats, an output line counts as a sign of activity of
+        /// all ranks.
         Line = "line",
     }
 }
@@ -464,15 +465,15 @@ pub struct RemoteHang {
 }
 
 named_enum! {
-    /// Reason for blaming a rank. The strongest reason comes first.
+    /// Reason for blaming a rank, ordered from the strongest to the weakest.
     pub enum Ground {
         /// The rank was stopped by a signal.
         Stopped = "stopped",
         /// The rank is at an earlier step than all others.
         Behind = "behind",
-        /// All other ranks are at the same place in the program or wait in torch, but this rank does not.
+        /// The rank is the only one at a different place in the program, or the only one that is not waiting in torch.
         Elsewhere = "elsewhere",
-        /// The rank has been silent the longest, and it is the only late rank at its place in the program.
+        /// The rank has been silent the longest, and no other late rank is at the same place in the program.
         Apart = "apart",
         /// The rank has been silent the longest.
         Oldest = "oldest",

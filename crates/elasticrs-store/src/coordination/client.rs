@@ -38,8 +38,8 @@ fn encode(request: Request, resume: bool) -> Result<Asked, Unsendable> {
         Request::Txn { tag, txn } => (Kind::Plain, Message::Txn { tag, txn }),
         Request::Watch { tag, watch, snapshot } => {
             let kind = Kind::Watch { watch: watch.clone(), wants_snapshot: snapshot };
-            // Always request a snapshot if the session can be resumed. After a reconnect, the client needs these
-            // entries to compute the changes that it missed.
+            // Request a snapshot of the watched entries for every session that can be resumed. After a reconnect, the
+            // client finds missed changes by comparing this snapshot with a new one.
             (kind, Message::Watch { tag, watch, snapshot: snapshot || resume })
         }
         Request::Unwatch(watch) => (Kind::Unwatch(watch.clone()), Message::Unwatch(watch)),

@@ -12,7 +12,7 @@ use crate::types::{
     Change, Compare, Entry, LostKind, MAX_KEY, MAX_RUN_ID, MAX_STEPS, Op, OpResult, Scope, StoreId, Txn, Watch,
 };
 
-/// Protocol version of this code. Versions with different first numbers are incompatible.
+/// Protocol version of this code, as major and minor number. Different major versions are incompatible.
 pub const VERSION: (u16, u16) = (4, 0);
 
 /// Challenge or proof in a handshake. Both have the length of a SHA-256 digest.

@@ -141,7 +141,7 @@ impl State {
         self.sessions.insert(session, BTreeSet::new());
     }
 
-    /// Ends sessions and deletes their leased keys in one revision.
+    /// Ends sessions and deletes all their leased keys in a single revision.
     pub(super) fn end_sessions(&mut self, ended: &[SessionId]) -> Option<Revision> {
         let mut changes = Vec::new();
         for session in ended {

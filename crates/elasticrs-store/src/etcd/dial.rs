@@ -283,7 +283,7 @@ pub(super) fn unread(files: &Files, patience: Duration) -> StoreError {
     StoreError::new(LostKind::Timeout, why)
 }
 
-/// Returns the error for a connection attempt that timed out in this stage.
+/// Returns the error for a connection attempt that timed out in `stage`.
 pub(super) async fn too_late(options: &Options, member: usize, stage: Stage, patience: Duration) -> StoreError {
     let (host, port) = &options.endpoints[member];
     let (at, seconds) = (endpoint(host, *port), patience.as_secs_f64());

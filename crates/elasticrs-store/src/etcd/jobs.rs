@@ -213,8 +213,9 @@ impl Desk {
     }
 
     async fn watch(&self, tag: u64, watch: Watch, snapshot: bool) -> Result<Done, JobError> {
-        // Also read the present entries. The watch needs them to report the deletion of a key later. If etcd compacts the
-        // history, the watch also needs them to compute the differences.
+        // Always read the entries that exist when the watch starts, even if the user did not ask for them. The watch
+        // needs these entries to report deletions. It also needs them to compute the changes if etcd compacts its
+        // history.
         let range = pb::RangeRequest { keys_only: !snapshot, ..self.keys.region(&watch).range() };
         let (revision, kvs) = self.newest(&range).await?;
         let there = self.keys.entries(kvs);

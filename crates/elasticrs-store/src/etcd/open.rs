@@ -51,8 +51,8 @@ const PREFERENCE: [LostKind; 9] = [
     LostKind::Unreachable,
 ];
 
-/// Opens a session with the first endpoint that accepts it. Starts with a random endpoint, so that the agents are
-/// spread over the endpoints.
+/// Opens a session with the first endpoint that accepts it. Starts with a random endpoint to spread the agents
+/// over all endpoints.
 pub(super) async fn open(options: &Options, granted: &Granted) -> Result<Opened, StoreError> {
     if let Some(files) = &options.tls {
         // Read the certificates before connecting, so that unusable files are reported once instead of for every
@@ -167,7 +167,7 @@ pub(super) async fn revoke(channel: &Channel, id: i64) -> Result<(), CallError> 
     channel.call::<pb::LeaseRevokeResponse>("/etcdserverpb.Lease/LeaseRevoke", &asked).await.map(drop)
 }
 
-/// Opens a new connection for a session, to the endpoint with the index `member`.
+/// Opens a new connection for an existing session, to the endpoint with the index `member`.
 pub(super) async fn again(options: &Options, member: usize, patience: Duration) -> Result<Link, StoreError> {
     let (host, port) = &options.endpoints[member];
     let stage = Cell::new(Stage::Resolve);

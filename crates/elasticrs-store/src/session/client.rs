@@ -114,7 +114,7 @@ impl Client {
         self.commands.request(Request::Txn { tag, txn })
     }
 
-    /// Starts a watch. The reply has the same tag.
+    /// Starts a watch. The reply carries the same `tag`.
     pub fn watch(&self, tag: u64, watch: Watch, snapshot: bool) -> Result<(), Unsendable> {
         self.commands.request(Request::Watch { tag, watch, snapshot })
     }
