@@ -33,6 +33,7 @@ pub mod evidence;
 mod exit_progress;
 mod handle;
 mod nursery_io;
+mod orphans;
 pub mod queue;
 mod start;
 pub mod state;

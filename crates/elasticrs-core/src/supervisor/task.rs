@@ -21,6 +21,7 @@ use super::deadlines::{Deadlines, Timer, after};
 use super::event::{Event, StartFailure, SweepOutcome};
 use super::evidence::WorkerEvidence;
 use super::nursery_io::NurseryEvent;
+use super::orphans::Orphans;
 use super::state::{Effect, GroupOutcome, Input};
 use super::watch::{self, MemberExit};
 use crate::spec::StopPolicy;
@@ -108,6 +109,7 @@ struct Task {
     evidence: Evidence,
     raised: RaisedWorkers,
     zombies: ZombieReports,
+    orphans: Orphans,
 }
 
 /// Event that wakes the loop.
@@ -153,6 +155,7 @@ impl Task {
             evidence: Evidence::default(),
             raised: RaisedWorkers::default(),
             zombies: ZombieReports::new(Arc::clone(&shared.queue)),
+            orphans: Orphans::default(),
             shared,
         };
         task.nursery.arm_import(&mut task.deadlines);

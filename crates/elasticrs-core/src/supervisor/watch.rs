@@ -13,7 +13,6 @@ use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::procfs;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
-use nix::unistd::{Pid, getsid};
 use tokio::io::Interest;
 
 use super::event::SweepOutcome;
@@ -68,28 +67,6 @@ pub(super) fn ended(pidfds: &[BorrowedFd<'_>]) -> Vec<bool> {
     // If `poll` fails, treat all processes as running.
     let any = poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0);
     fds.iter().map(|fd| any && fd.any() == Some(true)).collect()
-}
-
-/// Reaps the zombies that this process has adopted because it is pid 1.
-///
-/// Returns as soon as `waitid` reports a nursery process or a process that Python started, because other code reaps
-/// these processes. `waitid` would report the same process on every further call.
-pub(super) fn reap_orphans(nurseries: &[i32]) {
-    let started_by_us = |pid: Pid| {
-        // Treat a child in another session as an orphan, because the descendants of a nursery and unrelated processes
-        // run in other sessions.
-        nurseries.contains(&pid.as_raw()) || getsid(Some(pid)) == getsid(None)
-    };
-    let peek = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
-    while let Ok(status) = waitid(Id::All, peek) {
-        match status.pid() {
-            Some(pid) if !started_by_us(pid) => {
-                // Ignore the result. The child cannot have been reaped before, because only this code reaps it.
-                let _ = waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
-            }
-            Some(_) | None => return,
-        }
-    }
 }
 
 /// Returns the kernel function in which a process waits. Empty if the process is running, has exited, or cannot be

@@ -17,7 +17,6 @@ use crate::supervisor::event::{Event, NurseryExit};
 use crate::supervisor::nursery_io::{Guard, Import, Nursery};
 use crate::supervisor::start::Starting;
 use crate::supervisor::state::Input;
-use crate::supervisor::watch;
 
 impl Task {
     /// Switches to a new nursery.
@@ -67,9 +66,9 @@ impl Task {
     ///
     /// If the exit is still unreported at the next check, kills the nursery, because it hangs.
     pub(super) fn check(&mut self) {
-        if self.owns_process && std::process::id() == 1 {
+        if self.owns_process {
             let nurseries: Vec<i32> = self.nursery.pid().into_iter().chain(self.second.pids()).collect();
-            watch::reap_orphans(&nurseries);
+            self.orphans.reap(&nurseries);
         }
         self.check_sentinel();
         let Current::Running(running) = &mut self.current else { return };

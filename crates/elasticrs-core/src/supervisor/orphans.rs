@@ -1,0 +1,77 @@
+//! Reaps the zombies that this process adopts as pid 1, for example in a container without an init program.
+//!
+//! - **ORPHAN-1** A child that other code waits for is not reaped here, because its exit status would be lost. The
+//!   kernel does not tell an adopted child from a child that Python has started in another session. Code that starts a
+//!   child waits for it soon after its exit, so only children that are still zombies at a later check are reaped.
+
+use std::collections::BTreeSet;
+use std::process;
+
+use elasticrs_nursery::tree::children_of_self;
+use elasticrs_sys::stat::{START_TIME, Stat};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
+use nix::unistd::{Pid, getsid};
+
+/// A zombie child. The start time distinguishes it from a later child with the same pid.
+type Zombie = (i32, u64);
+
+/// Zombies that the last check has found.
+#[derive(Debug, Default)]
+pub(super) struct Orphans {
+    found: BTreeSet<Zombie>,
+}
+
+impl Orphans {
+    /// Reaps all orphans that were already zombies at the previous call. Does nothing if this process is not pid 1.
+    ///
+    /// `nurseries` are the pids of children that other code of the supervisor reaps.
+    pub(super) fn reap(&mut self, nurseries: &[i32]) {
+        if process::id() != 1 {
+            return;
+        }
+        let peek = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        let has_zombies = waitid(Id::All, peek).is_ok_and(|status| status.pid().is_some());
+        let zombies = if has_zombies { zombies(nurseries) } else { BTreeSet::new() };
+        for (pid, _) in self.overdue(&zombies) {
+            // Ignore the result, because other code may have waited for the child by now.
+            let _ = waitid(Id::Pid(Pid::from_raw(pid)), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
+        }
+    }
+
+    /// Returns the zombies that were also found by the previous call, and remembers the others.
+    fn overdue(&mut self, zombies: &BTreeSet<Zombie>) -> BTreeSet<Zombie> {
+        let overdue: BTreeSet<Zombie> = zombies.intersection(&self.found).copied().collect();
+        self.found = zombies.difference(&overdue).copied().collect();
+        overdue
+    }
+}
+
+/// Returns the zombie children that run in other sessions and are not in `nurseries`. Children in this process's own
+/// session were started by Python.
+fn zombies(nurseries: &[i32]) -> BTreeSet<Zombie> {
+    let own = getsid(None);
+    let children = children_of_self().into_iter().filter(|pid| !nurseries.contains(pid));
+    let children = children.filter(|pid| getsid(Some(Pid::from_raw(*pid))) != own);
+    children
+        .filter_map(|pid| match Stat::of(pid) {
+            Some(stat) if stat.is_ending() => Some((pid, stat.field(START_TIME)?)),
+            Some(_) => None,
+            // Without `/proc`, the child may still be running. `waitid` then ignores it.
+            None => Some((pid, 0)),
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_child_that_stays_a_zombie_is_reaped() {
+        let mut orphans = Orphans::default();
+        assert_eq!(orphans.overdue(&[(7, 1), (8, 1)].into()), [].into());
+        assert_eq!(orphans.overdue(&[(8, 1), (9, 1)].into()), [(8, 1)].into(), "other code has waited for 7");
+        assert_eq!(orphans.overdue(&[(9, 2)].into()), [].into(), "another child has the pid");
+        assert_eq!(orphans.overdue(&[(9, 2)].into()), [(9, 2)].into());
+    }
+}
