@@ -23,6 +23,9 @@ pub(super) fn keyed(token: &[u8]) -> Hmac<Sha256> {
 
 fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Hmac<Sha256> {
     let mut mac = keyed(token);
+    // Hash a constant first, because the peer chooses the challenge. Without the constant, the peer could choose one for
+    // which the proof is the token of a scope.
+    mac.update(b"proof\0");
     mac.update(challenge);
     mac.update(run_id.as_bytes());
     mac.update(match direction {
@@ -71,12 +74,12 @@ mod tests {
 
     #[test]
     fn the_digest_is_hmac_sha256() {
-        // Expected digest, computed with Python's `hmac` module. The key is `token`. The message is 32 bytes with the
-        // value 7, then `run`, then `client`.
+        // Expected digest, computed with Python's `hmac` module. The key is `token`. The message is `proof` and a zero
+        // byte, 32 bytes with the value 7, then `run`, then `client`.
         let answer = proof(b"token", &[7; 32], "run", Direction::Client);
         let known = [
-            0x60, 0x0f, 0xa1, 0x49, 0x8f, 0xaa, 0x04, 0x80, 0x20, 0x05, 0xf4, 0x27, 0x44, 0xdf, 0xf7, 0x48, 0xb1, 0x8c,
-            0x26, 0x70, 0xe0, 0x41, 0xd5, 0x78, 0x0a, 0x4f, 0xad, 0x3f, 0x04, 0x39, 0xd2, 0x66,
+            0xa8, 0x8d, 0x94, 0xc2, 0xa7, 0x0c, 0x09, 0x95, 0xe7, 0x3d, 0xf2, 0x9e, 0x70, 0xe4, 0x26, 0xa6, 0x73, 0x76,
+            0x38, 0x9b, 0x90, 0x81, 0x1a, 0x7f, 0x11, 0xac, 0xd0, 0xa2, 0x5e, 0xea, 0x0b, 0xef,
         ];
         assert_eq!(answer, known);
     }

@@ -18,8 +18,8 @@ use crate::types::{Compare, Op, Txn};
 /// Derives the token for a scope (a key prefix) from the store's token. Returns it as hexadecimal text.
 pub fn scoped_token(token: &[u8], scope: &str) -> String {
     let mut mac = keyed(token);
-    // Hash a constant first, to keep scope tokens different from handshake proofs. A proof is computed with the same
-    // key, but its hashed data starts with a random challenge.
+    // Hash a constant first, to keep scope tokens different from handshake proofs, which are computed with the same key
+    // but start with another constant.
     mac.update(b"scope\0");
     mac.update(scope.as_bytes());
     mac.finalize().into_bytes().iter().fold(String::new(), |mut text, byte| {
