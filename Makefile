@@ -33,7 +33,7 @@ HAS_NEXTEST := cargo nextest --version >/dev/null 2>&1
 BENCH ?=
 PYTEST ?=
 # Python tests that `make check` runs.
-CHECKED := tests/unit tests/errors tests/rendezvous/test_rounds.py tests/e2e/test_launcher.py
+CHECKED := tests/unit tests/errors tests/rendezvous/test_rounds.py tests/e2e/test_launcher.py tests/e2e/test_signals.py
 # Most tests wait rather than compute, so run two of them for each processor and one more. Limit that to 8, because with more, the
 # longest tests do not finish sooner. Run selected tests in one process, because a developer may want -s or --pdb.
 PROCESSES := $(shell n=$$(nproc); echo $$((n < 4 ? 2 * n + 1 : 8)))

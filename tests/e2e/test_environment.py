@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import socket
 
 import pytest
@@ -27,6 +26,8 @@ CONTRACT = (
     "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS",
     "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE",
+    "TORCHELASTIC_USE_AGENT_STORE",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 
@@ -65,6 +66,8 @@ def test_the_contract_is_complete(shown):
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "2",
             "TORCHELASTIC_RUN_ID": "job7",
+            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         }
 
@@ -157,18 +160,6 @@ def test_a_foreign_client_of_the_store_is_reported(launch, worker_script):
     assert "TCPStore" in launched.stderr
 
 
-@pytest.mark.beyond_torchrun
-def test_every_attempt_has_a_master_port_of_its_own(launch, worker_script):
-    script = worker_script("""
-        import os
-        os.write(1, f"PORT {os.environ['MASTER_PORT']}\\n".encode())
-        raise SystemExit(os.environ["TORCHELASTIC_RESTART_COUNT"] != "3")
-    """)
-    launched = launch("--standalone", "--max-restarts", "3", script).exits(0)
-    ports = [match[1] for match in launched.wait_for_lines(r"PORT (\d+)", 4)]
-    assert len(set(ports)) == 4
-
-
 def test_arguments_arrive_as_they_were_given(launch, worker_script):
     arguments = ["--nproc-per-node", "-x", "a b", "", "ü", "--", "--help"]
     script = worker_script("import json, sys; print('ARGV', json.dumps(sys.argv))")
@@ -239,19 +230,3 @@ def test_stdin_is_inherited(launch, worker_script):
         os.close(reader)
         os.close(writer)
     assert launched.wait_for_line("READ (.*)")[1] == "from the user"
-
-
-@pytest.mark.beyond_torchrun
-def test_sighup_stays_ignored_under_nohup(launch, worker_script):
-    script = worker_script("""
-        import os, signal
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        print("HUP", os.getpid(), signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, flush=True)
-        signal.sigwait({signal.SIGUSR1})
-    """)
-    launched = launch(script, ignore=[signal.SIGHUP])
-    line = launched.wait_for_line(r"HUP (\d+) (\w+)")
-    assert line[2] == "True"
-    launched.signal(signal.SIGHUP)
-    os.kill(int(line[1]), signal.SIGUSR1)
-    launched.exits(0)

@@ -4,6 +4,7 @@ line.
 Processes and descriptors are seen to by the guard around every test.
 """
 
+import re
 import signal
 
 import pytest
@@ -21,6 +22,7 @@ WORKER_EVENTS = {
     "worker exits 1": EXIT_1,
     "worker exits 0": EXIT_0,
 }
+WARM = pytest.mark.parametrize("warm", [(), ("--warm", "json,colorsys")])
 AGENT_EVENTS = ("agent SIGTERM", "agent SIGINT twice", "agent SIGKILL", "nursery SIGKILL")
 
 
@@ -90,8 +92,9 @@ def test_the_agent_meets_its_fate(phase, event):
     phase.job.check_logs(is_console_complete=not was_killed)
 
 
-def test_a_stopped_and_continued_nursery_loses_no_exit_code(launch, tmp_path):
-    job = SteadyJob(launch, tmp_path, N)
+@WARM
+def test_a_stopped_and_continued_nursery_loses_no_exit_code(launch, tmp_path, warm):
+    job = SteadyJob(launch, tmp_path, N, *warm)
     pids = job.ready().values()
     send(job.nursery(), signal.SIGSTOP)
     for pid in pids:
@@ -100,7 +103,7 @@ def test_a_stopped_and_continued_nursery_loses_no_exit_code(launch, tmp_path):
     job.check_logs()
 
 
-@pytest.mark.parametrize("warm", [(), ("--warm", "json,colorsys")])
+@WARM
 def test_a_killed_nursery_is_charged_to_the_budget_once(launch, tmp_path, warm):
     job = SteadyJob(launch, tmp_path, N, "--max-restarts", "1", *warm)
     first = job.ready()
@@ -110,4 +113,5 @@ def test_a_killed_nursery_is_charged_to_the_budget_once(launch, tmp_path, warm):
     for pid in second.values():
         send(pid, EXIT_0)
     assert job.launched.wait() == 0, job.launched.stderr
+    assert re.search(r"nursery died by SIGKILL.*restarting\D* 0 of 1\b", job.launched.stderr)
     job.check_logs()

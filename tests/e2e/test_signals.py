@@ -50,6 +50,8 @@ def test_a_signal_is_forwarded_to_all_workers(running, signum):
     launched.exits(1)
     ranks = [match[1] for match in launched.wait_for_lines(rf"GOT {signal.Signals(signum).name} (\d)", N)]
     assert sorted(ranks) == ["0", "1", "2"]
+    # What torchrun says instead, in a traceback.
+    assert re.search(rf"{signum.name} received|got signal: {signum.value}\b", launched.stderr)
 
 
 def test_other_signals_are_handled_on_request(running):
@@ -81,6 +83,7 @@ def test_a_second_interrupt_kills_at_once(running):
     launched.wait_for_lines("IGNORED", N)
     launched.insist(signal.SIGINT)
     launched.exits(1)
+    assert re.search(r"\bsecond\b.*SIGKILL", launched.stderr)
 
 
 SAVES = """

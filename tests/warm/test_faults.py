@@ -243,16 +243,6 @@ def test_killed_at_each_restart(launch, tmp_path):
     job.check_logs()
 
 
-def test_a_continued_nursery_loses_no_exit_code(launch, tmp_path):
-    job = SteadyJob(launch, tmp_path, 3, *WARM)
-    pids = job.ready().values()
-    send(job.nursery(), signal.SIGSTOP)
-    for pid in pids:
-        send(pid, EXIT_0)
-    job.launched.exits(0)
-    job.check_logs()
-
-
 def test_few_descriptors(launch, tmp_path, worker_script):
     prefix = ("sh", "-c", 'ulimit -n 100; exec "$@"', "sh")
     script = worker_script("import sys; print('RUNS', 'colorsys' in sys.modules, flush=True)")
