@@ -157,7 +157,7 @@ def test_a_foreign_client_of_the_store_is_reported(launch, worker_script):
             stranger.recv(1)
     """)
     launched = launch("--standalone", script).exits(0)
-    assert "TCPStore" in launched.stderr
+    assert launched.stderr.count("TCPStore") == 1, launched.stderr
 
 
 def test_arguments_arrive_as_they_were_given(launch, worker_script):
