@@ -1,6 +1,5 @@
 """Rendezvous backends from installed packages, and rendezvous through a file, on the command line."""
 
-import errno
 import os
 import re
 import signal
@@ -258,26 +257,6 @@ def test_a_node_that_fails_for_good_ends_the_others(in_file, worker_script):
     assert re.search(r"\brank 1\b.* 3\n\Z", reason)
 
 
-@pytest.mark.beyond_torchrun  # a traceback, and 1
-@pytest.mark.parametrize(
-    ("path", "why"), [("", os.strerror(errno.EISDIR)), ("none/file", os.strerror(errno.ENOENT))]
-)
-def test_a_path_that_can_be_no_file_is_one_line(launch, worker_script, tmp_path, path, why):
-    endpoint = f"--rdzv-endpoint={tmp_path / path}"
-    launched = launch(
-        "--rdzv-backend=c10d", "--rdzv-conf=store_type=file", endpoint, worker_script(SHOW)
-    ).exits(2)
-    got = f"elasticrs: --rdzv-endpoint: got {str(tmp_path / path)!r}"
-    assert re.fullmatch(rf"{re.escape(got)}, .*: {why}\n", launched.stderr)
-
-
 def test_one_node_needs_no_file_to_meet_in(launch, worker_script):
     launched = launch("--standalone", "--rdzv-conf=store_type=file", worker_script(SHOW)).exits(0)
     assert launched.stdout == "0 1 0 0\n"
-
-
-@pytest.mark.beyond_torchrun  # torchrun accepts any text as a number of seconds
-def test_bad_settings_of_a_file_are_one_line(launch, worker_script):
-    conf = "--rdzv-conf=store_type=file,join_timeout=soon"
-    launched = launch("--rdzv-backend=c10d", conf, worker_script(SHOW)).exits(2)
-    assert re.fullmatch(r"elasticrs: --rdzv-backend c10d: .*'join_timeout'.*'soon'.*\n", launched.stderr)

@@ -169,24 +169,6 @@ def test_a_signal_stops_all_though_one_was_replaced(launch, worker_script):
     assert job.wait() == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (("--no-python",), "--no-python"),
-        (("--run-path", "--start-method=fork"), "use spawn"),
-        (("--nnodes=2", "--rdzv-endpoint=localhost:1", "--rdzv-backend=static"), "etcd"),
-        (("--rdzv-backend=c10d", "--rdzv-conf=store_type=file"), "file"),
-    ],
-)
-def test_jobs_without_replacement_are_refused_at_the_start(launch, worker_script, options, why):
-    script = worker_script(WAITS)
-    script.chmod(0o755)
-    job = launch(*options, "--on-failure=replace", script).exits(2)
-    (line,) = job.stderr.splitlines()
-    assert why in line
-    assert "--on-failure" in line
-
-
 TRAINERS = {
     "none": "",
     "agent's": "import elasticrs.workers.node_page as n, os; page = n.page_of(os.environ)",

@@ -293,32 +293,3 @@ def test_no_text_shows_more_restarts_than_are_allowed(run):
     ended = run(script, "--max-restarts", "1/0.2s", "--fatal-exit-codes", "7", nproc=1)
     assert ended.report["restarts"] == {"charged": 3, "max": 1, "window": 0.2}
     assert "3 restarts charged (at most 1 in 0.2 s)" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        ("--fatal-exit-codes", "40-49,45"),
-        ("--fatal-exit-codes", "0"),
-        ("--fatal-exit-codes", "49-40"),
-        ("--max-restarts", "3/"),
-        ("--max-restarts", "0/1h"),
-        ("--max-restarts", "3/1w"),
-        ("--restart-delay", "5s..1s"),
-        ("--exit-codes", "verdict:1,2"),
-        ("--exit-codes", "worker:3,4"),
-        ("--report", "report.json"),
-        ("--node-check", ""),
-        ("--node-check", "sh -c 'open"),
-        ("--node-check", "no-such-program --fast"),
-        ("--node-check", "gpdu"),
-        ("--node-check", "gpud:localhost"),
-        ("--node-check", "nvhcd"),
-        ("--max-excluded-nodes", "-1"),
-    ],
-    ids=" ".join,
-)
-def test_a_mistake_is_one_line_and_starts_nothing(launch, worker_script, option):
-    launched = launch(*option, worker_script("open('ran', 'w')")).exits(2)
-    assert option[0] in launched.stderr
-    assert len(launched.stderr.splitlines()) == 1

@@ -1,6 +1,5 @@
 """The events of whole jobs, each validated against the documented schema."""
 
-import errno
 import json
 import os
 import re
@@ -249,20 +248,6 @@ def test_an_unread_console_delays_nothing(launch, worker_script, tmp_path):
             *("--event-log-handler=console", "--redirects=3", "--nproc-per-node=2", script),
             argv=["sh", "-c", 'exec "$@" 2>unread', "sh", *LAUNCHERS["elasticrs"]],
         ).exits(0)
-
-
-@pytest.mark.beyond_torchrun
-@pytest.mark.parametrize(
-    ("destination", "complaint"),
-    [
-        ("nobody", "got 'nobody', expected .*console, dynamic_rendezvous, null, file:PATH"),
-        ("file:no/such/folder", os.strerror(errno.ENOENT)),
-    ],
-)
-def test_an_unknown_destination_is_a_mistake_of_the_command_line(launch, destination, complaint):
-    job = launch("--event-log-handler", destination, "--no-python", "true").exits(2)
-    assert job.stderr.startswith("elasticrs: --event-log-handler: ")
-    assert re.search(complaint, job.stderr)
 
 
 @pytest.fixture
