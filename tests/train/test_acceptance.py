@@ -6,6 +6,7 @@ for good is a node; and who comes later is a node, too.
 """
 
 import pytest
+from helpers.said import says
 
 from .conftest import BY_HAND, NODES, ONE_NODE
 
@@ -183,9 +184,11 @@ def test_13_two_spin_for_ever(job_of, how):
     job = job_of(*with_replacements(how), **AT_ONCE, stuck_timeout=3)
     start(job, ab={"timeout": 2000}, cd={"timeout": 2000, **fails("spin")})
     ends(job, *"ab", *job.after(*"cd"))
-    # They end themselves.
+    # They end themselves, and say where they were.
     for name in "cd":
         job.replaced(name, 1)
+    says(job.stderr_text(), "rank ", "round ", "ends itself")
+    assert "in spin" in job.stderr_text()
 
 
 def test_14_without_snapshots(job_of):

@@ -145,14 +145,6 @@ def test_all_workers_leave_on_request_and_the_next_run_continues_at_that_step(tr
         assert told["done"] == list(range(step + 1, SIZE // 20 + 1))
 
 
-def test_a_worker_without_a_manager_leaves_in_order(trainers, tmp_path):
-    job = Job(trainers(FLEXIBLE), tmp_path, checkpoints=None)
-    job.run(*NAMES)
-    job.trainers.kill("d", signal.SIGTERM)
-    assert job.trainers.code("d") == -signal.SIGTERM
-    job.ends("a", "b", "c")
-
-
 def test_a_leaving_worker_does_not_wait_long_for_a_round(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path, meeting_limit=0.5)
     job.run(*NAMES)

@@ -6,7 +6,6 @@ import socket
 
 import pytest
 from helpers.procs import HANG
-from helpers.said import line_with
 from helpers.trainers import ByHand, Told
 
 from train.soak import soak
@@ -82,22 +81,6 @@ def test_a_new_worker_ends_at_the_same_step_as_the_others(trainers):
         assert job.code(name) == 0
 
 
-def test_two_kill_themselves_and_two_go_on(trainers):
-    job = trainers(FLEXIBLE)
-    job.start("a", "b", steps=30, pause=0.01)
-    job.start("c", "d", steps=30, pause=0.01, do="kill", at=5)
-    job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 2)
-    sums_are_right(job)
-    assert job.of("met", "a")[-1]["world"] == 2
-
-
-def test_a_start_with_fewer_than_the_most(trainers):
-    job = trainers(FLEXIBLE)
-    job.start("a", "b")
-    assert all(each["world"] == 2 for each in job.wait("met", 2))
-    job.wait("stepped", 2)
-
-
 def test_newcomers_are_let_in_at_a_step_boundary(trainers):
     job = trainers(FLEXIBLE + "&keep_alive_interval=5")
     job.start("a", "b", pause=0.005)
@@ -156,49 +139,12 @@ def test_a_connection_that_another_thread_opens_while_a_group_is_created_stays_o
             assert connection.recv(1) == b"x"
 
 
-def test_a_worker_that_spins_ends_itself_after_the_others_went_on(trainers):
-    job = trainers(FLEXIBLE + "&stuck_timeout=3")
-    job.start("a", "b", "c", steps=30, timeout=1000)
-    job.start("d", steps=30, timeout=1000, do="spin", at=5)
-    job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 3)
-    sums_are_right(job)
-    assert job.code("d") == 1
-    text = job.stderr.read_text()
-    line_with(text, "rank ", "round ", "ends itself")
-    # Its stacks are there.
-    assert "in misbehave" in text
-
-
-def test_too_few_workers_end_the_job_for_all(trainers):
-    job = trainers("min_workers=3&max_workers=4&timeout=3")
-    job.start("a", "b")
-    told = job.wait("stuck", 2)
-    assert all("permanently stuck" in each["error"] for each in told)
-
-
 def test_a_worker_that_comes_after_the_end_returns_at_once(trainers):
     job = trainers("min_workers=2&max_workers=2")
     job.start("a", "b", steps=5)
     job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 2)
     job.start("late", steps=5)
     assert job.wait("stopped", name="late")[0]["step"] == -1
-
-
-def test_a_step_that_fails_once_is_repeated(trainers):
-    job = trainers(FIXED)
-    job.start("a", "b", steps=20)
-    job.start("c", "d", steps=20, do="raise", at=7)
-    job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 4)
-    sums_are_right(job)
-
-
-def test_an_error_that_is_fatal_for_two_is_not_for_the_others(trainers):
-    job = trainers(FLEXIBLE)
-    job.start("a", "b", steps=20)
-    job.start("c", "d", steps=20, do="die", at=7)
-    job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 2)
-    sums_are_right(job)
-    assert job.code("c") == job.code("d") == 1
 
 
 def test_a_custom_loop_takes_part_by_its_own_calls(trainers):

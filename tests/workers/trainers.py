@@ -60,11 +60,11 @@ class Trainer:
         dist.barrier()
         self.step, self.sum = max(steps[best], 0), spare
 
-    def train_step(self, rank, world):
+    def train_step(self, world):
         order = self.order
-        if self.step == order.get("at", -1) and order.get("do") and rank == order.get("rank", rank):
-            do, order["do"] = order["do"], None
-            self.misbehave(do)
+        if self.step == order.get("at", -1) and order.get("do") == "fork":
+            order["do"] = None
+            self.fork()
         gradient = torch.full((SIZE,), 1.0 / world)
         dist.all_reduce(gradient, group=self.group)
         if order.get("pause"):
@@ -73,21 +73,11 @@ class Trainer:
         self.sum += gradient.round()
         self.step += 1
 
-    def misbehave(self, do):
-        self.say("does", do=do)
-        if do == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if do == "fork":
-            pid = os.fork()
-            while not pid:
-                select.select([], [], [])
-            self.say("forked", child=pid)
-        while do == "spin":
-            pass
-        if do == "raise":
-            raise RuntimeError("once")
-        if do == "die":
-            raise NameError("for good")
+    def fork(self):
+        pid = os.fork()
+        while not pid:
+            select.select([], [], [])
+        self.say("forked", child=pid)
 
 
 def with_a_thread_in_creation(trainer, order):
@@ -162,7 +152,7 @@ def with_coordinator(order):
                 has_ended = 1
                 break
             try:
-                trainer.train_step(rank, world)
+                trainer.train_step(world)
                 if "rate" in order:
                     was = coordinator.is_worker_straggler
                     coordinator.monitor_progress(None, SimpleWorkerStats(order["rate"]))
@@ -189,10 +179,10 @@ def by_hand(order):
                 job.init_process_group("gloo")
                 trainer.sync()
                 trainer.say("met", rank=place.rank, world=place.world_size)
-                trainer.train_step(place.rank, place.world_size)
+                trainer.train_step(place.world_size)
                 trainer.say("stepped")
                 while not job.passed() and trainer.step < order["steps"]:
-                    trainer.train_step(place.rank, place.world_size)
+                    trainer.train_step(place.world_size)
             except RuntimeError:
                 trainer.say("raised", planned=[each.planned for each in changes])
         job.close()
