@@ -3,7 +3,6 @@ alias on.
 """
 
 import os
-import subprocess
 import sysconfig
 import venv
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers import procs
 from helpers.launcher import LAUNCHERS
+from helpers.procs import run_program
 
 TREE = Path(__file__).resolve().parent.parent.parent / "python"
 
@@ -55,14 +55,8 @@ def run(environment, tmp_path):
     def run(*args, on=True, check=True, cwd=tmp_path, **variables):
         kept = {"PATH": os.environ["PATH"], "TMPDIR": str(tmp_path), "HOME": str(tmp_path)}
         switch = {"ELASTICRS_ALIAS": "1"} if on else {}
-        return subprocess.run(
-            [environment, *args],
-            env={**kept, **switch, **variables},
-            capture_output=True,
-            text=True,
-            timeout=150,
-            check=check,
-            cwd=cwd,
+        return run_program(
+            [environment, *args], env={**kept, **switch, **variables}, timeout=150, check=check, cwd=cwd
         )
 
     return run

@@ -3,11 +3,11 @@ environments.
 """
 
 import os
-import subprocess
 import venv
 
 import pytest
 from helpers import procs
+from helpers.procs import run_program
 
 from elasticrs.alias import our_name
 from elasticrs.alias.launch import with_local_rank
@@ -46,9 +46,7 @@ def late_environment(tmp_path):
 
 def run_late(python, *args, **variables):
     variables["PATH"] = os.environ["PATH"]
-    return subprocess.run(
-        [python, *args], env=variables, capture_output=True, text=True, timeout=50, check=False
-    )
+    return run_program([python, *args], env=variables)
 
 
 def test_a_hook_that_does_not_work_is_refused(late_environment):

@@ -1,11 +1,11 @@
 """``run.main(args)`` and ``launch.main(args)``, called from a program, raise what torch's functions raise."""
 
 import json
-import subprocess
 import sys
 
 import pytest
 from helpers.launcher import clean_environment
+from helpers.procs import run_program
 
 PROGRAM = """
 import importlib, json, os, sys
@@ -57,12 +57,10 @@ def outcomes(tmp_path):
     (tmp_path / "fails.py").write_text("raise SystemExit(3)\n", encoding="utf-8")
 
     def outcomes(package, name, cases):
-        done = subprocess.run(
+        done = run_program(
             [sys.executable, "-c", PROGRAM, json.dumps([package, name, *cases])],
             cwd=tmp_path,
             env=clean_environment({"PYTHONPATH": ":".join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}),
-            capture_output=True,
-            text=True,
             timeout=170,
             check=True,
         )

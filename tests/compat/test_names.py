@@ -2,11 +2,11 @@
 docs/compatibility.md lists.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.procs import run_program
 
 from compat import names, table
 
@@ -15,16 +15,11 @@ TESTS = Path(__file__).resolve().parent.parent
 
 @pytest.mark.torch
 def test_every_difference_from_torch_is_in_the_table_and_the_table_holds():
-    # Compare in a separate process, because importing torch would cost this process hundreds of megabytes and
-    # start threads.
-    done = subprocess.run(
+    # In a process of its own: importing torch costs this one hundreds of megabytes, and threads.
+    done = run_program(
         [sys.executable, "-m", "compat"],
         cwd=TESTS,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
@@ -52,13 +47,9 @@ def test_modules_are_attributes_of_their_packages_after_an_import_of_the_package
     modules = sorted({place for place, _ in table.read(table.DOCUMENT.read_text(encoding="utf-8"))})
     modules.remove(names.OPTIONS)
     assert len(modules) > 30
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", REACHED, *modules],
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
     )
     assert done.stdout == "\n", done.stderr
 

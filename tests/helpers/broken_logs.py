@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from helpers.launcher import Launched
-from helpers.procs import HANG
+from helpers.procs import HANG, run_program
 
 SCRIPT = Path(__file__).resolve().parent.parent / "workers" / "refused.py"
 WIDTH = 120
@@ -38,8 +38,8 @@ def namespace(setup: str, folder: Path) -> tuple[str, ...]:
 
 
 def why_not(prefix: Sequence[str]) -> str | None:
-    """Return why this machine cannot run a command with this prefix, or ``None`` if it can."""
-    tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False)
+    """Why this machine cannot run anything behind this prefix, or ``None``."""
+    tried = run_program([*prefix, "true"])
     return None if tried.returncode == 0 else f"cannot mount here: {tried.stderr.strip()}"
 
 

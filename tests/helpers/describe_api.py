@@ -5,9 +5,10 @@ As a program: the names of the module, then the functions to describe, ``=`` bef
 """
 
 import json
-import subprocess
 import sys
 from typing import Any
+
+from helpers.procs import run_program
 
 PROGRAM = """
 import dataclasses, enum, importlib, inspect, json, sys
@@ -34,8 +35,6 @@ def describe(module: str, *names: str) -> dict[str, Any]:
 
 
 def run(program: str, *arguments: str) -> str:
-    """Run a program and return the last line that it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True, timeout=50
-    )
+    """The last line that a program printed."""
+    done = run_program([sys.executable, "-c", program, *arguments], check=True)
     return done.stdout.splitlines()[-1]

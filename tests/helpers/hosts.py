@@ -20,6 +20,7 @@ from pathlib import Path
 from helpers import procs
 from helpers.control import INSIDE, Program
 from helpers.packets import PacketRelay
+from helpers.procs import run_program
 
 NAMESPACES = ("--net", "--uts", "--mount")
 
@@ -47,7 +48,7 @@ def why_not() -> str | None:
     """Return why this user cannot create hosts on this machine, or ``None`` if it is possible."""
     command = ["unshare", *NAMESPACES, "--", "ip", "link", "add", "type", "bridge"]
     try:
-        tried = subprocess.run(command, capture_output=True, text=True, check=False)
+        tried = run_program(command)
     except FileNotFoundError:
         return "no network namespaces: unshare(1) is not installed"
     return None if tried.returncode == 0 else f"no network namespaces: {tried.stderr.strip()}"
@@ -82,9 +83,7 @@ class Namespaces:
     def configure(self, *lines: str) -> None:
         """Run lines of ip(8) commands in the namespaces."""
         command = [*self.prefix(), "ip", "-batch", "-"]
-        done = subprocess.run(
-            command, input="\n".join(lines), capture_output=True, text=True, check=False, timeout=procs.HANG
-        )
+        done = run_program(command, input="\n".join(lines))
         assert done.returncode == 0, f"{lines}: {done.stderr}"
 
     def processes(self) -> list[procs.Process]:
@@ -127,7 +126,7 @@ class Host(Namespaces):
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on this host and wait until it exits."""
         argv = [*self.prefix(), *map(str, command)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False)
+        done = run_program(argv, timeout=timeout)
         assert not check or done.returncode == 0, f"{command} on {self}: {done.stderr}"
         return done
 

@@ -13,6 +13,7 @@ import pytest
 from helpers import procs
 from helpers.hosts import Network, network_of
 from helpers.leaks import snapshot
+from helpers.procs import run_program
 from helpers.talk import connecting, serving
 
 pytestmark = pytest.mark.privileged
@@ -108,7 +109,7 @@ def test_two_networks_have_the_same_addresses_and_do_not_meet(network):
 
 
 def links_of_the_machine():
-    return subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
+    return run_program(["ip", "-o", "link"], check=True).stdout
 
 
 def mounts_and_names():

@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
@@ -13,6 +12,7 @@ from importlib import metadata
 
 import pytest
 from helpers import ports, procs
+from helpers.procs import run_program
 from helpers.said import says
 
 from elasticrs.rendezvous import (
@@ -156,7 +156,7 @@ else:
 @pytest.mark.torch
 def test_the_stores_that_programs_make_are_torchs(tmp_path):
     command = [sys.executable, "-c", TORCH_STORES, f"localhost:{ports.free()}", str(tmp_path / "file")]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=procs.HANG)
+    done = run_program(command)
     assert done.returncode == 0, done.stderr
 
 

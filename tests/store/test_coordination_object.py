@@ -22,6 +22,7 @@ from helpers import procs
 from helpers.coordination import RUN, serving
 from helpers.etcd import Etcd
 from helpers.etcd_fixtures import Site, site
+from helpers.procs import run_program
 
 from elasticrs import _core
 from elasticrs.store import DistNetworkError, DistStoreError, QueueEmptyError, connect
@@ -117,7 +118,7 @@ def test_torch_returns_the_same(pair):
         "import os; os._exit(0)\n"
     )
     command = [sys.executable, "-c", script]
-    torch = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    torch = run_program(command, check=True).stdout
     assert torch == f"{everything(*pair.stores)}\n"
 
 
@@ -321,7 +322,7 @@ def test_a_store_program_raises_its_limit_of_descriptors():
 )
 def test_a_bad_argument_is_named_in_one_line(arguments, says):
     command = [sys.executable, "-m", "elasticrs.store", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run_program(command)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert says in ended.stderr
     assert ended.stderr.startswith("python -m elasticrs.store: ")

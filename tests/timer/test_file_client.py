@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 import textwrap
 import threading
@@ -13,7 +12,7 @@ import time
 from functools import partial
 
 import pytest
-from helpers.procs import HANG, wait_readable
+from helpers.procs import HANG, run_program, wait_readable
 
 from elasticrs.timer import FileTimerClient, FileTimerRequest, expires, file_based_local_timer
 
@@ -213,7 +212,7 @@ def test_a_descriptor_that_became_another_file_is_left_alone(fifo, client, tmp_p
 
 def run(source, *args):
     program = [sys.executable, "-c", textwrap.dedent(source), *args]
-    return subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    return run_program(program)
 
 
 def test_torchs_server_takes_our_records(tmp_path):

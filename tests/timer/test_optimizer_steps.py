@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers.procs import wait_readable
+from helpers.procs import run_program, wait_readable
 from helpers.said import says
 
 TRAINING = """
@@ -119,7 +119,5 @@ for _ in range(5):
 
 @pytest.mark.slow
 def test_compiled_steps_are_traced_without_a_word():
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_program([sys.executable, "-c", COMPILED], timeout=120, check=True)
     assert "Python extension" not in done.stderr

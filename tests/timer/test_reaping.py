@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.procs import wait_readable
+from helpers.procs import run_program, wait_readable
 from helpers.said import says
 
 import elasticrs
@@ -222,14 +222,7 @@ except ChildFailedError as error:
         assert record["signal"] == 9
     print("told", len(said))
 """)
-    ran = subprocess.run(
-        [sys.executable, program],
-        cwd=tmp_path,
-        env={**os.environ, **ENABLED},
-        capture_output=True,
-        check=False,
-        text=True,
-    )
+    ran = run_program([sys.executable, program], cwd=tmp_path, env={**os.environ, **ENABLED})
     assert ran.stdout.splitlines()[-1:] == [f"told {2 if 'append' in body else 1}"], ran.stderr
     assert ("log_debug_info_for_expired_timers failed" in ran.stderr) == ("raise" in body)
 

@@ -14,7 +14,7 @@ import time
 
 import pytest
 from helpers import procs
-from helpers.procs import HANG
+from helpers.procs import HANG, run_program
 from helpers.said import says
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -60,11 +60,8 @@ def test_a_hung_process_of_multiprocessing_is_killed(tmp_path, method):
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(LOCAL))
     before = [child.pid for child in procs.children()]
-    done = subprocess.run(
-        [sys.executable, script, method], capture_output=True, text=True, timeout=60, check=False
-    )
-    # Reap multiprocessing's helper processes, which outlive their program by a moment and are adopted by this
-    # process.
+    done = run_program([sys.executable, script, method])
+    # The helpers of multiprocessing outlive their program by a moment, and come to this process.
     procs.reap_adopted(keep=before)
     assert done.stdout == "-9 True True\n[]\n", done.stderr
 
@@ -129,10 +126,8 @@ def test_a_process_without_its_main_thread_has_not_ended():
 
 
 def test_a_process_that_got_the_pid_of_another_one_is_left_alone():
-    done = subprocess.run(
-        ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", textwrap.dedent(RECYCLED)],
-        capture_output=True, text=True, timeout=HANG, check=False,
-    )  # fmt: skip
+    namespace = ("unshare", "--pid", "--fork", "--mount-proc")
+    done = run_program([*namespace, sys.executable, "-c", textwrap.dedent(RECYCLED)])
     assert done.stdout == "None\n-9\n", done.stderr
 
 

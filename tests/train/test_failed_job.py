@@ -1,8 +1,8 @@
 """A worker that joins a failed job does not return as if the training were done."""
 
-import subprocess
 import sys
 
+from helpers.procs import run_program
 from helpers.said import says
 
 PROGRAM = """
@@ -25,9 +25,7 @@ for _ in range(2):
 
 
 def test_too_few_came():
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_program([sys.executable, "-c", PROGRAM], check=True)
     first, late = done.stdout.splitlines()
     says(first, "False", "1", "2", "join_timeout")
     says(late, "False", "job job", "closed", "timeout")

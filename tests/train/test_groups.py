@@ -8,6 +8,7 @@ import sys
 import threading
 
 import pytest
+from helpers.procs import run_program
 
 from elasticrs.train.groups import Connections, connect
 from elasticrs.train.membership import STUCK_TIMEOUT
@@ -226,14 +227,8 @@ os._exit(0)
 
 @pytest.mark.torch
 def test_creating_a_group_stops_when_a_peer_died_before_it_connected():
-    # Gloo itself would wait for five times its timeout, which is longer than this test may take.
-    made = subprocess.run(
-        [sys.executable, "-c", MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    # Gloo waits five times the time-out for that.
+    made = run_program([sys.executable, "-c", MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE], timeout=120)
     assert made.stdout.startswith("OUT "), made
 
 
@@ -325,6 +320,6 @@ try:
 except RuntimeError:
     print(time.monotonic() - began)
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    # The call must give up before a worker that waits for it would exit as stuck.
+    found = run_program([sys.executable, "-c", program], check=True)
+    # Before a worker that waits for it would end itself.
     assert float(found.stdout) < STUCK_TIMEOUT

@@ -1,10 +1,11 @@
 """The modules that are loaded when the package is imported."""
 
-import subprocess
 import sys
+
+from helpers.procs import run_program
 
 
 def test_torch_is_not_imported():
     shown = "import sys, elasticrs.train; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", shown], check=True, capture_output=True, text=True)
+    done = run_program([sys.executable, "-c", shown], check=True)
     assert done.stdout == "False\n"

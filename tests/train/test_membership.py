@@ -2,11 +2,11 @@
 
 import math
 import os
-import subprocess
 import sys
 from contextlib import closing
 
 import pytest
+from helpers.procs import run_program
 
 from elasticrs.train import SimpleWorkerStats
 from elasticrs.train.agent import AgentCoordinator
@@ -142,9 +142,7 @@ print("threads", threading.active_count())
 
 
 def test_the_watching_thread_survives_a_lack_of_descriptors():
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_DESCRIPTORS], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_program([sys.executable, "-c", WITHOUT_DESCRIPTORS], timeout=120, check=True)
     told, *rest = done.stdout.splitlines()
     assert "round 1" in told
     assert rest == ["ended True", "threads 1"]
@@ -177,9 +175,7 @@ print("port", listener.getsockname()[1])
 
 
 def test_the_creation_of_a_group_over_unknown_connections_is_aborted_with_a_warning():
-    done = subprocess.run(
-        [sys.executable, "-c", HANGING_CREATION], capture_output=True, text=True, timeout=120, check=True
-    )
+    done = run_program([sys.executable, "-c", HANGING_CREATION], timeout=120, check=True)
     warning, ended, port = done.stdout.splitlines()
     assert warning.startswith("WARNING rank 0: ")
     assert f"127.0.0.1 port {port.split()[1]}" in warning

@@ -6,6 +6,7 @@ import sys
 
 import hypothesis.strategies as st
 import pytest
+from helpers.procs import run_program
 from hypothesis import given
 
 from elasticrs.train import SimpleWorkerStats, State, data, event_logger, events, fault_injection
@@ -203,9 +204,7 @@ def test_content_that_needs_unpickling_is_loaded_with_a_warning():
 
 
 def saves(which):
-    done = subprocess.run(
-        [sys.executable, "-c", SAVES, which], check=True, capture_output=True, text=True, timeout=60
-    )
+    done = run_program([sys.executable, "-c", SAVES, which], check=True)
     return done.stdout.splitlines()
 
 
@@ -263,6 +262,6 @@ print(loaded.weights.tolist(), loaded.weights.device)
 @pytest.mark.torch
 def test_tensors_from_the_gpu_of_another_rank_are_loaded_where_this_rank_may_use_them():
     command = [sys.executable, "-c", OTHER_GPU]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_program(command)
     device = "cuda:0" if "cuda:0" in done.stdout else "cpu"
     assert done.stdout == f"[1.0, 1.0] {device}\n", done.stderr

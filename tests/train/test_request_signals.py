@@ -3,12 +3,11 @@
 import faulthandler
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 
 import pytest
-from helpers.procs import HANG
+from helpers.procs import run_program
 
 from elasticrs.train import Coordinator
 from elasticrs.train.request_signals import RequestSignals, is_default
@@ -94,7 +93,7 @@ from train.test_request_signals import Asked, RequestSignals
 """
     here = os.path.dirname(os.path.dirname(__file__))
     command = [sys.executable, "-c", begin + textwrap.dedent(program), here]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+    done = run_program(command)
     return done.stdout.split(), done.returncode
 
 

@@ -1,11 +1,11 @@
 """``train`` and ``run_train`` with threads as workers. Any of their calls may fail once."""
 
-import subprocess
 import sys
 
 import hypothesis.strategies as st
 import pytest
 from helpers.launcher import clean_environment
+from helpers.procs import run_program
 from helpers.said import says
 from hypothesis import given
 
@@ -474,13 +474,8 @@ print("exit", os.waitstatus_to_exitcode(os.wait()[1]))
 
 
 def test_a_child_that_a_step_forks_is_no_worker(pytestconfig):
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, str(pytestconfig.rootpath / "tests")],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env=clean_environment(),
+    done = run_program(
+        [sys.executable, "-c", FORKS, str(pytestconfig.rootpath / "tests")], env=clean_environment()
     )
     assert sorted(done.stdout.splitlines())[:2] == ["(10, 550)", "exit 7"], done.stderr
     assert "forked" in done.stdout

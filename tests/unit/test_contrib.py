@@ -7,6 +7,7 @@ from pathlib import Path
 import kubernetes_validate
 import pytest
 import yaml
+from helpers.procs import run_program
 from kubeflow_trainer_api import models
 
 from elasticrs.job.policy_options import ExitCodes
@@ -128,15 +129,7 @@ class TestSlurm:
                 "SLURM_JOB_NUM_NODES": "4",
             }
             script = CONTRIB / "slurm/train.sbatch"
-            return subprocess.run(
-                ["bash", script],
-                env=env,
-                cwd=tmp_path,
-                capture_output=True,
-                text=True,
-                timeout=30,
-                check=False,
-            )
+            return run_program(["bash", script], env=env, cwd=tmp_path)
 
         return submit
 

@@ -3,13 +3,13 @@
 import contextlib
 import json
 import ssl
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from helpers.procs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -314,10 +314,7 @@ class TestProgram:
         # Run without site packages, so that grpcio cannot be found.
         root = elasticrs.__path__[0].rpartition("/")[0]
         code = f"import sys; sys.path.append({root!r}); import elasticrs.host.health_program as it"
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", f"{code}; print(it.why_unavailable('nvhcd'))"],
-            check=True,
-            capture_output=True,
-            text=True,
+        done = run_program(
+            [sys.executable, "-I", "-S", "-c", f"{code}; print(it.why_unavailable('nvhcd'))"], check=True
         )
         assert "pip install 'elasticrs[nvhcd]'" in done.stdout

@@ -2,12 +2,12 @@
 runs them.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from helpers.procs import run_program
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +43,7 @@ else:
 
 def imported(root, *arguments):
     command = [sys.executable, "-S", "-W", "ignore", "-c", PROGRAM, root, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    done = run_program(command, check=True)
     return set(done.stdout.split())
 
 

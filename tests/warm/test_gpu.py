@@ -1,10 +1,10 @@
 """Tests for GPU workers, started cold or forked from a process that has imported torch."""
 
 import json
-import subprocess
 import sys
 
 import pytest
+from helpers.procs import run_program
 
 pytestmark = [
     pytest.mark.beyond_torchrun,
@@ -42,7 +42,7 @@ DDP = """
 @pytest.fixture(scope="module")
 def count():
     command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
-    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    return int(run_program(command, check=True).stdout)
 
 
 @pytest.mark.parametrize("warm", ["off", "auto"])
