@@ -24,26 +24,16 @@ def test_a_signal_drains_one_node(three):
     job.finish(agents[:2], again)
 
 
-def test_or_the_whole_job_if_that_is_wanted(three):
-    job, agents, workers = three(drain="job")
-    agents[2].signal(signal.SIGTERM)
-    assert job.ended() == [1, 1, 1]
+@pytest.mark.parametrize(("which", "conf"), [(2, {"drain": "job"}), (0, {})], ids=["on request", "host"])
+def test_a_signal_ends_the_whole_job_if_that_is_wanted_or_the_node_hosts_the_store(three, which, conf):
+    job, agents, workers = three(**conf)
+    agents[which].signal(signal.SIGTERM)
+    assert 0 not in job.ended()
     procs.assert_gone(pids(workers))
-    for agent in agents[:2]:
-        assert "node3" in agent.launched.stderr, job.story("no reason")
-        assert "SIGTERM" in agent.launched.stderr, job.story("no reason")
-    job.assert_empty()
-
-
-def test_the_host_of_the_store_ends_the_job_and_reports_the_cause(three):
-    job, agents, workers = three()
-    agents[0].signal(signal.SIGTERM)
-    codes = job.ended()
-    assert 0 not in codes
-    procs.assert_gone(pids(workers))
-    for agent in agents[1:]:
-        assert "SIGTERM" in agent.launched.stderr, job.story("no reason")
-        assert "node1" in agent.launched.stderr, job.story("no host")
+    for agent in agents:
+        if agent is not agents[which]:
+            assert f"node{which + 1}" in agent.launched.stderr, job.story("no reason")
+            assert "SIGTERM" in agent.launched.stderr, job.story("no reason")
     job.assert_empty()
 
 

@@ -50,22 +50,19 @@ signal.pause()
 """
 
 
-def test_a_store_that_does_not_run_is_named(hosts, multinode):
+@pytest.mark.parametrize(
+    ("endpoint", "tokens"),
+    [
+        (None, ("10.77.0.1:29400", "refused", "--rdzv-endpoint")),
+        ("nowhere.test:29400", ("nowhere.test",)),
+        ("10.77.0.99:29400", ("10.77.0.99:29400", "firewall")),
+    ],
+    ids=["no store", "no name", "no answer"],
+)
+def test_a_store_that_cannot_be_reached_is_named(hosts, multinode, endpoint, tokens):
     first, second = hosts(2)
     job = multinode(first, "2", conf=SOON)
-    says(job, *job.start(second), "10.77.0.1:29400", "refused", "--rdzv-endpoint")
-
-
-def test_a_name_that_does_not_exist(hosts, multinode):
-    (host,) = hosts(1)
-    job = multinode(host, "2", conf=SOON)
-    says(job, *job.start(host, endpoint="nowhere.test:29400"), "nowhere.test")
-
-
-def test_an_address_that_does_not_answer(hosts, multinode):
-    (host,) = hosts(1)
-    job = multinode(host, "2", conf=SOON)
-    says(job, *job.start(host, endpoint="10.77.0.99:29400"), "10.77.0.99:29400", "firewall")
+    says(job, *job.start(second, endpoint=endpoint), *tokens)
 
 
 def test_the_port_is_taken_on_the_host_of_the_store(hosts, multinode):
@@ -77,18 +74,15 @@ def test_the_port_is_taken_on_the_host_of_the_store(hosts, multinode):
         assert line.count("29400") == 1, line
 
 
-def test_an_http_server_answers(hosts, multinode):
+@pytest.mark.parametrize(
+    "server",
+    [HTTP, pytest.param((sys.executable, "-c", TCPSTORE), marks=pytest.mark.torch)],
+    ids=["http", "torch"],
+)
+def test_another_server_answers(hosts, multinode, server):
     first, second = hosts(2)
     job = multinode(first, "2", conf=SOON)
-    with running(first, *HTTP):
-        says(job, *job.start(second), "10.77.0.1:29400", "another program")
-
-
-@pytest.mark.torch
-def test_torchs_store_answers(hosts, multinode):
-    first, second = hosts(2)
-    job = multinode(first, "2", conf=SOON)
-    with running(first, sys.executable, "-c", TCPSTORE):
+    with running(first, *server):
         says(job, *job.start(second), "10.77.0.1:29400", "another program")
 
 

@@ -96,22 +96,13 @@ def relayed(hosts, multinode):
         relay.close()
 
 
-def test_a_half_open_connection(relayed):
+@pytest.mark.parametrize("stalled", [("up", "down"), ("up",), ("down",)], ids=" and ".join)
+def test_a_connection_that_is_half_open_or_works_one_way(relayed, stalled):
     job, agents, workers, relay = relayed
-    relay.stall()
+    relay.set(**{f"is_stalled_{direction}": True for direction in stalled})
     goes_on_with_two(job, agents)
     procs.assert_gone(pids(workers, agents[2].host))
     relay.resume()
-    takes_it_in_again(job, agents)
-
-
-@pytest.mark.parametrize("direction", ["is_stalled_up", "is_stalled_down"])
-def test_a_connection_that_works_one_way(relayed, direction):
-    job, agents, workers, relay = relayed
-    relay.set(**{direction: True})
-    goes_on_with_two(job, agents)
-    procs.assert_gone(pids(workers, agents[2].host))
-    relay.set(**{direction: False})
     takes_it_in_again(job, agents)
 
 

@@ -28,53 +28,33 @@ if os.environ["RANK"] == "1":
     raise ValueError("no")
 signal.pause()
 """
+TWICE = ("--max-same-failures", "2", "--restart-delay", "1")
 
 
 @pytest.mark.parametrize(
-    ("script", "max_restarts", "unreached"),
+    ("count", "script", "options", "found", "unreached"),
     [
-        (MARKED, 3, "round 2 starts"),
-        # Allow three rounds, because the first node that fails can stop the others before they fail in the
-        # same way.
-        (MISSING, 9, "round 4 starts"),
+        (3, MARKED, (), (), "round 2 starts"),
+        # The first node that fails stops the others, perhaps before they have failed in the same way.
+        (3, MISSING, (), (), "round 4 starts"),
+        # It is tried again until the failure repeats.
+        (2, MISSING_ON_NODE2, (), ("round 3 starts", "ModuleNotFoundError at worker.py"), "round 4 starts"),
+        (2, SAME_AGAIN, TWICE, ("the same ValueError at worker.py", "(restart delay)"), "round 3 starts"),
     ],
-    ids=["marked", "missing module"],
+    ids=["marked", "missing module", "a module that one node lacks", "same failure"],
 )
 def test_a_permanent_failure_ends_the_job_on_all_nodes(
-    hosts, multinode, worker_script, script, max_restarts, unreached
+    hosts, multinode, worker_script, count, script, options, found, unreached
 ):
-    machines = hosts(3)
-    job = multinode(machines[0], "3", *VERDICT, max_restarts=max_restarts, script=worker_script(script))
+    machines = hosts(count)
+    options = (*VERDICT, *options)
+    job = multinode(machines[0], str(count), *options, max_restarts=9, script=worker_script(script))
     agents = job.start(*machines)
-    assert job.ended() == [93, 93, 93], job.story("another exit code")
+    assert job.ended() == [93] * count, job.story("another exit code")
     for agent in agents:
+        for text in found:
+            assert text in agent.launched.stderr, job.story(f"no {text!r}")
         assert unreached not in agent.launched.stderr, job.story("too many restarts")
-    job.assert_empty()
-
-
-def test_a_module_that_one_node_lacks_is_tried_again_until_the_failure_repeats(
-    hosts, multinode, worker_script
-):
-    machines = hosts(2)
-    job = multinode(machines[0], "2", *VERDICT, max_restarts=9, script=worker_script(MISSING_ON_NODE2))
-    agents = job.start(*machines)
-    assert job.ended() == [93, 93], job.story("another exit code")
-    for agent in agents:
-        assert "round 3 starts" in agent.launched.stderr, job.story("no second restart")
-        assert "round 4 starts" not in agent.launched.stderr, job.story("a third restart")
-        assert "ModuleNotFoundError at worker.py" in agent.launched.stderr, job.story("no reason")
-    job.assert_empty()
-
-
-def test_a_failure_that_repeats_ends_the_job_on_all_nodes(hosts, multinode, worker_script):
-    machines = hosts(2)
-    options = (*VERDICT, "--max-same-failures", "2", "--restart-delay", "1")
-    job = multinode(machines[0], "2", *options, max_restarts=9, script=worker_script(SAME_AGAIN))
-    agents = job.start(*machines)
-    assert job.ended() == [93, 93], job.story("another exit code")
-    texts = [agent.launched.stderr for agent in agents]
-    assert all("the same ValueError at worker.py" in text for text in texts), job.story("no reason")
-    assert all("(restart delay)" in text for text in texts), job.story("no delay")
     job.assert_empty()
 
 

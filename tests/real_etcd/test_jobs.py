@@ -4,9 +4,7 @@ ranks.
 
 import os
 import signal
-import threading
 from datetime import datetime, timedelta
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from helpers.etcd_fixtures import serving
@@ -88,22 +86,13 @@ def test_a_job_without_restarts_left_fails_on_all_nodes(agent):
         assert "Root Cause" in each.stderr
 
 
-def test_the_others_act_at_once_when_an_agent_ends_in_order(agent):
-    agents = [agent(nnodes="1:2"), agent(nnodes="1:2")]
-    formed(agents)
-    agents[0].signal(signal.SIGTERM)
-    agents[0].exits(1)
-    (alone,) = formed(agents[1:], 2)
-    assert (alone.world, alone.restart) == (1, 0)
-    finish(agents[1:], [alone])
-
-
-def test_the_others_act_at_once_when_an_agent_is_killed(agent, etcd):
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_the_others_act_at_once_when_an_agent_ends(agent, etcd, signum):
     agents = [agent(nnodes="1:2"), agent(nnodes="1:2")]
     formed(agents)
     wait_until(lambda: etcd.are_linked("elasticrs/a%2Fjob", 2, is_held=True))
-    agents[0].signal(signal.SIGKILL)
-    agents[0].wait()
+    agents[0].signal(signum)
+    agents[0].exits(1 if signum == signal.SIGTERM else -signum)
     (alone,) = formed(agents[1:], 2)
     assert (alone.world, alone.restart) == (1, 0)
     finish(agents[1:], [alone])
@@ -198,28 +187,12 @@ def test_an_endpoint_where_no_etcd_runs_is_named(refused):
         refused(endpoint, endpoint, "5 s", "refused", join_timeout=5)
 
 
-def test_an_unknown_name_is_named(refused):
-    endpoint = "etcd.invalid:2379"
-    refused(endpoint, endpoint, join_timeout=1)
-
-
 def test_a_store_of_elasticrs_is_not_etcd(refused, tmp_path):
     server = Server([("127.0.0.1", 0)], run_id="job")
     try:
         refused(f"127.0.0.1:{server.port}", "elasticrs' own", "--rdzv-endpoint")
     finally:
         server.close()
-
-
-def test_a_web_server_is_not_etcd(refused):
-    with HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            refused(f"127.0.0.1:{server.server_port}", "--rdzv-endpoint")
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 TLS = "ssl_cert_key in --rdzv-conf"
