@@ -3,7 +3,6 @@
 import json
 import pickle
 import re
-import signal
 import time
 from pathlib import Path
 
@@ -23,17 +22,6 @@ def write(directory: Path, content: object) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("timestamp", [10, "10"])
-def test_the_flat_form_is_read(tmp_path, timestamp):
-    failure = ProcessFailure(
-        local_rank=0,
-        pid=997,
-        exitcode=1,
-        error_file=write(tmp_path, {"message": "text", "timestamp": timestamp}),
-    )
-    assert (failure.message, failure.timestamp) == ("text", 10)
-
-
 def test_the_nested_form_is_read(tmp_path):
     path = write(tmp_path, NESTED)
     failure = ProcessFailure(3, 997, 1, path)
@@ -42,26 +30,6 @@ def test_the_nested_form_is_read(tmp_path):
     assert failure.message == NESTED["message"]
     assert failure.timestamp == 12
     assert failure.recorded_ns is None
-
-
-def test_a_failure_without_a_file_has_torchs_words():
-    before = int(time.time())
-    failure = ProcessFailure(0, 997, 138, "ignored.json")
-    assert failure.error_file == "<N/A>"
-    assert failure.signal_name() == "<N/A>"
-    assert failure.message == "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
-    assert failure.error_file_data == {
-        "message": "<NONE>",
-        "errorTraits": {"category": "system_terminated_error", "retryability": "False"},
-    }
-    assert before <= failure.timestamp <= time.time()
-
-
-def test_a_signal_is_named():
-    failure = ProcessFailure(0, 997, -signal.SIGSEGV, "ignored.json")
-    assert failure.signal_name() == "SIGSEGV"
-    assert failure.message == "Signal 11 (SIGSEGV) received by PID 997"
-    assert ProcessFailure(0, 997, -40, "").signal_name() == "<N/A>"
 
 
 def test_failures_do_not_share_their_data():
