@@ -236,12 +236,17 @@ def test_logs_that_are_removed_while_the_job_runs(broken_job):
     assert_no_traceback(phase.job)
 
 
-def test_a_failure_is_reported_without_its_logs(broken_job):
+@pytest.mark.parametrize("lacks", ["logs", "descriptors"])
+def test_a_failure_is_reported_without_logs_or_descriptors(broken_job, lacks):
     phase = Phase("running", broken_job)
-    shutil.rmtree(phase.job.logs)
-    send(phase.job.ready()[2], EXIT_1)
+    if lacks == "logs":
+        shutil.rmtree(phase.job.logs)
+    else:
+        take_descriptors(phase.job.launched.pid)
+    send(phase.job.ready()[2], signal.SIGSEGV)
     assert phase.job.launched.wait() == 1
     assert "Root Cause" in phase.job.launched.stderr
+    assert "SIGSEGV" in phase.job.launched.stderr
     assert_no_traceback(phase.job)
 
 
@@ -307,13 +312,3 @@ def test_a_nursery_without_descriptors_kills_leftover_processes(launch, worker_s
     send(pid, EXIT_1)
     # The launcher exits long before the nursery would give up on the leftover process.
     assert launched.wait(timeout=HANG / 2) == 1
-
-
-def test_a_failure_is_reported_without_descriptors(broken_job):
-    phase = Phase("running", broken_job)
-    take_descriptors(phase.job.launched.pid)
-    send(phase.job.ready()[2], signal.SIGSEGV)
-    assert phase.job.launched.wait() == 1
-    assert "Root Cause" in phase.job.launched.stderr
-    assert "SIGSEGV" in phase.job.launched.stderr
-    assert_no_traceback(phase.job)

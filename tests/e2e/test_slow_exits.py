@@ -101,6 +101,13 @@ def test_a_restart_does_not_wait_for_a_stopped_rank_that_raised_and_stalls(launc
     assert not (tmp_path / "saved.0").exists()
 
 
+def messages_of_kills(events):
+    """Return the message of each event about a worker that was killed."""
+    recorded = [json.loads(text) for text in events.read_text().splitlines()]
+    killed = [event for event in recorded if event["name"] == "kill worker process"]
+    return [json.loads(event["metadata"]["metadata"])["message"] for event in killed]
+
+
 @pytest.mark.parametrize("on_failure", ["restart", "replace"])
 def test_a_slow_exit_that_outlasts_the_grace_is_not_reported_as_stalled(
     launch, worker_script, tmp_path, on_failure
@@ -118,9 +125,7 @@ def test_a_slow_exit_that_outlasts_the_grace_is_not_reported_as_stalled(
     assert re.search(r"\brank 1\b.*still exiting 2 s .*--exit-timeout", launched.stderr)
     assert "no progress" not in launched.stderr
     assert "after SIGTERM and" not in launched.stderr
-    recorded = [json.loads(text) for text in events.read_text().splitlines()]
-    killed = [event for event in recorded if event["name"] == "kill worker process"]
-    assert ["still exiting" in event["metadata"]["metadata"] for event in killed] == [True]
+    assert ["still exiting" in message for message in messages_of_kills(events)] == [True]
 
 
 def test_a_save_that_is_cut_off_is_reported(launch, worker_script, tmp_path):
@@ -140,13 +145,7 @@ def test_a_save_that_is_cut_off_is_reported(launch, worker_script, tmp_path):
     assert launched.wait() != 0
     assert re.search(r"ranks 0, 1 .*\b1 s after SIGTERM\b", launched.stderr)
     assert "(--shutdown-timeout)" in launched.stderr
-    recorded = [json.loads(text) for text in events.read_text().splitlines()]
-    killed = [
-        json.loads(event["metadata"]["metadata"])
-        for event in recorded
-        if event["name"] == "kill worker process"
-    ]
-    assert ["1 s after SIGTERM" in event["message"] for event in killed] == [True, True]
+    assert ["1 s after SIGTERM" in message for message in messages_of_kills(events)] == [True, True]
 
 
 def test_a_second_request_to_stop_reports_no_cut_off(launch, worker_script):

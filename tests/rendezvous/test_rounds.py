@@ -112,43 +112,36 @@ def test_a_failure_beyond_the_budget_fails_the_job_with_one_cause():
     assert cluster.head.outcome == "failed"
 
 
-def test_the_first_cause_is_the_earliest_even_when_it_lost_the_race():
-    _, (a, b) = running(2, max_restarts=0)
-    b.fail(time_ns=9)
-    a.send(m.GroupEnded({"node": "a", "time_ns": 4, "message": "first"}))
-    assert a.outcome.cause["node"] == b.outcome.cause["node"] == "a"
-
-
-def test_the_rank_that_hung_in_the_earliest_step_is_the_cause():
-    _, (a, b) = running(2, max_restarts=0)
-    b.fail(time_ns=4, step=8, ground="behind")
-    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "step": 7, "ground": "oldest"}))
-    assert a.outcome.cause["node"] == b.outcome.cause["node"] == "a"
+def in_step_7(ground, time_ns):
+    return {"time_ns": time_ns, "step": 7, "ground": ground}
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours", "first"),
+    ("reported_by_b", "reported_by_a", "first"),
     [
-        ("oldest", "elsewhere", "a"),
-        ("elsewhere", "behind", "a"),
-        ("behind", "stopped", "a"),
-        ("elsewhere", "oldest", "b"),
-        ("oldest", "apart", "a"),
-        ("oldest", "oldest", "b"),
+        # The earliest one counts, even when its report lost the race.
+        ({"time_ns": 9}, {"time_ns": 4, "message": "first"}, "a"),
+        ({"time_ns": 9}, {"time_ns": 10}, "b"),
+        # Of hung ranks, that of the earliest step.
+        ({"time_ns": 4, "step": 8, "ground": "behind"}, in_step_7("oldest", 9), "a"),
+        # In one step, that with the better ground.
+        (in_step_7("oldest", 4), in_step_7("elsewhere", 9), "a"),
+        (in_step_7("elsewhere", 4), in_step_7("behind", 9), "a"),
+        (in_step_7("behind", 4), in_step_7("stopped", 9), "a"),
+        (in_step_7("elsewhere", 4), in_step_7("oldest", 9), "b"),
+        (in_step_7("oldest", 4), in_step_7("apart", 9), "a"),
+        (in_step_7("oldest", 4), in_step_7("oldest", 9), "b"),
+        # The same without steps.
+        ({"time_ns": 4, "ground": "oldest"}, {"time_ns": 9, "ground": "elsewhere"}, "a"),
+        # A step does not move the blame from an earlier failure.
+        ({"time_ns": 4}, in_step_7("behind", 9), "b"),
     ],
 )
-def test_the_better_ground_decides_between_ranks_that_hung_in_one_step(theirs, ours, first):
+def test_the_first_cause_is_the_same_for_all(reported_by_b, reported_by_a, first):
     _, (a, b) = running(2, max_restarts=0)
-    b.fail(time_ns=4, step=7, ground=theirs)
-    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "step": 7, "ground": ours}))
+    b.fail(**reported_by_b)
+    a.send(m.GroupEnded({"node": "a", **reported_by_a}))
     assert a.outcome.cause["node"] == b.outcome.cause["node"] == first
-
-
-def test_the_ground_alone_names_the_cause_without_steps():
-    _, (a, b) = running(2, max_restarts=0)
-    b.fail(time_ns=4, ground="oldest")
-    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "ground": "elsewhere"}))
-    assert a.outcome.cause["node"] == "a"
 
 
 def test_a_node_that_stops_for_a_hang_elsewhere_gets_its_duration():
@@ -176,20 +169,6 @@ def test_a_crash_starts_no_search_for_hung_workers():
     _, (a, b) = running(2, max_restarts=1)
     b.send(m.WorkerFailed({"node": "b", "rank": 1, "exitcode": 1, "time_ns": 9, "silence": 5.0}))
     assert a.all(m.Stop)[0].hung is None
-
-
-def test_a_step_does_not_move_the_blame_from_an_earlier_failure():
-    _, (a, b) = running(2, max_restarts=0)
-    b.fail(time_ns=4)
-    a.send(m.GroupEnded({"node": "a", "time_ns": 9, "step": 7, "ground": "behind"}))
-    assert a.outcome.cause["node"] == b.outcome.cause["node"] == "b"
-
-
-def test_a_later_cause_is_not_the_first():
-    _, (a, b) = running(2, max_restarts=0)
-    b.fail(time_ns=9)
-    a.send(m.GroupEnded({"node": "a", "time_ns": 10}))
-    assert a.outcome.cause["node"] == "b"
 
 
 def test_details_of_a_failure_that_come_later_are_reported():

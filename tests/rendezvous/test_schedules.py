@@ -66,18 +66,12 @@ def test_no_schedule_breaks_a_rule(part):
         assert not [what for what in HAPPENS if not totals[what]], "the schedules miss what they are for"
 
 
-def test_no_rule_is_broken_where_workers_ask_for_rounds():
+@pytest.mark.parametrize(("how", "end"), [({"asks": True}, "asked"), ({"delay": 5.0}, "failure")])
+def test_no_rule_is_broken_where_rounds_are_requested_or_delayed(how, end):
     totals = Counter()
     for seed in range(PER_PART):
-        totals.update(schedules.play(seed, asks=True).stats)
-    assert totals["ENDED asked"] > PER_PART / 10
-
-
-def test_no_rule_is_broken_where_restarts_are_delayed():
-    totals = Counter()
-    for seed in range(PER_PART):
-        totals.update(schedules.play(seed, delay=5.0).stats)
-    assert totals["ENDED failure"] > PER_PART / 10
+        totals.update(schedules.play(seed, **how).stats)
+    assert totals[f"ENDED {end}"] > PER_PART / 10
 
 
 def test_no_rule_is_broken_where_nodes_are_unfit():

@@ -56,27 +56,22 @@ def test_a_worker_that_is_behind_is_reported_long_before_its_limit(group, beatin
     assert {seen.local_rank: seen.heartbeat.step for seen in told.ranks} == {0: 8, 1: 7, 2: 8}
 
 
-@pytest.mark.parametrize("step", [7, None])
-def test_no_worker_is_reported_if_two_are_equally_late(group, beating, step):
-    group.supervisor.watch_hangs(600.0)
-    beating(8, 7)
-    group.supervisor.stop(POLICY, hung_for=0.0, hung_step=step)
-    assert suspects(group) == []
-
-
-def test_a_worker_with_a_recent_heartbeat_is_not_blamed(group, beating):
-    group.supervisor.watch_hangs(600.0)
-    beating(8, 7)
-    group.supervisor.stop(POLICY, hung_for=10_000.0, hung_step=8)
-    assert suspects(group) == []
-
-
-@pytest.mark.parametrize("is_watched", [True, False])
-def test_without_heartbeats_it_is_a_stop_like_any_other(group, beating, is_watched):
+@pytest.mark.parametrize(
+    ("steps", "hung", "is_watched"),
+    [
+        ((8, 7), {"hung_for": 0.0, "hung_step": 7}, True),
+        ((8, 7), {"hung_for": 0.0, "hung_step": None}, True),
+        ((8, 7), {"hung_for": 10_000.0, "hung_step": 8}, True),
+        ((None, None), {"hung_for": 0.0, "hung_step": 8}, True),
+        ((None, None), {"hung_for": 0.0, "hung_step": 8}, False),
+    ],
+    ids=["equally late", "no step", "recent heartbeats", "no heartbeats", "not watched"],
+)
+def test_no_worker_is_blamed_without_a_reason(group, beating, steps, hung, is_watched):
     if is_watched:
         group.supervisor.watch_hangs(600.0)
-    beating(None, None)
-    group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
+    beating(*steps)
+    group.supervisor.stop(POLICY, **hung)
     assert suspects(group) == []
 
 

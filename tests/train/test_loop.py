@@ -65,21 +65,21 @@ def test_progress_resets_failures():
     assert loop == Loop(3)
 
 
-@pytest.mark.parametrize("failures", [1, 4])
-def test_it_gives_up_after_so_many(failures):
+@pytest.mark.parametrize(
+    ("failures", "event", "times"),
+    [
+        (1, Event.FAILED, 1),
+        (4, Event.FAILED, 4),
+        # Others are waited for longer.
+        (2, Event.BROKEN_OFF, 2 * OF_OTHERS),
+    ],
+)
+def test_it_gives_up_after_so_many(failures, event, times):
     loop = Loop(failures)
-    for _ in range(failures - 1):
-        loop, actions = step(loop, Event.FAILED)
+    for _ in range(times - 1):
+        loop, actions = step(loop, event)
         assert actions == (Action.ROLL_BACK, Action.MEET)
-    assert step(loop, Event.FAILED)[1] == (Action.ROLL_BACK, Action.GIVE_UP)
-
-
-def test_others_are_waited_for_longer():
-    loop = Loop(2)
-    for _ in range(2 * OF_OTHERS - 1):
-        loop, actions = step(loop, Event.BROKEN_OFF)
-        assert actions == (Action.ROLL_BACK, Action.MEET)
-    assert step(loop, Event.BROKEN_OFF)[1] == (Action.ROLL_BACK, Action.GIVE_UP)
+    assert step(loop, event)[1] == (Action.ROLL_BACK, Action.GIVE_UP)
 
 
 class Worker:

@@ -140,20 +140,13 @@ def test_a_new_attempt_has_no_earlier_xids(watch, gpus):
     assert (message["attempt"], message["xid"]["count"]) == (1, 1)
 
 
-def test_the_ancestor_of_a_process_names_the_worker(watch, gpus):
-    watched = watch()
+@pytest.mark.parametrize(("pids", "is_named"), [(None, True), ("pid:[1]", False)])
+def test_the_ancestor_of_a_process_in_the_same_namespace_names_the_worker(watch, gpus, pids, is_named):
+    watched = watch(pids=pids)
     watched.begin(os.getpid())
     gpus.log_xid(f"31, pid={watched.pid}, name=python3, channel 0x0000000a")
     xid = watched.wait("xid")["xid"]
-    assert (xid["pids"], xid["workers"]) == ([watched.pid], [os.getpid()])
-
-
-def test_pids_of_another_namespace_name_no_worker(watch, gpus):
-    watched = watch(pids="pid:[1]")
-    watched.begin(os.getpid())
-    gpus.log_xid(f"31, pid={os.getpid()}, name=python3, channel 0x0000000a")
-    xid = watched.wait("xid")["xid"]
-    assert (xid["pids"], xid["workers"]) == ([os.getpid()], [])
+    assert (xid["pids"], xid["workers"]) == ([watched.pid], [os.getpid()] if is_named else [])
 
 
 def test_gpus_of_other_jobs_are_not_watched(watch, gpus):

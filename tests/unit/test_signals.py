@@ -175,6 +175,11 @@ class Pausing:
         assert procs.wait_readable(self.process.stdout.fileno(), procs.HANG), "it hangs"
         assert self.process.stdout.readline() == f"{line}\n"
 
+    def takes(self, signum):
+        self.signal(signum)
+        self.tell("take")
+        self.hears(signum.value)
+
     def is_stopped(self):
         os.waitid(os.P_PID, self.pid, os.WSTOPPED)
 
@@ -193,9 +198,7 @@ def pausing():
 
 def test_a_process_stops_until_it_is_continued(pausing):
     for _ in range(2):
-        pausing.signal(signal.SIGTSTP)
-        pausing.tell("take")
-        pausing.hears("20")
+        pausing.takes(signal.SIGTSTP)
         pausing.tell("stop")
         pausing.is_stopped()
         pausing.signal(signal.SIGCONT)
@@ -203,16 +206,12 @@ def test_a_process_stops_until_it_is_continued(pausing):
 
 
 def test_a_sigcont_before_the_stop_counts(pausing):
-    pausing.signal(signal.SIGTSTP)
-    pausing.tell("take")
-    pausing.hears("20")
+    pausing.takes(signal.SIGTSTP)
     pausing.signal(signal.SIGCONT)
     pausing.tell("stop")
     pausing.hears("GOES ON")
-    # The earlier SIGCONT cancels only the first stop.
-    pausing.signal(signal.SIGTSTP)
-    pausing.tell("take")
-    pausing.hears("20")
+    # That was for the first one only.
+    pausing.takes(signal.SIGTSTP)
     pausing.tell("stop")
     pausing.is_stopped()
 
@@ -230,9 +229,7 @@ def test_a_sigcont_after_the_last_look_counts(pausing):
 
 
 def test_a_stop_request_during_a_stop_is_handled(pausing):
-    pausing.signal(signal.SIGTSTP)
-    pausing.tell("take")
-    pausing.hears("20")
+    pausing.takes(signal.SIGTSTP)
     pausing.tell("stop")
     pausing.is_stopped()
     pausing.signal(signal.SIGTERM)
