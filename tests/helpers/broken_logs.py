@@ -16,12 +16,11 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from helpers.launcher import Launched
 from helpers.procs import HANG, run_program
-
-SCRIPT = Path(__file__).resolve().parent.parent / "workers" / "refused.py"
-WIDTH = 120
+from helpers.steady import SteadyJob
 
 OWN_SIZE = 16 << 20
 """No file system of these tests is as large, in bytes."""
@@ -43,41 +42,20 @@ def why_not(prefix: Sequence[str]) -> str | None:
     return None if tried.returncode == 0 else f"cannot mount here: {tried.stderr.strip()}"
 
 
-class BrokenLogsJob:
-    """A launcher with N workers of `tests/workers/refused.py`, all streams tee'd.
+class BrokenLogsJob(SteadyJob):
+    """A job whose workers say what they have to say past their logs.
 
     Args:
-        launch: the fixture.
-        folder: for everything.
-        n: number of workers.
-        stubborn: workers go on when told to stop.
-        prefix: before the launcher's command line.
-        how: goes to the fixture.
+        how: see :class:`SteadyJob`; the prefix before the launcher's command line.
     """
 
-    def __init__(
-        self,
-        launch: Callable[..., Launched],
-        folder: Path,
-        n: int,
-        *args: str,
-        stubborn: bool = False,
-        prefix: Sequence[str] = (),
-        **how: object,
-    ) -> None:
-        self.n = n
-        self.logs, self.outside = folder / "logs", folder / "outside"
-        self.logs.mkdir(exist_ok=True)
-        self.outside.mkdir()
-        self.outside.chmod(0o777)
-        os.mkfifo(self.outside / "events")
-        (self.outside / "events").chmod(0o666)
-        self._events = os.open(self.outside / "events", os.O_RDWR | os.O_NONBLOCK)
+    def __init__(self, launch: Callable[..., Launched], folder: Path, n: int, *args: str, **how: Any) -> None:
+        (folder / "logs").mkdir(exist_ok=True)
+        os.mkfifo(folder / "events")
+        self._events = os.open(folder / "events", os.O_RDWR | os.O_NONBLOCK)
         self._told = ""
         self._inside: int | None = None
-        env = {"OUTSIDE": str(self.outside)} | ({"STUBBORN": "1"} if stubborn else {})
-        arguments = ("--nproc-per-node", str(n), "--log-dir", self.logs, "--tee", "3", *args, SCRIPT)
-        self.launched = launch(*arguments, env=env, prefix=prefix, **how)
+        super().__init__(launch, folder, n, *args, env={"EVENTS": str(folder / "events")}, **how)
 
     def close(self) -> None:
         """Close the pipe and the log folder."""
@@ -185,23 +163,6 @@ class BrokenLogsJob:
         assert size.f_blocks * size.f_frsize <= OWN_SIZE, "this is no file system of ours"
 
     # --- checks ----------------------------------------------------------------------------------------
-
-    def check_files(self, logs: Path) -> None:
-        """Assert that each log file contains exactly the bytes that the kernel accepted from its worker.
-
-        Args:
-            logs: the log directory, wherever it can be seen now.
-        """
-        counted = [each for each in self.outside.iterdir() if each.name != "events"]
-        assert counted
-        for count in counted:
-            rank, attempt = count.name.split(".")
-            (log,) = logs.glob(f"*/attempt_{attempt}/{rank}/stdout.log")
-            written, accepted = log.read_bytes(), int(count.read_bytes() or b"0")
-            # A worker may be killed between a write and the update of the count.
-            assert accepted <= len(written) <= accepted + WIDTH, log
-            lines = b"".join(b"%0*d\n" % (WIDTH - 1, number) for number in range(len(written) // WIDTH + 1))
-            assert lines.startswith(written), log
 
     def troubles(self, error: str) -> list[tuple[int, str]]:
         """Return the rank and the log file from each line in which the launcher reports this error."""

@@ -14,6 +14,9 @@ from helpers.launcher import Launched
 
 SCRIPT = Path(__file__).resolve().parent.parent / "workers" / "steady.py"
 
+WIDTH = 120
+"""Bytes of a line."""
+
 EXIT_0, EXIT_1 = signal.SIGUSR1, signal.SIGUSR2
 
 
@@ -40,10 +43,10 @@ class SteadyJob:
         **how: Any,
     ) -> None:
         self.n = n
-        self._logs, self._counts = folder / "logs", folder / "counts"
+        self.logs, self._counts = folder / "logs", folder / "counts"
         self._counts.mkdir()
         own = {"COUNTS": str(self._counts)} | ({"STUBBORN": "1"} if stubborn else {})
-        arguments = ("--nproc-per-node", str(n), "--log-dir", self._logs, "--tee", "3", *args, SCRIPT)
+        arguments = ("--nproc-per-node", str(n), "--log-dir", self.logs, "--tee", "3", *args, SCRIPT)
         self.launched = launch(*arguments, env={**own, **env}, **how)
 
     def ready(self, attempt: int = 0, count: int | None = None) -> dict[int, int]:
@@ -65,17 +68,31 @@ class SteadyJob:
         Args:
             is_console_complete: all of them are on the console as well (not so when the launcher was killed).
         """
-        in_files: Counter[str] = Counter()
-        for counted in self._counts.iterdir():
-            rank, attempt = counted.name.split(".")
-            (log,) = self._logs.glob(f"*/attempt_{attempt}/{rank}/stdout.log")
-            whole = log.read_bytes().split(b"\n")[:-1]
-            assert whole == [b"line %d" % number for number in range(len(whole))]
-            assert len(whole) >= int(counted.read_bytes() or b"0")
-            in_files[rank] += len(whole)
+        in_files = self.check_files(self.logs)
         if is_console_complete:
-            lines = re.findall(r"^\[default(\d+)\]:line \d+$", self.launched.stdout, re.MULTILINE)
+            lines = re.findall(r"^\[default(\d+)\]:\d+$", self.launched.stdout, re.MULTILINE)
             assert Counter(lines) == +in_files
+
+    def check_files(self, logs: Path) -> Counter[str]:
+        """Every byte that the kernel accepted from a worker is in its file, and nothing else.
+
+        Args:
+            logs: the log directory, wherever it can be seen now.
+
+        Returns:
+            The number of lines of each rank.
+        """
+        in_files: Counter[str] = Counter()
+        for count in self._counts.iterdir():
+            rank, attempt = count.name.split(".")
+            (log,) = logs.glob(f"*/attempt_{attempt}/{rank}/stdout.log")
+            written, accepted = log.read_bytes(), int(count.read_bytes() or b"0")
+            # A worker may be killed between a write and the count.
+            assert accepted <= len(written) <= accepted + WIDTH, log
+            lines = b"".join(b"%0*d\n" % (WIDTH - 1, number) for number in range(len(written) // WIDTH + 1))
+            assert lines.startswith(written), log
+            in_files[rank] += written.count(b"\n")
+        return in_files
 
 
 def send(pid: int, signum: int) -> None:

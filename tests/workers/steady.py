@@ -1,20 +1,29 @@
-"""A worker for tests that kill or stop it. It writes numbered lines endlessly, and reacts to signals.
+"""A worker for tests that end it or break its log: writes without end, and does as signals tell it.
 
 SIGUSR1: exit 0. SIGUSR2: exit 1. SIGTERM and SIGINT: say so and go on if STUBBORN is set, else exit 143.
 
-Beside its log it keeps a count of the lines that the kernel accepted, in ``$COUNTS/<rank>.<attempt>``: what
-the log must hold, however the worker or the launcher died.
+Its standard output is one stream of bytes, the same in every attempt: whatever part of a write the kernel
+refuses is written again. How much the kernel accepted is kept in ``$COUNTS/<rank>.<attempt>``: what the log
+must hold, however the worker or the launcher died. What the worker has to say goes to the named pipe
+``$EVENTS``, for which no log is needed, or else to standard error.
 """
 
 import os
 import select
 import signal
 
+WIDTH = 120
+
 RANK, ATTEMPT = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+events = os.open(os.environ["EVENTS"], os.O_WRONLY) if "EVENTS" in os.environ else 2
+
+
+def tell(what):
+    os.write(events, f"{what} {RANK} {ATTEMPT} {os.getpid()}\n".encode())
 
 
 def on_stop(signum, frame):
-    os.write(2, f"STOPPING {RANK} {ATTEMPT}\n".encode())
+    tell("STOPPING")
     if "STUBBORN" not in os.environ:
         os._exit(143)
 
@@ -25,10 +34,16 @@ signal.signal(signal.SIGTERM, on_stop)
 signal.signal(signal.SIGINT, on_stop)
 
 counter = os.open(f"{os.environ['COUNTS']}/{RANK}.{ATTEMPT}", os.O_WRONLY | os.O_CREAT, 0o644)
-os.write(2, f"READY {RANK} {ATTEMPT} {os.getpid()}\n".encode())
-number = 0
+tell("READY")
+accepted = 0
+refused = set()
 while True:
-    os.write(1, f"line {number}\n".encode())
-    number += 1
-    os.pwrite(counter, b"%012d" % number, 0)
+    number, done = divmod(accepted, WIDTH)
+    try:
+        accepted += os.write(1, (b"%0*d\n" % (WIDTH - 1, number))[done:])
+    except OSError as error:
+        if error.errno not in refused:
+            refused.add(error.errno)
+            tell(f"REFUSED {error.errno}")
+    os.pwrite(counter, b"%012d" % accepted, 0)
     select.select([], [], [], 0.002)
