@@ -60,16 +60,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(autouse=True, scope="module")
-def tracker() -> None:
-    """Start multiprocessing's resource tracker now, because the first spawn would start it and leave it
-    running.
-    """
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()
-
-
 @pytest.mark.parametrize("loop", ["events", "hooks"])
 def test_a_child_that_is_terminated_beside_an_agent_ends_alone(launch, loop):
     launched = launch("-c", HOST.replace("TIMES", str(TIMES)), loop, argv=[sys.executable]).exits(0)

@@ -22,16 +22,6 @@ from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, SignalExceptio
 PACKAGE = str(Path(multiprocessing.__file__).parent)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def tracker() -> None:
-    """Start multiprocessing's resource tracker now, because the first spawn would start it and leave it
-    running.
-    """
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()
-
-
 @pytest.fixture
 def caught() -> Iterator[PContext]:
     """A context that runs during the whole test, so that SIGTERM has elasticrs' handler from the start."""

@@ -31,16 +31,6 @@ from elasticrs.multiprocessing.subprocess_handler import SubprocessHandler, get_
 methods = pytest.mark.parametrize("method", START_METHODS)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def tracker():
-    """Start multiprocessing's resource tracker now, because the first spawn would start it and leave it
-    running.
-    """
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()
-
-
 def start(tmp_path, entrypoint, *args, n=2, tee=Std.NONE, redirects=Std.NONE, **how):
     specs = how.pop("specs", None) or DefaultLogsSpecs(str(tmp_path / "logs"), redirects=redirects, tee=tee)
     of_rank = how.pop("args_by_rank", None) or dict.fromkeys(range(n), args)

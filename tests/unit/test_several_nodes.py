@@ -16,13 +16,6 @@ C10D = ("--rdzv-backend=c10d", "--rdzv-endpoint=node1")
 
 
 @pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text("print('STARTED')\n")
-    return str(path)
-
-
-@pytest.fixture
 def launch(script):
     def launch(*argv, **environ):
         return resolve(parse([*argv, script], environ), {**ENV, **environ})
