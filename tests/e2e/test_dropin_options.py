@@ -6,6 +6,7 @@ import signal
 import sys
 
 import pytest
+from helpers.packages import install
 
 SHOW = """
     import json, os
@@ -162,18 +163,11 @@ def plugin(tmp_path):
     use.
     """
 
-    def install(module, group):
-        (tmp_path / "site").mkdir()
-        (tmp_path / "site" / "my_specs.py").write_text(SPECS.format(module=module))
-        info = tmp_path / "site" / "my_specs-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-specs\nVersion: 1.0\n")
-        entries = "renamed = my_specs:Renamed\nbroken = my_specs:Broken\ngone = my_specs:Gone\n"
-        (info / "entry_points.txt").write_text(f"[{group}]\n{entries}")
-        path = os.pathsep.join(filter(None, (str(tmp_path / "site"), os.environ.get("PYTHONPATH"))))
-        return {"PYTHONPATH": path}
+    def plugin(module, group):
+        entries = {"renamed": "Renamed", "broken": "Broken", "gone": "Gone"}
+        return install(tmp_path / "site", "my_specs", SPECS.format(module=module), group, **entries)
 
-    return install
+    return plugin
 
 
 OURS = "elasticrs.multiprocessing.api"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import procs
+from helpers.packages import install
 
 BOTH = """
     import os
@@ -243,11 +244,7 @@ def test_the_file_of_the_root_cause_goes_up_through_launchers(launch, worker_scr
 
 @pytest.mark.beyond_torchrun
 def test_an_error_file_of_the_users_class_may_be_a_device(launch, worker_script, tmp_path):
-    (tmp_path / "my_specs.py").write_text(SPECS)
-    about = tmp_path / "my_specs-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my_specs\nVersion: 1\n")
-    (about / "entry_points.txt").write_text("[elasticrs.logs_specs]\nmine = my_specs:Mine\n")
+    env = install(tmp_path / "site", "my_specs", SPECS, "elasticrs.logs_specs", mine="Mine")
     folder = tmp_path / "special"
     folder.mkdir()
     os.mkfifo(folder / "pipe")
@@ -256,7 +253,7 @@ def test_an_error_file_of_the_users_class_may_be_a_device(launch, worker_script,
         launched = launch(
             "--logs-specs=mine",
             worker_script('raise ValueError("told on stderr alone")'),
-            env={"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "SPECIAL": str(folder / "pipe")},
+            env={**env, "SPECIAL": str(folder / "pipe")},
         ).exits(1)
         assert b"told on stderr alone" in os.read(reader, 1 << 16)
     finally:

@@ -1,11 +1,13 @@
 """Rendezvous backends from installed packages, and rendezvous through a file, on the command line."""
 
-import os
 import re
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 from helpers import procs
+from helpers.packages import install
 
 PLUGIN = """
 import os
@@ -87,19 +89,13 @@ def backend(launch, tmp_path):
     """Return a function that starts a job with the backend ``mine`` of an installed package."""
 
     def start(*arguments, kind=OURS, conf="", name="mine"):
-        site = tmp_path / "site"
-        info = site / "my_rdzv-1.0.dist-info"
-        if not site.exists():
-            info.mkdir(parents=True)
-            api, stores, more, group = kind
-            (site / "my_rdzv.py").write_text(PLUGIN.format(api=api, stores=stores, more=more))
-            (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-rdzv\nVersion: 1.0\n")
-            entries = "mine = my_rdzv:entry\nbroken = my_rdzv:broken\n"
-            (info / "entry_points.txt").write_text(f"[{group}]\n{entries}")
-        path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+        api, stores, more, group = kind
+        source = PLUGIN.format(api=api, stores=stores, more=more)
+        site = Path(tempfile.mkdtemp(dir=tmp_path))
+        env = install(site, "my_rdzv", source, group, mine="entry", broken="broken")
         more = (f"--rdzv-conf={conf}",) if conf else ()
         meeting = (f"--rdzv-backend={name}", f"--rdzv-endpoint={tmp_path / 'nodes'}", "--rdzv-id=job")
-        return launch(*meeting, *more, *arguments, env={"PYTHONPATH": path})
+        return launch(*meeting, *more, *arguments, env=env)
 
     return start
 

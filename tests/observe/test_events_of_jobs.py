@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from helpers.launcher import LAUNCHERS, Launched, clean_environment
+from helpers.packages import install
 from helpers.schema import schemas
 
 EVENT, INNER = schemas("events.md")
@@ -255,18 +256,14 @@ def handled(launch, tmp_path):
     """Run a job whose events go to a handler that an installed package provides."""
 
     def handled(emit):
-        (tmp_path / "mine.py").write_text(
-            "import logging, os\n"
-            "class Handler(logging.Handler):\n"
-            "    def emit(self, record):\n"
-            f"        {emit}\n"
-        )
-        info = tmp_path / "mine-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-        (info / "entry_points.txt").write_text("[elasticrs.event_handlers]\nmine = mine:Handler\n")
-        path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-        return launch("--event-log-handler=mine", "--no-python", "true", env={"PYTHONPATH": path}).exits(0)
+        source = f"""
+import logging, os
+class Handler(logging.Handler):
+    def emit(self, record):
+        {emit}
+"""
+        env = install(tmp_path / "site", "mine", source, "elasticrs.event_handlers", mine="Handler")
+        return launch("--event-log-handler=mine", "--no-python", "true", env=env).exits(0)
 
     return handled
 
