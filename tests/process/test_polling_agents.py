@@ -1,7 +1,12 @@
-"""Polling agents, written for torch's base class, on several nodes of one job with real processes."""
+"""Agents that poll, written for torch's base class, on several nodes: one job of real processes.
+
+Some tests run with each kind of handler: over the store of elasticrs, over a file, and over a back end that
+the user has written.
+"""
 
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from helpers import ports, procs
@@ -14,7 +19,7 @@ from elasticrs.rendezvous import RendezvousClosedError, RendezvousParameters
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 logging.basicConfig(level=logging.INFO)
-NODE, ENDPOINT, NODES = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+NODE, ENDPOINT, NODES, KIND, TESTS = int(sys.argv[1]), *sys.argv[2:4], *sys.argv[5:7]
 
 class Agent(SimpleElasticAgent):
     """Its workers are programs that read a line and exit with the number in it."""
@@ -56,11 +61,24 @@ class Agent(SimpleElasticAgent):
         self._stop_workers(None)
 
 low, high = map(int, NODES.split(":"))
-parameters = RendezvousParameters(
-    "c10d", ENDPOINT, "job", low, high, order_hint=NODE, is_host=NODE == 0, last_call_timeout=0.2,
-    scale_up_delay=0.1, close_timeout=10, **dict(each.split("=") for each in sys.argv[5:]),
-)
-handler = get_rendezvous_handler(parameters)
+if KIND == "store":
+    parameters = RendezvousParameters(
+        "c10d", ENDPOINT, "job", low, high, order_hint=NODE, is_host=NODE == 0, last_call_timeout=0.2,
+        scale_up_delay=0.1, close_timeout=10,
+    )
+else:
+    parameters = RendezvousParameters(
+        "c10d", "meeting", "job", low, high, f"node{NODE}", last_call_timeout="0.3",
+        keep_alive_interval=0.2, keep_alive_max_attempt=5, join_timeout=40, store_type="file",
+    )
+if KIND == "mine":
+    sys.path.insert(0, TESTS)
+    from rendezvous_api.backends import FileBackend
+    from elasticrs.rendezvous.dynamic_rendezvous import create_handler
+    from elasticrs.store.file_store import FileStore
+    handler = create_handler(FileStore("store"), FileBackend("state"), parameters)
+else:
+    handler = get_rendezvous_handler(parameters)
 spec = WorkerSpec("trainer", int(sys.argv[4]), handler, entrypoint="-", max_restarts=1, monitor_interval=0.05)
 agent = Agent(spec, exit_barrier_timeout=20)
 try:
@@ -73,12 +91,22 @@ finally:
 
 
 @pytest.fixture
-def node(launch, tmp_path):
+def kind(request):
+    """How the nodes meet."""
+    return getattr(request, "param", "store")
+
+
+KINDS = pytest.mark.parametrize("kind", ["store", "file", "mine"], indirect=True)
+
+
+@pytest.fixture
+def node(launch, tmp_path, kind):
     program, endpoint = tmp_path / "agent.py", f"127.0.0.1:{ports.free()}"
     program.write_text(AGENT, encoding="utf-8")
+    tests = Path(__file__).parent.parent
     with polled_nodes(launch) as start:
-        yield lambda number, nodes="2:2", nproc=1, *settings, env=None: start(
-            [sys.executable, program, str(number), endpoint, nodes, str(nproc), *settings], env=env
+        yield lambda number, nodes="2:2", nproc=1, env=None: start(
+            [sys.executable, program, str(number), endpoint, nodes, str(nproc), kind, tests], env=env
         )
 
 
@@ -98,6 +126,13 @@ def left(told):
 
 def port(told):
     return told.split()[1]
+
+
+def round_with(node, size):
+    """Return the next round with ``size`` nodes."""
+    while f"/{size} " not in (told := node.round()):
+        pass
+    return told
 
 
 def test_ranks_are_agreed_on_and_all_finish(node):
@@ -123,6 +158,7 @@ def test_identical_workers_need_no_store(node):
     assert [each.result() for each in started] == ["SUCCEEDED", "SUCCEEDED"]
 
 
+@KINDS
 def test_after_a_failure_of_one_all_run_again_on_another_port(node):
     first, second = node(0), node(1)
     before = first.round()
@@ -137,6 +173,7 @@ def test_after_a_failure_of_one_all_run_again_on_another_port(node):
     assert [each.result() for each in (first, second)] == ["SUCCEEDED", "SUCCEEDED"]
 
 
+@KINDS
 def test_a_node_that_has_finished_runs_again_when_another_one_fails(node):
     first, second = node(0), node(1)
     first.round()
@@ -150,6 +187,7 @@ def test_a_node_that_has_finished_runs_again_when_another_one_fails(node):
     assert [each.result() for each in (first, second)] == ["SUCCEEDED", "SUCCEEDED"]
 
 
+@KINDS
 def test_a_newcomer_is_let_in_and_costs_no_restart(node):
     first = node(0, "1:3")
     assert ranks(first.round())[0] == ["0/1"]
@@ -162,17 +200,23 @@ def test_a_newcomer_is_let_in_and_costs_no_restart(node):
     assert [each.result() for each in (first, second)] == ["SUCCEEDED", "SUCCEEDED"]
 
 
-def test_a_lost_node_ends_the_round_for_the_others(node):
-    first, second = node(0, "1:2"), node(1, "1:2")
-    while "0/2" not in first.round():
-        pass
-    second.launched.signal(signal.SIGKILL)
-    second.launched.wait()
-    # The orphaned worker exits when its standard input is closed.
-    procs.reap_adopted(keep=[first.launched.pid])
-    assert ranks(first.round())[0] == ["0/1"]
-    first.workers_exit(0)
-    assert first.result() == "SUCCEEDED"
+@KINDS
+def test_a_lost_node_ends_the_round_for_the_others(node, kind):
+    nodes = [node(number, "2:3") for number in range(3)]
+    before = [round_with(each, 3) for each in nodes]
+    assert [ranks(told)[0] for told in before] == [["0/3"], ["1/3"], ["2/3"]]
+    # The first node hosts the store, where there is one.
+    lost = nodes.pop(1 if kind == "store" else 0)
+    lost.launched.signal(signal.SIGKILL)
+    lost.launched.wait()
+    # Its worker reads the end of its input.
+    procs.reap_adopted(keep=[each.launched.pid for each in nodes])
+    again = [round_with(each, 2) for each in nodes]
+    assert [ranks(told)[0] for told in again] == [["0/2"], ["1/2"]]
+    assert port(again[0]) == port(again[1]) != port(before[0])
+    for each in nodes:
+        each.workers_exit(0)
+    assert [each.result() for each in nodes] == ["SUCCEEDED"] * 2
 
 
 def test_a_node_without_restarts_ends_the_job(node):
