@@ -8,25 +8,13 @@ import sys
 
 import pytest
 from helpers.groups import Group
-from helpers.procs import HANG, assert_gone, children, process
+from helpers.procs import HANG, children, process
 
 from elasticrs import _core
 from elasticrs.workers.environment import warm_environment
 from elasticrs.workers.warm.modules import Preload
 
 SLEEP = ["sleep", "1234"]
-# The command substitution returns when the orphaned daemon has printed its pid. The daemon has a session of
-# its own.
-WITH_A_DAEMON = [
-    "sh",
-    "-c",
-    "x=$(setsid sh -c 'echo $$; exec sleep 1234 >/dev/null' &); echo $x > $0; exec sleep 1234",
-]
-
-
-def with_a_daemon(path):
-    os.mkfifo(path)
-    return [*WITH_A_DAEMON, str(path)]
 
 
 def test_another_process_replaces_a_failed_one(group):
@@ -79,37 +67,6 @@ def test_a_failed_replacement_gives_the_reason(group):
     assert group.end().outcome == "succeeded"
 
 
-def test_only_daemons_of_dead_workers_are_killed(group, tmp_path):
-    fifos = [tmp_path / "0", tmp_path / "1"]
-    pids = group.start(*[with_a_daemon(fifo) for fifo in fifos], replaces=True)
-    kept, left = [int(fifo.read_text()) for fifo in fifos]
-    os.kill(pids[1], signal.SIGKILL)
-    swept = group.until(_core.WorkerSwept)
-    assert [d.pid for d in swept.ended] == [left]
-    assert_gone([left])
-    assert process(kept)
-    group.supervisor.stop(_core.StopPolicy(signal.SIGTERM, 60))
-    assert [d.pid for d in group.end().ended] == [kept]
-
-
-def test_the_lines_of_a_replacement_are_copied(group, tmp_path):
-    first, second, copies = tmp_path / "first", tmp_path / "second", tmp_path / "copies"
-
-    def follow(path):
-        group.supervisor.follow([_core.LogStream(0, str(path), str(copies), b"[0]", contains=[b"line"])])
-
-    follow(first)
-    group.start(["sh", "-c", "echo line one; exit 1"], stdout=first, replaces=True)
-    group.until(_core.WorkerSwept)
-    assert group.supervisor.drain(60) == []
-    assert copies.read_text() == "[0]line one\n"
-    follow(second)
-    group.replace(0, ["sh", "-c", "echo line two"], stdout=second)
-    assert group.end().outcome == "succeeded"
-    assert group.supervisor.drain(60) == []
-    assert copies.read_text() == "[0]line one\n[0]line two\n"
-
-
 def python(code, *arguments):
     return [sys.executable, "-c", code, *map(str, arguments)]
 
@@ -140,21 +97,6 @@ def test_a_replacement_has_its_own_heartbeats(group, tmp_path):
     assert steps() == [(0, 8)]
     group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
     group.end()
-
-
-def test_a_worker_that_hangs_is_killed_alone_and_its_successor_is_watched_as_well(group):
-    group.supervisor.watch_hangs(None, startup=0.001)
-    [pid] = group.start(SLEEP, replaces=True)
-    for _ in range(2):
-        hung = group.until(_core.WorkerHung)
-        assert (hung.local_rank, hung.pid, hung.missed) == (0, pid, "startup")
-        exited = group.until(_core.WorkerExited)
-        assert (exited.exitcode, exited.sent_signal) == (-signal.SIGKILL, signal.SIGKILL)
-        group.until(_core.WorkerSwept)
-        pid = group.replace(0, SLEEP)
-    assert not any(isinstance(e, _core.FailureSeen) for e in group.events)
-    group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0))
-    assert group.end().outcome == "stopped"
 
 
 RAISES = """

@@ -136,52 +136,6 @@ def test_a_worker_that_exits_when_asked_for_its_stacks_counts_as_hung(run, tmp_p
     assert any("Fatal" in text for text in faults) == (how == "crashes")
 
 
-def test_a_worker_that_continues_during_the_inspection_has_not_hung(run):
-    source = """
-        import os, signal
-        from elasticrs.timer import heartbeat
-        question = [signal.SIGRTMIN + 12]
-        signal.pthread_sigmask(signal.SIG_BLOCK, question)
-        heartbeat(7)
-        # The question for its stacks ends its wait.
-        signal.sigwait(question)
-        with heartbeat.section("the rest", limit=None):
-            os.write(1, b"WENT ON\\n")
-            os.read(0, 1)
-            os._exit(0)
-    """
-    launched = run(source, 0.5, stdin=subprocess.PIPE)
-    launched.wait_for_line("WENT ON")
-    # Collecting the evidence takes 1.2 seconds, because the worker does not answer.
-    assert not wait_readable(launched.pidfd, 2)
-    launched.end_stdin()
-    launched.exits(0)
-    assert "hung" not in launched.stderr
-
-
-def test_the_next_inspection_comes_in_time_after_one_that_found_no_hang(run):
-    # The regular check would find the hang, too, but it requests stacks only once in five seconds.
-    source = """
-        import os, signal, time
-        from elasticrs.timer import heartbeat
-        question = [signal.SIGRTMIN + 12]
-        signal.pthread_sigmask(signal.SIG_BLOCK, question)
-        stacks = os.environ["TORCHELASTIC_ERROR_FILE"] + ".fault"
-        heartbeat(0)
-        asked = []
-        for step in range(1, 6):
-            signal.sigwait(question)
-            asked.append(time.monotonic())
-            heartbeat(step)
-            with open(stacks, "a") as file:
-                print("Current thread 0x1 (most recent call first):", file=file)
-        gaps = [later - earlier for earlier, later in zip(asked, asked[1:])]
-        os.write(1, b"IN TIME\\n" if min(gaps[1:]) < 4 else f"{gaps}\\n".encode())
-    """
-    launched = run(source, 0.3).exits(0)
-    assert launched.stdout == "IN TIME\n"
-
-
 def test_a_hang_is_found_without_stacks_if_the_worker_has_its_own_handler(run, evidence):
     source = training("signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nwhile True: os.read(reader, 1)")
     launched = run(source, 1, nproc=3).exits(1)
@@ -409,49 +363,6 @@ def test_without_heartbeats_silence_of_all_followed_ranks_is_a_hang(run, what):
     """
     launched = run(source, 0.5, "--tee=1", nproc=2).exits(1)
     says(launched.stderr, "hung", "no rank", "limit 0.5 s")
-
-
-def test_a_stopped_agent_finds_no_hang(run):
-    source = """
-        import os, threading
-        from elasticrs.timer import heartbeat
-        heartbeat()
-        over = threading.Event()
-        threading.Thread(target=lambda: os.read(0, 1) and over.set()).start()
-        os.write(1, b"UP\\n")
-        while not over.wait(0.05):
-            heartbeat()
-            os.write(1, b"ALIVE\\n")
-    """
-    launched = run(source, 2, stdin=subprocess.PIPE)
-    launched.wait_for_line("UP")
-    launched.signal(signal.SIGSTOP)
-    # Keep the agent stopped for longer than the limit.
-    launched.wait_for_lines("ALIVE", 46)
-    launched.signal(signal.SIGCONT)
-    launched.wait_for_lines("ALIVE", 56)
-    launched.feed(b"x")
-    launched.exits(0)
-
-
-def test_no_worker_of_a_suspended_job_hangs(run):
-    source = """
-        import os, select
-        from elasticrs.timer import heartbeat
-        heartbeat()
-        os.write(1, b"UP\\n")
-        while not select.select([0], [], [], 0.05)[0]:
-            heartbeat()
-    """
-    launched = run(source, 2, stdin=subprocess.PIPE)
-    launched.wait_for_line("UP")
-    launched.signal(signal.SIGTSTP)
-    launched.wait_stopped()
-    assert not wait_readable(launched.pidfd, 2.3)
-    launched.signal(signal.SIGCONT)
-    assert not wait_readable(launched.pidfd, 0.5)
-    launched.end_stdin()
-    launched.exits(0)
 
 
 def test_a_limit_is_learned_from_the_steps(run):
