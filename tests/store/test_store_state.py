@@ -315,19 +315,6 @@ def test_a_disk_that_is_full_ends_the_store_and_damages_nothing(keep, state):
         assert everything(client) == [("a", b"1", 1, 1)]
 
 
-def test_an_answered_write_that_was_damaged_is_not_lost_silently(keep, state):
-    store = keep()
-    with closing(store.client()) as client:
-        client.put("a", b"1")
-        client.put("a", b"2")
-        store.end(signal.SIGKILL)
-    written = bytearray(state.read_bytes())
-    written[-40] ^= 1
-    state.write_bytes(written)
-    assert "damaged" in fails(keep)
-    assert state.read_bytes() == written
-
-
 def test_partial_records_are_left_out_and_reported(keep, state):
     store = keep()
     with closing(store.client()) as client:
@@ -340,27 +327,3 @@ def test_partial_records_are_left_out_and_reported(keep, state):
     with closing(again.client()) as client:
         assert everything(client) == [("a", b"1", 1, 1)]
     assert f"the last {len(torn)} bytes" in again.end(signal.SIGTERM)[1]
-
-
-def test_a_store_that_cannot_create_a_second_file_continues_with_the_first(keep, state):
-    store = keep()
-    (state.parent / ".state.elasticrs-new").mkdir()
-    with closing(store.client()) as client:
-        for number in range(6):
-            client.put("a", bytes([number]) * 1_000_000)
-        _, said = store.end(signal.SIGTERM)
-    says(said, "present file")
-    (state.parent / ".state.elasticrs-new").rmdir()
-    again = keep()
-    with closing(again.client()) as client:
-        assert everything(client) == [("a", bytes([5]) * 1_000_000, 1, 6)]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
-def test_a_file_of_another_user_is_refused(keep, state):
-    keep().end(signal.SIGTERM)
-    os.chown(state, 4711, -1)
-    assert "user 4711" in fails(keep)
-    os.chown(state, 0, -1)
-    state.parent.chmod(0o777)
-    assert str(state.parent) in fails(keep)

@@ -34,27 +34,6 @@ def is_closed_by_the_other_side(connection):
 
 
 @pytest.mark.torch
-def test_garbage_beside_a_real_client(connect, store):
-    client = connect()
-    client.call("set", "key", "value")
-    cases = [
-        (b"\x16\x03\x01\x02\x00\x01\x00", "TCPStore"),
-        (GREETING + b"\x63", "operation 99"),
-        (GREETING + b"\x03" + struct.pack("<Q", 1 << 62), f"key of {1 << 62}"),
-        (GREETING + b"\x01" + text(b"k") + struct.pack("<Q", 1 << 40), f"value of {1 << 40}"),
-        (GREETING + b"\x06" + struct.pack("<Q", 1 << 30), f"{1 << 30} keys"),
-        (GREETING + b"\x01" + text(b"word", b"abc") + b"\x04" + text(b"word") + bytes(8), "number"),
-    ]
-    for bad, expected in cases:
-        with raw(store) as connection:
-            connection.sendall(bad)
-            assert is_closed_by_the_other_side(connection)
-        (line,) = store.take_notices()
-        assert expected in line
-        assert client.call("get", "key") == b"value"
-
-
-@pytest.mark.torch
 def test_a_stopped_reader_delays_no_writer(connect, store):
     client = connect()
     client.call("set", "large", bytes(1 << 20))
@@ -64,13 +43,6 @@ def test_a_stopped_reader_delays_no_writer(connect, store):
         for number in range(100):
             assert client.call("add", "n", 1) == number + 1
     assert store.take_notices() == []
-
-
-def test_a_greeting_in_two_segments_is_a_greeting(store):
-    with raw(store) as connection:
-        connection.sendall(GREETING[:2])
-        connection.sendall(GREETING[2:] + b"\x0d\x01\x02\x03\x04")
-        assert connection.recv(4, socket.MSG_WAITALL) == b"\x01\x02\x03\x04"
 
 
 def test_a_store_that_a_supervisor_serves_reports_through_it():
