@@ -97,16 +97,6 @@ def test_the_lines_can_be_drawn_otherwise():
     assert "\n" + "*" * 48 in error.format_msg(boarder_delim="*", section_delim=".")
 
 
-def test_siblings_that_we_stopped_are_no_failures():
-    failures = {rank: stopped(rank) for rank in (0, 1, 3, 5, 6, 7)}
-    failures[2] = ProcessFailure(2, 102, -9, "", seen_ns=NOW)
-    text = str(ChildFailedError("train.py", failures))
-    assert "Failures:\n  <NO_OTHER_FAILURES>\n" in text
-    assert "ranks 0, 1, 3, 5-7 (SIGTERM)\n" in text
-    assert text.count("exitcode") == 1
-    assert "[0]:" in text
-
-
 def test_failures_are_shown_in_the_order_of_their_exits():
     failures = {
         rank: ProcessFailure(rank, rank, 1, "", seen_ns=NOW + delay)
@@ -148,19 +138,6 @@ def test_a_root_cause_that_was_not_observed_first_is_not_called_so():
     assert "first observed" not in text
     assert re.search(r"^Root Cause .*:\n\[1\]:", text, re.MULTILINE)
     assert re.search(r"rank      : 0.*Root Cause.*rank      : 1", text, re.DOTALL)
-
-
-def test_an_exit_without_an_exception_is_called_that():
-    text = str(ChildFailedError("train.sh", {0: ProcessFailure(0, 100, 137, "", seen_ns=NOW)}))
-    for likely in (
-        "exit code 137",
-        "SIGKILL",
-        "sys.exit",
-        "os._exit",
-        "HYDRA_FULL_ERROR=1",
-        "--capture-stderr",
-    ):
-        assert likely in text
 
 
 def test_a_worker_with_captured_stderr_gets_no_hint_to_capture_it():

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from helpers.said import says
 
-from elasticrs.train import NonRetryableException
 from elasticrs.train.checkpoint import (
     CheckpointError,
     CheckpointUtil,
@@ -359,24 +358,6 @@ def test_a_finished_job_that_runs_again_writes_no_further_checkpoint(saving):
     for _ in range(2):
         assert Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 2
     assert len(saving.list_checkpoints()) == 3
-
-
-@pytest.mark.parametrize("yes", [{0}, {1, 2}])
-def test_workers_whose_answers_differ_are_named(saving, yes, caplog):
-    class Odd(Saved):
-        def should_save_checkpoint(self, rank):
-            return rank in yes and self.steps == 4
-
-    def work(name, coordinator):
-        # Workers that want no checkpoint wait in the next step, and the others wait before it. Keep both
-        # waits short.
-        coordinator.patience = 0.2
-        return train_sum(coordinator, state=Odd)
-
-    found = Job(3).run(work)
-    assert {type(error) for error in found} == {NonRetryableException}
-    (told,) = {str(error) for error in found}
-    says(told, "should_save_checkpoint", f"False on {3 - len(yes)} of 3", "step 4")
 
 
 def test_a_manager_on_some_workers_only_is_named(manager, monkeypatch):

@@ -80,24 +80,6 @@ def test_generators_step_too():
     assert made == [0, "closed", 6, "closed"]
 
 
-def test_two_workers_fail_once_and_one_step_is_repeated():
-    job = Job(4)
-    steps = []
-
-    def work(name, coordinator):
-        step = once(RuntimeError("broken"), 4) if name in {1, 2} else add
-
-        def counted(state):
-            steps.append((name, state.steps))
-            return step(state)
-
-        return train_sum(coordinator, step=counted)
-
-    assert job.run(work) == [DONE] * 4
-    assert len([name for name, _ in steps if name == 1]) == 12
-    assert job.rounds == 3
-
-
 def test_an_error_of_another_type_is_fatal_for_its_worker():
     def work(name, coordinator):
         step = once(NameError("no_such_name"), 4) if name in {1, 2} else add
@@ -170,38 +152,6 @@ def always(error):
         raise error
 
     return step
-
-
-class Unsaved(Sum):
-    """A state without rollback, so a step must not change it before the collective."""
-
-    def capture_snapshot(self):
-        return None
-
-    def apply_snapshot(self, _):
-        raise AssertionError("there is nothing to apply")
-
-
-def test_without_snapshots_nothing_is_rolled_back():
-    def gather_first(state):
-        if state.steps == state.length:
-            raise StopIteration
-        total = sum(state.coordinator.gather((state.steps + 1) * 10)) // state.coordinator.world_size
-        state.steps, state.total = state.steps + 1, state.total + total
-        return state, None
-
-    failed = []
-
-    def work(name, coordinator):
-        def step(state):
-            if name == 0 and state.steps == 6 and not failed:
-                failed.append(True)
-                raise RuntimeError("once")
-            return gather_first(state)
-
-        return train_sum(coordinator, step=step, state=Unsaved)
-
-    assert Job(3).run(work) == [DONE] * 3
 
 
 def test_the_first_worker_without_data_ends_the_job_and_all_return_one_state():

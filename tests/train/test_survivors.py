@@ -68,17 +68,20 @@ def test_an_undisturbed_job_has_no_error_in_the_end(trainers):
     assert job.stderr.read_text() == ""
 
 
-def test_a_new_worker_ends_at_the_same_step_as_the_others(trainers):
+@pytest.mark.parametrize("loop", ["coordinator", "by_hand"])
+def test_a_new_worker_ends_at_the_same_step_as_the_others(trainers, loop):
     job = trainers(FIXED)
-    job.start(*NAMES, steps=40, pause=0.01)
+    job.start(*NAMES, loop=loop, steps=40, pause=0.01)
     job.wait("stepped", 4)
     job.kill("a")
-    job.start("e", steps=40, pause=0.01)
+    job.start("e", loop=loop, steps=40, pause=0.01)
     job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 4)
     sums_are_right(job)
     assert {each["step"] for each in job.of("done") + job.of("stopped")} == {40}
     for name in "bcde":
         assert job.code(name) == 0
+    # Only the custom loop is told of changes.
+    assert True not in [planned for each in job.of("raised") for planned in each.get("planned", ())]
 
 
 def test_newcomers_are_let_in_at_a_step_boundary(trainers):
@@ -93,24 +96,16 @@ def test_newcomers_are_let_in_at_a_step_boundary(trainers):
     assert len({each["step"] for each in left[-2:]}) == 1
 
 
-def test_a_stopped_worker_is_removed_when_its_lease_ends(trainers):
+@pytest.mark.parametrize("subgroup", [False, True], ids=["default group", "further group"])
+def test_collectives_with_a_stopped_worker_are_broken_off_when_its_lease_ends(trainers, subgroup):
     job = trainers(FIXED + SHORT_LEASE)
-    job.start(*NAMES, timeout=60000)
-    job.wait("stepped", 4)
-    job.kill("c", signal.SIGSTOP)
-    job.start("e")
-    # The others meet long before the collective times out.
-    met_in_one_round(job, "abde", timeout=30)
-
-
-def test_collectives_of_further_groups_are_broken_off_too(trainers):
-    job = trainers(FIXED + SHORT_LEASE)
-    job.start(*NAMES, timeout=60000, subgroup=True)
+    job.start(*NAMES, timeout=60000, subgroup=subgroup)
     job.wait("stepped", 4)
     # Stop the process instead of killing it. Its connections stay open, so its death does not end the
     # collective.
     job.kill("c", signal.SIGSTOP)
-    job.start("e", subgroup=True)
+    job.start("e", subgroup=subgroup)
+    # Long before the time-out of the collective.
     met_in_one_round(job, "abde", timeout=30)
 
 
@@ -145,18 +140,6 @@ def test_a_worker_that_comes_after_the_end_returns_at_once(trainers):
     job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 2)
     job.start("late", steps=5)
     assert job.wait("stopped", name="late")[0]["step"] == -1
-
-
-def test_a_custom_loop_takes_part_by_its_own_calls(trainers):
-    job = trainers(FIXED)
-    job.start(*NAMES, loop="by_hand", steps=30, pause=0.01)
-    job.wait("stepped", 4)
-    job.kill("a")
-    job.start("e", loop="by_hand", steps=30, pause=0.01)
-    job.wait("done", 4)
-    sums_are_right(job)
-    assert all(job.code(name) == 0 for name in "bcde")
-    assert {planned for each in job.of("raised") for planned in each["planned"]} <= {False}
 
 
 def test_a_child_that_a_worker_has_forked_does_not_keep_its_place(trainers):

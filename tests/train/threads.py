@@ -69,13 +69,7 @@ class Round:
 
 
 class ThreadCoordinator(Coordinator):
-    """One worker's.
-
-    Attributes:
-        patience: seconds for a collective of a step.
-    """
-
-    patience = HANG
+    """One worker's."""
 
     def __init__(self, job, name):
         self.job, self.name = job, name
@@ -121,8 +115,7 @@ class ThreadCoordinator(Coordinator):
             brought[self.rank] = value
             self.job.news.notify_all()
             whole = len(made.names)
-            patience = self.patience if plane == "data" else HANG
-            self.job.news.wait_for(lambda: len(brought) == whole or made.is_broken, patience)
+            self.job.news.wait_for(lambda: len(brought) == whole or made.is_broken, HANG)
             if len(brought) < whole:
                 raise RuntimeError("gloo: connection closed by peer")
             return [brought[rank] for rank in range(whole)]
