@@ -174,7 +174,7 @@ def test_options_that_differ_are_named(nodes):
     job = nodes("--nnodes=1:2", "--max-restarts=1")
     first = job.start()
     job.up(first, 2)
-    for other in ("--on-failure=restart", "--max-restarts=2"):
+    for other in ("--on-failure=restart", "--max-restarts=2", "--fatal-exit-codes=4"):
         late = job.start(other).exits(1)
         name, _, value = other.removeprefix("--").replace("-", "_").partition("=")
         assert re.search(rf"{name}={value}.*\bnode \S+ .*{name}=", late.stderr)

@@ -49,7 +49,7 @@ def test_every_agent_reports_the_error_of_the_worker_that_failed_first(
     hosts, multinode, worker_script, tmp_path
 ):
     machines = hosts(3)
-    job = multinode(machines[0], "3", max_restarts=0, script=worker_script(RAISES))
+    job = multinode(machines[0], "3", max_restarts=1, script=worker_script(RAISES))
     files = {machine: tmp_path / f"{machine.name}.json" for machine in machines}
     agents = [
         agent
@@ -68,18 +68,10 @@ def test_every_agent_reports_the_error_of_the_worker_that_failed_first(
         for text in ("host      : node2", "rank      : 1 (local_rank: 0)", "exitcode  : 1 (pid: "):
             assert text in root, job.story(f"{text!r} is not in the report of {agent}")
         assert "ValueError: no such sample: 17" in root, job.story("no traceback")
-        line_with(said, "rank 1", "node2", "stopping")
-    job.assert_empty()
-
-
-def test_the_error_is_reported_before_the_restart(hosts, multinode, worker_script):
-    machines = hosts(2)
-    job = multinode(machines[0], "2", max_restarts=1, script=worker_script(RAISES))
-    agents = job.start(*machines)
-    assert job.ended() == [1, 1]
-    for agent in agents:
-        line_with(agent.launched.stderr, "rank 1 ", "ValueError: no such sample: 17 (worker.py:", "round 1")
-        line_with(agent.launched.stderr, "round 2 starts", "1 of 1")
+        for number in (1, 2):
+            error = "ValueError: no such sample: 17 (worker.py:"
+            line_with(said, "rank 1 ", "node2", error, "stopping", f"round {number}")
+        line_with(said, "round 2 starts", "1 of 1")
     job.assert_empty()
 
 

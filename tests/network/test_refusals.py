@@ -108,32 +108,6 @@ def test_another_run(hosts, multinode):
     job.finish((right, late), job.formed(right, late))
 
 
-def test_more_nodes_at_least_than_at_most(hosts, multinode):
-    (host,) = hosts(1)
-    job = multinode(host, "3:2")
-    (agent,) = job.start(host)
-    says(job, agent, "--nnodes", "3:2")
-    assert job.ended() == [2]
-
-
-def test_agents_that_do_not_agree(hosts, multinode):
-    first, second = hosts(2)
-    # If the refused agent hosts the store, it keeps the store running for `close_timeout` seconds.
-    job = multinode(first, "2", max_restarts=0, conf={"close_timeout": 1})
-    (here,) = job.start(first)
-    (there,) = job.start(second, options=("--max-restarts", "3"))
-    # The agent that registers second is refused.
-    job.until(lambda: here.launched.has_exited or there.launched.has_exited or None, "one is refused")
-    refused, other = (here, there) if here.launched.has_exited else (there, here)
-    shown = [f"node {agent.host.name} ({agent.host.address})" for agent in (refused, other)]
-    says(job, refused, "max_restarts", *shown)
-    if other is there:  # the refused agent hosted the store, so this agent fails too
-        job.ended(other)
-    else:
-        (late,) = job.start(second)
-        job.finish((here, late), job.formed(here, late))
-
-
 def test_too_few_nodes(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "3", conf={"join_timeout": 2})

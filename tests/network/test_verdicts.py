@@ -86,18 +86,3 @@ def test_an_unfit_node_leaves_and_the_others_continue(hosts, multinode, worker_s
     assert "code 7" in second.launched.stderr, job.story("no reason")
     assert "round 2 starts with 1 node" in first.launched.stderr, job.story("no round without it")
     job.assert_empty()
-
-
-def test_nodes_with_other_exit_codes_are_refused(hosts, multinode, worker_script):
-    machines = hosts(2)
-    job = multinode(machines[0], "2", script=worker_script(SAME_AGAIN))
-    first, second = (
-        job.start(machine, options=("--fatal-exit-codes", codes))[0]
-        for machine, codes in zip(machines, ("3", "4"), strict=True)
-    )
-    texts = lambda: first.launched.stderr + second.launched.stderr  # noqa: E731 -- read again at each call
-    job.until(lambda: "fatal_exit_codes" in texts() or None, "a refusal")
-    for agent in (first, second):
-        agent.signal(signal.SIGTERM)
-    job.ended()
-    job.assert_empty()
