@@ -20,14 +20,11 @@ STEP = """
 """
 
 REDUCE = "distributed.all_reduce(ones)"
-HANGS = {
-    "calls_another": "distributed.barrier()",
-    # A wait for a lock continues after the signal that requests the stacks, unlike `sleep`.
-    "holds_the_gil": (
-        "import ctypes; lock = ctypes.create_string_buffer(64); take = ctypes.PyDLL(None).pthread_mutex_lock;"
-        " take(lock); take(lock)"
-    ),
-}
+# Unlike `sleep`, waiting for a lock goes on after the signal that requests the stacks.
+HOLDS_THE_GIL = (
+    "import ctypes; lock = ctypes.create_string_buffer(64); take = ctypes.PyDLL(None).pthread_mutex_lock;"
+    " take(lock); take(lock)"
+)
 
 
 def step(of_rank_1, others=REDUCE):
@@ -51,17 +48,6 @@ def run(launch, worker_script, tmp_path):
 
 
 @pytest.mark.torch
-def test_the_rank_that_called_another_collective_is_named(run):
-    launched = run(step(HANGS["calls_another"])).exits(1)
-    says(
-        launched.stderr,
-        "rank 1 is out of step at #2 of the default group",
-        "called barrier",
-        "2 ranks called",
-    )
-
-
-@pytest.mark.torch
 def test_the_report_says_so_if_heartbeats_and_records_blame_different_ranks(run):
     # Rank 2 is a step behind, but it waits for rank 1.
     source = step("heartbeat(8); load_batch()", f"rank == 2 or heartbeat(8); {REDUCE}")
@@ -73,7 +59,7 @@ def test_the_report_says_so_if_heartbeats_and_records_blame_different_ranks(run)
 
 @pytest.mark.torch
 def test_a_rank_that_holds_the_gil_has_no_record(run):
-    launched = run(step(HANGS["holds_the_gil"])).exits(1)
+    launched = run(step(HOLDS_THE_GIL)).exits(1)
     says(launched.stderr, "2 of 3 ranks wait in all_reduce #2", "rank 1", "no answer in time")
 
 

@@ -124,6 +124,7 @@ def test_a_restart_before_a_check_is_cold_and_has_the_new_code(job):
     assert job.fail(0) == "cold"
     assert job.seen(1)[0] == "newer"
     job.succeed(1)
+    assert "own_library.py has changed" in job.launched.stderr
 
 
 def test_a_restart_before_the_import_is_cold_and_has_the_new_code(job):

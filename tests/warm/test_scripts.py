@@ -1,12 +1,16 @@
 """Scripts run the same warm as cold, whatever their type, name, text, directory and command line."""
 
+import ast
 import os
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 from helpers.fidelity import Job
 from helpers.said import line_with
+
+from elasticrs import _worker
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -272,3 +276,16 @@ def test_a_given_hash_seed_is_kept(job, tmp_path):
     script = write(tmp_path, "hash.py", SHOW + "print({'a', 'b', 'c', 'd', 'e'}, hash('text'))")
     argued = {r"[\d.]+/facts": "tells them apart"}
     job.compare("--nproc-per-node=2", script, env={"PYTHONHASHSEED": "5"}, argued=argued)
+
+
+def test_sitecustomize_of_the_nursery_parses_with_old_pythons():
+    """With a syntax error there, Python would go on to the user's script."""
+    source = Path(_worker.__file__).parent / "nursery/sitecustomize.py"
+    assert ast.parse(source.read_text(), feature_version=(3, 4))
+
+
+def test_an_empty_pythonpath_is_ignored(launch, worker_script):
+    script = worker_script("import os, sys\nos.write(1, f'{sys.path[1:]}\\n'.encode())")
+    env = {"PYTHONPATH": "", "ELASTICRS_TRACEBACKS": "0"}
+    cold, warm = (launch("--standalone", f"--warm={it}", script, env=env).exits(0) for it in ("off", "json"))
+    assert warm.stdout == cold.stdout
