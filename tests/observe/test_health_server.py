@@ -205,12 +205,6 @@ from elasticrs.multiprocessing import DefaultLogsSpecs
 
 fifo, kind = sys.argv[1:]
 
-class Own(HealthCheckServer):
-    def start(self):
-        print("own start", flush=True)
-    def stop(self):
-        print("own stop", flush=True)
-
 def callback():
     # Hangs until somebody writes.
     with open(fifo) as file:
@@ -226,12 +220,11 @@ if __name__ == "__main__":
     if kind == "stuck":
         server = HealthCheckServer(time.time, 0, 1.5)
     else:
-        server = (Own if kind == "own" else HealthCheckServer)(callback, 0, 0.2)
+        server = HealthCheckServer(callback, 0, 0.2)
     specs = (Stuck if kind == "stuck" else DefaultLogsSpecs)(os.getcwd())
     config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", run_id="job", logs_specs=specs)
-    if kind != "own":
-        server.open()
-        print(server.port, flush=True)
+    server.open()
+    print(server.port, flush=True)
     elastic_launch(config, "sh", server)("-c", "read line < job")
     print("done", flush=True)
 """
@@ -304,15 +297,6 @@ def test_a_loop_that_is_already_stuck_is_503_at_the_first_request(host, tmp_path
             assert get_json(port, "/healthz")[0] == 200
             job.write("end\n")
         assert process.stdout.read() == "done\n"
-        assert process.wait() == 0
-
-
-def test_a_server_of_the_users_is_started_and_stopped(host, tmp_path):
-    process = host("own")
-    with process.stdout:
-        with open(tmp_path / "job", "w") as job:
-            job.write("end\n")
-        assert process.stdout.read().splitlines() == ["own start", "own stop", "done"]
         assert process.wait() == 0
 
 

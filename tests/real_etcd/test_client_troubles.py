@@ -12,7 +12,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from helpers import ports
-from helpers.coordination import Client, serving
+from helpers.coordination import Client
 from helpers.etcd_client import EtcdClient
 from helpers.etcd_fixtures import serving as serving_etcd
 from helpers.peers import answering, peer
@@ -79,12 +79,6 @@ def test_an_http_server_is_not_etcd():
         lost = refusal([endpoint])
     assert lost.kind == "not_ours"
     assert "API v2" in lost.message
-
-
-def test_a_store_of_ours():
-    with serving() as store:
-        lost = refusal([("127.0.0.1", store.port)])
-    assert (lost.kind, "elasticrs' own" in lost.message) == ("not_ours", True)
 
 
 def test_a_store_of_torch():

@@ -78,14 +78,6 @@ def test_agents_form_restart_together_and_leave_little(agent, etcd):
     assert left(etcd) == FOR_GOOD
 
 
-def test_a_job_without_restarts_left_fails_on_all_nodes(agent):
-    agents = [agent("--max-restarts=0"), agent("--max-restarts=0")]
-    kill(formed(agents)[:1], FAIL)
-    for each in agents:
-        each.exits(1)
-        assert "Root Cause" in each.stderr
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_the_others_act_at_once_when_an_agent_ends(agent, etcd, signum):
     agents = [agent(nnodes="1:2"), agent(nnodes="1:2")]
@@ -111,15 +103,6 @@ def test_the_others_act_when_the_lease_of_a_killed_machine_ends(agent):
     both = formed(agents, [2, 3])
     assert {each.restart for each in both} == {0}
     finish(agents, both)
-
-
-def test_a_node_that_joins_is_included(agent):
-    first = agent(nnodes="1:2", conf="lease_ttl=600,last_call_timeout=0,scale_up_delay=0")
-    (alone,) = formed([first])
-    second = agent(nnodes="1:2", conf="lease_ttl=600,last_call_timeout=0,scale_up_delay=0")
-    both = formed([first, second], [2, 1])
-    assert (alone.world, {each.restart for each in both}) == (1, {0})
-    finish([first, second], both)
 
 
 # --- another job with the same id ---
@@ -152,12 +135,6 @@ def test_jobs_with_different_prefixes_are_separate(agent, etcd):
 
 
 # --- the way to etcd ---
-
-
-def test_a_dead_first_endpoint_is_passed_over(agent, etcd):
-    with get_socket_with_port() as dead:
-        one = agent(nnodes="1", endpoint=f"127.0.0.1:{dead.getsockname()[1]},{etcd.endpoint}")
-        finish([one], formed([one]))
 
 
 @pytest.fixture
@@ -198,24 +175,13 @@ def test_a_store_of_elasticrs_is_not_etcd(refused, tmp_path):
 TLS = "ssl_cert_key in --rdzv-conf"
 
 
-def test_the_wrong_scheme_names_the_settings(refused, etcd, etcd_tls):
+def test_the_wrong_scheme_or_no_certificate_names_the_settings(refused, etcd, etcd_tls, authority):
     refused(f"https://{etcd.endpoint}", TLS, " TLS")
     refused(etcd_tls.endpoint, TLS)
-
-
-def test_certificates_that_do_not_fit(refused, etcd_tls, authority, other_authority):
-    files, secure = etcd_tls.server.files, f"https://{etcd_tls.endpoint}"
+    secure, files = f"https://{etcd_tls.endpoint}", etcd_tls.server.files
     refused(secure, TLS, ssl_cert=files.cert, ssl_cert_key=files.key)
-    refused(secure, TLS, ca_cert=other_authority.ca, ssl_cert=files.cert, ssl_cert_key=files.key)
-    # The connection may close before the server's TLS alert arrives, so do not check for the alert.
+    # Whether the server's alert arrives before the end of the connection is chance.
     refused(secure, "in --rdzv-conf", ca_cert=authority.ca, join_timeout=5)
-
-
-def test_a_certificate_that_will_do(agent, etcd_tls):
-    ca, cert, key = etcd_tls.server.files
-    conf = f"lease_ttl=600,ca_cert={ca},ssl_cert={cert},ssl_cert_key={key}"
-    one = agent(nnodes="1", endpoint=f"https://{etcd_tls.endpoint}", prefix=etcd_tls.prefix, conf=conf)
-    finish([one], formed([one]))
 
 
 def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_path):
