@@ -60,11 +60,11 @@ SAME_AGAIN = "raise ValueError('x')"
 
 @pytest.fixture
 def run(launch, worker_script, tmp_path):
-    """Return a function that runs a script with these options and ``--max-restarts 5``."""
+    """Runs a script with these options and ``--max-restarts 3``."""
 
     def run(script, *options, nproc=2, **how):
         report = tmp_path / "report.json"
-        arguments = ("--nproc-per-node", str(nproc), "--max-restarts", "5", "--report", f"file:{report}")
+        arguments = ("--nproc-per-node", str(nproc), "--max-restarts", "3", "--report", f"file:{report}")
         return Ended(launch(*arguments, *options, worker_script(script), **how), report)
 
     return run
@@ -115,7 +115,7 @@ def test_a_permanent_failure_ends_the_job_without_a_restart(run, script, options
 )
 def test_any_other_failure_is_restarted_until_the_budget_is_used_up(run, script, options):
     ended = run(script, "--exit-codes", "verdict", *options, nproc=1)
-    assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "failed", 5)
+    assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "failed", 3)
 
 
 def test_the_third_equal_failure_ends_the_job(run):
