@@ -9,7 +9,7 @@ import sys
 import pytest
 from helpers import ports
 from helpers.launcher import LAUNCHERS, NO_TIME, clean_environment
-from helpers.procs import HANG
+from helpers.procs import HANG, run_program
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -71,9 +71,7 @@ def test_every_line_in_a_file_carries_the_time(run):
 
 def test_every_line_in_a_pipe_carries_the_time(environment, worker_script):
     command = [*LAUNCHERS["elasticrs"], *JOB, worker_script("raise KeyError('x')")]
-    done = subprocess.run(
-        command, stderr=subprocess.PIPE, env=environment, timeout=HANG, text=True, check=False
-    )
+    done = run_program(command, env=environment)
     assert done.returncode == 1
     lines = own_lines(done.stderr)
     assert_times(lines)
@@ -148,20 +146,19 @@ elastic_launch(config, {python!r})({script!r})
 
 @pytest.mark.parametrize(
     ("log_prefix", "variable", "has_time"),
-    [(None, "", True), (None, "none", False), ("none", "time", False), ("time", "none", True)],
+    [
+        *((None, "", True), (None, "none", False), ("none", "time", False), ("time", "none", True)),
+        (None, "sometimes", None),
+    ],
 )
-def test_a_program_chooses_the_prefix(environment, worker_script, tmp_path, log_prefix, variable, has_time):
+def test_a_program_chooses_the_prefix(environment, worker_script, log_prefix, variable, has_time):
     script = str(worker_script(FAILS_ONCE))
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM.format(log_prefix=log_prefix, python=sys.executable, script=script))
-    done = subprocess.run(
-        [sys.executable, program],
-        env={**environment, "PET_LOG_PREFIX": variable},
-        stderr=subprocess.PIPE,
-        timeout=HANG,
-        text=True,
-        check=False,
-    )
+    program = PROGRAM.format(log_prefix=log_prefix, python=sys.executable, script=script)
+    done = run_program([sys.executable, "-c", program], env={**environment, "PET_LOG_PREFIX": variable})
+    if has_time is None:
+        assert done.returncode == 1
+        assert "PET_LOG_PREFIX: got 'sometimes'" in done.stderr.splitlines()[-1]
+        return
     assert done.returncode == 0, done.stderr
     lines = own_lines(done.stderr)
     assert [bool(re.match(rf"elasticrs\[{TIME}\]: ", line)) for line in lines] == [has_time] * len(lines)
@@ -173,19 +170,3 @@ def test_a_program_gets_an_error_for_a_wrong_prefix():
 
     with pytest.raises(ValueError, match=r"log_prefix .*got 'always'"):
         LaunchConfig(1, 1, 1, log_prefix="always")
-
-
-def test_a_program_gets_an_error_for_a_wrong_variable(environment, worker_script, tmp_path):
-    program = tmp_path / "program.py"
-    script = str(worker_script("pass"))
-    program.write_text(PROGRAM.format(log_prefix=None, python=sys.executable, script=script))
-    done = subprocess.run(
-        [sys.executable, program],
-        env={**environment, "PET_LOG_PREFIX": "sometimes"},
-        stderr=subprocess.PIPE,
-        timeout=HANG,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "PET_LOG_PREFIX: got 'sometimes'" in done.stderr.splitlines()[-1]

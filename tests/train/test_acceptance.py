@@ -103,7 +103,7 @@ def test_6_uneven_data_end_the_job_and_a_late_worker_gets_no_state(job_of, how):
         # The new worker fails, because no living worker has the final state.
         start(job, e={})
         told = job.wait("stuck", name="e")[0]
-        assert "had ended" in told["error"]
+        says(told["error"], "had ended", "set_checkpoint_manager")
         job.fails("e")
     else:
         # The late agent does not start its workers.
