@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import signal
 
-import pytest
 from helpers.procs import HANG
 
 WAITING = """
@@ -35,15 +33,6 @@ def test_the_cause_the_stopped_and_the_traceback_are_shown(launch, worker_script
     assert "  rank      : 1 (local_rank: 1)\n" in root
     assert "    in train\n" in root or "in train\n" in root
     assert "  ValueError: no such batch\n" in root
-
-
-@pytest.mark.parametrize(("name", "has_stack"), [("SIGSEGV", True), ("SIGKILL", False)])
-def test_a_signal_is_named(launch, worker_script, name, has_stack):
-    script = worker_script(WAITING + f"\n    def deep(): os.kill(os.getpid(), signal.{name})\n    deep()\n")
-    job = launch("--standalone", "--nproc-per-node", "2", "--max-restarts", "0", script).exits(1)
-    number = -signal.Signals[name]
-    assert re.search(rf"exitcode  : {number} \(pid: \d+\)  \({name}\)", job.stderr)
-    assert (re.search(r"line \d+ in deep", job.stderr) is not None) is has_stack
 
 
 def test_a_rank_without_a_record_comes_before_the_peer_that_lost_it(launch, worker_script, tmp_path):
