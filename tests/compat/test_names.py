@@ -15,7 +15,8 @@ TESTS = Path(__file__).resolve().parent.parent
 
 @pytest.mark.torch
 def test_every_difference_from_torch_is_in_the_table_and_the_table_holds():
-    # In a process of its own: importing torch costs this one hundreds of megabytes, and threads.
+    # Compare in a separate process, because importing torch would cost this process hundreds of megabytes and
+    # start threads.
     done = run_program(
         [sys.executable, "-m", "compat"],
         cwd=TESTS,

@@ -60,7 +60,7 @@ SAME_AGAIN = "raise ValueError('x')"
 
 @pytest.fixture
 def run(launch, worker_script, tmp_path):
-    """Runs a script with these options and ``--max-restarts 3``."""
+    """Return a function that runs a script with these options and ``--max-restarts 3``."""
 
     def run(script, *options, nproc=2, **how):
         report = tmp_path / "report.json"

@@ -37,7 +37,7 @@ def namespace(setup: str, folder: Path) -> tuple[str, ...]:
 
 
 def why_not(prefix: Sequence[str]) -> str | None:
-    """Why this machine cannot run anything behind this prefix, or ``None``."""
+    """Return why this machine cannot run a command with this prefix, or ``None`` if it can."""
     tried = run_program([*prefix, "true"])
     return None if tried.returncode == 0 else f"cannot mount here: {tried.stderr.strip()}"
 

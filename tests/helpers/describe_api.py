@@ -35,6 +35,6 @@ def describe(module: str, *names: str) -> dict[str, Any]:
 
 
 def run(program: str, *arguments: str) -> str:
-    """The last line that a program printed."""
+    """Run a program and return the last line that it printed."""
     done = run_program([sys.executable, "-c", program, *arguments], check=True)
     return done.stdout.splitlines()[-1]

@@ -74,7 +74,7 @@ class SteadyJob:
             assert Counter(lines) == +in_files
 
     def check_files(self, logs: Path) -> Counter[str]:
-        """Every byte that the kernel accepted from a worker is in its file, and nothing else.
+        """Assert that each log file contains exactly the bytes that the kernel accepted from its worker.
 
         Args:
             logs: the log directory, wherever it can be seen now.
@@ -87,7 +87,7 @@ class SteadyJob:
             rank, attempt = count.name.split(".")
             (log,) = logs.glob(f"*/attempt_{attempt}/{rank}/stdout.log")
             written, accepted = log.read_bytes(), int(count.read_bytes() or b"0")
-            # A worker may be killed between a write and the count.
+            # A worker may be killed between a write and the update of the count.
             assert accepted <= len(written) <= accepted + WIDTH, log
             lines = b"".join(b"%0*d\n" % (WIDTH - 1, number) for number in range(len(written) // WIDTH + 1))
             assert lines.startswith(written), log

@@ -35,7 +35,8 @@ TWICE = ("--max-same-failures", "2", "--restart-delay", "1")
     ("count", "script", "options", "found", "unreached"),
     [
         (3, MARKED, (), (), "round 2 starts"),
-        # The first node that fails stops the others, perhaps before they have failed in the same way.
+        # Allow three rounds, because the first node that fails can stop the others before they fail in the
+        # same way.
         (3, MISSING, (), (), "round 4 starts"),
         # It is tried again until the failure repeats.
         (2, MISSING_ON_NODE2, (), ("round 3 starts", "ModuleNotFoundError at worker.py"), "round 4 starts"),

@@ -180,7 +180,7 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
     assert value("restarts_total", cause="worker_failed") == 1
     assert value("recovery_seconds_count") == 1
     assert value("time_seconds_total", activity="restarting") > 0
-    # The counters go on: two attempts have said a line each.
+    # The counters continue across the restart: each of the two attempts printed one line.
     labels = {"local_rank": "0", "rank": "0", "stream": "stdout"}
     assert value("log_lines_total", **labels) == 2
     release(job, {int(line[1]): int(line[2]) for line in again})
@@ -374,7 +374,7 @@ def test_requests_that_are_not_a_plain_get(launch, worker_script):
     assert get(port, "/?x=1")[0] == 200
     with trickle(port) as client:
         client.settimeout(30)
-        # Closed by the server, which has got no whole request in its time.
+        # The server closes the connection, because it received no complete request in time.
         assert client.recv(1) == b""
     # It listens on loopback.
     with pytest.raises(ConnectionRefusedError):

@@ -7,5 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def tracker() -> None:
-    """Multiprocessing's resource tracker comes with the first spawn, and stays."""
+    """Start multiprocessing's resource tracker now, because the first spawn would start it and leave it
+    running.
+    """
     resource_tracker.ensure_running()

@@ -1,4 +1,4 @@
-"""Agents that poll, written for torch's base class, on several nodes: one job of real processes.
+"""Polling agents, written for torch's base class, on several nodes of one job with real processes.
 
 Some tests run with each kind of handler: over the store of elasticrs, over a file, and over a back end that
 the user has written.
@@ -209,7 +209,7 @@ def test_a_lost_node_ends_the_round_for_the_others(node, kind):
     lost = nodes.pop(1 if kind == "store" else 0)
     lost.launched.signal(signal.SIGKILL)
     lost.launched.wait()
-    # Its worker reads the end of its input.
+    # The orphaned worker exits when its standard input is closed.
     procs.reap_adopted(keep=[each.launched.pid for each in nodes])
     again = [round_with(each, 2) for each in nodes]
     assert [ranks(told)[0] for told in again] == [["0/2"], ["1/2"]]

@@ -81,7 +81,7 @@ def test_data_of_clients_stay_within_the_limit(store, count, sent, options):
     clients = [RawClient(store.port, **options).connected() for _ in range(count)]
     for client in clients:
         send(client, sent)
-    # The one that holds next to nothing is served all the same.
+    # A client that uses almost no memory is served nevertheless.
     store.client.put("k", b"v")
     assert store.mib("VmHWM") < store.base + LIMIT_MIB + SLACK_MIB
     for client in clients:

@@ -20,7 +20,7 @@ STEP = """
 """
 
 REDUCE = "distributed.all_reduce(ones)"
-# Unlike `sleep`, waiting for a lock goes on after the signal that requests the stacks.
+# A wait for a lock continues after the signal that requests the stacks, unlike `sleep`.
 HOLDS_THE_GIL = (
     "import ctypes; lock = ctypes.create_string_buffer(64); take = ctypes.PyDLL(None).pthread_mutex_lock;"
     " take(lock); take(lock)"
@@ -78,7 +78,7 @@ def test_without_torch_the_report_stays_as_it_is(run, tmp_path):
 
 @pytest.mark.torch
 def test_the_rank_that_did_not_enter_is_named_from_the_records_of_its_attempt(run, tmp_path):
-    # In the second attempt, another rank does not enter, and the collective has another number.
+    # In the second attempt, another rank does not enter, and the collective has a different number.
     source = f"""{STEP}
     if attempt == 1:
         {REDUCE}

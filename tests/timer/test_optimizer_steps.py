@@ -62,7 +62,7 @@ def test_a_hung_script_is_reported_with_its_own_last_step_while_a_forked_child_t
     ]
     launched = job(source, "--hang-timeout=2").exits(1, timeout=120)
     assert launched.stdout.count("CHILD\n") > 1
-    # Of two optimizers the steps of the first are counted, from 0.
+    # With two optimizers, only the steps of the first one are counted, from 0.
     says(launched.stderr, "hung", "limit 2 s", "step 4;", "in <module> (")
 
 

@@ -61,7 +61,8 @@ def test_a_hung_process_of_multiprocessing_is_killed(tmp_path, method):
     script.write_text(textwrap.dedent(LOCAL))
     before = [child.pid for child in procs.children()]
     done = run_program([sys.executable, script, method])
-    # The helpers of multiprocessing outlive their program by a moment, and come to this process.
+    # Reap multiprocessing's helper processes, which outlive their program by a moment and are adopted by this
+    # process.
     procs.reap_adopted(keep=before)
     assert done.stdout == "-9 True True\n[]\n", done.stderr
 

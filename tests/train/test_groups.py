@@ -227,7 +227,7 @@ os._exit(0)
 
 @pytest.mark.torch
 def test_creating_a_group_stops_when_a_peer_died_before_it_connected():
-    # Gloo waits five times the time-out for that.
+    # Gloo itself would wait for five times its timeout, which is longer than this test may take.
     made = run_program([sys.executable, "-c", MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE], timeout=120)
     assert made.stdout.startswith("OUT "), made
 
@@ -321,5 +321,5 @@ except RuntimeError:
     print(time.monotonic() - began)
 """
     found = run_program([sys.executable, "-c", program], check=True)
-    # Before a worker that waits for it would end itself.
+    # The call must give up before a worker that waits for it would exit as stuck.
     assert float(found.stdout) < STUCK_TIMEOUT

@@ -105,7 +105,7 @@ def test_collectives_with_a_stopped_worker_are_broken_off_when_its_lease_ends(tr
     # collective.
     job.kill("c", signal.SIGSTOP)
     job.start("e", subgroup=subgroup)
-    # Long before the time-out of the collective.
+    # The others meet long before the collective times out.
     met_in_one_round(job, "abde", timeout=30)
 
 

@@ -210,7 +210,7 @@ def test_a_sigcont_before_the_stop_counts(pausing):
     pausing.signal(signal.SIGCONT)
     pausing.tell("stop")
     pausing.hears("GOES ON")
-    # That was for the first one only.
+    # The earlier SIGCONT cancels only the first stop.
     pausing.takes(signal.SIGTSTP)
     pausing.tell("stop")
     pausing.is_stopped()

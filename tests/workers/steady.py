@@ -1,4 +1,5 @@
-"""A worker for tests that end it or break its log: writes without end, and does as signals tell it.
+"""A worker for tests that kill or stop it, or break its log. It writes numbered lines endlessly, and reacts
+to signals.
 
 SIGUSR1: exit 0. SIGUSR2: exit 1. SIGTERM and SIGINT: say so and go on if STUBBORN is set, else exit 143.
 
