@@ -209,7 +209,7 @@ except {kind} as error:
     assert why in text
 
 
-def test_a_health_check_server_runs_as_long_as_the_workers(tmp_path):
+def test_a_health_check_server_ends_with_the_workers_and_an_empty_temporary_folder_is_removed(tmp_path):
     found, _ = host(
         tmp_path,
         "",
@@ -219,15 +219,17 @@ said = []
 class Server(HealthCheckServer):
     def start(self): said.append("start")
     def stop(self): said.append("stop")
+os.environ["TMPDIR"] = temporary = os.path.join(os.path.dirname(__file__), "tmp")
+os.mkdir(temporary)
 config = LaunchConfig(1, 1, 1, rdzv_backend="c10d", max_restarts=0)
 try:
     elastic_launch(config, "false", Server(time.time, 0, 60))()
 except ChildFailedError as error:
     said.append(error.name)
-print(json.dumps(said))
+print(json.dumps([*said, os.listdir(temporary)]))
 """,
     )
-    assert found == ["start", "stop", "false"]
+    assert found == ["start", "stop", "false", []]
 
 
 @pytest.mark.parametrize(
