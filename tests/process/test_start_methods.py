@@ -29,7 +29,7 @@ LOGS = sys.argv[1]
 
 def launch(function, *args, specs=DefaultLogsSpecs, **how):
     config = LaunchConfig(
-        1, 1, how.pop("nproc", 2), rdzv_backend="c10d", run_id="job", start_method={method!r},
+        1, 1, how.pop("nproc", 2), rdzv_backend="c10d", run_id="job", role="trainer", start_method={method!r},
         logs_specs=specs(LOGS, tee=Std.ALL), max_restarts=how.pop("restarts", 0),
         monitor_interval=0.05, **how,
     )
@@ -114,7 +114,7 @@ def test_functions_run_again_and_return(host):
         "tell(**{str(rank): len(value) for rank, value in launch(work, 300_000, restarts=1).items()})"
     )
     assert told(launched) == {"0": 300_000, "1": 300_000}
-    assert "[default_role1]:here 1" in launched.stdout
+    assert "[trainer1]:here 1" in launched.stdout
 
 
 def test_an_exception_is_the_cause(host):
