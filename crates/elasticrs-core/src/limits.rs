@@ -17,7 +17,7 @@ pub enum TooMany {
     #[error("{wanted} processes are more than {limit} allows ({allowed})")]
     Processes {
         wanted: u64,
-        /// Name of the limit, in a form that the user can look up.
+        /// Name of the exceeded limit, such as `RLIMIT_NPROC`, or the path of the control group file that sets it.
         limit: String,
         allowed: u64,
     },

@@ -51,8 +51,8 @@ pub struct GroupSpec {
     /// Policy for stopping the other workers when the first worker fails. The core applies it without waiting for
     /// Python.
     pub on_failure: StopPolicy,
-    /// Processes of a worker that receive the stop signal. Used for every stop of the group, including a stop after a
-    /// failure.
+    /// Selects which processes of each worker receive the stop signal. Applies to every stop of the group, including a
+    /// stop after a failure.
     pub stop_scope: StopScope,
     /// Policy for descendants that are still running after all workers have exited with code 0. In failed and stopped
     /// groups, descendants are killed at once.

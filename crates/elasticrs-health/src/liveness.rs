@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 /// How long an answer is reused, so that a burst of requests wakes the agent's loop only once.
 pub const FRESH: Duration = Duration::from_millis(50);
 
-/// State of the liveness check: the pending question to the agent's loop, if any, and the last answer.
+/// State of the agent's liveness check: the pending request, if any, and the agent's last answer.
 #[derive(Debug, Clone)]
 pub struct Liveness {
     limit: Duration,
@@ -40,10 +40,10 @@ pub enum NextStep {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
     pub alive: bool,
-    /// Time since the agent's last known progress. If the agent has not answered a liveness request yet, the time since
-    /// the request. If the agent's loop is stuck, the time for which it has been stuck.
+    /// Time since the agent's last progress, since its loop became stuck, or since an unanswered liveness request.
+    /// `reason` tells which of the three times is meant.
     pub age: Duration,
-    /// Reason why the agent is considered dead, or may soon be. `None` if nothing is wrong.
+    /// Reason why the agent is considered dead, or will be if the problem persists. `None` if nothing is wrong.
     pub reason: Option<String>,
 }
 
@@ -58,7 +58,7 @@ impl Liveness {
         self.limit
     }
 
-    /// Registers a liveness request. Returns what the caller must do next.
+    /// Registers a liveness request. Returns whether to wake the agent's loop, to wait, or to reuse the last answer.
     pub fn ask(&mut self, now: Instant) -> NextStep {
         if self.asked.is_some() {
             return NextStep::Wait;
@@ -195,7 +195,7 @@ mod tests {
     }
 
     proptest! {
-        /// Checks HEALTH-3 and HEALTH-4 for random sequences of liveness requests and of answers from the agent.
+        /// Checks that liveness requests share one answer (HEALTH-3), and when the agent counts as dead (HEALTH-4).
         #[test]
         fn dead_means_too_late_or_too_old(steps in prop::collection::vec((0u64..40, 0u8..2, 0u64..120, prop::option::of(0u64..120)), 1..60)) {
             let start = Instant::now();

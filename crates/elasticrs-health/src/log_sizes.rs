@@ -24,7 +24,7 @@ use tokio::time::timeout_at;
 
 use elasticrs_runtime::readings::Stream;
 
-/// Time for which the thread that checks the files can be busy before scrapes stop waiting for it.
+/// Maximum time that a scrape of the metrics waits for a check of the files, measured from the start of the check.
 pub const PATIENCE: Duration = Duration::from_millis(200);
 
 /// A log file. Only one stream of one worker writes to it.
@@ -58,7 +58,7 @@ fn stat(path: &Path) -> FileState {
     }
 }
 
-/// Byte counts of the streams. Does no I/O: the caller passes the results of the file checks.
+/// Byte counts of the output streams. Performs no I/O, because the caller passes in the file sizes.
 #[derive(Debug, Default)]
 struct Tally {
     counts: BTreeMap<Stream, u64>,
@@ -140,7 +140,7 @@ impl State {
         }
     }
 
-    /// Requests a check of the files, unless an earlier request is still queued.
+    /// Requests a check of the sizes of the log files, unless an earlier request is still queued.
     fn request_check(&mut self) {
         if self.wanted == self.begun {
             self.request(None, Instant::now());
@@ -153,8 +153,8 @@ impl State {
 pub struct StreamCounts {
     /// Bytes of each stream in all attempts.
     pub counts: BTreeMap<Stream, u64>,
-    /// Time since the counts were last updated from the file sizes. `None` if no attempt is running and no check is
-    /// pending, because the counts are then final.
+    /// Time since the counts were last updated from the file sizes. `None` if the counts are final, because no attempt
+    /// is running and no update is pending.
     pub age: Option<Duration>,
 }
 
@@ -207,8 +207,8 @@ impl LogSizes {
         }
     }
 
-    /// Waits until every file has been checked at least once since this call, or until the thread has spent
-    /// [`PATIENCE`] on one request.
+    /// Waits until the sizes of all log files have been read after this call. Stops waiting if the current check takes
+    /// longer than [`PATIENCE`].
     pub async fn ask(&self) {
         let (target, since) = {
             let mut state = lock(&self.shared.state);

@@ -72,7 +72,7 @@ fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
 }
 
 proptest! {
-    /// Checks SIZES-1. Also checks that the byte counts are exact if no file is truncated.
+    /// Checks that the byte counts never decrease (SIZES-1), and that they are exact if no file is truncated.
     #[test]
     fn counts_never_go_down(steps in prop::collection::vec((0u8..6, 0u64..1000), 1..80)) {
         let mut tally = begun(true);
@@ -83,7 +83,7 @@ proptest! {
                 0 | 1 => (size, written) = (size + count, written + count),
                 2 if count < 200 => (size, is_exact) = (0, false),
                 3 if count < 200 => {
-                    // Check the file for the last time, and start the next attempt with a new file.
+                    // Check the current attempt's file one last time. Then start the next attempt with a new file.
                     told = update(&mut tally, sized(number, size)).unwrap();
                     tally.begin(vec![file(OUT, "out", true)]);
                     (number, size) = (number + 1, 0);
@@ -137,7 +137,7 @@ fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
     assert!(until(&sizes, &[(OUT, 5), (ERR, 0)]).age.is_some());
     OpenOptions::new().append(true).open(path("out")).unwrap().write_all(b"6").unwrap();
     sizes.end();
-    // Wait for the last check of the files. Once no check is pending, the byte counts are final and have no age.
+    // Wait for the last check of the file sizes. Afterwards, the counts are final and their age is `None`.
     while asked(&sizes).age.is_some() {}
     assert_eq!(asked(&sizes).counts[&OUT], 6);
     File::create(path("again")).unwrap().write_all(b"789").unwrap();
@@ -167,7 +167,7 @@ fn who_asks_is_answered_while_a_look_hangs() {
     let (sizes, answer, looking) = gated();
     looking.recv().unwrap();
     answer.send(sized(1, 7)).unwrap();
-    // Provide the result for the file check that the call to `until` will request.
+    // Send the result of the next check in advance, because `until` requests a check and waits for it.
     answer.send(sized(1, 8)).unwrap();
     until(&sizes, &[(OUT, 8)]);
     for _ in 0..2 {

@@ -23,8 +23,8 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Creates a worker. Call this while the worker's process is running, so that a later process with the same pid is
-    /// not mistaken for it.
+    /// Creates the description of a worker. The worker's process must be running, because its start time is recorded to
+    /// distinguish it from a later process with the same pid.
     pub fn new(rank: u32, local_rank: u32, pid: i32) -> Self {
         Self { rank, local_rank, pid, started: usage(pid).map(|usage| usage.started) }
     }

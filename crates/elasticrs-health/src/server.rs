@@ -31,8 +31,8 @@ use elasticrs_runtime::readings::{Heartbeat, Readings, Source};
 pub const MAX_CONNECTIONS: usize = 64;
 /// Time limit for receiving a client's request. The same limit applies to sending the response (HEALTH-1).
 pub const CLIENT_LIMIT: Duration = Duration::from_secs(2);
-/// How long a request waits for the agent's loop to answer. After that, the response is based on what is known so
-/// far.
+/// Time limit for the agent's loop to answer. If no answer arrives in time, the response is based on the previous
+/// answer and on the waiting time.
 pub const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// Maximum number of bytes that the server reads and discards after a request.
 const MAX_DROPPED: usize = 256 * 1024;
@@ -136,7 +136,7 @@ impl Handle {
         self.shared.wake.as_fd()
     }
 
-    /// Records that the loop is alive. `age` is the time since the agent's last progress, and `doing` is its activity.
+    /// Records that the agent is alive. `age` is the time since its last progress. `doing` is its current operation.
     pub fn answer(&self, age: Duration, doing: Option<String>) {
         self.shared.wake.clear();
         self.shared.answer(age, doing);
@@ -337,7 +337,7 @@ impl Shared {
             self.wake.set();
         }
         if step != NextStep::Reuse {
-            // Ignore a timeout, because the verdict takes a missing answer into account.
+            // Ignore a timeout, because `self.verdict` checks how long an answer has been missing.
             let _ = timeout_at(deadline.into(), answered.changed()).await;
         }
         self.verdict()
@@ -447,8 +447,8 @@ mod tests {
         let limit = Duration::from_secs(60);
         let settings = Settings { host: "127.0.0.1".into(), port: 0, limit };
         let handle = Handle::start(&settings, Box::new(|_| ())).unwrap();
-        // A stopping runtime may drop the task before calling it, or drop its future before polling it. The liveness
-        // reply must be recorded in both cases.
+        // A stopping runtime may drop a task before starting it, or drop the task's future before polling the future.
+        // The agent's answer must be recorded in both cases.
         let ends: [fn(Task); 2] = [drop, |task| drop(task())];
         for end in ends {
             *lock(&handle.shared.liveness) = Liveness::new(limit);

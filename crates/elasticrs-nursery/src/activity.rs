@@ -34,9 +34,9 @@ const DONE: u64 = 2;
 pub struct Activity {
     page: Page,
     timer: TimerFd,
-    /// Number of the last step of a worker's start, such as `fork`. Used only by the nursery process.
+    /// Number of the most recent step in starting a worker, such as `fork`. Used only by the nursery process.
     ///
-    /// The number increases with each step. If another process reads the same number in two checks, the step hangs.
+    /// The number increases with each step. If it is unchanged at the next check, the nursery is considered hung.
     step: u64,
 }
 
@@ -49,7 +49,7 @@ pub enum Doing {
     /// The nursery process is waiting for requests. The process that guards it does not have to intervene, because the
     /// nursery itself kills the workers if the agent dies or its lease expires.
     Waits,
-    /// The nursery is starting a worker. The number increases with each step of the start, such as `fork`.
+    /// The nursery is starting a worker. The field is a number that increases with each step, such as `fork`.
     Starts(u64),
     /// The nursery has killed all of its descendants and is about to exit.
     Done,
@@ -123,8 +123,8 @@ impl Activity {
         }
     }
 
-    /// Called when the timer has expired. Returns the nursery's activity, and restarts the timer if the nursery is
-    /// still starting a worker.
+    /// Called when the timer has expired. Returns what the nursery is currently doing. Restarts the timer if the
+    /// nursery is starting a worker.
     pub fn look_again(&self) -> Doing {
         self.look_no_more();
         let doing = self.look();

@@ -84,10 +84,9 @@ fn program(pid: i32) -> Option<PathBuf> {
 pub struct Patience {
     alone_since: Option<Instant>,
     is_over: bool,
-    /// Time limit for each process that unlinks shared memory, keyed by pid and start time.
+    /// Time limits of processes that unlink shared memory, keyed by pid and start time.
     ///
-    /// Each limit is stored, because a process that unlinks shared memory cannot be recognised anymore once it is
-    /// exiting.
+    /// The limits are stored, because an exiting process can no longer be recognised as one that unlinks shared memory.
     seen: BTreeMap<(i32, u64), Duration>,
 }
 
@@ -110,8 +109,8 @@ impl Patience {
         is_first
     }
 
-    /// Ends the wait for processes that unlink shared memory, so that they are killed as well. Returns true on the
-    /// first call.
+    /// Stops waiting for processes that unlink shared memory, so that they can be killed like all other processes.
+    /// Returns true on the first call.
     pub fn end(&mut self) -> bool {
         !std::mem::replace(&mut self.is_over, true)
     }

@@ -26,8 +26,8 @@ pub enum Release {
     Newest,
 }
 
-/// Secret that proves to another agent that the nursery's agent and all of its processes have exited. The nursery sends
-/// the secret only after these exits.
+/// Secret that the nursery sends to another agent after its own agent, all workers, and their descendants have exited.
+/// The secret proves that they have exited.
 pub type LastWord = [u8; 32];
 
 /// Maximum number of connections to other agents that the nursery holds. The agent has the same limit, so the nursery
@@ -62,12 +62,12 @@ pub struct TooManyLinks;
 pub struct Connections(Vec<Held>);
 
 impl Connections {
-    /// Adds a socket. If `beside` is false, closes all other sockets first.
+    /// Adds a socket. If `beside` is true, the other sockets stay open. Otherwise, closes them first.
     ///
     /// # Errors
     ///
-    /// Fails if the socket is connected to another agent, and `MAX_LINKS` live connections to agents are already held.
-    /// No live connection is closed instead, because the peer would then miss the death of this agent.
+    /// Fails if the new socket would exceed `MAX_LINKS`, the limit on connections to other agents. Never closes a live
+    /// connection to make room, because its peer would then miss the death of this agent.
     pub fn hold(&mut self, held: Held, beside: bool) -> Result<(), TooManyLinks> {
         if !beside {
             self.0.clear();

@@ -1,4 +1,4 @@
-//! The soft limit on file descriptors. The agent can raise its own limit without changing the limit of its workers.
+//! Raises the agent's soft limit on file descriptors, and keeps the previous limit for its workers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

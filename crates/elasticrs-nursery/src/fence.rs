@@ -262,7 +262,7 @@ mod tests {
         Set(Option<i64>),
         /// Advance the clock by this number of nanoseconds.
         Wait(u64),
-        /// Make another nursery enforce the deadline. The earlier nurseries continue to run.
+        /// Transfer the deadline for killing workers to a new nursery process, while the earlier processes still run.
         HandOver,
     }
 
@@ -275,7 +275,7 @@ mod tests {
         ]
     }
 
-    /// Simulated timer. When it expires, each simulated nursery checks the deadline.
+    /// Simulated timer. When it expires, each simulated nursery checks whether the workers must be killed.
     struct Timer {
         deadline: Deadline,
         /// Numbers (0 to 15) of the simulated nursery processes that check the deadline, oldest process first.

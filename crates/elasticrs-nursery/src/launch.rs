@@ -59,7 +59,7 @@ pub struct Warm {
     pub limit: Duration,
 }
 
-/// Options for the imports of a warm nursery.
+/// Settings for the modules that a nursery process imports before it forks workers.
 #[derive(Debug, Default)]
 pub struct Import {
     /// Offset in the report file at which the records of earlier import attempts start. The nursery skips the modules
@@ -131,7 +131,7 @@ pub fn stage_reached(stages: &OwnedFd) -> Option<Stage> {
 pub enum LaunchError {
     #[error(transparent)]
     Unsupported(#[from] UnsupportedKernel),
-    /// None of the images could be executed. Contains the error for the last image.
+    /// None of the nursery programs could be executed. Contains the error of the last attempt.
     #[error("could not start the nursery: could not {stage}: {}", .stage.reason(*.errno))]
     Start { stage: Stage, errno: Errno },
     #[error("could not prepare the nursery: {0}")]
@@ -161,7 +161,7 @@ pub fn launch_again(images: &[NurseryImage], import: &Import) -> Result<Launched
     launch_as(images, import, Start { token: Token::random()?, descriptors: descriptors::given(), is_sentinel: false })
 }
 
-/// Starts the sentinel of a nursery whose descendants carry this token.
+/// Starts the process that guards a nursery. `token` identifies the descendants of the nursery.
 pub fn launch_sentinel(images: &[NurseryImage], token: Token) -> Result<Launched, LaunchError> {
     launch_as(images, &Import::default(), Start { token, descriptors: None, is_sentinel: true })
 }

@@ -72,9 +72,9 @@ pub enum Request {
     },
     /// Send a signal to the process group of a worker. Unknown pids are ignored.
     ///
-    /// The agent uses this request for SIGKILL, because the nursery does not kill [processes that unlink shared
-    /// memory](super::cleaner). Before Linux 6.9, the agent uses the request for all signals, because a pidfd cannot
-    /// signal a process group.
+    /// The agent uses this request for SIGKILL, because the nursery spares [processes that unlink shared
+    /// memory](super::cleaner). Before Linux 6.9, the agent uses it for all signals, because the kernel cannot signal a
+    /// process group through a pidfd.
     SignalGroup {
         /// Pid of the worker, which leads its process group.
         pid: i32,
@@ -126,8 +126,8 @@ pub enum Request {
         /// Number of the nursery that receives this request.
         holder: Holder,
     },
-    /// Report what the nursery process is doing, through the shared memory page and the timer that are sent with this
-    /// request. See [`super::activity`].
+    /// Publish the current activity of the nursery process in shared memory, so that a hang can be detected. The memory
+    /// page and a timer are sent with this request. See [`super::activity`].
     Activity,
     /// Kill the job's processes if a nursery process cannot do it. The nursery's pidfd, shared memory page and timer
     /// are sent with this request.

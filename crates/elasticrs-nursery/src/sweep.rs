@@ -17,10 +17,10 @@ use super::token::Token;
 use super::tree::{self, Listed, Signalled, Target};
 
 const FIRST_PAUSE: Duration = Duration::from_micros(200);
-/// Number of newest pids that are checked repeatedly before the check of all processes.
+/// Number of pids, counted back from the newest one, that are searched for processes to kill.
 ///
-/// A program that forks and exits in a loop can evade the check of all processes, but its pid is always among the
-/// newest.
+/// These pids are searched first and repeatedly, because a program that forks and exits in a loop always has a new pid
+/// and evades a search through all processes.
 const NEWEST: i32 = 3;
 const NEWEST_ROUNDS: u32 = 20;
 const LONGEST_PAUSE: Duration = Duration::from_millis(20);
@@ -32,7 +32,7 @@ const GRACE_OF_A_LOOK: Duration = Duration::from_millis(500);
 #[derive(Debug, Default)]
 struct Look {
     alive: BTreeSet<i32>,
-    /// True if the check found a [cleaner](super::cleaner) and did not kill it.
+    /// True if a process was found that still [unlinks shared memory](super::cleaner) and was therefore not killed.
     cleaners: bool,
     /// Exited children that cannot be reaped, because a tracer holds them.
     held: Vec<i32>,

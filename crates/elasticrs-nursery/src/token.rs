@@ -47,14 +47,14 @@ impl Token {
         setrlimit(Resource::RLIMIT_RTTIME, self.0, hard)
     }
 
-    /// Returns the token that a process carries. The token can belong to any nursery. `None` if the process has no
-    /// token or is gone.
+    /// Returns the token of a process, which identifies the nursery that the process descends from. `None` if the
+    /// process has no token or is gone.
     pub fn of(pid: i32) -> Option<Self> {
         soft_limit(pid).and_then(Self::from_limit)
     }
 
-    /// Returns true if the process carries no token. Returns false if it carries one, is gone, or may not be
-    /// inspected.
+    /// Returns true if the process has no token that identifies it as a descendant of a nursery. Returns false if it
+    /// has a token, is gone, or may not be inspected.
     pub fn is_reset(pid: i32) -> bool {
         soft_limit(pid).is_some_and(|limit| Self::from_limit(limit).is_none())
     }

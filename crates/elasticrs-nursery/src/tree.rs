@@ -221,15 +221,15 @@ pub struct Target {
 }
 
 impl Target {
-    /// Opens a listed process. `None` if the process is gone, or if its parent is neither the listed parent nor this
-    /// process.
+    /// Opens the process with the pid of `listed`. `None` if the process is gone, or if its parent has changed to any
+    /// process except this process.
     pub fn open(me: i32, listed: Listed) -> Option<Self> {
         let pid = listed.pid;
         let pidfd = if listed.parent == me { None } else { Some(pidfd::open(pid).ok()?) };
         let target = Self::behind(pid, pidfd)?;
         let parent = target.status.parent;
-        // Compare the parents to detect a reused pid. A process keeps its parent, except that this process becomes the
-        // parent when the old parent exits.
+        // Compare the current parent with the listed one to detect a reused pid. The parent of a process can change
+        // only to this process, when the old parent exits.
         (parent == listed.parent || parent == me).then_some(target)
     }
 
@@ -305,7 +305,7 @@ impl Signalled {
         }
     }
 
-    /// Removes the pids in `stuck` from this list of signalled processes, because these processes are still running.
+    /// Returns the list without the processes in `stuck`, because only signalled processes that exited are reported.
     #[must_use]
     pub fn without(mut self, stuck: &[i32]) -> Self {
         self.named.retain(|ended| !stuck.contains(&ended.pid));

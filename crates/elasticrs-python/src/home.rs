@@ -1,7 +1,7 @@
 //! Chooses the thread on which a store client runs, and the destination of its messages to the user.
 //!
-//! A client of an agent runs on the supervisor's thread. Other clients run on the thread of the stores. The two threads
-//! are separate, because a busy store could delay the agent's signals and keep-alives.
+//! An agent's client runs on the supervisor's thread. Other clients run on the same thread as the stores of this
+//! process. The supervisor has its own thread, because a busy store could delay its signals and keep-alives.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ pub enum Home {
 }
 
 impl Home {
-    /// Chooses the thread of the supervisor, or the thread of the stores if there is no supervisor.
+    /// Chooses the supervisor's thread. Without a supervisor, chooses the thread that runs all stores of this process.
     pub fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
         supervisor.map_or_else(|| Stores::entered().map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
     }

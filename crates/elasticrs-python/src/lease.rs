@@ -45,8 +45,8 @@ impl Guard for Nursery {
     }
 
     fn linked(&self, socket: BorrowedFd<'_>, word: [u8; 32], is_first: bool) {
-        // The nursery announces this agent's death on a duplicate of the socket. Without a duplicate, the supervisor
-        // reports an error, and the peer notices the death only when the lease expires.
+        // The nursery uses a duplicate of the socket to announce this agent's death to the peer. If the socket cannot
+        // be duplicated, the supervisor reports an error, and the peer waits until the lease expires.
         self.keeper.hold_link(socket, word, is_first);
     }
 
@@ -55,7 +55,7 @@ impl Guard for Nursery {
     }
 
     fn deadline(&self, boot_ns: u64) {
-        // Ignore the result. If the deadline has already passed, the event `Fenced` reports this.
+        // Ignore the result, because a deadline that has already passed is reported by the event `Fenced`.
         let _ = self.keeper.fence(Some(boot_ns));
     }
 
@@ -65,7 +65,7 @@ impl Guard for Nursery {
     }
 }
 
-/// Returns a guard with which the supervisor's nursery holds a client's socket, or [`NoGuard`] without a supervisor.
+/// Returns a guard that lets the nursery keep a client's socket open. Without a supervisor, returns [`NoGuard`].
 pub fn guard(supervisor: Option<&Py<Supervisor>>) -> Box<dyn Guard> {
     match supervisor {
         Some(supervisor) => Box::new(Nursery { keeper: supervisor.get().inner.keeper(), has_two: Arc::default() }),

@@ -95,7 +95,7 @@ type Strings = Vec<Py<PyBytes>>;
 pub fn warm_nursery_main(py: Python<'_>, start: &str) -> PyResult<(Strings, Strings)> {
     let os = py.import("os")?;
     let fork = os.getattr("fork")?.unbind();
-    // Forking is safe, because this thread is the only thread of the process and has released the interpreter.
+    // Forking is safe, because this thread is the only thread of the process and is attached to the interpreter.
     let forker: Forker = Box::new(move || {
         Python::attach(|py| {
             let forked = fork.call0(py).and_then(|pid| pid.extract::<i32>(py));

@@ -29,7 +29,7 @@ impl Stores {
         Self { runtime: Mutex::default(), owner: std::process::id() }
     }
 
-    /// Creates a `Stores` that holds a reference to the thread of the stores. Starts the thread if it is not running.
+    /// Creates a reference to the thread that runs all stores of this process. Starts the thread if necessary.
     pub fn entered() -> PyResult<Self> {
         let stores = Self::new();
         stores.enter().map_err(|error| os_error(&error, "start the thread of the stores"))?;

@@ -79,10 +79,10 @@ impl Door {
     }
 }
 
-/// Returns true if a server of this kind may keep the connection `fd`. The number of `fd`, or else the lowest free
-/// descriptor number, must be below the server's limit.
+/// Returns true if this kind of server may keep the connection `fd`: the number of `fd`, or the lowest free descriptor
+/// number, is below the server's limit.
 ///
-/// The lowest free number is enough, because other descriptors may have been closed since the connection was accepted.
+/// The lowest free number also counts, because descriptors may have been closed since `fd` was opened.
 fn is_within_share(fd: BorrowedFd<'_>, purpose: Purpose) -> bool {
     let Ok((soft, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
     let below = soft.saturating_sub(kept(soft, purpose));

@@ -31,11 +31,10 @@ pub fn register<T: OwnsDescriptor>(inner: T, interest: Interest) -> io::Result<A
 /// A value that does I/O on its own file descriptor, and the registration of that descriptor with the runtime.
 #[derive(Debug)]
 pub struct Registered<T> {
-    /// Duplicate of the descriptor of `inner`, registered with the runtime. The kernel reports the same readiness for
-    /// both descriptors.
+    /// Registered duplicate of the descriptor of `inner`. Both descriptors have the same readiness, because they refer
+    /// to the same open file.
     ///
-    /// The descriptor of `inner` is not registered itself, because the type of `inner` may not guarantee that the
-    /// descriptor stays the same.
+    /// The duplicate is needed, because a registered descriptor must stay the same, and `inner` may replace its own.
     readiness: AsyncFd<OwnedFd>,
     inner: T,
 }

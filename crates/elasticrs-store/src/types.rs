@@ -25,7 +25,7 @@ pub struct Entry {
     pub mod_revision: u64,
 }
 
-/// A change that a revision made to one key.
+/// A change to a single key.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
     pub key: Arc<str>,
@@ -73,8 +73,6 @@ pub enum Op {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OpResult {
     /// Number of keys that the operation changed.
-    ///
-    /// In the reply to a rejected watch, the first revision at which a new watch can start.
     Count(u64),
     /// Result of [`Op::Get`] and [`Op::Predecessor`].
     Entry(Option<Entry>),

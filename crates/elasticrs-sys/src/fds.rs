@@ -11,8 +11,8 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
 
-/// The flag `MFD_EXEC` (Linux 6.3). Without it, newer kernels can refuse to create a memory file or make it
-/// non-executable, depending on `vm.memfd_noexec`.
+/// The flag `MFD_EXEC` (Linux 6.3), which requests an executable memory file. Without the flag, the kernel setting
+/// `vm.memfd_noexec` can make the file non-executable.
 const MFD_EXEC: libc::c_uint = 0x10;
 
 /// Takes ownership of the inherited file descriptors with these numbers, and makes them close-on-exec.
@@ -54,7 +54,7 @@ pub fn close_from(first: RawFd) -> io::Result<()> {
     Ok(())
 }
 
-/// Creates a memory file with this content that is sealed, close-on-exec and executable.
+/// Creates a memory file that contains `content`. The file is sealed, close-on-exec and executable.
 pub fn executable_memory_file(name: &CStr, content: &[u8]) -> io::Result<OwnedFd> {
     let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
     let fd = match memfd_create(name, flags | MFdFlags::from_bits_retain(MFD_EXEC)) {

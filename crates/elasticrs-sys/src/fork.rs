@@ -88,9 +88,9 @@ pub struct Settling {
 }
 
 impl Settling {
-    /// Waits until the child has finished its setup or has exited. Before a stage that can block forever, calls
-    /// `announce` with the number of the stage. `needed_by` contains a pidfd and a connection. Kills the child when the
-    /// process exits or the connection closes, because the child is then no longer needed.
+    /// Waits until the child has finished its setup or has exited. Calls `announce` with a stage's number before each
+    /// stage that can block forever. Kills the child once it is no longer needed, because the process or the connection
+    /// in `needed_by` has ended.
     pub fn wait(mut self, needed_by: [BorrowedFd<'_>; 2], mut announce: impl FnMut(u8)) -> Result<Child, Failure> {
         let mut failure = None;
         while self.has_told(needed_by) {

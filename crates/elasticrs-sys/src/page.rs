@@ -47,8 +47,8 @@ impl Page {
         Self::map(file)
     }
 
-    /// Creates a shared memory page of zeros for processes of this program only. If sealed memory is not available,
-    /// uses a file that no other program can open.
+    /// Creates a shared memory page of zeros. Share the page only with trusted processes, because it may not be sealed.
+    /// If sealed memory is not supported, the page is an unnamed temporary file.
     ///
     /// # Errors
     ///

@@ -35,6 +35,6 @@ fn send(pidfd: impl AsFd, signal: i32, flags: libc::c_uint) -> nix::Result<()> {
 
 pub(super) fn has_group_signal() -> bool {
     let probe = || send_group_signal(open(nix::unistd::getpid().as_raw())?, 0);
-    // Older kernels reject the flag with EINVAL before they check anything else.
+    // Treat EINVAL as missing support, because older kernels reject the flag before they check anything else.
     !matches!(probe(), Err(Errno::EINVAL | Errno::ENOSYS))
 }

@@ -45,7 +45,7 @@ fn block(strings: &[CString]) -> Vec<u8> {
     strings.iter().flat_map(CString::as_bytes_with_nul).copied().collect()
 }
 
-/// Copies the block to memory that is never freed. Returns the bounds of that memory.
+/// Copies `block` to new memory that is never freed. Returns the start and end address of the memory.
 fn place(block: &[u8]) -> nix::Result<[u64; 2]> {
     let length = NonZeroUsize::new(block.len()).ok_or(Errno::EINVAL)?;
     let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;

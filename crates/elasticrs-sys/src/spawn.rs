@@ -430,7 +430,7 @@ mod raw {
     pub(super) fn announce(pipe: RawFd, stage: Stage) {
         if pipe >= 0 {
             let byte = stage as u8;
-            // Ignore errors, because a full or closed pipe should not prevent the start.
+            // Ignore errors, because the child must start even if the pipe is full or closed.
             // SAFETY: the call reads one byte of a live local variable.
             unsafe { libc::syscall(libc::SYS_write, pipe, &raw const byte, 1) };
         }

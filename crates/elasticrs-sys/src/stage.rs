@@ -48,7 +48,7 @@ impl Stage {
             // The forker uses this error if Python's `os.fork` raises an exception without an error number. The
             // kernel's `fork` never returns it.
             (Self::Clone, Errno::ECANCELED) => "what was imported has refused it (os.fork raised an exception)",
-            // The kernel's text, "Invalid argument", would not tell the user the cause.
+            // Explain the error, because the kernel's text, "Invalid argument", does not name the cause.
             (Self::Affinity, Errno::EINVAL) => "none of the CPUs is online and allowed for this process",
             (Self::Fence, _) => "the lease of the connection to the store has expired",
             _ => errno.desc(),

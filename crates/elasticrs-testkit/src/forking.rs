@@ -94,15 +94,15 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
 pub enum Daemon {
     /// An ordinary process that waits.
     Ordinary,
-    /// A process that resets its job token (the soft limit of `RLIMIT_RTTIME`), like a daemon that is meant to
-    /// outlive the job.
+    /// A daemon that is meant to outlive the job. It resets the soft limit of `RLIMIT_RTTIME`, because this limit
+    /// identifies the processes of the job.
     Exempt,
     /// A process whose main thread has exited, while another thread is still waiting.
     Headless,
 }
 
 /// Implements the commands `daemonise`, `exempt` and `headless`. Starts a grandchild of the given kind ([`Daemon`]) in
-/// its own session, prints the grandchild's pid, and waits.
+/// its own session, prints the grandchild's pid, and then pauses forever.
 pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     let (reader, writer) = nix::unistd::pipe()?;
     if let ForkResult::Child = forked()? {
@@ -125,7 +125,7 @@ pub fn daemonise(daemon: Daemon) -> Result<(), Problem> {
     drop(writer);
     let mut pid = [0; 4];
     nix::unistd::read(&reader, &mut pid)?;
-    // Wait until the grandchild is set up. It closes the pipe at that point.
+    // Wait for EOF, because the grandchild closes the pipe once it is set up.
     nix::unistd::read(&reader, &mut [0])?;
     nix::sys::wait::wait()?;
     say(&i32::from_le_bytes(pid).to_string())?;
@@ -167,7 +167,7 @@ pub fn tree(request: &mut Request) -> Result<(), Problem> {
     }
     drop(writer);
     if getpid() == root {
-        // Wait for EOF, because each process closes the write end of the pipe once it has started its children.
+        // Wait for EOF, which means that every process has started its children and has closed the pipe.
         nix::unistd::read(&reader, &mut [0])?;
         ready()?;
     }

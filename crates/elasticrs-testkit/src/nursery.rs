@@ -111,7 +111,7 @@ impl Client {
         self.nursery.link.send(&request, fds).unwrap();
     }
 
-    /// Starts a worker. If this fails, the error consists of the stage, the error number and the subject of the
+    /// Starts a worker. On failure, returns the stage, the error number, and the path or program that caused the
     /// failure.
     pub fn try_spawn(&mut self, process: &ProcessSpec) -> Result<Worker, (Stage, i32, String)> {
         self.request_spawn(process, &[], Vec::new());
@@ -338,7 +338,7 @@ pub fn c_string(text: impl Into<OsString>) -> CString {
     CString::new(text.into().into_encoded_bytes()).unwrap()
 }
 
-/// Makes the worker's standard output the first descriptor of the start request.
+/// Connects the worker's standard output to the first descriptor that is sent with the start request.
 pub fn with_stdout(mut process: ProcessSpec) -> ProcessSpec {
     process.pass_fds = vec![PassedFd { source: 0, target: 1 }];
     process

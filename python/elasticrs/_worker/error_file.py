@@ -186,7 +186,7 @@ def give_notice(name: str, error: BaseException) -> None:
         notices.settimeout(1)
         notices.sendto(f"{time.monotonic_ns()}\n{text}".encode(), "\0" + name)
     except OSError:
-        return  # Ignore the error, because the agent also reads the error file after this process exits.
+        return  # A lost notice is harmless, because the agent reads the error file after the worker's exit.
     finally:
         notices.close()
 

@@ -145,8 +145,8 @@ def flight_document() -> str:
 
 
 def _groups() -> dict[str, list[int]]:
-    """Return the global ranks in each of this rank's process groups, by group name. Gloo's flight records do
-    not contain them.
+    """Return the global ranks in each of this rank's process groups, by group name. The ranks are recorded
+    separately, because Gloo's flight records do not list the members of a group.
     """
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None:

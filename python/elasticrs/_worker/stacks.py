@@ -1,5 +1,5 @@
 """Installs a signal handler that writes the stacks of all threads when the agent requests them. Used in
-workers that run without the hook.
+workers that do not load ``hook/sitecustomize.py``.
 
 The agent sends a real-time signal before it kills a hung worker. ``faulthandler`` then writes the stacks of
 all threads to a file beside the error file. ``hook/sitecustomize.py`` does the same.
@@ -42,7 +42,7 @@ def _is_caught(signum: int) -> bool:
         with open("/proc/self/status", "rb") as file:
             masks = [line for line in file if line.startswith((b"SigCgt:", b"SigIgn:"))]
     except OSError:
-        # Return true, so that no handler is installed. The agent probably cannot read `/proc` either, and
-        # sends the signal only if `/proc` shows a handler.
+        # Return true, so that no handler is installed. Without `/proc`, the agent would never request stacks,
+        # because it could not see whether the worker has a handler.
         return True
     return any(int(mask.split()[1], 16) >> (signum - 1) & 1 for mask in masks)

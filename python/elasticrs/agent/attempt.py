@@ -323,8 +323,8 @@ def phases(failed: Attempt, running: Attempt) -> dict[str, float]:
     last = next((begin for begin in begins if begin is not None), None)
     for name, end in ends.items():
         if name == "rendezvous" and failed.delay > 0 and last is not None and end is not None:
-            # The leader node measures the restart delay. A node that becomes ready after the leader waits for
-            # a shorter time, so count at most the time for which this node waited.
+            # The leader measures the restart delay. Count at most the time for which this node waited,
+            # because a late node waits for less than the full delay.
             delay_ns = max(0, min(int(failed.delay * 1e9), end - last))
             found["delay"], last = delay_ns / 1e6, last + delay_ns
         if last is not None and end is not None and end > last:

@@ -1,5 +1,5 @@
-"""Converts a failure reported by another node, for this node's failure report and hang diagnosis. Imported
-only after a failure.
+"""Converts a failure that another node has reported into objects for this node's failure report and hang
+diagnosis.
 """
 
 from __future__ import annotations

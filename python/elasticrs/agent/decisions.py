@@ -162,8 +162,8 @@ class OneNode(Decisions):
                 try:
                     from elasticrs.agent.own_cause import evidence
                 except OSError:
-                    # The import fails if this process has run out of file descriptors. Continue without the
-                    # cause of the failure, because the restart budget still limits the number of restarts.
+                    # Continue without the cause of the failure if no file descriptor is free for the import.
+                    # The restart budget still limits the number of restarts.
                     return event
                 return event.replaced(evidence=evidence(self._attempt, self._job.fatal_codes))
         return event

@@ -64,7 +64,7 @@ def first_of(attempt: Attempt) -> tuple[int, str]:
 def _how(attempt: Attempt, failure: ProcessFailure) -> str:
     worker = attempt.exits[failure.local_rank]
     why = attempt.why_expired(failure.local_rank)
-    # If the worker was merely slow to exit, describe its exit instead of the time limit that it exceeded.
+    # Do not report an exceeded time limit if the worker was merely slow to exit.
     if why is not None and not attempt.is_slow_to_exit(failure.local_rank):
         return f": {why}"
     if worker.local_rank in attempt.silent:

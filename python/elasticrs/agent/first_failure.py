@@ -70,7 +70,7 @@ def how_it_failed(attempt: Attempt, local_rank: int) -> str:
     overdue = attempt.expired.get(local_rank)
     if overdue is not None and overdue.raised is None:
         return " has hung"
-    # If the worker was killed while it was exiting, the signal is more informative than the exception.
+    # If the worker was killed during its exit, report the signal, which says more than the exception.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = headline(raised.text) if raised is not None and not is_killed else None
     if worker is None and attempt.is_slow_to_exit(local_rank):

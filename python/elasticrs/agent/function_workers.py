@@ -217,8 +217,8 @@ class _Phase(IntEnum):
 
 
 class KeptWorkers(FunctionWorkers):
-    """Workers that are forked by a keeper (a separate process that also reaps them). The core's process group
-    adopts the workers before they run.
+    """Workers that are forked by a keeper, a separate process that is their parent. The workers run only
+    after the Rust core has started to monitor them.
     """
 
     _phase = _Phase.PREPARED
@@ -244,7 +244,7 @@ class KeptWorkers(FunctionWorkers):
         return self._start if isinstance(self._start, Kept) else None
 
     def started(self, supervisor: Supervisor, attempt: Attempt) -> None:
-        """Record that the keeper is starting the workers; see the base class."""
+        """Record that a separate process (the keeper) is forking the workers; see the base class."""
         self._supervisor, self._attempt = supervisor, attempt
         if self._kept is not None:
             self._phase = _Phase.STARTING

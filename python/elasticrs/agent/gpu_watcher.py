@@ -156,8 +156,8 @@ class GpuWatcher(Observer):
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def is_held(self, attempt: Attempt) -> bool:
-        """Return true if the end of the attempt must still be delayed. If the delay is over, report how long
-        the wait for device memory took.
+        """Return true if the end of the attempt is still delayed; see :meth:`hold`. When the delay is over,
+        report how long the attempt waited for free device memory.
         """
         if self._until is None:
             return False
@@ -179,7 +179,7 @@ class GpuWatcher(Observer):
             self._say(f"waited {waited:.1f} s until the dead workers' device memory was free")
 
     def stop_waiting(self) -> None:
-        """Stop waiting for free GPU memory, now and later, because the user wants this node to stop."""
+        """Do not wait for free GPU memory anymore, because the user wants this node to stop."""
         self._until = None
         self._is_stopping = True
 

@@ -74,7 +74,7 @@ def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
 
 
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
-    """Name the ranks of a running job that keep the others waiting, without disturbing the workers.
+    """Find the ranks that other ranks of a running job wait for. Does not interrupt the workers.
 
     The diagnosis does not use stacks, because the signal that requests a stack would interrupt the program's
     system calls. Only workers whose heartbeats are watched write flight records. This function blocks until

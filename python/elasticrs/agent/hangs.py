@@ -70,7 +70,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     if not was_found_here:
         others = ", but a rank on another node is waiting"
     elif silent < event.limit:
-        # This worker's limit has not passed yet, but the worker is reported as hung, because other ranks are
+        # This worker has not exceeded its own time limit, but is reported as hung, because other ranks are
         # waiting for it.
         others = ", but the limit of another rank has passed"
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"

@@ -54,9 +54,8 @@ class EventRecorder(Observer):
         self._handler = get_logging_handler(settings.event_log_handler)
         if isinstance(self._handler, LineFileHandler):
             self._handler.write_behind()
-        # After a failure, the failed attempt and all later events are stored here until the next workers have
-        # started. Recording them earlier would delay the restart, because reading the cause of the failure
-        # takes time.
+        # Keep the failed attempt and all later events in memory until the next workers have started. Writing
+        # the events at once would delay the restart, because reading the cause of the failure takes time.
         self._failed: tuple[Attempt, int] | None = None
         self._later: list[Event] = []
         self._hung: _core.WorkerHung | None = None
@@ -288,7 +287,7 @@ class WatchdogRecorder(EventRecorder):
     """Observer that records only watchdog events, for an agent whose hooks record all other events."""
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Store the plan of the attempt for later events, and record that the watchdog starts."""
+        """Record the start of the watchdog. Keep the attempt's plan for the metadata of later events."""
         if isinstance(action, Start):
             self._plan, self._restarts = plan, action.restarts
             self._record_watching(True)

@@ -205,8 +205,8 @@ class HealthObserver(Observer):
             self._publish()
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Set the health status to the outcome of the attempt. Also show whether the node is restarting its
-        workers or waiting for other nodes.
+        """Publish whether the workers have succeeded. Also publish that this node is restarting its workers
+        or waiting for other nodes.
         """
         self._native.files_ended()
         if attempt.silent and attempt.first_failure is not None:

@@ -47,7 +47,7 @@ class MetricRecorder(Observer):
             _measured("SimpleElasticAgent._assign_worker_ranks", 0.0)
 
     def running(self, result: JobResult) -> None:  # noqa: ARG002 -- the base class's signature
-        """Publish the duration of the start and, after a failure, of the restart."""
+        """Publish the duration of the workers' start. After a failure, also publish the restart duration."""
         now = time.monotonic()
         _measured("LocalElasticAgent._start_workers", now - self._starting_since)
         _measured("SimpleElasticAgent._initialize_workers", now - self._meeting_since)
@@ -72,7 +72,7 @@ class MetricRecorder(Observer):
         self._state("failed")
 
     def over(self, attempt: Attempt, outcome: str) -> None:
-        """Publish the final state of the workers or, after a failure, how long it took to stop them."""
+        """Publish the workers' final state. If they have failed before, publish the stop duration instead."""
         self._meeting_since = now = time.monotonic()
         if attempt.silent:
             self.failed(attempt)

@@ -151,7 +151,7 @@ class Agent:
         return self._result
 
     def _events_end_it(self) -> bool:
-        """Return true if a signal has already stopped the agent, so that no supervisor is needed."""
+        """Return true if a signal has already ended the job, which then needs no supervisor."""
         first = self._events[0]
         if not isinstance(first, machine.SignalReceived):
             return False

@@ -54,7 +54,7 @@ to the rendezvous of the nodes.
 
 
 class MemberWorkers(OneNode):
-    """Makes the decisions for a single-node job whose workers are members of a rendezvous.
+    """Decides how the agent of a single-node job reacts to events if the workers form a rendezvous.
 
     Args:
         job: configuration of the job.

@@ -29,12 +29,12 @@ class Observer:
         return False
 
     def acting(self, action: Action, plan: Plan | None) -> None:
-        """Handle an action that is about to be executed. ``plan`` is the plan of the attempt to which the
-        action belongs; ``None`` if it belongs to no attempt.
+        """Called before an action is executed. ``plan`` is the plan of the attempt that the action belongs
+        to; ``None`` if the action belongs to no attempt.
         """
 
     def prepared(self, attempt: Attempt) -> None:
-        """Handle an attempt whose log files have been created and whose workers are about to be started."""
+        """Called when an attempt has log files and its workers are about to be started."""
 
     def started(self) -> None:
         """Do slow work that would have delayed the start. Called when the workers are already starting, or
@@ -47,7 +47,7 @@ class Observer:
         """
 
     def not_started(self) -> None:
-        """Handle a failed start of an attempt's workers."""
+        """Called when the workers of an attempt could not be started."""
 
     def failed(self, attempt: Attempt) -> None:
         """Handle the first failure of an attempt. The other workers of this node have already been
@@ -61,7 +61,7 @@ class Observer:
         """Handle the start of a process that replaces a failed worker; see ``Attempt.replaced_workers``."""
 
     def timer_expired(self, timer: _core.TimerExpired) -> None:
-        """Handle a worker's timer that was not released in time."""
+        """Called when a worker has not released a timer in time."""
 
     def hung(self, event: _core.WorkerHung) -> None:
         """Handle a worker that missed its heartbeat deadline."""

@@ -144,7 +144,7 @@ def own_cause(
 
 
 def facts(attempt: Attempt, local_rank: int, fatal_exit_codes: Collection[int]) -> dict[str, Any]:
-    """Return the fields of a :class:`Cause` that the restart policy needs, for one worker that has exited.
+    """Describe the failure of a worker for the restart policy, as fields of a :class:`Cause`.
 
     Args:
         attempt: attempt of the worker.
@@ -191,8 +191,8 @@ def _permanence(
     stopped: Collection[int],
     fatal_exit_codes: Collection[int],
 ) -> dict[str, Any]:
-    """Return the evidence that another attempt would fail in the same way; see
-    :class:`~elasticrs.job.failure_cause.Permanence`.
+    """Return, as fields of a cause, why another attempt would fail in the same way. Return an empty
+    dictionary if another attempt may succeed; see :class:`~elasticrs.job.failure_cause.Permanence`.
     """
     own = {rank: failure for rank, failure in failed.items() if rank not in stopped}
     marked = [rank for rank, failure in failed.items() if not failure.is_retryable]
@@ -221,8 +221,8 @@ def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
     """
     started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
     if started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9:
-        # A failure this late is not a start error. For example, a late import may fail because a file system
-        # has failed in the meantime.
+        # Not a start error, because the program has already run for some time. A late import may fail for a
+        # temporary reason, such as a file system error.
         return False
     if failure.is_start_error:
         return True
@@ -260,7 +260,7 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     text = traceback_text(first)
     why = attempt.why_expired(first.local_rank)
     if why is None:
-        # The note is about the OOM killer, because all other notes are about exceeded time limits.
+        # Append the note about the OOM killer. Without an exceeded time limit, there is no other note.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
 

@@ -65,7 +65,7 @@ def slowest(standings: Sequence[Standing]) -> tuple[Standing, float] | None:
 
 
 def step(watch: Watch, standings: Sequence[Standing], now: float) -> tuple[Watch, list[Standing]]:
-    """Return the state after a check, and the slow workers to report to the user now.
+    """Check the workers' training rates. Return the updated state, and the slow workers to report.
 
     Args:
         watch: state after the previous check.

@@ -77,7 +77,7 @@ def _has(mask: int, signum: int) -> bool:
 
 class PassedSignals:
     """Delivers signals to the workers of one agent. A signal that would kill a worker is held until the
-    worker can receive it.
+    worker handles, ignores or blocks the signal.
 
     Args:
         send: sends a signal to the workers with the given local ranks.
@@ -102,8 +102,8 @@ class PassedSignals:
         self._held: dict[tuple[int, int, int], float] = {}
 
     def pass_on(self, signum: int, workers: Mapping[int, int]) -> None:
-        """Deliver a signal to running workers. If the signal would kill a worker, hold it until the worker
-        can receive it.
+        """Deliver a signal to running workers. If the signal would kill a worker, hold the signal until the
+        worker handles, ignores or blocks it.
 
         Args:
             signum: number of the signal.

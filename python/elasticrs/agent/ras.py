@@ -151,7 +151,7 @@ def _answer_in_file(address: tuple[str, int], path: str, deadline: float) -> str
             with open(path, "w", encoding="utf-8") as file:
                 file.write(text)
         except OSError:
-            return None  # Drop the response, because the report would name a file that does not exist.
+            return None  # Drop the answer, because the report must name a file that contains the answer.
     return text
 
 

@@ -200,13 +200,13 @@ class SeveralNodes(Decisions):
             if event.has_no_program:
                 from elasticrs.agent.own_cause import no_program
 
-                # Report a program that cannot be executed as a worker failure. If the program starts on all
-                # other nodes, the restart policy can then exclude this node.
+                # If the program cannot be executed, report a worker failure. The restart policy can then
+                # exclude this node, provided that the program starts on all other nodes.
                 cause = no_program(why, self._place(), self._clock())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
-            # Wait for the later event that reports how the group ended.
+            # Report nothing yet, because a later event reports how the worker exited.
             self._first_failure = event.local_rank
             return []
         if isinstance(event, machine.HangSeen):
@@ -242,8 +242,8 @@ class SeveralNodes(Decisions):
         return self._tell(messages.Leave(reason, close=ends_the_job))
 
     def _on_hang(self, event: machine.HangSeen) -> list[machine.Action]:
-        """Report the hang to the other nodes before the hung worker is killed. Once this worker is dead, the
-        workers that wait for it fail and can no longer provide evidence.
+        """Report the hang to the other nodes before the hung worker is killed, because the kill makes the
+        waiting workers fail. Failed workers cannot write stacks or flight records.
         """
         self._gathers_evidence = True
         attempt = self._attempt

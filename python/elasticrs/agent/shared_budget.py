@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class NodeState(Value):
-    """State of this node's workers, and of this node in the agents' rendezvous.
+    """State of a node's workers, and of the node's membership in the rendezvous of the agents.
 
     Args:
         grace: seconds between the first signal and SIGKILL.
@@ -203,8 +203,8 @@ def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]
         return state, []
     if state.met:
         return _pay(state, state.failed)
-    # No restart has been charged yet, because the last rendezvous round did not end with a failure. Report
-    # only one failed worker, because a single restart is charged for all failed workers.
+    # Report a failed worker, because no restart has been charged for the failures yet. One report is enough,
+    # because a single restart is charged for all failed workers.
     return state, [Report(min(state.failed))]
 
 
@@ -278,8 +278,8 @@ def _group_ended(state: NodeState, event: GroupEnded) -> tuple[NodeState, list[E
 
 
 def _gone(state: NodeState, say: SayDone | SayEnded | SayNotStarted) -> tuple[NodeState, list[Effect]]:
-    """Handle the end of a group: all its processes have exited, or it could not be started. If the workers
-    have succeeded, this node remains part of the running round.
+    """Update the state after this node's workers have exited or could not be started. The node leaves the
+    rendezvous round, unless the workers have succeeded.
     """
     state = state.replaced(group="none", failed=frozenset(), swept=frozenset(), paid=frozenset(), met=())
     if state.has_ended:

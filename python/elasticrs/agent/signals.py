@@ -176,8 +176,8 @@ class SignalPipe:
         """
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTSTP,))
         try:
-            # Make a SIGTSTP pending. The kernel discards it when a SIGCONT arrives, so a missing SIGTSTP
-            # shows a later SIGCONT. `_is_continued` detects an earlier SIGCONT.
+            # Keep a SIGTSTP pending on this thread to detect a later SIGCONT, because a SIGCONT makes the
+            # kernel discard the SIGTSTP. `_is_continued` detects an earlier SIGCONT.
             signal.pthread_kill(_thread.get_ident(), signal.SIGTSTP)
             if not self._is_continued():
                 _stop_unless_continued()
@@ -231,8 +231,8 @@ def _stop_unless_continued() -> None:
     try:
         _core.stop_unless_continued()
     except OSError:
-        # The helper process that stops this process could not be created. Stop this process without it,
-        # because the workers are already stopped.
+        # The helper process could not be created. Stop this process anyway, because the workers are already
+        # suspended and will be resumed together with this process.
         #
         # Send SIGSTOP to this thread, because a signal to the whole process may take effect only after this
         # function has returned.

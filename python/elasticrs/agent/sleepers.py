@@ -57,8 +57,8 @@ class Sleepers:
     """
 
     def __init__(self, limit: float, proc: str = "/proc") -> None:
-        # Disable the check if /proc belongs to another pid namespace, because the pids would refer to other
-        # processes there.
+        # Do not search for sleeping workers if /proc belongs to another pid namespace, because the workers'
+        # pids would refer to other processes in /proc.
         self._limit = limit = limit if has_own_proc() else 0.0
         self._proc = proc
         self._next = 0.0

@@ -1,4 +1,4 @@
-"""Decisions of the agent of one node, as a pure function: no I/O, no clock, no randomness.
+"""Pure function that decides how one node's agent reacts to events, without I/O, clocks or randomness.
 
 :func:`step` takes a state and an event. It returns the next state, and the actions that the loop must
 execute, in order. The order of phases::
@@ -475,7 +475,7 @@ def _on_replacement(
 ) -> tuple[AgentState, list[Action]]:
     if event.local_rank not in state.replacing:
         if isinstance(event, ReplaceFailed):
-            # The worker exited with 0 too early, so stop all workers.
+            # Stop all workers, because this worker exited with 0 in the middle of the training.
             return _stop_all(state)
         if not isinstance(event, WorkerSwept):
             return state, []

@@ -61,8 +61,8 @@ class Story(Observer):
         self._is_restart = False
 
     def acting(self, action: Action, plan: Plan | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Remember an announced restart, and print it once the workers have been started. If the restart is
-        delayed, print it now.
+        """Remember an announced restart. :meth:`started` prints a message about the restart once the workers
+        have been started. If the restart is delayed, print the message now.
         """
         if isinstance(action, AnnounceRestart):
             self._failed = self._result.attempts[-1], action
@@ -164,7 +164,7 @@ class Story(Observer):
         charged += self._node_changes()
         ending = f"{how} after {took}", f"; {charged}{logs}"
         if self._owns_process:
-            # The launcher prints this line below the failure report, with the root cause added.
+            # The launcher prints both parts below the failure report, with the root cause between them.
             result.ending = ending
         else:
             self._say("".join(ending))

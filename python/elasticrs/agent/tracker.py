@@ -298,8 +298,8 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # Stop watching this descriptor. Nothing reads from it, so it stays readable, and this loop
-                # would never end.
+                # Stop watching this descriptor, because it would keep the loop running forever. Nothing reads
+                # from the descriptor, so it stays readable.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
@@ -363,12 +363,12 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # Use the current time if the process group was started without workers, because the workers have only
-        # now been added.
+        # Use the current time as the start time if the process group was started without workers, because the
+        # workers were added only now.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         if "imported" in attempt.stamps:
-            # The imports finished before the workers started, but the report about the imports may arrive
-            # later. In this case, use the start time of the workers.
+            # Limit the recorded time to the start time of the workers. The imports finished before the
+            # workers started, but the report about the imports may arrive later.
             attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()
@@ -464,8 +464,8 @@ class AttemptTracker:
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))
         self.observers.exited(attempt, event)
         if is_early and not is_stopped:
-            # Stop all workers, because they would wait for this worker. It cannot be replaced, because the
-            # core considers it to have succeeded.
+            # Stop all workers, because they would wait forever for this worker. Do not replace this worker,
+            # because the Rust core considers it to have succeeded.
             attempt.silent |= {event.local_rank}
             who = self._who(event.local_rank, event.pid)
             self._console.say(f"{who} exited with code 0 in the middle of the training; stopping all workers")

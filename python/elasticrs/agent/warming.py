@@ -138,7 +138,7 @@ class Warming:
         if self._is_over:
             return False
         if self._sources is None:
-            return True  # Assume that no file has changed, because no file times were recorded.
+            return True  # Assume no changes, because changes cannot be detected without modification times.
         changed = self._look(self._sources.changes)
         beside = self._beside
         if changed and beside is not None and self._look(beside.changes) == {} and supervisor.take_over():

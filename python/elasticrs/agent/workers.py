@@ -222,8 +222,8 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None
 
 
 def _is_observed_elsewhere(job: JobConfig, environ: Mapping[str, str]) -> bool:
-    """Return true if other nodes or NCCL's RAS service may provide evidence about a hang while the workers
-    are still running.
+    """Return true if other nodes or NCCL's RAS service may help to diagnose a hang. They can help only while
+    the hung workers are running.
     """
     may_use_nccl = os.path.exists(nvidia.DEVICE) and environ.get("NCCL_RAS_ENABLE") != "0"
     return not job.replaces_workers and (job.is_multi_node or may_use_nccl)
@@ -305,9 +305,9 @@ def prepare_replacement(
 
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:
-    """Return the environment variable with a worker's new member name in the rendezvous. For a replacement,
-    the variable also contains the name of the replaced worker. The other workers then need not wait until
-    that worker's lease expires.
+    """Choose a name for a worker in the rendezvous. Return the environment variable with the name. For a
+    replacement, add the name of the replaced worker, so that the other workers need not wait until the lease
+    of the replaced worker expires.
     """
     if plan.members is None:
         return {}

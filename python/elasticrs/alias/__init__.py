@@ -160,8 +160,8 @@ class _Loader:
             # Import the submodules now, because programs use them as attributes without importing them.
             __import__(name)
         if _TORCH not in sys.modules:
-            # Skip the imports below, because only modules of torch need them. If `torch.distributed` has not
-            # been imported, the imported module belongs to torchelastic.
+            # `module` belongs to torchelastic, because `torch.distributed` has not been imported. Skip the
+            # imports below, because only modules of torch need them.
             return
         for name in (_ELASTIC, _COMMANDS[0]):
             # Import these modules now, as torch's own modules do, because programs use them as attributes of

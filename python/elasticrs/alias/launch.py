@@ -21,8 +21,8 @@ def with_local_rank(argv: list[str]) -> list[str]:
     try:
         args = parse(argv, os.environ)
     except (UsageError, HelpRequested):
-        # Ignore the mistake, because the launcher parses the arguments again, and then reports the mistake or
-        # prints the help.
+        # Return the arguments unchanged, because the launcher parses them again. The launcher then reports
+        # the usage error or prints the help.
         return argv
     if args.use_env:
         return argv

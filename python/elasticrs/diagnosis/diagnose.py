@@ -88,8 +88,8 @@ def diagnose_nodes(nodes: Sequence[tuple[str, bytes | None]], world_size: int) -
     first = 0
 
     def lose(end: int) -> None:
-        # Assign missing ranks to the node that did not answer, because ranks are numbered in node order. If
-        # several nodes in a row did not answer, leave the name of the node empty.
+        # The missing ranks belong to nodes that did not answer, because ranks are numbered in node order. If
+        # there are several such nodes, leave the node's name empty.
         name = silent[0] if len(silent) == 1 else ""
         facts.update({rank: RankFacts(rank, name, NoRecord.LOST) for rank in range(first, end)})
         silent.clear()

@@ -170,7 +170,7 @@ def _decoded(data: bytes) -> object:
         raise FlightRecordError(Damage.TOO_LARGE, f"{containers} arrays and objects")
     try:
         return json.loads(data.decode("utf-8"), parse_constant=_refuse)
-    except ValueError as error:  # Also raised for invalid UTF-8 and for integers with too many digits.
+    except ValueError as error:  # JSON errors, invalid UTF-8 and very long integers raise `ValueError`.
         raise FlightRecordError(Damage.NOT_JSON, str(error)) from error
 
 
@@ -203,8 +203,8 @@ def _number(record: object, field: str, where: str) -> int:
 
 
 def _members(config: object) -> dict[str, tuple[int, ...]]:
-    """Return the ranks of each group that has a name. The record contains the ranks as text, such as ``[0,
-    1]``.
+    """Return the ranks of each named process group. The flight record contains the ranks as text, such as
+    ``[0, 1]``.
     """
     members = {}
     for name, raw in _object(config, "pg_config").items():

@@ -170,8 +170,8 @@ class Writer:
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
     def _why(self, ranks: Iterable[int]) -> str:
-        """Return the reasons why the flight records of these ranks lack a group's calls. If a rank has flight
-        records, the reason is that later calls have overwritten the group's calls.
+        """Return the reasons why no calls of a process group are known for these ranks. Either a rank has no
+        flight record, or later calls have overwritten the group's calls in the record.
         """
         reasons = dict.fromkeys(self._no_record.get(rank) for rank in ranks)
         return ", ".join(_WHY_NO_RECORD[why] if why else "overwritten by later calls" for why in reasons)
@@ -240,7 +240,7 @@ class Writer:
     def evidence(self, stuck: Sequence[StuckCollective], stacks: Sequence[MergedStack]) -> tuple[str, ...]:
         """Return one line for each incomplete collective, and one line for each distinct stack."""
         lines = []
-        # Only count further lines, because a malicious record may describe thousands of groups.
+        # Limit the number of lines, because a malicious flight record may contain thousands of collectives.
         for collective in stuck[:MAX_LINES]:
             operation = printable(collective.operation)
             parts = [f"{collective.backend} {operation} {self._name(collective, stuck)}"]

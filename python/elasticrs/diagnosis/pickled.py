@@ -87,8 +87,8 @@ class _Reader:
             raise PickledError(f"it contains the opcode {name}")
 
     def _copy(self, value: Any) -> Any:
-        """Return a memoized value. Return lists and dictionaries as copies, so that no list can contain
-        itself.
+        """Return a memoized value. Copy lists and dictionaries, because a malicious pickle could otherwise
+        append a list to itself.
 
         Reject nested lists and dictionaries, because copying them repeatedly could create an exponentially
         large value.

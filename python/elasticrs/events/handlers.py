@@ -113,8 +113,8 @@ class LineFileHandler(logging.Handler):
             self._behind = Behind(self._write)
 
     def write_through(self) -> None:
-        """Wait until all lines are written, or until a time limit expires. Also stop the background thread if
-        this method has now been called as often as :meth:`write_behind`, unless the thread hangs.
+        """Undo one call of :meth:`write_behind`, and wait until all lines are written or a time limit
+        expires. If no further call is left to undo, also stop the background thread, unless it hangs.
         """
         self._agents -= 1
         behind = self._behind

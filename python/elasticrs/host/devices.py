@@ -160,10 +160,10 @@ def visible_indices(environ: Mapping[str, str], uuids: Sequence[str], name: str 
     text = environ.get(name)
     if text is None:
         return list(range(len(uuids)))
-    # Like torch, ignore all entries after the first entry of a different kind, such as a UUID after an index.
+    # Like torch, stop at the first entry of a different kind, such as a UUID after an index.
     #
-    # Check for repeated entries before looking up devices, because a repeated entry hides all devices. A
-    # missing device hides only its own entry and the later ones.
+    # Check for repeated entries before the lookup, which stops at the first missing device. A repeated entry
+    # anywhere in the list hides all devices.
     entries = [entry.strip() for entry in text.split(",")]
     listed = list(takewhile(lambda entry: _kind(entry) == _kind(entries[0]), entries))
     names = {int(entry) if _is_ordinal(entry) else entry for entry in listed}
@@ -217,7 +217,7 @@ def _names(folder: str) -> list[str]:
 
 def _read(*path: str) -> str:
     """Return the contents of a file. Return an empty string if the file cannot be read, for example because a
-    container has no access to the device.
+    container hides the file.
     """
     try:
         with open(os.path.join(*path), encoding="ascii", errors="replace") as file:

@@ -38,7 +38,7 @@ class NoAnswerError(Exception):
 
 
 def why_unavailable(name: str) -> str | None:
-    """Return the reason why this installation cannot query a health source; ``None`` if it can."""
+    """Return the reason why a built-in node check cannot run in this installation; ``None`` if it can."""
     from importlib.util import find_spec
 
     if find_spec(MODULES[name]) is None:

@@ -77,7 +77,7 @@ class NodeCheck:
         self.fd = self._call.fd
 
     def cancel(self) -> None:
-        """Kill all checks. :attr:`fd` becomes readable soon afterwards."""
+        """Kill the processes of all checks. :attr:`fd` becomes readable soon afterwards."""
         os.eventfd_write(self._cancelled, 1)
 
     def finish(self) -> list[NodeCheckResult]:
@@ -102,8 +102,8 @@ def _run_all(sources: Sequence[HealthSource], timeout: float, cancelled: int) ->
             call.wait()
         return [call.take() for call in calls]
     except (OSError, RuntimeError) as error:
-        # Kill the checks that did start, because the ``finally`` block would otherwise wait until they finish
-        # or time out.
+        # Kill the processes of the checks, because the ``finally`` block would otherwise wait until each
+        # process exits or times out.
         os.eventfd_write(cancelled, 1)
         return [NodeCheckResult(problem=f"the node checks could not be started: {error}")]
     finally:

@@ -114,7 +114,7 @@ class _Machine:
         return [other for other, node in enumerate(self.node_of) if node == self.node_of[gpu]]
 
     def cpus_of_node(self, node: int) -> set[int]:
-        """Return the CPUs of a NUMA node that the agent may use."""
+        """Return the agent's allowed CPUs on a NUMA node."""
         return _numbers(self._read("devices/system/node", f"node{node}", "cpulist")) & self._allowed
 
     def nodes_of_socket(self, node: int) -> list[int]:

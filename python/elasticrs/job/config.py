@@ -210,8 +210,8 @@ class JobConfig(Record, WorkerSettings):
 
         window = getattr(self.max_restarts, "window", None)
         first, longest = delays(self.restart_delay)
-        # With `--on-failure replace`, never exclude a node, because its other workers may still be running
-        # when a round ends.
+        # With `--on-failure replace`, never exclude a node, because an excluded node would have to stop its
+        # healthy workers.
         most = None if self.replaces_workers else self.max_excluded_nodes
         return RestartSettings(int(self.max_restarts), window, first, longest, self.max_same_failures, most)
 

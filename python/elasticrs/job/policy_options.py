@@ -132,7 +132,7 @@ class ExitCodes(Value):
         if len(codes) != 2 or not all(code.isascii() and code.isdecimal() for code in codes):
             raise ValueError(expected)
         permanent, unfit = map(int, codes)
-        # Codes 0, 1 and 2 already mean success, failure and a usage error.
+        # Require codes from 3, because 0, 1 and 2 already mean success, failure and a usage error.
         if permanent == unfit or not all(3 <= code <= 255 for code in (permanent, unfit)):
             raise ValueError(expected)
         return ExitCodes(kind, permanent, unfit)

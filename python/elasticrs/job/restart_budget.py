@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def has_not_met_since(then: Meetings, now: Meetings, place: int) -> bool:
-    """Return true if a worker has not joined a rendezvous since the last failure that was charged to the
-    restart budget. A failure of this worker is then only a consequence of the earlier failure, so it is not
-    charged.
+    """Return true if the worker with local rank ``place`` has not joined a rendezvous since a failure was
+    last charged to the restart budget. A failure of such a worker is not charged, because the charged failure
+    caused it.
     """
     at = then[place] if place < len(then) else None
     return at is not None and now[place : place + 1] == (at,)

@@ -502,7 +502,7 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
 
 
 def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:
-    """Check that a health source can be queried.
+    """Verify that the program or the package for a node check (``--node-check``) is available.
 
     Raises:
         UsageError: the program or a required package is missing.

@@ -44,7 +44,7 @@ class Meeting(Value):
 
     @property
     def lets_workers_meet(self) -> bool:
-        """True if the workers can hold their own rendezvous in the store that the nodes use for theirs."""
+        """True if the workers can form a rendezvous of their own in the store of the nodes' rendezvous."""
         return self.handler is None and (self.rendezvous is None or not self.rendezvous.is_static)
 
 

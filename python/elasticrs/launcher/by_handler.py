@@ -135,8 +135,8 @@ def _make_agent(
         job.nproc,
         handler,
         entrypoint=observe.entry_point,
-        # Drop the time window of `max_restarts`. It has no effect here, and the launcher has already warned
-        # about it.
+        # Drop the time window of `max_restarts`, because `LocalElasticAgent` does not support a window. The
+        # launcher has already warned the user.
         max_restarts=int(job.max_restarts),
         monitor_interval=settings.monitor_interval,
         local_addr=settings.local_addr,

@@ -62,10 +62,10 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
 def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
     if not ends_by_sigint:
         return catch_signals(_FIRST_SIGNALS)
-    # Install Python's default SIGINT handler first, because forked workers restore the handler that the
-    # launcher's handler has replaced.
+    # Install Python's default SIGINT handler first, because `catch_signals` saves the current handler, and
+    # forked workers restore the saved handler.
     #
-    # Block SIGINT until both handlers are installed, because Ctrl-C would raise `KeyboardInterrupt`.
+    # Block SIGINT until both handlers are installed. Otherwise, Ctrl-C could raise `KeyboardInterrupt`.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -85,7 +85,7 @@ def found_options(args: Namespace, place: Place, given: Collection[str]) -> dict
         UsageError: the scheduler has started the nodes in a way that prevents a rendezvous.
     """
     nodes = args.nnodes[1] if "nnodes" in given else place.nodes
-    # Report a rendezvous problem only if the number of nodes is known. Otherwise, only this node runs.
+    # If the number of nodes is unknown, the job uses only this node by default and needs no rendezvous.
     if place.problem and nodes is not None:
         if _says_how_to_meet(args, given):
             return {}

@@ -147,8 +147,8 @@ def keep(workers: Sequence[WorkerPlan], control: int, gate: int, parent: int) ->
 
 
 def lead_session() -> None:
-    """Create a new session, so that signals from the terminal do not reach the workers. Only the program
-    decides when to stop them.
+    """Create a new session, so that signals from the terminal do not reach the workers. The program that
+    started the workers decides when to stop them.
     """
     if os.getsid(0) != os.getpid():
         os.setsid()
@@ -217,7 +217,7 @@ def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:
 
 def _end_lingerers(linger: float, control: int, parent_pidfd: int) -> None:
     """Let leftover processes run for ``linger`` more seconds, and then send them SIGTERM. Return early if the
-    program sends a message.
+    parent process exits or sends a message, so that the caller can kill the leftover processes.
     """
     if not _outlasted(linger, control, parent_pidfd):
         return
@@ -311,8 +311,7 @@ def _kill(pid: int, signum: signal.Signals) -> None:
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
-        # This cannot happen, because the child is not reaped before this call, and signals to a zombie
-        # succeed.
+        # `ESRCH` is not expected, because the child has not been reaped, and even a zombie accepts signals.
         return
 
 

@@ -301,7 +301,7 @@ class Kept(FunctionStart):
         return dict(enumerate(pids))
 
     def watch(self, watcher: Watcher) -> None:
-        """Let the functions run, because the core now monitors all of them; see the base class."""
+        """Let the workers call their functions, because the Rust core now monitors all workers."""
         super().watch(watcher)
         os.write(self._gate, keeper.GO * len(self._pipes))
 
@@ -343,7 +343,7 @@ class Kept(FunctionStart):
             linger: seconds for which processes may continue; see :data:`keeper.WORD`.
         """
         if self._control is not None:
-            # Ignore a broken connection, because it means that the keeper has exited and its workers with it.
+            # Ignore a broken connection, because it means that the workers and their parent have exited.
             with suppress(BrokenPipeError, ConnectionResetError):
                 self._control.send(keeper.WORD.pack(linger))
         if self._keeper is not None and not self._has_told_pids:
@@ -354,8 +354,8 @@ class Kept(FunctionStart):
                     signal.pidfd_send_signal(self.keeper_pidfd, keeper.IMPORT_NO_MORE)
                 else:
                     os.kill(self._keeper, keeper.IMPORT_NO_MORE)
-                # Also kill the processes that the imports have started. Ignore a missing process group,
-                # because the keeper may not have created it yet.
+                # Signal the process group of the workers' parent, because imports may have started processes.
+                # Ignore a missing group, because the parent may not have created the group yet.
                 os.killpg(self._keeper, keeper.IMPORT_NO_MORE)
         if self.keeper_pidfd != -1:
             # Resume the keeper in case it was stopped (SIGSTOP), because a stopped process can neither read
@@ -364,14 +364,14 @@ class Kept(FunctionStart):
                 signal.pidfd_send_signal(self.keeper_pidfd, signal.SIGCONT)
 
     def finish(self, patience: float = PATIENCE) -> None:
-        """Wait until the keeper has exited, and close all resources. Idempotent.
+        """Wait until the workers' parent process has exited, and release all resources. Idempotent.
 
         Processes that have not exited within ``patience`` seconds get SIGKILL. This method does not wait for
         the exit of killed processes, because they may be in state D.
         """
         if self._keeper is not None:
             if self.keeper_pidfd == -1 or _has_ended(self.keeper_pidfd, patience):
-                # The keeper may already have been reaped, because the program itself may wait for any child.
+                # Ignore the error, because the program may already have reaped this child.
                 with suppress(ChildProcessError):
                     os.waitpid(self._keeper, 0)
             else:
@@ -529,8 +529,8 @@ class _RunForked(Value):
 
 
 def _fork() -> int:
-    # Suppress Python 3.12's warning about forking with threads. This fork is safe, because the new process
-    # has a single thread (KEEP-1) and imports no modules before it forks the workers (KEEP-2).
+    # Suppress Python 3.12's warning about forking a process with several threads. The fork is safe, because
+    # the child has one thread (KEEP-1) and imports nothing before it forks the workers (KEEP-2).
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

@@ -1,4 +1,4 @@
-"""Process group with a separate supervisor. Every ``PContext`` uses one.
+"""Process group that has its own supervisor. Every ``PContext`` runs its workers in such a group.
 
 The core starts, monitors and stops the processes, and this module handles the core's events. Several threads
 may use a group at the same time: one of them waits for events, and the others wait for that thread.

@@ -169,7 +169,7 @@ class TailLog:
         return self
 
     def stop(self) -> None:
-        """Copy the remaining lines and stop the thread. Files that cannot be read are logged as errors."""
+        """Copy the remaining lines and stop the thread. Log an error for each file that cannot be read."""
         self._finished.set()
         if self._future is not None:
             self._future.result()

@@ -62,7 +62,7 @@ Token = Any
 
 
 def get_method_name(depth: int = 2) -> str:
-    """Return the name of the function ``depth`` calls up the stack, or ``no_method_name`` if there is none.
+    """Return the name of the caller ``depth`` frames up the stack, or ``no_method_name`` if there is none.
 
     Args:
         depth: 1 for the caller, 2 for the caller's caller.

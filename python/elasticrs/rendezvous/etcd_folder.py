@@ -134,7 +134,7 @@ class Folder:
     # --- removing folders ---
 
     def release(self, *, keep: bool) -> None:
-        """Release the lock. Unless ``keep`` is true, remove the folder first."""
+        """If ``keep`` is false, remove the data folder. In any case, release the folder's lock."""
         if keep:
             os.utime(self.lock)
         else:

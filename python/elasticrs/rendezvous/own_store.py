@@ -47,8 +47,7 @@ class OwnStore:
         token = os.urandom(16)
         try:
             if self._server is not None:
-                # Close the server of an earlier attempt, which started the server but could not connect to
-                # it.
+                # Close the server that an earlier call has started but could not connect to.
                 self._server.close()
             self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
             client = Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)

@@ -63,8 +63,8 @@ class StaticTCPRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if the agent serves the workers' store. Unlike in torch, the worker with rank 0 serves the
-        store if the port is not 0.
+        """True if the agent serves the workers' store. False if the port is not 0, because the worker with
+        rank 0 then serves the store. In torch, the port does not matter.
         """
         return self._handler.use_agent_store
 

@@ -46,7 +46,7 @@ def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = 
 
 
 def has_time(log_prefix: str | None, fd: int) -> bool:
-    """Return true if lines written to this file descriptor have a time in their prefix.
+    """Return true if lines written to this file descriptor have a timestamp in their prefix.
 
     Args:
         log_prefix: value of ``--log-prefix``; the value of ``PET_LOG_PREFIX`` if ``None``.

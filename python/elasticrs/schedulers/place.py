@@ -20,7 +20,7 @@ def number_in(text: str) -> int | None:
 
 
 class Place(Value):
-    """Position of this process in a scheduler's job, and the nodes of the job.
+    """Job of a scheduler such as Slurm, and the rank of this node in the job.
 
     Args:
         job: name of the job for messages, such as ``Slurm job 4711``.

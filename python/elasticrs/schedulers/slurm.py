@@ -27,7 +27,7 @@ _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
-    """Return the position of this process in its Slurm job.
+    """Describe this process's Slurm job and the rank of this node in the job.
 
     Args:
         environ: environment variables of this process, with ``SLURM_JOB_ID``.

@@ -106,7 +106,7 @@ class Requests:
     def close(self) -> None:
         """Close the session. Waiting calls raise :class:`LostError`."""
         with self._beginning:
-            # Drop the reference, because the session object keeps a descriptor open until it is destroyed.
+            # Drop the reference to the session, because the object keeps a descriptor open while it exists.
             session, self._session, self._make = self._session, None, None
         if session is not None:
             session.close()

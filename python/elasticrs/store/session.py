@@ -71,7 +71,7 @@ class NativeSession:
         return self._client.clock()
 
     def close(self) -> None:
-        """Close the session and end its lease immediately. No event follows. Idempotent."""
+        """Close the session and end its lease immediately. Closing produces no event. Idempotent."""
         self._client.close()
 
 

@@ -1,4 +1,4 @@
-"""Log expired timers. Programs may replace the function in this module with one of their own."""
+"""Log function for expired timers. Programs may replace the function."""
 
 from __future__ import annotations
 

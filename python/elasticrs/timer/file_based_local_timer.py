@@ -299,7 +299,7 @@ class FileTimerClient(TimerClient):
                 try:
                     fd = os.open(self._file_path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 except OSError:
-                    # No server is left, so there are no timers: discard the pending releases.
+                    # Discard the queued timer releases, because no server is left to receive them.
                     self._pending.clear()
                     continue
             try:

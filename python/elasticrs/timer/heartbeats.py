@@ -1,4 +1,4 @@
-"""Send a worker's heartbeats, for ``--hang-timeout``.
+"""Send a worker's heartbeats, which the agent checks if ``--hang-timeout`` is set.
 
 The agent passes a page of shared memory to each worker, in ``ELASTICRS_HEARTBEAT``. A heartbeat writes two or
 three numbers into the page. It makes no system call, wakes no process and cannot block. The agent reads the
@@ -118,8 +118,8 @@ else:
 
 
 def automatic_heartbeat(step: int | None) -> None:
-    """Send a heartbeat like :func:`heartbeat`. Do nothing if the program sends its own heartbeats, or in a
-    forked child of the worker.
+    """Send a heartbeat like :func:`heartbeat`. Do nothing if the program sends its own heartbeats, or if this
+    process is a forked child of the worker.
     """
     global _automatic, _count  # noqa: PLW0603 -- as in `_heartbeat`
     if _words is not None:
@@ -179,8 +179,8 @@ def _notice_exit() -> None:
     try:
         _register_atexit(_begin_exit)
     except RuntimeError:
-        # Ignore the error, because the exit callback cannot be registered once the main program has returned.
-        # The time limit for a step then stays in effect during the exit.
+        # Ignore the error, which means that the main program has already returned. Without the exit callback,
+        # the time limit for a training step still applies during the exit.
         return
 
 

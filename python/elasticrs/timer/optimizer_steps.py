@@ -47,7 +47,7 @@ def beat_with_steps(optimizers: object) -> None:
             if torch.compiler.is_compiling():
                 return
         except AttributeError:
-            return  # Old torch: send no heartbeats. The agent then reports that the rank is not watched.
+            return  # Send no heartbeats with an old torch. The agent reports that the rank is not watched.
         first = counted() if counted is not None else None
         if first is None:
             counted = ref(optimizer)

@@ -1,5 +1,5 @@
-"""Run a job as a loop that applies a train step to a state. A failure repeats only one step, and the other
-workers keep running. The names are those of torchelastic 0.1.
+"""Run a job as a loop that applies a train step to a state. After a failure, the workers repeat only one
+step, and healthy workers keep running. The API has the same names as torchelastic 0.1.
 
 Importing this package does not import torch.
 """
@@ -48,6 +48,6 @@ _SUBMODULES = (
 
 
 def __getattr__(name: str) -> object:
-    # Import these modules on first use, because a program with its own coordinator does not need the
-    # rendezvous module.
+    # Import the modules on first use, because some of them import the rendezvous module. A program with its
+    # own coordinator does not need the rendezvous module.
     return lazy(__name__, name, _HOMES, _SUBMODULES)

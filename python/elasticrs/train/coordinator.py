@@ -75,8 +75,8 @@ class Coordinator(ABC):
         """
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return the numbers passed by all workers, ordered by rank. All workers must call this together,
-        with equally many integers.
+        """Return the numbers passed by all workers, ordered by rank. All workers must call this method
+        together, with the same number of integers.
 
         Args:
             numbers: numbers of this worker.
@@ -131,8 +131,8 @@ class Coordinator(ABC):
         return False
 
     def saved(self, is_saved: bool) -> None:  # noqa: B027 -- optional to override
-        """Report that a requested checkpoint has been saved or has failed. The loop calls this on all workers
-        before the next round.
+        """Report that a requested checkpoint has been saved or has failed. The training loop calls this
+        method on all workers before the next round.
 
         Args:
             is_saved: true if the checkpoint was written.

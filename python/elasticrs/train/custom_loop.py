@@ -117,8 +117,8 @@ class Participant:
         groups.record_further_groups(current.connections)
 
     def passed(self) -> bool:
-        """Count a completed step. Return true if it is time to :meth:`meet` again. This sends no message, but
-        may block while the workers agree on their last step in this round.
+        """Count a completed step. Return true if it is time to :meth:`meet` again. The call sends no message,
+        but may block while the workers agree on their last step in this round.
         """
         return self._member.passed()
 

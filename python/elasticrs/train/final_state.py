@@ -321,8 +321,8 @@ def _shut(connected: socket.socket) -> None:
 
 
 def _after_fork_in_child() -> None:
-    # Close the server's socket in the child. If the parent died, the child would keep the port open without
-    # answering requests.
+    # Close the server's socket in the child. Otherwise, if the parent died, the child would keep the port
+    # open without answering requests.
     while _servers:
         _servers.pop().server_close()
 

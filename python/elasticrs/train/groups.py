@@ -105,8 +105,8 @@ class Connections:
         return False
 
     def are_intact(self) -> bool:
-        """Return true if all recorded connections of the process groups are still open, so no peer has
-        exited.
+        """Return true if all recorded connections of the process groups are still open, which means that no
+        peer has exited.
 
         Return false if the state of the connections is unknown.
         """
@@ -170,7 +170,7 @@ class Connections:
         )
 
     def needs_last_resort(self, began: float, limit: float) -> bool:
-        """Return true if the main thread is still blocked long after the call of :meth:`shut`.
+        """Return true if :meth:`shut` has not unblocked the main thread in time.
 
         Args:
             began: time of the first call of :meth:`shut` for this round.

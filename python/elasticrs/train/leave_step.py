@@ -69,8 +69,8 @@ class LeaveStep(Record):
 
 
 def agreed(caps: list[int]) -> int:
-    """Return the largest cap, which is the step after which all workers leave the round. Each worker waits at
-    its own cap until this step is known, so no worker has passed the largest cap.
+    """Return the step after which all workers leave the round: the maximum of ``caps``, the steps at which
+    the workers wait for the decision. No worker has passed the maximum.
     """
     return max(caps)
 

@@ -165,7 +165,7 @@ class Membership:
         if self._pid != os.getpid():
             raise RuntimeError("this process was forked from a worker, so it cannot join the training")
         with self._changed:
-            # Clear the round, so that the watching thread no longer acts on it.
+            # Reset `self._round`, so that the watching thread ignores the previous round.
             self._round = None
         if self._thread is None:
             self._is_over = False
@@ -220,8 +220,8 @@ class Membership:
             return verdict == "leave"
 
     def was_broken_off(self, *, is_meeting: bool) -> bool:
-        """Return true if this worker's error is a consequence of the loss or failure of another worker, which
-        ended the round.
+        """Return true if the loss or failure of another worker ended the round and caused this worker's
+        error.
 
         While all connections of the process groups are open, no other member can have caused the error. If a
         connection was closed, wait for the store's report that a member is lost. The store may not notice the
@@ -304,7 +304,7 @@ class Membership:
                 current.board.compare_set("done", "", str(current.step.done))
 
     def keep_final_state(self, content: memoryview | None, *, in_checkpoint: bool) -> None:
-        """Publish the final state for workers that start after training has finished.
+        """Publish the final state. Workers that start after the end of the training can load it.
 
         Args:
             content: copy to serve to these workers. ``None`` if this worker has no copy.
@@ -378,8 +378,8 @@ class Membership:
         self._end_thread()
 
     def shutdown(self) -> None:
-        """Leave the round, release all resources, and close the job, unless it has finished or this worker
-        has left it. If this worker hosts the coordination store, wait up to about ``close_timeout`` seconds
+        """Leave the round and release all resources. Close the job if it is still running and this worker has
+        not left it. If this worker hosts the coordination store, wait up to about ``close_timeout`` seconds
         until the other workers have read the job's outcome.
 
         All workers call this after the last barrier. This method first waits up to 5 s until the other
@@ -527,7 +527,7 @@ class Membership:
                 if connections.needs_last_resort(began, limit):
                     _shut_others(current)
             except Exception:
-                # Retry until the deadline, because the error may be temporary (no free descriptor).
+                # Retry until the deadline, because the error may be temporary, such as `EMFILE`.
                 if not is_told:
                     _log.exception("round %s: a collective could not be interrupted yet", current.number)
                 is_told = True

@@ -230,8 +230,7 @@ class CoordinatorP2P(Coordinator):
 
     def _gather(self, own: str) -> list[bytes]:
         """Exchange texts through the round's store, and return the texts of all workers, ordered by rank.
-        Collectives are not used, because they could interfere with those of a step or would need a second
-        process group.
+        Collectives are not used, because they could interfere with the collectives of a training step.
         """
         if self._store is None:
             raise RuntimeError("there is no round: call rendezvous_barrier() first")
@@ -286,8 +285,8 @@ class CoordinatorP2P(Coordinator):
                     "called",
                     self.rank,
                 )
-            # Clear the request, because no checkpoint can be saved. If this worker is leaving the job, keep
-            # the request to end the round, but do not repeat the warning.
+            # Discard the request, because no checkpoint can be saved. A worker that is leaving the job keeps
+            # the request, because the round must still end, and warns only once.
             self._was_told = self._leaves
             self._is_asked = self._leaves
             if page is not None:
@@ -302,8 +301,8 @@ class CoordinatorP2P(Coordinator):
 
     def should_save_before_meeting(self) -> bool:
         saves = self._member.saves
-        # Record the number of the latest request now. Requests that arrive later may be too late for this
-        # checkpoint.
+        # Record the number of the latest request before the save, because the save may be too early for
+        # requests that arrive later.
         self._serves = 0 if self._member.page is None else self._member.page.asked
         return saves
 

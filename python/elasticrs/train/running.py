@@ -328,8 +328,8 @@ class _Run:
             if not any(vote.is_loaded for vote in self._votes):
                 self._begin_state()
             # Skip `sync` if all workers ran out of data in the same step, because every worker already has
-            # the final state. `sync` could also fail, because programs often create a data loader in `sync`,
-            # and no data remain.
+            # the state after that step. Calling `sync` could also fail, because programs often create a data
+            # loader in `sync`, which fails without data.
             if not have_ended_together(self._votes):
                 began = time.perf_counter()
                 self._state.sync(self._world_size, self._rank)

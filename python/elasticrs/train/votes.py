@@ -95,8 +95,8 @@ def disagreement(votes: Sequence[Vote]) -> str | None:
         if not first.is_saving:
             continue
         peers = [vote for vote in votes if vote.last_round == first.last_round]
-        # Skip workers that have started a later save, because they must have completed the earlier save that
-        # the worker `first` has not completed.
+        # Ignore workers whose last save is later, because they must also have taken part in the save that
+        # `first` has not completed.
         against = [vote for vote in peers if vote.asked >= first.said_yes > vote.said_yes]
         if against:
             return (

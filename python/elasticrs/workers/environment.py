@@ -126,8 +126,8 @@ def hook_environment(env: dict[str, str]) -> dict[str, str]:
         return worker_env
     entries = [_HOOK]
     if "PYTHONPATH" in env:
-        # If PYTHONPATH is set but empty, add the hook's directory twice, so that the hook can restore the
-        # empty value. Do not add an empty entry, because Python would search the working directory for it.
+        # If PYTHONPATH is set but empty, add the hook's directory twice, which tells the hook to restore the
+        # empty value. An empty entry would make Python search the working directory.
         entries.append(env["PYTHONPATH"] or _HOOK)
     worker_env["PYTHONPATH"] = os.pathsep.join(entries)
     return worker_env

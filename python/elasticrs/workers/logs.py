@@ -47,7 +47,7 @@ class LogPaths(Value):
 
     @property
     def run_folder(self) -> str:
-        """Folder with all attempts of the run; empty if a user's class chose the log files."""
+        """Folder with the logs of all attempts; empty if a user-supplied class chose the log files."""
         error_file = next(iter(self.error_files.values()), "") if self.are_new else ""
         # <run>/attempt_N/<local rank>/error.json
         return os.path.dirname(os.path.dirname(os.path.dirname(error_file)))
@@ -212,7 +212,7 @@ def followed_files(settings: LogSettings, nproc: int) -> int:
     """
     if settings.log_dir == os.devnull:
         return 0
-    # Copying the filtered lines opens two more files: the source and the copy.
+    # A filter adds two open files to a stream: the source and the copy of the filtered lines.
     out, err = 3 if settings.duplicate_stdout_filters else 1, 3 if settings.duplicate_stderr_filters else 1
     files = (0, out, err, out + err)
     more = STDERR if settings.capture_stderr else 0
@@ -341,8 +341,8 @@ def temporary_directory() -> str:
 
 
 def remove_if_empty(directory: str, levels: int = 0) -> None:
-    """Remove a directory with its subdirectories, and ``levels`` parents above it, but only those that are
-    empty. Ignore directories that cannot be removed.
+    """Remove a directory, its subdirectories and its ``levels`` nearest parents, unless they contain files.
+    Ignore directories that cannot be removed.
     """
     for parent, _, _ in os.walk(directory, topdown=False):
         _rmdir_if_empty(parent)

@@ -80,7 +80,7 @@ def adopt(
     statuses: Sequence[int],
     pages: Mapping[int, int] | None = None,
 ) -> bool:
-    """Let the core adopt processes started by another process. Return false if their group has already ended.
+    """Make the supervisor monitor existing processes. Return false if the supervisor's group has ended.
 
     Args:
         supervisor: supervisor of a group that has been started.

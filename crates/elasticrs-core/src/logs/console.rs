@@ -110,7 +110,7 @@ impl Output {
         }
     }
 
-    /// Creates the output for a file to which a stream's matching lines are copied.
+    /// Creates an output for `file`, which receives the lines of `stream` that match a filter.
     pub(super) fn of_file(file: File, stream: &LogStream) -> Self {
         let path = match &stream.to {
             To::File(lines) => lines.path.clone(),
@@ -225,8 +225,7 @@ impl Output {
         self.sent = 0;
     }
 
-    /// Drops bytes that have already been written once they fill half of the buffer. Called before more bytes are
-    /// added.
+    /// Removes the written bytes from the buffer if they exceed half of `HIGH_WATER`. Called before bytes are added.
     pub(super) fn compact(&mut self) {
         if self.sent > HIGH_WATER / 2 {
             self.buffer.drain(..self.sent);

@@ -33,7 +33,7 @@ use super::lines::{LineSplitter, Unit};
 use super::matching::LineFilter;
 use super::{Notice, Notify, StreamId, StreamInfo, To};
 
-/// Maximum number of bytes to read from a file in one turn.
+/// Maximum number of bytes to read from one file before the next file gets its turn.
 const BLOCK: usize = 64 * 1024;
 
 /// Numbers of consecutive empty reads after which a file is watched with inotify again. The first number is for busy
@@ -102,7 +102,7 @@ struct Followed {
     put_until: u64,
     is_queued: bool,
     is_polled: bool,
-    /// Number of consecutive rounds without new data. `None` while the file waits for inotify or for the next poll.
+    /// Number of consecutive reads without new data. `None` while inotify or polling is used to notice new data.
     quiet_rounds: Option<u8>,
     /// Value of `quiet_rounds` at which the file is watched by inotify again.
     patience: u8,
@@ -118,7 +118,7 @@ enum Phase {
     Open,
     /// All writers of the file are gone, so the stream is complete once the file has been read to its end.
     Finishing,
-    /// All bytes of the file have been passed to the output, or the output is lost.
+    /// All bytes of the file have been passed to the output, or writing to the output has failed.
     Finished,
 }
 
@@ -533,7 +533,7 @@ impl Followed {
     fn publish_stall(&mut self, outputs: &[Output]) {
         let is_stalled = self.unread > 0 || self.output.is_none_or(|index| !outputs[index].has_room());
         if self.is_stalled && !is_stalled && self.info.read_at.load(Ordering::Relaxed) > 0 {
-            // Measure the inactivity of the file's writer from now on, because the time of the last write is unknown.
+            // Treat the current time as the time of the last write to the file, because the actual time is unknown.
             self.info.read_at.store(Stamp::now().0, Ordering::Relaxed);
         }
         self.is_stalled = is_stalled;
@@ -561,7 +561,7 @@ fn show<'a>(
 fn changes_unseen(file: &File) -> bool {
     // Poll the file if the type of its file system is unknown, because polling is cheap: one wake-up per second.
     let Ok(fs) = fstatfs(file) else { return true };
-    // The width of the type depends on the platform, but the magic numbers have 32 bits.
+    // Cast to 32 bits, because the magic numbers have 32 bits and the type is wider on some platforms.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "the magic number has 32 bits")]
     let magic = fs.filesystem_type().0 as u32;
     CHANGES_UNSEEN.contains(&magic)

@@ -24,8 +24,8 @@ pub const MAX_LINE: usize = 64 * 1024;
 /// a busy machine, and short enough that a prompt seems to appear immediately.
 pub const IDLE: Duration = Duration::from_millis(250);
 
-/// Maximum time for which an unfinished line is held back while it keeps growing, such as a row of dots. The time
-/// starts when the first byte of the line arrives.
+/// Maximum time for which bytes of an unfinished line are held back while more bytes keep arriving. For example, a
+/// program may slowly print a row of dots.
 pub const GROWING: Duration = Duration::from_secs(1);
 
 /// Minimum time between two displayed states of the same progress bar.
@@ -99,12 +99,12 @@ impl LineSplitter {
             return Some(idle.min(oldest + GROWING));
         }
         let due = self.shown_at.map_or(oldest + IDLE, |at| (at + PROGRESS_INTERVAL).max(oldest + IDLE));
-        // If there is no complete state of the progress bar, wait until the stream is idle, because the current text
-        // may be incomplete.
+        // If the progress bar's only unshown text does not end with `\r` yet, wait until no more bytes arrive, because
+        // the text may be incomplete.
         Some(if self.state.is_empty() { due.max(idle) } else { due })
     }
 
-    /// Emits the bytes that have waited long enough. Does nothing before [`Self::deadline`].
+    /// Emits text that is being held back if [`Self::deadline`] has passed. Otherwise, does nothing.
     pub fn tick(&mut self, now: Instant, mut emit: impl FnMut(Unit<'_>)) {
         let (Some((_, newest)), Some(deadline)) = (self.waiting, self.deadline()) else { return };
         if now < deadline {
@@ -175,7 +175,7 @@ impl LineSplitter {
         self.text.extend_from_slice(bytes);
     }
 
-    /// Handles a lone `\r`: the text before it is a complete state of a progress bar, and a new state starts.
+    /// Handles a lone `\r`, after which a progress bar overwrites its text. Emits or stores the text before the `\r`.
     fn overwrite(&mut self, emit: &mut impl FnMut(Unit<'_>)) {
         self.carriage_return = false;
         self.progress = true;

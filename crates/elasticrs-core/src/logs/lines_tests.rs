@@ -240,8 +240,8 @@ proptest! {
         prop_assert!(parts == whole);
     }
 
-    /// Input without `\r` is emitted unchanged, regardless of timing. If the last line does not end with a newline, one
-    /// is added.
+    /// Checks that input without `\r` is emitted unchanged, with or without pauses between the chunks. The only
+    /// exception is that a missing newline at the end is added.
     #[test]
     fn every_byte_is_shown_once_in_order(
         text in text(), cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20), idle in any::<u64>(),

@@ -25,7 +25,7 @@ pub enum Timer {
     Check,
     /// Next check for workers that hang.
     Hang,
-    /// Next progress check of the worker with this local rank, which is exiting after an uncaught exception.
+    /// Time of the next check that the worker with this local rank makes progress in exiting after an exception.
     Exit(u32),
     /// Time at which the user is notified that the worker with this local rank is paused, because a signal has
     /// stopped it.

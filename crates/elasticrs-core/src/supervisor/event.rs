@@ -67,18 +67,17 @@ pub enum Event {
     /// If the timer has a signal, the worker is considered failed. If the failure stops the group,
     /// [`Self::FailureSeen`] follows.
     TimerExpired(TimerExpired),
-    /// A worker missed its heartbeat deadline and is considered failed. If the failure stops the group,
-    /// [`Self::FailureSeen`] follows.
+    /// A worker hangs, or may have caused a hang on another node.
     ///
-    /// Also reported for a worker that may have caused a hang on another node. The worker is then considered failed
-    /// only if a local worker missed its heartbeat deadline.
+    /// If a local worker missed its heartbeat deadline, the reported worker is considered failed. If the failure stops
+    /// the group, [`Self::FailureSeen`] follows.
     WorkerHung(Box<WorkerHung>),
     /// A worker has recorded an uncaught exception. The event is sent again if the worker does not exit in time.
     WorkerRaised(WorkerRaised),
     /// Workers are being killed with SIGKILL, because they did not exit within their grace period or made no progress
     /// while exiting.
     WorkersKilled(WorkersKilled),
-    /// A worker has been stopped for one second by a signal that the supervisor did not send.
+    /// A signal that the supervisor did not send has stopped a worker. The worker is still stopped one second later.
     WorkerPaused { local_rank: u32, pid: i32, signal: i32 },
     /// A worker that was reported as paused is running again.
     WorkerResumed { local_rank: u32, pid: i32 },
@@ -86,7 +85,7 @@ pub enum Event {
     /// and their descendants. Reported immediately, even if no group is running. A running group ends with
     /// [`Outcome::Stopped`].
     Fenced,
-    /// All processes of the group are gone, except those listed in `stuck_workers` and `swept`.
+    /// The group has ended. `stuck_workers` and `swept.stuck` list the processes that did not exit after SIGKILL.
     GroupEnded {
         outcome: Outcome,
         nursery: Option<NurseryExit>,
@@ -282,7 +281,7 @@ pub enum StartFailure {
         local_rank: u32,
         /// Last stage that the start reached, as reported by the starting process. `None` if it reported no stage.
         stage: Option<Stage>,
-        /// Kernel function in which the starting process waits. Empty if it cannot be read.
+        /// Kernel function in which the hanging process waits. Empty if the name of the function cannot be read.
         wait_channel: String,
         /// Time limit for the start, see [`crate::spec::GroupSpec::start_deadline`].
         deadline: std::time::Duration,

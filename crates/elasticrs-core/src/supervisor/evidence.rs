@@ -41,7 +41,7 @@ use memchr::memmem;
 
 use super::watch::wait_channel;
 
-/// Total time limit for gathering evidence from all ranks.
+/// Total time limit for gathering diagnostics, such as stack traces, about all ranks.
 pub const LIMIT: Duration = Duration::from_secs(2);
 /// Time limit within [`LIMIT`] for a worker to write its stacks and its flight record. `py-spy` gets the remaining time.
 const ANSWERS: Duration = Duration::from_millis(1200);
@@ -146,7 +146,7 @@ pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &Gath
     reports.into_iter().map(with_frame).collect()
 }
 
-/// State of an ongoing examination of one worker.
+/// Diagnostics about one worker that are still being collected.
 struct Examination {
     subject: Subject,
     /// Pid of the process that writes its stacks: the worker, or its first descendant with a handler for the signal.
@@ -207,7 +207,7 @@ impl Examination {
         let (status, kernel) = (Status::of(subject.pid), kernel_side(target));
         let answer = asked.filter(|(pid, _)| can_answer(*pid));
         let answer = answer.and_then(|(_, pidfd)| ask(&pidfd, &subject.files.as_ref()?.stacks).ok());
-        // Remove the record of an earlier request, because it is about a hang from which the worker recovered
+        // Remove an old flight record, because it describes an earlier hang from which the worker has recovered
         // (**EVI-6**).
         let removed = subject.files.as_ref().map(|files| fs::remove_file(files.flight_record()));
         let is_removed = removed.is_some_and(|removed| removed.map_or_else(|error| is_missing(&error), |()| true));
@@ -333,8 +333,8 @@ fn ask(pidfd: &OwnedFd, stacks: &Path) -> io::Result<Answer> {
 /// Requests a worker's flight record, and returns the path of the file to which the worker will write it. Fails if no
 /// thread of the worker is waiting for a request.
 fn request_record(files: &EvidenceFiles) -> io::Result<PathBuf> {
-    // A non-blocking open for writing fails if no thread is reading the FIFO or is blocked opening it. No data is
-    // needed, because the open itself unblocks the worker's thread.
+    // Open the FIFO without blocking, so that the call fails if no thread of the worker is waiting at the other end.
+    // Write no data, because the open alone wakes the thread.
     let flags = libc::O_NONBLOCK | libc::O_NOFOLLOW;
     let requests = File::options().write(true).custom_flags(flags).open(files.flight_requests())?;
     if !requests.metadata()?.file_type().is_fifo() {
@@ -428,7 +428,7 @@ fn reap(mut child: Child) {
         }
         std::thread::sleep(PAUSE);
     }
-    // Ignore an error. If the thread cannot be started, the child stays a zombie as long as this process runs.
+    // Ignore an error, because a child that is not reaped only remains a zombie until this process exits.
     let _ = std::thread::Builder::new().name("elasticrs-reap".to_owned()).spawn(move || child.wait());
 }
 

@@ -63,8 +63,8 @@ impl Keeper {
     pub fn hold_beside(&self, connection: BorrowedFd<'_>) -> impl Future<Output = bool> + use<> {
         let (held, is_held) = oneshot::channel();
         let is_sent = self.send_duplicate(connection, false, |connection| Guarded::Beside(connection, held));
-        // Treat a closed channel as success, because the supervisor passes the connection to the next nursery. The
-        // channel is closed if there is no nursery, or if the nursery is about to exit.
+        // The channel is closed without a result if there is no nursery, or if the nursery is exiting. Treat a closed
+        // channel as success, because the supervisor passes the connection to the next nursery.
         async move { is_sent && is_held.await.unwrap_or(true) }
     }
 
@@ -283,10 +283,10 @@ impl Supervisor {
         Ok(timers.insert(fifo).path().to_owned())
     }
 
-    /// Enables hang detection for all later groups. [`super::Event::WorkerHung`] reports a worker that hangs. See
-    /// [`crate::timer::hang`].
+    /// Enables hang detection for all later groups. See [`crate::timer::hang`].
     ///
-    /// The environment variable `ELASTICRS_HEARTBEAT` identifies the shared memory page for a worker's heartbeats.
+    /// A worker sends heartbeats through the shared memory page that its environment variable `ELASTICRS_HEARTBEAT`
+    /// identifies. [`super::Event::WorkerHung`] reports a worker that hangs.
     pub fn watch_hangs(&self, limits: Limits) -> Result<(), SupervisorError> {
         self.send(Command::WatchHangs(limits))
     }
@@ -377,7 +377,7 @@ impl Supervisor {
     /// Kills all remaining workers and their descendants, and stops the nursery and the runtime thread. Later calls do
     /// nothing.
     ///
-    /// With `keep_descendants`, processes that earlier groups left running are not killed, unless a group still exists.
+    /// However, if `keep_descendants` is true and no group exists, processes left by earlier groups keep running.
     pub fn close(&self, keep_descendants: bool) -> Result<(), SupervisorError> {
         self.check_owner()?;
         let thread = lock(&self.thread).take();

@@ -75,8 +75,7 @@ pub(super) struct Import {
     /// Reason why the nursery lost its link: an imported module executed another program, or closed the nursery's
     /// descriptors. `None` if neither was detected.
     pub(super) failure: Option<ImportFailure>,
-    /// True if the import was stopped because the sentinel was lost. Without a sentinel, no process would clean up if
-    /// the agent were killed.
+    /// True if the import was stopped because the guard process, which cleans up if the agent is killed, was lost.
     pub(super) is_unguarded: bool,
 }
 
@@ -246,8 +245,8 @@ impl Nursery {
         self.kill();
     }
 
-    /// Kills a nursery that lost its sentinel during the imports. Without a sentinel, no process would clean up after
-    /// the imports if the agent were killed.
+    /// Stops the imports by killing the nursery, because its guard process was lost. Only the guard process cleans up
+    /// if the agent is killed during the imports.
     fn end_unguarded(&mut self) {
         if let Some(import) = &mut self.import {
             import.is_unguarded = true;
@@ -275,8 +274,8 @@ impl Nursery {
             }
             let ending = self.ending;
             let wants_to_write = self.link.get_ref().has_unsent();
-            // Clear the readiness before the next read. Otherwise, data that arrives after the read would not be
-            // noticed.
+            // Clear the readiness before reading. In the opposite order, data that arrives between the two steps would
+            // be missed.
             //
             // Ignore an error from `readable`, because it occurs only when the runtime shuts down.
             tokio::select! {
@@ -360,7 +359,7 @@ impl Nursery {
 
 async fn lost(sentinel: Option<&Guard>) {
     match sentinel {
-        // Ignore an error, which means that the runtime is shutting down.
+        // Ignore an error, because it only means that the runtime is shutting down.
         Some(Guard { sentinel, .. }) => drop(sentinel.pidfd.readable().await),
         None => std::future::pending().await,
     }
@@ -370,7 +369,7 @@ async fn death_limit(ending: Option<Instant>) {
     tokio::time::sleep_until((ending.unwrap_or_else(Instant::now) + DEATH_LIMIT).into()).await;
 }
 
-/// Reaps a child of this process and returns its exit. Returns `Unknown` if another thread has already reaped it.
+/// Reaps a child process and returns its exit status, or `Unknown` if another thread has already reaped the child.
 fn exit_of(pidfd: &OwnedFd) -> WorkerExit {
     let reaped = waitid(Id::PIDFd(pidfd.as_fd()), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
     reaped.map_or(WorkerExit::Unknown, WorkerExit::of)

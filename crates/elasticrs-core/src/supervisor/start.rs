@@ -58,8 +58,7 @@ pub(super) struct Starting {
     stop: Option<StopPolicy>,
     /// The group, while it waits for the nursery to finish its imports. `None` once the workers are being started.
     waiting: Option<GroupSpec>,
-    /// Inputs about running workers that arrive while other workers are still being started. They are handled after
-    /// the start.
+    /// Events of workers that are already running, stored until all workers have been started.
     early: Vec<Input>,
 }
 
@@ -107,11 +106,11 @@ impl Starting {
         self.failure.get_or_insert(failure);
     }
 
-    /// Records that the start of a worker has exceeded its deadline. Usually, the first worker without an answer hangs,
-    /// because workers are started in order.
+    /// Records that the start of the workers has exceeded its deadline.
     ///
-    /// If `stage` is [`Stage::NextFork`], the first worker without an answer has already been forked. In this case, the
-    /// second worker without an answer hangs.
+    /// The first worker without a reply is reported as hung, because workers are started in order. In
+    /// [`Stage::NextFork`], the nursery hangs while it forks the next worker, so the second worker without a reply is
+    /// reported.
     pub(super) fn hung(&mut self, stage: Option<Stage>, wait_channel: String) {
         let mut waiting = (0..).zip(&self.answers).filter(|(_, answer)| matches!(answer, Answer::Awaited));
         let (behind, stage) = match stage {
@@ -156,10 +155,10 @@ impl Starting {
         self.failure.is_some()
     }
 
-    /// Removes and returns the reason why the group did not start. Returns `Ok` if a worker could not be started.
-    /// Returns `Err` if the group was stopped or the nursery died.
+    /// Removes and returns the reason why the group did not start. The `Result` is used as an either type: `Ok`
+    /// contains the failure to start a worker, and `Err` the outcome of a group that was stopped or lost its nursery.
     ///
-    /// Called once the clean-up of leftover processes is complete.
+    /// Called once leftover processes have been cleaned up.
     pub(super) fn take_outcome(&mut self) -> Result<StartFailure, (Outcome, Option<NurseryExit>)> {
         match (self.failure.take(), self.stop) {
             (Some(failure), _) => Ok(failure),
@@ -198,7 +197,7 @@ pub(super) mod tests {
 
     const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::ZERO };
 
-    /// Returns a group with one worker, which is warm if `warm` is true.
+    /// Returns a group with one worker. If `warm` is true, the worker needs modules that the nursery has imported.
     pub(in crate::supervisor) fn group(warm: bool) -> GroupSpec {
         GroupSpec {
             processes: vec![ProcessSpec { warm, ..ProcessSpec::new(Vec::new(), Vec::new()) }],

@@ -53,7 +53,7 @@ pub enum Input {
     Swept(SweepOutcome),
     /// The nursery has died. Its workers die, too, because the kernel sends them their parent-death signal.
     NurseryLost(NurseryExit),
-    /// The fence deadline has passed, so the agent's lease may expire. The nursery is killing its workers.
+    /// The agent did not renew its lease before the deadline for killing all workers. The nursery is killing them.
     Fenced,
     /// Members with these pids have died, but their exits have not been reported yet.
     ///
@@ -97,7 +97,7 @@ pub enum Effect {
         to: StopScope,
         signal: Signal,
     },
-    /// Send a signal only to this process (a worker or its descendant), because its timer has expired.
+    /// Send the signal of an expired timer to the process that owns the timer: a worker or its descendant.
     SignalProcess { pid: i32, signal: Signal },
     /// Set a deadline.
     Arm(Timer, Duration),
@@ -238,8 +238,8 @@ impl Group {
         self.members.iter().filter(|m| !m.ended).map(|m| m.pid)
     }
 
-    /// Returns true if the group may signal members in response to `input`. If so, first pass [`Input::Dead`] to
-    /// [`Self::on_input`]. Otherwise, members that died by themselves would be recorded as signalled.
+    /// Returns true if `input` may make the group signal its members. Before such an input, pass [`Input::Dead`] to
+    /// [`Self::on_input`], because members that are already dead must not be recorded as signalled.
     pub fn may_signal(&self, input: &Input) -> bool {
         match input {
             Input::Exited { exit, .. } => {
@@ -375,7 +375,7 @@ impl Group {
         if suspended {
             // Do nothing, because the supervisor itself has suspended the whole group, including this member.
         } else if stopping {
-            // Continue the member, because a stopped process cannot handle the stop signal.
+            // Send SIGCONT, because a suspended process cannot handle the signal that asks it to exit.
             effects.push(to_group(pid, Signal::CONT));
         } else if member.pause == Pause::Running {
             member.pause = Pause::Noticed(signal);
@@ -468,7 +468,7 @@ impl Group {
             }
             Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
             Timer::Check | Timer::Hang => self.on_check(effects),
-            // `Kill` and `GiveUp` do not apply in the current phase. The executor handles all other listed timers.
+            // Ignore these timers, because they do not apply in the current phase or are handled by the executor.
             Timer::Kill
             | Timer::GiveUp
             | Timer::Start

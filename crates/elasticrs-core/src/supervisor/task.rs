@@ -63,8 +63,8 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(35);
 /// Extra time before the supervisor checks the deadline for killing all workers, so that the nursery can notice the
 /// deadline first.
 const FENCE_SLACK: Duration = Duration::from_millis(100);
-/// Extra time for a clean-up of leftover processes, beyond its own time limits. After that, the nursery or thread that
-/// performs the clean-up is considered hung.
+/// Extra time that a clean-up of leftover processes may take beyond its time limits. After the extra time, the nursery
+/// or thread that performs the clean-up is considered hung.
 const SWEEP_SLACK: Duration = Duration::from_secs(5);
 
 /// Creates the supervisor's task and runs it until the supervisor is closed. Sends the result of the creation through
@@ -79,8 +79,8 @@ pub(super) async fn run(
         Ok(task) => task,
         Err(error) => return drop(ready.send(Err(error))),
     };
-    // Ignore an error, which means that the creator of the supervisor has stopped waiting. In that case, the inbox
-    // is closed too, so the task stops.
+    // Ignore an error, because it means that the creator of the supervisor has stopped waiting. The task then stops by
+    // itself, because its inbox is closed as well.
     let _ = ready.send(Ok(()));
     // Run the loop as a separate task. Otherwise, each wake-up of another task on this thread would poll everything
     // that this loop waits for.
@@ -360,8 +360,8 @@ impl Task {
         }
     }
 
-    /// Handles the notices about uncaught exceptions that have arrived. Also called before an exit is recorded.
-    /// Otherwise, a worker whose notice is still unread would seem to have exited without an exception.
+    /// Handles received notices about uncaught exceptions. Also called before a worker's exit is recorded, because an
+    /// unread notice may contain the worker's exception.
     fn on_notices(&mut self) {
         if self.current.is_starting() {
             // Read no notices yet, because a sender can be identified only if the pids of all workers are known.
@@ -567,8 +567,8 @@ impl Task {
 
     // --- closing ----------------------------------------------------------------------------------------------
 
-    /// Closes the supervisor. The nursery kills all remaining processes. With `keep_descendants`, the nursery leaves
-    /// them running if no group exists.
+    /// Closes the supervisor. The nursery kills all remaining processes, unless `keep_descendants` is true and no group
+    /// exists.
     async fn close(mut self, keep_descendants: bool) {
         self.evidence.cancel(&mut self.retired);
         self.second.stop(&mut self.retired);

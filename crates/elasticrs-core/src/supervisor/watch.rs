@@ -86,10 +86,10 @@ pub(super) fn child_that_starts(pid: i32, others: &[i32]) -> Option<i32> {
     children.find(|child| !others.contains(child) && program(*child) == own)
 }
 
-/// Kills the processes that a lost nursery left behind. Blocks for at most about `give_up`.
+/// Kills the processes that a dead nursery left behind. May block for slightly longer than `give_up`.
 ///
-/// `adopted` are children of this process that must not be killed, because Python reaps them. `sessions` are the
-/// pids of the lost workers, which were session leaders.
+/// `sessions` contains the pids of the nursery's workers, each of which was a session leader. `adopted` contains
+/// children of this process that must not be killed, because Python started and reaps them.
 pub(super) fn sweep_after_loss(
     token: Token,
     owns_process: bool,

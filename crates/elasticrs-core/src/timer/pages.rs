@@ -71,8 +71,8 @@ impl HeartbeatPage {
 
     /// Reads the worker's shared memory. `load` returns the 64-bit word at an index.
     ///
-    /// Loads the time limit before the heartbeats, in the reverse order of the worker's stores. Otherwise, a new limit
-    /// could be applied to the time since an old heartbeat.
+    /// Loads the time limit before the heartbeat times, because the worker writes them in the opposite order. A new
+    /// limit is therefore never combined with an outdated heartbeat time.
     fn read_by(&self, mut load: impl FnMut(usize) -> u64, now: u64) -> RankState {
         let (limit, exit) = (load(LIMIT), load(EXIT));
         let name: [u64; NAME_WORDS] = std::array::from_fn(|word| load(NAME + word));
@@ -159,8 +159,8 @@ mod tests {
         assert_eq!(page.read(1400), RankState::Heartbeat(Beat { last: 1400, steps: vec![500], ..Beat::default() }));
     }
 
-    /// Interleaves the memory writes of a worker (`heartbeats.py`) with a read of the page. Tries every point of the
-    /// read at which the writes can begin.
+    /// Simulates a worker (`heartbeats.py`) that writes to the shared memory while it is being read. Repeats the test
+    /// for every moment at which the writes can start.
     #[test]
     fn a_limit_is_never_seen_without_the_heartbeat_that_began_it() {
         const STARTED: u64 = 1001;
@@ -178,7 +178,7 @@ mod tests {
             let mut left = stores[before..].iter();
             let mut number = 0;
             let load = |index: usize| {
-                // Simulate a concurrent writer: from read number `first` on, apply the next write before each read.
+                // Simulate a concurrent writer: once `first` words have been read, do one write before each read.
                 if number >= first {
                     left.by_ref().take(1).for_each(|(index, value)| words[*index] = *value);
                 }

@@ -28,8 +28,8 @@ impl Nursery {
         matches!(self.compaction, Compaction::Now(_)).then_some(PAUSE)
     }
 
-    /// Starts moving the nursery's memory to huge pages, unless this was done before. Called after each fork, because
-    /// the move would delay the first fork.
+    /// Starts moving the nursery's memory to huge pages. Only the first call has an effect. The first call is made
+    /// after the first fork, because the move would delay that fork.
     pub(super) fn begin_compaction(&mut self) {
         if matches!(self.compaction, Compaction::Later) {
             self.compaction = Compaction::Now(collapse::places());

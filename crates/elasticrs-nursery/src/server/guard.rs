@@ -11,8 +11,8 @@ use crate::protocol::{Reply, Request};
 
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
-        // The request has no descriptor if this process has reached its limit on open files. Adding the socket is not
-        // expected to fail, because the agent enforces the same limit on connections.
+        // `fds` is empty if this process has reached its limit on open files. `hold` is not expected to fail, because
+        // the agent enforces the same limit on the number of connections.
         let is_held =
             fds.into_iter().next().is_some_and(|socket| self.held.hold(Held { socket, word }, beside).is_ok());
         if !is_held {
@@ -37,8 +37,8 @@ impl Nursery {
     }
 
     pub(super) fn set_activity(&mut self, fds: Vec<OwnedFd>) {
-        // Ignore an error, because the job stays protected. Without the shared memory page, the process that guards the
-        // nursery kills all processes itself when the agent dies.
+        // Ignore an error, because it only means that the process that guards the nursery has to kill all processes
+        // when the agent dies.
         self.activity = Activity::from_descriptors(fds).ok();
         if let Some(activity) = &mut self.activity {
             activity.wait();

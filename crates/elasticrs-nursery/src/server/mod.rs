@@ -78,8 +78,8 @@ pub fn run_warm(start: Option<&str>, forker: Option<Forker>) -> Result<Worker, u
         Sentinel::new(nursery, start.token).serve().map_err(code)?;
         return Err(0);
     }
-    // In a forked worker, `serve` closes the nursery's descriptors. Call `settle` afterwards, because it may give the
-    // same numbers to the worker's descriptors.
+    // In a forked worker, call `settle` only after `serve` has closed the nursery's descriptors, because `settle` may
+    // reuse their numbers.
     nursery.serve().map_err(code)?.map(Begun::settle).ok_or(0)
 }
 
@@ -135,8 +135,8 @@ struct Nursery {
     fence: Option<Fence>,
     /// Shared memory page in which the nursery process reports what it is doing. `None` if no other process reads it.
     activity: Option<Activity>,
-    /// Nice value to restore, because the nursery process raises its priority while it kills processes. `None` if the
-    /// priority is not raised.
+    /// Nice value before the nursery process raised its priority to kill processes. It is restored afterwards. `None`
+    /// if the priority is not raised.
     nice: Option<i32>,
     /// Spare descriptors. They are closed before processes are killed, so that `/proc` can be read even at the limit on
     /// open files.
@@ -387,8 +387,8 @@ impl Nursery {
         match sweep.step(self, has_children) {
             Verdict::GoOn => {
                 if self.orphaned && sweep.is_quiet() {
-                    // End the agent's session now, because the other nodes wait only for the exit of the workers.
-                    // Processes that unlink shared memory may still be running.
+                    // End the agent's session before the processes that unlink shared memory exit, because the other
+                    // nodes wait only for the exit of the workers.
                     self.end_session();
                 }
                 self.sweep = Some(sweep);

@@ -32,15 +32,15 @@ pub(super) struct Sentinel {
     agent: OwnedFd,
     nursery: Option<Guarded>,
     fence: Option<Fence>,
-    /// Duplicates of the connections that the nursery holds.
+    /// Duplicates of the nursery's connections, held by this process.
     held: Connections,
 }
 
 struct Guarded {
     pidfd: OwnedFd,
     activity: Activity,
-    /// Activity of the nursery at the last check. `None` if the nursery was not starting a worker, or if the deadline
-    /// for killing all workers had not passed.
+    /// Activity of the nursery at the last check, if it was still starting a worker after the deadline for killing all
+    /// workers. Otherwise `None`.
     ///
     /// If the next check finds the same activity, the nursery is considered hung.
     overdue: Option<Doing>,
@@ -112,11 +112,11 @@ impl Sentinel {
         let hangs = is_overdue && nursery.overdue == Some(doing);
         nursery.overdue = is_overdue.then_some(doing);
         if hangs {
-            // Use `look` to mark the deadline as passed, because the hung nursery process cannot do this itself. Ignore
-            // the result, because no error is possible.
+            // Call `look` to mark the deadline as passed in shared memory, because the hung nursery cannot do so.
+            // Ignore the result, because no error is expected.
             let _ = fence.look();
-            // Kill the nursery first, because it would otherwise report the exit of the worker that it is starting. The
-            // only possible error is ESRCH.
+            // Kill the nursery before the worker that it is starting, because it would otherwise report the worker's
+            // exit. Ignore an error, because it means that the nursery is already dead.
             let _ = pidfd::send_signal(&nursery.pidfd, libc::SIGKILL);
         }
         hangs

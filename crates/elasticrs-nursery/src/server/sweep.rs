@@ -70,8 +70,8 @@ pub(super) struct Sweep {
     /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
     /// holds them.
     corpses: BTreeSet<i32>,
-    /// Time at which the checks first found that none of the remaining processes has to exit. `None` if a process still
-    /// has to exit.
+    /// Time at which a check first found that all remaining processes are allowed to remain. `None` if a process still
+    /// has to be killed.
     only_held: Option<Instant>,
     pause: Duration,
 }
@@ -81,16 +81,16 @@ pub(super) struct Sweep {
 struct Look {
     others: Vec<Listed>,
     exempt: Vec<i32>,
-    /// True if the check found a [cleaner](crate::cleaner) and did not kill it.
+    /// True if a process was found that still [unlinks shared memory](crate::cleaner) and was therefore not killed.
     cleaners: bool,
     /// Exited children that `wait4` does not return, because a tracer holds them.
     held: Vec<i32>,
-    /// True if a process exited during the check. The check may have missed the children of that process, because they
-    /// were reparented to the nursery in the meantime.
+    /// True if a process exited during the search for processes. The search may have missed the children of that
+    /// process, because they became children of the nursery in the meantime.
     ///
-    /// A zombie that is not a child of the nursery does not count, because its children were already reparented.
+    /// Zombies with another parent than the nursery do not count, because their children were already reparented.
     unsure: bool,
-    /// True if the check sent a process its first SIGTERM or its first SIGKILL.
+    /// True if at least one process was sent SIGTERM or SIGKILL for the first time.
     new: bool,
 }
 
@@ -111,10 +111,10 @@ impl Sweep {
         }
     }
 
-    /// Handles a new request to kill processes while an earlier request is in progress.
+    /// Combines a new request to kill processes with the request in progress.
     ///
-    /// Ignores a new request for a single worker (`left_by`). A new request for all descendants replaces an earlier
-    /// request for a single worker. If both requests are for all descendants, the earlier deadlines apply.
+    /// Ignores a new request to clean up after one worker (`left_by`). A new request to kill all descendants replaces a
+    /// clean-up after one worker. If all descendants are already being killed, the earlier deadlines apply.
     pub(super) fn bring_forward(&mut self, by: Deadlines, number: Option<u32>, left_by: Option<i32>) {
         if left_by.is_some() {
             return;
@@ -139,7 +139,7 @@ impl Sweep {
         until.min(self.pause)
     }
 
-    /// Returns the number of the request to answer, and all signalled processes that are not in `stuck`.
+    /// Returns the contents of the answer: the ID of the request, and the signalled processes except those in `stuck`.
     pub(super) fn into_answer(self, stuck: &[Descendant]) -> (Option<u32>, Signalled) {
         let stuck: Vec<i32> = stuck.iter().map(|stuck| stuck.pid).collect();
         (self.number, self.ended.without(&stuck))
@@ -246,7 +246,7 @@ impl Sweep {
         look
     }
 
-    /// True if only the processes of the worker `left_by` are killed, and `session` belongs to another worker.
+    /// True if processes in `session` are spared, because they belong to another worker than `left_by`.
     fn is_left_by_another(&self, nursery: &Nursery, session: i32) -> bool {
         self.left_by.is_some_and(|worker| worker != session && nursery.sessions.contains(&session))
     }

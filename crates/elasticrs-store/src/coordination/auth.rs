@@ -6,8 +6,8 @@ use subtle::ConstantTimeEq as _;
 
 use super::protocol::{Digest, Secret};
 
-/// The side, client or store, that proves that it knows the token. A proof contains the name of the side, because the
-/// peer could otherwise answer with a copy of that proof.
+/// Side of the connection that proves its knowledge of the token. The proof includes the side, because a peer could
+/// otherwise send a proof back to the side that computed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     /// The client answers the store's challenge.

@@ -130,7 +130,7 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, S
     let (stream, peer) = connect(&options.endpoint(), &addresses, options.connect_timeout, begun).await?;
     stage.set(Stage::Handshake(peer));
     let broken = |error: &io::Error| StoreError::new(LostKind::Closed, format!("lost {}: {error}", options.endpoint()));
-    // Disable Nagle, because small messages would otherwise be delayed. Continue if it fails.
+    // Disable Nagle's algorithm, because it would delay small messages. Ignore an error, which only costs latency.
     let _ = stream.set_nodelay(true);
     let local = stream.local_addr().map_err(|error| broken(&error))?;
     let wanted = Wanted { resume: None, met: options.met };
@@ -141,8 +141,8 @@ async fn open_within(options: &Options, stage: &Cell<Stage>) -> Result<Opened, S
     };
     let met = match met {
         Ok(met) => met,
-        // A `TCPStore` closes the connection without an answer. An agent that hosts the store does the same while it is
-        // exiting. Probe the port to distinguish the two cases.
+        // The server has closed the connection without answering. It is either a torch `TCPStore` or an agent that is
+        // exiting, so probe the port to find out.
         Err(error) if error.kind == LostKind::Closed && greeter.frames.is_untouched() => {
             return Err(if is_tcp_store(peer).await { not_ours(options, TCP_STORE) } else { error });
         }

@@ -311,8 +311,8 @@ impl Connection {
     async fn part(mut self, end: Disconnect) {
         match end {
             Disconnect::Gone | Disconnect::Broken => {}
-            // Do not report a peer that probes for a `TCPStore`, because it is a client of this store. The client
-            // probes if the store does not answer in time, for example after a pause.
+            // Do not report a peer that sent the probe for a `TCPStore`, because only clients of this store send it.
+            // Clients send the probe if the store does not answer in time, for example after a pause.
             Disconnect::Foreign if self.frames.unread() == QUESTION => {}
             Disconnect::Foreign => {
                 let what = describe(self.frames.unread());
@@ -325,7 +325,7 @@ impl Connection {
         }
         if self.outbox.is_closing() {
             self.frames = Frames::new(0);
-            // Close the connection after `PARTING`, even if the client has not read the reason by then.
+            // Wait at most `PARTING` for the client to read why it was disconnected. Then close the connection.
             let _ = timeout(PARTING, self.say_why()).await;
         }
     }

@@ -84,7 +84,7 @@ pub(super) struct Granted {
     pub(super) secret: Secret,
     pub(super) interval_ms: u32,
     pub(super) attempts: u16,
-    /// Longest time to live that the store has announced to the client of the session, in milliseconds.
+    /// Longest time to live that the store has granted to the session, in milliseconds.
     pub(super) ttl_ms: u32,
 }
 
@@ -303,8 +303,7 @@ impl StateFile {
                 .fill(whole)
                 .map_err(harm(Harm::None))
                 .and_then(|()| put_in_place(&next, &begun.path).map_err(harm(Harm::Unknown))),
-            // `path` exists, but is not the file `held`. Another process has replaced `held`, or has created a file
-            // after this store had found none.
+            // Another process has created the file at `path`, or has replaced the file `held` with it.
             Ok(false) if begun.path.exists() => Err((Errno::EWOULDBLOCK.into(), Harm::Unknown)),
             // `path` no longer exists: the file that `held` refers to was removed.
             Ok(false) => Err((Errno::ENOENT.into(), Harm::Unknown)),
@@ -366,7 +365,7 @@ impl StateFile {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Harm {
     None,
-    /// The old file is no longer at its path, or it is unknown whether it still is.
+    /// The old file may no longer be at its path.
     Unknown,
 }
 
@@ -411,7 +410,7 @@ fn check_owner(path: &Path, file: &File) -> io::Result<Result<(), StateError>> {
 fn check_folder(path: &Path) -> Result<(), StateError> {
     let folder = folder_of(path);
     let Ok(about) = metadata(folder) else {
-        // A missing folder is reported when the file is opened.
+        // Ignore the error, because opening the file will report it.
         return Ok(());
     };
     if about.mode() & (STICKY | WRITABLE) == WRITABLE {

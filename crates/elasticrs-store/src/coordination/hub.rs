@@ -280,10 +280,10 @@ impl Hub {
         self.keep_within_limit(&mut shared);
     }
 
-    /// Returns true if there is room for one more session without a connection.
+    /// Returns true if one more session may remain without a connection.
     ///
-    /// Without this limit, clients could fill the memory by connecting and disconnecting repeatedly. The server would
-    /// then have to end the sessions of other clients.
+    /// The number of such sessions is limited, because clients could otherwise fill the memory by reconnecting
+    /// repeatedly. The server would then end the sessions of other clients.
     fn may_wait(&self, shared: &Shared) -> bool {
         shared.absent < self.config.max_connections && self.has_room_in(shared)
     }
@@ -316,8 +316,8 @@ impl Hub {
         self.held.get() + shared.watches.bytes() + shared.state.entry_bytes() + shared.absent * ABSENT_COST
     }
 
-    /// Ends sessions until the memory use is within the limit of HUB-3. The stored keys alone never exceed this limit,
-    /// because they have a lower limit.
+    /// Ends sessions until the memory use is within its limit (HUB-3). Ending sessions is sufficient, because the
+    /// stored keys have a smaller limit of their own.
     fn keep_within_limit(&self, shared: &mut Shared) {
         let limit = self.config.max_bytes;
         while self.used(shared) > limit {

@@ -7,7 +7,7 @@ use std::cell::Cell;
 use std::ops::Deref;
 use std::rc::Rc;
 
-/// Bytes that a connection takes in addition to its messages: its task, its socket, and its entries in the tables.
+/// Bytes of memory for a connection without its messages: its task, its socket, and its entries in the tables.
 pub(super) const CONNECTION_COST: usize = 2048;
 /// Bytes that a message takes in addition to its contents.
 const MESSAGE_COST: usize = 96;

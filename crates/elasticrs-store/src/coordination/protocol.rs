@@ -105,7 +105,7 @@ pub enum Answer {
         /// - for a rejected watch, the oldest revision in the history.
         results: Vec<OpResult>,
     },
-    /// Changes that one revision made to keys that this client watches.
+    /// Changes to keys that this client watches, made at one revision of the store.
     Changes { revision: u64, changes: Vec<Change> },
     Alive {
         sent: u64,

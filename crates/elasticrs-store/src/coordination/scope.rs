@@ -29,7 +29,7 @@ pub fn scoped_token(token: &[u8], scope: &str) -> String {
     })
 }
 
-/// Returns true if a request uses only keys of the scope.
+/// Returns true if all keys in a request start with the prefix `scope`. Without a scope, all keys are allowed.
 pub(super) fn allows(scope: Option<&str>, request: &Request) -> bool {
     let is_within = |key: &str| scope.is_none_or(|prefix| key.starts_with(prefix));
     match request {

@@ -55,8 +55,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Binds and listens on the named addresses, then starts the server. The server calls `tell` with a line for the
-    /// user when it refuses a client or when another program connects.
+    /// Listens on the named addresses and starts the server. The server calls `tell` with a message for the user when
+    /// it refuses a client, or when a program with another protocol connects.
     pub fn start(
         runtime: &dyn Spawn,
         named: &[(String, u16)],
@@ -176,8 +176,8 @@ pub(super) async fn run(hub: Rc<Hub>, listeners: Vec<TcpListener>, mut inbox: Un
     accepting.shutdown().await;
     if closed.is_some() && hub.journal.is_none() {
         hub.say_farewell();
-        // Yield once, so that the task of each connection sends the farewell. A client that does not receive the
-        // farewell waits until its lease expires.
+        // Yield once, so that each connection's task can send the message that the store was closed. A client that does
+        // not receive the message waits until its lease expires.
         yield_now().await;
     }
     // Stop these tasks before the connections. Otherwise, these tasks would end the sessions of the closed

@@ -208,10 +208,10 @@ impl<'a> Backend<'a> for OwnStore<'a> {
 }
 
 impl OwnStore<'_> {
-    /// Returns the time at which the client closes the connection because a keep-alive is unanswered.
+    /// Returns the time at which the client closes the connection if a keep-alive is still unanswered.
     ///
-    /// Returns `u64::MAX` (no time limit) if the session cannot be resumed, or if the event queue is full. The client
-    /// reads no answers while the queue is full.
+    /// Returns `u64::MAX` (never) if closing the connection would end the session. Also returns `u64::MAX` while the
+    /// event queue is full, because the client then reads no answers.
     fn overdue(&self, core: &Core<'_>) -> u64 {
         if self.unanswered.is_some() && !self.events.is_full() { core.lease.overdue() } else { u64::MAX }
     }

@@ -48,8 +48,8 @@ pub(super) enum Exceeded {
     Searched,
 }
 
-/// Remaining answer bytes and search steps of a transaction. `room` or `searched` becomes `None` when its limit is
-/// exceeded.
+/// Remaining budget of a transaction: bytes of its answer (`room`) and search steps (`searched`). A budget becomes
+/// `None` when it is exceeded.
 #[derive(Debug)]
 struct Budget {
     /// Number of bytes that can still be added to the answer.

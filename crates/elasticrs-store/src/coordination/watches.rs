@@ -85,8 +85,8 @@ impl Watches {
         }
     }
 
-    /// Groups the clients to notify of a revision by the changes that they receive. The key of a group is the ascending
-    /// list of the changes' positions in `revision.changes`.
+    /// Returns groups of clients that receive the same changes of this revision. The key of a group is the list of the
+    /// positions of these changes in `revision.changes`, in ascending order.
     pub(super) fn deliveries(&self, revision: &Revision) -> BTreeMap<Vec<usize>, Vec<SessionId>> {
         let mut of_client: BTreeMap<SessionId, Vec<usize>> = BTreeMap::new();
         for (position, change) in revision.changes.iter().enumerate() {

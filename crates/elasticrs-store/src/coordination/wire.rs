@@ -321,7 +321,7 @@ impl<T: Field> Field for Vec<T> {
 /// Error in the stream of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Broken {
-    /// The peer is a different program, because the stream does not start with [`MAGIC`].
+    /// The stream does not start with [`MAGIC`], so the peer is a different program.
     #[error("this is not the protocol of this store")]
     Foreign,
     /// The length of a frame is zero or exceeds the limit.
@@ -346,7 +346,7 @@ pub struct Frames {
 }
 
 impl Frames {
-    /// Creates a splitter for the start of a stream. `limit` is the maximum length of a frame.
+    /// Creates a splitter for a new stream. `limit` is the maximum length of a frame in bytes.
     pub fn new(limit: usize) -> Self {
         Self { buffer: Vec::new(), start: 0, limit, is_greeted: false }
     }

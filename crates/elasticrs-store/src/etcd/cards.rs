@@ -1,5 +1,5 @@
-//! Data that sessions exchange to link to each other: the card, which a session stores in etcd, and the first
-//! message on a link. Pure functions.
+//! Encodes and decodes the data with which sessions connect to each other: the entry that each session publishes in
+//! etcd, and the first message on a connection. All functions are pure.
 
 use std::fmt::Write;
 
@@ -13,8 +13,8 @@ use super::messages as pb;
 const CARDS: &str = "~sessions/links/";
 /// Secret that identifies a session to its peers. It is stored in etcd, so only programs that can read etcd know it.
 pub(super) type Nonce = [u8; 16];
-/// Secret that is sent on a session's links to announce that all processes that depend on the session have
-/// exited.
+/// Secret that announces the end of a session to its peers. It is sent after all processes that depend on the session
+/// have exited.
 pub(super) type LastWord = [u8; 32];
 /// SHA-256 hash of a [`LastWord`].
 pub(super) type Seal = [u8; 32];

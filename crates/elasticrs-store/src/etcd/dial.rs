@@ -147,8 +147,8 @@ impl Failure {
             code::INVALID_ARGUMENT | code::NOT_FOUND | code::FAILED_PRECONDITION | code::OUT_OF_RANGE => {
                 LostKind::Protocol
             }
-            // Retry after any other code. It means that the leader is missing or has changed, or that the member is
-            // slow or stopping. Codes that no known version of etcd sends are also retried.
+            // Retry after any other code, including unknown ones, because etcd may be electing a leader, or the member
+            // may be slow or stopping.
             _ => LostKind::Timeout,
         };
         let error = StoreError::new(kind, format!("etcd at {at}: {message}{hint}"));

@@ -66,7 +66,7 @@ const PREFIX: &str = "etcdserver: ";
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Status {
     pub(super) code: u32,
-    /// `None` if the error is not in [`TABLE`].
+    /// Error from [`TABLE`] that matches the code and the text. `None` if there is no match.
     pub(super) error: Option<EtcdError>,
     /// Text of the error for the user, without etcd's prefix.
     pub(super) message: String,
@@ -80,8 +80,8 @@ impl Status {
     }
 }
 
-/// Parses the reason that etcd gives when it cancels a watch, and returns the error if it is in [`TABLE`]. The
-/// reason is formatted like a gRPC status in Go: `rpc error: code = NAME desc = TEXT`.
+/// Returns the error in [`TABLE`] that matches the reason with which etcd canceled a watch. The reason is formatted
+/// like a gRPC status in Go: `rpc error: code = NAME desc = TEXT`.
 pub(super) fn cancel_error(reason: &str) -> Option<EtcdError> {
     let (_, text) = reason.strip_prefix("rpc error: code = ")?.split_once(" desc = ")?;
     find(text.strip_prefix(PREFIX)?, |_| true)

@@ -195,8 +195,8 @@ impl Desk {
     }
 
     async fn predecessor(&self, prefix: &str, created: u64, revision: i64) -> Result<Option<Entry>, JobError> {
-        // If etcd has compacted this revision, read the newest revision instead. It contains the same keys created
-        // before `created`, except those that were deleted in the meantime.
+        // If etcd has compacted this revision, read the newest revision instead. It lacks only keys that were deleted
+        // in the meantime.
         let (mut youngest, at) = match self.range(&self.keys.predecessor(prefix, created, revision)).await {
             Err(error) if error.is_out_of_history() => {
                 (self.range(&self.keys.predecessor(prefix, created, 0)).await?.1, 0)

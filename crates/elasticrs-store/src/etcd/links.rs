@@ -102,7 +102,7 @@ impl Links {
         tokio::join!(Box::pin(Rc::clone(&links).follow()), links.accept(listener)).1
     }
 
-    /// Answers up to [`CALLERS`] incoming links at the same time.
+    /// Accepts connections from other sessions, and serves up to [`CALLERS`] of them at the same time.
     async fn accept(self: Rc<Self>, listener: TcpListener) -> Infallible {
         let mut callers = JoinSet::new();
         loop {
@@ -111,8 +111,8 @@ impl Links {
                     Ok((stream, _)) if callers.len() < CALLERS => {
                         callers.spawn_local(Rc::clone(&self).answer(stream));
                     }
-                    // Close the connection, because too many connections are open. The peer will retry. Without a
-                    // connection, the peer notices the end of this session only when the session's lease expires
+                    // Close the connection, because too many connections are open. Until the peer's next attempt
+                    // succeeds, the peer notices the end of this session only when the lease of this session expires
                     // (LINK-2).
                     Ok(_) => {}
                     // Wait before retrying, because an error such as running out of file descriptors would otherwise
@@ -339,8 +339,7 @@ mod tests {
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
-            // Do not connect to etcd. The server then cannot verify the callers, so their connections stay open without
-            // an answer.
+            // Keep all calls unanswered by providing no connection to etcd, which the server needs to verify a caller.
             let (_connections, channel) = watch::channel(None);
             let answering = tokio::task::spawn_local(links(channel).run(listener));
             let calls = tokio::task::spawn_blocking(move || {

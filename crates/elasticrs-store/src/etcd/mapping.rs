@@ -99,7 +99,7 @@ impl Keys {
         if watch.exact { Region::key(self.full(&watch.prefix)) } else { self.under(&watch.prefix) }
     }
 
-    /// Returns the region of all keys with this prefix.
+    /// Returns the key range that contains all keys with this prefix.
     pub(super) fn under(&self, prefix: &str) -> Region {
         let mut key = self.full(prefix);
         if SESSIONS.starts_with(prefix) {
@@ -253,8 +253,8 @@ impl Keys {
         Request::Txn(nested).into()
     }
 
-    /// Returns the results of the ops. The result for [`Op::Predecessor`] is the entry of `key` itself. The caller
-    /// passes the create revision of this entry to [`Self::predecessor`] to find the predecessor.
+    /// Returns the results of the ops. For [`Op::Predecessor`], the result is the entry of `key`, because the caller
+    /// needs its create revision for the call to [`Self::predecessor`].
     pub(super) fn results(&self, ops: &[Op], responses: Vec<ResponseOp>) -> Result<Vec<OpResult>, Unexpected> {
         if ops.len() != responses.len() {
             return Err(Unexpected);

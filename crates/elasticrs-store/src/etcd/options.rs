@@ -26,10 +26,10 @@ pub struct Options {
     pub read_timeout: Duration,
     /// Time after which keep-alives stop if the user does not fetch events. `None` if they never stop.
     pub stall_timeout: Option<Duration>,
-    /// Settings for links, which are connections between sessions that detect a dead session before its lease expires.
-    /// `None` to open no links.
+    /// Settings for links: connections through which sessions notice each other's end before a lease expires. `None` to
+    /// disable links.
     ///
-    /// Ignored if no process outlives the session to announce its end.
+    /// Ignored if no other process can announce the end of this session after this process has died.
     pub links: Option<Site>,
 }
 

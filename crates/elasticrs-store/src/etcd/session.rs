@@ -42,7 +42,7 @@ pub(super) struct Connection {
     beats: Beats,
     watching: Option<Duplex<pb::WatchRequest, pb::WatchResponse>>,
     running: Option<Boxed<JobResult>>,
-    /// Running check that the other endpoints belong to the same cluster. `None` once it has finished.
+    /// Future that checks whether all endpoints belong to the same cluster. `None` once the check has finished.
     comparing: Option<Boxed<Result<(), StoreError>>>,
 }
 
@@ -77,7 +77,7 @@ pub(super) struct Etcd<'a> {
     member: usize,
     /// Highest revision in an answer so far.
     seen: i64,
-    /// Highest revision that a watch has reported. Can exceed `seen`, which only replies to requests update.
+    /// Highest revision that a watch has reported. It can exceed `seen`, because watches do not update `seen`.
     reported: u64,
     /// Passes the current connection to the code that detects dead sessions. `None` while there is no connection to
     /// etcd.
@@ -302,9 +302,9 @@ impl Etcd<'_> {
 
     async fn done(&mut self, connection: &mut Connection, done: Done) -> Step {
         match done {
-            // Do not record the revision of the connection check, because a later answer may contain a lower revision
-            // and would then be rejected. For example, a repeated write returns the revision at which it was first
-            // executed.
+            // Do not record the revision that the connection check returned, because later answers with a lower
+            // revision would then be rejected. A repeated write, for example, returns the revision of its first
+            // execution.
             Done::Looked => Ok(()),
             Done::Replied { tag, ok, revision, results } => {
                 self.advance(revision)?;
@@ -388,8 +388,8 @@ impl Etcd<'_> {
         self.tasks.attempted_mut().chain(&mut self.watch_retries).for_each(|retries| retries.skip(outage));
     }
 
-    /// Records that the first task in the queue failed because the connection broke. Records nothing during an outage,
-    /// because the task did not cause the outage.
+    /// Counts a broken connection as a failure of the first task in the queue. Does nothing during an outage, because
+    /// the outage, not the task, has broken the connection.
     fn note_failure(&mut self, core: &Core<'_>, why: &str) {
         if core.is_away() {
             return;

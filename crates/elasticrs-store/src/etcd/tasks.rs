@@ -1,6 +1,6 @@
-//! Queue of the pending requests of a session. All functions are pure.
+//! Queue of a session's tasks. A task is a request that is not finished yet. All functions are pure.
 //!
-//! - **TASK-1** [`Tasks::attempted`] returns the retry state of every unfinished task that was started at least once.
+//! - **TASK-1** [`Tasks::attempted`] returns the retry state of every queued task that was attempted at least once.
 
 use std::collections::VecDeque;
 
@@ -61,7 +61,7 @@ impl Tasks {
         }
     }
 
-    /// Inserts a job into the queue, directly behind the tasks that were already started.
+    /// Queues `job` directly behind the unfinished tasks that were already attempted.
     pub(super) fn insert_behind_attempted(&mut self, job: Job) {
         let last = self.queue.iter().take(MOST_ATTEMPTED).rposition(|task| task.retries.is_some());
         self.queue.insert(last.map_or(0, |last| last + 1), What::Job(job).into());

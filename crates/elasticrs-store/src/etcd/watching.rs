@@ -1,7 +1,7 @@
-//! State of a session's watches. A watch survives reconnects and compactions of etcd's history. Pure.
+//! State of a session's watches, which survive reconnects and compactions of etcd's history. All functions are pure.
 //!
 //! - **RESUME-1** a watch reports each revision once and in order, with all changes to the watched keys. After a
-//!   compaction, it instead reports the differences from its last report (see [`crate::session::watched`]).
+//!   compaction, it reports the differences from its last report instead (see [`crate::session::watched`]).
 
 use std::collections::BTreeMap;
 
@@ -103,8 +103,8 @@ impl Watches {
         WatchUpdate::Changes(change_sets(watched, keys, message.events))
     }
 
-    /// Updates a watch to the current entries, which were read at `revision`. This replaces events that are no longer
-    /// in the history. Returns the watch's new ID and the differences to report.
+    /// Updates a watch to `there`, the entries at `revision`, because the events since its last report are no longer
+    /// available. Returns the watch's new ID and the differences to report.
     pub(super) fn catch_up(
         &mut self,
         number: i64,

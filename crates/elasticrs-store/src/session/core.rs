@@ -13,7 +13,7 @@ use super::lease::{Lease, Terms};
 use super::outage::{Backoff, Outage, Pauses};
 use crate::types::LostKind;
 
-/// Minimum time limit for opening a new connection, because a handshake takes some time even if the lease is short.
+/// Minimum time limit for opening a connection. The limit depends on the lease and could otherwise be too short.
 const MIN_DIAL: Duration = Duration::from_secs(1);
 
 /// Settings of a session. Some depend on the kind of store, others are set by the user.

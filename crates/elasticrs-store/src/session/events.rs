@@ -117,8 +117,8 @@ impl Events {
 
     /// Records that the session lasts at least until `deadline`.
     ///
-    /// `clock` contains three times of the last answered keep-alive: its send time, the arrival time of the answer, and
-    /// the store's wall-clock time. The first two are times of the boot clock.
+    /// `clock` describes the last answered keep-alive: when it was sent and when its answer arrived (both on the boot
+    /// clock), and the store's wall-clock time in the answer.
     pub(crate) fn renewed(&self, deadline: u64, clock: Option<(u64, u64, u64)>) {
         let mut state = lock(&self.state);
         state.deadline = Some(deadline);

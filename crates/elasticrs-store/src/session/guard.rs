@@ -1,4 +1,4 @@
-//! Hook that lets another process act for a session after the session's owner has died.
+//! Hook that passes a session's socket and deadline to a process that outlives the session's owner.
 
 use std::os::fd::BorrowedFd;
 use std::pin::Pin;
@@ -22,18 +22,18 @@ pub trait Guard: Send {
     /// processes that depend on this session have exited. If `is_first`, this link replaces the links of the previous
     /// session.
     fn linked(&self, _socket: BorrowedFd<'_>, _word: [u8; 32], _is_first: bool) {}
-    /// Returns true if the owner's death is announced to other sessions with the `word` passed to [`Self::linked`]. If
-    /// false, other sessions notice the death only when the lease expires.
+    /// Returns true if other sessions are notified of the end of this session through [`Self::linked`]. Otherwise, they
+    /// notice the end only when the lease of this session expires.
     fn says_words(&self) -> bool {
         false
     }
     /// The session lasts at least until this time, in nanoseconds of the boot clock.
     fn deadline(&self, boot_ns: u64);
-    /// The owner closed the session, so no process depends on the session anymore.
+    /// The owner has closed the session. The guard must release the socket and clear the deadline, because no process
+    /// depends on the session anymore.
     ///
-    /// This method is not called for a lost session, so the last deadline remains in force. The guard also keeps its
-    /// duplicate of the socket open, because the store should not see the connection close before the owner has handled
-    /// the loss.
+    /// Not called for a lost session, because the store should not see the connection close before the owner has
+    /// handled the loss.
     fn closed(&self);
 }
 

@@ -28,7 +28,7 @@ pub(crate) struct Lease {
     /// Time at which the client considers the session lost.
     deadline: u64,
     next_beat: u64,
-    /// Send time of the last answered keep-alive or handshake.
+    /// Time at which the client sent the last keep-alive or handshake that the store has answered.
     answered: u64,
     /// Send times of the unanswered keep-alives on this connection.
     unanswered: VecDeque<u64>,
@@ -131,7 +131,7 @@ mod tests {
             is_stalled: bool,
         },
         Answer(usize),
-        /// An answer to a keep-alive that was never sent. The field is the send time in the answer.
+        /// An answer that contains this send time, for a keep-alive that the client has not sent.
         Forge(u64),
         Connect,
     }

@@ -43,8 +43,8 @@ pub(crate) async fn resolve(host: &str, port: u16) -> Result<Vec<SocketAddr>, St
     }
 }
 
-/// Connects to the first address that accepts a connection, and calls `begun` before each attempt. Each address
-/// gets an equal share of `patience`. A single address has no time limit, because every caller sets its own.
+/// Connects to the first address that accepts a connection, and calls `begun` before each attempt. Several addresses
+/// share `patience` equally. A single address has no time limit, because all callers limit the total time.
 pub(crate) async fn connect(
     at: &str,
     addresses: &[SocketAddr],

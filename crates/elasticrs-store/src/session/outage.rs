@@ -9,7 +9,7 @@ use crate::types::LostKind;
 const UNNOTICED: u64 = 1_000_000_000;
 /// Minimum time between two outage notices, in nanoseconds, so that an unstable store does not flood the user.
 ///
-/// A notice is sent earlier once half of the time from the start of the outage to the session's deadline is over.
+/// The minimum delays a notice at most until halfway between the start of the outage and the session's deadline.
 const QUIET: u64 = 60_000_000_000;
 
 /// An outage of the store. It starts when the client notices the loss of the connection. All times are nanoseconds of
@@ -147,7 +147,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     proptest! {
-        /// The notices are neither late nor too frequent, for any sequence of outages and checks.
+        /// For any sequence of outages, the user is notified in time and not too often.
         #[test]
         fn the_user_is_reported_in_time_and_not_flooded(
             times in prop::collection::vec((0..20 * SECOND, 0..20 * SECOND), 1..100), lease in 10..100_u64,

@@ -19,7 +19,7 @@ pub(crate) struct ChangeSet {
 }
 
 impl ChangeSet {
-    /// Returns the approximate size of the changes in bytes.
+    /// Returns the approximate size in bytes of all keys and values in this set.
     pub(crate) fn bytes(&self) -> usize {
         self.changes.iter().map(|change| change.key.len() + change.value.as_ref().map_or(0, |v| v.len())).sum()
     }
@@ -65,8 +65,8 @@ impl Watched {
         Change { key, value: Some(value), create_revision, mod_revision }
     }
 
-    /// Updates the watch to the entries at `revision`. Returns the differences from the last reported state, or
-    /// `None` if there are none.
+    /// Replaces the watch's known state with the entries at `revision`. Returns the changes since the last reported
+    /// state, or `None` if nothing has changed.
     pub(crate) fn catch_up(&mut self, revision: u64, there: Vec<Entry>) -> Option<ChangeSet> {
         let alive: BTreeSet<_> = there.iter().map(|entry| Arc::clone(&entry.key)).collect();
         let gone: Vec<_> = self.known.keys().filter(|key| !alive.contains(*key)).cloned().collect();

@@ -26,8 +26,7 @@ pub struct Limits {
     /// Time limit for a peer to identify itself as a client of the store. After that, the store closes the
     /// connection.
     pub greeting: Duration,
-    /// Time limit for a peer that accepts no bytes of its replies. The store closes the connection when the limit is
-    /// reached.
+    /// Time limit for a client to accept further bytes of a reply. After that, the store closes the connection.
     pub stall: Duration,
 }
 

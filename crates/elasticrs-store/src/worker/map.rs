@@ -106,7 +106,7 @@ impl Map {
         Self { budget: Budget { used: 0, limit }, ..Self::default() }
     }
 
-    /// Returns the store's memory budget, to which the caller must add the bytes of requests and replies.
+    /// Returns the store's memory budget, so that the caller can charge requests and replies to the budget.
     pub fn budget(&mut self) -> &mut Budget {
         &mut self.budget
     }
@@ -193,7 +193,7 @@ impl Map {
     }
 
     fn multi_set(&mut self, pairs: &Pairs<'_>, woken: &mut Vec<Id>) -> Result<(), Refused> {
-        // Check the budget for all pairs before storing any of them, so that a rejected request has no effect.
+        // Check the memory budget for all pairs before storing any of them, so that a rejected request has no effect.
         self.budget.check(pairs.clone().map(|(key, value)| cost(key, value)).sum())?;
         for (key, value) in pairs.clone() {
             self.set(key, value, woken)?;
@@ -415,7 +415,7 @@ impl Map {
         }
     }
 
-    /// Removes the wait of a connection that was closed, or whose client has cancelled the wait.
+    /// Removes a connection from the wait queues, because it was closed or its client has cancelled the wait.
     pub fn stop_waiting(&mut self, id: Id) {
         let Some(waiting) = self.waiting.remove(&id) else { return };
         self.budget.release(waiting.charged);

@@ -108,8 +108,8 @@ fn apply(map: &mut Map, from: Id, op: &Op) -> Done {
 struct Model {
     values: BTreeMap<u8, Vec<u8>>,
     queues: BTreeMap<u8, VecDeque<Vec<u8>>>,
-    /// Waiting connections, in the order in which they started to wait. Each item contains the connection, true for a
-    /// barrier or false for keys, and the missing keys.
+    /// Waiting connections, longest wait first. Each tuple contains the connection's id, a flag that is true for a
+    /// barrier, and the keys that are still missing.
     waits: Vec<(Id, bool, BTreeSet<u8>)>,
 }
 

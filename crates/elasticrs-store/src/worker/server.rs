@@ -38,7 +38,7 @@ pub(super) async fn first_client(
     mut questions: UnboundedReceiver<Question>,
 ) -> Option<(std::net::TcpListener, UnboundedReceiver<Question>)> {
     let listener = Arc::new(OwnedFd::from(listener));
-    // If the runtime cannot register the listener, return it at once, because the server will report the error.
+    // If `register` fails, return the listener at once, because the server will fail as well and report the error.
     if let Ok(watched) = register(Arc::clone(&listener), Interest::READABLE) {
         loop {
             let question = tokio::select! {

@@ -232,8 +232,8 @@ class _OptimizerImport:
         try:
             loader.exec_module = exec_module
         except AttributeError:
-            # This loader is written in C, so its `exec_module` cannot be replaced. The optimizers then cannot
-            # be patched to send heartbeats, and the agent reports that the rank is not watched for hangs.
+            # Give up, because the `exec_module` of a loader written in C cannot be replaced. Without
+            # heartbeats from the optimizers, the agent reports that the rank is not watched for hangs.
             return
 
 
@@ -274,7 +274,7 @@ def _start() -> None:
             _install(path)
 
 
-# Run only when `site` imports this file. `@record` imports the file under a different name and needs only the
-# function `undisturbed`.
+# Install the hook only if `site` imports this file. `@record` imports the file under a different name, only
+# to call the function `undisturbed`.
 if __name__ == "sitecustomize":
     _start()

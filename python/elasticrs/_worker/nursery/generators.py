@@ -1,4 +1,4 @@
-"""Finds random number generators that imports have created in a warm nursery, so that each worker can reseed
+"""Finds random number generators that preloaded modules have created, so that each forked worker can reseed
 them. Loaded by ``nursery.py``.
 
 A generator that is created without a seed takes one from the operating system, so its numbers normally differ

@@ -292,8 +292,8 @@ def _kept(fd: int) -> str | None:
 
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
-    """Return the reason why an imported module cannot be preloaded, or ``None`` if it can. The reason is a
-    side effect of the import that a fork would lose or that forked workers must not share.
+    """Return the reason why an imported module cannot be preloaded, or ``None`` if it can. The import must
+    have no side effects that are lost in a fork, and none that workers must not share.
     """
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():
@@ -392,7 +392,7 @@ def _begin_again(environ: dict[str, str], settings: dict[str, object], children:
 
 
 def _left_out_before(environ: dict[str, str]) -> set[str]:
-    """Return the modules that an earlier nursery could not preload or was importing when it exited."""
+    """Return the modules that could not be preloaded before, or that ended the preloading process."""
     import json
     from itertools import pairwise
 

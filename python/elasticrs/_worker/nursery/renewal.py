@@ -32,7 +32,7 @@ def _unfreeze_if_needed(open_files: Callable[[], dict[int, str]], known: set[int
     import gc
     import stat
 
-    if "triton._C.libtriton" in sys.modules:  # Triton would otherwise warn about uncollected objects.
+    if "triton._C.libtriton" in sys.modules:  # Unfreeze, because Triton warns about uncollected objects.
         return gc.unfreeze()
     for fd, link in open_files().items():
         # Skip `.fault` files, because they belong to the hook and no Python file object writes to them.
@@ -64,8 +64,8 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
     for variable, (before, after) in done.items():
         if after is None:
             os.environ.pop(variable, None)
-        # Keep the worker's value if the variable was unset before the import, because the imported module may
-        # have set only a default value.
+        # An import that sets an unset variable may provide only a default value. If the worker's environment
+        # has a value for such a variable, keep the worker's value.
         elif before is not None or variable not in os.environ:
             os.environ[variable] = after
 

@@ -71,14 +71,13 @@ class Variables(dict):  # type: ignore[type-arg]
 
     def assign(self, name: str, value: str) -> None:
         """Set an environment variable to a value that the user's script assigns between its imports."""
-        # Read the old value with `self.get`, because a lookup in `os.environ` could be recorded as a read by
-        # an imported module. Such a read prevents preloading.
+        # Read the old value with `self.get`. A lookup in `os.environ` would call `__missing__`, which may
+        # wrongly record that an imported module reads the variable.
         self._before.setdefault(name, self.get(os.fsencode(name)))
         self.assigned[name] = os.environ[name] = value
-        # Remove the preset value of Arrow's variable, so that Arrow uses the script's value.
+        # If the script configures Arrow's allocator, remove the preset `JE_ARROW_MALLOC_CONF`.
         #
-        # Keep the preset value of OpenBLAS's variable, because workers set the thread count of OpenBLAS after
-        # the fork.
+        # Keep the preset thread count of OpenBLAS, because workers set their own thread count after the fork.
         if name == _ARROW:
             self._hidden.pop(name, None)
         self.hide()

@@ -195,7 +195,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         checkpoints.ask()
 
     def _pass_on(self, signum: int) -> None:
-        # Do nothing for a user-supplied context, because it cannot pass signals on.
+        # Skip a user-supplied `PContext`, because it cannot pass the signal on to the workers.
         if isinstance(self._pcontext, PolledWorkers):
             self._pcontext.pass_on(signum)
 
@@ -310,8 +310,8 @@ class LocalElasticAgent(SimpleElasticAgent):
                 "the worker ids %s are not those of the processes that were started: %s", ids, pcontext.pids()
             )
             return RunResult(WorkerState.UNKNOWN)
-        # After the first failure, the agent is stopping the other workers. Wait until they exit, because the
-        # result contains their exits.
+        # If a worker has failed, the other workers are being stopped. Wait until they have exited, because
+        # the result must contain their exit codes.
         with self._progress.within("_monitor_workers", self._shutdown_timeout if pcontext.has_failed else 0):
             found = pcontext.wait(-1 if pcontext.has_failed else 0)
         if found is None:

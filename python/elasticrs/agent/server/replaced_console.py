@@ -44,7 +44,7 @@ class ReplacedConsole(Observer):
             self._tails.append(TailLog(self._role, files, stream, prefixes).start())
 
     def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
-        """Copy the remaining lines, because the workers have exited."""
+        """Copy the remaining lines and stop, because the exited workers write no further lines."""
         self._stop()
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- as above

@@ -415,7 +415,7 @@ class SimpleElasticAgent(ElasticAgent):
         if result.state in {WorkerState.UNHEALTHY, WorkerState.FAILED} and not has_failed:
             # The worker was stopped because other workers failed.
             return "TERMINATED"
-        # Do not require return values, because programs do not return any and a subclass may omit them.
+        # Accept a result without return values, because programs have none and a subclass may omit them.
         if has_failed or worker.global_rank in result.return_values or not result.return_values:
             return result.state.value
         raise ValueError(f"Unknown worker: {worker.global_rank}")
@@ -442,7 +442,7 @@ class SimpleElasticAgent(ElasticAgent):
         metadata = status_metadata(
             state,
             inner,
-            # Use the short host name if events are discarded, because looking up the full name may be slow.
+            # Do not look up the full host name if events are discarded, because the lookup may be slow.
             hostname=os.uname().nodename if spec.event_log_handler == "null" else None,
             run_id=spec.rdzv_handler.get_run_id(),
             group_rank=group.group_rank,

@@ -1,4 +1,4 @@
-"""A failed worker, with all known facts about its failure."""
+"""Failure of a worker, with its exit code, error message and time."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ class ProcessFailure:
             self.error_file = path
             try:
                 data = load_object(path)
-                # Read the restart policy's fields first, because `message_of` raises an exception if the
-                # message is invalid.
+                # Read the restart policy's fields first, because they are needed even if the message is
+                # invalid and `message_of` raises an exception.
                 self._read_facts(data)
                 message, timestamp = message_of(data)
             except EmptyFileError as problem:

@@ -176,7 +176,7 @@ def _enriched(message: str, failure: ProcessFailure) -> str:
 
     try:
         return errors.get_error_handler().maybe_enrich_signal_failure_message(message, failure.error_file)
-    # The user's error handler failed. Continue, because the report is more important.
+    # Continue if the user's error handler fails, because the failure report must still be printed.
     except Exception as problem:
         return f"{message}\n(the error handler could not add to this: {problem!r})"
 

@@ -1,4 +1,4 @@
-"""Runs a program as a worker. The class and the function have the same names as in torch."""
+"""Runs a program as a worker, with the same interface as torch's package of this name."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MAX_NAMED = 8
 
 
 def named(names: Sequence[str]) -> str:
-    """Format a list of names. Beyond the first :data:`MAX_NAMED` names, give only their number."""
+    """List the first :data:`MAX_NAMED` names, and add the number of further names."""
     shown = ", ".join(names[:MAX_NAMED])
     return shown if len(names) <= MAX_NAMED else f"{shown} and {len(names) - MAX_NAMED} more"
 
@@ -70,8 +70,8 @@ def failure_of(cause: Mapping[str, Any] | None, node: object = None, *, names_pi
 
 
 def how_it_failed(cause: Mapping[str, Any]) -> str:
-    """Describe how a worker failed, such as ``: KeyError: 1 (train.py:4)`` or `` died by SIGKILL``. The text
-    is appended to the worker's name.
+    """Return a description of a worker's failure, such as ``: KeyError: 1 (train.py:4)`` or `` died by
+    SIGKILL``, to append to the worker's name.
     """
     lines = str(cause.get("message") or "").strip().splitlines()
     if blame_of(cause) is not None:

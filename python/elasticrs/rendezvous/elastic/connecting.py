@@ -40,7 +40,7 @@ FINAL = frozenset({"version", "token", "not_ours", "run", "cannot_host", "tls", 
 
 
 def begin(member: Member) -> None:
-    """Start to join the rendezvous. Do nothing if this agent has already started."""
+    """Start to join the rendezvous. Only the first call has an effect."""
     if member.phase is not Phase.NEW:
         return
     member.joining.begun = member.now
@@ -77,8 +77,8 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
         member.exit(Outcome("refused", event.message))
         return
     if event.kind == OTHER and member.leaving is None:
-        # Leave the job, because the store was replaced and may have lost the job's data. After joining again,
-        # the round and restart numbers could start at zero. User scripts rely on increasing numbers to detect
+        # Leave the job, because the replaced store may have lost the job's data. The round and restart
+        # numbers could then start at zero again, but user scripts rely on increasing numbers to detect
         # outdated processes.
         _give_up(member, Outcome("lost", event.message))
     lose(member, static_ranks.why_lost(member, event))

@@ -242,8 +242,8 @@ class Driver:
         return f"{where} is taken by another program: {self._port.trouble}"
 
     def group_over(self, event: Event) -> list[LoopAction]:
-        """Report to the state machine that all worker processes have exited. If the port was lent to the
-        workers, take it back.
+        """Report to the state machine that all worker processes have exited. If the workers have used the
+        port of the rendezvous, first make the port available to the rendezvous again.
 
         If a socket of the workers still occupies the port, hold back events that lead to the next round for a
         while. Returns the actions that the caller has to execute.
@@ -369,8 +369,8 @@ class Driver:
 
 
 def drop_stale(events: list[StoreEvent], head: str) -> list[StoreEvent]:
-    """If the last event is the loss of the connection, drop the events before it. They must not start
-    workers, because the lease may have expired.
+    """If the last event is the loss of the connection, drop the earlier events. The earlier events could
+    start workers, although the lease may have expired.
 
     Keep the events that close the job, which are changes of the key ``head``. This agent may be unable to
     read the key again, because the host of the store may exit once the job is closed.

@@ -208,7 +208,7 @@ class Gateway:
         return None
 
     def is_healthy(self, seat: Seat, seconds: float, address: str) -> bool:
-        """Return true if an etcd member can serve clients. This requires a quorum.
+        """Return true if an etcd member can serve clients, which requires a quorum of members.
 
         Raises:
             GatewayError: the member has no leader, or the program at the address is not etcd.
@@ -277,7 +277,7 @@ class Gateway:
         sock = socket.create_connection((address, port), seconds)
         if self._context is None:
             return sock
-        # If the handshake fails, `wrap_socket` itself closes the socket.
+        # Do not close the socket after a failed handshake, because `wrap_socket` already does so.
         return self._context.wrap_socket(sock, server_hostname=name)
 
 

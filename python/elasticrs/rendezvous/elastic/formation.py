@@ -59,11 +59,11 @@ def decide(member: Member, leader: Leader, view: View) -> None:
             close(member, leader, view, head.replaced(outcome="failed", reason=judged.reason), alive)
             return
         if head.delay > 0 or head.note:
-            # Write the decision about the ended round before the next round starts. All nodes can then
-            # announce the restart delay, and an excluded node can leave.
+            # Write the result of the ended round before the next round starts, so that all nodes can announce
+            # the restart delay and an excluded node can leave.
             #
-            # The written decision also prevents a new leader from deciding again. A new leader could blame a
-            # node that was lost only during the delay.
+            # The written result also prevents a new leader from evaluating the round again. A new leader
+            # could blame a node that was lost only during the delay.
             if head.excluded_agent is not None:
                 alive = [*alive, *_enough(view, head.excluded_agent, member.rendezvous.min_nodes)]
             write(member, leader, view, [member.put_head(head)], here(member, alive))

@@ -113,8 +113,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True if an agent serves the workers' store. False with ``static`` or
-        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, where rank 0 serves the store on a port reserved for it.
+        """True if an agent serves the workers' store. False with the back end ``static`` or with
+        ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, because the worker with rank 0 then serves the store.
         """
         return self._use_agent_store
 
@@ -229,8 +229,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
             self._has_succeeded = self._runs and not self._is_to_stop
 
     def shutdown(self) -> bool:
-        """Leave the job. If it has not succeeded on this node, also end it for all other nodes. The caller
-        must not have any workers at that time.
+        """Leave the job. End the job for all nodes if it has not succeeded on this node. All workers of the
+        caller must have exited before the call.
 
         Waits until the other nodes can see the end, for at most about ``close_timeout`` seconds.
 

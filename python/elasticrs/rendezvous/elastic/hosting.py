@@ -209,8 +209,8 @@ def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemR
     is_usable = hosting.may_host and not is_unspecified(rendezvous.host)
     if is_usable and not hosting.is_explicit:
         return rendezvous.host
-    # If the user chose which node hosts the store, prefer this machine's own address, because the endpoint
-    # may belong to a proxy that forwards only the store's port.
+    # If the user chose which node hosts the store, prefer this machine's address to the endpoint, because the
+    # endpoint may be a proxy that forwards only the store's port.
     return _address_of_own_name(resolver) or (rendezvous.host if is_usable else None)
 
 

@@ -133,8 +133,8 @@ def job_found_again(member: Member, link: Link, reply: Reply) -> None:
 
 
 def job_found(member: Member, link: Link, reply: Reply) -> None:
-    """Handle the result of reading or writing the job's record. Register if the record matches this node's
-    settings and the job is not closed.
+    """Handle the result of reading or writing the job's record. Register this agent in the store if the
+    record matches the agent's settings and the job is not closed.
     """
     if reply.ok:
         link.job_revision = member.joining.job_revision = reply.revision
@@ -210,8 +210,8 @@ def register(member: Member, link: Link) -> None:
     if node_rank is not None:
         is_mine, claim = static_ranks.claim(member, registration, node_rank)
         compares.append(is_mine)
-        # Insert the claim of the node rank at the front, because the reply handler reads the registration and
-        # its predecessor from the last two results.
+        # Insert the claim of the node rank first, because the reply handler expects the results of `Get` and
+        # `Predecessor` at the end.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
     member.txn(Purpose.REGISTER, compares, ops, otherwise)
@@ -221,8 +221,8 @@ def register(member: Member, link: Link) -> None:
 
 
 def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
-    """Return operations that delete registrations which would otherwise remain until their leases expire:
-    those of this agent's earlier connections, and those of the process that this process replaces.
+    """Return operations that delete outdated registrations before their leases expire. Outdated registrations
+    are left by earlier connections of this agent and by a process that this process replaces.
     """
     earlier = range(max(1, incarnation - FORGET_EARLIER), incarnation)
     names = [f"{member.agent.agent}/{each}" for each in earlier]
@@ -233,8 +233,8 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:
-    """Handle a confirmed registration. Use the create revision of the stored key, because the reply's
-    revision may belong to a repetition of the request.
+    """Handle a confirmed registration. Use the create revision of the stored key instead of the reply's
+    revision, because the client may have sent the request twice.
     """
     assert own is not None
     static_ranks.registered(member)
@@ -268,7 +268,7 @@ def refused(member: Member, link: Link, registration: Registration, reply: Reply
 
 def own_registration(reply: Reply) -> Entry | None:
     """Return this agent's registration from the reply to a rejected transaction; ``None`` if there is none.
-    An earlier attempt of the same transaction may have created the registration.
+    The registration exists if the store executed the transaction earlier but the reply was lost.
     """
     return reply.entry(2)
 

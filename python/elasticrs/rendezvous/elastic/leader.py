@@ -1,4 +1,4 @@
-"""Basic operations of the leader: setting timers, and writing under guard conditions.
+"""Basic operations of the leader: timers and conditional writes to the store.
 
 - **LEADER-1** A leader makes one decision at a time. It makes no decision while one of its writes is
   unanswered, or while the write has not reached its own view of the store.

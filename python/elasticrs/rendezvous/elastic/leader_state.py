@@ -57,7 +57,7 @@ class Leader(Record):
         return is_settled and self.pending is None and not self.stalled
 
     def answered(self, reply: Reply) -> bool:
-        """Handle the reply to a write. Return true if the leader's next decision was waiting for it."""
+        """Handle the store's reply to a write. Return true if the leader was waiting for this reply."""
         if self.pending != reply.tag:
             return False
         self.pending = None

@@ -109,14 +109,14 @@ class View:
             self._refresh(member)
 
     def evidence_of(self, group_rank: int) -> bytes | None:
-        """Return the evidence that a member has written for diagnosing the current round; ``None`` if it has
-        not written any.
+        """Return the diagnostic data that a member has written for the current round; ``None`` if there are
+        none.
         """
         return self._evidences.get((self.round, group_rank))
 
     @property
     def has_evidence(self) -> bool:
-        """True if at least one node has written evidence for diagnosing the current round."""
+        """True if at least one node has written diagnostic data for the current round."""
         return any(number == self.round for number, _ in self._evidences)
 
     def holds(self, member: str) -> bool:
@@ -219,7 +219,7 @@ class View:
             if not chunks:
                 del self._tables[form]
         elif index not in chunks:
-            # Ignore this write, because a leader never changes a part of a table that it has written.
+            # Read each part of a table only once, because a leader never changes a part after writing it.
             try:
                 chunks[index] = table_of(entry.value)
             except DamagedError as error:

@@ -79,8 +79,8 @@ def _farewell(member: Member, registration: Registration, reason: str) -> Put:
 
 
 def farewell_known(member: Member) -> None:
-    """Record that this agent's departure needs no further write. The store either contains the departure, or
-    no longer contains the agent's registration.
+    """Record that this agent need not report its departure again. The store has either recorded the
+    departure, or already removed the agent's registration.
     """
     if member.leaving is not None:
         member.leaving.is_known = True

@@ -159,8 +159,8 @@ class MeetingPoint:
         self._foreign_since: float | None = None
         self._clock = Clock(0, None)
         self._shared: Store | None = None
-        # With ``static``, open the connection for the nodes' shared data before the round starts. During a
-        # round, the store cannot accept new connections, because the workers use the store's port.
+        # With the back end ``static``, open the store that the nodes share before the round starts. The store
+        # accepts no new connections during a round, because the workers use the same port.
         self._shares_early = rendezvous.is_static and (home is not None or supervisor is None)
 
     @staticmethod
@@ -302,8 +302,8 @@ class MeetingPoint:
                 self.close_shared_store()
                 self._shared = self._open_store("")
             except DistNetworkError:
-                # Ignore the error. If the agent's own connection, which is opened next, fails as well, it
-                # reports the reason.
+                # Ignore the error, because the agent opens its own connection next. If the store is
+                # unreachable, opening that connection reports the reason.
                 self._shared = None
         if (obstacle := self._obstacle()) is not None:
             return obstacle
@@ -380,8 +380,8 @@ class MeetingPoint:
             interval=settings.keep_alive_interval,
             attempts=settings.keep_alive_max_attempt,
             connect_timeout=settings.connect_timeout,
-            # Set no stall timeout without a supervisor. In that case, the agent must poll the client, but may
-            # be busy with its workers for a long time.
+            # Disable the stall timeout without a supervisor, because the agent then polls the client itself,
+            # and may be busy with its workers for a long time.
             stall_timeout=settings.stall_timeout if supervisor is not None else None,
             supervisor=supervisor,
             resume=True,
@@ -421,8 +421,8 @@ class MeetingPoint:
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
-                # Reconnect, because the agent also needs a second connection for the nodes' shared data, and
-                # opening that connection failed. The store was probably not listening yet.
+                # Reconnect, because the agent needs two connections, and could not open the connection for
+                # the nodes' shared data. The store was probably not listening yet.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:
@@ -452,13 +452,13 @@ class MeetingPoint:
         )
 
     def fallback_address(self) -> str | None:
-        """Return the address at which other machines can reach this node; ``None`` if there is none. It is
-        needed if this node's connection to the store uses a loopback address.
+        """Return this node's address for other machines, for use if the node is connected to the store over a
+        loopback address. ``None`` if no such address is known.
         """
         if self._hosting is self._found.hosting:
             return self._found.fallback
-        # This call looks up no names, so it cannot block. A lookup is needed only if the user chose which
-        # node hosts the store. In that case, the result from startup has been returned above.
+        # This call looks up no names, so it cannot block. It would look up names only if the user chose the
+        # store's host, but `self._hosting` never changes in that configuration.
         return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
 
     def _explained(self, lost: ConnectionLost) -> str:

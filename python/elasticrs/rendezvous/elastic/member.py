@@ -116,8 +116,7 @@ class Link(Record):
 
 
 class Joining(Record):
-    """State that an agent needs for connecting to the store and joining the job. It is kept across
-    connections.
+    """Data that an agent needs to connect to the store and to join the job, kept across connections.
 
     Args:
         begun: time at which the agent started to join, on the store's wall clock in nanoseconds; ``None``

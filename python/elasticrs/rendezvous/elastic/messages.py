@@ -90,7 +90,7 @@ class Leave(Value):
 
 class AskForRound(Value):
     """Event: the workers on this node request a new round, although none has failed. The current round ends
-    as a planned change and does not count as a restart.
+    without a failure and does not count as a restart.
     """
 
     reason: str

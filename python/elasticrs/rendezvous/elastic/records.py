@@ -144,8 +144,8 @@ def is_of_same_node(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def may_be_first(own: Mapping[str, Any], recorded: Mapping[str, Any] | None) -> bool:
-    """Return true if this node's failure ``own`` may have happened before the failure ``recorded``. Also
-    return true if the same agent reported both, because the later report includes the workers' error files.
+    """Return true if this node's failure ``own`` may have happened before the failure ``recorded``. If the
+    same agent reported both, return true, because ``own`` then adds details from the workers' error files.
     """
     if recorded:
         if is_of_same_node(own, recorded):
@@ -512,8 +512,8 @@ _SEAT = (_NAME, _NAME, _ADDRESS)
 
 
 def master_addr(nodes: Sequence[Node]) -> str:
-    """Return an address of the node with group rank 0 that all members can reach. ``nodes`` must be sorted by
-    group rank.
+    """Return an address at which all members can reach the node with group rank 0. ``nodes`` must be sorted
+    by group rank.
 
     Use the address that the user has given for that node. If the user has given none, use the local address
     of the node's connection to the store, which is known to work between that node and the store's host. A

@@ -82,8 +82,8 @@ class Rendezvous(Value):
 
     @property
     def master_port(self) -> int | None:
-        """Fixed port of the workers' store; ``None`` if the port changes every round. With ``static``, the
-        workers' store uses the endpoint's port during each round.
+        """Fixed port of the workers' store; ``None`` if the port changes every round. Only the back end
+        ``static`` has a fixed port: the port of the endpoint.
         """
         return self.port if self.is_static else None
 

@@ -188,7 +188,7 @@ def _reports(view: View, head: Head) -> list[Node]:
 
 
 def _bound_nodes(view: View) -> Iterator[tuple[str, str]]:
-    """Yield the name of each node that cannot be excluded, with the reason."""
+    """Yield the name of each node that must not be excluded from the job, and the reason."""
     for name, count in Counter(node.name for node in view.nodes.values()).items():
         if count > 1:
             yield name, f"{count} agents have this name"

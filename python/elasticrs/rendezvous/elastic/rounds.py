@@ -91,8 +91,8 @@ def take_head(member: Member, link: Link, entry: Entry) -> None:
         return
     if entry.value is None:
         if link.head is not None:
-            # Fence this agent (stop its workers), because the state of the job was deleted from the store.
-            # Without that state, no agent could end the round and stop the workers.
+            # Fence this agent (stop its workers), because the job's record was deleted from the store.
+            # Without the record, no agent can end the round.
             fence(member, REMOVED)
         return
     head = Head.read(entry)
@@ -205,8 +205,8 @@ def _is_spare(member: Member, head: Head) -> bool:
 
 
 def _find_slot(member: Member, link: Link) -> None:
-    """Read this member's rank assignment from the store, because the watch may deliver it later than the
-    job's new state. Read the assignment at most once for each new state.
+    """Read this member's rank assignment from the store, because the watch may deliver it late. Read the
+    assignment only once after each change of the job's state, because the assignment is final by then.
     """
     registration = link.registration
     assert registration is not None
@@ -294,8 +294,8 @@ def look(member: Member) -> None:
         else:
             _slot_damaged(member, registration, DamagedError("its ranks are beyond those of the round"))
     elif head.state == "RUNNING" and slot.round == head.round and not is_slot_known(link, registration):
-        # Read this member's rank assignment again, because the known assignment belongs to a discarded
-        # proposal for this round. The valid assignment may not have arrived yet.
+        # Read this member's rank assignment from the store, because the last received assignment belongs to a
+        # discarded proposal for this round. A newer assignment may not have arrived yet.
         _find_slot(member, link)
     elif head.state != "CLOSED":
         member.done = None
@@ -449,8 +449,8 @@ def workers_gone(member: Member) -> None:
 
 
 def idle(member: Member, registration: Registration, number: int) -> None:
-    """Report that this agent is idle after a round (transaction T4), once it has an unused listening socket
-    for the workers' store.
+    """Report that this node has no workers left from a round (transaction T4). If the listening socket for
+    the workers' store was already used, first wait for a new socket.
     """
     if fresh_listener(member):
         say_idle(member, registration, number)

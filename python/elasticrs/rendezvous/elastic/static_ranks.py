@@ -99,8 +99,8 @@ def may_be_lent(member: Member, kind: str) -> bool:
 
 
 def why_lost(member: Member, event: ConnectionLost) -> str:
-    """Return the reason for the failed or lost connection. When another program responds at the store's port
-    for the first time, also tell the user.
+    """Return the reason for the failed or lost connection. If another program responds at the store's port,
+    also notify the user, but only once.
     """
     message = event.message
     if not may_be_lent(member, event.kind):

@@ -19,7 +19,7 @@ class Timers:
         self._deadlines: dict[str, float] = {}
 
     def arm(self, name: str, seconds: float) -> None:
-        """Set a timer to expire in ``seconds`` from now. If it is already set, replace its deadline."""
+        """Set a timer that expires after ``seconds``. If the timer is already set, replace its deadline."""
         self._deadlines[name] = now() + seconds
 
     def disarm(self, name: str) -> None:

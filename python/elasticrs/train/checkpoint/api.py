@@ -50,7 +50,7 @@ class CheckpointUtil:
         self.checkpoint_loaded = False
 
     def load_checkpoint(self, state: State, rank: int) -> State:
-        """Load the newest checkpoint into the state, unless some worker already has the state of this job.
+        """Load the newest checkpoint into ``state``, unless ``checkpoint_loaded`` is true on any worker.
 
         All workers must call this together. Only rank 0 loads the checkpoint. Call ``state.sync`` afterwards
         to send the state to the other workers.

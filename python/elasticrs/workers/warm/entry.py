@@ -105,7 +105,7 @@ def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], st
 
 
 def entry_of_script(path: str, interpreter: str | None = None, *, start_method: str = "spawn") -> Entry:
-    """Find the code that runs first in workers that run a script.
+    """Find the source file that workers load first in order to run a script.
 
     Args:
         path: path of the script, or of a folder with a ``__main__.py``.

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from elasticrs.workers.warm.steps import Unknown
 
 LAZY: tuple[tuple[tuple[bytes, ...], str], ...] = (
-    # Optimizers, DDP, FSDP and checkpointing make torch import about 900 compiler modules on first use,
-    # because they ask the compiler to skip their own code.
+    # On first use, optimizers, DDP, FSDP and checkpointing import about 900 modules of torch's compiler, in
+    # order to exclude their own functions from compilation.
     (
         (
             b"optim",

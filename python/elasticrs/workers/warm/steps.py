@@ -230,8 +230,8 @@ class _Reader:
         return ""
 
     def _folders(self, node: ast.AST) -> list[Folder]:
-        """Return the folder that a statement adds to ``sys.path``, as a list. The list is empty for any other
-        statement.
+        """Return a list with the folder that a statement adds to ``sys.path``. Return an empty list if the
+        statement adds no folder.
         """
         match node:
             case _ast.Expr(_ast.Call(function, [place], [])) if self._path(function) == "sys.path.append":

@@ -32,7 +32,7 @@ pub struct Snapshot {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum PendingAction {
     Timer(TimerExpired),
-    /// Handle the worker with this local rank, whose exit after an uncaught exception makes no progress.
+    /// Kill the worker with this local rank, because its exit after an uncaught exception has stalled.
     Exit(u32),
     Hung(HangCheck),
     /// Stop the group because a rank on another node hangs. If that rank is waiting for a local worker, report that
@@ -64,9 +64,9 @@ impl PendingAction {
         matches!((self, other), (Self::Timer(one), Self::Timer(other)) if one.local_rank == other.local_rank)
     }
 
-    /// Returns true if this action was caused by the member, for example by its missed heartbeat.
+    /// Returns true if the action was caused by this member, for example by its missed heartbeat.
     ///
-    /// The action must be taken before the exit of the member is handled, because the action applies only to running
+    /// If the member exits, take the action before the exit is handled, because actions have no effect on exited
     /// members.
     fn concerns(&self, member: usize, local_rank: u32) -> bool {
         match self {
@@ -245,8 +245,8 @@ impl Group {
         }
     }
 
-    /// Carries out all pending actions immediately, without waiting for diagnostics. The cause of a hang is determined
-    /// from the heartbeats alone.
+    /// Carries out all pending actions immediately, without diagnostics. The worker that caused a hang is therefore
+    /// determined from the heartbeats alone.
     pub(super) fn settle(&mut self, effects: &mut Vec<Effect>) {
         let waiting = self.waiting.take().unwrap_or_default();
         self.carry_out_all(waiting, &[], effects);
@@ -363,12 +363,12 @@ impl Group {
         }
     }
 
-    /// Returns true if the group has not been suspended since the check (**HANG-5**).
+    /// Returns true if no suspension of the group has invalidated the results in `check` (**HANG-5**).
     fn is_current(&self, check: &HangCheck) -> bool {
         self.watch.as_ref().is_some_and(|watch| watch.holds(check.at.0))
     }
 
-    /// Drops the ranks that have recovered since the check (**HANG-6**).
+    /// Returns `check` without the ranks that have shown activity since the check (**HANG-6**).
     fn without_recovered(&self, check: HangCheck) -> HangCheck {
         HangCheck { late: still_late(check.late, &self.snapshot.seen, self.snapshot.line), ..check }
     }

@@ -72,8 +72,8 @@ impl Member {
         self.send(signal, to)
     }
 
-    /// Records that the worker gets the signal of an expired timer. The signal asks the worker to exit within its grace
-    /// period.
+    /// Records that `signal` is sent to the worker because a timer has expired. The signal asks the worker to exit
+    /// within its grace period.
     pub(super) fn is_stopped_by(&mut self, signal: Signal) {
         (self.asked_by, self.sent) = (Some(signal), Some(signal));
     }

@@ -444,7 +444,7 @@ struct Seen {
     owed_sweeps: u32,
     is_frozen: bool,
     takes_evidence: bool,
-    /// Pids of the workers that have exited, including exits that were not reported.
+    /// Pids of all exited workers, whether or not their exits have been reported.
     gone: BTreeSet<i32>,
     stopped_groups: BTreeSet<i32>,
 }
@@ -512,8 +512,8 @@ impl Seen {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// Checks that the group finishes exactly once after any sequence of inputs, if all workers exit and the clean-up
-    /// of their leftover processes completes.
+    /// Checks that the group finishes exactly once, whatever inputs it received before all workers exited and their
+    /// leftover processes were cleaned up.
     #[test]
     fn every_history_can_be_brought_to_its_end(
         history in prop::collection::vec((any_input(), 0..5_u64, prop::array::uniform4(prop::option::of(0..5_u64))), 0..40),
@@ -545,7 +545,7 @@ proptest! {
                 let _ = group.on_input(Input::Dead(seen.gone.iter().copied().collect()));
             }
             let effects = group.on_input(input);
-            // While an action on a member is pending, its death is handled only after that action.
+            // Skip the assertions while an action is pending, because the group handles deaths only after the action.
             if is_passed_on && group.waiting.is_none() {
                 prop_assert!(looks_for_dead, "who has died by itself must be known before");
                 prop_assert!(signals(&effects).iter().all(|(pid, _)| !seen.gone.contains(pid)), "SUP-6: {effects:?}");

@@ -13,7 +13,7 @@ use crate::supervisor::zombies::{Scanner, Subjects};
 /// Time between two checks of the workers, the nursery process, and the process that guards the nursery.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// Workers that were dead at the last check although their exits had not been reported.
+/// Workers that the last periodic check found dead although their exits had not been reported.
 #[derive(Debug, Default)]
 pub(super) struct Unreported {
     /// Pids of the workers that the nursery should have reaped.
@@ -84,7 +84,7 @@ impl ZombieReports {
         }
     }
 
-    /// Reports the processes that a sweep could not remove because a tracer holds them.
+    /// Reports the leftover processes that have exited but cannot be reaped, because a tracer holds them.
     pub(super) fn report_all_held(&mut self, swept: &SweepOutcome) {
         for &pid in &swept.held {
             self.report_held(pid, held::told(pid));

@@ -29,7 +29,7 @@ impl Evidence {
         (self.files, self.py_spy) = (files, py_spy);
     }
 
-    /// Starts gathering evidence about all running members.
+    /// Starts gathering diagnostics, such as stack traces, about all running workers of the group.
     pub(super) fn gather(&mut self, running: &Running, title: &str) {
         let mut gathering = Gathering::new(GatheringLimit::until(Instant::now() + evidence::LIMIT));
         for pid in running.pids() {
@@ -50,8 +50,8 @@ impl Evidence {
         evidence
     }
 
-    /// Cancels the gathering of evidence. The threads finish in the background. Closing the supervisor waits for the
-    /// threads, because they must reap `py-spy`, which is a child of this process.
+    /// Cancels the collection of diagnostics. Its threads finish in the background. Closing the supervisor waits for
+    /// the threads, because they must reap the child process `py-spy`.
     pub(super) fn cancel(&mut self, retired: &mut Retired) {
         if let Some(mut gathering) = self.gathering.take() {
             gathering.limit.is_cancelled.store(true, Ordering::Relaxed);

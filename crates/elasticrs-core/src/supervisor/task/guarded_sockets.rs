@@ -140,7 +140,7 @@ mod tests {
         guard.change(Guarded::Hold(socket()), None);
         guard.change(Guarded::Beside(socket(), sender), None);
         assert_eq!(guard.connections.all().len(), 2);
-        // No nursery exists that could confirm the request, so the sender is dropped and the receiver gets an error.
+        // The channel is closed without a result, because no nursery exists that could confirm the request.
         assert!(receiver.blocking_recv().is_err());
         guard.change(Guarded::Release(Release::Older), None);
         assert_eq!(guard.connections.all().len(), 1);

@@ -36,9 +36,9 @@ pub(super) fn import_rest(
     None
 }
 
-/// Kills a nursery that uses another version of the protocol. The job then continues as if an import had failed. Only a
-/// warm nursery can use another version, because its program is an installed file that may have been replaced since
-/// this process started. The embedded nursery is part of this program.
+/// Kills a nursery that speaks another protocol version. The job then continues with a nursery that does not preload
+/// modules. Only a nursery that preloads modules can use another version, because it runs an installed program, which
+/// may have been replaced since this process started.
 pub(super) fn refuse(nursery: &mut Nursery) {
     if let Some(import) = &nursery.import {
         report::fail(

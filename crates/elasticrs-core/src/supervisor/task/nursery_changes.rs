@@ -46,8 +46,8 @@ impl Task {
         }
     }
 
-    /// Replaces the sentinel if it was lost. Without a sentinel, the processes would not be cleaned up if the agent
-    /// were killed while the nursery hangs.
+    /// Replaces the guard process of the nursery if it was lost. Only the guard process can clean up if the agent is
+    /// killed while the nursery hangs.
     pub(super) fn check_sentinel(&mut self) {
         let Some(nursery) = self.nursery.get().filter(|nursery| nursery.has_lost_sentinel()) else { return };
         match nursery.renew_sentinel(self.images.all()) {
@@ -95,10 +95,10 @@ impl Task {
         }
     }
 
-    /// Continues without a nursery that does not exit after SIGKILL. Kills the workers, because they would die by
-    /// themselves only after the nursery.
+    /// Continues without a nursery that does not exit after SIGKILL. Kills the workers directly, because the kernel
+    /// kills them only when the nursery dies.
     ///
-    /// The SIGKILL stays pending, so the nursery dies as soon as the kernel can kill it.
+    /// The nursery dies later, as soon as the kernel can deliver the pending SIGKILL.
     pub(super) fn give_up_nursery(&mut self) {
         if let Some(nursery) = self.nursery.get() {
             nursery.hung = false;
@@ -127,8 +127,8 @@ impl Task {
             Current::Starting(starting) => {
                 starting.nursery_lost(exit);
                 if !starting.is_stopped() && self.has_fence_passed() {
-                    // Report that the fence deadline has passed. The nursery hung at the deadline, so the sentinel has
-                    // killed it.
+                    // Report in place of the nursery that the deadline for killing all workers has passed, because the
+                    // nursery hung and was killed.
                     self.on_fenced_start();
                 }
                 self.deadlines.disarm(Timer::Start);
@@ -141,8 +141,8 @@ impl Task {
                 running.watch_exits();
                 let is_starting = running.group.is_running() && running.group.starting().next().is_some();
                 if is_starting && self.has_fence_passed() {
-                    // Report that the deadline for killing all workers has passed. The nursery died during the start of
-                    // a replacement worker, so it could not report the deadline.
+                    // Report in place of the nursery that the deadline for killing all workers has passed, because the
+                    // nursery died while it was starting a replacement worker.
                     self.on_fenced_start();
                 }
                 self.input(Input::NurseryLost(exit));
@@ -177,7 +177,7 @@ impl Task {
             self.start_waiting();
             true
         } else {
-            // Do not report this error, because the next start tries again and reports its own error.
+            // Ignore the error, because the next start of a group launches a nursery again and reports any error.
             self.current.starting_mut().map(Starting::take_waiting);
             self.current.is_idle()
         }

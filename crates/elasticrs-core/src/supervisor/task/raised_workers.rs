@@ -27,7 +27,7 @@ use crate::supervisor::event::{ExitStage, WorkerRaised};
 use crate::supervisor::exit_progress::{self, Sample, progressed, ticks_per_second};
 use crate::supervisor::watch;
 
-/// Maximum length of a notice in bytes. The hook never sends more. Longer notices are truncated.
+/// Maximum length of a notice in bytes. Workers respect it, so only notices from unrelated programs are truncated.
 const MAX_TEXT: usize = 4096;
 
 /// Maximum number of notices to receive at once. The limit is needed because any process in the network namespace
@@ -77,7 +77,7 @@ struct Raised {
     local_rank: u32,
     process: OwnedFd,
     is_sampled: bool,
-    /// Last sample of the worker. `None` before the first sample, and if the last sampling timed out.
+    /// Last measurement of the worker's progress. `None` before the first measurement, or if the last one timed out.
     sample: Option<Sample>,
 }
 
@@ -178,8 +178,8 @@ impl RaisedWorkers {
         let Notice { pid, recorded, text, .. } = notice;
         let local_rank = self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))?;
         let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
-        // A sender that has already exited needs no time limit for its exit. Ignore the notice if the exit of another
-        // process of the worker is already being watched.
+        // Watch the sender's exit, unless the sender has already exited. Ignore the notice if another process of the
+        // same worker is already being watched.
         let limit = match process {
             Some(process) if self.has_exited(local_rank) => {
                 self.forget(local_rank);

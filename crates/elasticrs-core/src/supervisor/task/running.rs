@@ -58,7 +58,7 @@ enum Delivery {
     GroupByNursery,
     /// Signal the member directly, and make the nursery kill the other processes in the member's process group.
     MemberAndRestByNursery,
-    /// Signal the member directly, and kill the other processes in the member's process group without the nursery.
+    /// Signal the member and kill the rest of its process group directly, because the nursery does not manage them.
     MemberAndRest,
 }
 
@@ -219,8 +219,8 @@ impl Member {
     /// Used only for members that Python started, because the nursery does not manage them.
     fn kill_rest_of_group(&self) {
         let rest = cleaner::others_in_groups(self.pid, |group| group == self.pid);
-        // If the member has exited, do not signal the processes, because its pid may identify another process group by
-        // now.
+        // Signal the processes of the group only while the member is running, because another process group may reuse
+        // the member's pid afterwards.
         if watch::ended(&[self.pidfd.as_fd()]) == [false] {
             for target in rest {
                 target.signal(nix::sys::signal::Signal::SIGKILL);

@@ -65,7 +65,7 @@ impl SecondNursery {
         nursery.next().await
     }
 
-    /// Starts a second nursery, after stopping an earlier one. `limit` is the time limit for the imports.
+    /// Replaces the second nursery, if any, with a new one. `limit` is the time limit for its module imports.
     pub(super) fn launch(&mut self, limit: Duration, images: &mut Images, retired: &mut Retired) {
         self.stop(retired);
         if !images.can_be_warm() {
@@ -78,7 +78,7 @@ impl SecondNursery {
                 self.running = Some(Second { nursery, until, nice });
                 return;
             }
-            // Stop this nursery, because it runs a fallback program that imports no modules.
+            // Stop the nursery, because a second nursery is useful only if it imports modules and this one does not.
             Ok(nursery) => retired.add_nursery(nursery),
             Err(_) => {}
         }

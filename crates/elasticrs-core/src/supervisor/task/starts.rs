@@ -147,8 +147,8 @@ impl Task {
                 }
             };
             starting.hung(stage, wait_channel);
-            // Kill the nursery, because the hanging child then dies, too. If the child does not die, the clean-up in
-            // `on_nursery_death` stops waiting after its time limit.
+            // Kill the nursery, because the kernel then kills the hanging child as well. If the child survives,
+            // `on_nursery_death` stops waiting for it after a time limit.
             nursery.kill();
         }
     }
@@ -191,8 +191,8 @@ impl Task {
         }
     }
 
-    /// Called when the deadline for killing all workers passes while a worker is being started. Stops the group, and
-    /// reports the deadline in place of the nursery, because the nursery is blocked or dead.
+    /// Called if the deadline for killing all workers passes while the nursery is blocked or dead during the start of a
+    /// worker. Reports the passed deadline in place of the nursery, and stops the group.
     pub(super) fn on_fenced_start(&mut self) {
         self.shared.queue.push(Event::Fenced);
         match &mut self.current {

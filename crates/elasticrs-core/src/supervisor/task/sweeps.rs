@@ -1,5 +1,5 @@
-//! Requests the clean-up of leftover processes from the nursery, and combines the results. If the nursery is lost, the
-//! agent cleans up the processes itself.
+//! Asks the nursery to clean up leftover processes, and combines the results of several requests. If the nursery is
+//! lost, the agent performs the clean-up itself.
 
 use std::time::Duration;
 
@@ -100,7 +100,7 @@ impl Sweeps {
         self.own_limit = HOPELESS_SWEEP;
     }
 
-    /// Undoes [`Self::shorten_own`], because the nursery that could not be killed has been replaced.
+    /// Removes the time limit that [`Self::shorten_own`] has set. Called once a new nursery has replaced the hung one.
     pub(super) fn restore_own(&mut self) {
         self.own_limit = Duration::MAX;
     }

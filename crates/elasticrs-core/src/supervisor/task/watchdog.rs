@@ -33,7 +33,7 @@ use crate::timer::lines::Lines;
 use crate::timer::record::{self, Record, Refusal, Request};
 use crate::timer::table::{Due, Terms, Timers, on_monotonic};
 
-/// Number of bytes to read at once. The clock is checked after each read.
+/// Number of bytes to read before the elapsed time is compared with [`SLICE`].
 const PIECE: usize = libc::PIPE_BUF;
 /// Maximum time to read before other tasks of the runtime get their turn, so that reading does not delay the stop
 /// of a group. The last read may exceed this limit. The limit is a time rather than a number of records, because
@@ -151,7 +151,7 @@ impl Watchdog {
         }
         let mut expired = self.expired(running, report);
         self.arm();
-        // Limit the reports about expired timers without a signal, because a worker can set many timers (**TIM-4**).
+        // Limit how often timers that send no signal are reported, because a worker can set many timers (**TIM-4**).
         expired.retain(|timer| {
             if timer.signal.is_some() {
                 return true;
@@ -196,8 +196,8 @@ impl Watchdog {
         self.timers.remove_process(pid);
     }
 
-    /// Removes the timers of processes that have exited, including exits that have not been reported yet, because the
-    /// kernel may already have reused the pids (**TIM-5**).
+    /// Removes the timers of exited processes, because the kernel may reuse their pids (**TIM-5**). The exits may not
+    /// have been reported yet.
     fn forget_ended(&mut self) {
         let pids: Vec<i32> = self.bound.keys().copied().collect();
         let pidfds: Vec<_> = pids.iter().map(|pid| self.bound[pid].pidfd.as_fd()).collect();
@@ -317,7 +317,7 @@ impl Watchdog {
         }
         let watched = register(Arc::clone(&pidfd), Interest::READABLE).map_err(|_| Refusal::Full)?;
         let wait = self.exits.spawn(async move {
-            // Ignore an error, which means that the runtime is shutting down.
+            // Ignore an error, because it only means that the runtime is shutting down.
             let _ = watched.readable().await;
         });
         self.bound.insert(pid, Bound { pidfd, start_time, local_rank, is_due: false, wait });

@@ -82,8 +82,8 @@ proptest! {
             flipped
         };
         prop_assert_eq!(read(&bytes).unwrap(), kept(&image, 0));
-        // Simulate a crash during the last commit. The head still contains the synced length of the previous commit, so
-        // the state of the previous commit is restored.
+        // Simulate a crash during the last commit. Loading then restores the previous commit, because the file header
+        // still contains the synced length of that commit.
         let (noted, before) = &states[states.len() - 2];
         let synced = usize::try_from(*noted).unwrap();
         let mut on_its_way = bytes.clone();
@@ -340,7 +340,7 @@ fn writes_until_it_is_killed() {
     let Some(path) = var_os(KILLED) else { return };
     let (mut file, mut image) = open(Path::new(&path)).unwrap();
     let begun = image.revision;
-    // The reader kills this process long before the last of these commits.
+    // The test that started this process kills it long before the loop ends.
     for revision in begun + 1..begun + 100_000 {
         let value = vec![u8::try_from(revision % 251).unwrap(); usize::try_from(revision % 7 * 5000).unwrap()];
         image.revision = revision;

@@ -40,7 +40,7 @@ fn nor_is_a_stop_in_the_middle_of_a_look() {
     leases.begin(1, 1000, 5, 0);
     leases.plan(0);
     leases.look(S);
-    // Simulate a store that calls `look` at 1 s, is then paused until 11 s, and then calls `plan`.
+    // Simulate a store that is paused from 1 s to 11 s, between its calls to `look` and `plan`.
     assert_eq!(leases.expired(), NOBODY);
     assert_eq!(leases.plan(11 * S), Some(12 * S));
     assert_eq!(expired(&mut leases, 12 * S), NOBODY);
@@ -110,7 +110,7 @@ proptest! {
                 let pause = |now: u64, here: At| if is_last && at == here { now + stop * MS } else { now };
                 now = pause(look.min(until), At::Sleep);
                 leases.look(now);
-                // Handle keep-alives only after `look` has measured the pause, because the store uses the same order.
+                // Handle keep-alives between `look` and `expired`, because the real store uses the same order.
                 now = pause(now, At::Look);
                 if now >= beat + S {
                     beat = now;

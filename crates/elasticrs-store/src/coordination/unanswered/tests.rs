@@ -39,7 +39,7 @@ fn a_step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// Returns one of three watches. The first and third both cover the key `a/1`.
+/// Returns the watch with this index. The watches are on the prefix `a/`, the key `b`, and the key `a/1`.
 fn watch(index: usize) -> Watch {
     let (prefix, exact) = [("a/", false), ("b", true), ("a/1", true)][index];
     Watch { prefix: prefix.into(), exact }

@@ -70,11 +70,11 @@ fn keys() -> Keys {
 /// Next action of the simulated etcd.
 #[derive(Debug, Clone)]
 enum Sent {
-    /// etcd sends one message with the events of the next revisions. The field is the number of these revisions.
+    /// etcd sends one message with the events of this number of revisions.
     Some(usize),
     /// etcd sends the previous message again, which a correct etcd never does.
     Again,
-    /// The connection breaks, and the client creates the watch again on a new one.
+    /// The connection breaks. The client then creates the watch again on a new connection.
     Break,
     /// etcd has deleted old revisions that the watch still needs, so the client reads the current entries instead. The
     /// field is the number of revisions since the last event that etcd sent.

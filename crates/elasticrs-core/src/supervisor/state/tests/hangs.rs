@@ -10,8 +10,8 @@ pub(super) const FOUR_SECONDS: Limits = Limits {
     stop_delay: Duration::ZERO,
 };
 
-/// Returns an input with the heartbeats of four ranks at the time `now`. `beats` contains the time of each rank's last
-/// heartbeat, or `None` if there was none. All times are in seconds.
+/// Returns an [`Input::Snapshot`] that is taken at the time `now`. `beats` contains the time of each rank's last
+/// heartbeat, or `None` if the rank has sent none. All times are in seconds.
 pub(super) fn snapshot(now: u64, beats: [Option<u64>; 4]) -> Input {
     let nanoseconds = |seconds| seconds * 1_000_000_000;
     let seen = beats.map(|last| match last {
@@ -214,8 +214,8 @@ fn a_group_whose_peer_hangs_is_stopped_after_the_delay() {
     assert_eq!(signals(&group.on_input(LOOK)), PIDS.map(|pid| (pid, Signal::TERM)));
 }
 
-/// Creates a group that replaces failed workers. Rank 2 hangs and rank 1 waits for rank 2, so both ranks have stopped
-/// sending heartbeats.
+/// Creates a group whose failed workers are replaced. Rank 2 of the group hangs, and rank 1 waits for rank 2. Both
+/// ranks have therefore stopped sending heartbeats.
 fn waiting_for_one() -> Group {
     let mut group = lingering().replacing();
     let _ = group.on_input(snapshot(0, [Some(0); 4]));
@@ -224,7 +224,7 @@ fn waiting_for_one() -> Group {
     group
 }
 
-/// Returns the next heartbeats of the group from [`waiting_for_one`]. Rank 2 has exited in the meantime.
+/// Returns the heartbeats of the group created by [`waiting_for_one`] one second later, after rank 2 has exited.
 fn without_rank_2() -> Input {
     let Input::Snapshot(mut snapshot) = snapshot(6, [Some(6), Some(0), None, Some(6)]) else { unreachable!() };
     snapshot.seen[2] = RankState::Exited;

@@ -385,7 +385,7 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1000))]
 
-    /// Checks **SUP-9**, and that the group finishes exactly once after any sequence of inputs.
+    /// Checks that failed workers are replaced as **SUP-9** requires, and that the group finishes exactly once.
     #[test]
     fn every_history_of_a_group_that_replaces_can_be_brought_to_its_end(
         history in prop::collection::vec(any_step(), 0..60),
