@@ -64,8 +64,8 @@ pub struct Limits {
     pub startup: Option<Duration>,
     /// Time limit from the return of a rank's program to the exit of its process. `None` if there is no limit.
     pub exit: Option<Duration>,
-    /// Delay between reporting a hang and stopping the workers. During the delay, the other nodes gather evidence about
-    /// their own workers. Zero if there are no other nodes.
+    /// Delay between reporting a hang and stopping the workers, so that the other nodes can collect diagnostics about
+    /// their workers. Zero if there are no other nodes.
     pub stop_delay: Duration,
 }
 
@@ -111,7 +111,7 @@ named_enum! {
         Startup = "startup",
         /// The next heartbeat of the rank.
         Step = "step",
-        /// The next heartbeat of a rank in a program section with its own time limit, or the end of the section.
+        /// A heartbeat during a program section with its own time limit, or the end of the section.
         Section = "section",
         /// The exit of the rank's process after the program had returned.
         Exit = "exit",
@@ -121,8 +121,8 @@ named_enum! {
     }
 }
 
-/// A rank that may hang. Usually, it has been silent for at least half of its time limit. In the result of
-/// [`Watch::suspects`], the silence can be shorter.
+/// A rank that may be hanging. Usually, the rank has shown no activity for at least half of its time limit.
+/// [`Watch::suspects`] may also return ranks with a shorter inactivity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overdue {
     /// Index of the rank in the group.
@@ -163,7 +163,7 @@ pub fn learned(mut steps: Vec<u64>, least: Duration) -> Option<Duration> {
 
 /// Time to subtract from a rank's inactive time, for example because the group was suspended.
 ///
-/// Valid only while `since` is the time of the rank's last activity.
+/// Applies only if `since` is still the time of the rank's last activity. After new activity, nothing is subtracted.
 #[derive(Debug, Clone, Copy, Default)]
 struct Credit {
     since: u64,
@@ -190,12 +190,12 @@ pub struct Watch {
     started: u64,
     /// Start time of each rank's process.
     starts: Vec<u64>,
-    /// Ranks that have failed and whose replacements have not given a sign of activity yet.
+    /// Failed ranks whose replacements have shown no activity yet.
     absent: BTreeSet<usize>,
     /// True if a rank has failed since the last check.
     has_lost: bool,
-    /// Times to subtract from the measured silences. There is one entry for each rank, and a last entry for the time
-    /// since any rank wrote an output line.
+    /// Time to subtract from the inactive time of each rank. The last entry is subtracted from the time since the last
+    /// output line of any rank.
     credits: Vec<Credit>,
     looked: u64,
     frozen_at: Option<u64>,
@@ -258,13 +258,13 @@ impl Watch {
         }
     }
 
-    /// Returns true if a check that was made at the time `looked` is still valid. A check is invalid if the group was
-    /// suspended during the check or later, because all processes were stopped during the suspension.
+    /// Returns true if a hang check made at the time `looked` is still valid. A suspension of the group during or after
+    /// the check makes it invalid, because suspended ranks cannot send heartbeats.
     pub fn holds(&self, looked: u64) -> bool {
         self.frozen_at.is_none() && self.thawed <= looked
     }
 
-    /// Checks all ranks at the time `now`. `line` is the time of the last output line of any rank.
+    /// Checks at the time `now` whether a rank hangs. `line` is the time of the last output line of any rank.
     pub fn look(&mut self, now: u64, seen: &[RankState], line: Option<u64>) -> Verdict {
         if self.frozen_at.is_some() {
             return Verdict::LookAgain(now.saturating_add(nanoseconds(LOOK_EVERY)));
@@ -277,18 +277,18 @@ impl Watch {
         Verdict::Hung(late)
     }
 
-    /// Returns the local ranks that may have caused a hang on another node, starting with the longest silence.
+    /// Returns the local ranks that may have caused a hang on another node, in order of decreasing inactive time.
     ///
-    /// A rank is returned if it has been silent for at least half as long as the hung rank (`silence`, in nanoseconds),
-    /// or for at least half of its own time limit.
+    /// A rank is returned if it has been inactive for at least half of its own time limit, or for at least half of
+    /// `silence`. `silence` is the inactive time of the hung rank in nanoseconds.
     pub fn suspects(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> Vec<Overdue> {
         if self.frozen_at.is_some() { Vec::new() } else { self.late(now, seen, line, silence).0 }
     }
 
-    /// Returns the ranks that are not monitored, and the time limit of a training step.
+    /// Returns the ranks that hang detection does not cover, and the time limit of a training step.
     ///
-    /// A rank is not monitored if it has sent no heartbeat within this limit after its start, and no other limit
-    /// applies. Returns `None` if there is no such rank, or if an earlier call has returned ranks.
+    /// Each such rank has no time limit, and sent no heartbeat within the limit of a step after its start. `None` if
+    /// there is no such rank, if the group is suspended, or if an earlier call has returned ranks.
     pub fn unwatched(&mut self, now: u64, seen: &[RankState], line: Option<u64>) -> Option<(Vec<usize>, Duration)> {
         let limit = self.step_limit(seen);
         if self.unwatched_reported || self.frozen_at.is_some() {
@@ -306,12 +306,14 @@ impl Watch {
         self.unwatched_reported.then_some((ranks, limit))
     }
 
-    /// Returns the ranks that have been exiting for longer than the time limit of a step. The limit is returned as
-    /// well.
+    /// Returns the ranks whose exit has taken longer than the time limit of a training step. Also returns the limit.
     ///
-    /// A rank is exiting after its program has returned. Each rank is returned only once. `None` if there are no such
-    /// ranks.
+    /// The exit of a rank starts when its program has returned. Ranks that an earlier call has returned are omitted.
+    /// `None` if no ranks remain or the group is suspended.
     pub fn still_exiting(&mut self, now: u64, seen: &[RankState]) -> Option<(Vec<usize>, Duration)> {
+        if self.frozen_at.is_some() {
+            return None;
+        }
         let limit = self.step_limit(seen);
         let is_late = |rank: usize, last: u64| {
             now.saturating_sub(last).saturating_sub(self.credits[rank].of(last)) >= nanoseconds(limit)
@@ -324,11 +326,11 @@ impl Watch {
         };
         let ranks: Vec<usize> = seen.iter().enumerate().filter_map(is_new).collect();
         self.exits_reported.extend(&ranks);
-        (!ranks.is_empty() && self.frozen_at.is_none()).then_some((ranks, limit))
+        (!ranks.is_empty()).then_some((ranks, limit))
     }
 
-    /// Returns the ranks that have been silent for at least half of their limit, or for at least half of `silence`.
-    /// Also returns the earliest time at which a rank reaches its limit.
+    /// Returns the ranks that were inactive for half of their time limit, or for half of `silence`, the inactive time
+    /// of a rank on another node. Also returns the earliest time at which a rank can reach its limit.
     fn late(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
         let is_first = std::mem::take(&mut self.has_lost);
         let gap = if is_first { u64::MAX } else { now.saturating_sub(self.looked) };
@@ -363,7 +365,7 @@ impl Watch {
         (late, next)
     }
 
-    /// Removes ranks from the set of absent ranks once their replacements have given a sign of activity.
+    /// Removes ranks from the set of absent ranks once their replacements have shown activity.
     fn find_absent(&mut self, seen: &[RankState], line: Option<u64>) {
         let nobody_beats = !seen.iter().any(|seen| matches!(seen, RankState::Heartbeat(_)));
         let starts = &self.starts;
@@ -471,7 +473,7 @@ named_enum! {
         Stopped = "stopped",
         /// The rank is at an earlier step than all others.
         Behind = "behind",
-        /// The rank is the only one at a different place in the program, or the only one that is not waiting in torch.
+        /// The other inactive ranks are all at one place in the program, or are all waiting in torch.
         Elsewhere = "elsewhere",
         /// The rank has been silent the longest, and no other late rank is at the same place in the program.
         Apart = "apart",
@@ -538,8 +540,8 @@ fn odd_one_out(suspects: &[Suspect]) -> Option<usize> {
         let first = others.next();
         placed.len() >= 3 && others.all(|other| Some(other) == first)
     });
-    // Look for the only rank that is not waiting in torch. Require the stack frames of all late ranks, because a rank
-    // with an unknown frame may not be waiting in torch either.
+    // Blame the only inactive rank that is not waiting in torch. Do not blame it if the stack frame of another inactive
+    // rank is unknown, because that rank may not be waiting in torch either.
     let are_known = placed.len() > 1 && placed.len() == late().count();
     odd.or_else(|| only(&placed, |frame| !waits(frame)).filter(|_| are_known)).map(|(index, _)| index)
 }
