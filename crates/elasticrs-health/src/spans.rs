@@ -29,7 +29,8 @@ pub struct Spans {
 }
 
 impl Spans {
-    /// Starts measuring the time spent on each activity. The activity is [`Activity::Starting`] from the time `now`.
+    /// Starts measuring the time spent on each activity, with [`Activity::Starting`] as the current activity. `now` is
+    /// the current time.
     pub fn new(now: Instant) -> Self {
         Self { now: Activity::Starting, since: now, totals: Default::default() }
     }

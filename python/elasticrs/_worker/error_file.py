@@ -100,7 +100,8 @@ def _is_marked(error: BaseException) -> bool:
     """Return true if an exception, or any exception among its causes and exception group members, is an
     ``elasticrs.errors.NonRetryable``.
     """
-    pending, seen = [error], set()  # type: list[BaseException | None], set[int]
+    pending: list[BaseException | None] = [error]
+    seen: set[int] = set()
     while pending:
         each = pending.pop()
         if each is None or id(each) in seen:

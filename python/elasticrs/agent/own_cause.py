@@ -221,8 +221,8 @@ def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
     """
     started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
     if started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9:
-        # Not a start error, because the program has already run for some time. A late import may fail for a
-        # temporary reason, such as a file system error.
+        # The failure is not a start error, because the program has already run for some time. A late import
+        # may fail for a temporary reason, such as a file system error.
         return False
     if failure.is_start_error:
         return True

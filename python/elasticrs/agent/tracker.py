@@ -367,8 +367,8 @@ class AttemptTracker:
         # workers were added only now.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         if "imported" in attempt.stamps:
-            # Limit the recorded time to the start time of the workers. The imports finished before the
-            # workers started, but the report about the imports may arrive later.
+            # Limit the end time of the imports to the start time of the workers, because the report about the
+            # imports may arrive after the workers' start.
             attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()

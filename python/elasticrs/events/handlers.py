@@ -114,7 +114,7 @@ class LineFileHandler(logging.Handler):
 
     def write_through(self) -> None:
         """Undo one call of :meth:`write_behind`, and wait until all lines are written or a time limit
-        expires. If no further call is left to undo, also stop the background thread, unless it hangs.
+        expires. Undoing the last call also stops the background thread, unless the thread hangs.
         """
         self._agents -= 1
         behind = self._behind

@@ -18,7 +18,7 @@ def refuse_while_main_is_imported() -> None:
     Raises:
         SystemExit: this process is such a worker. The exception contains the message, and the exit code is 1.
     """
-    # Read `sys.modules` instead of importing the module, because the launch path imports as little as
+    # Look up `multiprocessing.process` without importing it, because the launch path imports as little as
     # possible. A worker that is importing the main module has already loaded `multiprocessing.process`.
     process = sys.modules.get("multiprocessing.process")
     if process is not None and getattr(process.current_process(), "_inheriting", False):

@@ -161,7 +161,7 @@ class _PeriodicTimer:
         if self._finalizer is not None:
             raise RuntimeError("The timer has already started.")
         stop = threading.Event()
-        # Do not pass the timer to the thread, because the reference would prevent garbage collection.
+        # Do not pass the timer to the thread, because the reference would keep the timer alive.
         arguments, name = (self._interval, stop, *self._call), self._name or "PeriodicTimer"
         thread = threading.Thread(target=_repeat, name=name, args=arguments, daemon=True)
         self._finalizer = weakref.finalize(self, _stop, thread, stop)

@@ -180,8 +180,8 @@ def passed_on(signum: int, held: Sequence[int]) -> str:
 
 
 def signal_not_passed_on(signum: int) -> str:
-    """Return the message that a signal is not forwarded to the workers. The signal would kill workers without
-    a handler, and the agent cannot determine which workers have a handler.
+    """Return the line for a signal that the agent does not forward to the workers. The signal would kill
+    workers without a handler, and the agent cannot determine which workers have one.
     """
     return (
         f"{signal_name(signum)} received, but not passed on: /proc does not show this pid namespace, so it "

@@ -376,7 +376,7 @@ impl Task {
     }
 
     fn sample_exit(&mut self, local_rank: u32) {
-        // Check the progress of the exit only while the process that recorded the exception is still running.
+        // Check for progress only while the process that recorded the exception is still running.
         if !self.raised.has_exited(local_rank)
             && let Some(worker) = self.current.running().and_then(|running| running.pid_of(local_rank))
         {

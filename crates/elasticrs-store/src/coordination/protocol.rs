@@ -94,15 +94,14 @@ pub enum Answer {
     /// Reply to a transaction or a watch.
     Reply {
         tag: u64,
-        /// True if the conditions of the transaction held. For a watch request, true if the watch was started.
+        /// True if the conditions of the transaction held. Always true for a watch.
         ok: bool,
         /// Revision of the store after it has executed the request.
         revision: u64,
         /// Results of the request:
         ///
         /// - for a transaction, one result for each operation;
-        /// - for a started watch, the current entries, if the client requested them;
-        /// - for a rejected watch, the oldest revision in the history.
+        /// - for a watch, the current entries, if the client requested them.
         results: Vec<OpResult>,
     },
     /// Changes to keys that this client watches, made at one revision of the store.

@@ -9,7 +9,7 @@ use crate::types::LostKind;
 const UNNOTICED: u64 = 1_000_000_000;
 /// Minimum time between two outage notices, in nanoseconds, so that an unstable store does not flood the user.
 ///
-/// The minimum delays a notice at most until halfway between the start of the outage and the session's deadline.
+/// The minimum never delays a notice beyond the midpoint between the start of the outage and the session's deadline.
 const QUIET: u64 = 60_000_000_000;
 
 /// An outage of the store. It starts when the client notices the loss of the connection. All times are nanoseconds of

@@ -102,8 +102,8 @@ def _report(**line: object) -> None:
 
 
 class _ProgramError(BaseException):
-    """Raised if an imported module calls ``exec`` in the nursery. Otherwise, the new program would replace
-    the nursery process, and could run the user's script.
+    """Raised if an imported module calls ``exec`` in the nursery, because ``exec`` would replace the nursery
+    process by another program.
     """
 
 

@@ -421,8 +421,8 @@ class MeetingPoint:
                 self._may_decide_again = not self._has_met and event.kind != "resolve"
                 events.append(ConnectionLost(event.kind, self._explained(event)))
             elif isinstance(event, Connected) and self._shares_early and self._shared is None:
-                # Reconnect, because the agent needs two connections, and could not open the connection for
-                # the nodes' shared data. The store was probably not listening yet.
+                # Reconnect, because the connection for the nodes' shared data failed. The store was probably
+                # not listening yet.
                 self.disconnect()
                 return [ConnectionLost("unreachable", f"only one connection to {self._rendezvous.endpoint}")]
             else:
@@ -452,8 +452,8 @@ class MeetingPoint:
         )
 
     def fallback_address(self) -> str | None:
-        """Return this node's address for other machines, for use if the node is connected to the store over a
-        loopback address. ``None`` if no such address is known.
+        """Return an address at which other machines can reach this node; ``None`` if none is known. The
+        address replaces a loopback address in the node's connection to the store.
         """
         if self._hosting is self._found.hosting:
             return self._found.fallback

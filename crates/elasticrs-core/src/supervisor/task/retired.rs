@@ -1,4 +1,4 @@
-//! Background work that closing the supervisor waits for.
+//! Background work. The supervisor waits for it when it is closed.
 
 use tokio::task::JoinSet;
 
