@@ -133,7 +133,7 @@ struct State {
 
 impl State {
     fn request(&mut self, request: Request, now: Instant) {
-        // Do not count a request that cannot be sent, because the thread has panicked and will not finish it.
+        // If sending fails, the thread has panicked. Do not count the request, because it will never be completed.
         if self.requests.as_ref().is_some_and(|requests| requests.send(request).is_ok()) {
             self.wanted += 1;
             self.waiting_since.get_or_insert(now);

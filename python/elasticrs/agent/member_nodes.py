@@ -92,8 +92,8 @@ class MemberNodes(SeveralNodes):
 
     def fenced(self) -> list[machine.Action]:
         found = super().fenced()
-        # Also stop the workers here, because between two rounds the rendezvous may not know that workers are
-        # running.
+        # Kill the workers even if the rendezvous has not requested it. Between two rendezvous rounds, the
+        # rendezvous may not know that workers are running.
         return found + self._carry(shared.MustStop(machine.SIGKILL, is_fence=True))
 
     # --- actions from the rendezvous ---
@@ -136,8 +136,8 @@ class MemberNodes(SeveralNodes):
         return self._final_world_size if page is None else page.final_world_size()
 
     def _look_for_unfinished_ranks(self, begun: messages.Start) -> None:
-        """Record that the job's results may be incomplete if a node was lost after the training. Ignore a
-        node whose workers did not take part in the last rendezvous of the job's workers.
+        """If a node was lost after the training, record that the job's results may be incomplete. Ignore the
+        node if its workers were not in the training's last rendezvous.
 
         After the training, no other workers take over the ranks of the lost workers. Their remaining work,
         such as saving, is therefore not repeated.

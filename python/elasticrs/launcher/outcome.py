@@ -64,7 +64,7 @@ def conclude_stopped(job: JobConfig, result: JobResult, why: str, say: Callable[
     try:
         return conclude(job, result, why, say)
     except (OSError, ImportError) as error:
-        # The lazy imports fail if this process has run out of file descriptors.
+        # Catch `ImportError`, because the imports in `conclude` fail if no file descriptors are left.
         say(f"the outcome of the job could not be written: {error}")
         return 1
 

@@ -46,8 +46,8 @@ LINGER = 5.0
 
 WORD = struct.Struct("d")
 """Message from the program to the keeper, sent when the workers have exited or must be killed. It contains
-the number of seconds for which their descendants may continue, :data:`AT_ONCE`, or :data:`LEAVE`. A later
-message overrides an earlier one.
+the number of seconds for which their descendants may continue, :data:`AT_ONCE`, or :data:`LEAVE`. On a later
+message, the keeper kills the remaining descendants at once.
 """
 AT_ONCE, LEAVE = -1.0, -2.0
 

@@ -336,8 +336,8 @@ class Kept(FunctionStart):
         self.finish()
 
     def begin_end(self, linger: float) -> None:
-        """Tell the keeper to stop all processes. :attr:`keeper_pidfd` becomes readable when they have exited.
-        A later call overrides an earlier one.
+        """Tell the workers' parent process to stop all workers and exit. :attr:`keeper_pidfd` becomes
+        readable when the parent process has exited. A second call kills the remaining processes immediately.
 
         Args:
             linger: seconds for which processes may continue; see :data:`keeper.WORD`.

@@ -215,7 +215,7 @@ def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool
 
 def killed(who: str, event: WorkersKilled) -> str:
     """Return the line about workers that were killed because they did not exit in time. ``who`` names the
-    workers. The line also says if a save may be incomplete.
+    workers. The line also warns if data that the workers were saving may be incomplete.
     """
     was, it = ("was", "it") if len(event.local_ranks) == 1 else ("were", "they")
     if event.reason == "stalled exit":

@@ -10,7 +10,7 @@ class StopException(Exception):  # noqa: N818 -- torchelastic's name
 
 
 class NonRetryableException(Exception):  # noqa: N818 -- torchelastic's name
-    """Raised when this process cannot continue. Other workers may still do so."""
+    """Raised when this process cannot continue training. Other workers may continue."""
 
 
 class RetryableException(RuntimeError):  # noqa: N818 -- named like the others

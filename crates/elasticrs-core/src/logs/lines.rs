@@ -84,8 +84,8 @@ impl LineSplitter {
         self.extend(rest, &mut emit);
         self.waiting = match self.waiting {
             _ if !self.has_unshown() => None,
-            // If `bytes` contains no line end, keep the arrival time of the oldest byte. Otherwise, the current line
-            // has only just started, so use the current time.
+            // After a line end, set the arrival time of the oldest unshown byte to `now`, because a new line has
+            // started. Otherwise, keep the old arrival time.
             Some((oldest, _)) if rest.len() == bytes.len() || self.progress => Some((oldest, now)),
             _ => Some((now, now)),
         };

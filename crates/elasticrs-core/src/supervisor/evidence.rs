@@ -149,7 +149,7 @@ pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &Gath
 /// Diagnostics about one worker that are still being collected.
 struct Examination {
     subject: Subject,
-    /// Pid of the process that writes its stacks: the worker, or its first descendant with a handler for the signal.
+    /// Pid of the process whose stacks are collected: the worker or one of its descendants.
     target: i32,
     status: Option<Status>,
     kernel: String,

@@ -256,7 +256,7 @@ impl Sweep {
         let is_new = if signal == Signal::SIGKILL { self.killed.insert(pid) } else { self.termed.insert(pid) };
         let was_named = signal == Signal::SIGKILL && self.termed.contains(&pid);
         if signal == Signal::SIGKILL {
-            // Send SIGKILL at every check, because a new process may have reused the pid of a killed process.
+            // Send SIGKILL even if it was already sent to this pid, because a new process may have reused the pid.
             target.signal(signal);
         } else if is_new {
             target.signal(signal);

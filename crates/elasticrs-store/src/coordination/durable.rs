@@ -472,8 +472,8 @@ fn load(path: &Path, file: &File, limit: usize) -> Result<Option<(Image, u64)>, 
         let damaged = || StateError::Damaged { path: path.to_owned(), at };
         let left = about.len() - at;
         let Some(record) = next_record(&mut reader, left, most, &mut digest).map_err(cannot_read)? else {
-            // The file ends with an incomplete record. Ignore it: the store crashed during this commit, so it has not
-            // confirmed these changes to any client.
+            // Ignore an incomplete record at the end of the file. The store crashed while it wrote the record, so no
+            // client was told that the record was saved.
             return if at < synced { Err(damaged()) } else { Ok(Some((image, left))) };
         };
         image.apply(Cursor::whole::<Vec<Item>>(&record).map_err(|Malformed(_)| damaged())?);

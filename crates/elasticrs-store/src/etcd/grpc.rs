@@ -19,7 +19,7 @@ pub(super) enum CallError {
     Status(Status),
     /// The answer is not valid gRPC.
     Foreign(String),
-    /// The answer is larger than [`MAX_ANSWER`]. The field is its length in bytes.
+    /// The answer is larger than [`MAX_ANSWER`]. Contains the length of the answer in bytes.
     TooLarge(usize),
     /// The server reset the stream of this call.
     Reset(String),

@@ -29,8 +29,8 @@ pub(crate) struct Outage {
 }
 
 impl Outage {
-    /// Starts an outage. `unanswered` is the send time of the oldest unanswered request. `reported` is the time of the
-    /// last notice about an earlier outage.
+    /// Creates the record of an outage that was noticed at `now`. `unanswered` is the send time of the oldest request
+    /// without an answer. `reported` is the time of the last notice to the user, and limits how often notices are sent.
     pub(crate) fn new(store: String, now: u64, unanswered: Option<u64>, deadline: u64, reported: Option<u64>) -> Self {
         let silent = unanswered.map_or(now, |sent| sent.min(now));
         Self { store, begun: now, silent, deadline, is_reported: false, reported }

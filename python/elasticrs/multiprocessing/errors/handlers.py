@@ -1,5 +1,5 @@
-"""Factory for the default error handler. A program can replace :func:`get_error_handler` to use its own
-handler.
+"""Function that returns the default error handler. To use a different handler, patch
+``elasticrs.multiprocessing.errors.get_error_handler``.
 """
 
 from elasticrs.multiprocessing.errors.error_handler import ErrorHandler

@@ -511,8 +511,8 @@ class MeetingPoint:
         return self._server.sessions() > own
 
     def open_shared_store(self, round: int) -> Store:  # noqa: A002 -- the field's own word
-        """Open a store in which the nodes of a round share user data. It uses a separate connection. The
-        shared store of the previous round is closed.
+        """Open the store in which the nodes share user data during a round. Use a new connection, and close
+        the store of the previous round.
 
         With ``static``, the connection was already opened before the round and is used for all rounds, so
         nothing is closed. Keys that were set in other rounds are not visible.

@@ -493,8 +493,8 @@ def _earlier_cause(member: Member, number: int) -> Cause | None:
     own, head = member.own_failure, member.head
     if own is None or own.round != number or own.cause is None or head is None:
         return None
-    # Use the failure cause in the job's state only after the round has ended, because the state of a running
-    # round contains the previous round's cause.
+    # While the round is running, ignore the failure cause in the job's state, because it is still the
+    # previous round's cause.
     recorded = head.cause if head.round == number and head.state == "ENDED" else None
     is_permanent = own.cause.get("permanence") is not None
     return own.cause if is_permanent or may_be_first(own.cause, recorded) else None

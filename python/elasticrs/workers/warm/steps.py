@@ -175,8 +175,8 @@ class _Reader:
         return line, text.decode("utf-8", "replace").strip()
 
     def _blocks(self, node: ast.AST, is_certain: bool) -> list[tuple[ast.AST, bool]]:
-        """Return the statements inside a compound statement's blocks, each with a flag that is true if it is
-        certain to run. Blocks that never run are left out.
+        """Return ``(statement, is_certain)`` pairs for the blocks of a compound statement, except blocks that
+        never run. ``is_certain`` is true if the statement is certain to run.
         """
         if isinstance(node, (*_FUNCTIONS, _ast.ClassDef)):
             return []

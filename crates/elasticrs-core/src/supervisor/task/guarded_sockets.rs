@@ -39,8 +39,8 @@ impl GuardedSockets {
             }
             Guarded::Beside(socket, held) => {
                 if !self.hold(Held { socket, word: None }, true, nursery.as_deref_mut()) {
-                    // Also drop the socket in this process, because the nursery did not receive it. Otherwise, a later
-                    // `Release::Newest` would close a different socket in each process.
+                    // Drop the socket, because the nursery has no duplicate of it. The nursery and this process must
+                    // hold the same sockets, because `Release::Newest` closes the newest socket in each process.
                     self.connections.release(Release::Newest);
                     let _ = held.send(false);
                 } else if let Some(nursery) = nursery {

@@ -165,8 +165,8 @@ impl Task {
 
     // --- the fence deadline during a start ----------------------------------------------------------------------
 
-    /// Checks the fence deadline on behalf of the nursery, which cannot check the deadline while it is blocked starting
-    /// a worker.
+    /// If a worker is being started, checks the deadline for killing all workers. Normally, the nursery process checks
+    /// the deadline, but the start may block the nursery.
     pub(super) fn fence_start(&mut self) {
         if !self.current.starts_a_worker() {
             return;

@@ -27,7 +27,7 @@ fn time_in_which_the_store_did_not_run_is_not_counted() {
     let mut leases = Leases::default();
     leases.begin(1, 1000, 5, 0);
     assert_eq!(leases.plan(0), Some(S));
-    // Simulate a store that is paused from 1 s to 11 s. The call to `look` was planned for 1 s, so it is 10 s late.
+    // Simulate a paused store, which checks for expired sessions after 11 s instead of after 1 s.
     assert_eq!(expired(&mut leases, 11 * S), NOBODY);
     assert_eq!(expired(&mut leases, 15 * S - 1), NOBODY);
     assert_eq!(expired(&mut leases, 15 * S), [1]);
