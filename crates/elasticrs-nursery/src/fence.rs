@@ -115,8 +115,8 @@ impl Fence {
     }
 
     /// Makes the next nursery process responsible for killing the workers at the deadline. Called by the agent. If the
-    /// deadline is already marked as passed, returns `false` and changes nothing, because the current nursery process
-    /// must still report the passed deadline.
+    /// deadline is already marked as passed, returns `false` and changes nothing. The current nursery process must then
+    /// still report it.
     pub fn hand_over(&self) -> bool {
         self.deadline.hand_over()
     }

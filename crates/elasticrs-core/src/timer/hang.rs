@@ -329,8 +329,8 @@ impl Watch {
         (!ranks.is_empty()).then_some((ranks, limit))
     }
 
-    /// Returns the ranks that were inactive for half of their time limit, or for half of `silence`, the inactive time
-    /// of a rank on another node. Also returns the earliest time at which a rank can reach its limit.
+    /// Returns the ranks that were inactive for half of their time limit or half of `silence`, and the earliest time at
+    /// which a rank can reach its limit. `silence` is the inactive time of a hung rank on another node.
     fn late(&mut self, now: u64, seen: &[RankState], line: Option<u64>, silence: u64) -> (Vec<Overdue>, u64) {
         let is_first = std::mem::take(&mut self.has_lost);
         let gap = if is_first { u64::MAX } else { now.saturating_sub(self.looked) };

@@ -70,8 +70,7 @@ pub(super) struct Sweep {
     /// Children that had exited but could not be reaped at the last check. If the next check finds them again, a tracer
     /// holds them.
     corpses: BTreeSet<i32>,
-    /// Time at which a check first found that all remaining processes are allowed to remain. `None` if a process still
-    /// has to be killed.
+    /// Time at which a check first found no more processes to kill. `None` if a process still has to be killed.
     only_held: Option<Instant>,
     pause: Duration,
 }

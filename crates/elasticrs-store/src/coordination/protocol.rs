@@ -33,8 +33,8 @@ pub struct Hello {
     pub challenge: Digest,
     /// Session to resume. `None` to open a new session.
     pub resume: Option<(u64, Secret)>,
-    /// Store to which this client was connected before. `None` if there was none. Any other store refuses the client,
-    /// unless it has restored that store's state.
+    /// Store to which this client was connected before. `None` if there was none. Another store refuses the client,
+    /// unless that store has restored the earlier store's state.
     pub confirmed: Option<StoreId>,
 }
 

@@ -103,10 +103,9 @@ impl Unanswered {
         Ok(AnswerEffect::Reply(results))
     }
 
-    /// If the queue starts with requests to stop watches, removes these requests. They need not be sent again, because
-    /// a new connection does not restore stopped watches.
-    ///
-    /// Keeps a stop request that follows another request, because the other request may start the same watch.
+    /// Removes requests to stop watches from the front of the queue. They need not be sent again, because a new
+    /// connection does not restore stopped watches. A stop request behind another request stays, because that request
+    /// may start the same watch.
     fn forget_ends(&mut self) {
         while self.asked.front().is_some_and(|asked| matches!(asked.kind, Kind::Unwatch(_))) {
             self.asked.pop_front();

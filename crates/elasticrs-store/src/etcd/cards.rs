@@ -13,7 +13,7 @@ use super::messages as pb;
 const CARDS: &str = "~sessions/links/";
 /// Secret that identifies a session to its peers. It is stored in etcd, so only programs that can read etcd know it.
 pub(super) type Nonce = [u8; 16];
-/// Secret that announces the end of a session to its peers. It is sent after all processes that depend on the session
+/// Secret that an agent sends to its peers to end a session. It is sent after all processes that depend on the session
 /// have exited.
 pub(super) type LastWord = [u8; 32];
 /// SHA-256 hash of a [`LastWord`].

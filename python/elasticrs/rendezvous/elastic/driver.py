@@ -314,8 +314,8 @@ class Driver:
 
     @property
     def _stays(self) -> bool:
-        """True if the job has succeeded and the store stays open for this agent's next run. The agent then
-        exits without waiting until the other agents have disconnected.
+        """True if the job has succeeded and the store stays open for this agent's next job. The agent then
+        does not wait until the other agents have disconnected.
         """
         is_success = self._exit is not None and self._exit.outcome.kind in {"succeeded", "spare"}
         return is_success and self.meeting_point.may_stay

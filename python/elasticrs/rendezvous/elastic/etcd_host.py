@@ -52,8 +52,8 @@ def _workers_access(rendezvous: Rendezvous) -> list[str] | None:
 
 
 class EtcdHost:
-    """Controller of the program that runs this machine's member of the job's etcd cluster. The program exits
-    on its own if no endpoint is on this machine.
+    """Controls the program that runs an etcd member on this machine. The program exits on its own if the list
+    of endpoints does not contain this machine.
 
     Args:
         rendezvous: rendezvous of a job whose agents host etcd.

@@ -452,8 +452,8 @@ class MeetingPoint:
         )
 
     def fallback_address(self) -> str | None:
-        """Return an address at which other machines can reach this node; ``None`` if none is known. The
-        address replaces a loopback address in the node's connection to the store.
+        """Return an address at which other machines can reach this node; ``None`` if none is known. It is
+        used if this node connects to the store through a loopback address.
         """
         if self._hosting is self._found.hosting:
             return self._found.fallback
