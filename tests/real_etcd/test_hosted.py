@@ -14,7 +14,7 @@ from helpers import nodes, ports
 from helpers.etcd import binary
 from helpers.nodes import RANKS, finish
 from helpers.procs import descendants, reap_adopted, wait_until
-from helpers.said import line_with, says
+from helpers.said import has, line_with, says
 
 from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Seat, password_of
@@ -328,7 +328,7 @@ def test_old_data_of_a_node_that_missed_the_end_of_the_job_are_discarded(job):
     workers = round_of(agents, [1, 1, 1])
     job.wait_until_up()
     assert not job.names() & before
-    line_with("".join(agent.stderr for agent in agents), "discarded", "data")
+    wait_until(lambda: any(agent.read_for(0) or has(agent.stderr, "discarded", "data") for agent in agents))
     job.ends(agents, workers)
 
 
