@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from helpers import procs
 from helpers.procs import HANG
 
 _PROGRAM = Path(__file__).resolve().parent.parent / "workers" / "trainers.py"
@@ -26,6 +27,8 @@ class Parent:
         self._process = subprocess.Popen(
             [sys.executable, str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        # This process outlives the tests that use it, and other tests must not wait for it as an orphan.
+        procs.bystanders.add(self._process.pid)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._orders, self.told = self._process.stdin, self._process.stdout
@@ -34,6 +37,7 @@ class Parent:
         self._orders.close()
         self.told.close()
         self._process.wait()
+        procs.bystanders.discard(self._process.pid)
 
     def order(self, order: dict[str, Any]) -> None:
         self._orders.write((json.dumps(order) + "\n").encode())

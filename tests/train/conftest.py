@@ -1,5 +1,5 @@
-"""Fixtures: a process that has imported torch, for all tests of a file, and agents for the
-acceptance tests.
+"""Fixtures: a process that has imported torch and forks the trainers of all tests, and agents for
+the acceptance tests.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from helpers.launcher import Launched
 from helpers.trainers import ByHand, Parent, store
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def parent() -> Iterator[Parent]:
     with closing(Parent()) as found:
         yield found
