@@ -20,6 +20,7 @@ from helpers.golden import golden
 from helpers.launcher import LAUNCHERS, NO_TIME, Launched, clean_environment
 from helpers.leaks import no_leaks
 from helpers.network_fixtures import formed, hosts, impair, multinode, network
+from helpers.torch_programs import TorchPrograms
 
 __all__ = ["formed", "golden", "hosts", "impair", "multinode", "network", "no_leaks"]
 
@@ -121,6 +122,14 @@ class Launch(Protocol):
         argv: Sequence[str | Path] | None = None,
         **how: Any,
     ) -> Launched: ...
+
+
+@pytest.fixture(scope="session")
+def torch_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchPrograms]:
+    """Run programs in forks of one process that has imported torch."""
+    programs = TorchPrograms(tmp_path_factory.mktemp("programs"))
+    yield programs
+    programs.close()
 
 
 @pytest.fixture

@@ -1,19 +1,20 @@
 """``run.main(args)`` and ``launch.main(args)``, called from a program, raise what torch's functions raise."""
 
 import json
-import sys
 
 import pytest
-from helpers.launcher import clean_environment
-from helpers.procs import run_program
+
+pytestmark = pytest.mark.torch
 
 PROGRAM = """
 import importlib, json, os, sys
 
 package, name, *cases = json.loads(sys.argv[1])
+os.chdir(sys.argv[2])
+os.environ["TMPDIR"] = sys.argv[2]
 main = importlib.import_module(f"{package}.{name}").main
 for args in cases:
-    # Each call gets a process of its own, and the import, which takes seconds for torch, is made once.
+    # Each call gets a process of its own.
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -50,28 +51,21 @@ OUTCOMES = [
 
 
 @pytest.fixture
-def outcomes(tmp_path):
+def outcomes(tmp_path, torch_programs):
     """Return a function that calls ``main`` with each list of arguments, and returns the exceptions' class
     names and exit codes.
     """
     (tmp_path / "fails.py").write_text("raise SystemExit(3)\n", encoding="utf-8")
 
     def outcomes(package, name, cases):
-        done = run_program(
-            [sys.executable, "-c", PROGRAM, json.dumps([package, name, *cases])],
-            cwd=tmp_path,
-            env=clean_environment({"PYTHONPATH": ":".join(filter(None, sys.path)), "TMPDIR": str(tmp_path)}),
-            timeout=170,
-            check=True,
-        )
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+        arguments = (json.dumps([package, name, *cases]), str(tmp_path))
+        output = torch_programs.checked(PROGRAM, *arguments, timeout=170)
+        return [json.loads(line) for line in output.splitlines() if line.startswith("[[")]
 
     return outcomes
 
 
-each_package = pytest.mark.parametrize(
-    "package", [pytest.param("torch.distributed", marks=pytest.mark.torch), "elasticrs"]
-)
+each_package = pytest.mark.parametrize("package", ["torch.distributed", "elasticrs"])
 
 
 @pytest.mark.parametrize("name", ["run", "launch"])

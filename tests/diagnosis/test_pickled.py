@@ -3,8 +3,6 @@
 import os
 import pickle
 import pickletools
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -160,8 +158,8 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.torch
-def test_a_pickle_that_torch_wrote_has_the_same_record_as_its_json(tmp_path):
-    subprocess.run([sys.executable, "-c", DUMP, tmp_path], check=True, capture_output=True)
+def test_a_pickle_that_torch_wrote_has_the_same_record_as_its_json(tmp_path, torch_programs):
+    torch_programs.checked(DUMP, str(tmp_path))
     record = parse((tmp_path / "pickle").read_bytes())
     assert record == parse((tmp_path / "json").read_bytes())
     assert [entry.operation for entry in record.entries] == ["all_reduce"] * 3 + ["barrier"]

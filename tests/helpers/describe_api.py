@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 from helpers.procs import run_program
+from helpers.torch_programs import TorchPrograms
 
 PROGRAM = """
 import dataclasses, enum, importlib, inspect, json, sys
@@ -28,13 +29,24 @@ print(json.dumps(described))
 """
 
 
-def describe(module: str, *names: str) -> dict[str, Any]:
-    """Return the fields of dataclasses, the members of enums, and the parameters of everything else."""
-    described: dict[str, Any] = json.loads(run(PROGRAM, module, *names))
+def describe(module: str, *names: str, programs: TorchPrograms | None = None) -> dict[str, Any]:
+    """Return the fields of dataclasses, the members of enums, and the parameters of everything else.
+
+    Args:
+        programs: where to run the program, for a module of torch.
+    """
+    described: dict[str, Any] = json.loads(run(PROGRAM, module, *names, programs=programs))
     return described
 
 
-def run(program: str, *arguments: str) -> str:
-    """Run a program and return the last line that it printed."""
-    done = run_program([sys.executable, "-c", program, *arguments], check=True)
-    return done.stdout.splitlines()[-1]
+def run(program: str, *arguments: str, programs: TorchPrograms | None = None) -> str:
+    """Run a program and return the last line that it printed.
+
+    Args:
+        programs: where to run the program, if it uses torch.
+    """
+    if programs is None:
+        output = run_program([sys.executable, "-c", program, *arguments], check=True).stdout
+    else:
+        output = programs.checked(program, *arguments)
+    return output.splitlines()[-1]

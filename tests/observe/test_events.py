@@ -55,19 +55,19 @@ def test_an_invalid_event_is_refused(text, error):
 
 
 @pytest.mark.torch
-def test_names_signatures_and_json_are_torchs():
+def test_names_signatures_and_json_are_torchs(torch_programs):
     names = (
         *("record", "record_rdzv_event", "construct_and_record_rdzv_event", "get_logging_handler"),
         *("Event", "RdzvEvent", "EventSource", "NodeState"),
     )
     ours, torchs = "elasticrs.events", "torch.distributed.elastic.events"
-    assert describe(ours, *names) == describe(torchs, *names)
+    assert describe(ours, *names) == describe(torchs, *names, programs=torch_programs)
     program = """
 import importlib, sys
 events = importlib.import_module(sys.argv[1])
 print(events.Event("a", events.EventSource.AGENT, 5, {"x": [1, None], "u": "\\u00fc"}))
 """
-    assert run(program, ours) == run(program, torchs)
+    assert run(program, ours) == run(program, torchs, programs=torch_programs)
     assert handlers._log_handlers.keys() >= {"console", "dynamic_rendezvous", "null"}
 
 

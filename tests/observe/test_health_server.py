@@ -37,9 +37,10 @@ def serve():
 
 
 @pytest.mark.torch
-def test_names_and_arguments_are_torchs():
+def test_names_and_arguments_are_torchs(torch_programs):
     names = ("HealthCheckServer", "create_healthcheck_server")
-    ours, torchs = describe(health_check_server.__name__, *names), describe(TORCHS, *names)
+    ours = describe(health_check_server.__name__, *names)
+    torchs = describe(TORCHS, *names, programs=torch_programs)
     assert ours["create_healthcheck_server"] == torchs["create_healthcheck_server"]
     assert ours["HealthCheckServer"][:3] == torchs["HealthCheckServer"]
     assert [name for name, _, _ in ours["HealthCheckServer"][3:]] == ["host"]

@@ -142,14 +142,13 @@ def test_a_sink_gets_everything_beside_the_handlers(kept):
 
 
 @pytest.mark.torch
-def test_names_and_signatures_are_torchs():
-    ours, torchs = (describe(f"{module}.api", *api.__all__) for module in ("elasticrs.metrics", TORCHS))
-    assert ours == torchs
-    ours, torchs = (describe(module, "initialize_metrics") for module in ("elasticrs.metrics", TORCHS))
-    assert ours == torchs
-    assert set(json.loads(run(ALL, f"{TORCHS}.api"))) == set(api.__all__)
+def test_names_and_signatures_are_torchs(torch_programs):
+    for module, names in ((".api", api.__all__), ("", ["initialize_metrics"])):
+        torchs = describe(f"{TORCHS}{module}", *names, programs=torch_programs)
+        assert describe(f"elasticrs.metrics{module}", *names) == torchs
+    assert set(json.loads(run(ALL, f"{TORCHS}.api", programs=torch_programs))) == set(api.__all__)
 
 
 @pytest.mark.torch
-def test_the_same_calls_emit_the_same():
-    assert run(CALLS, "elasticrs.metrics") == run(CALLS, TORCHS)
+def test_the_same_calls_emit_the_same(torch_programs):
+    assert run(CALLS, "elasticrs.metrics") == run(CALLS, TORCHS, programs=torch_programs)

@@ -1,11 +1,9 @@
 """The handler with a custom back end: its results, settings and names, and invalid states in the back end."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from helpers.procs import run_program
 
 from elasticrs.rendezvous import (
     RendezvousClosedError,
@@ -313,6 +311,5 @@ os._exit(0)
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_names_arguments_and_texts_are_torchs_and_its_store_serves():
-    done = run_program([sys.executable, "-c", PROGRAM])
-    assert done.returncode == 0, done.stderr
+def test_names_arguments_and_texts_are_torchs_and_its_store_serves(torch_programs):
+    torch_programs.checked(PROGRAM)

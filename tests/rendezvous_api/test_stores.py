@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import tempfile
 import threading
 import weakref
@@ -12,7 +11,6 @@ from importlib import metadata
 
 import pytest
 from helpers import ports, procs
-from helpers.procs import run_program
 from helpers.said import says
 
 from elasticrs.rendezvous import (
@@ -154,10 +152,8 @@ else:
 
 
 @pytest.mark.torch
-def test_the_stores_that_programs_make_are_torchs(tmp_path):
-    command = [sys.executable, "-c", TORCH_STORES, f"localhost:{ports.free()}", str(tmp_path / "file")]
-    done = run_program(command)
-    assert done.returncode == 0, done.stderr
+def test_the_stores_that_programs_make_are_torchs(tmp_path, torch_programs):
+    torch_programs.checked(TORCH_STORES, f"localhost:{ports.free()}", str(tmp_path / "file"))
 
 
 def test_a_temporary_file_is_removed_with_its_store(tmp_path, monkeypatch):

@@ -104,7 +104,7 @@ def test_calls_return_what_torch_returns(pair):
 
 
 @pytest.mark.torch
-def test_torch_returns_the_same(pair):
+def test_torch_returns_the_same(pair, torch_programs):
     script = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parent.parent), *sys.path]}\n"
         "import datetime, torch.distributed as dist\n"
@@ -114,12 +114,8 @@ def test_torch_returns_the_same(pair):
         "print(everything(store, dist.TCPStore('127.0.0.1', store.port, **made)), flush=True)\n"
         "from elasticrs.store import Store\n"
         "assert not [name for name in dir(dist.Store) if name[0] != '_' and not hasattr(Store, name)]\n"
-        # Skip the interpreter's shutdown, because torch's store sometimes aborts it.
-        "import os; os._exit(0)\n"
     )
-    command = [sys.executable, "-c", script]
-    torch = run_program(command, check=True).stdout
-    assert torch == f"{everything(*pair.stores)}\n"
+    assert torch_programs.checked(script) == f"{everything(*pair.stores)}\n"
 
 
 def test_a_key_that_does_not_come_is_torchs_error(pair):

@@ -215,9 +215,8 @@ def run(source, *args):
     return run_program(program)
 
 
-def test_torchs_server_takes_our_records(tmp_path):
-    done = run(
-        """
+def test_torchs_server_takes_our_records(tmp_path, torch_programs):
+    program = """
         import sys, time
         from torch.distributed.elastic.timer import FileTimerServer
         from elasticrs.timer import FileTimerClient
@@ -229,10 +228,9 @@ def test_torchs_server_takes_our_records(tmp_path):
         client.release("a")
         server.run_once()
         print(server._request_count, [(t.scope_id, t.signal) for t in server._timers.values()])
-        """,
-        str(tmp_path / "fifo"),
-    )
-    assert done.stdout == "3 [('b', 15)]\n", done.stderr
+    """
+    output = torch_programs.checked(textwrap.dedent(program), str(tmp_path / "fifo"))
+    assert output == "3 [('b', 15)]\n"
 
 
 def test_importing_it_costs_a_worker_next_to_nothing():

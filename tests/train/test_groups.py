@@ -3,12 +3,10 @@
 import os
 import resource
 import socket
-import subprocess
 import sys
 import threading
 
 import pytest
-from helpers.procs import run_program
 
 from elasticrs.train.groups import Connections, connect
 from elasticrs.train.membership import STUCK_TIMEOUT
@@ -226,9 +224,9 @@ os._exit(0)
 
 
 @pytest.mark.torch
-def test_creating_a_group_stops_when_a_peer_died_before_it_connected():
+def test_creating_a_group_stops_when_a_peer_died_before_it_connected(torch_programs):
     # Gloo itself would wait for five times its timeout, which is longer than this test may take.
-    made = run_program([sys.executable, "-c", MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE], timeout=120)
+    made = torch_programs.run(MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE)
     assert made.stdout.startswith("OUT "), made
 
 
@@ -283,7 +281,7 @@ def test_a_lost_store_is_not_waited_for_when_the_round_is_over():
 
 
 @pytest.mark.torch
-def test_each_group_gives_back_the_hook_for_uncaught_exceptions():
+def test_each_group_gives_back_the_hook_for_uncaught_exceptions(torch_programs):
     """Torch replaces the hook for each group. If elasticrs did not restore it, each group would add a prefix
     to each line.
     """
@@ -298,11 +296,11 @@ for _ in range(3):
     groups.destroy()
     assert sys.excepthook is before
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+    torch_programs.checked(program)
 
 
 @pytest.mark.torch
-def test_a_store_that_ends_just_before_it_is_connected_to_is_given_up_soon():
+def test_a_store_that_ends_just_before_it_is_connected_to_is_given_up_soon(torch_programs):
     program = """
 import socket, threading, time
 from torch import distributed
@@ -320,6 +318,6 @@ try:
 except RuntimeError:
     print(time.monotonic() - began)
 """
-    found = run_program([sys.executable, "-c", program], check=True)
+    took = float(torch_programs.checked(program))
     # The call must give up before a worker that waits for it would exit as stuck.
-    assert float(found.stdout) < STUCK_TIMEOUT
+    assert took < STUCK_TIMEOUT

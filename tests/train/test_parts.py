@@ -6,7 +6,6 @@ import sys
 
 import hypothesis.strategies as st
 import pytest
-from helpers.procs import run_program
 from hypothesis import given
 
 from elasticrs.train import SimpleWorkerStats, State, data, event_logger, events, fault_injection
@@ -192,20 +191,19 @@ NOTHING = "the state Counter has nothing to save: its state_dict is None"
         ("old", ["4", "5", NOTHING]),
     ],
 )
-def test_states_are_saved_and_loaded(which, expected):
-    assert saves(which) == expected
+def test_states_are_saved_and_loaded(torch_programs, which, expected):
+    assert saves(torch_programs, which) == expected
 
 
 @pytest.mark.torch
-def test_content_that_needs_unpickling_is_loaded_with_a_warning():
-    first, warning, second, *_ = saves("fraction")
+def test_content_that_needs_unpickling_is_loaded_with_a_warning(torch_programs):
+    first, warning, second, *_ = saves(torch_programs, "fraction")
     assert (first, second) == ("4", "1/3")
     assert "unpickled" in warning
 
 
-def saves(which):
-    done = run_program([sys.executable, "-c", SAVES, which], check=True)
-    return done.stdout.splitlines()
+def saves(programs, which):
+    return programs.checked(SAVES, which).splitlines()
 
 
 def test_the_address_may_be_given_in_parts():
@@ -260,8 +258,7 @@ print(loaded.weights.tolist(), loaded.weights.device)
 
 
 @pytest.mark.torch
-def test_tensors_from_the_gpu_of_another_rank_are_loaded_where_this_rank_may_use_them():
-    command = [sys.executable, "-c", OTHER_GPU]
-    done = run_program(command)
+def test_tensors_from_the_gpu_of_another_rank_are_loaded_where_this_rank_may_use_them(torch_programs):
+    done = torch_programs.run(OTHER_GPU)
     device = "cuda:0" if "cuda:0" in done.stdout else "cpu"
     assert done.stdout == f"[1.0, 1.0] {device}\n", done.stderr

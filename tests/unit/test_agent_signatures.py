@@ -6,10 +6,8 @@ import dataclasses
 import importlib
 import inspect
 import json
-import sys
 
 import pytest
-from helpers.procs import run_program
 
 from elasticrs.job.config import UnresolvedSettings, WorkerSettings
 
@@ -78,11 +76,10 @@ def describe(modules, classes, functions):
 
 
 @pytest.fixture(scope="module")
-def torchs():
+def torchs(torch_programs):
     program = DESCRIBE + "print(json.dumps(describe(*json.loads(sys.argv[1]))))"
     wanted = json.dumps([list(MODULES), CLASSES, FUNCTIONS])
-    done = run_program([sys.executable, "-c", program, wanted], check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(torch_programs.checked(program, wanted).splitlines()[-1])
 
 
 def ours(qualified):

@@ -1,9 +1,6 @@
 """Tests for the choice of CPUs near each GPU, on a simulated machine made of sysfs files."""
 
-import sys
-
 import pytest
-from helpers.procs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -233,8 +230,6 @@ print(compared)
 
 
 @pytest.mark.torch
-def test_torch_chooses_the_same(machine):
-    command = [sys.executable, "-c", AGAINST_TORCH, str(machine.root), "1,1,1,3,-1"]
-    done = run_program(command)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) > 1000
+def test_torch_chooses_the_same(machine, torch_programs):
+    output = torch_programs.checked(AGAINST_TORCH, str(machine.root), "1,1,1,3,-1")
+    assert int(output.split()[-1]) > 1000

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from helpers.fake_nvml import gpus
-from helpers.procs import run_program
 
 from elasticrs.host import devices
 from elasticrs.host.devices import Count, CountError, UnknownDeviceError, cuda_device_count, worker_count
@@ -264,11 +263,11 @@ print(json.dumps(counts))
 
 
 @pytest.mark.torch
-def test_devices_are_selected_as_torch_selects_them():
+def test_devices_are_selected_as_torch_selects_them(torch_programs):
     lists = [entries for size in (1, 2, 3) for entries in itertools.product(ENTRIES, repeat=size)]
     cases = [(",".join(entries), count) for entries in lists for count in range(3)]
-    done = run_program([sys.executable, "-c", TORCHS_SELECTION], check=True, input=json.dumps(cases))
-    for (text, count), expected in zip(cases, json.loads(done.stdout), strict=True):
+    output = torch_programs.checked(TORCHS_SELECTION, text=json.dumps(cases))
+    for (text, count), expected in zip(cases, json.loads(output), strict=True):
         uuids = ["GPU-a", "GPU-b"][:count]
         selected = devices.visible_indices({"CUDA_VISIBLE_DEVICES": text}, uuids)
         assert expected in (None, len(selected)), (text, count)

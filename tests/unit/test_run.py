@@ -8,7 +8,6 @@ import sys
 
 import pytest
 from helpers import http_client
-from helpers.procs import run_program
 
 import elasticrs.launch as distrib_launch
 from elasticrs.job.config import DEFAULT_SIGNALS
@@ -281,10 +280,10 @@ print(json.dumps([
 
 
 @pytest.mark.torch
-def test_torchruns_options_are_all_there_with_their_defaults():
-    done = run_program([sys.executable, "-c", TORCHS_OPTIONS], check=True)
+def test_torchruns_options_are_all_there_with_their_defaults(torch_programs):
+    output = torch_programs.checked(TORCHS_OPTIONS)
     theirs = {}
-    for spellings, dest, is_flag, default, action in json.loads(done.stdout.splitlines()[-1]):
+    for spellings, dest, is_flag, default, action in json.loads(output.splitlines()[-1]):
         has_variable = action in ("env", "check_env")
         theirs[dest] = (sorted(set(spellings)), is_flag, has_variable, default)
     ours = {option.dest: option for option in OPTIONS if option.group != OURS}

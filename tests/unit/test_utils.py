@@ -6,7 +6,6 @@ import sys
 from datetime import timedelta
 
 import pytest
-from helpers.procs import run_program
 
 from elasticrs.store import DistStoreError
 from elasticrs.utils import get_env_variable_or_raise, macros
@@ -224,9 +223,8 @@ for name in ["api", "data", "distributed", "log_level", "logging", "process_stat
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("program", [SAMPLER, TCP_STORE, NAMES], ids=["sampler", "store", "names"])
-def test_with_torch_it_behaves_like_torchs(program):
-    done = run_program([sys.executable, "-c", program])
-    assert done.returncode == 0, done.stderr
+def test_with_torch_it_behaves_like_torchs(torch_programs, program):
+    torch_programs.checked(program)
 
 
 def test_no_torch_without_need():
