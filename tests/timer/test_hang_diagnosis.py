@@ -35,14 +35,15 @@ def step(of_rank_1, others=REDUCE):
 def run(launch, worker_script, tmp_path):
     """Return a function that launches three workers with this source and a hang timeout of two seconds."""
 
-    def run(source, *options, nproc=3):
+    def run(source, *options, nproc=3, warm="torch"):
         options = (
             f"--nproc-per-node={nproc}",
             "--hang-timeout=2",
             f"--log-dir={tmp_path / 'logs'}",
             *options,
         )
-        return launch(*options, worker_script(source), env={"OMP_NUM_THREADS": "1"})
+        # The nursery imports torch once for all workers, unless `warm` is "off".
+        return launch(f"--warm={warm}", *options, worker_script(source), env={"OMP_NUM_THREADS": "1"})
 
     return run
 
@@ -59,7 +60,7 @@ def test_the_report_says_so_if_heartbeats_and_records_blame_different_ranks(run)
 
 @pytest.mark.torch
 def test_a_rank_that_holds_the_gil_has_no_record(run):
-    launched = run(step(HOLDS_THE_GIL)).exits(1)
+    launched = run(step(HOLDS_THE_GIL), warm="off").exits(1)
     says(launched.stderr, "2 of 3 ranks wait in all_reduce #2", "rank 1", "no answer in time")
 
 
@@ -70,7 +71,7 @@ def test_without_torch_the_report_stays_as_it_is(run, tmp_path):
         heartbeat(7)
         threading.Event().wait()
     """
-    launched = run(source, nproc=2).exits(1)
+    launched = run(source, nproc=2, warm="off").exits(1)
     says(launched.stderr, "hung: ", "stopped at step 7", "it is in wait (threading.py:")
     assert "record" not in launched.stderr
     assert not list(tmp_path.glob("logs/*/attempt_0/*/*.flight*"))

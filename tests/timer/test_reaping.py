@@ -51,7 +51,9 @@ def run(launch, worker_script):
 
 
 def test_a_hung_rank_of_torchs_client_is_restarted_and_the_agent_lives(run):
-    launched = run(TORCH_CLIENT, "--max-restarts=1", nproc=2).exits(0)
+    # The nursery imports torch once for both workers and both attempts.
+    warm = "--warm=torch.distributed.elastic.timer"
+    launched = run(TORCH_CLIENT, warm, "--max-restarts=1", nproc=2).exits(0)
     assert launched.stdout.count("DONE\n") >= 2
     line = r"rank 1 \(pid \d+\): timer expired: scope 'epoch', deadline [\d:]{8}\.\d{3}, 1 other timer live"
     assert re.search(line + r"(; 1 other stopped)?; restarting\D* 0 of 1\b", launched.stderr)

@@ -106,7 +106,7 @@ DIES = """
 @pytest.mark.torch
 @pytest.mark.parametrize("how", ["os.kill(os.getpid(), signal.SIGKILL)", "raise KeyError('batch')"])
 def test_ranks_that_lose_a_peer_are_not_blamed(run, how):
-    ended = run(DIES.format(how=how), nproc=4, env={"OMP_NUM_THREADS": "1"})
+    ended = run(DIES.format(how=how), "--warm=torch", nproc=4, env={"OMP_NUM_THREADS": "1"})
     assert (ended.code, ended.report["verdict"], ended.report["root_cause"]) == (1, "failed", 2)
     says(ended.report["headline"], "rank 2 of 4", "KeyError" if "KeyError" in how else "SIGKILL")
 
