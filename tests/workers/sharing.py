@@ -2,7 +2,7 @@
 both.
 
 Arguments: ``wait``; ``ignore``, as that, but SIGTERM does nothing; or what becomes of rank 1: ``fail`` or
-``die``. Then the sharing strategy, for torch's memory.
+``die``. Then, for torch's memory, the sharing strategy of each attempt.
 """
 
 import multiprocessing
@@ -59,8 +59,8 @@ def meet(fifo: str, flags: int) -> None:
 
 def main() -> None:
     rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    word, *strategy = sys.argv[1:]
-    held = hold_of_torch(*strategy) if strategy else hold()
+    word, *strategies = sys.argv[1:]
+    held = hold_of_torch(strategies[int(attempt)]) if strategies else hold()
     if word == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.write(1, f"HELD {rank} {attempt}\n".encode())
