@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 
 HERE = Path(__file__).resolve().parent
 WORKER = HERE.parent / "workers" / "collectives.py"
@@ -192,6 +191,8 @@ def evidence_of(worker: Worker) -> dict[str, Any]:
 
 def without_paths(text: str) -> str:
     """Replace paths that depend on this machine."""
+    import torch
+
     packages, library = str(Path(torch.__file__).parents[1]), os.path.dirname(os.__file__)
     for folder, name in (
         (packages, "/env/site-packages"),
@@ -203,6 +204,9 @@ def without_paths(text: str) -> str:
 
 
 def main() -> None:
+    # The tests use the scenarios and not this function, so they do not need torch.
+    import torch
+
     for name, scenario in SCENARIOS.items():
         ranks = json.loads(without_paths(json.dumps(record(scenario))))
         text = json.dumps({"torch": torch.__version__, "ranks": ranks}, indent=1)

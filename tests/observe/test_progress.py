@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 from helpers.launcher import launcher_with
 from helpers.procs import HANG
-from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest
 
 from elasticrs.agent.job_progress import metrics_of, send
 from elasticrs.launcher.arguments import parse, resolve
@@ -100,6 +99,9 @@ def until(requests, is_last):
 
 
 def test_the_lowest_step_is_reported_with_the_token_of_the_pod(job, authority):
+    # This import takes long, and every process of pytest imports this file.
+    from kubeflow_trainer_api.models import TrainerV1alpha1UpdateTrainJobStatusRequest
+
     with serving(authority.issue("kubeflow"), lambda: 200) as (requests, port):
         started = job(port, "--nproc-per-node=2")
         path, headers, body, metrics = until(requests, lambda metrics: metrics["step"] == "2")
