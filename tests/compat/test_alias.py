@@ -153,12 +153,6 @@ print("done")
 """
 
 
-@pytest.mark.torch
-def test_both_names_are_the_same_module(installed):
-    done = installed("-W", "error", "-c", SAME, check=False)
-    assert done.stdout == "done\n", done.stderr
-
-
 ATTRIBUTES = """
 import torch.distributed.run, torch
 error = torch.distributed.elastic.multiprocessing.errors.ChildFailedError
@@ -169,10 +163,23 @@ print(pet.api.__name__)
 """
 
 
+# Import torch once for all programs.
+IN_FORKS = """
+import os, sys
+import torch
+for program in sys.argv[1:]:
+    if os.fork() == 0:
+        exec(program)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
+
+
 @pytest.mark.torch
-def test_modules_are_attributes_of_their_packages(installed):
-    done = installed("-W", "error", "-c", ATTRIBUTES, check=False)
-    assert done.stdout == "elasticrs.launcher.api\n", done.stderr
+def test_both_names_are_the_same_module_and_an_attribute_of_its_package(installed):
+    done = installed("-W", "error", "-c", IN_FORKS, SAME, ATTRIBUTES, check=False)
+    assert done.stdout == "done\nelasticrs.launcher.api\n", done.stderr
 
 
 NEWER = """
