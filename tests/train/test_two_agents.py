@@ -9,27 +9,56 @@ from helpers.procs import HANG
 
 pytestmark = pytest.mark.beyond_torchrun
 
-TRAIN = Path(__file__).parents[2] / "examples" / "train_state" / "train.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_state" / "train.py"
+
+SCRIPT = """
+    # As the example, but it imports less.
+    import os, signal
+    import torch.distributed as dist
+    from torch import ones
+    from elasticrs.train import AgentCoordinator, State, train
+    from elasticrs.train.distributed import all_gather_return_max_long
+
+    class Steps(State):
+        step = 0
+        def sync(self, world_size, rank):
+            _, self.step = all_gather_return_max_long(self.step)
+
+    def step(state):
+        if state.step == 20:
+            raise StopIteration
+        if state.step == 5 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(ones(1))
+        state.step += 1
+        os.write(1, f"stamp done step={state.step} pid={os.getpid()}\\n".encode())
+        return state, None
+
+    train(AgentCoordinator("gloo"), step, Steps())
+    if os.environ["RANK"] == "0":
+        os.write(1, b"final accuracy\\n")
+"""
 
 
 @pytest.mark.parametrize(
     "how",
     [
-        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"script": EXAMPLE}, marks=pytest.mark.slow),
         {"token": "secret", "conf": "max_node_losses=0,scale_up=0"},
     ],
 )
-def test_the_worker_of_another_node_stays_when_one_dies(launch, how):
-    env = {"ELASTICRS_TOKEN": how["token"]} if how else {}
+def test_the_worker_of_another_node_stays_when_one_dies(launch, worker_script, how):
+    env = {"ELASTICRS_TOKEN": how["token"]} if "token" in how else {}
     node = (
-        *((f"--rdzv-conf={how['conf']}",) if how else ()),
+        *((f"--rdzv-conf={how['conf']}",) if "conf" in how else ()),
         *(
             "--nnodes=2",
             "--nproc-per-node=1",
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint=localhost:{ports.free()}",
         ),
-        *("--max-restarts=1", "--on-failure=replace", "--warm=auto", TRAIN),
+        *("--max-restarts=1", "--on-failure=replace", "--warm=auto"),
+        how.get("script") or worker_script(SCRIPT),
         *("--stamps", "--epochs=1", "--kill-rank=1", "--kill-step=5"),
     )
     jobs = [launch(*node, env=env), launch(*node, env=env)]
