@@ -2,11 +2,9 @@
 docs/compatibility.md lists.
 """
 
-import sys
 from pathlib import Path
 
 import pytest
-from helpers.procs import run_program
 
 from compat import names, table
 
@@ -14,22 +12,17 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.torch
-def test_every_difference_from_torch_is_in_the_table_and_the_table_holds():
+def test_every_difference_from_torch_is_in_the_table_and_the_table_holds(torch_programs):
     # Compare in a separate process, because importing torch would cost this process hundreds of megabytes and
     # start threads.
-    done = run_program(
-        [sys.executable, "-m", "compat"],
-        cwd=TESTS,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))},
-    )
+    done = torch_programs.run_module("compat", TESTS)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 REACHED = """
 import os, sys
-# The root is imported by all of them, and torch by many.
+# The root is imported by all of them.
 import elasticrs
-import torch
 lacking = []
 for name in sys.argv[1:]:
     package, _, module = name.rpartition(".")
@@ -45,14 +38,11 @@ print(*lacking)
 
 
 @pytest.mark.torch
-def test_modules_are_attributes_of_their_packages_after_an_import_of_the_package_alone():
+def test_modules_are_attributes_of_their_packages_after_an_import_of_the_package_alone(torch_programs):
     modules = sorted({place for place, _ in table.read(table.DOCUMENT.read_text(encoding="utf-8"))})
     modules.remove(names.OPTIONS)
     assert len(modules) > 30
-    done = run_program(
-        [sys.executable, "-c", REACHED, *modules],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(filter(None, sys.path))},
-    )
+    done = torch_programs.run(REACHED, *modules)
     assert done.stdout == "\n", done.stderr
 
 

@@ -56,6 +56,14 @@ class TorchPrograms:
             output = (files[name].read_text(encoding="utf-8") for name in ("stdout", "stderr"))
             return subprocess.CompletedProcess([program, *arguments], code, *output)
 
+    def run_module(self, module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a module of this folder as a program."""
+        program = (
+            "import os, runpy, sys; folder, module = sys.argv[1:3]; del sys.argv[1:3]; os.chdir(folder);"
+            " sys.path.insert(0, folder); runpy.run_module(module, run_name='__main__', alter_sys=True)"
+        )
+        return self.run(program, str(folder), module, *arguments)
+
     def checked(self, program: str, *arguments: str, text: str = "", timeout: float = HANG) -> str:
         """Run a program that must succeed, and return what it wrote to its standard output."""
         done = self.run(program, *arguments, text=text, timeout=timeout)
