@@ -82,9 +82,10 @@ GLOO = """
 
 STORE = """
     import os, signal
-    from torch.distributed import TCPStore
-    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    store = TCPStore(*address, is_master=os.environ["RANK"] == "0", wait_for_workers=False)
+    if os.environ["RANK"] == "0":
+        from torch.distributed import TCPStore
+        address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        store = TCPStore(*address, is_master=True, wait_for_workers=False)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     os.write(1, b"READY %d\\n" % os.getpid())
     signal.sigwait({signal.SIGUSR1})
@@ -188,11 +189,11 @@ def test_an_endpoint_in_place_of_address_and_port(launch):
 
 @pytest.mark.torch
 def test_a_process_group_forms_over_the_given_address(launch, worker_script):
-    nodes = Nodes(launch, 3, worker_script(GLOO))
-    for rank in (2, 0, 1):
+    nodes = Nodes(launch, 2, worker_script(GLOO))
+    for rank in (1, 0):
         nodes.start(rank)
-    assert nodes.codes() == [0, 0, 0]
-    assert ["SUM 6" in agent.stdout for agent in nodes.agents] == [True] * 3
+    assert nodes.codes() == [0, 0]
+    assert ["SUM 3" in agent.stdout for agent in nodes.agents] == [True] * 2
 
 
 # --- differences from torch ---

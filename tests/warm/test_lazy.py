@@ -89,24 +89,25 @@ optimizer.step()
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("code", "needs_dynamo"),
+    ("code", "needs_dynamo", "ranks"),
     [
-        ("", False),
-        ("model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))" + STEP, True),
+        ("", False, 1),
+        ("model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))" + STEP, True, 1),
         pytest.param(
             "from torch.distributed.fsdp import fully_shard\n"
             "from torch.utils.checkpoint import checkpoint\n"
             "model = fully_shard(nn.Linear(8, 8))\n"
             "checkpoint(model, torch.randn(4, 8), use_reentrant=False)" + STEP,
             True,
+            2,
             marks=pytest.mark.slow,
         ),
     ],
     ids=["collectives", "ddp", "fsdp"],
 )
-def test_torch_imports_nothing_more(launch, worker_script, code, needs_dynamo):
+def test_torch_imports_nothing_more(launch, worker_script, code, needs_dynamo, ranks):
     script = worker_script(BEGIN + code + END, "train.py")
-    started = launch("--nproc-per-node=2", worker_script(PROBE, "probe.py"), script)
+    started = launch(f"--nproc-per-node={ranks}", worker_script(PROBE, "probe.py"), script)
     assert started.wait() == 0, started.stderr
-    ranks = [json.loads(line) for line in started.stdout.splitlines() if line.startswith("{")]
-    assert ranks == [{"more": [], "dynamo": needs_dynamo}] * 2
+    told = [json.loads(line) for line in started.stdout.splitlines() if line.startswith("{")]
+    assert told == [{"more": [], "dynamo": needs_dynamo}] * ranks
