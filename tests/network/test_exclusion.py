@@ -112,11 +112,11 @@ def test_no_more_nodes_are_excluded_than_allowed(formed, tmp_path):
     job.finish(agents[:2], workers)
 
 
-def test_checks_that_hang_or_print_a_gigabyte(hosts, multinode, tmp_path):
+def test_checks_that_hang_or_print_100_megabytes(hosts, multinode, tmp_path):
     machines = hosts(3)
     job = multinode(machines[0], "2:3", "--exit-codes", "verdict", "--node-check-timeout", "20")
     hangs = "sh -c 'test ! -e node2.bad || exec sleep 600'"
-    prints = "sh -c 'test ! -e node3.bad || { yes | head -c 1000000000; echo last; exit 3; }'"
+    prints = "sh -c 'test ! -e node3.bad || { yes | head -c 100000000; echo last; exit 3; }'"
     agents = [
         job.start(machine, options=("--node-check", check, *more))[0]
         for machine, check, more in zip(
