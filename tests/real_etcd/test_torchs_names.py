@@ -22,7 +22,6 @@ from elasticrs.rendezvous.etcd_rendezvous import (
     create_rdzv_handler,
 )
 from elasticrs.rendezvous.etcd_rendezvous_backend import EtcdRendezvousBackend, create_backend
-from elasticrs.rendezvous.etcd_store import EtcdStore
 from elasticrs.utils.distributed import get_socket_with_port
 
 SOON = timedelta(seconds=0.1)
@@ -30,6 +29,16 @@ SOON = timedelta(seconds=0.1)
 
 def params(backend, endpoint, **config):
     return RendezvousParameters(backend, endpoint, "run", 1, 1, **config)
+
+
+@pytest.fixture(scope="module")
+def new_store():
+    """Return the class of the store. Import it only for these tests, because it imports torch. That starts a
+    thread, which no test may leave behind.
+    """
+    from elasticrs.rendezvous.etcd_store import EtcdStore
+
+    return EtcdStore
 
 
 @pytest.fixture
@@ -42,8 +51,8 @@ def client(etcd):
 
 
 @pytest.fixture
-def store(client):
-    with closing(EtcdStore(client, "/store")) as made:
+def store(client, new_store):
+    with closing(new_store(client, "/store")) as made:
         yield made
 
 
@@ -98,12 +107,12 @@ def test_the_store_is_one_of_torch(store):
     assert store.get("p/k") == b"v"
 
 
-def test_a_client_of_python_etcd_has_an_address(etcd):
+def test_a_client_of_python_etcd_has_an_address(etcd, new_store):
     host, port = etcd.server.endpoints[0]
     theirs = SimpleNamespace(host=host, port=port, protocol="http")
     prefix = f"{etcd.prefix}/theirs"
     ours = EtcdClient.of(theirs)
-    with closing(EtcdStore(theirs, prefix)) as one, closing(EtcdStore(ours, f"{prefix}/")) as other:
+    with closing(new_store(theirs, prefix)) as one, closing(new_store(ours, f"{prefix}/")) as other:
         one.set("k", "v")
         assert other.get("k") == b"v"
 
@@ -140,10 +149,10 @@ def test_an_object_that_is_no_state_is_refused(backend, client):
         EtcdRendezvousBackend(client, "")
 
 
-def test_the_dynamic_rendezvous_runs_over_it(client):
+def test_the_dynamic_rendezvous_runs_over_it(client, new_store):
     def meet(number):
         backend = EtcdRendezvousBackend(client, "dynamic", "/state")
-        store = EtcdStore(client, "/store")
+        store = new_store(client, "/store")
         with closing(backend), closing(store):
             handler = DynamicRendezvousHandler.from_backend("dynamic", store, backend, 2, 2)
             found[number] = handler.next_rendezvous()

@@ -1,9 +1,9 @@
 """Checkpoints that are requested from one worker, and workers that are asked to leave."""
 
+import importlib
 import signal
 
 import pytest
-import torch
 from helpers.said import line_with
 
 from elasticrs.train.checkpoint import FileSystemCheckpointManager
@@ -15,6 +15,12 @@ FLEXIBLE = "min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0"
 NAMES = ("a", "b", "c", "d")
 SIZE = 400
 TOTAL = sum(range(SIZE))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def imported():
+    """Import torch before the first test, because the import starts a thread that never exits."""
+    importlib.import_module("torch")
 
 
 class Job:
@@ -38,7 +44,7 @@ class Job:
         found = []
         for each in FileSystemCheckpointManager(str(self.folder)).list_checkpoints():
             with each.open_input_stream("default") as stream:
-                found.append(torch.load(stream, weights_only=False)[:3])
+                found.append(importlib.import_module("torch").load(stream, weights_only=False)[:3])
         return found
 
     def rank_of(self, name):
