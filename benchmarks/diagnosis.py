@@ -67,7 +67,7 @@ def stack(rank: int) -> str:
 
 
 def evidence(rank: int, ranks: int) -> RankEvidence:
-    """All that one rank gives."""
+    """Return all diagnostic data of one rank."""
     tensor, data = rank // TENSOR_RANKS, rank % TENSOR_RANKS
     groups = {
         str(1 + tensor): range(tensor * TENSOR_RANKS, (tensor + 1) * TENSOR_RANKS),

@@ -51,12 +51,12 @@ class Options(NamedTuple):
     is_quick: bool
 
     def repeats(self, usual: int, quick: int) -> int:
-        """How often to repeat."""
+        """Return the number of repetitions."""
         return quick if self.is_quick else usual
 
 
 class Row(NamedTuple):
-    """One result of one launcher."""
+    """One result for one launcher."""
 
     name: str
     launcher: str
@@ -148,7 +148,7 @@ def _matches(report: Report, event: str, attempt: int | None, pids: Container[in
 
 
 class Run:
-    """A launcher at work."""
+    """A running launcher."""
 
     def __init__(
         self,
@@ -291,7 +291,7 @@ def time_box(seconds: float, at_most: int) -> Iterator[int]:
 
 
 class Samples:
-    """Values by launcher."""
+    """Measured values of each launcher."""
 
     def __init__(self, options: Options) -> None:
         self._values: dict[str, list[float]] = {launcher.name: [] for launcher in options.launchers}
@@ -310,7 +310,7 @@ class Samples:
     def rows(
         self, name: str, unit: str, conditions: str, pick: Callable[[Sequence[float]], float] = median
     ) -> list[Row]:
-        """A row for each launcher."""
+        """Return one row for each launcher."""
         return [
             Row(name, launcher, value, unit, conditions, len(values), value >= self._limit(launcher))
             for launcher, values in self._values.items()

@@ -68,14 +68,14 @@ class Agent:
 
 
 class Shape(NamedTuple):
-    """How large a job is."""
+    """Size of a job."""
 
     nodes: int
     nproc: int
 
     @property
     def size(self) -> int:
-        """Workers in all."""
+        """Total number of workers."""
         return self.nodes * self.nproc
 
     def __str__(self) -> str:

@@ -60,7 +60,7 @@ def measure_throughput(options: Options) -> list[Row]:
     rows: list[Row] = []
     lines = options.repeats(LINES, LINES // 10)
     for shape, lines_per_write in (("a write for each line", 1), ("blocks of 64 KiB", 65536 // LINE_BYTES)):
-        # Whole blocks only.
+        # Round down to whole blocks.
         rows += _throughput(options, shape, lines - lines % lines_per_write, lines_per_write)
     return rows
 

@@ -1,4 +1,4 @@
-"""What a verdict costs.
+"""Benchmark of the cost of a verdict.
 
 ``make bench BENCH="--only nodes-verdict"`` measures the time from the last exit to the verdict on all nodes.
 ``python -m benchmarks.verdict`` measures the leader's decision about the failures of many nodes, and the

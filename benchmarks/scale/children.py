@@ -81,7 +81,7 @@ class Child:
         return int((self._proc / "statm").read_text(encoding="utf-8").split()[1]) * PAGE
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the child immediately."""
         self._process.kill()
 
     def close(self) -> None:

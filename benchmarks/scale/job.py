@@ -102,7 +102,7 @@ def together(children: Sequence[Child], do: str, **details: Any) -> list[Any]:
 
 
 def ms(begin: int, stamps: Iterable[int]) -> float:
-    """Until the last stamp."""
+    """Return the milliseconds until the last time stamp."""
     return (max(stamps) - begin) / 1e6
 
 
@@ -113,7 +113,7 @@ def typical(samples: Sequence[Figures]) -> Figures:
 
 
 def measure(agents: int, processes: int, store: str = "own", idle: float = IDLE) -> Figures:
-    """Two jobs.
+    """Run two jobs and measure them.
 
     In the first, all agents but the leader join at once. In the second, all but one have joined, then the
     last one does; then a worker fails, an agent dies, the leader dies, and the rest succeeds.
@@ -173,7 +173,7 @@ def _fail(job: Job, values: Figures) -> None:
 
 
 def _idle(job: Job, values: Figures, seconds: float) -> None:
-    """Keep-alives only."""
+    """Measure the costs while only keep-alives are sent."""
     before = job.costs()
     began = time.monotonic()
     time.sleep(seconds)

@@ -43,7 +43,7 @@ STYLE: dict[Any, Any] = {
 
 
 class Curve(NamedTuple):
-    """One line of a plot.
+    """One curve of a plot.
 
     Args:
         name: written at its end.

@@ -99,7 +99,7 @@ class KeptStore:
         self.start()
 
     def start(self) -> None:
-        """Returns when it listens."""
+        """Start the server, and wait until it listens."""
         argv = [*self._argv, "--port", str(self.port)]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None

@@ -20,7 +20,7 @@ MONITOR_INTERVAL = 0.1
 
 
 def serve() -> None:
-    """Be the store."""
+    """Run a TCPStore in this process."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -176,7 +176,7 @@ class Agents:
     # --- the story ---
 
     def run(self) -> None:
-        """All of it.
+        """Run the example.
 
         Raises:
             PromiseError: something is not as promised.

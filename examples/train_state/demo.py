@@ -100,7 +100,7 @@ def tell(undisturbed: str, killed: str) -> tuple[list[str], list[str]]:
 
 
 def began(stamps: Sequence[Stamp], of: Stamp) -> int:
-    """Return how often a worker began a step."""
+    """Return how often a worker started a step."""
     return sum(each.what == "begins" and (each.pid, each.step) == (of.pid, of.step) for each in stamps)
 
 

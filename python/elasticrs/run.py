@@ -179,7 +179,7 @@ def config_from_args(args: Any) -> tuple[LaunchConfig, Callable[..., Any] | str,
 
 
 def run(args: Any) -> None:
-    """Run a job until it has ended.
+    """Run a job until it finishes.
 
     Args:
         args: namespace, as for :func:`config_from_args`. As in torch, this function changes the namespace. It

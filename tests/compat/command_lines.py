@@ -114,7 +114,7 @@ def meant(read: argparse.Namespace) -> dict[str, Any]:
         value = getattr(read, option.dest)
         is_text = option.kind is not None and (isinstance(value, str) or value is not None)
         found[option.dest] = option.converted(as_text(value)) if is_text else value
-    # An empty one is none.
+    # Treat an empty template as unset.
     found["log_line_prefix_template"] = read.log_line_prefix_template or None
     found["training_script"] = read.training_script
     found["training_script_args"] = read.training_script_args

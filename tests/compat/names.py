@@ -44,7 +44,7 @@ PRIVATE = {
     # Other projects create a server with this class.
     "agent.server.local_elastic_agent": ("_AliveCallbackProxy",),
     "rendezvous.registry": ("_register_out_of_tree_handlers",),
-    # Programs patch `metadata.entry_points`.
+    # Other programs patch `metadata.entry_points`.
     "run": ("metadata",),
 }
 """Names that are not public and used from outside."""

@@ -47,7 +47,7 @@ def test_modules_are_attributes_of_their_packages_after_an_import_of_the_package
 
 
 class Theirs:
-    """A class of a made-up torch."""
+    """A class of a simulated torch version."""
 
     def __init__(self, one, two=2): ...
 

@@ -159,7 +159,7 @@ def target_of(link):
     try:
         return os.readlink(link)
     except FileNotFoundError:
-        # Closed meanwhile.
+        # The descriptor was closed in the meantime.
         return None
 
 

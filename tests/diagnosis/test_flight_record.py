@@ -66,7 +66,7 @@ def test_only_groups_with_a_name_have_members():
         ("nccl", "started", False, False),
         ("nccl", "completed", False, True),
         ("nccl", "completed", True, True),
-        ("nccl", "started", True, False),  # It has timed out.
+        ("nccl", "started", True, False),  # the operation timed out
     ],
 )
 def test_each_backend_shows_completion_in_its_own_way(backend, state, retired, is_complete):
@@ -83,7 +83,7 @@ def test_a_torn_record_is_refused_wherever_it_ends():
     ("data", "kind"),
     [
         (b"", Damage.NOT_JSON),
-        (b"\x80\x02}q\x00.", Damage.INVALID),  # A pickle.
+        (b"\x80\x02}q\x00.", Damage.INVALID),  # a pickle
         (b"\x80\x02cos\nmkdir\n.", Damage.NOT_PLAIN),
         (b"\x80\x02", Damage.NOT_PLAIN),
         (b"\x80" + b" " * flight_record.MAX_BYTES, Damage.TOO_LARGE),

@@ -204,7 +204,7 @@ def test_a_broken_disk(name, broken_job, image, tmp_path):
 def test_logs_that_become_read_only(name, broken_job, mounts):
     phase = Phase(name, broken_job, prefix=mounts("true"))
     phase.job.make_read_only()
-    # What is open stays so.
+    # Log files that are already open remain writable.
     end_with(phase, "Read-only file system")
     phase.job.check_files(phase.job.logs)
 

@@ -194,7 +194,7 @@ def test_a_class_of_the_users_decides_where_output_goes(
     assert "[default1]:hello 1" in launched.stdout.splitlines()
 
 
-@pytest.mark.beyond_torchrun  # tracebacks
+@pytest.mark.beyond_torchrun  # torchrun prints tracebacks
 @pytest.mark.parametrize(
     ("name", "line"),
     [

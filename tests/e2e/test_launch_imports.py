@@ -18,7 +18,7 @@ STANDARD = {
     # The signal module defines enums, and the enum module needs the others.
     *("signal", "enum", "types", "functools", "_functools", "operator", "_operator"),
     *("collections", "_collections", "itertools", "keyword", "reprlib", "_thread", "collections.abc"),
-    # Written in C.
+    # Modules written in C.
     *("_signal", "_socket", "select", "errno", "gc"),
 }
 

@@ -117,7 +117,7 @@ def test_a_backend_of_a_package_brings_nodes_together(backend, worker_script, ki
     assert lines[4:] == ["SHUT 2:2 [('a', 'b'), ('timeout', 900)]"] * 2
 
 
-@pytest.mark.beyond_torchrun  # another report
+@pytest.mark.beyond_torchrun  # torchrun prints a different report
 def test_a_failure_is_reported_after_the_restarts(backend, worker_script, tmp_path):
     script = worker_script(SHOW + "    raise SystemExit(int(os.environ['RANK']) * 3)")
     launched = backend(
@@ -133,7 +133,7 @@ def test_a_failure_is_reported_after_the_restarts(backend, worker_script, tmp_pa
     assert folders == {"attempt_0", "attempt_1"}
 
 
-@pytest.mark.beyond_torchrun  # tracebacks
+@pytest.mark.beyond_torchrun  # torchrun prints tracebacks
 @pytest.mark.parametrize("trouble", ["", "wait"])
 def test_a_signal_ends_workers_and_waiting(backend, worker_script, trouble):
     launched = backend(worker_script(PAUSE), conf=f"trouble={trouble}" if trouble else "")
@@ -142,7 +142,7 @@ def test_a_signal_ends_workers_and_waiting(backend, worker_script, trouble):
     launched.exits(1)
     assert "SIGTERM received" in launched.stderr
     assert len(launched.stderr.splitlines()) <= 2
-    # The others go on.
+    # The rendezvous stays open, because the other nodes continue.
     assert "SHUT" not in launched.stdout
     procs.assert_gone([int(told[1])] if told[1] else [])
 
@@ -174,7 +174,7 @@ def test_control_z_stops_the_workers_too(backend, worker_script):
     launched.exits(1)
 
 
-@pytest.mark.beyond_torchrun  # tracebacks
+@pytest.mark.beyond_torchrun  # torchrun prints tracebacks
 @pytest.mark.parametrize(
     ("how", "code", "line"),
     [
@@ -204,7 +204,7 @@ def test_errors_of_torch_are_caught(backend, worker_script, trouble, code):
     assert not [line for line in lines if line.startswith("Traceback")]
 
 
-@pytest.mark.beyond_torchrun  # it has other words
+@pytest.mark.beyond_torchrun  # torchrun words the message differently
 def test_options_that_a_backend_does_not_know_are_named(backend, worker_script):
     launched = backend("--master-port=1", "--node-rank=1", "--drain=job", worker_script(SHOW)).exits(0)
     assert [line.split()[1] for line in launched.stderr.splitlines()] == [

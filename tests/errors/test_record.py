@@ -1,4 +1,4 @@
-"""`@record` and the error handler."""
+"""Tests of `@record` and the error handler."""
 
 import functools
 import json
@@ -36,7 +36,7 @@ def error_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Calls(ErrorHandler):
-    """Notes what is called."""
+    """Records the calls to the handler."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

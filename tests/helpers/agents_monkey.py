@@ -274,7 +274,7 @@ class Game:
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            select.select([], [], [], min(left, 0.01))  # a monkey acts at moments of its own
+            select.select([], [], [], min(left, 0.01))  # wake up often, to act at random times
 
     # --- acts ---
 
@@ -476,7 +476,7 @@ class Game:
             self.complain(f"different first causes: {causes}")
 
     def clear(self) -> None:
-        """End whatever is left."""
+        """Kill all remaining processes."""
         for agent in self.living():
             agent.popen.kill()
             agent.popen.wait()

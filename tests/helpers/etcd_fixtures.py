@@ -24,7 +24,7 @@ class Site(NamedTuple):
 
     @property
     def endpoint(self) -> str:
-        """For a command line."""
+        """The endpoints in the format of the command line."""
         return self.server.endpoint
 
     def keys(self) -> dict[str, bytes]:
@@ -69,7 +69,7 @@ def held_twice(sockets: Collection[str]) -> set[str]:
 
 
 def site(server: Etcd, below: str = "/tests/") -> Site:
-    """A new prefix."""
+    """Return a site with a new, unique prefix."""
     return Site(server, f"{below}{uuid.uuid4().hex}")
 
 

@@ -52,7 +52,7 @@ class Worker(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """A job that has ended."""
+    """A finished job."""
 
     code: int
     workers: dict[str, Worker]
@@ -89,7 +89,7 @@ class Job:
         self._launch, self._folder, self._modules, self._timeout = launch, folder, modules, timeout
 
     def run(self, *command: str | Path, warm: bool, redirect: bool = True, **how: Any) -> Outcome:
-        """Run it to its end.
+        """Run the job until it finishes.
 
         Args:
             command: options, script and its arguments.

@@ -12,7 +12,7 @@ from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, start_p
 
 
 class UnpicklableError(Exception):
-    """Cannot be pickled."""
+    """Exception that cannot be pickled."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("not to be pickled")

@@ -143,7 +143,7 @@ class Host(Namespaces):
         self._network.switch.configure(f"link set {self.port} down")
 
     def link_up(self) -> None:
-        """Plug it in again."""
+        """Reconnect the host to the network."""
         self._network.switch.configure(f"link set {self.port} up")
 
     def kill(self, pid: int, signum: int = signal.SIGKILL) -> None:
@@ -155,7 +155,7 @@ class Host(Namespaces):
         pidfd = os.pidfd_open(pid)
         try:
             where = network_of(pid)
-            if where is None:  # on its way out
+            if where is None:  # the process is exiting
                 raise ProcessLookupError(pid)
             assert where == self._net, f"{procs.process(pid)} does not run on {self}"
             signal.pidfd_send_signal(pidfd, signum)
@@ -277,7 +277,7 @@ class Network:
         self.switch.configure(*(f"link set {host.port} type bridge_slave isolated on" for host in hosts))
 
     def reunite(self, *hosts: Host) -> None:
-        """After :meth:`separate`."""
+        """Undo :meth:`separate`."""
         self.switch.configure(*(f"link set {host.port} type bridge_slave isolated off" for host in hosts))
 
     def _put_back(self, host: Host) -> None:

@@ -81,12 +81,12 @@ class Launched:
 
     @property
     def stdout(self) -> str:
-        """All of it so far."""
+        """All output so far."""
         return self._output["stdout"].decode(errors="replace")
 
     @property
     def stderr(self) -> str:
-        """All of it so far."""
+        """All output so far."""
         return self._output["stderr"].decode(errors="replace")
 
     @property

@@ -49,7 +49,7 @@ def descriptors() -> Counter[str]:
         try:
             targets[os.readlink(f"/proc/self/fd/{fd}")] += 1
         except FileNotFoundError:
-            continue  # the descriptor that listdir itself used
+            continue  # the descriptor that `os.listdir` had open
     return targets
 
 

@@ -111,7 +111,7 @@ class Agent:
         return [Worker.parse(match[1]) for match in READY.finditer(self.launched.stdout)]
 
     def signal(self, signum: int) -> None:
-        """To the agent alone."""
+        """Send a signal to the agent only."""
         self.launched.signal(signum)
 
 

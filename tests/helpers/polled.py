@@ -11,7 +11,7 @@ from helpers.launcher import Launched
 
 
 class PolledNode:
-    """One of them."""
+    """A node whose agent polls its workers."""
 
     def __init__(self, launched: Launched, writer: socket.socket) -> None:
         self.launched, self._writer = launched, writer

@@ -34,7 +34,7 @@ class End:
 
     @property
     def pid(self) -> int:
-        """Of the program."""
+        """Pid of the program."""
         return self.launched.pid
 
     def order(self, command: str) -> None:

@@ -41,7 +41,7 @@ class TorchClient:
         self._connection.send((name, args))
 
     def result(self, timeout: float = HANG) -> Any:
-        """What came of it.
+        """Wait for the operation and return its result.
 
         Args:
             timeout: seconds after which it hangs.
@@ -67,7 +67,7 @@ class TorchClient:
         return self.result()
 
     def call(self, method: str, *args: object, timeout: float | None = None) -> Any:
-        """A method of the store."""
+        """Call a method of the store."""
         self.begin_call(method, *args, timeout=timeout)
         return self.result()
 
@@ -78,7 +78,7 @@ class TorchClient:
         self.begin("call", method, args, timeout)
 
     def close(self) -> None:
-        """It ends by itself."""
+        """Close the connection, so that the client exits."""
         self._connection.close()
 
 

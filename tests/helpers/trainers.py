@@ -143,7 +143,7 @@ class Trainers:
         return [each for each in self.told if each["what"] == what and (not names or each["name"] in names)]
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> float:
-        """Send a signal; say when."""
+        """Send a signal, and return the time at which it was sent."""
         return self.kill_pid(self.pids[name], signum)
 
     @staticmethod
@@ -181,7 +181,7 @@ class ByHand(Trainers):
         assert self.code(name) == code
 
     def fails(self, *names: str) -> None:
-        """These have failed."""
+        """Assert that these trainers failed."""
         for name in names:
             self.replaced(name, 1)
 

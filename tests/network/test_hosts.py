@@ -133,7 +133,7 @@ def test_leftovers_of_a_test_on_a_host_are_named_and_killed(tmp_path):
     network = Network(tmp_path, 1)
     (host,) = network.hosts
     with subprocess.Popen([*host.prefix(), "sleep", "1000"]) as left:
-        # At first it is nsenter.
+        # The command is nsenter until it executes sleep.
         procs.wait_until(lambda: [each.command for each in host.processes()] == ["sleep 1000"])
         assert network.close() == [f"{left.pid} (S) sleep 1000 on node1 (10.77.0.1)"]
         assert left.wait(procs.HANG) == -signal.SIGKILL

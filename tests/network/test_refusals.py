@@ -93,7 +93,7 @@ def test_a_wrong_token(hosts, multinode):
     (wrong,) = job.start(second, env={"ELASTICRS_TOKEN": "incorrect"})
     line = says(job, wrong, "token")
     assert "correct" not in line
-    # The job has not noticed.
+    # The rejected agent did not affect the job.
     (late,) = job.start(second, env={"ELASTICRS_TOKEN": "correct"})
     job.finish((right, late), job.formed(right, late))
 

@@ -376,7 +376,7 @@ def test_requests_that_are_not_a_plain_get(launch, worker_script):
         client.settimeout(30)
         # The server closes the connection, because it received no complete request in time.
         assert client.recv(1) == b""
-    # It listens on loopback.
+    # The server listens only on 127.0.0.1.
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port))
     release(job, pids)

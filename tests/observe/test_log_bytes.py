@@ -120,7 +120,7 @@ def test_a_look_that_hangs_holds_up_neither_scrapes_nor_the_job(start):
         os.kill(pids[0], signal.SIGUSR2)
         before = page.samples("log_sizes_age_seconds")[""]
         while page.samples("log_sizes_age_seconds")[""] < before + 0.3:
-            # What was known last.
+            # The page still shows the last known sizes.
             assert page.counts() == {("0", "stdout"): 1000, ("1", "stdout"): 2000}
         assert get_json(page.port, "/healthz")[0] == 200
         while Path(f"/proc/{pids[0]}/fd/1").stat().st_size != 1500:

@@ -186,7 +186,7 @@ def test_a_server_that_does_not_answer_delays_nothing(job, authority):
         ([0, 1], [7, None], {"step": 7, "restarts": 2}),
         ([0, 1], [None], None),
         ([0, 1], [], None),
-        # Only the node of rank 0 reports.
+        # Only the node with rank 0 reports metrics.
         ([2, 3], [7, 5], None),
     ],
 )

@@ -1,4 +1,4 @@
-"""What all tests of this folder need."""
+"""Fixtures and helpers for all tests in this folder."""
 
 from multiprocessing import resource_tracker
 

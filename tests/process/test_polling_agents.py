@@ -92,7 +92,7 @@ finally:
 
 @pytest.fixture
 def kind(request):
-    """How the nodes meet."""
+    """Kind of rendezvous that the nodes use."""
     return getattr(request, "param", "store")
 
 

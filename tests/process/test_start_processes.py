@@ -64,7 +64,7 @@ def test_a_failed_program_stops_the_others_which_are_named(tmp_path):
 def test_a_program_that_is_not_there_is_named(tmp_path):
     with pytest.raises(RuntimeError, match="no-such-program") as raised:
         start(tmp_path, "no-such-program")
-    # As in torch.
+    # torch raises the same exception type.
     assert isinstance(raised.value, FileNotFoundError)
     assert raised.value.errno == errno.ENOENT
     with pytest.raises(PermissionError):

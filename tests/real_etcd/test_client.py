@@ -12,7 +12,7 @@ from elasticrs.store.coordination import MAX_OPERATIONS
 
 @pytest.fixture
 def connect(etcd, connect_etcd):
-    """Clients of one run."""
+    """Connects clients that share the prefix of one run."""
     return lambda **options: connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/", **options)
 
 
@@ -27,7 +27,7 @@ def other(connect):
 
 
 class TestContract(StoreContract):
-    """With etcd."""
+    """Run the store contract tests with etcd."""
 
 
 def test_a_session_starts_with_its_lease_and_the_address_of_its_host(etcd, connect):

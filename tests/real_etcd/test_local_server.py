@@ -147,7 +147,7 @@ def test_a_free_port_is_reserved():
 
 
 GOOD, IPV6 = ((family, socket.SOCK_STREAM, 0, "", ()) for family in (socket.AF_INET, socket.AF_INET6))
-UNUSABLE = (socket.AF_INET, socket.SOCK_STREAM, 9999, "", ())  # This protocol does not exist.
+UNUSABLE = (socket.AF_INET, socket.SOCK_STREAM, 9999, "", ())  # no such protocol
 
 
 @pytest.mark.parametrize("addresses", [[IPV6, GOOD], [UNUSABLE, GOOD], [UNUSABLE, IPV6, GOOD]])

@@ -246,7 +246,7 @@ def test_members_come_and_go_and_no_node_is_lost(etcd_cluster, world):
         # Bring the member back before the next one fails, because its log is incomplete until then.
         server.bring_back(index)
         server.wait_healthy(index)
-    # No quorum for a while.
+    # Stop two members, so that quorum is lost for a while.
     for index in (0, 1):
         server.stop(index)
     job.until(lambda: False, 2.0)

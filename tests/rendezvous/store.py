@@ -128,7 +128,7 @@ class Conn:
     # --- client side ---
 
     def received(self, event):
-        """The client has an event."""
+        """Handle an event that the client received."""
         if self.is_etcd:
             return
         if isinstance(event, Changes):
@@ -151,7 +151,7 @@ class Conn:
                     learn(watch, known, later)
 
     def lose(self, last, has_reply, are_carried_out):
-        """The connection breaks.
+        """Simulate a lost connection.
 
         Args:
             last: the revision up to which the client has been told everything.
@@ -380,7 +380,7 @@ class Store:
         queue[:] = [Changes(self.revision, ended)] if ended else []
 
     def end_session(self, conn):
-        """Its lease is over."""
+        """Expire the session's lease."""
         self.on_end(conn)
         conn.dead = True
         if self.is_kept:

@@ -15,7 +15,7 @@ NOT_OURS = ("not_ours", "port 29500: another program")
 
 
 class Static(Cluster):
-    """Agents with ranks."""
+    """A cluster whose agents have fixed ranks."""
 
     def __init__(self, size, **settings):
         super().__init__(

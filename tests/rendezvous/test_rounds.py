@@ -131,7 +131,7 @@ def in_step_7(ground, time_ns):
         (in_step_7("elsewhere", 4), in_step_7("oldest", 9), "b"),
         (in_step_7("oldest", 4), in_step_7("apart", 9), "a"),
         (in_step_7("oldest", 4), in_step_7("oldest", 9), "b"),
-        # The same without steps.
+        # The same cases without step numbers.
         ({"time_ns": 4, "ground": "oldest"}, {"time_ns": 9, "ground": "elsewhere"}, "a"),
         # A step does not move the blame from an earlier failure.
         ({"time_ns": 4}, in_step_7("behind", 9), "b"),

@@ -116,7 +116,7 @@ def test_a_keep_alive_without_an_answer_is_sent_once(make):
 
 
 class ForgetfulBackend(MuteBackend):
-    """Keeps nothing."""
+    """Backend that discards every state it is given."""
 
     def set_state(self, *_):
         self.writes += 1

@@ -134,7 +134,7 @@ def test_all_live_nodes_end_up_in_one_round(low, more, steps):
         elif what == "kill" and world.alive():
             world.alive()[which % len(world.alive())].alive = False
         elif what == "again" and world.alive():
-            # Its workers have failed.
+            # The agent's workers have failed, so it joins again.
             world.alive()[which % len(world.alive())].begin()
     world.backend.trouble.clear()
     while len(world.alive()) < low:

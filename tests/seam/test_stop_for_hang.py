@@ -69,7 +69,7 @@ def test_a_harder_stop_does_not_wait_for_the_evidence(group, beating):
     group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
     group.supervisor.stop(_core.StopPolicy(signal.SIGKILL, 0.0))
     assert group.end().outcome == "stopped"
-    # Whichever came first.
+    # Either signal can have killed the worker.
     assert group.exitcodes()[0] in (-signal.SIGTERM, -signal.SIGKILL)
     assert [event.local_rank for event in group.events if isinstance(event, _core.WorkerHung)] == [0]
 

@@ -306,7 +306,7 @@ def test_a_disk_that_is_full_ends_the_store_and_damages_nothing(keep, state):
         size = state.stat().st_size
         resource.prlimit(store.process.pid, resource.RLIMIT_FSIZE, (size, size))
         client.inner.txn(9, [], [("put", "b", b"2", False)], [])
-        # No answer comes.
+        # The store exits without a reply.
         assert isinstance(client.next(), _core.ConnectionLost)
     code, said = store.ended()
     assert code == 1

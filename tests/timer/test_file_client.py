@@ -189,7 +189,7 @@ def test_the_first_request_without_a_server_fails_as_torchs(tmp_path, monkeypatc
 
 def test_a_forked_child_writes_in_its_own_name(fifo, client):
     client.acquire("a", time.time() + 60)
-    with client._lock:  # as if another thread were writing
+    with client._lock:  # as if another thread held the lock
         pid = os.fork()
         if pid == 0:
             client.acquire("b", time.time() + 60)

@@ -64,7 +64,7 @@ class Job:
         self._env = {"HUNG": str(self.world - 1 if hung is None else hung), "STEP": str(step), **env}
 
     def start(self, script, *options):
-        """One node more."""
+        """Start another node."""
         number = len(self.nodes)
         conf = f"is_host={int(number == self._host)}"
         meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=job")

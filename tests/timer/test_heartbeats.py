@@ -15,7 +15,7 @@ UNLIMITED = 2**64 - 1
 
 
 class Page:
-    """As an agent makes it."""
+    """A heartbeat page, laid out as an agent creates it."""
 
     def __init__(self):
         self.fd = os.memfd_create("heartbeat")

@@ -74,7 +74,7 @@ def test_a_peer_with_another_content_is_passed_over(monkeypatch, server):
 
 
 class Told(logging.Handler):
-    """Keeps the first record."""
+    """Keeps the log records."""
 
     def __init__(self):
         super().__init__()

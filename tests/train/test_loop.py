@@ -70,7 +70,7 @@ def test_progress_resets_failures():
     [
         (1, Event.FAILED, 1),
         (4, Event.FAILED, 4),
-        # Others are waited for longer.
+        # Allow more failures if other workers caused them.
         (2, Event.BROKEN_OFF, 2 * OF_OTHERS),
     ],
 )

@@ -151,7 +151,7 @@ def test_a_child_that_a_worker_has_forked_does_not_keep_its_place(trainers):
     job.kill("d")
     job.start("e", timeout=300_000)
     met_in_one_round(job, "abce", timeout=30)
-    # This process has adopted the orphan.
+    # Reap the orphan, which this process has adopted.
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
@@ -163,7 +163,7 @@ def test_a_straggler_is_found_by_its_rate(trainers):
     assert job.wait("straggles")[0]["name"] == "d"
     job.kill("a")
     job.start("e", rate=100, pause=0.001)
-    # The flag is of a round.
+    # The new round flags the straggler again.
     assert job.wait("straggles")[0]["name"] == "d"
     assert {each["name"] for each in job.of("straggles")} == {"d"}
 

@@ -69,7 +69,7 @@ class Round:
 
 
 class ThreadCoordinator(Coordinator):
-    """One worker's."""
+    """Coordinator of one worker."""
 
     def __init__(self, job, name):
         self.job, self.name = job, name

@@ -31,7 +31,7 @@ from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 
 def entrypoint():
-    """What workers would run."""
+    """Placeholder for the workers' entry point."""
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_a_second_stop_request_kills_at_once(handler):
 
 def test_an_unhealthy_end_is_a_failure(handler):
     agent = Scripted(spec(handler, max_restarts=0), [WorkerState.UNHEALTHY])
-    # Not so in torch.
+    # torch does not treat this as a failure.
     assert agent.run().is_failed()
 
 
@@ -415,7 +415,7 @@ class Metered(LocalElasticAgent):
     """An agent that overrides only a hook for metrics."""
 
     def _record_metrics(self, group_results):
-        """Nothing is wanted."""
+        """Record no metrics."""
 
 
 def test_torchs_loop_runs_if_a_hook_is_replaced(handler, tmp_path):

@@ -1,4 +1,4 @@
-"""Endpoints as users write them."""
+"""Tests of endpoints in the user's format."""
 
 import pytest
 from hypothesis import given

@@ -19,7 +19,7 @@ REAL = _core.Supervisor
 
 
 class Ends(Decisions):
-    """Is over at once."""
+    """Decisions that end the job in the first step."""
 
     phase, signum = machine.Phase.SUCCEEDED, None
 

@@ -170,7 +170,7 @@ def test_amds_devices_are_found_by_their_compute_driver(tmp_path):
     for number, text in zip((0, 2, 10), described, strict=True):
         (nodes / str(number)).mkdir(parents=True)
         (nodes / str(number) / "properties").write_text(text)
-    (nodes / "11").mkdir()  # not permitted to see
+    (nodes / "11").mkdir()  # a node whose properties cannot be read
 
     def shown(**environ):
         return [gpu.address for gpu in visible_gpus(environ, sysfs=str(tmp_path), driver=NONE)]

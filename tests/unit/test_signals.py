@@ -274,7 +274,7 @@ TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQ
         ([(TERM, 0), (HUP, 0), (TERM, 5)], [TERM, TERM]),
         ([(INT, 0), (INT, 1), (INT, 1.01)], [INT, INT, INT]),
         ([(TERM, 0), (QUIT, 1)], [TERM, QUIT]),
-        # LSF asks like this.
+        # LSF sends SIGINT first and SIGTERM 10 s later.
         ([(INT, 0), (TERM, 10)], [INT]),
         ([(INT, 0), (TERM, 10), (TERM, 20)], [INT, TERM]),
         ([(HUP, 0), (HUP, 1)], [HUP]),

@@ -29,7 +29,7 @@ LOAD, EXIT = ("load", None, 1), ("exit", None, 1)
 
 
 class Lost(NamedTuple):
-    """A group that loses step.
+    """A process group whose ranks get out of step.
 
     Args:
         kind: one of :data:`KINDS`.

@@ -292,7 +292,7 @@ def descriptors():
         try:
             kind = os.fstat(fd)
         except OSError:
-            continue  # that of the listing
+            continue  # the descriptor that `os.listdir` had open
         target = os.readlink(f"/proc/self/fd/{fd}").partition(":[")[0]
         fact = {
             "target": target,

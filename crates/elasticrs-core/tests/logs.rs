@@ -214,7 +214,7 @@ fn a_stuck_console_stops_nobody_and_gets_everything_later() {
 
 #[test]
 fn without_a_free_descriptor_a_file_is_opened_once_the_finished_files_are_closed() {
-    // More than a pipe holds.
+    // More lines than fit into a pipe.
     const LINES: usize = 10_000;
     let fixture = Fixture::new();
     let id = fixture.follow(0);

@@ -103,7 +103,7 @@ fn a_group_starts_whole_or_not_at_all() {
     let supervisor = supervisor();
     let program = process(vec!["/nonexistent".into()]);
     let folder = ProcessSpec { cwd: Some(c"/nonexistent".into()), ..worker(&["sleep"]) };
-    // A fork executes nothing.
+    // Forked workers call no `exec`, so only the first case applies.
     let failing = [("change to the working directory", folder), ("execute", program)];
     for (what, process) in failing.into_iter().take(if is_warm() { 1 } else { 2 }) {
         supervisor.start(group(vec![worker(&["sleep"]), worker(&["sleep"]), process])).unwrap();

@@ -25,10 +25,10 @@ struct Answer {
     doing: Option<String>,
 }
 
-/// Next step of a liveness request.
+/// Next step in handling a liveness request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NextStep {
-    /// Wake the loop and wait for its answer.
+    /// Wake the agent's loop and wait for its answer.
     WakeLoop,
     /// Wait for the agent's answer to an earlier liveness request, because that request is still pending.
     Wait,
@@ -53,7 +53,7 @@ impl Liveness {
         Self { limit, asked: None, is_passed_on: false, answered: None }
     }
 
-    /// Returns the time limit of HEALTH-4.
+    /// Returns the time limit for an answer from the agent (HEALTH-4).
     pub fn limit(&self) -> Duration {
         self.limit
     }

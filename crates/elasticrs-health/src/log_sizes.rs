@@ -148,10 +148,10 @@ impl State {
     }
 }
 
-/// The counts and their age.
+/// Byte counts of the output streams, and the age of the counts.
 #[derive(Debug, Clone, Default)]
 pub struct StreamCounts {
-    /// Bytes of each stream in all attempts.
+    /// Total number of bytes of each stream, over all attempts.
     pub counts: BTreeMap<Stream, u64>,
     /// Time since the counts were last updated from the file sizes. `None` if the counts are final, because no attempt
     /// is running and no update is pending.

@@ -19,7 +19,7 @@ pub fn is_ours(host: Option<&str>, listens_on: &str) -> bool {
     if is_address_or_loopback(&name) {
         return true;
     }
-    // A missing file counts as empty.
+    // Treat a missing or unreadable file as empty.
     let read = |path| fs::read_to_string(path).unwrap_or_default();
     let machine = nix::sys::utsname::uname().map(|uts| uts.nodename().to_string_lossy().into_owned());
     let machine = plain(&machine.unwrap_or_default());

@@ -35,7 +35,7 @@ impl Spans {
         Self { now: Activity::Starting, since: now, totals: Default::default() }
     }
 
-    /// Switches to this activity.
+    /// Ends the current activity at `now` and starts `activity`.
     pub fn enter(&mut self, activity: Activity, now: Instant) {
         self.totals[self.now as usize] += now.saturating_duration_since(self.since);
         (self.now, self.since) = (activity, now);

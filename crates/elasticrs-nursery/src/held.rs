@@ -23,7 +23,7 @@ const EXIT_CODE: usize = 52;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Held {
     pub exit: WorkerExit,
-    /// Pid of the tracer.
+    /// Pid of the tracing process, such as a debugger.
     pub tracer: i32,
     /// One-line message for the user about the process.
     pub told: String,

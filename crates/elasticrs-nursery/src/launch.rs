@@ -1,4 +1,4 @@
-//! Starts nurseries from the agent.
+//! Starts nursery processes for the agent.
 
 use std::ffi::{CString, OsString};
 use std::io;
@@ -55,7 +55,7 @@ pub struct Warm {
     pub ignored: Vec<Signal>,
     /// File for the import report. The nursery receives it as descriptor [`REPORT_FD`].
     pub report: OwnedFd,
-    /// Time limit for the imports.
+    /// Time limit for the nursery's module imports.
     pub limit: Duration,
 }
 

@@ -188,7 +188,7 @@ pub enum Reply {
         /// descriptor because of its limit on open files.
         errno: i32,
     },
-    /// A sweep is complete.
+    /// A clean-up of leftover processes is complete.
     Swept {
         /// Number of the last request that this message answers.
         number: u32,

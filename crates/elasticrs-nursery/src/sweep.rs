@@ -107,7 +107,7 @@ impl Look {
                     self.kill(pid, &target, ended);
                 }
             }
-            // The process exited during the check.
+            // The process exited during the check, or the pid was reused.
             _ => self.unsure = true,
         }
     }

@@ -28,7 +28,7 @@ pub trait Source: Send + Sync {
     fn at_work(&self) -> Option<Duration>;
 }
 
-/// Values at one moment.
+/// Snapshot of the reported values.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Readings {
     pub timers: TimerCounts,

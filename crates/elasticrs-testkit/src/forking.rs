@@ -92,7 +92,7 @@ pub fn cleaner(request: &mut Request) -> Result<(), Problem> {
 /// Kind of grandchild to start with [`daemonise`].
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Daemon {
-    /// An ordinary process that waits.
+    /// An ordinary process that sleeps.
     Ordinary,
     /// A daemon that is meant to outlive the job. It resets the soft limit of `RLIMIT_RTTIME`, because this limit
     /// identifies the processes of the job.

@@ -36,7 +36,7 @@ pub struct Worker {
     pub pidfd: OwnedFd,
 }
 
-/// Returns the pids of these processes.
+/// Returns the pids of `processes`.
 pub fn pids(processes: &[Descendant]) -> Vec<i32> {
     processes.iter().map(|process| process.pid).collect()
 }

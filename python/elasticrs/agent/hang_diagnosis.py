@@ -259,6 +259,6 @@ def _content(path: str, limit: int) -> bytes | None:
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(limit + 1)
     except OSError:
-        return None  # The disk has failed.
+        return None  # The file cannot be read, for example because of a disk error.
     finally:
         os.close(descriptor)

@@ -168,7 +168,7 @@ class _AliveCallbackProxy:
         return time.time() if self._delegate is None else self._delegate()
 
     def set_delegate(self, delegate: Callable[[], float]) -> None:
-        """Set the callback to call from now on."""
+        """Set the callback that this object delegates to."""
         self._delegate = delegate
 
 

@@ -300,7 +300,7 @@ class WatchdogRecorder(EventRecorder):
         self._record_watching(False)
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Record that the watchdog stops."""
+        """Record that the watchdog has stopped, and write all pending events."""
         self._record_watching(False)
         self._write_all()
 

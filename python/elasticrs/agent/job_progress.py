@@ -58,7 +58,7 @@ class ProgressReporter(Observer):
         self._fd = -1
 
     def opened(self, supervisor: _core.Supervisor) -> None:
-        """Start the thread."""
+        """Start the thread that reports the progress."""
         self._supervisor = supervisor
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         supervisor.watch_fd(self._fd)

@@ -79,7 +79,7 @@ def _is_file(path: str, since: float) -> bool:
         found = os.lstat(path)
         return stat.S_ISREG(found.st_mode) and found.st_mtime >= since
     except OSError:
-        return False  # The file does not exist.
+        return False  # The file does not exist or cannot be accessed.
 
 
 def has_records(attempt: Attempt) -> bool:

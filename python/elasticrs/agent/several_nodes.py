@@ -219,7 +219,7 @@ class SeveralNodes(Decisions):
 
     def _on_signal(self, signum: int) -> list[machine.Action]:
         if self._driver is None:
-            # Nothing has been started yet.
+            # No workers have been started yet, so exit immediately.
             self.phase, self.signum = machine.Phase.STOPPED, signum
             return [machine.Exit(1)]
         if self.signum is not None:

@@ -139,7 +139,7 @@ def _decoded(encoded: bytes | None) -> list[RankFacts]:
     try:
         return [] if encoded is None else decode(encoded)
     except NodeEvidenceError:
-        return []  # Treat this node's evidence as missing.
+        return []  # Treat this node's invalid evidence as missing.
 
 
 def _parsed(found: RankEvidence) -> RankRecord | NoRecord:

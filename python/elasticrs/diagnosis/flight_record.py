@@ -140,7 +140,7 @@ def _record(decoded: object) -> FlightRecord:
     version = _text(record, "version", "version")
     if version.partition(".")[0] != _MAJOR:
         raise FlightRecordError(Damage.UNSUPPORTED, version)
-    raw = record.get("entries", [])  # Torch omits an empty list.
+    raw = record.get("entries", [])  # Torch omits `entries` if the list is empty.
     if type(raw) is not list:
         _fail("entries")
     if len(raw) > MAX_ENTRIES:

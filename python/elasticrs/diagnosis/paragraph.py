@@ -43,7 +43,7 @@ _UNDECIDED = "the records do not show which is wrong"
 
 
 class Writer:
-    """Formats the parts of one diagnosis.
+    """Formats the sentences of one diagnosis.
 
     Args:
         nodes: name of the node of each rank.

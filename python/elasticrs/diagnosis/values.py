@@ -1,4 +1,4 @@
-"""Input and output of a diagnosis."""
+"""Types for the input and the result of a hang diagnosis."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Reason(str, Enum):
 
 
 class Confidence(str, Enum):
-    """Confidence in the choice of a culprit."""
+    """Confidence that the blamed ranks caused the hang."""
 
     CERTAIN = "certain"
     """The records of all ranks of the group confirm the choice."""

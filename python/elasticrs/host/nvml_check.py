@@ -28,7 +28,7 @@ _PROOFS = {
 
 
 class Verdict:
-    """Results of the check so far.
+    """Results of the GPU check so far.
 
     Attributes:
         unfit: reasons why GPUs cannot run workers, one for each unfit GPU.

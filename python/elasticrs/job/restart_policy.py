@@ -79,7 +79,7 @@ class RestartSettings(Value):
 
 
 class Evidence(Value):
-    """Evidence about the end of an attempt.
+    """Evidence about why an attempt ended.
 
     Args:
         causes: failures that the nodes have reported, with the root cause first. Empty if none is known.

@@ -143,7 +143,7 @@ class _Made(metaclass=_Fields):
         return dict(zip(self._names, self.values(), strict=True))
 
     def values(self) -> tuple[Any, ...]:
-        """Return all values in field order."""
+        """Return the values of all fields, in field order."""
         return tuple(getattr(self, name) for name in self._names)
 
     def replaced(self, **changes: Any) -> Self:

@@ -134,7 +134,7 @@ class SupervisedGroup:
     # --- waiting ---
 
     def poll(self) -> None:
-        """Handle all pending events. Never waits."""
+        """Handle all pending events without blocking."""
         self.wait_until(lambda: self.end is not None, 0.0)
 
     def wait_until(self, is_met: Callable[[], bool], timeout: float | None = None) -> bool:

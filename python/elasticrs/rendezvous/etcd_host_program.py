@@ -86,7 +86,7 @@ class _AgentExits(Exception):  # noqa: N818 -- not an error
 
 
 class _EtcdExited(Exception):  # noqa: N818 -- handled here; the text says why
-    """Raised when etcd exited by itself."""
+    """Raised if etcd exited unexpectedly."""
 
 
 def tell(kind: str, text: str) -> None:

@@ -110,7 +110,7 @@ class EtcdStore(_Base):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value.
+        """Wait until a key is set, and return its value.
 
         Raises:
             LookupError: the key was not set within :attr:`timeout`.

@@ -89,7 +89,7 @@ class TimedStore(ABC):
         self.multi_set([key], [value])
 
     def get(self, key: str) -> bytes:
-        """Wait for a key and return its value.
+        """Wait until a key is set, and return its value.
 
         Raises:
             DistStoreError: the key was not set within :attr:`timeout`.

@@ -10,7 +10,7 @@ __all__ = ["log_debug_info_for_expired_timers"]
 
 
 def log_debug_info_for_expired_timers(run_id: str, expired_timers: Mapping[int, Sequence[str]]) -> None:
-    """Log the expired timers, as in torch.
+    """Log the expired timers, as torch does.
 
     Args:
         run_id: name of the job.

@@ -160,7 +160,7 @@ class Coordinator(ABC):
 
     @abstractmethod
     def should_stop_training(self) -> bool:
-        """Return true if the job has ended."""
+        """Return true if the job has finished."""
 
     def announce_end(self) -> None:  # noqa: B027 -- optional to override
         """Announce that this worker has no more data. The loop calls this before the worker's last

@@ -109,7 +109,7 @@ class State(ABC):
             # Map tensors to this rank's own GPU. Another rank may have saved them on a GPU that this rank
             # must not use.
             if not location.startswith("cuda"):
-                return None  # the default of torch
+                return None  # torch's default
             return storage.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else storage
 
         start = stream.tell()

@@ -51,7 +51,7 @@ class Impairment(NamedTuple):
 
 
 class Direction:
-    """Frames that go one way."""
+    """Forwards frames in one direction."""
 
     def __init__(self, source: int, target: int, seed: str) -> None:
         self.source, self._target = source, target

@@ -75,7 +75,7 @@ class Direction:
             due, chunk = self._queue[0]
             if due > loop.time():
                 await asyncio.sleep(due - loop.time())
-                continue  # it may be stalled by now
+                continue  # check again for a stall
             self._queue.popleft()
             if not chunk:
                 self._target.shutdown(socket.SHUT_WR)
@@ -109,7 +109,7 @@ class Relay:
             self._waiting.discard(future)
 
     def notify(self) -> None:
-        """Wake all that wait."""
+        """Wake all waiting tasks."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)

@@ -81,9 +81,9 @@ pub(super) struct Opened {
 #[derive(Debug)]
 pub(super) enum Sink {
     Nowhere,
-    /// Console output with this index.
+    /// Write to the console output with this index.
     Console(usize),
-    /// File that receives the matching lines.
+    /// Write the matching lines to this file.
     File(File),
 }
 

@@ -239,7 +239,7 @@ pub struct Screen<Stream> {
 }
 
 impl<Stream: Copy + Eq> Screen<Stream> {
-    /// Appends a unit of `stream` to `out`.
+    /// Appends the bytes of `unit`, a line or part of a line from `stream`, to `out`.
     pub fn put(&mut self, stream: Stream, prefix: &[u8], unit: Unit<'_>, out: &mut Vec<u8>) {
         let goes_on = self.open == Some(stream);
         let (bytes, ends) = match unit {

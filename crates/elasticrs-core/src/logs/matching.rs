@@ -35,7 +35,7 @@ impl MatchingLines {
 #[derive(Debug)]
 pub(super) struct LineFilter {
     contains: Vec<Finder<'static>>,
-    /// Joined parts of an unfinished line.
+    /// Text received so far of an unfinished line.
     line: Vec<u8>,
 }
 

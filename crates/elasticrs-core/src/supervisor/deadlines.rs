@@ -23,7 +23,7 @@ pub enum Timer {
     Sweep,
     /// Next check for dead workers whose exits the nursery has not reported.
     Check,
-    /// Next check for workers that hang.
+    /// Time of the next check for hung workers.
     Hang,
     /// Time of the next check that the worker with this local rank makes progress in exiting after an exception.
     Exit(u32),

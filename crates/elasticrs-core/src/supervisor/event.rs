@@ -238,7 +238,7 @@ pub struct RankSeen {
     pub frame: Option<String>,
 }
 
-/// How a lost nursery exited.
+/// Exit status of a nursery that died.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NurseryExit {
     pub exit: WorkerExit,
@@ -247,7 +247,7 @@ pub struct NurseryExit {
 }
 
 named_enum! {
-    /// Outcome of a group.
+    /// Final result of a group of workers.
     pub enum Outcome {
         /// All workers exited with code 0.
         Succeeded = "succeeded",

@@ -15,7 +15,7 @@ use nix::unistd::{Pid, getsid};
 /// A zombie child. The start time distinguishes it from a later child with the same pid.
 type Zombie = (i32, u64);
 
-/// Zombies that the last check has found.
+/// Zombie children that the last check found.
 #[derive(Debug, Default)]
 pub(super) struct Orphans {
     found: BTreeSet<Zombie>,

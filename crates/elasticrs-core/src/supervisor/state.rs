@@ -81,9 +81,9 @@ pub enum Input {
     WorkerSwept(SweepOutcome),
     /// A replacement for this worker is being started. The caller has checked that [`Group::refusal`] returns `None`.
     Replace { local_rank: u32 },
-    /// The replacement is running.
+    /// The replacement worker is running.
     Replaced { local_rank: u32, pid: i32, started: Stamp },
-    /// The replacement could not be started.
+    /// The replacement worker could not be started.
     ReplaceFailed(StartFailure),
 }
 

@@ -43,7 +43,7 @@ pub(super) struct Scanner {
 /// Data from the last scan, used to decide whether another scan is needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Last {
-    /// Newest pid at the start of the scan.
+    /// Most recently assigned pid when the scan started.
     newest: i32,
     /// Largest number of descendants of any worker, or the number of the agent's children if that is larger. Zombies
     /// are included.

@@ -49,7 +49,7 @@ pub const ENOUGH_STEPS: usize = 16;
 /// Maximum time between two heartbeats of a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepLimit {
-    /// A fixed limit.
+    /// The limit is always this duration.
     Fixed(Duration),
     /// A limit computed from the durations of earlier steps, but never less than this duration. See [`learned`].
     Learned(Duration),

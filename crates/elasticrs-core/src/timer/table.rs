@@ -22,7 +22,7 @@ pub struct Due {
     pub others: usize,
 }
 
-/// Data of a timer, except its deadline.
+/// Properties of a timer other than its deadline.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Terms {
     /// Expiration time on the worker's wall clock, in seconds since 1970. Used only in messages.

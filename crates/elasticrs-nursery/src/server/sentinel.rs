@@ -26,7 +26,7 @@ use crate::token::Token;
 const HOPELESS: Duration = LAST_SWEEP.saturating_mul(3);
 
 pub(super) struct Sentinel {
-    /// Token of the processes to kill.
+    /// Token that identifies the processes to kill.
     token: Token,
     link: NurseryLink,
     agent: OwnedFd,

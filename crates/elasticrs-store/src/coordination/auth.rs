@@ -35,7 +35,7 @@ fn mac(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> 
     mac
 }
 
-/// Returns the proof for a challenge.
+/// Returns the MAC that answers a challenge and proves knowledge of the token.
 pub(super) fn proof(token: &[u8], challenge: &Digest, run_id: &str, direction: Direction) -> Digest {
     mac(token, challenge, run_id, direction).finalize().into_bytes().into()
 }

@@ -75,7 +75,7 @@ struct Connection {
     stream: TcpStream,
     frames: Frames,
     outbox: Rc<Outbox>,
-    /// The keys that the client may use.
+    /// Keys that the client is allowed to access.
     scope: Scope,
 }
 

@@ -29,7 +29,7 @@ pub(super) struct Outbox {
     pub(super) peer: SocketAddr,
     /// Queued messages in sending order, each with its sequence number.
     queue: RefCell<VecDeque<(u64, Rc<Message>)>>,
-    /// Number that the next message will get.
+    /// Number to assign to the next message.
     next: Cell<u64>,
     /// Number of bytes of the first message that were already sent.
     sent: Cell<usize>,

@@ -49,7 +49,7 @@ pub struct Pace {
 /// A message from a client to the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {
-    /// Always the first message of a client.
+    /// First message that a client sends on each connection.
     Hello(Hello),
     /// Answer to the store's challenge. It proves that the client knows the token for the key prefix `scope`, or the
     /// store's own token if `scope` is `None`.

@@ -139,7 +139,7 @@ impl Writer {
 /// A type that can be encoded in a message. Encoding and decoding are in one trait, so that the code for each
 /// type stays together.
 pub(super) trait Field: Sized {
-    /// Maximum length of a list of this type.
+    /// Maximum number of elements in a list of this type.
     const MOST: usize = usize::MAX;
 
     fn read(c: &mut Cursor<'_>) -> Result<Self, Malformed>;

@@ -164,7 +164,7 @@ impl Failure {
 /// Progress of a connection attempt, for the error message after a timeout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// The certificates are being read.
+    /// Reading the TLS certificate files.
     Files,
     Resolve,
     Connect,

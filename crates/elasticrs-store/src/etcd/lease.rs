@@ -57,7 +57,7 @@ impl Leases {
         Self { own, cluster, job, next_job: 0, unanswered_job: 0 }
     }
 
-    /// Prepares for a new connection.
+    /// Resets the state that applies to a single connection.
     pub(super) fn begin_connection(&mut self) {
         self.next_job = 0;
         self.unanswered_job = 0;

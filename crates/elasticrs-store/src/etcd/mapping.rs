@@ -41,7 +41,7 @@ pub(super) struct Region {
 }
 
 impl Region {
-    /// Returns the region of a single key.
+    /// Returns the key range that contains only `key`.
     pub(super) fn key(key: Vec<u8>) -> Self {
         Self { key, end: Vec::new() }
     }
@@ -94,7 +94,7 @@ impl Keys {
         (key < SESSIONS).then(|| key.into())
     }
 
-    /// Returns the region that a watch covers.
+    /// Returns the key range that a watch covers.
     pub(super) fn region(&self, watch: &Watch) -> Region {
         if watch.exact { Region::key(self.full(&watch.prefix)) } else { self.under(&watch.prefix) }
     }

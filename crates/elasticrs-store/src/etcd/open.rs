@@ -29,7 +29,7 @@ pub(super) struct Opened {
     pub(super) ttl: Duration,
     /// Time at which the lease was requested, in nanoseconds of the boot clock.
     pub(super) sent: u64,
-    /// Revision at which the marker was put.
+    /// Revision at which the session's marker key was written.
     pub(super) marker: i64,
 }
 

@@ -75,7 +75,7 @@ pub(super) struct Etcd<'a> {
     write: Write,
     watches: Watches,
     member: usize,
-    /// Highest revision in an answer so far.
+    /// Highest revision in any answer from etcd so far.
     seen: i64,
     /// Highest revision that a watch has reported. It can exceed `seen`, because watches do not update `seen`.
     reported: u64,

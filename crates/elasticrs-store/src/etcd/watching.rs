@@ -68,7 +68,7 @@ impl Watches {
         numbers
     }
 
-    /// Returns the keys that a watch covers.
+    /// Returns the watch with this ID, if it exists.
     pub(super) fn watch(&self, number: i64) -> Option<&Watch> {
         self.watches.get(&number).map(|watched| &watched.watch)
     }

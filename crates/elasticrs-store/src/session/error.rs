@@ -40,7 +40,7 @@ impl Failure {
     }
 }
 
-/// Reason for the end of a session.
+/// Reason why a session ended.
 pub(crate) enum SessionEnd {
     Error(StoreError),
     /// The user closed the session. Contains the channel that notifies the caller of `close`, or `None` if no caller is

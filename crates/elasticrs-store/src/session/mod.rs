@@ -69,7 +69,7 @@ pub(crate) trait Backend<'a> {
     /// Handles an event.
     async fn handle(&mut self, core: &mut Core<'a>, connection: &mut Self::Connection, event: Self::Event) -> Step;
 
-    /// Opens another connection.
+    /// Starts a new connection attempt.
     fn dial(&mut self, core: &Core<'a>) -> Dialing<'a, Self::Link>;
 
     /// Returns the reason to report if the session is lost during this outage. `answered` is the send time of the last

@@ -23,7 +23,7 @@ const MAX_UNSENT: usize = 64 * 1024;
 /// Maximum capacity that each buffer of an idle connection may keep, in bytes.
 const MAX_IDLE: usize = 16 * 1024;
 
-/// When to stop serving a connection.
+/// Condition at which to stop serving a connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
     Greeted,

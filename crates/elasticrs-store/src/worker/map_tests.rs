@@ -10,7 +10,7 @@ use super::*;
 
 const GREETING: [u8; 5] = [0, 0xCE, 0xF7, 0x85, 0x3C];
 
-/// An operation that owns its keys.
+/// An operation on the store, with owned keys.
 #[derive(Debug, Clone)]
 enum Op {
     Set(u8, Vec<u8>),

@@ -239,7 +239,7 @@ class LocalElasticAgent(SimpleElasticAgent):
                 Console(log_prefix=self._worker_group.spec.log_prefix).say(f"no health check server: {error}")
         ours = self._server_of_ours()
         if ours is not None and why_hooks_decide(self) is None:
-            # The event loop answers the requests.
+            # The agent's event loop answers the health check requests.
             ours.open()
         elif self._health_check_server is not None:
             if ours is not None:

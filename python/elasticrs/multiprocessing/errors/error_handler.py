@@ -66,7 +66,7 @@ class ErrorHandler:
 
         try:
             faulthandler.enable(all_threads=True)
-        except Exception as error:  # For example, stderr has no descriptor.
+        except Exception as error:  # For example, stderr has no file descriptor.
             _warn(f"Unable to enable fault handler. {type(error).__name__}: {error}")
         # Import the hook now, because `record_exception` needs it and a later import could be interrupted.
         from elasticrs._worker.hook import sitecustomize  # noqa: F401

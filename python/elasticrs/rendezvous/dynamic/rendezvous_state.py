@@ -38,7 +38,7 @@ class Node(NamedTuple):
 
 
 class Place(Enum):
-    """Role of a node in the round."""
+    """Role of a node in a rendezvous round."""
 
     PARTICIPANT = "participant"
     WAITING = "waiting"

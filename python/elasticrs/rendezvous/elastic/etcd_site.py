@@ -158,7 +158,7 @@ class EtcdSite(Value):
 
     @property
     def shown(self) -> str:
-        """Endpoints as text for the user."""
+        """Endpoints as text for messages to the user."""
         return ",".join(shown_endpoint(*each) for each in self.endpoints)
 
     def client(

@@ -279,7 +279,7 @@ class Head(Value):
 
     @staticmethod
     def decode(value: bytes) -> Head:
-        """Decode a head.
+        """Decode a head record.
 
         Raises:
             DamagedError: the bytes are not a valid head.

@@ -44,7 +44,7 @@ MAX_SETUPS = 3
 
 
 class Verdict(Value):
-    """Result of evaluating an ended round.
+    """Result of evaluating a finished round.
 
     Args:
         alive: members that must still be registered when the outcome is written. If one of them is lost

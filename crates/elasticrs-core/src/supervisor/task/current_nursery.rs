@@ -124,7 +124,7 @@ impl CurrentNursery {
     }
 }
 
-/// Cancels the deadlines for the imports.
+/// Cancels the deadlines for the nursery's module imports.
 pub(super) fn disarm_import(deadlines: &mut Deadlines) {
     deadlines.disarm(Timer::Warm);
     deadlines.disarm(Timer::SlowImport);

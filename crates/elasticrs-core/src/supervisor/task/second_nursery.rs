@@ -33,7 +33,7 @@ pub(super) struct SecondNursery {
 #[derive(Debug)]
 struct Second {
     nursery: Nursery,
-    /// Deadline for the imports.
+    /// Deadline for the second nursery's module imports.
     until: Instant,
     /// Nice value to restore when the nursery takes over. `None` if the nursery runs at normal priority.
     nice: Option<i32>,

@@ -11,7 +11,7 @@ use crate::supervisor::event::SweepOutcome;
 use crate::supervisor::nursery_io::Nursery;
 use crate::supervisor::state::HOPELESS_SWEEP;
 
-/// State of the current sweeps.
+/// State of the clean-ups of leftover processes.
 #[derive(Debug)]
 pub(super) struct Sweeps {
     /// Number of the most recent request to the nursery.
@@ -26,7 +26,7 @@ pub(super) struct Sweeps {
     own_limit: Duration,
 }
 
-/// A sweep that is complete.
+/// A completed clean-up of leftover processes, with its outcome.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Completed {
     Group(SweepOutcome),

@@ -240,7 +240,7 @@ fn named(keys: &Keys, etcd: &Etcd) -> BTreeMap<Arc<str>, Stored> {
     etcd.newest().iter().filter_map(|(key, stored)| Some((keys.strip(key)?, stored.clone()))).collect()
 }
 
-/// Fate of one copy of a request.
+/// Simulated delivery of one copy of a request.
 #[derive(Debug, Clone, Copy)]
 enum Fate {
     Answered,
