@@ -3,9 +3,9 @@
 //! threads.
 //!
 //! All `unsafe` code of the project is here, except one call to tokio in `elasticrs-runtime` (`readiness.rs`) and the
-//! test programs of `elasticrs-testkit`. The modules wrap system calls that nix does not provide, or does not provide
-//! in the required form. Their functions are safe to call. Each wrapper names the kernel version that it requires. The
-//! minimum is Linux 5.4, and newer features are probed by [`features`].
+//! crates for tests (`elasticrs-fake-nvml` and `elasticrs-testkit`). The modules wrap system calls that nix does not
+//! provide, or does not provide in the required form. Their functions are safe to call. Each wrapper names the kernel
+//! version that it requires. The minimum is Linux 5.4, and newer features are probed by [`features`].
 //!
 //! | modules | contents |
 //! | --- | --- |
