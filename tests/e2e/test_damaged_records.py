@@ -79,18 +79,32 @@ def tell(workers, signum):
         os.kill(worker.pid, signum)
 
 
-@pytest.mark.parametrize("value", [b"\xff\x00", b'{"round": 1e308}', b"[" * 10_000])
+DAMAGED = [b"\xff\x00", b'{"round": 1e308}', b"[" * 10_000]
+
+
+# An agent that finds a damaged record joins again. It needs the job's record for that, so only the test below
+# damages it.
+@pytest.mark.parametrize("value", DAMAGED)
 def test_a_job_whose_records_are_damaged_restarts_and_succeeds(nodes, value):
     first = nodes.workers(0)
-    for kind in ("slot", "nodes", "table", "job"):
+    for kind in ("slot", "nodes", "table"):
         nodes.damage(kind, value)
     tell(first[:1], FAIL)
     second = nodes.workers(1)
-    for kind in ("slot", "nodes", "table", "job"):
+    for kind in ("slot", "nodes", "table"):
         nodes.damage(kind, value)
     tell(second, SUCCEED)
     assert nodes.ended() == [0, 0]
     assert any(f"{PREFIX}slot/" in agent.stderr for agent in nodes.agents)
+
+
+@pytest.mark.parametrize("value", DAMAGED)
+def test_agents_that_stay_connected_do_not_need_the_jobs_record(nodes, value):
+    first = nodes.workers(0)
+    nodes.damage("job", value)
+    tell(first[:1], FAIL)
+    tell(nodes.workers(1), SUCCEED)
+    assert nodes.ended() == [0, 0]
 
 
 def running_at(round_):
