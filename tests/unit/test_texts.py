@@ -23,6 +23,7 @@ def test_lines_about_restarts_and_stops(golden):
         restart_line("rank 0 (pid 7) exited with code 1", 0, 0, 1, "now"),
     ]
     stops = [stop_line(15, 15, 30.0), stop_line(2, 2, 30.0), stop_line(2, 9, 0.0)]
+    stops += [stop_line(15, signum, 30.0, have_exited=True) for signum in (15, 9)]
     texts = {"end of a worker": ends, "end of the nursery": nurseries, "restart": restarts, "stop": stops}
     golden("restarts-and-stops", {title: "\n".join(lines) for title, lines in texts.items()})
 

@@ -128,6 +128,11 @@ class Attempt(Record):
         """Number of workers in this attempt, on all nodes."""
         return self.plan.ranks[0].world_size
 
+    @property
+    def has_ended(self) -> bool:
+        """True if the workers have exited and their leftover processes are cleaned up."""
+        return "ended" in self.stamps
+
     def running(self) -> dict[int, int]:
         """Pids of the workers that are still running, by local rank. The pid of an exited worker is left out,
         because the kernel may have reused it.

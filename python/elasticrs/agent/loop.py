@@ -302,7 +302,7 @@ class Agent:
     def _look_for_sleepers(self, sleepers: Sleepers) -> None:
         """Stop the job if a worker hangs in the kernel; see :mod:`elasticrs.agent.sleepers`."""
         tracker, attempt = self._tracker, self._tracker.attempt
-        if attempt is None or tracker.why_unfit is not None or "ended" in attempt.stamps:
+        if attempt is None or tracker.why_unfit is not None or attempt.has_ended:
             return
         overdue = sleepers.look(attempt.running())
         if overdue:
@@ -323,7 +323,7 @@ class Agent:
         elif isinstance(action, machine.Stop):
             if not action.is_announced:
                 attempt = self._tracker.attempt
-                have_exited = attempt is not None and "ended" in attempt.stamps
+                have_exited = attempt is not None and attempt.has_ended
                 asked = self._decisions.signum
                 line = phrases.stop_line(asked, action.signum, action.grace, have_exited=have_exited)
                 self._console.say(line)

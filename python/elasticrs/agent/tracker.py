@@ -298,8 +298,7 @@ class AttemptTracker:
             if isinstance(event, (_core.LogTrouble, _core.Degraded)):
                 _RECORDERS[type(event)](self, event)
             elif isinstance(event, _core.FdReady) and not self._owner.on_fd(event.fd, is_over=True):
-                # Stop watching this descriptor, because it would keep the loop running forever. Nothing reads
-                # from the descriptor, so it stays readable.
+                # Stop watching this descriptor, because nothing reads from it and it stays readable.
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
@@ -363,8 +362,7 @@ class AttemptTracker:
 
     def _run_begins(self, event: _core.GroupStarted) -> None:
         attempt = self.result.attempts[-1]
-        # Use the current time as the start time if the process group was started without workers, because the
-        # workers were added only now.
+        # If the group was started without workers, use the current time, because they were added only now.
         attempt.stamps["started"] = event.started_ns if event.pids else time.monotonic_ns()
         if "imported" in attempt.stamps:
             # Limit the end time of the imports to the start time of the workers, because the report about the
@@ -372,7 +370,7 @@ class AttemptTracker:
             attempt.stamps["imported"] = min(attempt.stamps["imported"], attempt.stamps["started"])
         attempt.oom_kills = oom_kills(attempt.pids)
         attempt.warm, attempt.why_cold = self._warmth()
-        earlier = [each for each in self.result.attempts[:-1] if "ended" in each.stamps]
+        earlier = [each for each in self.result.attempts[:-1] if each.has_ended]
         if earlier:
             # Measure the restart from the last attempt whose workers ran, so that failed starts are included.
             failed = next((each for each in reversed(earlier) if "started" in each.stamps), earlier[0])
@@ -454,8 +452,7 @@ class AttemptTracker:
         page, is_stopped = attempt.plan.page, "stopped" in attempt.stamps
         is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
         if self._replaces and (event.exitcode != 0 or is_early) and not is_stopped:
-            # Record the first failure here, because no other event reports it if the other workers keep
-            # running.
+            # Record the first failure here. If the other workers keep running, no other event reports it.
             attempt.first_failure = (
                 event.local_rank if attempt.first_failure is None else attempt.first_failure
             )

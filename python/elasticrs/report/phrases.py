@@ -206,10 +206,11 @@ def stop_line(asked: int | None, signum: int, grace: float, *, have_exited: bool
         grace: seconds until SIGKILL.
         have_exited: true if no workers are left, for example while a node check runs after a failure.
     """
-    if have_exited:
-        return f"{signal_name(signum)} received: stopping the job; no workers are running"
     if asked != signum:
-        return f"second stop request: {signal_name(signum)} to all workers"
+        consequence = "no workers are running" if have_exited else f"{signal_name(signum)} to all workers"
+        return f"second stop request: {consequence}"
+    if have_exited:
+        return f"{signal_name(asked)} received: stopping the job; no workers are running"
     return f"{signal_name(asked)} received: passing it on to the workers, SIGKILL in {grace:g} s{AGAIN}"
 
 
@@ -312,9 +313,10 @@ def ranges_text(numbers: Sequence[int], most: int = sys.maxsize) -> str:
     this many ranges, and count the other numbers: ``0-6, 8 and 12 more``.
     """
     texts: list[str] = []
-    for first, last in spans(numbers)[:most]:
+    found = spans(numbers)
+    for first, last in found[:most]:
         texts += [f"{first}-{last}"] if last > first + 1 else map(str, range(first, last + 1))
-    more = sum(last - first + 1 for first, last in spans(numbers)[most:])
+    more = sum(last - first + 1 for first, last in found[most:])
     rest = f" and {more:,} more" if more else ""
     return f"{', '.join(texts)}{rest}"
 
