@@ -12,8 +12,11 @@ use elasticrs_sys::stat::{START_TIME, Stat};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::{Pid, getsid};
 
-/// A zombie child. The start time distinguishes it from a later child with the same pid.
-type Zombie = (i32, u64);
+use super::zombies::is_zombie;
+
+/// A zombie child. The start time distinguishes it from a later child with the same pid. `None` if `/proc` does not
+/// show it.
+type Zombie = (i32, Option<u64>);
 
 /// Zombie children that the last check found.
 #[derive(Debug, Default)]
@@ -50,16 +53,9 @@ impl Orphans {
 /// session were started by Python.
 fn zombies(nurseries: &[i32]) -> BTreeSet<Zombie> {
     let own = getsid(None);
-    let children = children_of_self().into_iter().filter(|pid| !nurseries.contains(pid));
-    let children = children.filter(|pid| getsid(Some(Pid::from_raw(*pid))) != own);
-    children
-        .filter_map(|pid| match Stat::of(pid) {
-            Some(stat) if stat.is_ending() => Some((pid, stat.field(START_TIME)?)),
-            Some(_) => None,
-            // Without `/proc`, the child may still be running. `waitid` then ignores it.
-            None => Some((pid, 0)),
-        })
-        .collect()
+    let is_orphan = |pid: &i32| !nurseries.contains(pid) && getsid(Some(Pid::from_raw(*pid))) != own && is_zombie(*pid);
+    let started = |pid: i32| Stat::of(pid).and_then(|stat| stat.field(START_TIME));
+    children_of_self().into_iter().filter(is_orphan).map(|pid| (pid, started(pid))).collect()
 }
 
 #[cfg(test)]
@@ -69,9 +65,13 @@ mod tests {
     #[test]
     fn only_a_child_that_stays_a_zombie_is_reaped() {
         let mut orphans = Orphans::default();
-        assert_eq!(orphans.overdue(&[(7, 1), (8, 1)].into()), [].into());
-        assert_eq!(orphans.overdue(&[(8, 1), (9, 1)].into()), [(8, 1)].into(), "other code has waited for 7");
-        assert_eq!(orphans.overdue(&[(9, 2)].into()), [].into(), "another child has the pid");
-        assert_eq!(orphans.overdue(&[(9, 2)].into()), [(9, 2)].into());
+        assert_eq!(orphans.overdue(&[(7, Some(1)), (8, Some(1))].into()), [].into());
+        assert_eq!(
+            orphans.overdue(&[(8, Some(1)), (9, Some(1))].into()),
+            [(8, Some(1))].into(),
+            "other code has waited for 7"
+        );
+        assert_eq!(orphans.overdue(&[(9, Some(2))].into()), [].into(), "another child has the pid");
+        assert_eq!(orphans.overdue(&[(9, Some(2))].into()), [(9, Some(2))].into());
     }
 }
