@@ -18,11 +18,10 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::lock;
+use elasticrs_runtime::readings::Stream;
 use elasticrs_runtime::threads::Leavable;
 use tokio::sync::watch;
 use tokio::time::timeout_at;
-
-use elasticrs_runtime::readings::Stream;
 
 /// Maximum time that a scrape of the metrics waits for a check of the files, measured from the start of the check.
 pub const PATIENCE: Duration = Duration::from_millis(200);

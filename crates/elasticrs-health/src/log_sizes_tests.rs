@@ -1,10 +1,10 @@
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 
+use elasticrs_runtime::readings::Dest;
 use proptest::prelude::*;
 
 use super::*;
-use elasticrs_runtime::readings::Dest;
 
 const OUT: Stream = (0, Dest::Stdout);
 const ERR: Stream = (0, Dest::Stderr);

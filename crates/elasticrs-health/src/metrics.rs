@@ -11,12 +11,12 @@ use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::named_enum;
+use elasticrs_runtime::readings::{Heartbeat, Readings, Stream, TimerCounts};
 use elasticrs_sys::clock::Stamp;
 
 use crate::log_sizes::StreamCounts;
 use crate::processes::{self, Usage, Worker};
 use crate::spans::Spans;
-use elasticrs_runtime::readings::{Heartbeat, Readings, Stream, TimerCounts};
 
 /// Maximum number of series (pairs of group and name) that `put_metric` may create.
 pub const MAX_SERIES: usize = 2000;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use elasticrs_runtime::door::{Door, Purpose};
 use elasticrs_runtime::listen::{ListenError, Port, listen};
 use elasticrs_runtime::notices::{Notices, Tell};
+use elasticrs_runtime::readings::{Heartbeat, Readings, Source};
 use elasticrs_runtime::runtime::{Runtime, Spawn, Task};
 use elasticrs_runtime::wake::Wake;
 use elasticrs_runtime::{lock, stream};
@@ -25,7 +26,6 @@ use crate::log_sizes::{LogFile, LogSizes};
 use crate::metrics::{Moment, Registry, State, usages};
 use crate::names;
 use crate::processes::Worker;
-use elasticrs_runtime::readings::{Heartbeat, Readings, Source};
 
 /// Maximum number of simultaneous connections. See HEALTH-2.
 pub const MAX_CONNECTIONS: usize = 64;
