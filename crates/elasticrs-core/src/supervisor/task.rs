@@ -79,8 +79,7 @@ pub(super) async fn run(
         Ok(task) => task,
         Err(error) => return drop(ready.send(Err(error))),
     };
-    // Ignore an error, because it means that the creator of the supervisor has stopped waiting. The task then stops by
-    // itself, because its inbox is closed as well.
+    // Ignore an error. It means that the creator has stopped waiting, and the task stops because its inbox is closed.
     let _ = ready.send(Ok(()));
     // Run the loop as a separate task. Otherwise, each wake-up of another task on this thread would poll everything
     // that this loop waits for.
@@ -406,8 +405,7 @@ impl Task {
             Current::Starting(starting) => {
                 starting.stop(policy);
                 if starting.take_waiting().is_some() {
-                    // Skip the clean-up of leftover processes, because the nursery has not been asked to start any
-                    // worker yet.
+                    // Skip the clean-up of leftover processes, because the nursery has not started any worker yet.
                     self.on_swept(SweepOutcome::default());
                 } else {
                     let grace = if policy.signal == Signal::KILL { Duration::ZERO } else { policy.grace };
@@ -558,8 +556,7 @@ impl Task {
     fn on_worker_swept(&mut self, local_rank: u32, swept: SweepOutcome) {
         self.deadlines.disarm(Timer::Sweep);
         self.zombies.report_all_held(&swept);
-        // Finish the log files of this rank, because all processes of the failed worker that could write to them are
-        // gone.
+        // Finish the log files of this rank, because all processes that could write to them are gone.
         self.shared.logs.finish_rank(local_rank);
         self.raised.forget(local_rank);
         self.input(Input::WorkerSwept(swept));
@@ -579,8 +576,7 @@ impl Task {
                 self.shared.queue.degraded(message);
             }
         } else if let Some(sweep) = self.sweeps.take_own() {
-            // Only wait for the clean-up of the lost nursery's processes, because SIGKILL has already been sent to all
-            // of them.
+            // Only wait for the lost nursery's processes, because SIGKILL has already been sent to all of them.
             let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
         }
         self.retired.finish().await;
