@@ -159,15 +159,16 @@ def test_a_forked_child_does_not_answer_for_its_parent(worker, error_file):
 
 
 def test_a_child_that_takes_over_the_heartbeats_answers(worker, error_file):
-    # The child removes the parent's FIFO, so that the request below waits for the FIFO of the child.
+    # The parent forks when its thread waits for the parent's FIFO. A thread that opened the path later would wait
+    # for the FIFO of the child.
     fork = """
-        fifo = os.environ["TORCHELASTIC_ERROR_FILE"] + ".flight_requests"
-        while not os.path.exists(fifo):
+        (thread,) = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
+        openat = {"x86_64": "257", "aarch64": "56"}[os.uname().machine]
+        while open(f"/proc/self/task/{thread}/syscall").read().split()[0] != openat:
             pass
         if os.fork():
             os.wait()
             os._exit(0)
-        os.unlink(fifo)
         c10d._dump_fr_trace_json = lambda **options: json.dumps({"entries": [{"record_id": os.getpid()}]})
     """
     process = worker(TORCH, START, fork, START, "print(os.getpid(), flush=True)", REST)
