@@ -196,14 +196,8 @@ class TestBatchScripts:
         check = tmp_path / "check.sh"
         check.write_text('#!/bin/sh\n[ "$SLURM_NODEID" != 0 ] || [ -n "$SLURM_RESTART_COUNT" ]\n')
         check.chmod(0o755)
-        self.submit(
-            slurm,
-            "train.sbatch",
-            tmp_path,
-            *("--nodes=3", "--output=%j-%a.out", "--open-mode=append"),
-            PET_NODE_CHECK=str(check),
-            PET_RDZV_CONF="join_timeout=5",
-        )
+        output = ("--nodes=3", "--output=%j-%a.out", "--open-mode=append")
+        self.submit(slurm, "train.sbatch", tmp_path, *output, PET_NODE_CHECK=str(check))
         procs.wait_until(lambda: slurm.job(1)["Restarts"], "1".__eq__)
         slurm.wait_idle()
         # Slurm delays the start of a requeued job by two minutes. Start it after three seconds, because Slurm
