@@ -96,6 +96,11 @@ def test_a_file_that_is_not_ours_is_left_alone(tmp_path, data):
     with pytest.raises(ValueError, match=re.escape(str(path))):
         FileStore(str(path))
     assert path.read_bytes() == data
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(IsADirectoryError):
+        FileStore(str(folder))
+    assert set(tmp_path.iterdir()) == {path, folder}
 
 
 def test_a_back_end_replaces_only_the_state_of_its_token(store):

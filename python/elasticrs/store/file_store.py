@@ -55,6 +55,8 @@ class FileStore(TimedStore):
     def __init__(self, path: str, timeout: datetime.timedelta = datetime.timedelta(seconds=300)) -> None:
         super().__init__(timeout)
         self._path = path
+        # Read without the lock first, so that no lock file appears beside a file that is not a store.
+        self._read()
         with self._locked():
             self._read()
 
