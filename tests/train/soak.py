@@ -200,7 +200,9 @@ def under_agents(folder: Path, agents: int, kills: int, seed: int, story: Path |
         return started[-1]
 
     began = time.monotonic()
-    with store() as port, closing(UnderAgents(start, folder, (4, 4), {}, port, together=True)) as job:
+    # Every round is short here, and the kills of agents must not end the job.
+    conf = {"max_short_losses": RESTARTS}
+    with store() as port, closing(UnderAgents(start, folder, (4, 4), conf, port, together=True)) as job:
         soak = Soak(job, nodes, folder / "end", seed)
         try:
             soak.run(kills)
