@@ -68,7 +68,7 @@ def test_process_1_reaps_orphans_and_lets_workers_save_at_the_stop_signal(launch
     # As with `docker exec`, this process is not a descendant of the nursery, so process 1 adopts it.
     enter = ("nsenter", "--target", str(first.pid), "--pid", "--mount", "--")
     subprocess.run([*enter, "setsid", "--fork", "sleep", "1000"], check=True)
-    # Until `setsid` executes `sleep`, it may still be in the session of this test, whose processes are not reaped.
+    # Until `setsid` executes `sleep`, it may be in the session of this test, whose processes are not reaped.
     (orphan,) = procs.wait_until(
         lambda: [each for each in procs.children(first.pid) if each.command.startswith("sleep")]
     )

@@ -159,8 +159,8 @@ def test_a_forked_child_does_not_answer_for_its_parent(worker, error_file):
 
 
 def test_a_child_that_takes_over_the_heartbeats_answers(worker, error_file):
-    # The parent forks when its thread waits for the parent's FIFO. A thread that opened the path later would wait
-    # for the FIFO of the child.
+    # The parent forks when its thread waits for the parent's FIFO. A thread that opened the path later would
+    # wait for the FIFO of the child.
     fork = """
         (thread,) = set(os.listdir("/proc/self/task")) - {str(os.getpid())}
         openat = {"x86_64": "257", "aarch64": "56"}[os.uname().machine]
