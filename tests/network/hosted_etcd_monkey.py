@@ -45,6 +45,7 @@ class Monkey:
     def __init__(self, multinode, machines, folder):
         self.chance, self.machines = random.Random(SEED), machines
         self.done, self.kills = folder / "done", 0
+        self.member_killed = dict.fromkeys(machines, 0.0)
         names = ",".join(machine.name for machine in machines)
         self.job = multinode(
             machines[0],
@@ -81,10 +82,17 @@ class Monkey:
         self.start(machine)
 
     def kill_etcd(self, machine):
-        self.each(machine, "/etcd --name", signal.SIGKILL)
+        self.kill_member(machine, "/etcd --name")
 
     def kill_program(self, machine):
-        self.each(machine, "etcd_host_program", signal.SIGKILL)
+        self.kill_member(machine, "etcd_host_program")
+
+    def kill_member(self, machine, command):
+        # An agent gives up its member after three failures in a row, each less than 10 s after a start.
+        while time.monotonic() < self.member_killed[machine] + 15:
+            self.pause(1)
+        self.each(machine, command, signal.SIGKILL)
+        self.member_killed[machine] = time.monotonic()
 
     def stop_etcd(self, machine):
         self.each(machine, "/etcd --name", signal.SIGSTOP)
