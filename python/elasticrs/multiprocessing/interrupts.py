@@ -140,7 +140,8 @@ class CaughtSignals:
         """
         for signum in signums:
             if signum not in self._users:
-                # This process is a forked child in which the previous handler has already been restored.
+                # The signal was not caught, or this process is a forked child, in which the previous handler
+                # has already been restored.
                 continue
             self._users[signum] -= 1
             if self._users[signum] == 0:

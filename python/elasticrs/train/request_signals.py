@@ -19,6 +19,8 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from elasticrs.multiprocessing.interrupts import CaughtSignals
+
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
@@ -33,9 +35,6 @@ round again.
 _TICK = 0.25
 _ASKING = (signal.SIGTERM, signal.SIGUSR1)
 
-_taken: set[int] = set()
-_of_thread = threading.local()
-
 
 class RequestSignals:
     """Context manager that passes SIGTERM and SIGUSR1 on to a coordinator. Works only in the main thread.
@@ -46,6 +45,7 @@ class RequestSignals:
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
+        self._caught = CaughtSignals()
         self._is_leaving = False
         self._is_over = threading.Event()
 
@@ -54,18 +54,13 @@ class RequestSignals:
             return
         for signum in _ASKING:
             if is_default(signum):
-                _taken.add(signum)
-                signal.signal(signum, self._ask)
+                self._caught.catch(signum, self._ask)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._is_over.set()
-        for signum in _ASKING:
-            # Keep the current handler if it is one that the program has installed in the meantime.
-            if signal.getsignal(signum) == self._ask:
-                signal.signal(signum, signal.SIG_DFL)
-                _taken.discard(signum)
+        self._caught.release(_ASKING)
 
     def _ask(self, signum: int, frame: FrameType | None) -> None:  # noqa: ARG002 -- handler signature
         if signum == signal.SIGTERM:
@@ -108,25 +103,3 @@ def is_default(signum: int) -> bool:
     except OSError:
         return True
     return not caught >> (signum - 1) & 1
-
-
-def _before_fork() -> None:
-    # Block the signals during the fork. Otherwise, a signal that reaches the child before it restores the
-    # default actions would be lost.
-    if _taken:
-        _of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _taken)
-
-
-def _after_fork() -> None:
-    mask = _of_thread.__dict__.pop("mask", None)
-    if mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _after_fork_in_child() -> None:
-    while _taken:
-        signal.signal(_taken.pop(), signal.SIG_DFL)
-    _after_fork()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
