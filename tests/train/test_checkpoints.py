@@ -18,7 +18,7 @@ from elasticrs.train.checkpoint import (
     get_checkpoint_manager,
     set_checkpoint_manager,
 )
-from elasticrs.train.votes import Vote, disagreement, numbers_of, vote_of
+from elasticrs.train.votes import Vote, disagreement
 
 from .threads import Job, Sum, add, train_sum
 
@@ -384,5 +384,4 @@ def test_workers_in_the_same_save_did_not_differ():
     ):
         assert disagreement([saving, other]) is None
         assert disagreement([other, saving]) is None
-        assert vote_of(numbers_of(other)) == other
     assert disagreement([vote(last_round=7, asked=4, said_yes=1), saving]) is not None

@@ -22,7 +22,7 @@ from elasticrs.train.measuring import GROUP, Measured, Times
 from elasticrs.train.request_signals import RequestSignals
 from elasticrs.train.state import State, is_torchelastic_program, why_not_saved
 from elasticrs.train.state_machine import Action, Event, Loop
-from elasticrs.train.votes import Vote, disagreement, have_ended_together, numbers_of, vote_of
+from elasticrs.train.votes import Vote, disagreement, have_ended_together
 from elasticrs.train.worker_stats import WorkerStats
 
 if TYPE_CHECKING:
@@ -203,15 +203,13 @@ class _Run:
         self._forks = forked.count()
         self._checkpoints: CheckpointSaver | None = None
         self._is_meeting = self._is_loaded = False
+        # Progress of this worker in the current round, which it sends at the start of the next round.
+        self._vote = Vote()
         self._votes: list[Vote] = []
-        self._round = 0
-        self._asked = self._said_yes = 0
-        self._is_saving = False
         # True if the newest checkpoint holds the current state.
         self._is_stored = False
         # True if the current state is the result of the finished training.
         self._is_final = False
-        self._next_step = 0
         self._rank, self._world_size = -1, 0
         self._signals = RequestSignals(coordinator)
         self._times: Times | None = None
@@ -297,30 +295,22 @@ class _Run:
     def _exchange_votes(self) -> None:
         manager = get_checkpoint_manager()
         self._checkpoints = None if manager is None else CheckpointSaver(self._coordinator)
-        vote = Vote(
-            manager is not None,
-            self._is_loaded,
-            self._loop.at_the_end,
-            random.SystemRandom().randrange(1, 2**62),
-            last_round=self._round,
-            asked=self._asked,
-            said_yes=self._said_yes,
-            is_saving=self._is_saving,
+        own = self._vote
+        own.has_manager, own.is_loaded = manager is not None, self._is_loaded
+        own.at_the_end, own.next_round = self._loop.at_the_end, random.SystemRandom().randrange(1, 2**62)
+        if not is_torchelastic_program():
             # Skip the last sync only in programs for torchelastic 0.1. Other programs need it, because some
             # values, such as BatchNorm buffers, differ between ranks even after the same step.
-            next_step=self._next_step if is_torchelastic_program() else 0,
-        )
-        self._votes = [vote_of(numbers) for numbers in self._coordinator.exchange(numbers_of(vote))]
+            own.next_step = 0
+        numbers = self._coordinator.exchange([int(number) for number in own.values()])
+        self._votes = [Vote(*each) for each in numbers]
         if trouble := disagreement(self._votes):
             with suppress(RuntimeError):
                 # Wait for the other workers before raising. If this worker exited now, it would abort their
                 # exchange of votes.
                 self._coordinator.barrier()
             raise NonRetryableException(trouble)
-        self._round = self._votes[0].next_round
-        self._asked = self._said_yes = 0
-        self._is_saving = False
-        self._next_step = 0
+        self._vote = Vote(last_round=self._votes[0].next_round)
 
     def _sync(self) -> Event:
         self._is_meeting = False
@@ -343,7 +333,7 @@ class _Run:
                 self._keep_final_state()
             else:
                 self._steps = self._steps_of(self._state)
-                self._next_step = 1
+                self._vote.next_step = 1
                 if self._times is not None:
                     self._times.inner = time.perf_counter()
             return Event.SYNCED
@@ -447,7 +437,7 @@ class _Run:
                 coordinator.announce_end()
                 return Event.OUT_OF_DATA
             self._is_stored = False
-            self._next_step += 1
+            self._vote.next_step += 1
             self._state, stats = result[0], result[1]
             if self._times is not None:
                 self._times.put("train_step", began)
@@ -468,11 +458,12 @@ class _Run:
         # each may count its calls.
         is_asked = self._coordinator.should_save_checkpoint()
         is_due = self._state.should_save_checkpoint(self._rank) or is_asked
-        self._asked += 1
+        vote = self._vote
+        vote.asked += 1
         if is_due:
-            self._said_yes, self._is_saving = self._asked, True
+            vote.said_yes, vote.is_saving = vote.asked, True
             is_saved: bool = checkpoints.save_checkpoint(self._state, self._rank)
-            self._is_saving, self._is_stored = False, is_saved
+            vote.is_saving, self._is_stored = False, is_saved
             return is_saved
         return None
 

@@ -7,59 +7,40 @@ the second worker fails. All workers then start a new round, where :func:`disagr
 
 from __future__ import annotations
 
-from elasticrs.job.value import Value
+from elasticrs.job.value import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Vote(Value):
-    """Information that a worker sends to all others at the start of a round.
+class Vote(Record):
+    """Information that a worker sends to all others at the start of a round, as a list of integers. A flag is
+    1 if it is set and 0 otherwise.
 
     Args:
-        has_manager: true if the worker has a checkpoint manager.
-        is_loaded: true if the state of the worker belongs to this run of the job, so it loads no checkpoint.
-        at_the_end: true if the worker knows that a worker has run out of data.
+        has_manager: flag that is set if the worker has a checkpoint manager.
+        is_loaded: flag that is set if the state of the worker belongs to this run of the job, so it loads no
+            checkpoint.
+        at_the_end: flag that is set if the worker knows that a worker has run out of data.
         next_round: random number. The number of rank 0 becomes the name of the new round.
         last_round: name of the worker's last round. 0 if it has been in no round.
         asked: number of calls of ``should_save_checkpoint`` in the last round.
         said_yes: number of the last of these calls that returned true, counted from 1. 0 if none did.
-        is_saving: true if that call was followed by a save that the worker has not completed.
+        is_saving: flag that is set if that call was followed by a save that the worker has not completed.
         next_step: number of the step that comes next in the last round, counted from 1. 0 if the worker did
             not complete the sync of that round, or if the program was not written for torchelastic 0.1.
     """
 
-    has_manager: bool
-    is_loaded: bool
-    at_the_end: bool
-    next_round: int
+    has_manager: int = 0
+    is_loaded: int = 0
+    at_the_end: int = 0
+    next_round: int = 0
     last_round: int = 0
     asked: int = 0
     said_yes: int = 0
-    is_saving: bool = False
+    is_saving: int = 0
     next_step: int = 0
-
-
-def numbers_of(vote: Vote) -> list[int]:
-    """Encode a vote as a list of integers, to send it."""
-    return [int(each) for each in vote.values()]
-
-
-def vote_of(numbers: Sequence[int]) -> Vote:
-    """Decode a vote from the integers that :func:`numbers_of` returned."""
-    has_manager, is_loaded, at_the_end, next_round, last_round, asked, said_yes, is_saving, step = numbers
-    return Vote(
-        bool(has_manager),
-        bool(is_loaded),
-        bool(at_the_end),
-        next_round,
-        last_round,
-        asked,
-        said_yes,
-        bool(is_saving),
-        step,
-    )
 
 
 def have_ended_together(votes: Sequence[Vote]) -> bool:
