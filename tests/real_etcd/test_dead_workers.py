@@ -12,11 +12,9 @@ WORKER = """
     # Meets the other worker once. A replacement does not take part, so only agents can report the death.
     import os, signal
     from elasticrs.train.agent import agent_place
-    from elasticrs.train.meeting_url import parse
     from elasticrs.train.membership import Membership
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        own = agent_place()
-        place = parse(own.url, own.environ, may_host=False)
+        place = agent_place()
         def changed(stop):
             os.write(1, f"CHANGED planned={stop.planned}\\n".encode())
         member = Membership(place.rendezvous, place.backend, on_change=changed)

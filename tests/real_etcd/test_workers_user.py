@@ -15,7 +15,6 @@ SCRIPT = """
     from elasticrs.store.session import Client
     from elasticrs.train import AgentCoordinator, State, train
     from elasticrs.train.agent import agent_place
-    from elasticrs.train.meeting_url import parse
 
     class Steps(State):
         done = 0
@@ -42,8 +41,7 @@ SCRIPT = """
         finally:
             client.close()
 
-    found = agent_place()
-    place = parse(found.url, found.environ, may_host=False).rendezvous
+    place = agent_place().rendezvous
     agents, own = reads(place.etcd.replaced(prefix="/torchelastic/p2p")), reads(place.etcd)
     state = train(AgentCoordinator("gloo"), step, Steps())
     os.write(1, f"USER {place.etcd.user} {agents} {own} {state.done}.\\n".encode())

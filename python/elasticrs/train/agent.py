@@ -8,11 +8,9 @@ from functools import cache
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from elasticrs.job.value import Value
-from elasticrs.train.meeting_url import JOB_VARIABLE, MEMBER_VARIABLE
+from elasticrs.train.meeting_url import JOB_VARIABLE, MEMBER_VARIABLE, MeetingPlace, parse
 from elasticrs.train.p2p import CoordinatorP2P
 from elasticrs.workers.environment import TOKEN_VARIABLE
-from elasticrs.workers.node_page import page_of
 
 __all__ = ["AgentCoordinator"]
 
@@ -45,31 +43,12 @@ class AgentCoordinator(CoordinatorP2P):
     def __init__(
         self, c10d_backend: str, process_group_timeout: int = 10000, coordinator_pg_timeout: int = 600000
     ) -> None:
-        place = agent_place()
-        timeouts = process_group_timeout, coordinator_pg_timeout
-        url = (place.url, URL_VARIABLE)
-        self._begin(c10d_backend, url, place.environ, None, timeouts, may_host=place.hosts)
-        self.others_come_back = place.others_come_back
-        self._member.page = page_of(os.environ)
+        self._begin(c10d_backend, agent_place(), (process_group_timeout, coordinator_pg_timeout))
+        # An agent that restarts all workers does not set the variable.
+        self.others_come_back = URL_VARIABLE in os.environ
 
 
-class AgentPlace(Value):
-    """Rendezvous settings that a worker receives from its agent.
-
-    Args:
-        url: Rendezvous URL, see :mod:`elasticrs.train.meeting_url`.
-        environ: Environment variables that hold the credential and the names that the agent gave this worker.
-        hosts: True if this process hosts the coordination store.
-        others_come_back: True if the agent replaces a worker that exits. False if it restarts all workers.
-    """
-
-    url: str
-    environ: dict[str, str]
-    hosts: bool
-    others_come_back: bool
-
-
-def agent_place() -> AgentPlace:
+def agent_place() -> MeetingPlace:
     """Return the rendezvous settings that this process received from its agent.
 
     Raises:
@@ -82,11 +61,11 @@ def agent_place() -> AgentPlace:
         TOKEN_OF_URL_VARIABLE: TOKEN_VARIABLE
     }
     environ = {own: os.environ[name] for name, own in renamed.items() if name in os.environ}
-    return AgentPlace(url, environ, hosts=False, others_come_back=True)
+    return parse(url, environ, source=URL_VARIABLE, may_host=False)
 
 
 @cache
-def _place_of_restarted_workers() -> AgentPlace:
+def _place_of_restarted_workers() -> MeetingPlace:
     """Return the rendezvous settings of a worker whose agent hosts no coordination store. In this case, rank
     0 hosts the store.
 
@@ -113,4 +92,4 @@ def _place_of_restarted_workers() -> AgentPlace:
     job = quote(os.environ.get("TORCHELASTIC_RUN_ID") or "job", safe="")
     settings = {"min_workers": world, "max_workers": world, "order_hint": rank, "is_host": int(rank == 0)}
     url = f"elasticrs://{host}:{port}/{job}?{urlencode(settings)}"
-    return AgentPlace(url, {TOKEN_VARIABLE: token}, hosts=rank == 0, others_come_back=False)
+    return parse(url, {TOKEN_VARIABLE: token}, source=URL_VARIABLE)

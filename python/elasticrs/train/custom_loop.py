@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from elasticrs.train import groups
-from elasticrs.train.agent import URL_VARIABLE, agent_place
+from elasticrs.train.agent import agent_place
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership
 from elasticrs.workers.node_page import page_of
@@ -55,11 +55,7 @@ def on_change(callback: Callable[[Stop], None] | None = None, init_method: str |
         RuntimeError: This process was not started by an agent.
         ValueError: The URL is invalid.
     """
-    if init_method is not None:
-        place = parse(init_method, os.environ)
-    else:
-        found = agent_place()
-        place = parse(found.url, found.environ, source=URL_VARIABLE, may_host=found.hosts)
+    place = agent_place() if init_method is None else parse(init_method, os.environ)
     member = Membership(
         place.rendezvous, place.backend, on_change=callback, stuck_timeout=place.stuck_timeout
     )

@@ -50,12 +50,14 @@ class MeetingPlace(Value):
     """Settings from a rendezvous URL.
 
     Args:
+        url: the URL.
         rendezvous: settings of the rendezvous.
         backend: name of the rendezvous backend.
         stuck_timeout: see :class:`~elasticrs.train.membership.Membership`.
         notices: messages for the user.
     """
 
+    url: str
     rendezvous: Rendezvous
     backend: str
     stuck_timeout: float
@@ -139,7 +141,7 @@ def parse(
     rendezvous = rendezvous.replaced(member=name or None, replaces=before or None, job=job)
     if job is not None and token is not None:
         rendezvous = _with_workers_token(rendezvous, token)
-    return MeetingPlace(rendezvous, backend, stuck, notices)
+    return MeetingPlace(url, rendezvous, backend, stuck, notices)
 
 
 def _with_workers_token(rendezvous: Rendezvous, token: str) -> Rendezvous:

@@ -22,9 +22,10 @@ from elasticrs.train.membership import Membership
 from elasticrs.workers.node_page import page_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
+    from elasticrs.train.meeting_url import MeetingPlace
     from elasticrs.train.membership import Round
     from elasticrs.train.state import State
     from elasticrs.train.worker_stats import WorkerStats
@@ -92,38 +93,20 @@ class CoordinatorP2P(Coordinator):
         process_group_timeout: int = 10000,
         coordinator_pg_timeout: int = 600000,
     ) -> None:
-        self._begin(
-            c10d_backend,
-            (init_method, "init_method"),
-            os.environ,
-            max_num_trainers,
-            (process_group_timeout, coordinator_pg_timeout),
-        )
-        # If an agent started this process, report training progress to it, even though the program uses its
-        # own rendezvous URL.
-        self._member.page = page_of(os.environ)
+        place = parse(init_method, os.environ, max_num_trainers)
+        self._begin(c10d_backend, place, (process_group_timeout, coordinator_pg_timeout))
 
-    def _begin(
-        self,
-        c10d_backend: str,
-        url: tuple[str, str],
-        environ: Mapping[str, str],
-        max_num_trainers: int | None,
-        timeouts: tuple[int, int],
-        *,
-        may_host: bool = True,
-    ) -> None:
+    def _begin(self, c10d_backend: str, place: MeetingPlace, timeouts: tuple[int, int]) -> None:
         process_group_timeout, coordinator_pg_timeout = timeouts
         if not 0 < process_group_timeout < coordinator_pg_timeout:
             raise ValueError(
                 f"coordinator_pg_timeout: got {coordinator_pg_timeout} ms, expected more than "
                 f"process_group_timeout ({process_group_timeout} ms), which has to be more than 0"
             )
-        place = parse(url[0], environ, max_num_trainers, url[1], may_host=may_host)
         for notice in place.notices:
             _log.warning("%s", notice)
         self.c10d_backend = c10d_backend
-        self.init_method = url[0]
+        self.init_method = place.url
         self.max_num_trainers = place.rendezvous.max_nodes
         self.process_group_timeout = process_group_timeout
         self.coordinator_pg_timeout = coordinator_pg_timeout
@@ -141,6 +124,9 @@ class CoordinatorP2P(Coordinator):
         self._final: FinalState | None = None
         self._job = place.rendezvous.endpoint, place.rendezvous.job or place.rendezvous.run_id
         self._member = Membership(place.rendezvous, place.backend, stuck_timeout=place.stuck_timeout)
+        # If an agent started this process, report training progress to it, even if the program uses its own
+        # rendezvous URL.
+        self._member.page = page_of(os.environ)
         if "nccl" in c10d_backend:
             self._member.abort = groups.abort
 
