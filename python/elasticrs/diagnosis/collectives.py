@@ -88,8 +88,7 @@ def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
     stuck: list[StuckCollective] = []
     not_started = {}
     for group in groups:
-        mismatch = _mismatch(group)
-        found = _stuck(group, mismatch)
+        found = _stuck(group)
         stuck += found
         for collective in found:
             late = _not_started(group, collective)
@@ -177,13 +176,9 @@ def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
 # --- calls that do not match ---
 
 
-class _Mismatch(NamedTuple):
-    seq: int
-    sides: tuple[Side, ...]
-
-
-def _mismatch(group: Group) -> _Mismatch | None:
-    """Return the first collective whose calls do not match.
+def _mismatch(group: Group) -> dict[int, tuple[Side, ...]]:
+    """Return the different calls of the first collective whose calls do not match, keyed by the number of the
+    collective. Return an empty dictionary if all calls match.
 
     Ignore such a collective if it has completed on all ranks and the calls of all later collectives match,
     because the ranks may then have used variants of an operation that this module does not know.
@@ -199,40 +194,36 @@ def _mismatch(group: Group) -> _Mismatch | None:
     for seq in differing:
         if seq in incomplete or seq < differing[-1]:
             sides = [Side(tuple(ranks), call) for call, ranks in calls[seq].items()]
-            return _Mismatch(seq, tuple(sorted(sides, key=lambda side: (-len(side.ranks), side.ranks))))
-    return None
+            return {seq: tuple(sorted(sides, key=lambda side: (-len(side.ranks), side.ranks)))}
+    return {}
 
 
 # --- collectives that have not completed ---
 
 
-def _stuck(group: Group, mismatch: _Mismatch | None) -> list[StuckCollective]:
-    waiting: dict[int, list[int]] = {}
+def _stuck(group: Group) -> list[StuckCollective]:
+    mismatch = _mismatch(group)
+    waiting: dict[int, list[int]] = {seq: [] for seq in mismatch}
     for rank in sorted(group.tracks):
         waits_in = group.tracks[rank].waits_in
         if waits_in is not None:
             waiting.setdefault(waits_in, []).append(rank)
-    if mismatch is not None:
-        waiting.setdefault(mismatch.seq, [])
-    found = []
-    for seq, ranks in sorted(waiting.items()):
-        sides = mismatch.sides if mismatch is not None and mismatch.seq == seq else ()
-        found.append(
-            StuckCollective(
-                group.backend,
-                group.name,
-                group.description,
-                group.members,
-                group.are_members_known,
-                seq,
-                _operation(group, seq),
-                tuple(ranks),
-                tuple(rank for rank in sorted(group.tracks) if group.tracks[rank].entered < seq),
-                tuple(rank for rank in group.members if rank not in group.tracks),
-                sides,
-            )
+    return [
+        StuckCollective(
+            group.backend,
+            group.name,
+            group.description,
+            group.members,
+            group.are_members_known,
+            seq,
+            _operation(group, seq),
+            tuple(ranks),
+            tuple(rank for rank in sorted(group.tracks) if group.tracks[rank].entered < seq),
+            tuple(rank for rank in group.members if rank not in group.tracks),
+            mismatch.get(seq, ()),
         )
-    return found
+        for seq, ranks in sorted(waiting.items())
+    ]
 
 
 def _operation(group: Group, seq: int) -> str:
