@@ -225,16 +225,6 @@ class Diagnosis(NamedTuple):
 
 
 def _collective(stuck: StuckCollective) -> dict[str, Any]:
-    return {
-        "backend": stuck.backend,
-        "group": stuck.group,
-        "description": stuck.description,
-        "members": spans(stuck.members),
-        "are_members_known": stuck.are_members_known,
-        "seq": stuck.seq,
-        "operation": stuck.operation,
-        "waiting": spans(stuck.waiting),
-        "absent": spans(stuck.absent),
-        "unknown": spans(stuck.unknown),
-        "sides": [{"ranks": spans(side.ranks), "called": str(side.call)} for side in stuck.sides],
-    }
+    ranks = {name: spans(getattr(stuck, name)) for name in ("members", "waiting", "absent", "unknown")}
+    sides = [{"ranks": spans(side.ranks), "called": str(side.call)} for side in stuck.sides]
+    return {**stuck._asdict(), **ranks, "sides": sides}
