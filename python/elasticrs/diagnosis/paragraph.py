@@ -49,6 +49,8 @@ class Writer:
         nodes: name of the node of each rank.
         stacks: frames of the main thread of each rank, innermost first. Ranks may be missing.
         no_record: ranks without a usable record.
+        culprits: ranks to blame.
+        stuck: collectives that have not completed.
     """
 
     def __init__(
@@ -56,27 +58,32 @@ class Writer:
         nodes: Mapping[int, str],
         stacks: Mapping[int, Sequence[Frame]],
         no_record: Mapping[int, NoRecord],
+        culprits: Sequence[Culprit],
+        stuck: Sequence[StuckCollective],
     ) -> None:
         self._nodes, self._stacks, self._no_record = nodes, stacks, no_record
+        self._culprits, self._stuck = culprits, stuck
+        self._named = {rank for culprit in culprits for rank in culprit.ranks}
+        self._waiting = {rank for collective in stuck for rank in collective.waiting}
 
     # --- the paragraph ---
 
-    def summary(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> str:
+    def summary(self) -> str:
         """Return the paragraph for the report: which ranks wait and where, which are to blame, and which have
         no record.
         """
-        clauses = [self._clause(culprit, stuck) for culprit in culprits[:MAX_CULPRITS]]
-        if len(culprits) > MAX_CULPRITS:
-            more = sum(len(culprit.ranks) for culprit in culprits[MAX_CULPRITS:])
+        clauses = [self._clause(culprit) for culprit in self._culprits[:MAX_CULPRITS]]
+        if len(self._culprits) > MAX_CULPRITS:
+            more = sum(len(culprit.ranks) for culprit in self._culprits[MAX_CULPRITS:])
             clauses.append(f"{more} more rank{'s are' if more > 1 else ' is'} suspect")
-        clauses += self._undecided(culprits, stuck)
+        clauses += self._undecided()
         if not clauses:
-            clauses.append(self._nothing(stuck))
-        clauses += self._others(culprits, stuck)
-        clauses += self._missing(culprits)
+            clauses.append(self._nothing())
+        clauses += self._others()
+        clauses += self._missing()
         return "; ".join(clauses)
 
-    def _clause(self, culprit: Culprit, stuck: Sequence[StuckCollective]) -> str:
+    def _clause(self, culprit: Culprit) -> str:
         ranks, doubt = self.ranks(culprit.ranks), _DOUBT[culprit.confidence]
         they, them, are = ("they", "them", "are") if len(culprit.ranks) > 1 else ("it", "it", "is")
         places = self._places(culprit.ranks)
@@ -88,7 +95,7 @@ class Writer:
         if culprit.called is not None and culprit.expected is not None:
             others = sum(len(side.ranks) for side in collective.sides if side.call == culprit.expected)
             return (
-                f"{ranks} {are} {doubt}out of step at {self._name(collective, stuck)}: "
+                f"{ranks} {are} {doubt}out of step at {self._name(collective)}: "
                 f"called {printable(str(culprit.called))}{self._at(culprit.ranks)} where {others:,} "
                 f"rank{'s' if others > 1 else ''} called {printable(str(culprit.expected))}"
             )
@@ -102,46 +109,39 @@ class Writer:
         not_entered = f"{ranks} did not enter it"
         if doubt:
             not_entered += f", and the others {doubt}wait for {them}"
-        return f"{self._waits(collective, stuck)}; {blame.get(culprit.reason, not_entered)}{where}"
+        return f"{self._waits(collective)}; {blame.get(culprit.reason, not_entered)}{where}"
 
-    def _undecided(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
+    def _undecided(self) -> list[str]:
         """Describe collectives for which the flight records do not show which ranks are to blame."""
-        named = {rank for culprit in culprits for rank in culprit.ranks}
         clauses = []
-        for collective in stuck:
-            sides = [set(side.ranks) for side in collective.sides]
-            free = [rank for rank in collective.absent if self._is_idle(rank, stuck)]
-            if sides and not any(named.intersection(side) for side in sides):
-                calls = [
-                    f"{self.ranks(side.ranks)} called {printable(str(side.call))}"
-                    for side in collective.sides
-                ]
+        for collective in self._stuck:
+            sides = collective.sides
+            free = [rank for rank in collective.absent if rank not in self._waiting]
+            if sides and all(self._named.isdisjoint(side.ranks) for side in sides):
+                calls = [f"{self.ranks(side.ranks)} called {printable(str(side.call))}" for side in sides]
                 shown = " and ".join(calls[:MAX_CULPRITS])
                 more = " and others differ" if len(calls) > MAX_CULPRITS else ""
-                clauses.append(f"{shown}{more} as {self._name(collective, stuck)}: {_UNDECIDED}")
-            elif collective.waiting and not sides and free and not named.intersection(collective.absent):
+                clauses.append(f"{shown}{more} as {self._name(collective)}: {_UNDECIDED}")
+            elif collective.waiting and not sides and free and self._named.isdisjoint(collective.absent):
                 where = self._places(free)
                 clauses.append(
-                    f"{self._waits(collective, stuck)}; {self.ranks(free)} did not enter it"
+                    f"{self._waits(collective)}; {self.ranks(free)} did not enter it"
                     f"{f' ({where})' if where else ''}: {_UNDECIDED}"
                 )
         return clauses[:MAX_CULPRITS]
 
-    def _is_idle(self, rank: int, stuck: Sequence[StuckCollective]) -> bool:
-        return not any(rank in collective.waiting for collective in stuck)
-
-    def _nothing(self, stuck: Sequence[StuckCollective]) -> str:
-        waiting = [collective for collective in stuck if collective.waiting]
+    def _nothing(self) -> str:
+        waiting = [collective for collective in self._stuck if collective.waiting]
         if not waiting:
             return "no rank waits in a collective that was recorded"
         first = max(waiting, key=lambda collective: len(collective.waiting))
         if not first.absent and not first.unknown and first.are_members_known:
-            return f"{self._waits(first, stuck)}; all ranks of the group entered it, so no rank is to blame"
+            return f"{self._waits(first)}; all ranks of the group entered it, so no rank is to blame"
         if first.absent:
-            waits = f"{self._waits(first, stuck)}; {self.ranks(first.absent)} did not enter it"
+            waits = f"{self._waits(first)}; {self.ranks(first.absent)} did not enter it"
             also = "wait" if len(first.absent) > 1 else "waits"
             elsewhere = [
-                f"{printable(other.operation)} {self._name(other, stuck)}{self._at(other.waiting)}"
+                f"{printable(other.operation)} {self._name(other)}{self._at(other.waiting)}"
                 for other in waiting
                 if other is not first and not set(first.absent).isdisjoint(other.waiting)
             ]
@@ -151,21 +151,21 @@ class Writer:
                 else f"in turn {also} for others"
             )
             return f"{waits} and {where}: {_UNDECIDED}"
-        return f"{self._waits(first, stuck)}; the evidence does not show which rank is missing"
+        return f"{self._waits(first)}; the evidence does not show which rank is missing"
 
-    def _others(self, culprits: Sequence[Culprit], stuck: Sequence[StuckCollective]) -> list[str]:
+    def _others(self) -> list[str]:
         """Count the waiting ranks that the report has not mentioned yet, and return a clause with
         the count.
         """
-        told = {rank for culprit in culprits for rank in culprit.ranks}
-        told |= {rank for culprit in culprits if culprit.collective for rank in culprit.collective.waiting}
-        others = {rank for collective in stuck for rank in collective.waiting} - told
+        blamed_in = [culprit.collective for culprit in self._culprits if culprit.collective]
+        told = self._named.union(*(collective.waiting for collective in blamed_in))
+        others = self._waiting - told
         if not told or not others:
             return []
         return [f"{len(others):,} more rank{'s wait' if len(others) > 1 else ' waits'} in other collectives"]
 
-    def _missing(self, culprits: Sequence[Culprit]) -> list[str]:
-        named = {rank for culprit in culprits for rank in culprit.ranks if culprit.reason is Reason.NO_RECORD}
+    def _missing(self) -> list[str]:
+        named = {rank for each in self._culprits if each.reason is Reason.NO_RECORD for rank in each.ranks}
         missing = [rank for rank in self._no_record if rank not in named]
         return [f"no record of {self.ranks(missing)} ({self._why(missing)})"] if missing else []
 
@@ -178,23 +178,23 @@ class Writer:
 
     # --- parts ---
 
-    def _waits(self, collective: StuckCollective, stuck: Sequence[StuckCollective]) -> str:
+    def _waits(self, collective: StuckCollective) -> str:
         waiting, members = collective.waiting, len(collective.members)
         of = f" of {members:,}" if collective.are_members_known else ""
         who = f"{len(waiting):,}{of} ranks wait" if len(waiting) > 1 else f"{self.ranks(waiting)} waits"
         operation = printable(collective.operation)
-        return f"{who} in {operation} {self._name(collective, stuck)}{self._at(waiting)}"
+        return f"{who} in {operation} {self._name(collective)}{self._at(waiting)}"
 
-    def _name(self, collective: StuckCollective, stuck: Sequence[StuckCollective]) -> str:
-        return f"#{collective.seq:,} of {self._group(collective, stuck)}"
+    def _name(self, collective: StuckCollective) -> str:
+        return f"#{collective.seq:,} of {self._group(collective)}"
 
-    def _group(self, collective: StuckCollective, stuck: Sequence[StuckCollective]) -> str:
+    def _group(self, collective: StuckCollective) -> str:
         if collective.description == DEFAULT_GROUP:
             return "the default group"
         name = collective.description
         if name in ("", "undefined"):
             name = collective.group
-        twins = {other.members for other in stuck if other.description == collective.description}
+        twins = {other.members for other in self._stuck if other.description == collective.description}
         which = f" ({ranks_text(collective.members)})" if len(twins) > 1 else ""
         return f'group "{printable(name)}"{which}'
 
@@ -237,13 +237,13 @@ class Writer:
 
     # --- the facts ---
 
-    def evidence(self, stuck: Sequence[StuckCollective], stacks: Sequence[MergedStack]) -> tuple[str, ...]:
+    def evidence(self, stacks: Sequence[MergedStack]) -> tuple[str, ...]:
         """Return one line for each incomplete collective, and one line for each distinct stack."""
         lines = []
         # Limit the number of lines, because a malicious flight record may contain thousands of collectives.
-        for collective in stuck[:MAX_LINES]:
+        for collective in self._stuck[:MAX_LINES]:
             operation = printable(collective.operation)
-            parts = [f"{collective.backend} {operation} {self._name(collective, stuck)}"]
+            parts = [f"{collective.backend} {operation} {self._name(collective)}"]
             for ranks, what in (
                 (collective.waiting, "waiting"),
                 (collective.absent, "not entered"),
@@ -257,7 +257,7 @@ class Writer:
             frames = " < ".join(map(short, merged.frames[:MAX_FRAMES]))
             more = f" < {len(merged.frames) - MAX_FRAMES} more" if len(merged.frames) > MAX_FRAMES else ""
             lines.append(f"{ranks_text(merged.ranks)}: {frames}{more}")
-        if (total := len(stuck) + len(stacks)) > MAX_LINES:
+        if (total := len(self._stuck) + len(stacks)) > MAX_LINES:
             lines[MAX_LINES - 1 :] = [f"and {total - MAX_LINES + 1} more"]
         return tuple(lines)
 
