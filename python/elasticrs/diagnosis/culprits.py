@@ -63,6 +63,8 @@ class _Ends(NamedTuple):
 class _Search:
     def __init__(self, matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]) -> None:
         self._matched, self._stacks, self._ranks = matched, stacks, sorted(ranks)
+        self._shown = {rank: shows_waiting(stacks.get(rank)) for rank in ranks}
+        """Result of :func:`shows_waiting` for each rank of the job."""
         self._waits: dict[int, list[int]] = {}
         """Indexes of the collectives in which each rank waits."""
         for index, stuck in enumerate(matched.stuck):
@@ -113,12 +115,19 @@ class _Search:
     def _is_free(self, rank: int) -> bool:
         return rank not in self._waits and rank not in self._matched.receiving
 
+    def _idle(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of the ranks that have a flight record, and do not wait according to their records and
+        stacks.
+        """
+        free = [rank for rank in ranks if self._is_free(rank) and rank not in self._matched.no_record]
+        return [rank for rank in free if self._shown.get(rank) is not True]
+
     def _free_absent(self, stuck: StuckCollective) -> list[int]:
         """Return the ranks that have not called the collective and, according to the flight records, do not
         wait. If possible, leave out ranks whose stacks show that they wait (**CUL-2**).
         """
         free = [rank for rank in stuck.absent if self._is_free(rank)]
-        others = [rank for rank in free if shows_waiting(self._stacks.get(rank)) is not True]
+        others = [rank for rank in free if self._shown.get(rank) is not True]
         return others or free
 
     def _roots(self) -> Iterator[Culprit]:
@@ -133,7 +142,7 @@ class _Search:
                 yield Culprit(tuple(ranks), Reason.DID_NOT_ENTER, confidence, stuck)
 
     def _confidence(self, rank: int, stuck: StuckCollective) -> Confidence:
-        waits = shows_waiting(self._stacks.get(rank))
+        waits = self._shown.get(rank)
         if waits:
             return Confidence.POSSIBLE
         hides_waiting = stuck.backend == "gloo" and waits is None
@@ -145,12 +154,7 @@ class _Search:
         waiting.
         """
         peers = {peer for found in self._matched.receiving.values() for peer in found}
-        free = [
-            peer
-            for peer in sorted(peers)
-            if self._is_free(peer) and peer not in self._matched.no_record
-            if shows_waiting(self._stacks.get(peer)) is not True
-        ]
+        free = self._idle(sorted(peers))
         if free and 2 * len(free) <= len(self._ranks):
             yield Culprit(tuple(free), Reason.NO_PEER, Confidence.LIKELY, None)
 
@@ -218,8 +222,7 @@ class _Search:
             missing = stuck.unknown
             if not stuck.are_members_known:
                 missing = tuple(self._matched.no_record)
-            waiting = {rank for rank in missing if shows_waiting(self._stacks.get(rank))}
-            suspects = tuple(rank for rank in missing if rank not in waiting)
+            suspects = tuple(rank for rank in missing if not self._shown.get(rank))
             if not suspects or stuck.absent or 2 * len(suspects) > len(self._ranks):
                 continue
             yield Culprit(suspects, Reason.NO_RECORD, self._confidence_without(suspects), stuck)
@@ -229,7 +232,7 @@ class _Search:
         if reasons == {NoRecord.EXITED}:
             return Confidence.CERTAIN
         is_weak = not reasons.isdisjoint((NoRecord.OUTDATED, NoRecord.OFF, NoRecord.NO_TORCH, None))
-        is_outside = all(shows_waiting(self._stacks.get(rank)) is False for rank in suspects)
+        is_outside = all(self._shown.get(rank) is False for rank in suspects)
         return (
             Confidence.LIKELY if is_outside or (len(suspects) == 1 and not is_weak) else Confidence.POSSIBLE
         )
@@ -243,19 +246,15 @@ class _Search:
         for stuck in unexplained:
             if stuck.are_members_known or stuck.absent:
                 continue
-            free = [
-                rank for rank in self._ranks if self._is_free(rank) and rank not in self._matched.no_record
-            ]
-            free = [rank for rank in free if shows_waiting(self._stacks.get(rank)) is not True]
+            free = self._idle(self._ranks)
             if free and 2 * len(free) <= len(self._ranks):
-                is_shown = all(shows_waiting(self._stacks.get(rank)) is False for rank in free)
+                is_shown = all(self._shown.get(rank) is False for rank in free)
                 confidence = Confidence.LIKELY if is_shown else Confidence.POSSIBLE
                 yield Culprit(tuple(free), Reason.OUTSIDE, confidence, stuck)
 
     def _outside_by_stacks(self) -> Iterator[Culprit]:
-        shown = {rank: shows_waiting(self._stacks.get(rank)) for rank in self._ranks}
-        waiting = [rank for rank, waits in shown.items() if waits]
-        outside = tuple(rank for rank, waits in shown.items() if not waits and self._stacks.get(rank))
+        waiting = [rank for rank in self._ranks if self._shown.get(rank)]
+        outside = tuple(rank for rank in self._ranks if not self._shown.get(rank) and self._stacks.get(rank))
         if outside and 2 * len(waiting) > len(self._ranks):
             is_shown = len(waiting) + len(outside) == len(self._ranks)
             confidence = Confidence.LIKELY if is_shown else Confidence.POSSIBLE
