@@ -215,15 +215,9 @@ class DefaultLogsSpecs(LogsSpecs):
         paths = logs.layout(self._settings(), directory, len(envs))
         for local_rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
-        return LogsDest(
-            paths.stdouts,
-            paths.stderrs,
-            paths.tee_stdouts,
-            paths.tee_stderrs,
-            paths.error_files,
-            os.path.join(directory, "filtered_stdout.log") if directory else "",
-            os.path.join(directory, "filtered_stderr.log") if directory else "",
-        )
+        found = paths.fields()
+        del found["are_new"]
+        return LogsDest(**found)
 
     def _remove_if_empty(self, attempt: str | None = None) -> None:
         """Remove the base directory if it is temporary and contains no files. If ``attempt`` is given, remove

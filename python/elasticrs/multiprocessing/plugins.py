@@ -51,15 +51,12 @@ def attempt_logs(specs: LogsSpecs) -> Callable[[str, dict[int, dict[str, str]]],
 
     def paths_of_attempt(_name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
         destination: Any = specs.reify(variables)
-        return LogPaths(
-            destination.stdouts,
-            destination.stderrs,
-            destination.tee_stdouts,
-            destination.tee_stderrs,
-            {rank: _regular(own.get("TORCHELASTIC_ERROR_FILE", "")) for rank, own in variables.items()},
-            # User-defined classes that were written for older releases may lack these fields.
-            getattr(destination, "filtered_stdout", ""),
-            getattr(destination, "filtered_stderr", ""),
+        # User-defined classes that were written for older releases may lack the fields for filtered output.
+        return LogPaths.taken_from(
+            destination,
+            error_files={
+                rank: _regular(own.get("TORCHELASTIC_ERROR_FILE", "")) for rank, own in variables.items()
+            },
             # The files are known to be new only with the default class, because a user's class may reuse a
             # directory for several attempts.
             are_new=getattr(specs.reify, "__func__", None) is DefaultLogsSpecs.reify,
