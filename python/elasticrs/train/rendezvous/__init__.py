@@ -7,16 +7,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, urlencode
 
 from elasticrs.job.value import Value
-from elasticrs.rendezvous.api import (
-    RendezvousClosedError as RendezvousClosedException,
-)
-from elasticrs.rendezvous.api import (
-    RendezvousConnectionError as RendezvousNonRetryableError,
-)
+from elasticrs.rendezvous import api
 from elasticrs.rendezvous.api import RendezvousHandler
-from elasticrs.rendezvous.api import (
-    RendezvousTimeoutError as RendezvousTimeoutException,
-)
 
 if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
@@ -29,6 +21,10 @@ __all__ = [
     "RendezvousTimeoutException",
     "get_rendezvous",
 ]
+
+RendezvousClosedException = api.RendezvousClosedError
+RendezvousNonRetryableError = api.RendezvousConnectionError
+RendezvousTimeoutException = api.RendezvousTimeoutError
 
 
 class RendezvousParameters(Value):
