@@ -14,14 +14,14 @@ from helpers.fake_nvml import gpus
 
 from elasticrs.host import devices
 from elasticrs.host.devices import Count, CountError, UnknownDeviceError, cuda_device_count, worker_count
-from elasticrs.workers.ports import ReservedPort
+from elasticrs.workers.ports import StorePort
 
 __all__ = ["gpus"]
 
 
 @pytest.fixture
 def port():
-    reserved = ReservedPort()
+    reserved = StorePort(is_served=False)
     yield reserved.number
     reserved.close()
 
@@ -49,7 +49,7 @@ def test_a_store_that_reuses_addresses_can_listen_on_it(port, family):
 
 
 def test_closing_gives_the_port_back():
-    reserved = ReservedPort()
+    reserved = StorePort(is_served=False)
     reserved.close()
     reserved.close()
     with socket.socket() as other:

@@ -331,8 +331,8 @@ rendezvous_handler_registry = RendezvousHandlerRegistry()
 
 
 def _free_port() -> int:
-    from elasticrs.workers.ports import ReservedPort
+    from elasticrs.workers.ports import StorePort
 
-    reserved = ReservedPort()
+    reserved = StorePort(is_served=False)
     reserved.close()
     return reserved.number

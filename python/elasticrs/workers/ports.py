@@ -29,6 +29,9 @@ def agent_hosts_store(environ: Mapping[str, str]) -> bool:
 class StorePort:
     """Port for the workers' store, reserved until :meth:`close` is called.
 
+    The socket that reserves the port for rank 0 is dual stack if IPv6 is available, as in torch's store, and
+    otherwise IPv4.
+
     Args:
         ports: first and last allowed port; any port if ``None``.
         is_served: true if this process hosts the store. Otherwise the port is reserved for rank 0.
@@ -41,19 +44,20 @@ class StorePort:
         OSError: no port is free, or the process has run out of file descriptors.
     """
 
-    __slots__ = ("_reserved", "number", "store")
+    __slots__ = ("_socket", "number", "store")
 
     def __init__(self, ports: tuple[int, int] | None = None, *, is_served: bool) -> None:
+        self.number: int
         self.store: _core.WorkerStore | None = None
-        self._reserved: ReservedPort | None = None
+        self._socket: _socket.socket | None = None
         if is_served:
             from elasticrs import _core
 
             self.store = _core.WorkerStore(None, ports or 0)
             self.number = self.store.port
         else:
-            self._reserved = ReservedPort(ports)
-            self.number = self._reserved.number
+            self._socket = _bind(0) if ports is None else _bind_one_of(*ports)
+            self.number = self._socket.getsockname()[1]
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
         """Start answering clients if this process hosts the store. If a supervisor is given, it reports
@@ -64,32 +68,9 @@ class StorePort:
 
     def close(self) -> None:
         """Release the port, and close the store with its connections. Idempotent."""
-        for held in (self.store, self._reserved):
+        for held in (self.store, self._socket):
             if held is not None:
                 held.close()
-
-
-class ReservedPort:
-    """Port that is reserved for the workers until :meth:`close` is called.
-
-    The socket is dual stack if IPv6 is available, as in torch's store, and otherwise IPv4.
-
-    Args:
-        ports: first and last allowed port; any port if ``None``.
-
-    Raises:
-        OSError: no port is free, or the process has run out of file descriptors.
-    """
-
-    __slots__ = ("_socket", "number")
-
-    def __init__(self, ports: tuple[int, int] | None = None) -> None:
-        self._socket = _bind(0) if ports is None else _bind_one_of(*ports)
-        self.number: int = self._socket.getsockname()[1]
-
-    def close(self) -> None:
-        """Release the port. Idempotent."""
-        self._socket.close()
 
 
 def _bind_one_of(first: int, last: int) -> _socket.socket:
