@@ -10,6 +10,7 @@ from typing import Any
 
 from elasticrs.utils.logging import get_logger
 from elasticrs.utils.store import barrier
+from elasticrs.workers.ports import bind
 
 __all__ = ["create_c10d_store", "get_free_port", "get_socket_with_port"]
 
@@ -110,21 +111,8 @@ def get_socket_with_port() -> socket.socket:
     Raises:
         RuntimeError: no port is free, or file descriptors have run out.
     """
-    trouble: OSError | None = None
-    for family, host in ((socket.AF_INET6, "::"), (socket.AF_INET, "")):
-        try:
-            bound = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as error:
-            trouble = error
-            continue
-        try:
-            if family == socket.AF_INET6:
-                bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            bound.bind((host, 0))
-        except OSError as error:
-            # Try the next address family, because IPv6 can be compiled in but disabled.
-            bound.close()
-            trouble = error
-        else:
-            return bound
-    raise RuntimeError(f"Failed to create a socket: {trouble}")
+    try:
+        bound = bind(0, reuses_address=False)
+    except OSError as error:
+        raise RuntimeError(f"Failed to create a socket: {error}") from error
+    return socket.socket(fileno=bound.detach())

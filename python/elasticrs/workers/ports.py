@@ -56,7 +56,7 @@ class StorePort:
             self.store = _core.WorkerStore(None, ports or 0)
             self.number = self.store.port
         else:
-            self._socket = _bind(0) if ports is None else _bind_one_of(*ports)
+            self._socket = bind(0) if ports is None else _bind_one_of(*ports)
             self.number = self._socket.getsockname()[1]
 
     def serve(self, supervisor: _core.Supervisor | None) -> None:
@@ -76,28 +76,37 @@ class StorePort:
 def _bind_one_of(first: int, last: int) -> _socket.socket:
     for port in range(first, last):
         try:
-            return _bind(port)
+            return bind(port)
         except OSError as error:  # noqa: PERF203 -- the system call costs more than `try`
             if error.errno != errno.EADDRINUSE:
                 raise
-    return _bind(last)
+    return bind(last)
 
 
-def _bind(port: int) -> _socket.socket:
+def bind(port: int, *, reuses_address: bool = True) -> _socket.socket:
+    """Return a socket that is bound to a port on all IPv6 and IPv4 addresses, and does not listen.
+
+    Args:
+        port: number of the port; 0 for any free port.
+        reuses_address: true to set SO_REUSEADDR.
+
+    Raises:
+        OSError: the port is taken, no port is free, or the process has run out of file descriptors.
+    """
     try:
-        return _bind_family(_socket.AF_INET6, port)
+        return _bind_family(_socket.AF_INET6, port, reuses_address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise
         # Fall back to IPv4: the kernel has no IPv6, or sysctl disables it. If file descriptors have run out
         # instead, this call raises the same error again.
-        return _bind_family(_socket.AF_INET, port)
+        return _bind_family(_socket.AF_INET, port, reuses_address)
 
 
-def _bind_family(family: int, port: int) -> _socket.socket:
+def _bind_family(family: int, port: int, reuses_address: bool) -> _socket.socket:
     sock = _socket.socket(family, _socket.SOCK_STREAM | _socket.SOCK_CLOEXEC)
     try:
-        sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, 1)
+        sock.setsockopt(_socket.SOL_SOCKET, _socket.SO_REUSEADDR, reuses_address)
         if family == _socket.AF_INET6:
             sock.setsockopt(_socket.IPPROTO_IPV6, _socket.IPV6_V6ONLY, 0)
         sock.bind(("", port))
