@@ -1,6 +1,7 @@
 """Edited files of preloaded modules and changed distributions are noticed."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from elasticrs.workers.warm.sources import CHECKS_IF_MISSING, TOUCHED, Settling, remember, stamp
 
 SITE = "lib/python3/site-packages"
+STAMP = "elasticrs.workers.warm.sources.stamp"
 
 
 @pytest.fixture
@@ -91,7 +93,7 @@ def test_a_distribution_changes(tree, restores_time):
     assert [*sources.changes()] == [str(path)]
 
 
-def test_another_distribution_is_added(tree):
+def test_another_distribution_is_added(tree, monkeypatch):
     sources, site = look_at(tree), tree / SITE
     torch, looked = str(site / "torch/__init__.py"), []
 
@@ -99,12 +101,13 @@ def test_another_distribution_is_added(tree):
         looked.append(path)
         return stamp(path)
 
+    monkeypatch.setattr(STAMP, look)
     for number, name in enumerate(("third-1.0.dist-info", "fourth-1.0.dist-info", "__pycache__"), 1):
         (site / name).mkdir()
         later(site)
-        assert sources.changes(look) == {}
+        assert sources.changes() == {}
         # This call does not compare the files, because the folder has not changed again.
-        assert sources.changes(look) == {}
+        assert sources.changes() == {}
         assert looked.count(torch) == number
     (site / "torch/__init__.py").unlink()
     later(site)
@@ -118,7 +121,10 @@ PATHS = ("/a", "/b", "/lib/c", "/lib/d", "/lib")
 @given(st.fixed_dictionaries(dict.fromkeys(PATHS, STAMPS)), st.dictionaries(st.sampled_from(PATHS), STAMPS))
 def test_all_files_that_differ_are_reported(before, changes):
     now = {**before, **changes}
-    found = remember(before, ["/lib"], [], before.__getitem__).changes(now.get)
+    with patch(STAMP, before.__getitem__):
+        sources = remember(before, ["/lib"], [])
+    with patch(STAMP, now.get):
+        found = sources.changes()
     # Files are compared in the order in which they were recorded, the user's files first.
     own = [path for path in before if path in PATHS[:2]]
     installed = [path for path in before if path in PATHS[2:4]]

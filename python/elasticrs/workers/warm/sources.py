@@ -14,7 +14,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     Stamp = tuple[int, int] | None
     """Modification time in nanoseconds, and size; ``None`` if the file does not exist."""
@@ -34,17 +34,15 @@ class Sources:
     ) -> None:
         self.own, self.installed, self.signs = own, installed, signs
 
-    def changes(self, look: Callable[[str], Stamp] | None = None) -> dict[str, Stamp]:
-        """Return the changed files with their current stamps (times and sizes), the user's own files first.
+    def changes(self) -> dict[str, Stamp]:
+        """Return the changed files with their current stamps (times and sizes).
 
-        Args:
-            look: function that returns the stamp of a path; :func:`stamp` by default.
+        The user's own files come first.
         """
-        look = look or stamp
-        changes = _changes(self.own, look)
-        signs = {path: look(path) for path in self.signs}
+        changes = _changes(self.own)
+        signs = {path: stamp(path) for path in self.signs}
         if signs != self.signs:
-            installed = _changes(self.installed, look)
+            installed = _changes(self.installed)
             if not installed:
                 # A package was installed or removed, but no preloaded module has changed. Store the new
                 # modification times of the package folders, so that later calls need not check every file
@@ -82,21 +80,14 @@ CHECKS_IF_MISSING = 12
 """Number of consecutive checks with the same result after which missing files are considered removed."""
 
 
-def remember(
-    stamps: Mapping[str, Stamp],
-    prefixes: Iterable[str],
-    names: Iterable[str],
-    look: Callable[[str], Stamp] | None = None,
-) -> Sources:
+def remember(stamps: Mapping[str, Stamp], prefixes: Iterable[str], names: Iterable[str]) -> Sources:
     """Record the stamps (times and sizes) of these files, so that later changes can be detected.
 
     Args:
         stamps: known stamps of the files of preloaded modules and of ``prefixes``, by path.
         prefixes: folders of the interpreter's library and of installed packages.
         names: names of the preloaded modules.
-        look: see :meth:`Sources.changes`.
     """
-    look = look or stamp
     folders = [prefix.rstrip(os.sep) for prefix in dict.fromkeys(prefixes)]
     inside = tuple(folder + os.sep for folder in folders)
     files = {path: found for path, found in stamps.items() if path.rstrip(os.sep) not in folders}
@@ -107,9 +98,9 @@ def remember(
         path: found for path, found in files.items() if path.startswith(inside) and path not in always
     }
     own = {path: found for path, found in files.items() if path not in installed}
-    signs = {folder: stamps[folder] if folder in stamps else look(folder) for folder in folders}
+    signs = {folder: stamps[folder] if folder in stamps else stamp(folder) for folder in folders}
     tops = {name.partition(".")[0].lower() for name in names}
-    return Sources(own, installed, {**signs, **{path: look(path) for path in _records(folders, tops)}})
+    return Sources(own, installed, {**signs, **{path: stamp(path) for path in _records(folders, tops)}})
 
 
 def touched(stamps: Mapping[str, Stamp]) -> list[str]:
@@ -133,8 +124,8 @@ def stamp(path: str) -> Stamp:
     return found.st_mtime_ns, found.st_size
 
 
-def _changes(stamps: Mapping[str, Stamp], look: Callable[[str], Stamp]) -> dict[str, Stamp]:
-    found = {path: look(path) for path in stamps}
+def _changes(stamps: Mapping[str, Stamp]) -> dict[str, Stamp]:
+    found = {path: stamp(path) for path in stamps}
     return {path: now for path, now in found.items() if now != stamps[path]}
 
 
