@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import pickle
 import time
-from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from elasticrs.job.config import check_start_method, default_stop_scope
@@ -62,10 +61,6 @@ class _SupervisedContext(PContext):
                 prefix = self._prefixes.get(local_rank, f"[{self.name}{local_rank}]:")
                 self._streams.append(console_stream(local_rank, path, to, prefix))
 
-    @abstractmethod
-    def _return_values(self) -> dict[int, Any]:
-        """Return the processes' return values. Called after all processes have exited with code 0."""
-
     def _processes(self) -> SupervisedGroup:
         if self._group is None:
             raise AssertionError("call start() first")
@@ -92,14 +87,10 @@ class _SupervisedContext(PContext):
         failed = [ended for ended in processes.exits.values() if ended.exitcode != 0]
         failed.sort(key=lambda ended: (ended.local_rank != processes.first_failure, ended.seen_ns))
         for ended in failed:
-            if self._is_told(ended):
-                result.failures[ended.local_rank] = self._failure(ended, processes)
+            result.failures[ended.local_rank] = self._failure(ended, processes)
         if not failed:
-            result.return_values = self._return_values()
+            result.return_values = dict.fromkeys(range(self.nprocs))
         return result
-
-    def _is_told(self, ended: WorkerExited) -> bool:  # noqa: ARG002 -- a subclass uses it
-        return True
 
     def _failure(
         self, ended: WorkerExited, processes: SupervisedGroup, cause: str | None = None
@@ -204,9 +195,6 @@ class SubprocessContext(_SupervisedContext):
             rank: SubprocessHandler.of_group(self._group, rank, command) for rank, command in commands.items()
         }
 
-    def _return_values(self) -> dict[int, Any]:
-        return dict.fromkeys(range(self.nprocs))
-
     # --- programs started by a user's handlers ---
 
     def _poll(self) -> RunProcsResult | None:
@@ -227,7 +215,7 @@ class SubprocessContext(_SupervisedContext):
                     sent_signal=programs.sent.get(rank),
                 )
         if not result.failures:
-            result.return_values = self._return_values()
+            result.return_values = dict.fromkeys(range(self.nprocs))
         return result
 
     def _pause(self, seconds: float) -> None:
@@ -300,9 +288,6 @@ class MultiprocessContext(_SupervisedContext):
         self._functions = BY_METHOD[self.start_method](functions)
         self._group = self._functions.start(self._streams)
 
-    def _is_told(self, ended: WorkerExited) -> bool:
-        return ended.sent_signal is None
-
     def _unknown_end(self) -> str:
         if self._functions is not None and self._functions.has_keeper:
             return "the keeper (the parent process of the functions) was killed, which killed the process"
@@ -310,19 +295,17 @@ class MultiprocessContext(_SupervisedContext):
 
     def _make_result(self, processes: SupervisedGroup) -> RunProcsResult:
         result = super()._make_result(processes)
-        if not result.is_failed() and self._functions is not None:
-            for rank, ended in processes.exits.items():
-                if not self._functions.values.get(rank):
-                    result.failures[rank] = self._failure(ended, processes, SILENT)
-            if result.is_failed():
-                result.return_values = {}
+        values = {} if self._functions is None else self._functions.values
+        own = {rank: failure for rank, failure in result.failures.items() if failure.sent_signal is None}
+        result.failures = own or {
+            rank: self._failure(ended, processes, SILENT)
+            for rank, ended in processes.exits.items()
+            if not values.get(rank)
+        }
+        if result.is_failed():
+            result.return_values = {}
+        result.return_values = {rank: pickle.loads(values[rank]) for rank in result.return_values}
         return result
-
-    def _return_values(self) -> dict[int, Any]:
-        if self._functions is None:
-            return {}
-        values = self._functions.values
-        return {rank: pickle.loads(values[rank]) for rank in range(self.nprocs) if values.get(rank)}
 
     def _close(self, death_sig: signal.Signals, timeout: float = 30) -> None:
         try:
