@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 _LOOK_FOR_SIGNALS = 0.1
+_MOST_SAID = 1 << 16
 
 PATIENCE = 30.0
 """Maximum number of seconds to wait for the exit of a keeper. The keeper itself waits for a shorter time for
@@ -226,7 +227,6 @@ class Kept(FunctionStart):
         self._control: socket.socket | None = None
         self._keeper: int | None = None
         self.keeper_pidfd = -1
-        self._said = b""
         self._has_told_pids = False
         self._gate = -1
         self._ours: list[int] = []
@@ -252,7 +252,8 @@ class Kept(FunctionStart):
         ends: list[int] = []
         try:
             self._open_pipes()
-            self._control, theirs = socket.socketpair()
+            # Use a socket that keeps messages whole, so that no message has to be put together.
+            self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             ends.append(theirs.detach())
             gate_reader, self._gate = self._pipe(ends)
             self._ours.append(self._gate)
@@ -281,20 +282,16 @@ class Kept(FunctionStart):
         Raises:
             RuntimeError: the processes could not be started.
         """
-        count = len(self._ranks())
-        size = struct.calcsize("i") * count
+        told = struct.Struct(f"{len(self._ranks())}i")
         try:
-            piece = self._socket().recv(size - len(self._said), socket.MSG_DONTWAIT)
+            said = self._socket().recv(told.size, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return None
         except ConnectionResetError:
-            piece = b""
-        if not piece:
+            said = b""
+        if not said:
             raise RuntimeError("their parent process has exited; see its stderr")
-        self._said += piece
-        if len(self._said) < size:
-            return None
-        pids = struct.unpack(f"{count}i", self._said)
+        pids = told.unpack(said)
         if not all(pids):
             raise RuntimeError("a process exited before it could run its function; see its stderr")
         self._has_told_pids = True
@@ -394,8 +391,7 @@ class Kept(FunctionStart):
     def _take_names(self, control: socket.socket) -> None:
         said = b""
         with suppress(BlockingIOError, ConnectionResetError):
-            while piece := control.recv(4096, socket.MSG_DONTWAIT):
-                said += piece
+            said = control.recv(_MOST_SAID, socket.MSG_DONTWAIT)
         *names, more = said.decode().split("\n")[:-1] or ["0"]
         self.ended = [(int(pid), name) for pid, name in (line.split(" ", 1) for line in names)]
         self.more_ended = int(more)
