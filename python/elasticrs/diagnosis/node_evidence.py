@@ -196,23 +196,23 @@ class _Decoder:
         self._document = document
         self._steps = self._members = 0
         self._made: dict[tuple[int, int], Step] = {}
-        self._node = _text(document["node"])
-        self._files = [_text(file) for file in _list(document["files"])]
+        self._node = _of(str, document["node"])
+        self._files = [_of(str, file) for file in _of(list, document["files"])]
         self._calls = [
             Call(
-                _text(operation),
+                _of(str, operation),
                 None if elements is None else _count(elements),
-                tuple(_text(name) for name in _list(dtypes)),
+                tuple(_of(str, name) for name in _of(list, dtypes)),
             )
-            for operation, elements, dtypes in _list(document["calls"])
+            for operation, elements, dtypes in _of(list, document["calls"])
         ]
-        self._records = [self._record(*_list(record)) for record in _list(document["records"])]
+        self._records = [self._record(*_of(list, record)) for record in _of(list, document["records"])]
         self._stacks = [
             tuple(
-                Frame(_at(self._files, file), _count(line), _text(function))
-                for file, line, function in _list(stack)
+                Frame(_at(self._files, file), _count(line), _of(str, function))
+                for file, line, function in _of(list, stack)
             )
-            for stack in _list(document["stacks"])
+            for stack in _of(list, document["stacks"])
         ]
 
     def facts(self) -> list[RankFacts]:
@@ -223,7 +223,7 @@ class _Decoder:
                 NoRecord(record) if type(record) is str else _at(self._records, record),
                 () if stack is None else _at(self._stacks, stack),
             )
-            for rank, record, stack in _list(self._document["ranks"])
+            for rank, record, stack in _of(list, self._document["ranks"])
         ]
 
     def _record(
@@ -231,21 +231,21 @@ class _Decoder:
     ) -> RankRecord:
         return RankRecord(
             {
-                (_text(backend), _text(name)): GroupSteps(_text(description), self._steps_of(runs))
-                for backend, name, description, runs in _list(groups)
+                (_of(str, backend), _of(str, name)): GroupSteps(_of(str, description), self._steps_of(runs))
+                for backend, name, description, runs in _of(list, groups)
             },
-            {_text(name): self._ranks_of(ranks) for name, ranks in _list(members)},
+            {_of(str, name): self._ranks_of(ranks) for name, ranks in _of(list, members)},
             tuple(
-                Transfer(_text(group), _text(description), None if peer is None else _count(peer))
-                for group, description, peer in _list(transfers)
+                Transfer(_of(str, group), _of(str, description), None if peer is None else _count(peer))
+                for group, description, peer in _of(list, transfers)
             ),
-            _flag(is_truncated),
-            _flag(has_raised),
+            _of(bool, is_truncated),
+            _of(bool, has_raised),
         )
 
     def _steps_of(self, runs: Any) -> dict[int, Step]:
         steps: dict[int, Step] = {}
-        for first, count, call, flags in _list(runs):
+        for first, count, call, flags in _of(list, runs):
             step = self._made.get((call, flags))
             if step is None:
                 made = _at(self._calls, call), bool(_count(flags) & _COMPLETE), bool(flags & _STARTED)
@@ -265,7 +265,7 @@ class _Decoder:
 
     def _ranks_of(self, ranges: Any) -> tuple[int, ...]:
         found: list[int] = []
-        for first, last, step in _list(ranges):
+        for first, last, step in _of(list, ranges):
             if _count(step) == 0 or _count(last) < _count(first) or (found and first <= found[-1]):
                 raise NodeEvidenceError("the members of a group are not in ascending order")
             ranks = range(first, last + 1, step)
@@ -276,27 +276,15 @@ class _Decoder:
         return tuple(found)
 
 
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise NodeEvidenceError(f"{value!r:.40} is not text")
+def _of(kind: type[_T], value: Any) -> _T:
+    if type(value) is not kind:
+        raise NodeEvidenceError(f"{value!r:.40} is not a {kind.__name__}")
     return value
 
 
 def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MAX_NUMBER:
         raise NodeEvidenceError(f"{value!r:.40} is not a count")
-    return value
-
-
-def _flag(value: Any) -> bool:
-    if type(value) is not bool:
-        raise NodeEvidenceError(f"{value!r:.40} is not a flag")
-    return value
-
-
-def _list(value: Any) -> list[Any]:
-    if type(value) is not list:
-        raise NodeEvidenceError(f"{value!r:.40} is not a list")
     return value
 
 
