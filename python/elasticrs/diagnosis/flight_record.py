@@ -18,8 +18,9 @@ from typing import NamedTuple
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from typing import Any, NoReturn, TypeAlias
+    from typing import Any, NoReturn, TypeAlias, TypeVar
 
+    _T = TypeVar("_T")
     Sizes: TypeAlias = "tuple[tuple[int, ...], ...]"
 
 MAX_BYTES = 16 << 20
@@ -129,6 +130,8 @@ def parse(data: bytes) -> FlightRecord:
     Raises:
         FlightRecordError: the data is incomplete, too large, or not a flight record.
     """
+    if len(data) > MAX_BYTES:
+        raise FlightRecordError(Damage.TOO_LARGE, f"{len(data)} bytes")
     try:
         return _record(_unpickled(data) if data.startswith(_PICKLE) else _decoded(data))
     except RecursionError:
@@ -136,24 +139,20 @@ def parse(data: bytes) -> FlightRecord:
 
 
 def _record(decoded: object) -> FlightRecord:
-    record = _object(decoded, "the record")
-    version = _text(record, "version", "version")
+    record = _of(dict, decoded, "the record")
+    version = _text(record, "version")
     if version.partition(".")[0] != _MAJOR:
         raise FlightRecordError(Damage.UNSUPPORTED, version)
-    raw = record.get("entries", [])  # Torch omits `entries` if the list is empty.
-    if type(raw) is not list:
-        _fail("entries")
+    raw = _of(list, record.get("entries", []), "entries")  # Torch omits `entries` if the list is empty.
     if len(raw) > MAX_ENTRIES:
         raise FlightRecordError(Damage.TOO_LARGE, f"{len(raw)} entries")
     reader = _EntryReader()
     entries = tuple([reader.read(item, index) for index, item in enumerate(raw)])
-    first = _number(raw[0], "record_id", "entries[0].record_id") if raw else 0
+    first = _number(raw[0], "record_id") if raw else 0
     return FlightRecord(entries, first > 0, _members(record.get("pg_config", {})))
 
 
 def _unpickled(data: bytes) -> object:
-    if len(data) > MAX_BYTES:
-        raise FlightRecordError(Damage.TOO_LARGE, f"{len(data)} bytes")
     from elasticrs.diagnosis.pickled import PickledError, plain
 
     try:
@@ -163,8 +162,6 @@ def _unpickled(data: bytes) -> object:
 
 
 def _decoded(data: bytes) -> object:
-    if len(data) > MAX_BYTES:
-        raise FlightRecordError(Damage.TOO_LARGE, f"{len(data)} bytes")
     containers = data.count(b"[") + data.count(b"{")
     if containers > MAX_CONTAINERS:
         raise FlightRecordError(Damage.TOO_LARGE, f"{containers} arrays and objects")
@@ -182,23 +179,23 @@ def _fail(where: str) -> NoReturn:
     raise FlightRecordError(Damage.INVALID, where)
 
 
-def _object(value: object, where: str) -> dict[str, Any]:
-    if type(value) is not dict:
+def _of(kind: type[_T], value: object, where: str) -> _T:
+    if type(value) is not kind:
         _fail(where)
     return value
 
 
-def _text(record: dict[str, Any], field: str, where: str) -> str:
+def _text(record: dict[str, Any], field: str) -> str:
     value = record.get(field)
     if type(value) is not str or len(value) > MAX_NAME:
-        _fail(where)
+        _fail(field)
     return value
 
 
-def _number(record: object, field: str, where: str) -> int:
-    value = _object(record, where).get(field)
+def _number(record: dict[str, Any], field: str) -> int:
+    value = record.get(field)
     if type(value) is not int or not 0 <= value < MAX_NUMBER:
-        _fail(where)
+        _fail(field)
     return value
 
 
@@ -207,8 +204,8 @@ def _members(config: object) -> dict[str, tuple[int, ...]]:
     ``[0, 1]``.
     """
     members = {}
-    for name, raw in _object(config, "pg_config").items():
-        group = _object(raw, "pg_config")
+    for name, raw in _of(dict, config, "pg_config").items():
+        group = _of(dict, raw, "pg_config")
         if name and group.get("name") == name:
             text = group.get("ranks")
             if type(text) is not str or not (text.startswith("[") and text.endswith("]")):
@@ -235,40 +232,35 @@ class _EntryReader:
         Raises:
             FlightRecordError: a field is missing or has a wrong type.
         """
-        entry = _object(raw, f"entries[{index}]")
+        entry = _of(dict, raw, f"entries[{index}]")
         try:
             return self._convert(entry)
         except FlightRecordError as error:
             raise FlightRecordError(error.damage, f"entries[{index}].{error.where}") from None
 
     def _convert(self, entry: dict[str, Any]) -> Entry:
-        backend, operation = self._name(_text(entry, "profiling_name", "profiling_name"))
+        backend, operation = self._name(_text(entry, "profiling_name"))
         group = entry.get("process_group")
         if type(group) is not list or len(group) != 2:
             _fail("process_group")
         name, description = group
         if type(name) is not str or type(description) is not str or len(name) + len(description) > MAX_NAME:
             _fail("process_group")
-        state = _STATES.get(_text(entry, "state", "state"))
+        state = _STATES.get(_text(entry, "state"))
         if state is None:
             _fail("state")
-        is_p2p, retired = entry.get("is_p2p", False), entry.get("retired")
-        if type(is_p2p) is not bool:
-            _fail("is_p2p")
-        if type(retired) is not bool:
-            _fail("retired")
         return Entry(
             backend,
             operation,
-            _number(entry, "pg_id", "pg_id"),
+            _number(entry, "pg_id"),
             name,
             description,
-            _number(entry, "collective_seq_id", "collective_seq_id"),
-            is_p2p,
+            _number(entry, "collective_seq_id"),
+            _of(bool, entry.get("is_p2p", False), "is_p2p"),
             self._shape(entry, "input_sizes"),
             _types(entry, "input_dtypes"),
             state,
-            retired,
+            _of(bool, entry.get("retired"), "retired"),
         )
 
     def _name(self, profiling_name: str) -> tuple[str, str]:
