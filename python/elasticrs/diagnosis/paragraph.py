@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elasticrs.diagnosis.collectives import most_frequent
 from elasticrs.diagnosis.rank_record import DEFAULT_GROUP
 from elasticrs.diagnosis.stacks import line, place, program_frame, short
 from elasticrs.diagnosis.values import Confidence, NoRecord, Reason
@@ -202,15 +203,10 @@ class Writer:
         """Return the program line at which most of these ranks are, such as `` (train.py:88)``. Return an
         empty string if there is no such line.
         """
-        lines: dict[str, int] = {}
-        for rank in ranks:
-            frame = program_frame(self._stacks.get(rank, ()))
-            if frame is not None:
-                lines[line(frame)] = lines.get(line(frame), 0) + 1
-        if not lines:
-            return ""
-        best = min(lines, key=lambda text: (-lines[text], text))
-        return f" ({best})" if 2 * lines[best] > len(ranks) else ""
+        frames = [program_frame(self._stacks.get(rank, ())) for rank in ranks]
+        lines = [line(frame) for frame in frames if frame is not None]
+        best = most_frequent(lines) if lines else ""
+        return f" ({best})" if 2 * lines.count(best) > len(ranks) else ""
 
     def _places(self, ranks: Sequence[int]) -> str:
         """Describe where in the program the ranks are. Return an empty string if no stack is known."""
