@@ -42,8 +42,8 @@ _HOMES = {
     "elasticrs.train.p2p": ("CoordinatorP2P",),
 }
 _SUBMODULES = (
-    *("agent", "by_hand", "checkpoint", "data", "distributed", "event_logger", "events", "fault_injection"),
-    *("metrics", "p2p", "rendezvous"),
+    *("agent", "checkpoint", "custom_loop", "data", "distributed", "event_logger", "events"),
+    *("fault_injection", "metrics", "p2p", "rendezvous"),
 )
 
 
