@@ -360,34 +360,30 @@ class MeetingPoint:
 
     def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
         settings, supervisor = self._rendezvous.settings, self._supervisor
+        # Disable the stall timeout without a supervisor, because the agent then polls the client itself, and
+        # may be busy with its workers for a long time.
+        stall_timeout = settings.stall_timeout if supervisor is not None else None
+        more: dict[str, Any]
         if self._rendezvous.etcd is not None:
-            return NativeSession(
-                self._rendezvous.etcd.client(
-                    self._lasting,
-                    connect_timeout=settings.connect_timeout,
-                    stall_timeout=settings.stall_timeout if supervisor is not None else None,
-                    supervisor=supervisor,
-                    links=(Keys(self.job).prefix.strip("/"), self.fallback_address()),
-                )
-            )
-        host, port = self.address
-        client = Client(
-            host,
-            port,
-            run_id=self._rendezvous.run_id,
-            token=settings.token,
-            scope=self._rendezvous.scope,
-            interval=settings.keep_alive_interval,
-            attempts=settings.keep_alive_max_attempt,
-            connect_timeout=settings.connect_timeout,
-            # Disable the stall timeout without a supervisor, because the agent then polls the client itself,
-            # and may be busy with its workers for a long time.
-            stall_timeout=settings.stall_timeout if supervisor is not None else None,
-            supervisor=supervisor,
-            resume=True,
-            met=met,
+            more = {"links": (Keys(self.job).prefix.strip("/"), self.fallback_address())}
+        else:
+            lease = {"interval": settings.keep_alive_interval, "attempts": settings.keep_alive_max_attempt}
+            more = {**lease, "resume": True, "met": met}
+        return NativeSession(self._client(stall_timeout=stall_timeout, supervisor=supervisor, **more))
+
+    def _client(self, **more: Any) -> Client:
+        """Return a new client of the store. ``more`` are further arguments of the client."""
+        rendezvous, connect_timeout = self._rendezvous, self._rendezvous.settings.connect_timeout
+        if rendezvous.etcd is not None:
+            return rendezvous.etcd.client(self._lasting, connect_timeout=connect_timeout, **more)
+        return Client(
+            *self.address,
+            run_id=rendezvous.run_id,
+            token=rendezvous.settings.token,
+            scope=rendezvous.scope,
+            connect_timeout=connect_timeout,
+            **more,
         )
-        return NativeSession(client)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -429,12 +425,6 @@ class MeetingPoint:
                 self._has_met = True
                 events.append(event)
         return events
-
-    def wait(self, timeout: float | None) -> bool:
-        """Block until :meth:`take` has events to return. Return false if the timeout elapses first or if
-        there is no session. This is for callers whose event loop does not watch :attr:`fd`.
-        """
-        return self._session is not None and self._session.wait(timeout)
 
     def this_agent(self, *, role: str, nproc: int, policy: RestartSettings) -> ThisAgent:
         """Return the description of this agent and its workers that the state machine uses."""
@@ -536,22 +526,9 @@ class MeetingPoint:
         return self._open_store(Keys(self.job).job_store)
 
     def _open_store(self, prefix: str) -> Store:
-        from elasticrs.store import connect
         from elasticrs.store.store import connected
 
-        settings, etcd = self._rendezvous.settings, self._rendezvous.etcd
-        if etcd is not None:
-            return connected(etcd.client(self._lasting, connect_timeout=settings.connect_timeout), prefix)
-        host, port = self.address
-        return connect(
-            host,
-            port,
-            self._rendezvous.run_id,
-            prefix=prefix,
-            token=settings.token,
-            scope=self._rendezvous.scope,
-            connect_timeout=settings.connect_timeout,
-        )
+        return connected(self._client(stall_timeout=None), prefix)
 
     def close_shared_store(self) -> None:
         """Close the store that :meth:`open_shared_store` opened. Idempotent."""
