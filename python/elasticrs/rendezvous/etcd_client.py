@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.etcd_site import JOB_TTL, EtcdSite
 from elasticrs.store.coordination import Delete, DeletePrefix, Get, Put
-from elasticrs.store.requests import LostError, Requests
+from elasticrs.store.requests import Requests
 from elasticrs.store.session import NativeSession
+from elasticrs.store.timed import DistNetworkError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -90,7 +91,7 @@ class EtcdClient:
         """Connect now instead of on first use.
 
         Raises:
-            LostError: the connection failed.
+            DistNetworkError: the connection failed.
         """
         self._ask(Requests.connect)
 
@@ -103,8 +104,8 @@ class EtcdClient:
         """Execute a transaction.
 
         Raises:
-            LostError: the session ended, and it is unknown whether the transaction was executed. The next
-                call opens a new session.
+            DistNetworkError: the session ended, and it is unknown whether the transaction was executed. The
+                next call opens a new session.
         """
         return self._ask(lambda requests: requests.txn(compares, then, otherwise))
 
@@ -114,7 +115,7 @@ class EtcdClient:
             requests = self._requests = Requests(self.session)
         try:
             return ask(requests)
-        except LostError:
+        except DistNetworkError:
             self._requests = None
             requests.close()
             raise
@@ -124,7 +125,7 @@ class EtcdClient:
 
         Raises:
             KeyError: the key does not exist.
-            LostError: etcd does not answer.
+            DistNetworkError: etcd does not answer.
         """
         found = self.txn(then=[Get(key)]).entry(0)
         if found is None:
@@ -135,7 +136,7 @@ class EtcdClient:
         """Set a key.
 
         Raises:
-            LostError: etcd does not answer.
+            DistNetworkError: etcd does not answer.
         """
         self.txn(then=[Put(key, value.encode(), False)])
 
@@ -145,7 +146,7 @@ class EtcdClient:
         """Delete a key, and all keys below it if ``recursive`` is true. A missing key is not an error.
 
         Raises:
-            LostError: etcd does not answer.
+            DistNetworkError: etcd does not answer.
         """
         below = [DeletePrefix(f"{key}/")] if recursive else []
         self.txn(then=[Delete(key), *below])

@@ -13,7 +13,7 @@ from elasticrs.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 from elasticrs.rendezvous.elastic import etcd_site
 from elasticrs.rendezvous.etcd_client import EtcdClient
 from elasticrs.store.coordination import Get, ModifiedAt, Put
-from elasticrs.store.requests import LostError
+from elasticrs.store.timed import DistNetworkError
 
 if TYPE_CHECKING:
     from elasticrs.rendezvous.api import RendezvousParameters
@@ -83,7 +83,7 @@ class EtcdRendezvousBackend(RendezvousBackend):
     def _txn(self, *args: Any, **kwargs: Any) -> Reply:
         try:
             return self._client.txn(*args, **kwargs)
-        except (LostError, OSError) as error:
+        except (DistNetworkError, OSError) as error:
             raise RendezvousConnectionError(_NO_CONNECTION) from error
 
 

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from elasticrs.store.coordination import Changes, Connected, ConnectionLost, Reply, Txn, Unwatch, Watch
+from elasticrs.store.timed import DistNetworkError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
 
 
 _CLOSED = "the store object is closed"
-
-
-class LostError(Exception):
-    """Raised if the session was lost or closed. The message says why."""
 
 
 class Requests:
@@ -53,11 +50,11 @@ class Requests:
         """Return the session. The first call opens it and waits until it is connected.
 
         Raises:
-            LostError: the session could not be opened, or this object is closed.
+            DistNetworkError: the session could not be opened, or this object is closed.
         """
         with self._beginning:
             if self._make is None:
-                raise LostError(_CLOSED)
+                raise DistNetworkError(_CLOSED)
             if self._session is None:
                 self._session, self._lost, self._is_connected = self._make(), None, False
                 try:
@@ -77,7 +74,7 @@ class Requests:
         """Execute a transaction.
 
         Raises:
-            LostError: the session ended. The transaction may or may not have been executed.
+            DistNetworkError: the session ended. The transaction may or may not have been executed.
             ValueError: the transaction is too large.
         """
         return self._ask(lambda tag: Txn(tag, compares, then, otherwise))
@@ -87,7 +84,7 @@ class Requests:
         false if ``timeout`` seconds pass first.
 
         Raises:
-            LostError: the session ended.
+            DistNetworkError: the session ended.
         """
         deadline = time.monotonic() + timeout
         if holds():
@@ -104,7 +101,7 @@ class Requests:
             self._end_waiting(keys)
 
     def close(self) -> None:
-        """Close the session. Waiting calls raise :class:`LostError`."""
+        """Close the session. Waiting calls raise :class:`DistNetworkError`."""
         with self._beginning:
             # Drop the reference to the session, because the object keeps a descriptor open while it exists.
             session, self._session, self._make = self._session, None, None
@@ -138,7 +135,7 @@ class Requests:
         session = self.connect()
         with self._news:
             if self._lost is not None:
-                raise LostError(self._lost)
+                raise DistNetworkError(self._lost)
             self._tag += 1
             tag = self._tag
             # Hold the lock while sending, so that a `Watch` from one thread and an `Unwatch` from another are
@@ -157,7 +154,7 @@ class Requests:
         with self._news:
             while not holds():
                 if self._lost is not None:
-                    raise LostError(self._lost)
+                    raise DistNetworkError(self._lost)
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     return False

@@ -6,15 +6,9 @@ import datetime
 from typing import TYPE_CHECKING
 
 from elasticrs.store.coordination import Delete, Exists, Get, HasValue, Missing, ModifiedAt, Put, Range
-from elasticrs.store.requests import LostError, Requests
+from elasticrs.store.requests import Requests
 from elasticrs.store.session import Client, NativeSession
-from elasticrs.store.timed import (
-    DistNetworkError,
-    QueueEmptyError,
-    TimedStore,
-    bytes_of,
-    timed_out,
-)
+from elasticrs.store.timed import QueueEmptyError, TimedStore, bytes_of, timed_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,10 +65,7 @@ def connected(client: Client, prefix: str = "", timeout: datetime.timedelta = DE
         DistNetworkError: see :func:`connect`.
     """
     requests = Requests(lambda: NativeSession(client))
-    try:
-        requests.connect()
-    except LostError as lost:
-        raise DistNetworkError(str(lost)) from None
+    requests.connect()
     return Store(requests, prefix, timeout)
 
 
@@ -245,18 +236,11 @@ class Store(TimedStore):
         then: Sequence[Operation] = (),
         otherwise: Sequence[Operation] = (),
     ) -> Reply:
-        try:
-            return self._requests.txn(compares, then, otherwise)
-        except LostError as lost:
-            raise DistNetworkError(str(lost)) from None
+        return self._requests.txn(compares, then, otherwise)
 
     def _wait(self, holds: Callable[[], bool], keys: Sequence[str], timeout: datetime.timedelta) -> None:
         names = [self._key(key) for key in keys]
-        try:
-            came = self._requests.wait_until(holds, names, timeout.total_seconds())
-        except LostError as lost:
-            raise DistNetworkError(str(lost)) from None
-        if not came:
+        if not self._requests.wait_until(holds, names, timeout.total_seconds()):
             raise timed_out("wait", timeout, f"keys: {', '.join(keys)}")
 
     def _take_first(self, key: str, taken: list[bytes]) -> bool:
