@@ -82,13 +82,6 @@ class FileStore(TimedStore):
         with self._locked():
             return self._read().keys() >= set(keys)
 
-    def add(self, key: str, amount: int) -> int:
-        return int(self._change(key, lambda value: str(int(value or b"0") + amount).encode()))
-
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append bytes to the value of a key. Create the key if it is missing."""
-        self._change(key, lambda head: head + bytes_of(value))
-
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if its value is ``expected``, or if it is missing and ``expected`` is empty.
 

@@ -131,21 +131,6 @@ class Store(TimedStore):
         """Return true if all these keys exist."""
         return self._txn([Exists(self._key(key)) for key in keys]).ok
 
-    def add(self, key: str, amount: int) -> int:
-        sums = [0]
-
-        def plus(value: bytes) -> bytes:
-            sums[0] = (int(value) if value else 0) + amount
-            return str(sums[0]).encode()
-
-        self._change(key, plus)
-        return sums[0]
-
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append bytes to the value of a key. Create the key if it is missing."""
-        tail = bytes_of(value)
-        self._change(key, lambda head: head + tail)
-
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Set a key if its value is ``expected``, or if it is missing and ``expected`` is empty.
 
@@ -256,17 +241,15 @@ class Store(TimedStore):
                 taken.append(first)
                 return True
 
-    def _change(self, key: str, change: Callable[[bytes], bytes]) -> None:
-        """Atomically replace the value of a key with ``change(old value)``. The old value is empty bytes if
-        the key is missing.
-        """
+    def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
         name = self._key(key)
         found = self._txn(then=[Get(name)]).entry(0)
         while True:
             revision, old = (found.mod_revision, found.value or b"") if found else (0, b"")
-            reply = self._txn([ModifiedAt(name, revision)], [Put(name, change(old), False)], [Get(name)])
+            new = change(old)
+            reply = self._txn([ModifiedAt(name, revision)], [Put(name, new, False)], [Get(name)])
             if reply.ok:
-                return
+                return new
             found = reply.entry(0)
 
 

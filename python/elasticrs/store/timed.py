@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import datetime
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class DistError(RuntimeError):
@@ -79,10 +79,21 @@ class TimedStore(ABC):
         """
 
     @abstractmethod
+    def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
+        """Atomically replace the value of a key with ``change(old value)``. The old value is empty bytes if
+        the key is missing. Return the new value.
+        """
+
     def add(self, key: str, amount: int) -> int:
         """Add ``amount`` to the number stored under a key and return the sum. A missing key is
         treated as 0.
         """
+        return int(self._change(key, lambda value: str(int(value or b"0") + amount).encode()))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append bytes to the value of a key. Create the key if it is missing."""
+        tail = bytes_of(value)
+        self._change(key, lambda head: head + tail)
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
