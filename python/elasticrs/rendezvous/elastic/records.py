@@ -318,37 +318,17 @@ class Head(Value):
     @property
     def failures(self) -> FailureHistory:
         """The job's failure history, for the restart policy."""
-        kept = self.history or {}
-        last = kept.get("last")
-        return FailureHistory(
-            self.used,
-            tuple(kept.get("charged_at", ())),
-            (last[0], last[1], last[2], last[3]) if last else None,
-            kept.get("same", 0),
-            kept.get("reached"),
-            kept.get("without_progress", 0),
-            (start[0], start[1]) if (start := kept.get("start_error")) else None,
-            tuple((node, times) for node, times in kept.get("implicated", ())),
-            kept.get("excluded", 0),
-        )
+        kept = {name: _with_tuples(each) for name, each in (self.history or {}).items()}
+        return FailureHistory(self.used, **kept)
 
     def with_failures(self, failures: FailureHistory) -> Head:
         """Return a copy of the job's state with the given failure history. Long names in the history are
         truncated.
         """
-        kept = {name: each for name, each in failures.fields().items() if name != "charged" and each}
-        if failures.reached is not None:
-            kept["reached"] = failures.reached
-        if failures.last is not None:
-            exception, place, rank, step = failures.last
-            kept["last"] = (cut(exception, MAX_NAME), cut(place, MAX_NAME), rank, step)
-        if failures.start_error is not None:
-            kept["start_error"] = [cut(each, MAX_NAME) for each in failures.start_error]
-        if failures.implicated:
-            kept["implicated"] = [(cut(node, MAX_NAME), times) for node, times in failures.implicated]
-        if failures.charged_at:
-            kept["charged_at"] = [round(time, 3) for time in failures.charged_at]
-        return self.replaced(used=failures.charged, history=kept or None)
+        fields, defaults = failures.fields(), FailureHistory.defaults()
+        used = fields.pop("charged")
+        kept = {name: _shortened(each) for name, each in fields.items() if each != defaults[name]}
+        return self.replaced(used=used, history=kept or None)
 
     @staticmethod
     def read(entry: Entry) -> Head:
@@ -359,6 +339,20 @@ class Head(Value):
             return Head.decode(entry.value or b"")
         except DamagedError as error:
             return Head("CLOSED", 0, outcome="failed", reason=damage(entry.key, error))
+
+
+def _with_tuples(value: Any) -> Any:
+    """Return a decoded value of the failure history, with tuples in place of lists."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _shortened(value: Any) -> Any:
+    """Return a value of the failure history to be stored. Truncate names, and round times."""
+    if isinstance(value, tuple):
+        return tuple(map(_shortened, value))
+    if isinstance(value, str):
+        return cut(value, MAX_NAME)
+    return round(value, 3) if isinstance(value, float) else value
 
 
 class Seat(Value):
