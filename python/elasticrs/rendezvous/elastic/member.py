@@ -267,8 +267,8 @@ class Member:
         own_evidence: this node's evidence that has not been written to the store; ``None`` if there is none.
         found_unfit: last check that found this node unfit; ``None`` if no check has.
         serves_only: true if this node has been excluded from the job, but this agent stays to host the store.
-        told_end: number of the last round whose end was reported to the user on this node, and the reported
-            text.
+        told_end: number of the last round whose workers were stopped gracefully on this node, and the reason
+            that the user has seen.
         judged_round: last round whose evaluation by the leader this agent has seen.
         leaving: set once the agent is leaving the job.
         has_exited: true once the agent has left the rendezvous.
@@ -467,12 +467,14 @@ class Member:
         after_failure: bool = False,
     ) -> None:
         """Stop the workers: with SIGKILL if ``fenced`` is true, otherwise gracefully. Ignore a graceful stop
-        if the workers are already being stopped.
+        if the workers are already being stopped. Remember the reason of a graceful stop, which the user sees.
         """
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):
             return
         workers.is_stopping = True
+        if not fenced:
+            self.told_end = workers.round, why
         self.do(Stop(workers.round, why, fenced, hung, planned, after_failure))
 
     def forget_connection(self) -> None:

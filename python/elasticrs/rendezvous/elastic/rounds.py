@@ -132,7 +132,7 @@ def _ended(member: Member, head: Head) -> None:
         hung = head.cause if silence_of(head.cause) is not None else None
         kind = (head.end or {}).get("kind")
         is_planned = kind in ("scale", "left", "asked")
-        _stop(member, end_of(head), hung, planned=is_planned, after_failure=kind == "failure")
+        member.stop(end_of(head), hung=hung, planned=is_planned, after_failure=kind == "failure")
     else:
         look(member)
     if head.is_judged and member.judged_round < head.round:
@@ -195,7 +195,7 @@ def stop_earlier(member: Member, head: Head) -> None:
     missed the end of that round, because the store may report only each key's latest value.
     """
     if member.workers is not None and member.workers.round < head.round:
-        _stop(member, end_of(head))
+        member.stop(end_of(head))
 
 
 def _is_spare(member: Member, head: Head) -> bool:
@@ -243,23 +243,6 @@ def is_slot_known(link: Link, registration: Registration) -> bool:
 def age_reached(member: Member) -> None:
     """Record that the current round has run for at least ``short_round`` seconds."""
     member.age.aged = member.age.seen
-
-
-def _stop(
-    member: Member,
-    why: str,
-    hung: Cause | None = None,
-    *,
-    planned: bool = False,
-    after_failure: bool = False,
-) -> None:
-    """Stop the workers unless they are already being stopped, and remember the reason that was shown to the
-    user.
-    """
-    workers = member.workers
-    if workers is not None and not workers.is_stopping:
-        member.told_end = workers.round, why
-        member.stop(why, hung=hung, planned=planned, after_failure=after_failure)
 
 
 def is_mine(registration: Registration | None, head: Head) -> bool:
@@ -331,7 +314,7 @@ def worker_failed(member: Member, event: WorkerFailed) -> None:
         return
     _report_failure(member, event.cause)
     hung = event.cause if silence_of(event.cause) is not None else None
-    _stop(member, failure_of(event.cause, member.agent.node), hung)
+    member.stop(failure_of(event.cause, member.agent.node), hung=hung)
 
 
 def ask_for_round(member: Member, event: AskForRound) -> None:
