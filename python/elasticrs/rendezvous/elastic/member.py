@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from elasticrs.job.value import Record, Value, fresh
+from elasticrs.job.value import Record, fresh
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.messages import Arm, Disarm, Disconnect, Exit, Stop
 from elasticrs.rendezvous.elastic.records import MAX_TEXT, Node, bound_cause, cut
@@ -210,25 +210,20 @@ class RoundAge(Record):
     was_short: bool | None = None
 
 
-class OwnFailure(Value):
-    """Last failure on this node: the number of the round and, if known, the cause."""
+class Findings(Record):
+    """What this node has found out about a round in which it had workers.
+
+    Args:
+        round: number of the round.
+        cause: cause of the failure on this node; ``None`` if there was none, or if it is unknown.
+        evidence: diagnostic data that this node has not yet written to the store; ``None`` if there are none.
+        unfit: reason why a check found this node unfit after the round; ``None`` if no check did.
+    """
 
     round: int
-    cause: Cause | None
-
-
-class OwnEvidence(Value):
-    """Diagnostic data that this node has collected about a round and not yet written to the store."""
-
-    round: int
-    content: bytes
-
-
-class FoundUnfit(Value):
-    """Result of a check that found this node unfit: the last round before the check and the reason."""
-
-    round: int
-    reason: str
+    cause: Cause | None = None
+    evidence: bytes | None = None
+    unfit: str | None = None
 
 
 class Leaving(Record):
@@ -263,9 +258,7 @@ class Member:
         done: set while this node has finished and waits for the other nodes.
         started_round: last round whose workers were started on this node.
         finished_round: last round whose workers finished on this node.
-        own_failure: last failure on this node; ``None`` if there was none.
-        own_evidence: this node's evidence that has not been written to the store; ``None`` if there is none.
-        found_unfit: last check that found this node unfit; ``None`` if no check has.
+        findings: what this node has found out about the last round in which it had workers.
         serves_only: true if this node has been excluded from the job, but this agent stays to host the store.
         told_end: number of the last round whose workers were stopped gracefully on this node, and the reason
             that the user has seen.
@@ -288,9 +281,7 @@ class Member:
         self.workers: Workers | None = None
         self.done: Done | None = None
         self.started_round = self.finished_round = 0
-        self.own_failure: OwnFailure | None = None
-        self.own_evidence: OwnEvidence | None = None
-        self.found_unfit: FoundUnfit | None = None
+        self.findings = Findings(0)
         self.serves_only = False
         self.told_end = 0, ""
         self.judged_round = 0
@@ -412,7 +403,7 @@ class Member:
         """Return the record to store as this agent's registration. ``cause`` is the cause of this node's
         failure, if any, in the last round whose workers have exited.
         """
-        agent, registration, unfit = self.agent, self.registration, self.found_unfit
+        agent, registration, findings = self.agent, self.registration, self.findings
         idle = 0 if registration is None else registration.idle
         return Node(
             agent.node,
@@ -426,7 +417,7 @@ class Member:
             agent.fallback_addr,
             self.settings.order_hint,
             bound_cause(cause),
-            cut(unfit.reason, MAX_TEXT) if unfit is not None and unfit.round == idle else None,
+            cut(findings.unfit, MAX_TEXT) if findings.unfit is not None and findings.round == idle else None,
             self.serves_only or None,
         )
 

@@ -15,15 +15,7 @@ from elasticrs.job.ranks import NodeRanks
 from elasticrs.rendezvous.elastic import leaving
 from elasticrs.rendezvous.elastic.announcements import diagnosis_line, end_of, failure_of, round_line
 from elasticrs.rendezvous.elastic.connecting import fence, fresh_listener, without_workers
-from elasticrs.rendezvous.elastic.member import (
-    Done,
-    FoundUnfit,
-    OwnEvidence,
-    OwnFailure,
-    Phase,
-    Purpose,
-    Workers,
-)
+from elasticrs.rendezvous.elastic.member import Done, Findings, Phase, Purpose, Workers
 from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
 from elasticrs.rendezvous.elastic.records import (
     Head,
@@ -287,6 +279,7 @@ def look(member: Member) -> None:
 
 def _start(member: Member, head: Head, slot: Slot) -> None:
     member.workers, member.started_round = Workers(head.round), head.round
+    member.findings = Findings(head.round)
     member.joining.delay = 0.0
     serves = slot.group_rank == 0
     member.listener.has_served = member.listener.has_served or serves
@@ -341,7 +334,7 @@ def start_failed(member: Member, event: StartFailed) -> None:
 def _report(member: Member, end: dict[str, Any], cause: Cause | None) -> None:
     workers = member.workers
     assert workers is not None
-    member.own_failure = OwnFailure(workers.round, cause)
+    member.findings.cause = cause
     if member.registration is not None and member.runs(workers.round):
         member.end_round(Purpose.NOTHING, end, cause)
 
@@ -397,11 +390,8 @@ def group_ended(member: Member, event: GroupEnded) -> None:
     if member.phase is Phase.RUN:
         _report_failure(member, event.cause)
     elif event.cause is not None:
-        member.own_failure = OwnFailure(member.workers.round, event.cause)
-    if event.evidence is not None:
-        member.own_evidence = OwnEvidence(member.workers.round, event.evidence)
-    if event.unfit is not None:
-        member.found_unfit = FoundUnfit(member.workers.round, event.unfit)
+        member.findings.cause = event.cause
+    member.findings.evidence, member.findings.unfit = event.evidence, event.unfit
     if event.stuck is not None:
         # Leave the job, because this node cannot take part in another round. The other nodes continue without
         # it.
@@ -460,11 +450,11 @@ def _evidence(member: Member, number: int) -> list[Put]:
     The evidence is written in the same transaction as the report that this node is idle, because the leader
     waits for that report anyway.
     """
-    evidence, member.own_evidence = member.own_evidence, None
+    evidence, member.findings.evidence = member.findings.evidence, None
     slot = None if member.registration is None else member.registration.slot
-    if evidence is None or slot is None or not evidence.round == number == slot.round:
+    if evidence is None or slot is None or not member.findings.round == number == slot.round:
         return []
-    return [Put(member.keys.evidence(number, slot.group_rank), evidence.content, False)]
+    return [Put(member.keys.evidence(number, slot.group_rank), evidence, False)]
 
 
 def _earlier_cause(member: Member, number: int) -> Cause | None:
@@ -473,8 +463,8 @@ def _earlier_cause(member: Member, number: int) -> Cause | None:
     The leader needs a cause that may precede the recorded failure, or that shows that another attempt would
     fail too.
     """
-    own, head = member.own_failure, member.head
-    if own is None or own.round != number or own.cause is None or head is None:
+    own, head = member.findings, member.head
+    if own.round != number or own.cause is None or head is None:
         return None
     # While the round is running, ignore the failure cause in the job's state, because it is still the
     # previous round's cause.
