@@ -324,7 +324,7 @@ from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Seat
 for name in sys.argv[1:]:
     try:
-        if Gateway().is_healthy(Seat(name, 2379, 2380), 2, name):
+        if Gateway().is_healthy(Seat(name, 2379, 2380), 2):
             print(name)
     except (OSError, GatewayError):
         pass

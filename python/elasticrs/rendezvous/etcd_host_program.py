@@ -233,6 +233,7 @@ class Member:
                 is_here = True
                 if self._claim(index):
                     self._mine, self._address = index, self._orders.bind_addr or address
+                    self._gateway.addresses[seat] = _reached(self._address)
                     self._check_ports(seat)
                     return True
             if is_known and not is_here:
@@ -269,7 +270,7 @@ class Member:
 
     def _foreign_member(self, seat: Seat) -> str | None:
         try:
-            answer = self._gateway.members_at(seat, _QUESTION, _reached(self._address))
+            answer = self._gateway.members_at(seat, _QUESTION)
         except (OSError, GatewayError):
             return None
         return membership.misfit(self._seats, self._orders.label, self._mine, answer)
@@ -339,8 +340,7 @@ class Member:
         assert self._folder is not None
         if self._etcd.fd is not None:
             try:
-                seat = self._seats[self._mine]
-                answers[self._mine] = self._gateway.members_at(seat, _QUESTION, _reached(self._address))
+                answers[self._mine] = self._gateway.members_at(self._seats[self._mine], _QUESTION)
             except (OSError, GatewayError):
                 answers[self._mine] = None
         return View(
@@ -405,8 +405,7 @@ class Member:
         """Make the cluster require the job's password, if the job has one. Retry until this succeeds."""
         while True:
             try:
-                seat = self._seats[self._mine]
-                return self._gateway.protect(seat, _QUESTION, _reached(self._address))
+                return self._gateway.protect(self._seats[self._mine], _QUESTION)
             except (OSError, GatewayError, LookupError):  # noqa: PERF203 -- it waits anyway
                 self._pause(_TICK)
 
@@ -434,7 +433,7 @@ class Member:
         if self._etcd.fd is None:
             return False
         try:
-            return self._gateway.is_healthy(self._seats[self._mine], _SHORT_QUESTION, _reached(self._address))
+            return self._gateway.is_healthy(self._seats[self._mine], _SHORT_QUESTION)
         except (OSError, GatewayError):
             # The request failed, so the member is not healthy. etcd may not be listening yet, may have no
             # leader at the moment, or may have exited.
@@ -456,9 +455,8 @@ class Member:
         names = (self._orders.prefix + end for end in ("~sessions/", "~sessions0"))
         first, last = (base64.b64encode(name.encode(errors="surrogateescape")).decode() for name in names)
         body = {"key": first, "range_end": last, "count_only": True}
-        seat, address = self._seats[self._mine], _reached(self._address)
         try:
-            found = self._gateway.ask(seat, "kv/range", body, _SHORT_QUESTION, address)
+            found = self._gateway.ask(self._seats[self._mine], "kv/range", body, _SHORT_QUESTION)
             return int(found.get("count", 0)) == 0
         except (OSError, GatewayError):
             # Add 1 for this member, because only the other members were asked.

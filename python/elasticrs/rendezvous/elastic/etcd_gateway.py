@@ -65,6 +65,9 @@ class Gateway:
         workers: password of the etcd user for workers, and the prefix of the keys that this user may access;
             ``None`` if workers have no user of their own.
 
+    Attributes:
+        addresses: addresses to connect to, by seat. For other seats, it is the host of the seat.
+
     Raises:
         OSError: a file cannot be read, or its content is invalid.
     """
@@ -79,6 +82,7 @@ class Gateway:
         self._password = password
         self._workers = workers
         self._tokens: dict[Seat, str] = {}
+        self.addresses: dict[Seat, str] = {}
         if files:
             import ssl
 
@@ -86,28 +90,25 @@ class Gateway:
             self._context = ssl.create_default_context(cafile=ca)
             self._context.load_cert_chain(cert, key)
 
-    def members_at(self, seat: Seat, seconds: float, address: str | None = None) -> tuple[Entry, ...]:
+    def members_at(self, seat: Seat, seconds: float) -> tuple[Entry, ...]:
         """Request the list of cluster members from one member. This works even without a quorum.
 
         Args:
             seat: seat (host and ports) of the member to which the request is sent.
             seconds: timeout, as for :meth:`ask`.
-            address: address to connect to; the seat's host if ``None``.
 
         Raises:
             GatewayError: the program at the address is not etcd.
             OSError: the member did not respond in time.
         """
-        answer = self._ask(seat, seat.peer_port, "/members", None, seconds, address, "")
+        answer = self._ask(seat, "/members", seconds, port=seat.peer_port)
         try:
             # Treat an empty list as an error, because a cluster has at least one member.
             return tuple(Entry.read(each) for each in answer or [None])
         except (LookupError, TypeError, ValueError, AttributeError):
             raise GatewayError("another program answers") from None
 
-    def ask(
-        self, seat: Seat, path: str, body: dict[str, Any], seconds: float, address: str | None = None
-    ) -> Any:
+    def ask(self, seat: Seat, path: str, body: dict[str, Any], seconds: float) -> Any:
         """Send a request to the JSON gateway of a member, and return its response.
 
         Args:
@@ -115,23 +116,21 @@ class Gateway:
             path: path of the request below ``/v3/``.
             body: content of the request.
             seconds: timeout for connecting, for sending, and for each part of the response.
-            address: address to connect to; the seat's host if ``None``.
 
         Raises:
             GatewayError: etcd rejected the request, or the program at the address is not etcd.
             OSError: the member did not respond.
         """
         if self._password is not None and seat not in self._tokens:
-            self._log_in(seat, seconds, address)
-        token = self._tokens.get(seat, "")
+            self._log_in(seat, seconds)
         try:
-            return self._ask(seat, seat.port, f"/v3/{path}", body, seconds, address, token)
+            return self._ask(seat, f"/v3/{path}", seconds, body)
         except GatewayError:
             # Discard the session token, because it may have expired. The next request then logs in again.
             self._tokens.pop(seat, None)
             raise
 
-    def protect(self, seat: Seat, seconds: float, address: str | None = None) -> None:
+    def protect(self, seat: Seat, seconds: float) -> None:
         """Make the etcd cluster require a password from now on. Do nothing if no password is configured.
 
         Raises:
@@ -140,7 +139,7 @@ class Gateway:
             OSError: the member did not respond.
         """
         user = {"name": _ROOT, "password": self._password}
-        if self._password is None or self._log_in(seat, seconds, address):
+        if self._password is None or self._log_in(seat, seconds):
             return
         orders: list[tuple[str, dict[str, Any]]] = [
             ("user/add", user),
@@ -151,12 +150,12 @@ class Gateway:
         ]
         for path, body in orders:
             try:
-                self._ask(seat, seat.port, f"/v3/auth/{path}", body, seconds, address, "")
+                self._ask(seat, f"/v3/auth/{path}", seconds, body)
             except GatewayError:  # noqa: PERF203 -- there are few
                 # Ignore the error, because the agent of another seat may have sent the same request first. If
                 # the password is still not set, the login below fails.
                 continue
-        if not self._log_in(seat, seconds, address):
+        if not self._log_in(seat, seconds):
             raise GatewayError("no password could be set")
 
     def _workers_orders(self) -> list[tuple[str, dict[str, Any]]]:
@@ -185,7 +184,7 @@ class Gateway:
         found = None
         for seat in seats:
             try:
-                if not self._log_in(seat, seconds, None):
+                if not self._log_in(seat, seconds):
                     return False
                 found = True
             except GatewayError as error:  # noqa: PERF203 -- there are few
@@ -200,21 +199,21 @@ class Gateway:
         """
         for seat in seats:
             try:
-                answer = self._ask(seat, seat.port, "/v3/cluster/member/list", {}, seconds, None, "")
+                answer = self._ask(seat, "/v3/cluster/member/list", seconds, {})
                 names = [str(each["name"]) for each in answer["members"]]
             except (OSError, GatewayError, LookupError, TypeError):
                 continue
             return None if any(name.startswith(f"{label}-") for name in names) else seat
         return None
 
-    def is_healthy(self, seat: Seat, seconds: float, address: str) -> bool:
+    def is_healthy(self, seat: Seat, seconds: float) -> bool:
         """Return true if an etcd member can serve clients, which requires a quorum of members.
 
         Raises:
             GatewayError: the member has no leader, or the program at the address is not etcd.
             OSError: the member did not respond in time, because it is still starting or has exited.
         """
-        answer = self._ask(seat, seat.port, "/health", None, seconds, address, "")
+        answer = self._ask(seat, "/health", seconds)
         return isinstance(answer, dict) and answer.get("health") == "true"
 
     def misfit(self, error: OSError) -> str | None:
@@ -230,11 +229,11 @@ class Gateway:
             return f"it rejected this node's certificate: {why}"
         return None
 
-    def _log_in(self, seat: Seat, seconds: float, address: str | None) -> bool:
+    def _log_in(self, seat: Seat, seconds: float) -> bool:
         """Log in to an etcd member. Return false if the member currently requires no password."""
         body = {"name": _ROOT, "password": self._password}
         try:
-            answer = self._ask(seat, seat.port, "/v3/auth/authenticate", body, seconds, address, "")
+            answer = self._ask(seat, "/v3/auth/authenticate", seconds, body)
         except GatewayError as error:
             if error.error is EtcdError.AUTH_DISABLED:
                 return False
@@ -243,15 +242,10 @@ class Gateway:
         return True
 
     def _ask(
-        self,
-        seat: Seat,
-        port: int,
-        path: str,
-        body: dict[str, Any] | None,
-        seconds: float,
-        address: str | None,
-        token: str,
+        self, seat: Seat, path: str, seconds: float, body: dict[str, Any] | None = None, port: int = 0
     ) -> Any:
+        """Send a request to a seat: to its port for clients, or to ``port`` if that is not 0."""
+        port, token = port or seat.port, self._tokens.get(seat)
         data = b"" if body is None else json.dumps(body).encode()
         # Use HTTP/1.0, because a response to HTTP/1.1 may use chunked encoding.
         method, host = "GET" if body is None else "POST", shown_endpoint(seat.host, port)
@@ -260,7 +254,7 @@ class Gateway:
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
             f"{f'Authorization: {token}' if token else 'Accept: */*'}\r\n\r\n"
         )
-        with self._connection(address or seat.host, port, seat.host, seconds) as sock:
+        with self._connection(seat, port, seconds) as sock:
             sock.sendall(head.encode("ascii", "replace") + data)
             status, content = _answer(sock)
         try:
@@ -273,12 +267,12 @@ class Gateway:
             raise GatewayError(str(why), EtcdError.of(answer))
         return answer
 
-    def _connection(self, address: str, port: int, name: str, seconds: float) -> socket.socket:
-        sock = socket.create_connection((address, port), seconds)
+    def _connection(self, seat: Seat, port: int, seconds: float) -> socket.socket:
+        sock = socket.create_connection((self.addresses.get(seat, seat.host), port), seconds)
         if self._context is None:
             return sock
         # Do not close the socket after a failed handshake, because `wrap_socket` already does so.
-        return self._context.wrap_socket(sock, server_hostname=name)
+        return self._context.wrap_socket(sock, server_hostname=seat.host)
 
 
 def _answer(sock: socket.socket) -> tuple[list[bytes], bytes]:
