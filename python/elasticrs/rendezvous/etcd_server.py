@@ -14,11 +14,14 @@ import socket
 import sys
 import tempfile
 import time
-from http.client import HTTPConnection, HTTPException
+from contextlib import closing
 from subprocess import DEVNULL, Popen
 from typing import TYPE_CHECKING
 
+from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
+from elasticrs.rendezvous.elastic.etcd_membership import Seat
 from elasticrs.rendezvous.etcd_keeper import end, find_program
+from elasticrs.workers.ports import bind
 
 if TYPE_CHECKING:
     from typing import IO
@@ -63,22 +66,6 @@ def find_free_port() -> socket.socket:
         else:
             return sock
     raise RuntimeError(f"Failed to create a socket: {failure}") from failure
-
-
-def _reserved_port() -> socket.socket:
-    """Return a socket that is bound to a free port of the loopback interface but does not listen.
-
-    While the socket is open, the kernel does not assign the port to another program that requests any free
-    port. A server that sets ``SO_REUSEADDR``, such as etcd, can still listen on it.
-    """
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((_HOST, 0))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def stop_etcd(subprocess: Popen[bytes] | None, data_dir: str | None = None) -> None:
@@ -166,7 +153,8 @@ class EtcdServer:
 
     def _start(self, program: str, data_dir: str, timeout: float, stderr: int | IO[bytes] | None) -> None:
         os.makedirs(data_dir, exist_ok=True)
-        with _reserved_port() as client, _reserved_port() as peer:
+        # etcd can listen on the reserved ports, because it sets SO_REUSEADDR.
+        with closing(bind(0)) as client, closing(bind(0)) as peer:
             self._port = client.getsockname()[1]
             clients, peers = (f"http://{_HOST}:{each.getsockname()[1]}" for each in (client, peer))
             keeper = os.path.join(os.path.dirname(__file__), "etcd_keeper.py")
@@ -198,11 +186,7 @@ class EtcdServer:
             time.sleep(_TICK)
 
     def _is_healthy(self, timeout: float) -> bool:
-        connection = HTTPConnection(_HOST, self._port, timeout=max(timeout, _TICK))
         try:
-            connection.request("GET", "/health")
-            return b"true" in connection.getresponse().read()
-        except (OSError, HTTPException):
+            return Gateway().is_healthy(Seat(_HOST, self._port, 0), max(timeout, _TICK))
+        except (OSError, GatewayError):
             return False
-        finally:
-            connection.close()
