@@ -24,10 +24,8 @@ from elasticrs.rendezvous.elastic.hosting import (
     SystemResolver,
     decide,
     decide_again,
-    fallback_address,
     host_identity,
     listening_address,
-    look_up,
     unresolved,
 )
 from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
@@ -100,9 +98,9 @@ def test_an_alias_is_known_by_its_address():
 def test_with_etcd_no_agent_hosts_and_every_node_has_an_address(host):
     site = EtcdSite(((host, 2379),))
     machine = Machine("me", own=["10.0.0.7"], known={"me": ["127.0.1.1", "10.0.0.7"]})
-    found = look_up(rendezvous(host, 2379, backend="etcd").replaced(etcd=site), machine)
-    assert (found.hosting.may_host, found.fallback) == (False, "10.0.0.7")
-    assert decide_again(found.hosting, rendezvous(host), machine) == found.hosting
+    found = decide(rendezvous(host, 2379, backend="etcd").replaced(etcd=site), machine)
+    assert (found.may_host, found.fallback) == (False, "10.0.0.7")
+    assert decide_again(found, rendezvous(host), machine) == found
 
 
 def test_others_are_clients():
@@ -287,7 +285,7 @@ def test_an_address_can_be_chosen(endpoint, address):
     ],
 )
 def test_the_fallback_is_what_other_machines_reach(endpoint, machine, address):
-    assert fallback_address(endpoint, decide(endpoint, machine), machine) == address
+    assert decide(endpoint, machine).fallback == address
 
 
 def test_what_a_name_stands_for_may_change():
@@ -301,7 +299,7 @@ def test_what_a_name_stands_for_may_change():
         again = decide_again(first, endpoint, late)
         assert again == decide(endpoint, late)
         assert again.may_host
-        assert fallback_address(endpoint, again, late) == name
+        assert again.fallback == name
 
 
 def test_what_the_user_decided_stays():

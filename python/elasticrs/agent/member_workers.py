@@ -17,7 +17,7 @@ from elasticrs.host.background_call import BackgroundCall
 from elasticrs.job.config import LOOPBACK
 from elasticrs.rendezvous.elastic.describe import describe
 from elasticrs.rendezvous.elastic.etcd_membership import workers_password
-from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
+from elasticrs.rendezvous.elastic.hosting import SystemResolver, decide
 from elasticrs.rendezvous.elastic.keys import workers_job, workers_scope
 from elasticrs.rendezvous.elastic.meeting_point import CannotHost, MeetingPoint
 from elasticrs.rendezvous.endpoint import shown_endpoint
@@ -75,7 +75,7 @@ class MemberWorkers(OneNode):
     def open(self, supervisor: _core.Supervisor) -> None:
         """Resolve the host names on another thread, because name servers may be slow. See the base class."""
         self._supervisor = supervisor
-        self._names = BackgroundCall(partial(look_up, self._rendezvous, SystemResolver()))
+        self._names = BackgroundCall(partial(decide, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
 
     def step(self, event: machine.Event) -> list[machine.Action]:

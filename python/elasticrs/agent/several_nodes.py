@@ -21,7 +21,7 @@ from elasticrs.job.ranks import NodeShare
 from elasticrs.job.restart_policy import FailureHistory
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.driver import Driver
-from elasticrs.rendezvous.elastic.hosting import SystemResolver, look_up
+from elasticrs.rendezvous.elastic.hosting import SystemResolver, decide
 from elasticrs.rendezvous.elastic.meeting_point import node_name
 from elasticrs.report import phrases
 from elasticrs.workers.plan import Plan
@@ -100,7 +100,7 @@ class SeveralNodes(Decisions):
     def open(self, supervisor: _core.Supervisor) -> None:
         """Look up the host names on another thread, because name servers may be slow. See the base class."""
         self._supervisor = supervisor
-        self._names = BackgroundCall(partial(look_up, self._rendezvous, SystemResolver()))
+        self._names = BackgroundCall(partial(decide, self._rendezvous, SystemResolver()))
         supervisor.watch_fd(self._names.fd)
 
     def _begin(self, supervisor: _core.Supervisor, names: BackgroundCall) -> list[machine.Action]:

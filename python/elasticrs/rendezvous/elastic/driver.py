@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.job.restart_policy import RestartSettings
-    from elasticrs.rendezvous.elastic.hosting import Found
+    from elasticrs.rendezvous.elastic.hosting import Hosting
     from elasticrs.rendezvous.elastic.messages import Action, Event, LoopAction
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.store.coordination import StoreEvent
@@ -81,7 +81,7 @@ class Driver:
         supervisor: _core.Supervisor | None,
         use_agent_store: bool = True,
         home: Home | None = None,
-        found: Found | None = None,
+        found: Hosting | None = None,
         keeps_workers: bool = False,
         health_timeout: float = 0.0,
     ) -> None:
@@ -350,7 +350,7 @@ class Driver:
         if lost is not None:
             return (lost,)
         if self.meeting_point.hosts and not was_host:
-            return (messages.StoreHosted(self.meeting_point.fallback_address()),)
+            return (messages.StoreHosted(self.meeting_point.fallback_addr),)
         return ()
 
     def _bind_store(self) -> Sequence[Event]:

@@ -65,6 +65,8 @@ class Hosting(Value):
             finds the port taken reports an error instead of becoming a client.
         trouble: reason why the endpoint's name could not be resolved; ``None`` if it could.
         doubt: warning to the user about hosting the store here; ``None`` if there is none.
+        fallback: name or address (without brackets) at which other machines can reach this node; ``None`` if
+            there is none. It is used if this node's connection to the store has a loopback address.
     """
 
     listen: tuple[tuple[str, int], ...]
@@ -73,6 +75,7 @@ class Hosting(Value):
     is_explicit: bool = False
     trouble: str | None = None
     doubt: str | None = None
+    fallback: str | None = None
 
     @property
     def may_host(self) -> bool:
@@ -80,38 +83,23 @@ class Hosting(Value):
         return bool(self.listen)
 
 
-class Found(Value):
-    """Results of the name lookups done before an agent starts. See :func:`decide` and
-    :func:`fallback_address`.
-    """
-
-    hosting: Hosting
-    fallback: str | None
-
-
-def look_up(rendezvous: Rendezvous, resolver: SystemResolver) -> Found:
-    """Do all name lookups required before an agent starts. Blocks until the name servers respond.
-
-    Raises:
-        UsageError: see :func:`decide`.
-    """
-    if rendezvous.etcd is not None:
-        # Look up an address that other machines can reach, because the connection to etcd may use a loopback
-        # address on this machine.
-        here = Hosting((), "the nodes meet in etcd", is_explicit=True)
-        return Found(here, _address_of_own_name(resolver))
-    hosting = decide(rendezvous, resolver)
-    return Found(hosting, fallback_address(rendezvous, hosting, resolver))
-
-
 def decide(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
     """Decide whether this agent hosts the store. With ``static``, the node with rank 0 hosts it, unless
-    ``is_host`` is set.
+    ``is_host`` is set. Blocks until the name servers respond.
 
     Raises:
         UsageError: no other node could use the endpoint: its port is 0 and its host is not this machine, or
             its host is an unspecified address.
     """
+    if rendezvous.etcd is not None:
+        # Look up an address that other machines can reach, because the connection to etcd may use a loopback
+        # address on this machine.
+        address = _address_of_own_name(resolver)
+        return Hosting((), "the nodes meet in etcd", is_explicit=True, fallback=address)
+    return _with_fallback(rendezvous, _decide(rendezvous, resolver), resolver)
+
+
+def _decide(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
     settings = rendezvous.settings
     wanted = settings.is_host
     if wanted is None and rendezvous.backend == "static":
@@ -140,7 +128,7 @@ def decide_again(hosting: Hosting, rendezvous: Rendezvous, resolver: SystemResol
     """
     if hosting.is_explicit or hosting.may_host:
         return hosting
-    return _by_address(rendezvous, resolver)
+    return _with_fallback(rendezvous, _by_address(rendezvous, resolver), resolver)
 
 
 def _by_address(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
@@ -200,18 +188,15 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
     )
 
 
-def fallback_address(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemResolver) -> str | None:
-    """Return the name or address (without brackets) at which other machines can reach this node; ``None`` if
-    there is none. It is needed if this node's connection to the store uses a loopback address.
-    """
+def _with_fallback(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemResolver) -> Hosting:
     if is_loopback_name(rendezvous.host) or not (hosting.may_host or hosting.is_explicit):
-        return None
-    is_usable = hosting.may_host and not is_unspecified(rendezvous.host)
-    if is_usable and not hosting.is_explicit:
-        return rendezvous.host
-    # If the user chose which node hosts the store, prefer this machine's address to the endpoint, because the
-    # endpoint may be a proxy that forwards only the store's port.
-    return _address_of_own_name(resolver) or (rendezvous.host if is_usable else None)
+        return hosting
+    fallback = None if is_unspecified(rendezvous.host) or not hosting.may_host else rendezvous.host
+    if fallback is None or hosting.is_explicit:
+        # If the user chose which node hosts the store, prefer this machine's address to the endpoint, because
+        # the endpoint may be a proxy that forwards only the store's port.
+        fallback = _address_of_own_name(resolver) or fallback
+    return hosting.replaced(fallback=fallback)
 
 
 def _address_of_own_name(resolver: SystemResolver) -> str | None:

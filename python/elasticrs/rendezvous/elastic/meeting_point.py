@@ -120,7 +120,7 @@ class MeetingPoint:
         rendezvous: description of the rendezvous, including the address of the store.
         supervisor: supervisor whose runtime thread serves the store; a separate thread if ``None``.
         home: state of an agent that may run several times, each time with a separate job.
-        found: result of :func:`.hosting.look_up`, which is called here if this is ``None``.
+        found: result of :func:`.hosting.decide`, which is called here if this is ``None``.
 
     Raises:
         UsageError: the endpoint cannot be used on this machine.
@@ -131,13 +131,12 @@ class MeetingPoint:
         rendezvous: Rendezvous,
         supervisor: _core.Supervisor | None,
         home: Home | None = None,
-        found: hosting.Found | None = None,
+        found: hosting.Hosting | None = None,
     ) -> None:
         self._resolver = hosting.SystemResolver()
         if found is None:
-            found = self._ask(partial(hosting.look_up, rendezvous, self._resolver), None)
-        self._found: hosting.Found = found
-        self._hosting = found.hosting
+            found = self._ask(partial(hosting.decide, rendezvous, self._resolver), None)
+        self._hosting: hosting.Hosting = found
         self._home = home
         self.job = rendezvous.job or rendezvous.run_id
         """Name of the job in the store."""
@@ -365,7 +364,7 @@ class MeetingPoint:
         stall_timeout = settings.stall_timeout if supervisor is not None else None
         more: dict[str, Any]
         if self._rendezvous.etcd is not None:
-            more = {"links": (Keys(self.job).prefix.strip("/"), self.fallback_address())}
+            more = {"links": (Keys(self.job).prefix.strip("/"), self.fallback_addr)}
         else:
             lease = {"interval": settings.keep_alive_interval, "attempts": settings.keep_alive_max_attempt}
             more = {**lease, "resume": True, "met": met}
@@ -438,18 +437,13 @@ class MeetingPoint:
             nproc,
             policy,
             self.hosts,
-            self.fallback_address(),
+            self.fallback_addr,
         )
 
-    def fallback_address(self) -> str | None:
-        """Return an address at which other machines can reach this node; ``None`` if none is known. It is
-        used if this node connects to the store through a loopback address.
-        """
-        if self._hosting is self._found.hosting:
-            return self._found.fallback
-        # This call looks up no names, so it cannot block. It would look up names only if the user chose the
-        # store's host, but `self._hosting` never changes in that configuration.
-        return hosting.fallback_address(self._rendezvous, self._hosting, self._resolver)
+    @property
+    def fallback_addr(self) -> str | None:
+        """Address at which other machines can reach this node; see :class:`.hosting.Hosting`."""
+        return self._hosting.fallback
 
     def _explained(self, lost: ConnectionLost) -> str:
         etcd = self._rendezvous.etcd
