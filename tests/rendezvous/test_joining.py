@@ -319,5 +319,5 @@ def test_a_node_without_a_port_leaves():
 
 
 def test_an_unknown_event_is_an_error():
-    with pytest.raises(TypeError):
+    with pytest.raises(KeyError):
         step(agents.member("01", "a"), "hello")

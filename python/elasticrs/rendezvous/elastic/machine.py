@@ -39,6 +39,7 @@ from elasticrs.store.coordination import Changes, Connected, ConnectionLost, Rep
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from typing import Any
 
     from elasticrs.rendezvous.elastic.member import Registration
     from elasticrs.rendezvous.elastic.messages import Action, Event
@@ -59,46 +60,8 @@ def step(member: Member, event: Event, now: int = 0) -> tuple[Member, list[Actio
     """
     member.now = now
     if not member.has_exited:
-        _take(member, event)
+        _EVENTS[type(event)](member, event)
     return member, member.take_actions()
-
-
-def _take(member: Member, event: Event) -> None:  # noqa: PLR0912 -- a table of cases
-    match event:
-        case Changes():
-            _changes(member, event)
-        case Reply():
-            _reply(member, event)
-        case messages.TimerFired():
-            _timer_fired(member, event.name)
-        case Connected():
-            _connected(member, event)
-        case ConnectionLost():
-            connecting.connection_lost(member, event)
-        case messages.GroupEnded():
-            rounds.group_ended(member, event)
-        case messages.WorkerFailed():
-            rounds.worker_failed(member, event)
-        case messages.WorkersDone():
-            rounds.workers_done(member)
-        case messages.StartFailed():
-            rounds.start_failed(member, event)
-        case messages.StorePort():
-            _store_port(member, event.port)
-        case messages.StorePortFailed():
-            text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
-            leaving.leave_with(member, Outcome("failed", text))
-        case messages.StoreHosted():
-            # Only update the description of this agent, because the agent is not connected to the store yet.
-            member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
-        case messages.Leave():
-            leaving.leave(member, event)
-        case messages.AskForRound():
-            rounds.ask_for_round(member, event)
-        case messages.Begin():
-            connecting.begin(member)
-        case _:
-            raise TypeError(f"no event of the rendezvous: {event!r}")
 
 
 # --- the store ---
@@ -231,12 +194,20 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
 # --- listener and timers ---
 
 
-def _store_port(member: Member, port: int) -> None:
+def _store_hosted(member: Member, event: messages.StoreHosted) -> None:
+    # Only update the description of this agent, because the agent is not connected to the store yet.
+    member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
+
+
+def _store_port_failed(member: Member, event: messages.StorePortFailed) -> None:
+    text = f"node {member.agent.node}: no port for the workers' store: {event.message}"
+    leaving.leave_with(member, Outcome("failed", text))
+
+
+def _store_port(member: Member, event: messages.StorePort) -> None:
     """Record the port of a new listener for the workers' store, and announce the port to the other nodes."""
     listener, link = member.listener, member.link
-    if member.rendezvous.master_port is not None:
-        return
-    listener.port, listener.has_served = port, False
+    listener.port, listener.has_served = event.port, False
     if link is None or not link.job_revision:
         return
     if link.registration is None:
@@ -246,12 +217,12 @@ def _store_port(member: Member, port: int) -> None:
         rounds.say_idle(member, link.registration, number)
 
 
-def _timer_fired(member: Member, name: str) -> None:
-    handler = _TIMERS.get(name)
+def _timer_fired(member: Member, event: messages.TimerFired) -> None:
+    handler = _TIMERS.get(event.name)
     if handler is not None:
         handler(member)
     elif member.leader is not None:
-        round_control.timer_fired(member, member.leader, name)
+        round_control.timer_fired(member, member.leader, event.name)
 
 
 _TIMERS: dict[str, Callable[[Member], None]] = {
@@ -264,4 +235,22 @@ _TIMERS: dict[str, Callable[[Member], None]] = {
     "round_age": rounds.age_reached,
     "leave": leaving.timeout,
     "rank": static_ranks.timeout,
+}
+
+_EVENTS: dict[type[Event], Callable[[Member, Any], None]] = {
+    Changes: _changes,
+    Reply: _reply,
+    Connected: _connected,
+    ConnectionLost: connecting.connection_lost,
+    messages.Begin: lambda member, _: connecting.begin(member),
+    messages.TimerFired: _timer_fired,
+    messages.StartFailed: rounds.start_failed,
+    messages.WorkerFailed: rounds.worker_failed,
+    messages.WorkersDone: lambda member, _: rounds.workers_done(member),
+    messages.GroupEnded: rounds.group_ended,
+    messages.AskForRound: rounds.ask_for_round,
+    messages.StoreHosted: _store_hosted,
+    messages.StorePort: _store_port,
+    messages.StorePortFailed: _store_port_failed,
+    messages.Leave: leaving.leave,
 }
