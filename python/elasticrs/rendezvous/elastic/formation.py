@@ -16,9 +16,8 @@ from elasticrs.store.coordination import Delete, DeletePrefix, Put
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.rendezvous.elastic.leader_state import Leader
     from elasticrs.rendezvous.elastic.leader_view import View
-    from elasticrs.rendezvous.elastic.member import Member
+    from elasticrs.rendezvous.elastic.member import Leader, Member
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.store.coordination import Operation
 

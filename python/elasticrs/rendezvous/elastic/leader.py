@@ -15,9 +15,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from elasticrs.rendezvous.elastic.leader_state import Leader
     from elasticrs.rendezvous.elastic.leader_view import View
-    from elasticrs.rendezvous.elastic.member import Member
+    from elasticrs.rendezvous.elastic.member import Leader, Member
     from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.store.coordination import Compare, Operation
 

@@ -19,8 +19,7 @@ from elasticrs.store.coordination import Missing
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from elasticrs.rendezvous.elastic.leader_state import Leader
-    from elasticrs.rendezvous.elastic.member import Member
+    from elasticrs.rendezvous.elastic.member import Leader, Member
     from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.store.coordination import Changes, Reply
 

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from elasticrs.rendezvous.elastic.connecting import fence
 from elasticrs.rendezvous.elastic.keys import is_member
-from elasticrs.rendezvous.elastic.leader_state import Leader
-from elasticrs.rendezvous.elastic.member import Purpose
+from elasticrs.rendezvous.elastic.member import Leader, Purpose
 from elasticrs.rendezvous.elastic.rounds import GONE
 from elasticrs.store.coordination import CreatedAt, Predecessor, Unwatch
 
