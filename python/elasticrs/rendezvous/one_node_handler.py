@@ -13,7 +13,7 @@ from elasticrs.rendezvous.api import (
     RendezvousStoreInfo,
 )
 from elasticrs.rendezvous.endpoint import parse_endpoint
-from elasticrs.rendezvous.own_store import OwnStore
+from elasticrs.store.session import Client, NativeSession, Server
 from elasticrs.workers.ports import StorePort, agent_hosts_store
 
 TYPE_CHECKING = False
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from elasticrs.store import Store
 
 __all__ = ["OneNodeRendezvous"]
+
+_HOST = "127.0.0.1"
 
 
 class OneNodeRendezvous(RendezvousHandler):
@@ -52,7 +54,8 @@ class OneNodeRendezvous(RendezvousHandler):
             # Port 0 means any free port, as in torch.
             self._port = DEFAULT_MASTER_PORT if port is None else port or None
         self.store_port: StorePort | None = None
-        self._own_store = OwnStore(params.run_id)
+        self._server: Server | None = None
+        self._store: Store | None = None
         self._round = 0
         self._is_closed = False
 
@@ -71,8 +74,30 @@ class OneNodeRendezvous(RendezvousHandler):
         return RendezvousInfo(self.open_shared_store(), 0, 1, address)
 
     def open_shared_store(self) -> Store:
-        """Return the store of the current round. Its server is started on first use."""
-        return self._own_store.of_round(self._round)
+        """Return the store of the current round. Keys set in other rounds are not visible in it. Its server
+        is started on first use, because most single-node jobs never use the store.
+        """
+        if self._store is None:
+            from elasticrs.store import Store
+            from elasticrs.store.requests import Requests
+
+            self._store = Store(Requests(self._connect))
+        return self._store.with_prefix(f"torch.rendezvous.{self._run_id}.{self._round}/")
+
+    def _connect(self) -> NativeSession:
+        from elasticrs.store import DistNetworkError
+
+        # Require a token, because other users of this machine can also connect to the port.
+        token = os.urandom(16)
+        try:
+            if self._server is not None:
+                # Close the server that an earlier call has started but could not connect to.
+                self._server.close()
+            self._server = Server([(_HOST, 0)], run_id=self._run_id, token=token)
+            client = Client(_HOST, self._server.port, run_id=self._run_id, token=token, stall_timeout=None)
+            return NativeSession(client)
+        except OSError as error:
+            raise DistNetworkError(f"the store of this node cannot be served: {error}") from error
 
     def next_served_by(self, supervisor: _core.Supervisor | None) -> RendezvousStoreInfo:
         """Start the next round, and return the address of its workers' store. Agents call this method instead
@@ -113,7 +138,11 @@ class OneNodeRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         self.set_closed()
         self._release()
-        self._own_store.close()
+        if self._store is not None:
+            self._store.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         return True
 
     def _release(self) -> None:
