@@ -4,7 +4,7 @@ programs use with these back ends.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.etcd_site import JOB_TTL, EtcdSite
@@ -14,11 +14,9 @@ from elasticrs.store.session import NativeSession
 from elasticrs.store.timed import DistNetworkError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from elasticrs.store.coordination import Compare, Operation, Reply
-
-T = TypeVar("T")
 
 
 class EtcdResult(Value):
@@ -87,14 +85,6 @@ class EtcdClient:
         """Open a new etcd session. The caller must close it."""
         return NativeSession(self.site.client(self._name, job_ttl=self._ttl))
 
-    def connect(self) -> None:
-        """Connect now instead of on first use.
-
-        Raises:
-            DistNetworkError: the connection failed.
-        """
-        self._ask(Requests.connect)
-
     def txn(
         self,
         compares: Sequence[Compare] = (),
@@ -107,14 +97,11 @@ class EtcdClient:
             DistNetworkError: the session ended, and it is unknown whether the transaction was executed. The
                 next call opens a new session.
         """
-        return self._ask(lambda requests: requests.txn(compares, then, otherwise))
-
-    def _ask(self, ask: Callable[[Requests], T]) -> T:
         requests = self._requests
         if requests is None:
             requests = self._requests = Requests(self.session)
         try:
-            return ask(requests)
+            return requests.txn(compares, then, otherwise)
         except DistNetworkError:
             self._requests = None
             requests.close()
