@@ -15,7 +15,7 @@ import zlib
 from collections import Counter
 
 from elasticrs.job.failure_cause import Cause
-from elasticrs.job.restart_policy import STEADY, Evidence, RestartDecision, StopKind, decide, exclude
+from elasticrs.job.restart_policy import STEADY, Evidence, StopKind, decide, exclude
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.announcements import named, nodes
 from elasticrs.rendezvous.elastic.records import blame_of, cut, is_of_same_node, time_of
@@ -143,42 +143,6 @@ def diagnosed(
     return cause, cut("; ".join(filter(None, (diagnosis.summary, doubt))), MAX_DIAGNOSIS)
 
 
-def _decide(
-    view: View,
-    head: Head,
-    policy: RestartSettings,
-    was_short: bool | None,
-    now_ns: int,
-    min_nodes: int,
-    first: dict[str, Any] | None,
-    *,
-    charged: bool,
-) -> RestartDecision:
-    """Return the restart policy's decision for an ended round. ``first`` is the cause of the round's first
-    failure.
-
-    If ``charged`` is false, the round does not count as a restart, so decide only whether to exclude a node.
-    """
-    first = first if charged else None
-    others = [cause for cause in known_causes(view, head) if cause is not first and charged]
-    evidence = Evidence(
-        tuple(Cause.decoded(cause) for cause in (first, *others) if cause is not None),
-        nodes=head.size,
-        now=now_ns / 1e9,
-        ran=None if was_short is None else 0.0 if was_short else STEADY,
-        # Derive the jitter from the round instead of a random number, because a decision may depend only on
-        # data in the store.
-        jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
-        unfit=tuple((node.name, node.unfit) for node in _reports(view, head) if node.unfit is not None),
-        bound=tuple(_bound_nodes(view)),
-        available=len(view.candidates),
-        min_nodes=min_nodes,
-    )
-    # Exclude unfit nodes even if the round does not count as a restart. The loss of a node explains why
-    # workers on other nodes failed, but not why a node check failed.
-    return decide(policy, head.failures, evidence) if charged else exclude(policy, head.failures, evidence)
-
-
 def _reports(view: View, head: Head) -> list[Node]:
     """Return the registrations of members of this round that reported a failure, or whose node failed the
     node check after the round.
@@ -227,7 +191,24 @@ def judge(
     """
     kind, charged = kind_of(head), is_charged(view, head)
     first, diagnosis = diagnosed(view, head, first_cause(view, head))
-    decision = _decide(view, head, policy, was_short, now_ns, min_nodes, first, charged=charged)
+    others = [cause for cause in known_causes(view, head) if cause is not first]
+    evidence = Evidence(
+        # If the round does not count as a restart, decide only whether to exclude a node.
+        tuple(Cause.decoded(cause) for cause in (first, *others) if cause is not None and charged),
+        nodes=head.size,
+        now=now_ns / 1e9,
+        ran=None if was_short is None else 0.0 if was_short else STEADY,
+        # Derive the jitter from the round instead of a random number, because a decision may depend only on
+        # data in the store.
+        jitter=zlib.crc32(f"{head.form}/{head.round}".encode()) / 0xFFFFFFFF,
+        unfit=tuple((node.name, node.unfit) for node in _reports(view, head) if node.unfit is not None),
+        bound=tuple(_bound_nodes(view)),
+        available=len(view.candidates),
+        min_nodes=min_nodes,
+    )
+    # Exclude unfit nodes even if the round does not count as a restart. The loss of a node explains why
+    # workers on other nodes failed, but not why a node check failed.
+    decision = (decide if charged else exclude)(policy, head.failures, evidence)
     more: dict[str, Any] = {"delay": round(decision.delay, 3), "note": decision.note}
     if decision.exclude is not None:
         more["excluded"] = _member_of(view, decision.exclude)
