@@ -41,19 +41,6 @@ class Keys:
         root: prefix that is put before all keys.
     """
 
-    __slots__ = (
-        "dones",
-        "evidences",
-        "farewells",
-        "head",
-        "job",
-        "nodes",
-        "prefix",
-        "ranks",
-        "slots",
-        "tables",
-    )
-
     def __init__(self, run_id: str, root: str = "") -> None:
         escaped = run_id.replace("%", "%25").replace("/", "%2F")
         self.prefix = f"{root}/elasticrs/{escaped}/"
