@@ -9,12 +9,12 @@ elapsed time on its own clock.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
 from elasticrs.rendezvous.api import RendezvousStateError
+from elasticrs.rendezvous.elastic.seating import natural
 from elasticrs.rendezvous.elastic.validation import ANY, COUNT, FLAG, INT, TEXT, fields, one_of, row
 
 VERSION = 1
@@ -118,13 +118,11 @@ _FIELDS = {
 _NODE = (TEXT, COUNT, COUNT, one_of(*(place.value for place in Place)), COUNT, INT)
 
 
-def natural_order(node: Node) -> tuple[list[tuple[int, int, str]], int, int]:
+def natural_order(node: Node) -> tuple[object, int, int]:
     """Return the sort key that determines the order of ranks: first by host name (``node2`` before
     ``node10``), then by process.
     """
-    parts = re.findall(r"\d+|\D+", node.addr)
-    keys = [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
-    return keys, node.pid, node.local_id
+    return natural(node.addr), node.pid, node.local_id
 
 
 def encode(state: State) -> bytes:

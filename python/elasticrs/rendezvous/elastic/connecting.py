@@ -69,7 +69,7 @@ def reconnect(member: Member) -> None:
 
 def connection_lost(member: Member, event: ConnectionLost) -> None:
     """Handle a failed connection attempt or a lost connection."""
-    if member.phase in (Phase.NEW, Phase.EXIT, Phase.FENCED):
+    if member.phase in (Phase.NEW, Phase.FENCED):
         return
     is_final = event.kind in FINAL and not static_ranks.may_be_lent(member, event.kind)
     if is_final and not member.joining.was_registered:
@@ -147,7 +147,7 @@ def fresh_listener(member: Member) -> bool:
 
 def store_lost(member: Member) -> None:
     """Give up, because this agent could not reconnect to the store in time."""
-    if member.registered is not None or member.phase is Phase.EXIT:
+    if member.registered is not None:
         return
     where = f"lost {member.rendezvous.store} in round {member.age.seen}"
     seconds, why = member.rendezvous.store_lost_timeout, member.joining.trouble
@@ -169,7 +169,7 @@ def store_lost(member: Member) -> None:
 def connect_timeout(member: Member) -> None:
     """Give up, because this agent could not register within ``join_timeout``."""
     joining = member.joining
-    if joining.was_registered or member.phase is Phase.EXIT:
+    if joining.was_registered:
         return
     why = f": {joining.trouble}" if joining.trouble else ""
     within = f"within {member.settings.join_timeout:g} s{why}"

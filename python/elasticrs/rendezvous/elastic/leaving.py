@@ -25,8 +25,6 @@ MAX_REASON = 256
 
 def leave(member: Member, event: Leave) -> None:
     """Handle a request to leave the job. If ``event.close`` is true, close the job for all nodes instead."""
-    if member.phase is Phase.EXIT:
-        return
     reason = cut(event.reason, MAX_REASON)
     if event.close:
         _close_job(member, reason)
@@ -92,7 +90,7 @@ def go_on(member: Member) -> None:
     respond in time, exit without waiting for the record.
     """
     leaving = member.leaving
-    if member.workers is not None or leaving is None or member.phase is Phase.EXIT:
+    if member.workers is not None or leaving is None:
         return
     if leaving.closing is not None and leaving.is_overdue:
         member.exit(Outcome("aborted", leaving.closing))

@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from elasticrs.rendezvous.elastic.member import Phase
+from elasticrs.rendezvous.elastic.announcements import named
 from elasticrs.rendezvous.elastic.messages import Announce, Disconnect, Outcome
 from elasticrs.rendezvous.elastic.records import damage, encode, holder_of
 from elasticrs.rendezvous.elastic.validation import DamagedError
@@ -78,7 +78,7 @@ def timeout(member: Member) -> None:
     lease would have expired by now.
     """
     holder = member.joining.rank_holder
-    if holder is None or member.registered is not None or member.phase is Phase.EXIT:
+    if holder is None or member.registered is not None:
         return
     rendezvous = member.rendezvous
     text = (
@@ -125,5 +125,4 @@ def shown(view: View) -> list[str]:
 def missing(view: View, size: int) -> str:
     """Return the node ranks that no candidate node has, formatted for a message."""
     here = {view.nodes[each].hint for each in view.candidates}
-    ranks = [str(rank) for rank in range(size) if rank not in here]
-    return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return named([str(rank) for rank in range(size) if rank not in here])
