@@ -95,7 +95,7 @@ def test_another_store_ends_a_node_without_workers():
     cluster = Cluster(min_nodes=2, max_nodes=2)
     a = cluster.add("a")
     a.lose("other", WHY)
-    assert a.outcome == m.Outcome("lost", WHY)
+    assert a.actions[-1] == m.Exit(m.Outcome("lost", WHY))
 
 
 def test_an_older_copy_of_the_state_is_another_store():

@@ -183,6 +183,7 @@ class World(Outages):
 
     def act(self, proc, action):
         self.log.append((proc.name, "->", action))
+        require(proc.outcome is None, "an action after the exit", proc.name, action)
         ACTIONS[type(action)](self, proc, action)
 
     def _request(self, proc, action):

@@ -81,6 +81,8 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
         # numbers could then start at zero again, but user scripts rely on increasing numbers to detect
         # outdated processes.
         _give_up(member, Outcome("lost", event.message))
+        if member.has_exited:
+            return
     lose(member, static_ranks.why_lost(member, event))
 
 
