@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from elasticrs.store.coordination import Changes, Connected, ConnectionLost, Reply, Txn, Unwatch, Watch
 from elasticrs.store.timed import DistNetworkError
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from elasticrs.store.coordination import Compare, Operation, Request
     from elasticrs.store.session import NativeSession
 
+
+T = TypeVar("T")
 
 _CLOSED = "the store object is closed"
 
@@ -79,24 +81,24 @@ class Requests:
         """
         return self._ask(lambda tag: Txn(tag, compares, then, otherwise))
 
-    def wait_until(self, holds: Callable[[], bool], keys: Sequence[str], timeout: float) -> bool:
-        """Wait until ``holds`` returns true. It is called again after each put to one of ``keys``. Return
-        false if ``timeout`` seconds pass first.
+    def wait_for(self, find: Callable[[], T | None], keys: Sequence[str], timeout: float) -> T | None:
+        """Wait until ``find`` returns a value that is not ``None``, and return this value. ``find`` is called
+        again after each put to one of ``keys``. Return ``None`` if ``timeout`` seconds pass first.
 
         Raises:
             DistNetworkError: the session ended.
         """
         deadline = time.monotonic() + timeout
-        if holds():
-            return True
+        if (found := find()) is not None:
+            return found
         self._begin_waiting(keys)
         try:
             while True:
                 seen = self._count(keys)
-                if holds():
-                    return True
+                if (found := find()) is not None:
+                    return found
                 if not self._until(lambda seen=seen: self._count(keys) != seen, deadline):  # type: ignore[misc]
-                    return False
+                    return None
         finally:
             self._end_waiting(keys)
 

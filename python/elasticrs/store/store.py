@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from elasticrs.store.coordination import Delete, Exists, Get, HasValue, Missing, ModifiedAt, Put, Range
 from elasticrs.store.requests import Requests
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elasticrs.store.coordination import Compare, Operation, Reply
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 _LENGTH = 4
@@ -112,20 +114,16 @@ class Store(TimedStore):
         self._txn(then=[Put(self._key(key), b"", True)])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        found: list[bytes] = []
-
-        def all_are_there() -> bool:
-            steps: list[Operation] = [Get(self._key(key)) for key in keys]
-            reply = self._txn(then=steps)
+        def find() -> list[bytes] | None:
+            reply = self._txn(then=[Get(self._key(key)) for key in keys])
             values = [_value(reply, index) for index in range(len(keys))]
-            found[:] = [value for value in values if value is not None]
-            return len(found) == len(values)
+            found = [value for value in values if value is not None]
+            return found if len(found) == len(values) else None
 
-        self._wait(all_are_there, keys, self._timeout)
-        return found
+        return self._wait(find, keys, self._timeout)
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        self._wait(lambda: self.check(keys), keys, self._timeout if timeout is None else timeout)
+        self._wait(lambda: self.check(keys) or None, keys, self._timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return true if all these keys exist."""
@@ -174,16 +172,12 @@ class Store(TimedStore):
             QueueEmptyError: the queue is empty and ``block`` is false.
             ValueError: the value of the key is not a queue.
         """
-        taken: list[bytes] = []
-
-        def one_is_there() -> bool:
-            return self._take_first(key, taken)
-
         if block:
-            self._wait(one_is_there, [key], self._timeout)
-        elif not one_is_there():
+            return self._wait(lambda: self._take_first(key), [key], self._timeout)
+        first = self._take_first(key)
+        if first is None:
             raise QueueEmptyError("queue is empty")
-        return taken[0]
+        return first
 
     def queue_len(self, key: str) -> int:
         """Return the number of values in a queue.
@@ -223,23 +217,25 @@ class Store(TimedStore):
     ) -> Reply:
         return self._requests.txn(compares, then, otherwise)
 
-    def _wait(self, holds: Callable[[], bool], keys: Sequence[str], timeout: datetime.timedelta) -> None:
+    def _wait(self, find: Callable[[], T | None], keys: Sequence[str], timeout: datetime.timedelta) -> T:
         names = [self._key(key) for key in keys]
-        if not self._requests.wait_until(holds, names, timeout.total_seconds()):
+        found = self._requests.wait_for(find, names, timeout.total_seconds())
+        if found is None:
             raise timed_out("wait", timeout, f"keys: {', '.join(keys)}")
+        return found
 
-    def _take_first(self, key: str, taken: list[bytes]) -> bool:
+    def _take_first(self, key: str) -> bytes | None:
+        """Remove and return the first value of a queue; ``None`` if the queue is empty."""
         name = self._key(key)
         while True:
             found = self._txn(then=[Get(name)]).entry(0)
             if found is None or found.value is None:
-                return False
+                return None
             first = _items(found.value)[0]
             rest = found.value[_LENGTH + len(first) :]
             step: Operation = Put(name, rest, False) if rest else Delete(name)
             if self._txn([ModifiedAt(name, found.mod_revision)], [step]).ok:
-                taken.append(first)
-                return True
+                return first
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
         name = self._key(key)
