@@ -35,18 +35,13 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
     if not text:
         return "localhost", default_port
     host, port = text, default_port
-    if not (text.startswith("[") and text.endswith("]")):
-        host, colon, tail = text.rpartition(":")
-        if not colon:
-            host = tail
-        else:
-            parsed = _try_parse_port(tail)
-            if parsed is None or parsed >= 2**16:
-                raise ValueError(
-                    f"The port number of the rendezvous endpoint '{text}' must be an integer between 0 and "
-                    "65536."
-                )
-            port = parsed
+    if ":" in text and not (text.startswith("[") and text.endswith("]")):
+        host, _, tail = text.rpartition(":")
+        if not re.fullmatch("[0-9]{1,5}", tail) or int(tail) >= 2**16:
+            raise ValueError(
+                f"The port number of the rendezvous endpoint '{text}' must be an integer between 0 and 65536."
+            )
+        port = int(tail)
     if len(host) > 1 and host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     if not re.match(r"^[\w\.:-]+$", host):
@@ -55,11 +50,6 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
             "IPv4 address, or an IPv6 address."
         )
     return host, port
-
-
-def _try_parse_port(port_str: str) -> int | None:
-    """Parse text of one to five digits as an integer. Return ``None`` for any other text."""
-    return int(port_str) if port_str and re.match(r"^[0-9]{1,5}$", port_str) else None
 
 
 def _matches_machine_hostname(host: str) -> bool:
