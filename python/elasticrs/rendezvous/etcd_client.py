@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.etcd_site import JOB_TTL, EtcdSite
+from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.store.coordination import Delete, DeletePrefix, Get, Put
 from elasticrs.store.requests import Requests
 from elasticrs.store.session import NativeSession
@@ -72,12 +73,12 @@ class EtcdClient:
         import ssl
         from urllib.request import urlopen
 
-        context, host = None, f"[{self.host}]" if ":" in self.host else self.host
+        context = None
         if self.site.is_tls:
             context = ssl.create_default_context(cafile=self.site.ca_cert)
             if self.site.cert is not None:
                 context.load_cert_chain(self.site.cert, self.site.key)
-        url = f"{self.protocol}://{host}:{self.port}/version"
+        url = f"{self.protocol}://{shown_endpoint(self.host, self.port)}/version"
         with urlopen(url, timeout=self.read_timeout, context=context) as answer:
             return str(json.load(answer)["etcdserver"])
 

@@ -8,6 +8,7 @@ import datetime
 from typing import Any
 
 from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters
+from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 from elasticrs.rendezvous.utils import parse_rendezvous_endpoint
 
@@ -45,11 +46,10 @@ class StaticTCPRendezvous(RendezvousHandler):
         self.world_size = world_size
         self.run_id = run_id
         self.timeout = datetime.timedelta(seconds=timeout)
-        host = f"[{master_addr}]" if ":" in master_addr else master_addr
         self._handler = get_rendezvous_handler(
             RendezvousParameters(
                 "static",
-                f"{host}:{master_port}",
+                shown_endpoint(master_addr, master_port),
                 run_id,
                 world_size,
                 world_size,

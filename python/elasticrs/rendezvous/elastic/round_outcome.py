@@ -17,7 +17,7 @@ from collections import Counter
 from elasticrs.job.failure_cause import Cause
 from elasticrs.job.restart_policy import STEADY, Evidence, StopKind, decide, exclude
 from elasticrs.job.value import Value
-from elasticrs.rendezvous.elastic.announcements import named, nodes
+from elasticrs.rendezvous.elastic.announcements import end_of, named, nodes
 from elasticrs.rendezvous.elastic.records import blame_of, cut, is_of_same_node, time_of
 
 TYPE_CHECKING = False
@@ -240,7 +240,7 @@ def _why_not_again(view: View, counted: Head, settings: Settings) -> str | None:
     """Return the reason for ending the job, regardless of the restart policy; ``None`` if there is none."""
     end = counted.end or {}
     if kind_of(counted) == "setup" and (end.get("fatal") or counted.setups > MAX_SETUPS):
-        return f"the workers on node {end.get('node')} could not be started: {end.get('message')}"
+        return end_of(counted)
     if settings.max_node_losses is not None and counted.losses > settings.max_node_losses:
         lost_nodes = nodes(counted.losses)
         return f"lost {lost_nodes} (max_node_losses={settings.max_node_losses}), last: {_lost_names(view)}"
