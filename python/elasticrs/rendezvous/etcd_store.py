@@ -105,10 +105,6 @@ class EtcdStore(_Base):
         """Time limit of :meth:`get` and :meth:`wait`."""
         return self._store.timeout
 
-    def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
-        self._store.set(key, value)
-
     def get(self, key: str) -> bytes:
         """Wait until a key is set, and return its value.
 
@@ -143,10 +139,6 @@ class EtcdStore(_Base):
         except DistStoreError as error:
             raise KeyNotFoundError(str(error)) from None
 
-    def check(self, keys: Sequence[str]) -> bool:
-        """Return true if all these keys exist."""
-        return self._store.check(keys)
-
 
 def _passed_on(name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(Store, name))
@@ -157,7 +149,7 @@ def _passed_on(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("append", "close", "compare_set", "delete_key", "has_extended_api", "list_keys", "multi_set"),
-    *("num_keys", "queue_push", "queue_pop", "queue_len", "set_timeout"),
+    *("append", "check", "close", "compare_set", "delete_key", "has_extended_api", "list_keys", "multi_set"),
+    *("num_keys", "queue_push", "queue_pop", "queue_len", "set", "set_timeout"),
 ):
     setattr(EtcdStore, _name, _passed_on(_name))
