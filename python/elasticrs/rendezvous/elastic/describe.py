@@ -23,7 +23,7 @@ from elasticrs.job.config import DEFAULT_PORT, DEFAULT_SHUTDOWN_TIMEOUT, UsageEr
 from elasticrs.job.value import Record, Value, fresh
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
 from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
-from elasticrs.rendezvous.elastic.settings import read_settings
+from elasticrs.rendezvous.elastic.settings import BY_NAME, read_settings, read_value
 from elasticrs.rendezvous.endpoint import parse_endpoint
 
 TYPE_CHECKING = False
@@ -229,22 +229,12 @@ def _static_rank(nodes: tuple[int, int], node_rank: int | None, configured: obje
         raise UsageError(
             f"{words.settings}: rank: got {configured!r}, but {words.node_rank} is {node_rank}: leave it out"
         )
-    rank = _rank_of(configured, words) if node_rank is None else node_rank
+    rank: int = node_rank or 0
+    if node_rank is None and configured is not None:
+        rank = read_value(BY_NAME["rank"], configured, words.settings)
     if rank >= high:
         expected = "0 with one node" if high == 1 else f"0 to {high - 1} with {high} nodes"
         raise UsageError(f"{words.node_rank}: got {rank}, expected {expected}")
-    return rank
-
-
-def _rank_of(configured: object, words: Words) -> int:
-    if configured is None:
-        return 0
-    try:
-        rank = int(str(configured))
-    except ValueError:
-        rank = -1
-    if rank < 0:
-        raise UsageError(f"{words.settings}: rank: got {configured!r}, expected a whole number from 0")
     return rank
 
 

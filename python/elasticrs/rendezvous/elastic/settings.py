@@ -205,7 +205,8 @@ KEYS: tuple[Key, ...] = (
 )  # fmt: skip
 """All settings. Durations are in seconds."""
 
-_BY_NAME = {key.name: key for key in KEYS}
+BY_NAME = {key.name: key for key in KEYS}
+"""All settings, by name."""
 
 
 class Settings(Value):
@@ -329,19 +330,17 @@ def read_settings(
             single line.
     """
     for name in given:
-        if name not in _BY_NAME:
-            known = tuple(dict.fromkeys((*_BY_NAME, *others)))
+        if name not in BY_NAME:
+            known = tuple(dict.fromkeys((*BY_NAME, *others)))
             raise UsageError(
                 f"{source}: unknown key {name}{_suggestion(name, known)}; known: {', '.join(known)}"
             )
-    values: dict[str, Any] = {
-        name: read_value(_BY_NAME[name], value, source) for name, value in given.items()
-    }
+    values: dict[str, Any] = {name: read_value(BY_NAME[name], value, source) for name, value in given.items()}
     notices: list[str] = []
     if (store_grace := values.get("store_grace")) is not None:
         if "keep_alive_max_attempt" in values:
             raise UsageError(f"{source}: store_grace and keep_alive_max_attempt cannot be combined")
-        interval = values.get("keep_alive_interval", _BY_NAME["keep_alive_interval"].default)
+        interval = values.get("keep_alive_interval", BY_NAME["keep_alive_interval"].default)
         values["keep_alive_max_attempt"] = max(3, int(-(-store_grace // interval)))
     values["token"] = _find_token(values, environ, source, notices)
     if exit_barrier_timeout is not None:
@@ -370,10 +369,10 @@ def exit_barrier_timeout_of(given: Mapping[str, object], environ: Mapping[str, s
     name = "exit_barrier_timeout"
     if given.get(name) is None:
         return exit_barrier_timeout_from(environ)
-    return Settings({name: read_value(_BY_NAME[name], given[name], source)}).exit_barrier_timeout
+    return Settings({name: read_value(BY_NAME[name], given[name], source)}).exit_barrier_timeout
 
 
-def read_value(key: Key, value: object, source: str) -> object:
+def read_value(key: Key, value: object, source: str) -> Any:
     """Convert the value of one setting.
 
     Raises:
