@@ -7,9 +7,8 @@ import pytest
 
 from elasticrs.agent.member_workers import among_workers, for_workers, variables_of_members
 from elasticrs.rendezvous.elastic import etcd_site, settings
-from elasticrs.rendezvous.elastic.dead_workers import forget_worker, forget_workers, workers_keys, workers_of
 from elasticrs.rendezvous.elastic.describe import describe
-from elasticrs.rendezvous.elastic.keys import Keys
+from elasticrs.rendezvous.elastic.keys import Keys, workers_keys, workers_of
 from elasticrs.train.meeting_url import parse
 
 OF_THE_STORE = {"connect_timeout", "store_lost_timeout", "store_grace", "lease_ttl", "read_timeout"}
@@ -56,10 +55,11 @@ def test_agents_remove_the_registration_that_a_worker_made(backend, token, conf)
     name = f"{workers_of('agent')}1234.5678/1"
     for key in (Keys(worker.job).node(name), Keys(worker.job).slot(name)):
         keys = workers_keys(nodes, POINT.job, 17)
-        for removal in (forget_worker(keys, f"{workers_of('agent')}1234"), forget_workers(keys, "agent")):
+        process = f"{workers_of('agent')}1234"
+        for removal in (keys.forget_process(process), keys.forget_members(workers_of("agent"))):
             removed = [prefixes[0] + deletion.prefix for deletion in removal]
             assert sum((prefixes[1] + key).startswith(each) for each in removed) == 1
-        other = forget_worker(keys, f"{workers_of('agent')}123") + forget_workers(keys, "agen")
+        other = keys.forget_process(process[:-1]) + keys.forget_members(workers_of("agen"))
         assert not any((prefixes[1] + key).startswith(prefixes[0] + each.prefix) for each in other)
 
 

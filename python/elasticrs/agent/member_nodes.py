@@ -20,7 +20,7 @@ from elasticrs.agent.several_nodes import SeveralNodes
 from elasticrs.job.ranks import NodeShare
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.announcements import nodes, restart_cost
-from elasticrs.rendezvous.elastic.dead_workers import workers_of
+from elasticrs.rendezvous.elastic.keys import workers_of
 from elasticrs.rendezvous.elastic.settings import Settings
 from elasticrs.workers.plan import Plan
 

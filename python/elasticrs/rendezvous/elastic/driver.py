@@ -12,7 +12,7 @@ import time
 from collections import deque
 
 from elasticrs.rendezvous.elastic import messages
-from elasticrs.rendezvous.elastic.dead_workers import forget_worker, workers_keys
+from elasticrs.rendezvous.elastic.keys import workers_keys
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
 from elasticrs.rendezvous.elastic.machine import Member, step
 from elasticrs.rendezvous.elastic.meeting_point import CannotHost, Home, MeetingPoint
@@ -193,7 +193,7 @@ class Driver:
         """
         keys = workers_keys(self._rendezvous, self.meeting_point.job, self.job_number)
         # Use tag 0, because the state machine never uses it and therefore ignores the reply.
-        self.meeting_point.send(Txn(0, [], forget_worker(keys, name)))
+        self.meeting_point.send(Txn(0, [], keys.forget_process(name)))
 
     @property
     def agent(self) -> str:

@@ -228,7 +228,7 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
     names = [f"{member.agent.agent}/{each}" for each in earlier]
     kinds = (member.keys.node, member.keys.slot)
     replaces = member.rendezvous.replaces
-    gone = [] if replaces is None else member.keys.forget_members(f"{replaces}.")
+    gone = [] if replaces is None else member.keys.forget_process(replaces)
     return [*gone, *(Delete(key(name)) for name in names for key in kinds)]
 
 

@@ -10,6 +10,7 @@ from elasticrs.store.coordination import DeletePrefix
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.store.coordination import Operation
 
 _MAX_DIGITS = 15
@@ -30,6 +31,31 @@ def workers_job(run_id: str, job: str, number: int) -> str:
         number: number that distinguishes consecutive jobs of the same name.
     """
     return f"{run_id}{_WORKERS}{job.removeprefix(run_id)}.{number}"
+
+
+def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
+    """Return the keys of the workers' own rendezvous, for use by an agent.
+
+    An agent deletes the registrations of dead workers, so that the other workers do not have to wait until a
+    lease expires. A worker cannot reliably detect the death of another worker, because a broken or refused
+    connection does not prove it.
+
+    Args:
+        rendezvous: rendezvous of the agents.
+        job: name of the agents' job in the store.
+        number: store revision at which the record of the agents' job was created.
+    """
+    etcd, root = rendezvous.etcd, ""
+    if etcd is not None and etcd.seats and rendezvous.settings.token is not None:
+        from elasticrs.rendezvous.elastic.etcd_membership import workers_prefix
+
+        root = workers_prefix(rendezvous.run_id, etcd.prefix).removeprefix(etcd.prefix)
+    return Keys(workers_job(rendezvous.run_id, job, number), root)
+
+
+def workers_of(agent: str) -> str:
+    """Return the prefix of the names of an agent's workers in the workers' own rendezvous."""
+    return f"{agent}-"
 
 
 class Keys:
@@ -69,6 +95,12 @@ class Keys:
         start with ``prefix``.
         """
         return [DeletePrefix(self.node(prefix)), DeletePrefix(self.slot(prefix))]
+
+    def forget_process(self, name: str) -> list[Operation]:
+        """Return operations that delete all registrations of a process. ``name`` is the prefix that was given
+        to the process for its name.
+        """
+        return self.forget_members(f"{name}.")
 
     def table(self, form: str) -> str:
         """Return the prefix of the keys that contain the member list of a proposed round."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from elasticrs.rendezvous.elastic import formation
 from elasticrs.rendezvous.elastic.connecting import fence
-from elasticrs.rendezvous.elastic.dead_workers import forget_workers, workers_keys
-from elasticrs.rendezvous.elastic.keys import agent_of
+from elasticrs.rendezvous.elastic.keys import agent_of, workers_keys, workers_of
 from elasticrs.rendezvous.elastic.leader import close, forget, forget_timers, has_passed, write
 from elasticrs.rendezvous.elastic.leader_view import View
 from elasticrs.rendezvous.elastic.member import Purpose
@@ -118,7 +117,8 @@ def _forget_workers(member: Member, view: View, gone: set[int]) -> None:
     keys = workers_keys(member.rendezvous, member.agent.job, member.joining.job_revision)
     for seat in (view.seats[rank] for rank in gone):
         if seat.member not in view.farewells:
-            member.txn(Purpose.NOTHING, [], forget_workers(keys, agent_of(seat.member)))
+            workers = workers_of(agent_of(seat.member))
+            member.txn(Purpose.NOTHING, [], keys.forget_members(workers))
 
 
 def _running(member: Member, leader: Leader, view: View, head: Head) -> None:
