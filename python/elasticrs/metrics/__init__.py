@@ -10,14 +10,41 @@ As in torch, the module ``elasticrs.metrics.static_init`` is imported if it exis
 
 from __future__ import annotations
 
-from elasticrs.metrics import api
-from elasticrs.metrics.api import *  # noqa: F403
+from elasticrs.metrics.api import (
+    ConsoleMetricHandler,
+    MetricData,
+    MetricHandler,
+    MetricsConfig,
+    MetricStream,
+    NullMetricHandler,
+    configure,
+    get_elapsed_time_ms,
+    getStream,
+    prof,
+    profile,
+    publish_metric,
+    put_metric,
+)
 
-__all__ = ["initialize_metrics"]
-__all__ += api.__all__
+__all__ = [
+    "ConsoleMetricHandler",
+    "MetricData",
+    "MetricHandler",
+    "MetricStream",
+    "MetricsConfig",
+    "NullMetricHandler",
+    "configure",
+    "getStream",
+    "get_elapsed_time_ms",
+    "initialize_metrics",
+    "prof",
+    "profile",
+    "publish_metric",
+    "put_metric",
+]
 
 
-def initialize_metrics(cfg: api.MetricsConfig | None = None) -> None:
+def initialize_metrics(cfg: MetricsConfig | None = None) -> None:
     """Do nothing. As in torch, the launcher calls this hook before the agent runs, and users may override it.
 
     Args:

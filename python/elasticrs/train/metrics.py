@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
-from elasticrs.metrics import api, initialize_metrics
-from elasticrs.metrics.api import *  # noqa: F403
+from elasticrs.metrics import (
+    ConsoleMetricHandler,
+    MetricData,
+    MetricHandler,
+    MetricStream,
+    NullMetricHandler,
+    configure,
+    get_elapsed_time_ms,
+    getStream,
+    initialize_metrics,
+    prof,
+    profile,
+    publish_metric,
+    put_metric,
+)
 
-__all__ = ["initialize_metrics"]
-__all__ += api.__all__
+__all__ = [
+    "ConsoleMetricHandler",
+    "MetricData",
+    "MetricHandler",
+    "MetricStream",
+    "NullMetricHandler",
+    "configure",
+    "getStream",
+    "get_elapsed_time_ms",
+    "initialize_metrics",
+    "prof",
+    "profile",
+    "publish_metric",
+    "put_metric",
+]
