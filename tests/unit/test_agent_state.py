@@ -12,7 +12,6 @@ from elasticrs.agent.state_machine import (
     AgentState,
     AnnounceRestart,
     Begin,
-    CloseRendezvous,
     CollectEvidence,
     Delay,
     DelayOver,
@@ -63,7 +62,7 @@ AGAIN = [RendezvousCompleted(), Started()]
 def test_a_job_whose_workers_exit_0_succeeds():
     state, actions = play(UP + SUCCESS)
     assert state.phase is Phase.SUCCEEDED
-    assert actions == [Rendezvous(1), Start(1, 0), CloseRendezvous(), Exit(0)]
+    assert actions == [Rendezvous(1), Start(1, 0), Exit(0)]
 
 
 def test_a_failure_within_the_budget_restarts():
@@ -74,7 +73,6 @@ def test_a_failure_within_the_budget_restarts():
         AnnounceRestart(0),
         Rendezvous(2),
         Start(2, 1),
-        CloseRendezvous(),
         Exit(0),
     ]
 
@@ -82,7 +80,7 @@ def test_a_failure_within_the_budget_restarts():
 def test_a_failure_beyond_the_budget_fails_the_job():
     state, actions = play(UP + FAILURE + AGAIN + FAILURE)
     assert state.phase is Phase.FAILED
-    assert actions[-4:] == [CollectEvidence(), ReportFailure(), CloseRendezvous(), Exit(1)]
+    assert actions[-3:] == [CollectEvidence(), ReportFailure(), Exit(1)]
 
 
 PERMANENT = Evidence((Cause(permanence="non_retryable", permanent_rank=3, permanent_sign="BadConfig"),))
@@ -200,7 +198,7 @@ def test_a_signal_during_a_failure_prevents_the_restart():
 def test_a_program_that_cannot_be_executed_is_not_tried_again():
     state, actions = play([Begin(), RendezvousCompleted(), StartFailed("no")], max_restarts=5)
     assert state.phase is Phase.FAILED
-    assert actions[-3:] == [ReportFailure("no", Verdict.PERMANENT), CloseRendezvous(), Exit(1)]
+    assert actions[-2:] == [ReportFailure("no", Verdict.PERMANENT), Exit(1)]
 
 
 def test_a_start_that_failed_for_want_of_memory_is_tried_again():
@@ -219,7 +217,7 @@ REPLACED = [WorkerExited(1, -9), WorkerSwept(1), WorkerReplaced(1)]
 def test_a_worker_is_replaced_when_nothing_of_it_is_left():
     state, actions = play([*UP, *REPLACED, *SUCCESS], replaces=True)
     assert (state.phase, state.restarts) == (Phase.SUCCEEDED, 1)
-    assert actions[2:] == [Replace(1, 1), CloseRendezvous(), Exit(0)]
+    assert actions[2:] == [Replace(1, 1), Exit(0)]
 
 
 def test_workers_that_fail_together_cost_one_restart():

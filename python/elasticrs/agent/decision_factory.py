@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,9 +38,9 @@ def make_decisions(
         home: see :class:`~elasticrs.agent.several_nodes.SeveralNodes`.
     """
     if rendezvous is None:
-        from elasticrs.rendezvous.one_node import OneNodePlanner
+        from elasticrs.rendezvous.one_node import plan_one_node
 
-        planner = planner or OneNodePlanner(job)
+        planner = planner or partial(plan_one_node, job)
         if job.replaces_workers:
             from elasticrs.agent.member_workers import MemberWorkers
 

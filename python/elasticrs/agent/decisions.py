@@ -13,7 +13,8 @@ from elasticrs.job.restart_policy import FailureHistory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Protocol
+    from collections.abc import Callable
+    from typing import TypeAlias
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
@@ -21,12 +22,8 @@ if TYPE_CHECKING:
     from elasticrs.job.failure_cause import Cause
     from elasticrs.workers.plan import Plan
 
-    class Planner(Protocol):
-        """Creates the plan for each start of the workers, with their ranks and addresses."""
-
-        def next(self, supervisor: _core.Supervisor) -> Plan: ...
-
-        def close(self) -> None: ...
+    Planner: TypeAlias = Callable[[_core.Supervisor], Plan]
+    """Function that creates the plan for each start of the workers, with their ranks and addresses."""
 
 
 class Decisions(ABC):
@@ -109,9 +106,6 @@ class Decisions(ABC):
         if plan is not None:
             plan.close()
 
-    def close_rendezvous(self) -> None:  # noqa: B027 -- nothing to do for one node
-        """Close the rendezvous, because there will be no further attempt."""
-
     def close(self) -> None:  # noqa: B027 -- nothing to do for one node
         """Release all resources, after the loop and the supervisor have stopped. Idempotent."""
 
@@ -171,10 +165,7 @@ class OneNode(Decisions):
     def next_plan(self, supervisor: _core.Supervisor) -> machine.Event:
         self.release_plan()
         try:
-            self.plan = self._planner.next(supervisor)
+            self.plan = self._planner(supervisor)
         except OSError as error:
             return machine.RendezvousFailed(f"cannot reserve a port for the workers: {error}")
         return machine.RendezvousCompleted()
-
-    def close_rendezvous(self) -> None:
-        self._planner.close()

@@ -336,8 +336,6 @@ class Agent:
         elif isinstance(action, machine.ReportFailure):
             self._result.message = action.message
             self._result.verdict = action.verdict
-        elif isinstance(action, machine.CloseRendezvous):
-            self._decisions.close_rendezvous()
 
     def _start(self, action: machine.Start) -> None:
         plan = self._decisions.plan

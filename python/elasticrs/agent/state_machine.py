@@ -357,10 +357,6 @@ class ReportFailure(Action):
     verdict: Verdict = Verdict.FAILED
 
 
-class CloseRendezvous(Action):
-    """Close the rendezvous, because no further attempt of this job will follow on any node."""
-
-
 class Exit(Action):
     """Exit the launcher with the exit code ``code``."""
 
@@ -443,7 +439,7 @@ def _on_group(
         why = phrases.not_restarted(event.why_unfit)
         return _fail(ended, why, evidence=True, verdict=Verdict.UNFIT)
     if event.outcome == "succeeded" and not state.worker_failed and not state.replacing:
-        return ended._next(Phase.SUCCEEDED), [CloseRendezvous(), Exit(0)]
+        return ended._next(Phase.SUCCEEDED), [Exit(0)]
     if event.port_conflict and state.stopped_by is None and state.port_retries < MAX_PORT_RETRIES:
         again = ended._next(
             Phase.RENDEZVOUS, round=state.round + 1, port_retries=state.port_retries + 1, worker_failed=False
@@ -535,4 +531,4 @@ def _fail(
 ) -> tuple[AgentState, list[Action]]:
     collect: list[Action] = [CollectEvidence()] if evidence else []
     report = ReportFailure(message, verdict)
-    return state._next(Phase.FAILED), [*collect, report, CloseRendezvous(), Exit(1)]
+    return state._next(Phase.FAILED), [*collect, report, Exit(1)]

@@ -14,30 +14,18 @@ if TYPE_CHECKING:
     from elasticrs.job.config import JobConfig
 
 
-class OneNodePlanner:
-    """Plans the attempts of a single-node job. If the job sets ``master_port``, rank 0 hosts the workers'
-    store on that port.
+def plan_one_node(job: JobConfig, supervisor: _core.Supervisor) -> Plan:
+    """Return the ranks and the store address of the next attempt of a single-node job. If the job sets
+    ``master_port``, rank 0 hosts the workers' store on that port. If the agent hosts the store,
+    ``supervisor`` serves it.
+
+    Raises:
+        OSError: no port is free, or file descriptors have run out.
     """
-
-    __slots__ = ("_job",)
-
-    def __init__(self, job: JobConfig) -> None:
-        self._job = job
-
-    def next(self, supervisor: _core.Supervisor) -> Plan:
-        """Return the ranks and the store address of the next attempt. If the agent hosts the store,
-        ``supervisor`` serves it.
-
-        Raises:
-            OSError: no port is free, or file descriptors have run out.
-        """
-        ranks = assign([NodeShare(self._job.role, self._job.nproc)], 0)
-        if self._job.master_port is not None:
-            return Plan(ranks, self._job.master_addr, self._job.master_port)
-        is_served = agent_hosts_store(os.environ)
-        port = StorePort(is_served=is_served)
-        port.serve(supervisor)
-        return Plan(ranks, self._job.master_addr, port.number, port, use_agent_store=is_served)
-
-    def close(self) -> None:
-        """Do nothing, because a single-node job has no other nodes to notify."""
+    ranks = assign([NodeShare(job.role, job.nproc)], 0)
+    if job.master_port is not None:
+        return Plan(ranks, job.master_addr, job.master_port)
+    is_served = agent_hosts_store(os.environ)
+    port = StorePort(is_served=is_served)
+    port.serve(supervisor)
+    return Plan(ranks, job.master_addr, port.number, port, use_agent_store=is_served)

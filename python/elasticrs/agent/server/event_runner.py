@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING
 
 from elasticrs.agent.decision_factory import make_decisions
@@ -83,7 +84,7 @@ class EventRunner(Record):
 
     def _decisions(self, job: JobConfig, console: Console) -> Decisions:
         handler, group = self._group.spec.rdzv_handler, self._group
-        planner = _Planner(group, handler) if isinstance(handler, OneNodeRendezvous) else None
+        planner = partial(_plan, group, handler) if isinstance(handler, OneNodeRendezvous) else None
         home = getattr(handler, "home", None)
         return make_decisions(
             job, self._rendezvous, console, planner=planner, planned=group.take_plan, home=home
@@ -128,26 +129,17 @@ class EventRunner(Record):
         raise error
 
 
-class _Planner(Record):
-    """Creates the plan (ranks and addresses) of each attempt of a single-node job. Gets the addresses from
-    the rendezvous handler.
+def _plan(group: WorkerGroup, handler: OneNodeRendezvous, supervisor: _core.Supervisor) -> Plan:
+    """Create the plan (ranks and addresses) of an attempt of a single-node job. Get the addresses from the
+    rendezvous handler. The handler stays open, because the agent may run again.
     """
-
-    _group: WorkerGroup
-    _handler: OneNodeRendezvous
-
-    def next(self, supervisor: _core.Supervisor) -> Plan:
-        spec, handler = self._group.spec, self._handler
-        bootstrap = handler.next_served_by(supervisor)
-        plan = Plan(
-            assign([NodeShare(spec.role, spec.local_world_size)], 0),
-            bootstrap.master_addr,
-            bootstrap.master_port,
-            handler.store_port,
-            use_agent_store=handler.use_agent_store,
-        )
-        self._group.take_plan(plan, handler.open_shared_store)
-        return plan
-
-    def close(self) -> None:
-        """Leave the handler open, because the agent may run again. The launcher shuts the handler down."""
+    bootstrap = handler.next_served_by(supervisor)
+    plan = Plan(
+        assign([NodeShare(group.spec.role, group.spec.local_world_size)], 0),
+        bootstrap.master_addr,
+        bootstrap.master_port,
+        handler.store_port,
+        use_agent_store=handler.use_agent_store,
+    )
+    group.take_plan(plan, handler.open_shared_store)
+    return plan
