@@ -40,7 +40,7 @@ def report(result):
 def attempt_of(exits, group_rank=1, paths=None):
     nodes = [NodeShare("default", 2), NodeShare("default", 2)]
     attempt = Attempt(3, 1, Plan(assign(nodes, group_rank), "a", 1))
-    attempt.paths = paths
+    attempt.paths = paths or LogPaths()
     now = time.monotonic_ns()
     for local_rank, exitcode, sent in exits:
         attempt.exits[local_rank] = SimpleNamespace(

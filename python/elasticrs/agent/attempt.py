@@ -11,7 +11,7 @@ from elasticrs.job.failure_cause import Verdict
 from elasticrs.job.restart_policy import FailureHistory, recent
 from elasticrs.job.value import Record, Value, fresh
 from elasticrs.report import phrases
-from elasticrs.workers.logs import error_file_of
+from elasticrs.workers.logs import LogPaths, error_file_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from elasticrs.host.xids import Xid
     from elasticrs.job.failure_cause import Cause
     from elasticrs.job.restart_policy import RestartSettings
-    from elasticrs.workers.logs import LogPaths
     from elasticrs.workers.node_page import Met
     from elasticrs.workers.plan import Plan
 
@@ -55,7 +54,7 @@ class Attempt(Record):
         name: name of the log directory: the number of restarts, followed by the round if an earlier attempt
             had the same number of restarts.
         plan: ranks and addresses of the workers.
-        paths: files of the attempt.
+        paths: files of the attempt; no files until its workers are about to be started.
         variables: variables added to each worker's environment, by local rank.
         pids: pids of the workers, by local rank. For a replaced worker, the pid of the latest replacement.
         exits: exits of the workers, by local rank, in the order in which the agent saw them. Replaced workers
@@ -96,7 +95,7 @@ class Attempt(Record):
     restarts: int
     plan: Plan
     name: str = ""
-    paths: LogPaths | None = None
+    paths: LogPaths = fresh(factory=LogPaths)
     variables: dict[int, dict[str, str]] = fresh(factory=dict)
     pids: list[int] = fresh(factory=list)
     exits: dict[int, WorkerExited] = fresh(factory=dict)
@@ -148,7 +147,7 @@ class Attempt(Record):
             restarts: number of restarts charged so far.
         """
         paths = self.paths
-        if paths is not None and (error_file := paths.error_files.get(local_rank)):
+        if error_file := paths.error_files.get(local_rank):
             path = error_file_of(error_file, self.pids[local_rank])
             paths = paths.replaced(error_files={**paths.error_files, local_rank: path})
         failed = Attempt(self.round, self.restarts, self.plan, self.name, paths=paths, pids=list(self.pids))

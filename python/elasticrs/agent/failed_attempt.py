@@ -244,14 +244,11 @@ def hand_on(error: ChildFailedError, headline: str) -> None:
 def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
     rank = worker.local_rank
     paths = attempt.paths
-    files = ("", "", "")
-    if paths is not None:
-        files = (paths.stdouts.get(rank, ""), paths.stderrs.get(rank, ""), paths.error_files.get(rank, ""))
     note = oom_note(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
     timer = attempt.expired.get(rank)
     failure = failure_of(
         worker,
-        *files,
+        *(paths.stdouts.get(rank), paths.stderrs.get(rank), paths.error_files.get(rank, "")),
         # Report the exception or the hang as the failure, because the signal that killed the worker later is
         # only a consequence.
         seen_ns=attempt.failed_ns(worker),
@@ -270,10 +267,10 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
 def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFailure) -> None:
     """Add the stack of a hung worker and the last heartbeats of all ranks to the worker's failure."""
     rank = worker.local_rank
-    if rank in attempt.expired and attempt.paths is not None and attempt.paths.error_files.get(rank):
+    if rank in attempt.expired and (error_file := attempt.paths.error_files.get(rank)):
         from elasticrs.agent import hangs
 
-        path = hang_file(attempt.paths.error_files[rank])
+        path = hang_file(error_file)
         if os.path.isfile(path):
             others = 3 if attempt.expired[rank].raised is not None else 0
             failure.stack = hangs.stack(path, others=others)

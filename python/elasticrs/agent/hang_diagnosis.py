@@ -147,15 +147,12 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
             not been stopped yet.
         has_stacks: false if no stacks were requested. Stacks found in files are then outdated and ignored.
     """
-    paths = attempt.paths
-    if paths is None:
-        return []
     deadline = time.monotonic() + _TIME_LIMIT
     facts = []
     for local_rank, rank in attempt.global_ranks().items():
         exited = attempt.exits.get(local_rank)
         has_exited = exited is not None and (stopped_ns is None or exited.seen_ns < stopped_ns)
-        error_file = paths.error_files.get(local_rank, "")
+        error_file = attempt.paths.error_files.get(local_rank, "")
         is_late = time.monotonic() >= deadline
         found = _evidence(rank, error_file, has_exited=has_exited, is_late=is_late)
         facts.append(observe(found if has_stacks else found._replace(stacks=None)))
@@ -171,7 +168,7 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
     facts = []
     for local_rank, rank in attempt.global_ranks().items():
         found = RankEvidence(rank, os.uname().nodename, NoRecord.LATE)
-        error_file = attempt.paths.error_files.get(local_rank, "") if attempt.paths is not None else ""
+        error_file = attempt.paths.error_files.get(local_rank, "")
         path = next(iter(record_files(attempt, local_rank, oldest)), None)
         if path is not None and time.monotonic() < deadline:
             is_dump = path != flight_record_file(error_file)

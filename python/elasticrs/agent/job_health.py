@@ -115,8 +115,7 @@ class HealthObserver(Observer):
         """Let the health check server count the bytes in log files, except in files that the agent reads
         anyway.
         """
-        if attempt.paths is not None:
-            self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
+        self._native.watch_files(attempt.paths.only_written(), attempt.paths.are_new)
 
     def not_started(self) -> None:
         """Set the health status to ``STOPPED``, because the workers could not be started."""
@@ -228,7 +227,7 @@ class HealthObserver(Observer):
             "exitcode": None if worker is None else worker.exitcode,
             "what": attempt.why_expired(local_rank) or ended,
             "exception": headline(raised.text) if raised is not None else None,
-            "error_file": (attempt.paths.error_files.get(local_rank) if attempt.paths else "") or None,
+            "error_file": attempt.paths.error_files.get(local_rank) or None,
             "time_ms": time.time_ns() // 1_000_000,
             "round": attempt.round,
         }
@@ -256,7 +255,7 @@ class HealthObserver(Observer):
         return {
             "schema": SCHEMA,
             "host": os.uname().nodename,
-            "log_folder": (attempt.paths.run_folder if attempt is not None and attempt.paths else "") or None,
+            "log_folder": None if attempt is None else attempt.paths.run_folder or None,
             "job": {
                 **{name: getattr(job, name) for name in shown},
                 "restart_window": job.restart_settings.window,

@@ -226,8 +226,7 @@ def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
         return False
     if failure.is_start_error:
         return True
-    paths = attempt.paths
-    stdout = paths.stdouts.get(failure.local_rank) if paths is not None else None
+    stdout = attempt.paths.stdouts.get(failure.local_rank)
     if failure.exitcode != _USAGE_ERROR or failure.exception is not None or stdout is None:
         return False
     return os.path.isfile(stdout) and os.path.getsize(stdout) == 0

@@ -19,7 +19,7 @@ def is_port_conflict(attempt: Attempt) -> bool:
     about a port in use. Ignore ports that the user has chosen.
     """
     held = attempt.plan.port
-    if held is None or held.store is not None or attempt.paths is None:
+    if held is None or held.store is not None:
         return False
     port = str(attempt.plan.master_port).encode()
     for worker in attempt.failed_exits():

@@ -76,13 +76,13 @@ class RasAddress:
         self.address = self._socket.getsockname()
         self.variables = {VARIABLE: "%s:%d" % self.address}  # noqa: UP031 -- a tuple of two
 
-    def query(self, paths: LogPaths | None) -> RasQuery | None:
+    def query(self, paths: LogPaths) -> RasQuery | None:
         """Start to query NCCL's RAS service about a hung worker. The response is written to a file in the
         attempt's log folder.
 
         Return ``None`` if there is no address or no log folder, or if the query cannot be started.
         """
-        files = [] if paths is None else [path for path in paths.error_files.values() if path]
+        files = [path for path in paths.error_files.values() if path]
         if self.address is None or not files:
             return None
         folder = os.path.dirname(os.path.dirname(files[0]))

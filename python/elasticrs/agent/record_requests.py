@@ -24,7 +24,7 @@ def request_records(attempt: Attempt) -> list[str]:
 
     Return the paths of the files to which these workers write their records.
     """
-    paths = attempt.paths.error_files.values() if attempt.paths is not None else ()
+    paths = attempt.paths.error_files.values()
     return [flight_record_file(path) for path in paths if path and _is_requested(path)]
 
 
@@ -66,7 +66,7 @@ def record_files(attempt: Attempt, local_rank: int, since: float = 0.0) -> list[
         since: earliest modification time of a record, in seconds of the wall clock. Older records are
             omitted.
     """
-    error_file = attempt.paths.error_files.get(local_rank) if attempt.paths is not None else None
+    error_file = attempt.paths.error_files.get(local_rank)
     if not error_file:
         return []
     rank = attempt.plan.ranks[local_rank].global_rank

@@ -71,7 +71,7 @@ class Story(Observer):
 
     def prepared(self, attempt: Attempt) -> None:
         """Print the folder of the logs, before the first attempt."""
-        folder = attempt.paths.run_folder if attempt.paths is not None else ""
+        folder = attempt.paths.run_folder
         if attempt is self._result.attempts[0] and self._tells_all and folder and any(_outputs(attempt)):
             self._say(f"logs in {folder}")
 
@@ -232,14 +232,11 @@ def productive_ns(attempts: Iterable[Attempt]) -> int:
 
 def folder_with_files(attempts: Sequence[Attempt]) -> str | None:
     """Return the folder of a run's logs. Return ``None`` if it contains no files."""
-    paths = attempts[-1].paths
-    run = paths.run_folder if paths is not None else ""
+    run = attempts[-1].paths.run_folder
     return run if run and any(files for _, _, files in os.walk(run)) else None
 
 
 def _outputs(attempt: Attempt) -> Iterable[str]:
-    paths = attempt.paths
-    if paths is not None:
-        for path in (*paths.stdouts.values(), *paths.stderrs.values()):
-            if path and path != os.devnull:
-                yield path
+    for path in (*attempt.paths.stdouts.values(), *attempt.paths.stderrs.values()):
+        if path and path != os.devnull:
+            yield path

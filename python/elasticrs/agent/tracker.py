@@ -304,7 +304,7 @@ class AttemptTracker:
     def tidy_up(self) -> None:
         """Remove empty crash files and unused FIFOs. Write a timeline if ``ELASTICRS_TIMELINE`` is set."""
         for attempt in self.result.attempts:
-            for path in attempt.paths.error_files.values() if attempt.paths is not None else ():
+            for path in attempt.paths.error_files.values():
                 discard_unused_files(path)
         if os.environ.get("ELASTICRS_TIMELINE"):
             from elasticrs.agent.timeline import write

@@ -270,7 +270,7 @@ def prepare_group(
         keep_ignored=setup.keep_ignored,
         replaces=job.replaces_workers,
     )
-    streams = _streams(setup, attempt, paths)
+    streams = _streams(setup, attempt)
     if streams:
         supervisor.follow(streams)
     evidence = [(fault_file(path), hang_file(path)) for path in files] if are_watched else []
@@ -290,15 +290,13 @@ def prepare_replacement(
         OSError: the error file cannot be renamed, or the process has run out of file descriptors.
     """
     setup, paths = workers.setup, attempt.paths
-    if paths is None:
-        raise RuntimeError("a worker is replaced that was never started")
     own = attempt.variables[local_rank]
     own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
     own.update(_member(attempt.plan, local_rank))
     error_file = paths.error_files.get(local_rank)
     if error_file and os.path.exists(error_file):
         os.rename(error_file, error_file_of(error_file, attempt.pids[local_rank]))
-    streams = [each for each in _streams(setup, attempt, paths) if each.local_rank == local_rank]
+    streams = [each for each in _streams(setup, attempt) if each.local_rank == local_rank]
     if streams:
         supervisor.follow(streams)
     return workers.replacement(paths, local_rank, {**setup.environ, **own})
@@ -318,8 +316,9 @@ def _member(plan: Plan, local_rank: int) -> dict[str, str]:
     return {"ELASTICRS_TRAIN_MEMBER": name if before is None else f"{name} {before}"}
 
 
-def _streams(setup: WorkerSetup, attempt: Attempt, paths: LogPaths) -> list[_core.LogStream]:
+def _streams(setup: WorkerSetup, attempt: Attempt) -> list[_core.LogStream]:
     streams: list[_core.LogStream] = []
+    paths = attempt.paths
     prefixes = line_prefixes(setup.prefix_template, attempt.plan.ranks)
     for to, tees, copy in (
         (1, paths.tee_stdouts, paths.filtered_stdout),

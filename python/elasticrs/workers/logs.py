@@ -12,7 +12,7 @@ import os
 import stat
 
 from elasticrs.job.config import DEFAULT_PREFIX_TEMPLATE, LogSettings, UsageError
-from elasticrs.job.value import Value
+from elasticrs.job.value import Value, fresh
 from elasticrs.report.phrases import visible
 
 TYPE_CHECKING = False
@@ -35,11 +35,11 @@ class LogPaths(Value):
         are_new: true if none of the files existed before the attempt.
     """
 
-    stdouts: dict[int, str]
-    stderrs: dict[int, str]
-    tee_stdouts: dict[int, str]
-    tee_stderrs: dict[int, str]
-    error_files: dict[int, str]
+    stdouts: dict[int, str] = fresh(factory=dict)
+    stderrs: dict[int, str] = fresh(factory=dict)
+    tee_stdouts: dict[int, str] = fresh(factory=dict)
+    tee_stderrs: dict[int, str] = fresh(factory=dict)
+    error_files: dict[int, str] = fresh(factory=dict)
     filtered_stdout: str = ""
     filtered_stderr: str = ""
     _: KW_ONLY

@@ -228,10 +228,7 @@ class PolledWorkers:
 
     def _make_result(self, attempt: Attempt, ended: machine.GroupEnded) -> RunProcsResult:
         paths = attempt.paths
-        result = RunProcsResult(
-            stdouts={} if paths is None else dict(paths.stdouts),
-            stderrs={} if paths is None else dict(paths.stderrs),
-        )
+        result = RunProcsResult(stdouts=dict(paths.stdouts), stderrs=dict(paths.stderrs))
         local_ranks = {ranks.global_rank: ranks.local_rank for ranks in attempt.plan.ranks}
         if ended.outcome == "succeeded" and not attempt.failed_exits():
             values = self._workers.return_values(attempt)

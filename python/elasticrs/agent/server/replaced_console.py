@@ -35,8 +35,6 @@ class ReplacedConsole(Observer):
         """Start copying from the log files of the attempt."""
         self._stop()
         paths = attempt.paths
-        if paths is None:
-            return
         prefixes = line_prefixes(self._template, attempt.plan.ranks)
         for fd, stream in self._streams.items():
             tees = paths.tee_stdouts if fd == 1 else paths.tee_stderrs
