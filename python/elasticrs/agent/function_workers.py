@@ -92,25 +92,12 @@ class FunctionWorkers(Workers):
         self._pages: dict[int, int] = {}
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[ProcessSpec]:
-        return self._begin(paths, environments, {})
-
-    def _begin(
-        self,
-        paths: LogPaths,
-        environments: Mapping[int, dict[str, str]],
-        keeps: Mapping[int, Sequence[int]],
-    ) -> list[ProcessSpec]:
         # Clear the return values of the previous attempt, because ranks may have changed.
         self._values = {}
-        self._start = self._start_of(paths, environments, keeps)
+        self._start = self._start_of(paths, environments)
         return self._start.prepare()
 
-    def _start_of(
-        self,
-        paths: LogPaths,
-        environments: Mapping[int, dict[str, str]],
-        keeps: Mapping[int, Sequence[int]],
-    ) -> FunctionStart:
+    def _start_of(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> FunctionStart:
         functions = Functions(
             self.setup.job.name,
             self._function,
@@ -119,7 +106,7 @@ class FunctionWorkers(Workers):
             {rank: paths.stdouts.get(rank, "") for rank in environments},
             {rank: paths.stderrs.get(rank, "") for rank in environments},
             self.setup.job.cpus,
-            keeps,
+            {rank: (page,) for rank, page in self._pages.items()},
             self.are_warm,
         )
         return BY_METHOD[self._start_method](functions)
@@ -127,7 +114,7 @@ class FunctionWorkers(Workers):
     def replacement(self, paths: LogPaths, local_rank: int, environ: dict[str, str]) -> ProcessSpec:
         if (before := self._late.pop(local_rank, None)) is not None:
             before.close()
-        self._late[local_rank] = late = self._start_of(paths, {local_rank: environ}, {})
+        self._late[local_rank] = late = self._start_of(paths, {local_rank: environ})
         (process,) = late.prepare()
         return process
 
@@ -237,7 +224,7 @@ class KeptWorkers(FunctionWorkers):
             environments = {rank: dict(environment) for rank, environment in environments.items()}
             for rank, environment in environments.items():
                 self._pages[rank], environment[_HEARTBEAT] = heartbeat_page()
-        return self._begin(paths, environments, {rank: (page,) for rank, page in self._pages.items()})
+        return super().specs(paths, environments)
 
     @property
     def _kept(self) -> Kept | None:
