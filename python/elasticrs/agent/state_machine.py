@@ -47,7 +47,7 @@ from elasticrs.report import phrases
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Literal, TypeAlias
+    from typing import Literal, TypeAlias
 
     from elasticrs.job.restart_budget import Meetings
 
@@ -129,10 +129,6 @@ class AgentState(Value):
         if self.policy.window is not None:
             used = len(recent(self.policy, self.history, now))
         return self.policy.max_restarts - used
-
-    def _next(self, phase: Phase, **changes: Any) -> AgentState:
-        same = {name: getattr(self, name) for name in self._names}
-        return AgentState(**{**same, **changes, "phase": phase})
 
 
 # --- events ---
@@ -383,17 +379,19 @@ def step(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
     if isinstance(event, StartFailed):
         return _on_start_failed(state, event) if state.group_exists else (state, [])
     if isinstance(event, Started):
-        return (state._next(Phase.RUNNING) if state.phase is Phase.STARTING else state), []
-    if state.is_delayed:
-        return _on_delayed(state, event)
+        return (state.replaced(phase=Phase.RUNNING) if state.phase is Phase.STARTING else state), []
+    if isinstance(event, DelayOver) and state.is_delayed:
+        return state.replaced(is_delayed=False), [Rendezvous(state.round)]
     if isinstance(event, Begin) and state.phase is Phase.INIT:
-        return state._next(Phase.RENDEZVOUS), [Rendezvous(state.round)]
-    if isinstance(event, RendezvousCompleted) and state.phase is Phase.RENDEZVOUS:
-        new = state._next(
-            Phase.STARTING, worker_failed=False, group_exists=True, replacing=frozenset(), met=()
+        return state.replaced(phase=Phase.RENDEZVOUS), [Rendezvous(state.round)]
+    if state.phase is not Phase.RENDEZVOUS or state.is_delayed:
+        return state, []
+    if isinstance(event, RendezvousCompleted):
+        new = state.replaced(
+            phase=Phase.STARTING, worker_failed=False, group_exists=True, replacing=frozenset(), met=()
         )
         return new, [Start(state.round, state.restarts)]
-    if isinstance(event, RendezvousFailed) and state.phase is Phase.RENDEZVOUS:
+    if isinstance(event, RendezvousFailed):
         return _fail(state, event.message)
     return state, []
 
@@ -403,23 +401,18 @@ def _on_signal(state: AgentState, event: SignalReceived) -> tuple[AgentState, li
         # A second stop request kills the workers at once.
         return state, [Stop(SIGKILL, 0.0)]
     if not state.group_exists:
-        return state._next(Phase.STOPPED, signum=event.signum), [Exit(1)]
-    return state._next(Phase.STOPPING, signum=event.signum), [Stop(event.signum, state.shutdown_timeout)]
-
-
-def _on_delayed(state: AgentState, event: Event) -> tuple[AgentState, list[Action]]:
-    if isinstance(event, DelayOver):
-        return state._next(state.phase, is_delayed=False), [Rendezvous(state.round)]
-    return state, []
+        return state.replaced(phase=Phase.STOPPED, signum=event.signum), [Exit(1)]
+    stop = Stop(event.signum, state.shutdown_timeout)
+    return state.replaced(phase=Phase.STOPPING, signum=event.signum), [stop]
 
 
 def _on_start_failed(state: AgentState, event: StartFailed) -> tuple[AgentState, list[Action]]:
-    ended = state._next(state.phase, group_exists=False)
+    ended = state.replaced(group_exists=False)
     if state.signum is not None:
-        return ended._next(Phase.STOPPED), [Exit(1)]
+        return ended.replaced(phase=Phase.STOPPED), [Exit(1)]
     if event.transient:
         return _restart(ended, event.evidence, event.message)
-    return _fail(ended, event.message, verdict=Verdict.PERMANENT)
+    return _fail(ended, event.message, Verdict.PERMANENT)
 
 
 def _on_group(
@@ -428,25 +421,28 @@ def _on_group(
     if isinstance(event, WorkerExited):
         if state.replaces and state.phase is Phase.RUNNING and event.exitcode != 0:
             return _on_worker_to_replace(state, event.local_rank, event.met, event.evidence)
-        failed = state.worker_failed or event.exitcode != 0
-        return state._next(state.phase, worker_failed=failed), []
+        return state.replaced(worker_failed=state.worker_failed or event.exitcode != 0), []
     if isinstance(event, FailureSeen):
-        return state._next(Phase.STOPPING, worker_failed=True), []
-    ended = state._next(state.phase, group_exists=False)
+        return state.replaced(phase=Phase.STOPPING, worker_failed=True), []
+    ended = state.replaced(group_exists=False)
+    has_succeeded = event.outcome == "succeeded" and not state.worker_failed and not state.replacing
+    if has_succeeded and state.signum is None and event.why_unfit is None:
+        return ended.replaced(phase=Phase.SUCCEEDED), [Exit(0)]
+    new, actions = _on_unsuccessful_end(ended, event)
+    return new, [CollectEvidence(), *actions]
+
+
+def _on_unsuccessful_end(state: AgentState, event: GroupEnded) -> tuple[AgentState, list[Action]]:
     if state.signum is not None:
-        return ended._next(Phase.STOPPED), [CollectEvidence(), Exit(1)]
+        return state.replaced(phase=Phase.STOPPED), [Exit(1)]
     if event.why_unfit is not None:
-        why = phrases.not_restarted(event.why_unfit)
-        return _fail(ended, why, evidence=True, verdict=Verdict.UNFIT)
-    if event.outcome == "succeeded" and not state.worker_failed and not state.replacing:
-        return ended._next(Phase.SUCCEEDED), [Exit(0)]
+        return _fail(state, phrases.not_restarted(event.why_unfit), Verdict.UNFIT)
     if event.port_conflict and state.stopped_by is None and state.port_retries < MAX_PORT_RETRIES:
-        again = ended._next(
-            Phase.RENDEZVOUS, round=state.round + 1, port_retries=state.port_retries + 1, worker_failed=False
-        )
+        retries = state.port_retries + 1
+        again = state.replaced(phase=Phase.RENDEZVOUS, round=state.round + 1, port_retries=retries)
         announce = AnnounceRestart(state.restarts_left(event.evidence.now), charged=False)
-        return again, [CollectEvidence(), announce, Rendezvous(again.round)]
-    return _restart(ended, event.evidence, collects=True)
+        return again, [announce, Rendezvous(again.round)]
+    return _restart(state, event.evidence)
 
 
 def _on_worker_to_replace(
@@ -455,15 +451,12 @@ def _on_worker_to_replace(
     history = state.history
     if not (state.replacing or has_not_met_since(state.met, met, local_rank)):
         decision = decide(state.policy, history, evidence)
-        history, state = decision.history, state._next(state.phase, met=met)
+        history, state = decision.history, state.replaced(met=met)
         if decision.stop is not None:
-            return _stop_all(state._next(state.phase, stopped_by=decision))
+            return _stop_all(state.replaced(stopped_by=decision))
     elif (reason := why_permanent(evidence)) is not None:
-        return _stop_all(
-            state._next(state.phase, stopped_by=RestartDecision(history, StopKind.PERMANENT, reason))
-        )
-    new = state._next(state.phase, history=history, replacing=state.replacing | {local_rank})
-    return new, []
+        return _stop_all(state.replaced(stopped_by=RestartDecision(history, StopKind.PERMANENT, reason)))
+    return state.replaced(history=history, replacing=state.replacing | {local_rank}), []
 
 
 def _on_replacement(
@@ -481,9 +474,7 @@ def _on_replacement(
             return state, stop
     if isinstance(event, WorkerReplaced):
         place = event.local_rank
-        return state._next(
-            state.phase, replacing=state.replacing - {place}, met=without(state.met, place)
-        ), []
+        return state.replaced(replacing=state.replacing - {place}, met=without(state.met, place)), []
     if isinstance(event, ReplaceFailed) or event.is_stuck:
         return _stop_all(state)
     return state, [Replace(event.local_rank, state.restarts)]
@@ -493,11 +484,12 @@ def _stop_all(state: AgentState) -> tuple[AgentState, list[Action]]:
     """Stop all workers, because a failed worker cannot be replaced. After that, either all workers are
     restarted or the job fails.
     """
-    return state._next(Phase.STOPPING, worker_failed=True), [Stop(SIGTERM, state.shutdown_timeout, True)]
+    stop = Stop(SIGTERM, state.shutdown_timeout, is_announced=True)
+    return state.replaced(phase=Phase.STOPPING, worker_failed=True), [stop]
 
 
 def _restart(
-    state: AgentState, evidence: Evidence, message: str | None = None, *, collects: bool = False
+    state: AgentState, evidence: Evidence, message: str | None = None
 ) -> tuple[AgentState, list[Action]]:
     """Restart all workers if the restart policy allows it. Otherwise, fail the job.
 
@@ -507,28 +499,20 @@ def _restart(
     decision = state.stopped_by or decide(state.policy, state.history, evidence)
     if decision.stop is not None:
         if decision.stop is StopKind.PERMANENT:
-            return _fail(state, decision.reason, evidence=collects, verdict=Verdict.PERMANENT)
-        return _fail(state, message, evidence=collects)
+            return _fail(state, decision.reason, Verdict.PERMANENT)
+        return _fail(state, message)
     delay = decision.delay
-    new = state._next(
-        Phase.RENDEZVOUS,
+    new = state.replaced(
+        phase=Phase.RENDEZVOUS,
         round=state.round + 1,
         history=decision.history,
-        worker_failed=False,
         is_delayed=delay > 0,
     )
-    collect: list[Action] = [CollectEvidence()] if collects else []
     announce = AnnounceRestart(new.restarts_left(evidence.now), delay=delay)
-    return new, [*collect, announce, Delay(delay) if delay > 0 else Rendezvous(new.round)]
+    return new, [announce, Delay(delay) if delay > 0 else Rendezvous(new.round)]
 
 
 def _fail(
-    state: AgentState,
-    message: str | None = None,
-    *,
-    evidence: bool = False,
-    verdict: Verdict = Verdict.FAILED,
+    state: AgentState, message: str | None = None, verdict: Verdict = Verdict.FAILED
 ) -> tuple[AgentState, list[Action]]:
-    collect: list[Action] = [CollectEvidence()] if evidence else []
-    report = ReportFailure(message, verdict)
-    return state._next(Phase.FAILED), [*collect, report, Exit(1)]
+    return state.replaced(phase=Phase.FAILED), [ReportFailure(message, verdict), Exit(1)]
