@@ -14,10 +14,8 @@ from elasticrs.agent.shared_budget import (
     Report,
     RoundBegan,
     RoundEnded,
-    SayDone,
     SayEnded,
     SayIdle,
-    SayNotStarted,
     WorkerFailed,
     step,
 )
@@ -33,6 +31,7 @@ from elasticrs.agent.state_machine import (
     WorkerReplaced,
     WorkerSwept,
 )
+from elasticrs.rendezvous.elastic import messages
 
 GRACE = 30.0
 STOPPED = Stop(SIGTERM, GRACE, is_announced=True)
@@ -97,7 +96,7 @@ def test_one_that_began_since_does_not():
 
 def test_a_succeeded_worker_is_not_started_again():
     _, done = play(*UP, GroupEnded("succeeded"), NONE_MET, RoundBegan(2, 1))
-    assert done == [Start(1, 0), SayDone(), SayIdle(), SayDone()]
+    assert done == [Start(1, 0), messages.WorkersDone(), SayIdle(), messages.WorkersDone()]
 
 
 def test_a_worker_whose_timer_expired_has_failed_though_it_exited_with_0():
@@ -113,7 +112,7 @@ def test_workers_stop_before_the_job_ends():
 
 def test_a_job_without_workers_ends_without_a_stop():
     _, done = play(*UP, GroupEnded("succeeded"), JobEnded())
-    assert done == [Start(1, 0), SayDone(), Finish()]
+    assert done == [Start(1, 0), messages.WorkersDone(), Finish()]
 
 
 def test_a_node_that_loses_its_lease_starts_over():
@@ -136,7 +135,7 @@ def test_a_failed_replacement_stops_the_group():
 
 
 def test_a_failed_start_of_workers_is_reported():
-    assert play(*UP, StartFailed("no memory", True))[1][-1] == SayNotStarted("no memory", True)
+    assert play(*UP, StartFailed("no memory", True))[1][-1] == messages.StartFailed("no memory", True)
 
 
 class Course:
@@ -271,7 +270,7 @@ class Course:
                 self.group = "stopping"
             case SayIdle():
                 assert self.rendezvous == "idle"
-            case SayDone():
+            case messages.WorkersDone():
                 assert self.has_succeeded
                 assert self.rendezvous == "run"
             case SayEnded():

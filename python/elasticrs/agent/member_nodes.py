@@ -195,23 +195,19 @@ class MemberNodes(SeveralNodes):
                     pending.extend(self._events(self._tell_store(effect)))
         return found
 
-    def _tell_store(
-        self,
-        effect: shared.Report | shared.SayIdle | shared.SayDone | shared.SayEnded | shared.SayNotStarted,
-    ) -> list[messages.LoopAction]:
-        driver = self._require_driver()
+    def _tell_store(self, effect: shared.Answer) -> list[messages.LoopAction]:
+        event: messages.WorkersEvent
         match effect:
             case shared.Report():
                 self._is_own = True
-                return driver.tell(messages.WorkerFailed(self._first_words(effect.local_rank).encoded()))
+                event = messages.WorkerFailed(self._first_words(effect.local_rank).encoded())
             case shared.SayIdle():
-                return driver.tell(messages.GroupEnded(self._own_cause()))
-            case shared.SayDone():
-                return driver.tell(messages.WorkersDone())
+                event = messages.GroupEnded(self._own_cause())
             case shared.SayEnded():
-                return driver.tell(messages.GroupEnded(self._own_cause(), effect.unfit))
+                event = messages.GroupEnded(self._own_cause(), effect.unfit)
             case _:
-                return driver.tell(messages.StartFailed(effect.message, effect.transient))
+                event = effect
+        return self._require_driver().tell(event)
 
     def _first_words(self, local_rank: int) -> Cause:
         from elasticrs.agent.own_cause import facts, first_word

@@ -36,6 +36,7 @@ from elasticrs.agent.state_machine import (
 )
 from elasticrs.job.restart_budget import has_not_met_since, without
 from elasticrs.job.value import Value
+from elasticrs.rendezvous.elastic import messages
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,9 +45,8 @@ if TYPE_CHECKING:
     from elasticrs.job.restart_budget import Meetings
 
     Group: TypeAlias = Literal["none", "running", "stopping"]
-    Effect: TypeAlias = (
-        "Start | Replace | Stop | Report | SayIdle | SayDone | SayEnded | SayNotStarted | Finish"
-    )
+    Answer: TypeAlias = "Report | SayIdle | SayEnded | messages.WorkersDone | messages.StartFailed"
+    Effect: TypeAlias = Start | Replace | Stop | Answer | "Finish"
 
 
 class NodeState(Value):
@@ -124,7 +124,7 @@ class JobEnded(Event):
     signum: int = SIGTERM
 
 
-# --- effects (results of :func:`step`) that only this module defines ---
+# --- effects (results of :func:`step`), in addition to actions of the agent and events of its rendezvous ---
 
 
 class Report(Value):
@@ -137,23 +137,12 @@ class SayIdle(Value):
     """Report to the agents' rendezvous that this node is ready for the next round."""
 
 
-class SayDone(Value):
-    """Report to the agents' rendezvous that the workers of this node have succeeded."""
-
-
 class SayEnded(Value):
     """Report to the agents' rendezvous that all processes of the workers have exited. ``unfit`` is the reason
     why this node cannot take part in another round; ``None`` if it can.
     """
 
     unfit: str | None = None
-
-
-class SayNotStarted(Value):
-    """Report to the agents' rendezvous that the workers could not be started."""
-
-    message: str
-    transient: bool
 
 
 class Finish(Value):
@@ -187,14 +176,14 @@ def step(state: NodeState, event: Event) -> tuple[NodeState, list[Effect]]:
         case GroupEnded() if state.group != "none":
             return _group_ended(state, event)
         case StartFailed() if state.group != "none":
-            return _gone(state, SayNotStarted(event.message, event.transient))
+            return _gone(state, messages.StartFailed(event.message, event.transient))
         case Started() | WorkerExited() | _:
             return state, []
 
 
 def _begin(state: NodeState, event: RoundBegan) -> tuple[NodeState, list[Effect]]:
     if state.has_succeeded:
-        return state, [SayDone()]
+        return state, [messages.WorkersDone()]
     if state.group == "none" and state.unfit is not None:
         return state.replaced(in_round=False), [SayEnded(state.unfit)]
     if state.group == "none":
@@ -274,10 +263,10 @@ def _group_ended(state: NodeState, event: GroupEnded) -> tuple[NodeState, list[E
     has_succeeded = event.outcome == "succeeded" and state.group == "running" and not state.failed
     if not has_succeeded:
         return _gone(state, SayEnded(event.why_unfit))
-    return _gone(state.replaced(has_succeeded=True), SayDone())
+    return _gone(state.replaced(has_succeeded=True), messages.WorkersDone())
 
 
-def _gone(state: NodeState, say: SayDone | SayEnded | SayNotStarted) -> tuple[NodeState, list[Effect]]:
+def _gone(state: NodeState, say: Answer) -> tuple[NodeState, list[Effect]]:
     """Update the state after this node's workers have exited or could not be started. The node leaves the
     rendezvous round, unless the workers have succeeded.
     """
@@ -288,4 +277,4 @@ def _gone(state: NodeState, say: SayDone | SayEnded | SayNotStarted) -> tuple[No
         state = state.replaced(unfit=say.unfit)
     if not state.in_round:
         return state, []
-    return state.replaced(in_round=isinstance(say, SayDone)), [say]
+    return state.replaced(in_round=isinstance(say, messages.WorkersDone)), [say]
