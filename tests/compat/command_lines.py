@@ -15,7 +15,7 @@ from typing import Any
 
 from elasticrs.job.config import UsageError
 from elasticrs.job.options import OPTIONS, OURS
-from elasticrs.launcher.arguments import HelpRequested, parse
+from elasticrs.launcher.arguments import TextRequested, parse
 
 SHARED = tuple(option for option in OPTIONS if option.group != OURS and option.name != "print-completion")
 VALUES = {
@@ -133,7 +133,7 @@ def disagreement(argv: list[str]) -> str | None:
     read = theirs(argv)
     try:
         ours = vars(parse(argv, os.environ))
-    except (UsageError, HelpRequested) as refused:
+    except (UsageError, TextRequested) as refused:
         if read is None:
             return None
         try:

@@ -303,6 +303,7 @@ def test_a_worker_that_imports_by_torchs_name_gets_ours(installed, tmp_path):
         (["--use_env", "a.py", "b"], ["--use_env", "a.py", "b"]),
         (["--no-such", "a.py", "b"], ["--no-such", "a.py", "b"]),
         (["--help"], ["--help"]),
+        (["--check", "torchrun", "a.py"], ["--check", "torchrun", "a.py"]),
         ([], []),
     ],
 )

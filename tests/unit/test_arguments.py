@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from elasticrs.job.config import UsageError
 from elasticrs.job.options import OPTIONS, OURS
-from elasticrs.launcher.arguments import HelpRequested, parse, resolve
+from elasticrs.launcher.arguments import TextRequested, parse, resolve
 from elasticrs.launcher.help import COMMON, TOPICS, WIDTH, help_text
 from elasticrs.launcher.parser import get_args_parser
 from elasticrs.rendezvous.elastic import etcd_site
@@ -268,24 +268,24 @@ def test_descendants_may_linger_or_stay(script):
 
 @pytest.mark.parametrize("argv", [["-h"], ["--help"], ["--he"], ["--h"], ["--role", "x", "-h"], ["-mh"]])
 def test_help_is_asked_for(argv):
-    with pytest.raises(HelpRequested):
+    with pytest.raises(TextRequested):
         parse(argv, {})
 
 
 @pytest.mark.parametrize(
     ("argv", "topic"),
     [
-        (["--help", "train.py"], ""),
-        (["--help", "all"], "all"),
-        (["--help=rdzv"], "rdzv"),
-        (["-h", "rdzv"], "rdzv"),
-        (["-hrdzv"], "rdzv"),
+        (["--help", "train.py"], ()),
+        (["--help", "all"], ("all",)),
+        (["--help=rdzv"], ("rdzv",)),
+        (["-h", "rdzv"], ("rdzv",)),
+        (["-hrdzv"], ("rdzv",)),
     ],
 )
 def test_help_may_have_a_topic(argv, topic):
-    with pytest.raises(HelpRequested) as request:
+    with pytest.raises(TextRequested) as request:
         parse(argv, {})
-    assert (request.value.what, request.value.topic) == ("help", topic)
+    assert (request.value.what, request.value.words) == ("help", topic)
 
 
 def heads_in(text):

@@ -11,7 +11,7 @@ import sys
 
 from elasticrs import launch
 from elasticrs.job.config import UsageError
-from elasticrs.launcher.arguments import HelpRequested, parse
+from elasticrs.launcher.arguments import TextRequested, parse
 
 
 def with_local_rank(argv: list[str]) -> list[str]:
@@ -20,9 +20,9 @@ def with_local_rank(argv: list[str]) -> list[str]:
     """
     try:
         args = parse(argv, os.environ)
-    except (UsageError, HelpRequested):
+    except (UsageError, TextRequested):
         # Return the arguments unchanged, because the launcher parses them again. The launcher then reports
-        # the usage error or prints the help.
+        # the usage error or prints the requested text.
         return argv
     if args.use_env:
         return argv

@@ -42,29 +42,18 @@ _REPEATED = frozenset(option.dest for option in OPTIONS if option.repeats)
 _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
-class HelpRequested(Exception):  # noqa: N818 -- not an error
-    """Raised if the user asks for ``--help``, ``--version`` or ``--print-completion``.
+class TextRequested(Exception):  # noqa: N818 -- not an error
+    """Raised if the user asks for a text instead of a job.
 
     Args:
-        what: ``help``, ``version``, or the name of the shell to print completions for.
-        topic: topic after ``--help``; empty if there is none.
+        what: name of the option: ``help``, ``version``, ``print-completion`` or ``check``.
+        words: values of the option. ``help`` has one if the user has named a topic, and ``print-completion``
+            has the name of a shell. Those of ``check`` are the command line to check, including the program.
     """
 
-    def __init__(self, what: str, topic: str = "") -> None:
+    def __init__(self, what: str, *words: str) -> None:
         super().__init__(what)
         self.what = what
-        self.topic = topic
-
-
-class CheckRequested(Exception):  # noqa: N818 -- not an error
-    """Raised if the user asks for ``--check``.
-
-    Args:
-        words: command line to check, including the program.
-    """
-
-    def __init__(self, words: list[str]) -> None:
-        super().__init__(words)
         self.words = words
 
 
@@ -107,8 +96,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str]) -> Namespace:
 
     Raises:
         UsageError: the command line has a mistake. The message is one line for the user.
-        HelpRequested: the user has asked for ``--help``, ``--version`` or ``--print-completion``.
-        CheckRequested: the user has asked for ``--check``.
+        TextRequested: the user has asked for a text instead of a job, such as the help.
     """
     values: dict[str, object] = {}
     script: str | None = None
@@ -267,7 +255,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
         name, equals, text = argument.partition("=")
         try:
             option = _find(name)
-        except HelpRequested as request:
+        except TextRequested as request:
             if request.what == "help":
                 raise _help(text if equals else next(arguments, ""), is_exact=bool(equals)) from None
             raise
@@ -276,10 +264,8 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
                 raise UsageError(f"{option.flag}: got {text!r}, expected no value")
             return {option.dest: True}
         value = _convert(option, option.flag, text if equals else _value(option, arguments))
-        if option.name == "print-completion":
-            raise HelpRequested(str(value))
-        if option.name == "check":
-            raise CheckRequested([str(value), *arguments])
+        if option.name in ("print-completion", "check"):
+            raise TextRequested(option.name, str(value), *arguments)
         return {option.dest: value}
     letter, tail = argument[1], argument[2:]
     if letter == "h":
@@ -297,7 +283,7 @@ def _read(argument: str, arguments: Iterator[str]) -> dict[str, object]:
     return {found.dest: _convert(found, "-" + letter, text or _value(found, arguments))}
 
 
-def _help(word: str, *, is_exact: bool) -> HelpRequested:
+def _help(word: str, *, is_exact: bool) -> TextRequested:
     """Create the exception that reports a request for help on a topic.
 
     Args:
@@ -311,7 +297,7 @@ def _help(word: str, *, is_exact: bool) -> HelpRequested:
 
     if is_exact and word not in TOPICS:
         raise UsageError(f"--help: got {word!r}, expected " + " or ".join(TOPICS))
-    return HelpRequested("help", word if word in TOPICS else "")
+    return TextRequested("help", *([word] if word in TOPICS else []))
 
 
 def _find(typed: str) -> Option:
@@ -319,13 +305,13 @@ def _find(typed: str) -> Option:
     if name in _BY_NAME:
         return _BY_NAME[name]
     if name in ("help", "version"):
-        raise HelpRequested(name)
+        raise TextRequested(name)
     candidates = [option for option in OPTIONS if name and option.name.startswith(name)]
     # If an abbreviation matches several options, prefer torchrun's options, because every abbreviation that
     # torchrun accepts must also work here.
     torchs = [option for option in candidates if option.group != OURS]
     if not torchs and name and "help".startswith(name):
-        raise HelpRequested("help")
+        raise TextRequested("help")
     candidates = torchs or [option for option in candidates if option.name in NEWER] or candidates
     if len(candidates) == 1:
         return candidates[0]

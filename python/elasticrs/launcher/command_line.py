@@ -76,7 +76,7 @@ def _catch_first_signals(ends_by_sigint: bool) -> SignalPipe | None:
 
 def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool) -> int:
     from elasticrs.job.config import UsageError
-    from elasticrs.launcher.arguments import CheckRequested, HelpRequested, check_limits, parse, resolve
+    from elasticrs.launcher.arguments import TextRequested, check_limits, parse, resolve
 
     log_prefix = None
     try:
@@ -90,10 +90,8 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
             _look_here_last()
         check_limits(launch)
         return _run(launch, signals)
-    except HelpRequested as request:
-        return _print_help(request.what, request.topic)
-    except CheckRequested as request:
-        return _print_check(request.words)
+    except TextRequested as request:
+        return _print_text(request.what, request.words)
     except UsageError as error:
         return _fail(str(error), 2, log_prefix)
 
@@ -255,44 +253,41 @@ def _environment(launch: Launch) -> dict[str, str]:
     return hook_environment({**inherited_environment(), **launch.variables})
 
 
-def _print_help(what: str, topic: str) -> int:
-    from elasticrs import __version__
-    from elasticrs.launcher.help import help_text
-
+def _print_text(what: str, words: Sequence[str]) -> int:
+    """Write the requested text to standard output; see :class:`.arguments.TextRequested`. Return the exit
+    code.
+    """
+    code = 0
     if what == "help":
-        text = help_text("elasticrun", topic)
+        from elasticrs.launcher.help import help_text
+
+        text = help_text("elasticrun", *words)
     elif what == "version":
+        from elasticrs import __version__
+
         text = f"elasticrs {__version__}{os.linesep}"
+    elif what == "check":
+        from elasticrs.job.config import UsageError
+        from elasticrs.launcher.torchrun_check import check
+
+        try:
+            text, code = check(words, os.environ)
+        except UsageError as error:
+            return _fail(str(error), 2)
     else:
         from elasticrs.launcher.parser import completion
 
         try:
-            text = completion(what)
+            text = completion(words[0])
         except ImportError:
             return _fail("--print-completion needs the package shtab: pip install 'elasticrs[completion]'", 1)
-    return _print(text)
-
-
-def _print_check(words: Sequence[str]) -> int:
-    from elasticrs.job.config import UsageError
-    from elasticrs.launcher.torchrun_check import check
-
-    try:
-        text, code = check(words, os.environ)
-    except UsageError as error:
-        return _fail(str(error), 2)
-    return _print(text) or code
-
-
-def _print(text: str) -> int:
-    """Write text to standard output. Return 0 on success. If the write fails, print an error and return 1."""
     left = text.encode()
     try:
         while left:
             left = left[os.write(1, left) :]
     except OSError as error:
         return _fail(f"cannot write to standard output: {error.strerror}", 1)
-    return 0
+    return code
 
 
 def _fail(message: str, code: int, log_prefix: str | None = None) -> int:

@@ -12,7 +12,7 @@ import shlex
 from elasticrs.job.config import UsageError
 from elasticrs.job.options import OPTIONS, OURS, set_by_variables
 from elasticrs.job.value import Value
-from elasticrs.launcher.arguments import CheckRequested, HelpRequested, check_limits, parse, resolve
+from elasticrs.launcher.arguments import TextRequested, check_limits, parse, resolve
 from elasticrs.launcher.help import wrapped
 
 TYPE_CHECKING = False
@@ -206,7 +206,7 @@ def check(words: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
         args = parse(argv, environ)
         launch = resolve(args, environ)
         check_limits(launch)
-    except (CheckRequested, HelpRequested):
+    except TextRequested:
         raise UsageError("--check: this command line only prints text; it runs no job") from None
     except UsageError as error:
         return f"elasticrun would not run this here: {error}{os.linesep}", 2
