@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 
 from elasticrs.agent.signals import catch_signals, ignored_signals
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from elasticrs.agent.attempt import JobResult
-    from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.observer import Observer
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.agent.workers import Workers
@@ -111,6 +111,7 @@ def _look_here_last() -> None:
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
     from elasticrs.agent.workers import CommandWorkers, WorkerSetup
     from elasticrs.report.console import Console
+    from elasticrs.workers.environment import hook_environment, inherited_environment
 
     has_peers = launch.job.is_multi_node or launch.handler is not None
     console = Console(log_prefix=launch.job.log_prefix, is_one_of_several=has_peers)
@@ -123,12 +124,13 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         launch.job,
         logs,
         launch.logs.log_line_prefix_template,
-        _environment(launch),
+        hook_environment({**inherited_environment(), **launch.variables}),
         ignored_signals(),
         (launch.logs.duplicate_stdout_filters, launch.logs.duplicate_stderr_filters),
     )
     for notice in launch.notices:
         console.say(notice)
+    write = partial(_write, console, signals, launch.job.forwarded)
     workers: Workers
     if launch.runs_path:
         from elasticrs.agent.function_workers import script_workers
@@ -139,16 +141,9 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     if launch.handler is not None:
         from elasticrs.launcher.by_handler import run_by_handler
 
-        code = run_by_handler(
-            launch,
-            launch.handler,
-            workers,
-            console,
-            signals,
-            lambda text: _write(console, text, signals, launch.job.forwarded),
-        )
+        code = run_by_handler(launch, launch.handler, workers, console, signals, write)
     else:
-        code = _run_agent(launch, workers, console, signals)
+        code = _run_agent(launch, workers, console, signals, write)
     try:
         remove_if_empty()
     except OSError as error:
@@ -156,7 +151,14 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
     return code
 
 
-def _run_agent(launch: Launch, workers: Workers, console: Console, signals: SignalPipe | None) -> int:
+def _run_agent(
+    launch: Launch,
+    workers: Workers,
+    console: Console,
+    signals: SignalPipe | None,
+    write: Callable[[str], bool],
+) -> int:
+    from elasticrs.agent.decision_factory import make_decisions
     from elasticrs.agent.loop import Agent
     from elasticrs.launcher.outcome import conclude, conclude_stopped
     from elasticrs.workers.process import SupervisorError
@@ -164,7 +166,7 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
     agent = Agent(
         launch.job,
         workers,
-        _decisions(launch, console),
+        make_decisions(launch.job, launch.rendezvous, console),
         signals=signals,
         owns_process=True,
         console=console,
@@ -176,11 +178,7 @@ def _run_agent(launch: Launch, workers: Workers, console: Console, signals: Sign
         why = f"the job was stopped: {error}"
         console.write(console.prefixed(f"{why}{os.linesep}"), PATIENCE)
         return conclude_stopped(launch.job, agent.result, why, console.say)
-    headline = None
-    if result.exit_code != 0:
-        headline = _tell_failure(
-            launch, result, console, lambda text: _write(console, text, signals, launch.job.forwarded)
-        )
+    headline = None if result.exit_code == 0 else _tell_failure(launch, result, console, write)
     return conclude(launch.job, result, headline, console.say)
 
 
@@ -233,24 +231,12 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
     return attempt_logs(specs), getattr(specs, "_remove_if_empty", lambda: None)
 
 
-def _decisions(launch: Launch, console: Console) -> Decisions:
-    from elasticrs.agent.decision_factory import make_decisions
-
-    return make_decisions(launch.job, launch.rendezvous, console)
-
-
 def _observers(launch: Launch, console: Console) -> Sequence[Observer]:
     if launch.observe.is_off:
         return ()
     from elasticrs.agent.observer_factory import make_observers
 
     return make_observers(launch.job, launch.observe, console.say)
-
-
-def _environment(launch: Launch) -> dict[str, str]:
-    from elasticrs.workers.environment import hook_environment, inherited_environment
-
-    return hook_environment({**inherited_environment(), **launch.variables})
 
 
 def _print_text(what: str, words: Sequence[str]) -> int:
@@ -298,7 +284,7 @@ def _fail(message: str, code: int, log_prefix: str | None = None) -> int:
     return code
 
 
-def _write(console: Console, text: str, signals: SignalPipe | None, others: Sequence[int]) -> bool:
+def _write(console: Console, signals: SignalPipe | None, others: Sequence[int], text: str) -> bool:
     """Write text, and wait until it has been written. Return false if the reader takes too long or a signal
     arrives.
 
