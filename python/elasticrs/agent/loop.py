@@ -12,6 +12,7 @@ import select
 import signal
 import time
 from collections import deque
+from functools import partial
 
 from elasticrs.agent import state_machine as machine
 from elasticrs.agent.signals import suspend
@@ -23,19 +24,20 @@ from elasticrs.report.console import Console
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from elasticrs import _core
     from elasticrs.agent.attempt import JobResult
     from elasticrs.agent.checkpoint_requests import CheckpointRequests
     from elasticrs.agent.decisions import Decisions
     from elasticrs.agent.observer import Observer
-    from elasticrs.agent.pace import Pace
     from elasticrs.agent.signals import SignalPipe
     from elasticrs.agent.sleepers import Sleepers
     from elasticrs.agent.workers import Workers
     from elasticrs.host.node_check import NodeCheck, NodeCheckResult
     from elasticrs.job.config import JobConfig
+
+_NEVER = float("inf")
 
 
 class Agent:
@@ -79,16 +81,17 @@ class Agent:
         self._events = self._tracker.events
         self._actions: deque[machine.Action] = deque()
         self._requests = StopRequests()
-        self._sleepers: Sleepers | None = None
         self.checkpoints: CheckpointRequests | None = None
-        self._pace: Pace | None = None
         self._error: Exception | None = None
-        self._delayed_until: float | None = None
+        self._delayed_until = _NEVER
         self._checking: tuple[NodeCheck, machine.GroupEnded] | None = None
+        # Periodic work. Each function does what is due, and returns the seconds until the next call.
+        self._duties: list[Callable[[], float]] = [decisions.seconds_left, self._end_delay]
         if job.uninterruptible_state_timeout > 0:
             from elasticrs.agent.sleepers import Sleepers
 
-            self._sleepers = Sleepers(job.uninterruptible_state_timeout)
+            sleepers = Sleepers(job.uninterruptible_state_timeout)
+            self._duties.append(partial(self._look_for_sleepers, sleepers))
 
     @property
     def result(self) -> JobResult:
@@ -249,24 +252,18 @@ class Agent:
                     return
                 self._carry_out(action)
             self._console.flush()
-            left = self._decisions.seconds_left()
-            if self._delayed_until is not None:
-                left = max(0.0, min(left, self._delayed_until - time.monotonic()))
-            if self._sleepers is not None:
-                left = min(left, self._sleepers.interval)
-            if self.checkpoints is not None:
-                left = min(left, self.checkpoints.look())
-            if self._pace is not None:
-                self._pace.look()
-            if not self._tracker.wait(left):
+            if not self._tracker.wait(min([duty() for duty in self._duties])):
                 self._take_signals(self._tracker.supervisor)
                 self._actions.extend(self._decisions.look_around())
                 self._tracker.observers.quiet()
-            if self._sleepers is not None:
-                self._look_for_sleepers(self._sleepers)
-            if self._delayed_until is not None and time.monotonic() >= self._delayed_until:
-                self._delayed_until = None
-                self._events.append(machine.DelayOver())
+
+    def _end_delay(self) -> float:
+        """Report the end of the delay before the next attempt."""
+        left = self._delayed_until - time.monotonic()
+        if left <= 0:
+            self._delayed_until = _NEVER
+            self._events.append(machine.DelayOver())
+        return max(0.0, left)
 
     def _open_checkpoints(self) -> None:
         if self._job.replaces_workers:
@@ -275,8 +272,8 @@ class Agent:
 
             self.checkpoints = CheckpointRequests(self._job.nproc, self._console.say)
             self._tracker.supervisor.watch_fd(self.checkpoints.fd)
-            page, observers = self.checkpoints.page, self._tracker.observers
-            self._pace = Pace(page, self._console.say, observers.training)
+            pace = Pace(self.checkpoints.page, self._console.say, self._tracker.observers.training)
+            self._duties += [self.checkpoints.look, pace.look]
 
     def _ask_for_checkpoint(self, checkpoints: CheckpointRequests) -> None:
         """Request a checkpoint through the memory page that the workers share with this agent.
@@ -299,16 +296,17 @@ class Agent:
                 self._console.say(phrases.CHECKPOINT_NOT_MADE)
             checkpoints.close()
 
-    def _look_for_sleepers(self, sleepers: Sleepers) -> None:
+    def _look_for_sleepers(self, sleepers: Sleepers) -> float:
         """Stop the job if a worker hangs in the kernel; see :mod:`elasticrs.agent.sleepers`."""
         tracker, attempt = self._tracker, self._tracker.attempt
         if attempt is None or tracker.why_unfit is not None or attempt.has_ended:
-            return
+            return sleepers.interval
         overdue = sleepers.look(attempt.running())
         if overdue:
             tracker.why_unfit = phrases.asleep(overdue, self._job.uninterruptible_state_timeout)
             self._console.say(f"{tracker.why_unfit}; stopping the workers")
             tracker.stop(machine.Stop(signal.SIGTERM, self._job.shutdown_timeout))
+        return sleepers.interval
 
     # --- actions ---
 

@@ -97,11 +97,13 @@ class Pace:
         self._watch = FIRST
         self._next = 0.0
 
-    def look(self) -> None:
-        """Check for slow workers if the next check is due."""
+    def look(self) -> float:
+        """Check for slow workers if the next check is due. Return the number of seconds until the next
+        one.
+        """
         now = time.monotonic()
         if now < self._next:
-            return
+            return self._next - now
         self._next = now + INTERVAL
         standings = self._page.standings()
         if standings:
@@ -111,3 +113,4 @@ class Pace:
         for each in news:
             if found is not None and each.rate is not None:
                 self._say(phrases.slow_worker(each.rank, each.pid, each.rate, found[1], SPAN))
+        return INTERVAL
