@@ -22,7 +22,7 @@ from elasticrs.report.phrases import printable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from elasticrs.workers.logs import LogPaths
 
@@ -208,25 +208,14 @@ def _received(connection: _socket.socket, deadline: float) -> bytes:
 def _notes(text: str) -> list[str]:
     """Return shortened lines from the ``Errors`` and ``Warnings`` sections of an answer."""
     lines = [line.rstrip() for line in text.splitlines()]
-    found: list[str] = []
-    for heading in ("Errors", "Warnings"):
-        found += [f"NCCL's RAS: {line}" for line in _section(lines, heading)]
-    notes = [printable(line.strip()[:MAX_NOTE]) for line in found]
+    sections: dict[str, list[str]] = {"Errors": [], "Warnings": []}
+    heading = ""
+    for line, next_line in zip(lines, [*lines[1:], ""], strict=True):
+        if line and set(next_line) == {"="}:
+            # A heading is underlined.
+            heading = line
+        elif line and set(line) != {"="} and heading in sections:
+            sections[heading].append(f"NCCL's RAS: {line}")
+    notes = [printable(line[:MAX_NOTE]) for found in sections.values() for line in found]
     more = len(notes) - MAX_NOTES
     return notes if more <= 0 else [*notes[:MAX_NOTES], f"NCCL's RAS: {more} more lines"]
-
-
-def _section(lines: Sequence[str], heading: str) -> list[str]:
-    """Return the lines of the section with this heading. The section ends at the next heading, which is a
-    line underlined with ``=``.
-    """
-    starts = [
-        number
-        for number, line in enumerate(lines[:-1])
-        if line and lines[number + 1] and set(lines[number + 1]) == {"="}
-    ]
-    for index, start in enumerate(starts):
-        if lines[start] == heading:
-            end = starts[index + 1] if index + 1 < len(starts) else len(lines)
-            return [line for line in lines[start + 2 : end] if line]
-    return []
