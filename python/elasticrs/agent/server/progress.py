@@ -8,15 +8,16 @@ Activities that may wait without limit, such as a rendezvous, have no deadline.
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from math import inf
 
 from elasticrs.job.value import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-__all__ = ["START_ALLOWANCE", "UNLIMITED", "Place", "Progress"]
+__all__ = ["START_ALLOWANCE", "UNLIMITED", "Progress"]
 
 UNLIMITED = inf
 
@@ -29,16 +30,24 @@ class Progress:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._place: Place | None = None
+        self._place: _Place | None = None
 
-    def within(self, name: str, allowance: float) -> Place:
+    @contextmanager
+    def within(self, name: str, allowance: float) -> Iterator[None]:
         """Return a context manager for the call of a hook. The hook must finish or report progress within
         ``allowance`` seconds.
 
         Activities can be nested. When an inner activity ends, the full allowance of the outer activity starts
         again.
         """
-        return Place(self, name, allowance)
+        outer = self._place
+        try:
+            self._place = _Place(name, allowance, self._clock() + allowance)
+            yield
+        finally:
+            # Restore the outer activity, even if a signal has interrupted the end of an inner one.
+            self._place = outer
+            self.renew()
 
     def tell(self, seconds: float = 0.0) -> None:
         """Report progress of the current activity. The next report is due in ``seconds``. Can be called from
@@ -64,22 +73,9 @@ class Progress:
         return max(0.0, self._clock() - place.silent_until), place.name
 
 
-class Place(Record):
-    """Context manager for one activity, created by :meth:`Progress.within`."""
+class _Place(Record):
+    """Activity of an agent. A report of its progress is due at the time ``silent_until``."""
 
-    _progress: Progress
     name: str
     allowance: float
-    silent_until: float = inf
-    _outer: Place | None = None
-
-    def __enter__(self) -> None:
-        progress = self._progress
-        self._outer = progress._place
-        self.silent_until = progress._clock() + self.allowance
-        progress._place = self
-
-    def __exit__(self, *_error: object) -> None:
-        # Restore the previous activity, even if a signal has interrupted the `__exit__` of a nested activity.
-        self._progress._place = self._outer
-        self._progress.renew()
+    silent_until: float
