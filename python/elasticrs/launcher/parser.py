@@ -31,33 +31,21 @@ def get_args_parser() -> argparse.ArgumentParser:
             continue
         spellings = dict.fromkeys((option.flag, "--" + option.dest))
         names = [f"-{option.short}", *spellings] if option.short else list(spellings)
+        text = os.environ.get(option.variable) if option.has_variable else None
+        how: dict[str, Any] = {"help": option.help.replace("%", "%%")}
         if option.name == "print-completion":
-            parser.add_argument(*names, action=_PrintCompletion, choices=SHELLS, help=option.help)
-        elif option.repeats and option.kind is not None:
-            convert = _converter(option)
-            text = os.environ.get(option.variable)
-            value = option.default if text is None else convert(text)
-            parser.add_argument(
-                *names,
-                action=_Repeat,
-                type=convert,
-                default=value,
-                help=option.help,
-                metavar=option.kind.metavar,
-            )
+            how |= {"action": _PrintCompletion, "choices": SHELLS}
         elif option.kind is None:
-            default = bool(int(os.environ.get(option.variable, "0")))
-            parser.add_argument(*names, action="store_true", default=default, help=option.help)
+            how |= {"action": "store_true", "default": bool(int("0" if text is None else text))}
+        elif option.repeats:
+            convert = _converter(option)
+            default = option.default if text is None else convert(text)
+            how |= {"action": _Repeat, "type": convert, "default": default, "metavar": option.kind.metavar}
         else:
-            parser.add_argument(
-                *names,
-                type=_converter(option) if option.typed is None else str,
-                default=os.environ.get(option.variable, option.default_as_typed)
-                if option.has_variable
-                else option.default_as_typed,
-                help=option.help.replace("%", "%%"),
-                metavar=option.kind.metavar,
-            )
+            convert = _converter(option) if option.typed is None else str
+            default = option.default_as_typed if text is None else text
+            how |= {"type": convert, "default": default, "metavar": option.kind.metavar}
+        parser.add_argument(*names, **how)
     parser.add_argument("training_script")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return parser
