@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 
 from elasticrs import _core
 from elasticrs.job import config
@@ -120,23 +121,22 @@ class HealthCheckServer:
             self._port = server.port
             server.close()
 
-    def answer(self, supervisor: _core.Supervisor | None = None) -> None:
-        """Answer a pending request with the result of the callback. Torch has no such method.
-
-        The server reports success only if the thread of ``supervisor`` is alive as well.
-        """
+    def answer(self) -> None:
+        """Answer a pending request with the result of the callback. Torch has no such method."""
         server, find_overdue = self._server, self.find_overdue
         if server is None:
             return
         # Consume the request before calling the callback, so that a failing callback is not called again for
         # it.
-        _take(server.fd)
+        with suppress(BlockingIOError):
+            # Another thread may have handled the request already.
+            os.eventfd_read(server.fd)
         age, doing = max(0.0, time.time() - self._alive_callback()), None
         if find_overdue is not None:
             overdue, place = find_overdue()
             if overdue > 0:
                 age, doing = max(age, overdue), place
-        server.answer(age, supervisor or self.supervisor, doing)
+        server.answer(age, self.supervisor, doing)
 
     def _answer_all(self, server: _core.HealthServer, stop_fd: int) -> None:
         import select
@@ -170,14 +170,6 @@ class _AliveCallbackProxy:
     def set_delegate(self, delegate: Callable[[], float]) -> None:
         """Set the callback that this object delegates to."""
         self._delegate = delegate
-
-
-def _take(fd: int) -> None:
-    try:
-        os.eventfd_read(fd)
-    except BlockingIOError:
-        # Another thread has already handled the request.
-        return
 
 
 def create_healthcheck_server(

@@ -49,7 +49,6 @@ class HealthObserver(Observer):
         self._is_asked = is_asked
         self._server = server
         self._native = server.open()
-        self._supervisor: _core.Supervisor | None = None
         self._say = say
         self._state: _core.WorkersState = "INIT"
         self._attempt: Attempt | None = None
@@ -69,12 +68,10 @@ class HealthObserver(Observer):
 
     def opened(self, supervisor: _core.Supervisor) -> None:
         """Start answering health requests in the agent's loop, unless a thread of the server answers them."""
-        self._supervisor = supervisor
+        self._server.supervisor = supervisor
         self._native.show(supervisor, is_asked=self._is_asked)
         if self._is_asked:
             supervisor.watch_fd(self._native.fd)
-        else:
-            self._server.supervisor = supervisor
         add_sink(self._native.put)
         if self._job.is_multi_node:
             self._native.enter("waiting_for_nodes")
@@ -91,7 +88,7 @@ class HealthObserver(Observer):
             # Publish the ranks and the restart count again if they have changed. A new round may assign
             # different ranks, and the count includes restarts on other nodes.
             self._publish(self._workers_now(attempt))
-        self._server.answer(self._supervisor)
+        self._server.answer()
         if self._is_stale:
             self._publish()
         for line in self._native.take_notices():
@@ -151,7 +148,6 @@ class HealthObserver(Observer):
         has_succeeded = error is None and result.phase is Phase.SUCCEEDED
         self._enter_state("SUCCEEDED" if has_succeeded else "FAILED")
         self._server.stop()
-        self._supervisor = None
 
     def _was_hung(self, seconds: float) -> None:
         """Count a hang only once per attempt, because this node and another node may both report it."""
