@@ -224,14 +224,7 @@ class GpuWatcher(Observer):
     def _take(self, message: dict[str, Any]) -> None:
         if "xid" in message:
             fields = message["xid"]
-            xid = Xid(
-                fields["code"],
-                fields["gpu"],
-                fields["count"],
-                tuple(fields["pids"]),
-                tuple(fields["workers"]),
-                fields["detail"],
-            )
+            xid = Xid(**{**fields, "pids": tuple(fields["pids"]), "workers": tuple(fields["workers"])})
             self._result.attempts[message["attempt"]].xids[xid.gpu, xid.code] = xid
         elif "problem" in message:
             self._problems.append(message["problem"])
