@@ -152,18 +152,16 @@ class Attempt(Record):
             paths = paths.replaced(error_files={**paths.error_files, local_rank: path})
         failed = Attempt(self.round, self.restarts, self.plan, self.name, paths=paths, pids=list(self.pids))
         self.restarts = restarts
-        failed.exits[local_rank] = self.exits.pop(local_rank)
-        if local_rank in self.met:
-            failed.met[local_rank] = self.met.pop(local_rank)
+        for name in ("exits", "met", "expired", "raised"):
+            known = getattr(self, name)
+            if local_rank in known:
+                getattr(failed, name)[local_rank] = known.pop(local_rank)
         failed.first_failure = local_rank
-        if local_rank in self.expired:
-            failed.expired[local_rank] = self.expired.pop(local_rank)
+        if failed.expired:
             failed.diagnosis, self.diagnosis = self.diagnosis, None
         failed.oom_kills, failed.oom_kills_after = self.oom_kills, read_counters(self.oom_kills)
         failed.stamps["failure_seen"] = failed.exits[local_rank].seen_ns
         self.oom_kills = failed.oom_kills_after
-        if local_rank in self.raised:
-            failed.raised[local_rank] = self.raised.pop(local_rank)
         self.replaced_workers.append(failed)
         self.pids[local_rank] = pid
         others = [rank for rank, worker in self.exits.items() if worker.exitcode != 0]
