@@ -43,7 +43,7 @@ VALUES = {
 
 DERIVED = {
     JobConfig: {
-        *("nproc", "run_id", "name", "signals", "forwarded", "start_deadline", "is_multi_node"),
+        *("nproc", "run_id", "name", "signals", "forwarded", "is_multi_node"),
         *("cpus", "uninterruptible_state_timeout", "preload"),
     },
     LogSettings: set(),

@@ -266,7 +266,6 @@ def prepare_group(
         on_failure=_core.StopPolicy(signal.SIGTERM, job.shutdown_timeout),
         stop_scope=job.stop_scope,
         linger=job.linger,
-        start_deadline=job.start_deadline,
         keep_ignored=setup.keep_ignored,
         replaces=job.replaces_workers,
     )

@@ -46,7 +46,6 @@ AFFINITY_MODES = ("node", "socket", "exclusive", "core-complex")
 DEFAULT_PREFIX_TEMPLATE = "[${role_name}${local_rank}]:"
 PREFIX_NAMES = ("role_name", "local_rank", "rank", "hostname")
 """Names of the placeholders in a prefix template."""
-START_DEADLINE = 30.0
 LONGEST = 1e9
 """Maximum number of seconds for a time limit. It prevents overflows, because the core counts nanoseconds. No
 useful time limit is this long.
@@ -170,7 +169,6 @@ class JobConfig(Record, WorkerSettings):
         linger: seconds for which descendants of successful workers may continue; ``None`` never stops them.
         master_addr: address at which rank 0 hosts the workers' store.
         master_port: port of that store; a new port for every attempt if ``None``.
-        start_deadline: time limit for starting all workers, in seconds.
         is_multi_node: true if the job runs on several nodes, whose agents meet in a rendezvous.
         cpus: CPUs that each worker may use, by local rank; ``None`` for the CPUs of the agent.
         virtual_local_rank: true if each worker sees only its own GPU, and has local rank 0.
@@ -196,7 +194,6 @@ class JobConfig(Record, WorkerSettings):
     linger: float | None = DEFAULT_LINGER
     master_addr: str = "localhost"
     master_port: int | None = None
-    start_deadline: float = START_DEADLINE
     is_multi_node: bool = False
     cpus: Sequence[Sequence[int]] | None = None
     virtual_local_rank: bool = False
