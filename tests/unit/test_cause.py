@@ -55,8 +55,8 @@ def attempt_of(exits, group_rank=1, paths=None):
 
 
 def test_a_node_whose_workers_were_only_stopped_has_no_cause():
-    assert own_cause(attempt_of([(0, -15, 15), (1, -15, 15)]), PLACE, Clock()) is None
-    assert own_cause(attempt_of([]), PLACE, Clock()) is None
+    assert own_cause(attempt_of([(0, -15, 15), (1, -15, 15)]), PLACE) is None
+    assert own_cause(attempt_of([]), PLACE) is None
 
 
 def test_the_xids_of_a_node_are_in_the_reports_of_all_nodes():
@@ -64,7 +64,7 @@ def test_the_xids_of_a_node_are_in_the_reports_of_all_nodes():
     attempt.pids = [100, 101]
     attempt.xids = {(0, 31): Xid(31, 0, 1, (101,), (101,)), (2, 79): Xid(79, 2, 1)}
     assert [note.split()[1] for note in all_failures(JobResult(attempts=[attempt]))[3].more_notes] == ["31"]
-    cause = own_cause(attempt, PLACE, Clock())
+    cause = own_cause(attempt, PLACE)
     received = Cause.decoded(validation.cause(json.loads(json.dumps(bound_cause(cause.encoded())))))
     shown = report(JobResult(first_cause=received, clock=Clock()))
     assert "Xid 31 (GPU 0, pid 101)" in shown
@@ -74,14 +74,14 @@ def test_the_xids_of_a_node_are_in_the_reports_of_all_nodes():
 def test_workers_that_end_with_their_nursery_are_a_cause():
     killed = attempt_of([(0, -9, 9), (1, -9, 9)])
     killed.first_failure, killed.nursery_exitcode = None, -9
-    cause = own_cause(killed, PLACE, Clock())
+    cause = own_cause(killed, PLACE)
     assert cause is not None
     assert (cause.rank, cause.pid, cause.exitcode) == (2, 100, -9)
     assert "nursery" in cause.message
     assert "SIGKILL" in cause.message
     none_told = attempt_of([])
     none_told.nursery_hung = True
-    cause = own_cause(none_told, PLACE, Clock())
+    cause = own_cause(none_told, PLACE)
     assert cause is not None
     assert cause.rank is None
     assert "nursery hung" in cause.message
@@ -93,7 +93,7 @@ def test_a_cause_names_the_worker_and_is_small(tmp_path):
     error_file = tmp_path / "error.json"
     error_file.write_text(json.dumps({"message": "y" * 100_000 + " the end", "timestamp": 5}))
     paths = LogPaths({}, {1: str(stderr)}, {}, {}, {1: str(error_file)})
-    cause = own_cause(attempt_of([(1, 7, None)], paths=paths), PLACE, Clock())
+    cause = own_cause(attempt_of([(1, 7, None)], paths=paths), PLACE)
     assert cause is not None
     assert (cause.node, cause.host, cause.group_rank) == ("b", "host-b", 1)
     assert (cause.rank, cause.local_rank, cause.pid, cause.exitcode) == (3, 1, 101, 7)
@@ -108,7 +108,7 @@ def test_times_are_sent_on_the_clock_of_the_store():
     fast, slow = Clock(offset_ns=5_000_000_000), Clock(offset_ns=-7_000_000_000)
     attempt = attempt_of([(0, 1, None)])
     seen = attempt.exits[0].seen_ns
-    cause = own_cause(attempt, PLACE, fast)
+    cause = own_cause(attempt, PLACE.replaced(clock=fast))
     assert cause is not None
     assert abs(cause.time_ns - time.time_ns() - 5_000_000_000) < 2_000_000_000
     # Decode the cause on another node, whose wall clock is 12 s off. For simplicity, both nodes share a
@@ -120,14 +120,14 @@ def test_times_are_sent_on_the_clock_of_the_store():
 
 
 def test_the_report_of_another_node_shows_the_first_cause_and_not_its_own_victims(golden):
-    cause = own_cause(attempt_of([(1, -9, None)]), PLACE, Clock(error_ns=300_000))
+    cause = own_cause(attempt_of([(1, -9, None)]), PLACE.replaced(clock=Clock(error_ns=300_000)))
     result = JobResult()
     result.attempts = [attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=0)]
     result.first_cause = cause
     result.clock = Clock(error_ns=200_000)
     texts = {"a worker of another node died": report(result)}
     hung = hung_attempt(0, 0, 8)
-    result.attempts, result.first_cause = [hung], own_cause(hung_attempt(1, 1, 7), PLACE, Clock())
+    result.attempts, result.first_cause = [hung], own_cause(hung_attempt(1, 1, 7), PLACE)
     texts["a rank of another node hung, and one here waited for it"] = report(result)
     hung.expired, hung.first_failure = {}, None
     texts["a rank of another node hung, and none here"] = report(result)
@@ -169,7 +169,8 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
 def test_a_rank_that_hung_is_reported_with_the_evidence():
     clock = Clock()
     attempt = hung_attempt(1, 1, 7)
-    for cause in (first_word(attempt, 1, PLACE, clock), own_cause(attempt, PLACE, clock)):
+    place = PLACE.replaced(clock=clock)
+    for cause in (first_word(attempt, 1, place), own_cause(attempt, place)):
         assert (cause.rank, cause.ground, cause.silence, cause.step) == (3, "behind", 61.0, 7)
         told = cause.message.splitlines()[-1]
         assert told.startswith("hung: ")
@@ -177,7 +178,7 @@ def test_a_rank_that_hung_is_reported_with_the_evidence():
 
 
 def test_a_rank_that_another_node_may_wait_for_is_a_cause_although_it_was_only_stopped():
-    cause = own_cause(hung_attempt(1, 1, 7, was_found_here=False), PLACE, Clock())
+    cause = own_cause(hung_attempt(1, 1, 7, was_found_here=False), PLACE)
     assert cause is not None
     assert (cause.rank, cause.ground, cause.step) == (3, "behind", 7)
 
@@ -192,7 +193,7 @@ def report_of(attempt, cause):
 def test_the_cause_of_all_nodes_comes_before_the_first_failure_seen_here():
     waits = hung_attempt(0, 0, 8)
     # This cause was found later than the failure of the rank that only waits for it.
-    cause = own_cause(hung_attempt(1, 1, 7), PLACE, Clock())
+    cause = own_cause(hung_attempt(1, 1, 7), PLACE)
     others, root = report_of(waits, cause)
     assert "rank      : 3 (local_rank: 1)" in root
     assert "rank      : 0 (local_rank: 0)" in others
@@ -205,20 +206,20 @@ def test_the_cause_of_all_nodes_comes_before_the_first_failure_seen_here():
     [(300_000, 200_001, " 0.6 ms"), (0, 900, " 0.1 ms"), (None, 900, " not "), (900, None, " not ")],
 )
 def test_the_error_of_the_clocks_is_a_bound_or_unknown(theirs, ours, shown):
-    cause = own_cause(attempt_of([(1, -9, None)]), PLACE, Clock(error_ns=theirs))
+    cause = own_cause(attempt_of([(1, -9, None)]), PLACE.replaced(clock=Clock(error_ns=theirs)))
     assert shown in remote_failure(Cause.decoded(bound_cause(cause.encoded())), Clock(error_ns=ours)).note
 
 
 def test_the_failure_of_this_node_is_not_shown_twice():
     result = JobResult()
     result.attempts = [attempt_of([(1, -9, None)])]
-    result.first_cause = own_cause(result.attempts[0], PLACE, Clock())
+    result.first_cause = own_cause(result.attempts[0], PLACE)
     assert list(all_failures(result)) == [3]
     assert all_failures(result)[3].host is None
 
 
 def test_a_node_without_a_part_in_the_last_round_shows_nothing_of_an_earlier_one():
-    cause = own_cause(attempt_of([(1, -9, None)]), PLACE, Clock())
+    cause = own_cause(attempt_of([(1, -9, None)]), PLACE)
     result = JobResult()
     result.attempts = [attempt_of([(1, 7, None), (0, -15, 15)])]
     result.attempts[0].round -= 1
@@ -230,7 +231,7 @@ def test_a_node_without_a_part_in_the_last_round_shows_nothing_of_an_earlier_one
 
 def test_a_node_that_could_not_start_its_workers_is_no_worker():
     result = JobResult()
-    result.first_cause = not_started("no memory", PLACE, Clock())
+    result.first_cause = not_started("no memory", PLACE)
     assert all_failures(result) == {}
 
 

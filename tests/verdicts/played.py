@@ -125,15 +125,15 @@ class Node:
     def caused(self, attempt, job):
         """Return this node's failure as reported after its workers have exited."""
         told = self.first_word(attempt) if attempt.first_failure is not None else None
-        return own_cause(attempt, self._name, self.clock, told, fatal_exit_codes=job.fatal_codes)
+        return own_cause(attempt, self._name, told, fatal_exit_codes=job.fatal_codes)
 
     def first_word(self, attempt):
         """Return this node's failure as reported immediately, before its workers have exited."""
-        return first_word(attempt, first_seen(attempt), self._name, self.clock)
+        return first_word(attempt, first_seen(attempt), self._name)
 
     @property
     def _name(self):
-        return Place(NODES[self.place], f"host-{NODES[self.place]}", self.place)
+        return Place(NODES[self.place], f"host-{NODES[self.place]}", self.place, self.clock)
 
     def __enter__(self):
         """Replace this machine's clocks with those of the node."""

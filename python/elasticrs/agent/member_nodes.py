@@ -214,7 +214,7 @@ class MemberNodes(SeveralNodes):
 
         attempt = self._attempt
         assert attempt is not None
-        first = first_word(attempt, local_rank, self._place(), self._clock())
+        first = first_word(attempt, local_rank, self._place())
         # Include all fields for the restart policy now. No later report about this failure follows, because
         # the other workers of this node keep running.
         known = facts(attempt, local_rank, self._job.fatal_codes)
@@ -228,7 +228,7 @@ class MemberNodes(SeveralNodes):
         from elasticrs.agent.own_cause import own_cause
 
         codes = self._job.fatal_codes
-        cause = own_cause(attempt, self._place(), self._clock(), self._first_word, fatal_exit_codes=codes)
+        cause = own_cause(attempt, self._place(), self._first_word, fatal_exit_codes=codes)
         return None if cause is None else cause.replaced(round=None).encoded()
 
     def _plan_group(self) -> None:

@@ -42,27 +42,36 @@ MAX_LINE = 120
 
 
 class Place(Value):
-    """Place of this node in a round: its name in the rendezvous, its host name, and its group rank."""
+    """Place of this node in a round: its name in the rendezvous, its host name, its group rank, and the
+    clock of the store.
+    """
 
     node: str
     host: str
     group_rank: int
+    clock: Clock = Clock()
+
+    def cause(self, time_ns: int, **known: Any) -> Cause:
+        """Return the cause for a failure of this node. ``time_ns`` is its time on the clock of the store, and
+        ``known`` has the other known fields.
+        """
+        here: dict[str, Any] = {"node": self.node, "host": self.host, "group_rank": self.group_rank}
+        return Cause(**here, time_ns=time_ns, error_ns=self.clock.error_ns, **known)
 
 
-def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) -> Cause:
+def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
     """Describe the first failure without reading any file, so that it can be reported immediately.
 
     Args:
         attempt: attempt that failed.
         local_rank: local rank of the worker that failed first.
-        place: name and rank of this node.
-        clock: clock of the store.
+        place: place of this node.
     """
     worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
     message = attempt.why_expired(local_rank) or (raised.text if raised is not None else "")
     seen = attempt.expired.get(local_rank) or raised or worker
-    return Cause(
-        **place.fields(),
+    return place.cause(
+        place.clock.from_monotonic(0 if seen is None else seen.seen_ns),
         round=attempt.round,
         rank=attempt.global_ranks()[local_rank],
         local_rank=local_rank,
@@ -71,15 +80,12 @@ def first_word(attempt: Attempt, local_rank: int, place: Place, clock: Clock) ->
         message=_end(message, MAX_MESSAGE) or None,
         is_consequence=reports_lost_peer(message) or None,
         **_hang(attempt, local_rank),
-        time_ns=clock.from_monotonic(0 if seen is None else seen.seen_ns),
-        error_ns=clock.error_ns,
     )
 
 
 def own_cause(
     attempt: Attempt,
     place: Place,
-    clock: Clock,
     told: Cause | None = None,
     *,
     fatal_exit_codes: Collection[int] = (),
@@ -91,8 +97,7 @@ def own_cause(
 
     Args:
         attempt: attempt that has ended.
-        place: name and rank of this node.
-        clock: clock of the store.
+        place: place of this node.
         told: description of the same failure that was already sent, from :func:`first_word`. The new
             description never contains a later time than ``told``, even if the estimate of the store's clock
             has changed since.
@@ -102,7 +107,7 @@ def own_cause(
     is_nursery_lost = attempt.nursery_exitcode is not None or attempt.nursery_hung
     if not failed and is_nursery_lost:
         how = how_the_nursery_ended(attempt.nursery_exitcode, attempt.nursery_hung)
-        return not_started(f"the nursery {how}", place, clock)
+        return not_started(f"the nursery {how}", place)
     if not failed:
         return None
     rank = root_cause(failed)
@@ -115,11 +120,11 @@ def own_cause(
         return None
     is_consequence = reports_lost_peer(str(first.message))
     at = failed_ns(first)
-    time_ns = clock.from_monotonic(at if at is not None else time.monotonic_ns())
+    time_ns = place.clock.from_monotonic(at if at is not None else time.monotonic_ns())
     if told is not None and told.time_ns is not None:
         time_ns = min(time_ns, told.time_ns)
-    return Cause(
-        **place.fields(),
+    return place.cause(
+        time_ns,
         round=attempt.round,
         rank=rank,
         local_rank=first.local_rank,
@@ -131,8 +136,6 @@ def own_cause(
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
         xids=tuple(xid.note() for xid in attempt.xids.values())[:MAX_XIDS],
         **_hang(attempt, first.local_rank),
-        time_ns=time_ns,
-        error_ns=clock.error_ns,
         exception=first.exception,
         # Omit the source line of an error that only reports a lost peer, because the cause is not in this
         # worker's program.
@@ -166,7 +169,7 @@ def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
         fatal_exit_codes: see :func:`own_cause`.
     """
     node = os.uname().nodename
-    cause = own_cause(attempt, Place(node, node, 0), Clock(), fatal_exit_codes=fatal_exit_codes)
+    cause = own_cause(attempt, Place(node, node, 0), fatal_exit_codes=fatal_exit_codes)
     now = time.monotonic_ns()
     started = attempt.stamps.get("started")
     return Evidence(
@@ -264,19 +267,14 @@ def _message(attempt: Attempt, first: ProcessFailure) -> str:
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
 
 
-def not_started(message: str, place: Place, clock: Clock) -> Cause:
+def not_started(message: str, place: Place) -> Cause:
     """Return the cause to report if the workers of this node could not be started."""
-    return Cause(
-        **place.fields(),
-        message=message[:MAX_MESSAGE],
-        time_ns=clock.from_monotonic(time.monotonic_ns()),
-        error_ns=clock.error_ns,
-    )
+    return place.cause(place.clock.from_monotonic(time.monotonic_ns()), message=message[:MAX_MESSAGE])
 
 
-def no_program(message: str, place: Place, clock: Clock) -> Cause:
+def no_program(message: str, place: Place) -> Cause:
     """Return the cause to report if the program cannot be executed on this node."""
-    cause = not_started(message, place, clock)
+    cause = not_started(message, place)
     return cause.replaced(permanence=Permanence.START_ERROR.value, permanent_sign=message[:MAX_LINE])
 
 

@@ -202,7 +202,7 @@ class SeveralNodes(Decisions):
 
                 # If the program cannot be executed, report a worker failure. The restart policy can then
                 # exclude this node, provided that the program starts on all other nodes.
-                cause = no_program(why, self._place(), self._clock())
+                cause = no_program(why, self._place())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
@@ -251,7 +251,7 @@ class SeveralNodes(Decisions):
             return []
         from elasticrs.agent.own_cause import first_word
 
-        self._first_word = first_word(attempt, event.local_rank, self._place(), self._clock())
+        self._first_word = first_word(attempt, event.local_rank, self._place())
         return self._tell(messages.WorkerFailed(self._first_word.encoded()))
 
     def _on_exit(self, event: machine.WorkerExited) -> list[machine.Action]:
@@ -261,7 +261,7 @@ class SeveralNodes(Decisions):
         from elasticrs.agent.first_failure import first_seen
         from elasticrs.agent.own_cause import first_word
 
-        self._first_word = first_word(attempt, first_seen(attempt), self._place(), self._clock())
+        self._first_word = first_word(attempt, first_seen(attempt), self._place())
         return self._tell(messages.WorkerFailed(self._first_word.encoded()))
 
     def _on_group_ended(self, event: machine.GroupEnded) -> list[machine.Action]:
@@ -280,8 +280,7 @@ class SeveralNodes(Decisions):
         self._found_unfit = event.found_unfit
         if is_failure or self._first_failure is not None or attempt.expired:
             codes = self._job.fatal_codes
-            place, clock = self._place(), self._clock()
-            cause = own_cause(attempt, place, clock, self._first_word, fatal_exit_codes=codes)
+            cause = own_cause(attempt, self._place(), self._first_word, fatal_exit_codes=codes)
         else:
             cause = None
         from elasticrs.agent.record_requests import has_records
@@ -304,8 +303,8 @@ class SeveralNodes(Decisions):
     def _place(self) -> Place:
         from elasticrs.agent.own_cause import Place
 
-        plan = self._attempt.plan if self._attempt is not None else None
-        return Place(node_name(), node_name(), plan.ranks[0].group_rank if plan is not None else -1)
+        rank = -1 if self._attempt is None else self._attempt.plan.ranks[0].group_rank
+        return Place(node_name(), node_name(), rank, self._clock())
 
     def _clock(self) -> Clock:
         return self._require_driver().meeting_point.clock
