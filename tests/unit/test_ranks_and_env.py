@@ -3,8 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs.job.config import JobConfig
 from elasticrs.job.ranks import NodeShare, assign
 from elasticrs.workers.environment import worker_env
+from elasticrs.workers.plan import Plan
 
 nodes = st.lists(
     st.builds(NodeShare, st.sampled_from(["trainer", "reader"]), st.integers(1, 5)), min_size=1, max_size=6
@@ -32,16 +34,9 @@ def test_local_ranks_count_from_zero_on_each_node(shares):
 
 
 def env_of(worker, inherited=()):
-    return worker_env(
-        worker,
-        run_id="job",
-        master_addr="localhost",
-        master_port=4711,
-        round=2,
-        restarts=1,
-        max_restarts=3,
-        inherited=dict(inherited),
-    )
+    job = JobConfig(1, "job", max_restarts=3)
+    plan = Plan([worker], "localhost", 4711)
+    return worker_env(worker, job, plan, round=2, restarts=1, inherited=dict(inherited))
 
 
 def test_a_worker_sees_torchs_variables():

@@ -120,7 +120,7 @@ class AttemptTracker:
         self.why_unfit: str | None = None
         self._supervisor: _core.Supervisor | None = None
         self._warming: Warming | None = None
-        self._timer_file: str | None = None
+        self._extra: dict[str, str] = {}
         self._ras: RasAddress | None = None
         self._begun: _core.GroupStarted | None = None
         self._over: _core.GroupEnded | None = None
@@ -159,11 +159,12 @@ class AttemptTracker:
         self._supervisor = supervisor = _core.Supervisor(owns_process=self._owns_process, warm=warm)
         if fd is not None:
             supervisor.watch_fd(fd)
-        self._timer_file = watch_timers(self._workers.setup, supervisor)
+        self._extra = watch_timers(self._workers.setup, supervisor)
         if self._job.hang_timeout is not None:
             from elasticrs.agent.ras import RasAddress
 
             self._ras = RasAddress(self._workers.setup.environ)
+            self._extra |= self._ras.variables
         self.observers.opened(supervisor)
 
     def close(self) -> None:
@@ -211,8 +212,7 @@ class AttemptTracker:
         if self._warming is not None:
             self._workers.may_fork = self._warming.may_fork(supervisor)
         try:
-            extra = {} if self._ras is None else self._ras.variables
-            group = prepare_group(self._workers, supervisor, attempt, self._timer_file, extra)
+            group = prepare_group(self._workers, supervisor, attempt, self._extra)
             self.observers.prepared(attempt)
             supervisor.start(group)
         except BaseException as error:

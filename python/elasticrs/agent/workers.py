@@ -45,6 +45,12 @@ evidence, and the agent queries NCCL's RAS service.
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Environment variables that set the path of torch's flight record dumps. Torch uses the first one set."""
 
+_TIMER_FILE = "ELASTICRS_TIMER_FILE"
+"""Environment variable with the same path as ``TORCHELASTIC_TIMER_FILE``. It tells elasticrs's timer client
+that the reader of the FIFO is an elasticrs agent. Only then may the client keep the FIFO open, because
+torch's timer server expires no timers while the FIFO is open.
+"""
+
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
@@ -189,16 +195,16 @@ class Workers(ABC):
         """
 
 
-def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None:
+def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, str]:
     """Monitor the workers' expiration timers if ``TORCHELASTIC_ENABLE_FILE_TIMER=1`` is set, and their
-    heartbeats if ``--hang-timeout`` is given. The settings apply to all attempts. Return the path of the
-    timers' FIFO, or ``None`` without timers.
+    heartbeats if ``--hang-timeout`` is given. The settings apply to all attempts. Return the variables that
+    tell the workers the path of the timers' FIFO.
 
     Raises:
         UsageError: a file already exists at ``TORCHELASTIC_TIMER_FILE``, or no FIFO can be created there.
         OSError: no FIFO can be created anywhere.
     """
-    timer_file = None
+    variables: dict[str, str] = {}
     environ = setup.environ
     if environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
         path = environ.get("TORCHELASTIC_TIMER_FILE") or None
@@ -208,6 +214,7 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None
             if path is None or error.errno in _EXHAUSTED:
                 raise
             raise UsageError(_bad_timer_file(path, error)) from error
+        variables = {"TORCHELASTIC_TIMER_FILE": timer_file, _TIMER_FILE: timer_file}
     job = setup.job
     if job.hang_timeout is not None:
         limit, least = hang_limits(job.hang_timeout)
@@ -218,7 +225,7 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> str | None
             least=_enough(least),
             stop_delay=_STOP_DELAY if _is_observed_elsewhere(job, environ) else 0.0,
         )
-    return timer_file
+    return variables
 
 
 def _is_observed_elsewhere(job: JobConfig, environ: Mapping[str, str]) -> bool:
@@ -230,11 +237,7 @@ def _is_observed_elsewhere(job: JobConfig, environ: Mapping[str, str]) -> bool:
 
 
 def prepare_group(
-    workers: Workers,
-    supervisor: _core.Supervisor,
-    attempt: Attempt,
-    timer_file: str | None,
-    extra: Mapping[str, str],
+    workers: Workers, supervisor: _core.Supervisor, attempt: Attempt, extra: Mapping[str, str]
 ) -> _core.GroupSpec:
     """Create the log files of an attempt, store their paths in ``attempt``, and return the group of processes
     to start. The core starts either all of these processes or none. ``extra`` contains additional environment
@@ -246,7 +249,7 @@ def prepare_group(
     """
     setup = workers.setup
     job, environ = setup.job, setup.environ
-    variables = variables_of(job, attempt.plan, attempt.round, attempt.restarts, environ, timer_file)
+    variables = variables_of(job, attempt.plan, attempt.round, attempt.restarts, environ)
     attempt.paths = paths = setup.logs(attempt.name, variables)
     files = [path for _, path in sorted(paths.error_files.items())]
     are_watched = bool(files) and all(files)
@@ -273,7 +276,7 @@ def prepare_group(
     if streams:
         supervisor.follow(streams)
     evidence = [(fault_file(path), hang_file(path)) for path in files] if are_watched else []
-    is_watched = timer_file is not None or job.hang_timeout is not None
+    is_watched = _TIMER_FILE in extra or job.hang_timeout is not None
     supervisor.keep_evidence(evidence, py_spy=_py_spy(environ) if is_watched else None)
     return group
 
@@ -344,7 +347,6 @@ def variables_of(
     round: int,  # noqa: A002 -- the usual name for this number
     restarts: int,
     inherited: Mapping[str, str],
-    timer_file: str | None = None,
 ) -> dict[int, dict[str, str]]:
     """Return the variables that are added to the environment of each worker, by local rank.
 
@@ -354,21 +356,9 @@ def variables_of(
         round: number of the attempt.
         restarts: number of charged restarts.
         inherited: environment that all workers share.
-        timer_file: path of the timers' FIFO; ``None`` without timers.
     """
     variables = {
-        ranks.local_rank: worker_env(
-            ranks,
-            run_id=job.run_id,
-            master_addr=plan.master_addr,
-            master_port=plan.master_port,
-            round=round,
-            restarts=restarts,
-            max_restarts=job.max_restarts,
-            inherited=inherited,
-            use_agent_store=plan.use_agent_store,
-            timer_file=timer_file,
-        )
+        ranks.local_rank: worker_env(ranks, job, plan, round=round, restarts=restarts, inherited=inherited)
         for ranks in plan.ranks
     }
     for own in variables.values():

@@ -8,8 +8,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from elasticrs.job.config import JobConfig
     from elasticrs.job.preload import Preload
     from elasticrs.job.ranks import WorkerRanks
+    from elasticrs.workers.plan import Plan
 
 TOKEN_VARIABLE = "ELASTICRS_TOKEN"
 """Variable with the secret that the agents of a job share. If the rendezvous settings contain a secret, this
@@ -26,38 +28,25 @@ NCCL_ENDS_PROCESSES = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 def worker_env(
     ranks: WorkerRanks,
+    job: JobConfig,
+    plan: Plan,
     *,
-    run_id: str,
-    master_addr: str,
-    master_port: int,
     round: int,  # noqa: A002 -- the usual name for this number
     restarts: int,
-    max_restarts: int,
     inherited: Mapping[str, str],
-    use_agent_store: bool = False,
-    timer_file: str | None = None,
 ) -> dict[str, str]:
     """Return the variables that the agent adds to one worker's environment. ``TORCHELASTIC_ERROR_FILE`` is
     missing, because the log layout adds it.
 
     Args:
         ranks: ranks of the worker.
-        run_id: name of the job.
-        master_addr: address of the workers' store.
-        master_port: port of the workers' store.
+        job: configuration of the job.
+        plan: plan of the attempt.
         round: number of the attempt, from 1. Attempts that were not charged as restarts count as well.
         restarts: number of restarts charged so far.
-        max_restarts: maximum number of charged restarts.
         inherited: environment of the agent.
-        use_agent_store: true if an agent hosts the store; otherwise rank 0 does.
-        timer_file: path of the FIFO of the agent's timers. A second variable with the same path, which torch
-            does not have, tells elasticrs's timer client that the reader of the FIFO is an elasticrs agent.
-            Only then may the client keep the FIFO open, because torch's timer server expires no timers while
-            the FIFO is open.
     """
-    timers = {"TORCHELASTIC_TIMER_FILE": timer_file, "ELASTICRS_TIMER_FILE": timer_file} if timer_file else {}
     return {
-        **timers,
         "RANK": str(ranks.global_rank),
         "LOCAL_RANK": str(ranks.local_rank),
         "GROUP_RANK": str(ranks.group_rank),
@@ -67,12 +56,12 @@ def worker_env(
         "WORLD_SIZE": str(ranks.world_size),
         "GROUP_WORLD_SIZE": str(ranks.group_world_size),
         "ROLE_WORLD_SIZE": str(ranks.role_world_size),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
+        "MASTER_ADDR": plan.master_addr,
+        "MASTER_PORT": str(plan.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": str(use_agent_store),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.max_restarts),
+        "TORCHELASTIC_RUN_ID": job.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(plan.use_agent_store),
         NCCL_ENDS_PROCESSES: inherited.get(NCCL_ENDS_PROCESSES, "1"),
         "ELASTICRS_ROUND": str(round),
     }
