@@ -65,14 +65,14 @@ def test_stderr_is_captured_without_losing_the_console():
 
 def test_the_null_device_means_no_files_at_all():
     logs = RunLogs(LogSettings(log_dir=os.devnull, redirects=3, tee=3), "job", 1)
-    paths = logs.attempt("0")
+    paths = logs.attempt("0", {})
     assert paths.stdouts == paths.stderrs == paths.error_files == {0: ""}
     assert paths.tee_stdouts == {}
 
 
 def test_ranks_are_filtered_at_the_null_device_too():
     settings = LogSettings(log_dir=os.devnull, redirects=3, local_ranks_filter=frozenset({1}))
-    assert RunLogs(settings, "job", 2).attempt("0").stdouts == {0: os.devnull, 1: ""}
+    assert RunLogs(settings, "job", 2).attempt("0", {}).stdouts == {0: os.devnull, 1: ""}
 
 
 def test_each_run_and_each_attempt_has_its_own_directory(tmp_path):
@@ -82,11 +82,11 @@ def test_each_run_and_each_attempt_has_its_own_directory(tmp_path):
     assert first.directory != second.directory
     host = os.uname().nodename.split(".")[0]
     assert all(name.startswith(f"job_1_{host}_") for name in os.listdir(base))
-    one, two = first.attempt("0"), first.attempt("1")
+    one, two = first.attempt("0", {}), first.attempt("1", {})
     assert one.stdouts != two.stdouts
     assert os.path.isdir(os.path.dirname(one.stdouts[0]))
     with pytest.raises(FileExistsError):
-        first.attempt("0")
+        first.attempt("0", {})
 
 
 def test_an_unusable_log_dir_is_the_users_mistake(tmp_path):
@@ -99,11 +99,11 @@ def test_an_unusable_log_dir_is_the_users_mistake(tmp_path):
 def test_a_temporary_directory_without_files_is_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     empty = RunLogs(LogSettings(), "job", 2)
-    empty.attempt("0")
+    empty.attempt("0", {})
     empty.remove_if_empty()
     assert os.listdir(tmp_path) == []
     used = RunLogs(LogSettings(), "job", 2)
-    error_file = used.attempt("0").error_files[1]
+    error_file = used.attempt("0", {}).error_files[1]
     with open(error_file, "w") as file:
         file.write("{}")
     used.remove_if_empty()
@@ -121,7 +121,7 @@ def temporary(request, tmp_path, monkeypatch):
         attempts = iter("01")
 
         def attempt():
-            logs.attempt(next(attempts))
+            logs.attempt(next(attempts), {})
     else:
         specs = DefaultLogsSpecs()
 
@@ -166,7 +166,7 @@ def test_a_link_in_place_of_a_temporary_directory_is_refused(temporary, tmp_path
 
 def test_a_directory_of_the_user_stays(tmp_path):
     logs = RunLogs(LogSettings(log_dir=str(tmp_path)), "job", 1)
-    logs.attempt("0")
+    logs.attempt("0", {})
     logs.remove_if_empty()
     assert os.path.isdir(logs.directory)
 

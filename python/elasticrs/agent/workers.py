@@ -15,7 +15,6 @@ from elasticrs.job.value import Value
 from elasticrs.workers.environment import virtual_local_rank, warm_environment, worker_env
 from elasticrs.workers.logs import (
     LogPaths,
-    RunLogs,
     coloured,
     error_file_of,
     fault_file,
@@ -434,17 +433,3 @@ def _filled_in(argument: str, local_rank: int) -> str:
     )
 
     return str(macros.substitute([argument], str(local_rank))[0])
-
-
-def directory_logs(run: RunLogs) -> Callable[[str, dict[int, dict[str, str]]], LogPaths]:
-    """Return a function that creates the log files for one start of the workers. The files are in a new
-    subdirectory of the job's log directory.
-    """
-
-    def attempt_logs(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
-        paths = run.attempt(name)
-        for local_rank, own in variables.items():
-            own["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
-        return paths
-
-    return attempt_logs

@@ -219,11 +219,10 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
     folder after the job if it contains no files.
     """
     if launch.logs.logs_specs is None:
-        from elasticrs.agent.workers import directory_logs
         from elasticrs.workers.logs import RunLogs
 
         logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
-        return directory_logs(logs), logs.remove_if_empty
+        return logs.attempt, logs.remove_if_empty
     from elasticrs.multiprocessing.plugins import attempt_logs, make_logs_specs
 
     specs = make_logs_specs(launch.logs, launch.job.nproc)

@@ -86,8 +86,9 @@ class RunLogs:
             "" if settings.log_dir == os.devnull else _make_run_directory(settings.log_dir, run_id)
         )
 
-    def attempt(self, name: str) -> LogPaths:
-        """Create the directories for an attempt, and return the paths of its files.
+    def attempt(self, name: str, variables: Mapping[int, dict[str, str]]) -> LogPaths:
+        """Create the directories for an attempt, and return the paths of its files. Add the path of the error
+        file to each worker's environment variables, which ``variables`` contains by local rank.
 
         Raises:
             OSError: a directory cannot be created.
@@ -99,7 +100,10 @@ class RunLogs:
             os.mkdir(directory)
             for local_rank in range(self._nproc):
                 os.mkdir(os.path.join(directory, str(local_rank)))
-        return layout(self._settings, directory, self._nproc)
+        paths = layout(self._settings, directory, self._nproc)
+        for local_rank, own in variables.items():
+            own["TORCHELASTIC_ERROR_FILE"] = paths.error_files[local_rank]
+        return paths
 
     def remove_if_empty(self) -> None:
         """Remove the log directory if it is temporary and contains no file."""
