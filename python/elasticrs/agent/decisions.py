@@ -31,6 +31,8 @@ class Decisions(ABC):
     to the object and executes the returned actions in order.
 
     Attributes:
+        phase: current phase of the agent. The reaction to an event depends on the phase.
+        signum: first signal that asked the agent to stop; ``None`` if there was none.
         plan: plan of the attempt that :class:`~elasticrs.agent.state_machine.Start` requests.
         first_cause: first failure of a job on several nodes; see :mod:`elasticrs.job.failure_cause`.
         clock: wall clock of the nodes' store, as estimated on this node.
@@ -39,22 +41,14 @@ class Decisions(ABC):
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
     """
 
+    phase = machine.Phase.INIT
+    signum: int | None = None
     plan: Plan | None = None
     first_cause: Cause | None = None
     clock = Clock()
     has_taken_part = True
     has_peers = False
     failed_elsewhere = False
-
-    @property
-    @abstractmethod
-    def phase(self) -> machine.Phase:
-        """Current phase of the agent. The reaction to an event depends on the phase."""
-
-    @property
-    @abstractmethod
-    def signum(self) -> int | None:
-        """First signal that asked the agent to stop; ``None`` if there was none."""
 
     @abstractmethod
     def step(self, event: machine.Event) -> list[machine.Action]:
@@ -123,14 +117,6 @@ class OneNode(Decisions):
         self._planner = planner
         self._attempt: Attempt | None = None
 
-    @property
-    def phase(self) -> machine.Phase:
-        return self._state.phase
-
-    @property
-    def signum(self) -> int | None:
-        return self._state.signum
-
     def read_history(self) -> FailureHistory:
         return self._state.history
 
@@ -139,6 +125,7 @@ class OneNode(Decisions):
 
     def step(self, event: machine.Event) -> list[machine.Action]:
         self._state, actions = machine.step(self._state, self._with_evidence(event))
+        self.phase, self.signum = self._state.phase, self._state.signum
         return actions
 
     def _with_evidence(self, event: machine.Event) -> machine.Event:

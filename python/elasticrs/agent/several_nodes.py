@@ -66,8 +66,6 @@ class SeveralNodes(Decisions):
 
     has_peers = True
     _keeps_workers = False
-    phase = machine.Phase.INIT
-    signum: int | None = None
 
     def __init__(
         self,
