@@ -53,6 +53,7 @@ class Agent:
         observers: observers that are notified of each event.
 
     Attributes:
+        result: result of the job so far.
         checkpoints: checkpoint requests to the workers; ``None`` unless failed workers are replaced
             individually.
     """
@@ -76,8 +77,8 @@ class Agent:
         self._tracker = AttemptTracker(
             self, job, workers, self._console, observers, owns_process=owns_process
         )
-        self._result = self._tracker.result
-        self._result.read_history = decisions.read_history
+        self.result = self._tracker.result
+        self.result.read_history = decisions.read_history
         self._events = self._tracker.events
         self._actions: deque[machine.Action] = deque()
         self._requests = StopRequests()
@@ -92,11 +93,6 @@ class Agent:
 
             sleepers = Sleepers(job.uninterruptible_state_timeout)
             self._duties.append(partial(self._look_for_sleepers, sleepers))
-
-    @property
-    def result(self) -> JobResult:
-        """Result of the job so far."""
-        return self._result
 
     def run(self) -> JobResult:
         """Run the job to its end.
@@ -114,7 +110,7 @@ class Agent:
         try:
             result = self._run()
         except BaseException as error:
-            self._tracker.observers.ended(self._result, error)
+            self._tracker.observers.ended(self.result, error)
             raise
         self._tracker.observers.ended(result, None)
         return result
@@ -125,8 +121,8 @@ class Agent:
         self._events.append(machine.Begin())
         try:
             if unfit is not None:
-                self._result.message, self._result.verdict = unfit, Verdict.UNFIT
-                self._result.phase, self._result.exit_code = machine.Phase.FAILED, 1
+                self.result.message, self.result.verdict = unfit, Verdict.UNFIT
+                self.result.phase, self.result.exit_code = machine.Phase.FAILED, 1
             elif not self._events_end_it():
                 self._tracker.open(None if self._signals is None else self._signals.fd)
                 self._decisions.open(self._tracker.supervisor)
@@ -147,11 +143,11 @@ class Agent:
         self._console.flush()
         if self._error is not None:
             raise self._error
-        attempts = self._result.attempts
-        if self._result.exit_code == 0 and self._decisions.has_taken_part and attempts:
+        attempts = self.result.attempts
+        if self.result.exit_code == 0 and self._decisions.has_taken_part and attempts:
             # Unpickle the functions' return values last, because unpickling may raise an exception.
-            self._result.return_values = self._workers.return_values(attempts[-1])
-        return self._result
+            self.result.return_values = self._workers.return_values(attempts[-1])
+        return self.result
 
     def _events_end_it(self) -> bool:
         """Return true if a signal has already ended the job, which then needs no supervisor."""
@@ -289,7 +285,7 @@ class Agent:
         checkpoints, self.checkpoints = self.checkpoints, None
         if checkpoints is not None:
             checkpoints.look()
-            has_ended = self._result.signum is None and any(each.pids for each in self._result.attempts)
+            has_ended = self.result.signum is None and any(each.pids for each in self.result.attempts)
             if has_ended and not checkpoints.page.was_used:
                 self._console.say(phrases.NOBODY_TRAINED)
             if checkpoints.are_open:
@@ -315,7 +311,7 @@ class Agent:
             self._events.append(self._decisions.next_plan(self._tracker.supervisor))
         elif isinstance(action, machine.Delay):
             self._delayed_until = time.monotonic() + action.seconds
-            self._result.attempts[-1].delay = action.seconds
+            self.result.attempts[-1].delay = action.seconds
         elif isinstance(action, machine.Start):
             self._start(action)
         elif isinstance(action, machine.Stop):
@@ -332,8 +328,8 @@ class Agent:
             self._tracker.count_oom_kills()
             self._decisions.release_plan()
         elif isinstance(action, machine.ReportFailure):
-            self._result.message = action.message
-            self._result.verdict = action.verdict
+            self.result.message = action.message
+            self.result.verdict = action.verdict
 
     def _start(self, action: machine.Start) -> None:
         plan = self._decisions.plan
@@ -357,11 +353,11 @@ class Agent:
     def _finish(self, action: machine.Exit) -> None:
         self._decisions.release_plan()
         self._tracker.tidy_up()
-        self._result.phase = self._decisions.phase
-        self._result.exit_code = action.code
-        self._result.signum = self._decisions.signum
-        self._result.first_cause = self._decisions.first_cause
-        self._result.clock = self._decisions.clock
+        self.result.phase = self._decisions.phase
+        self.result.exit_code = action.code
+        self.result.signum = self._decisions.signum
+        self.result.first_cause = self._decisions.first_cause
+        self.result.clock = self._decisions.clock
 
     # --- events ---
 
