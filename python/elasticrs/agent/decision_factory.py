@@ -6,25 +6,17 @@ from functools import partial
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from elasticrs.agent.decisions import Decisions, Planner
     from elasticrs.job.config import JobConfig
-    from elasticrs.rendezvous.elastic.meeting_point import Home
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.report.console import Console
-    from elasticrs.store import Store
-    from elasticrs.workers.plan import Plan
 
 
 def make_decisions(
     job: JobConfig,
     rendezvous: Rendezvous | None,
     console: Console,
-    *,
     planner: Planner | None = None,
-    planned: Callable[[Plan, Callable[[], Store]], None] | None = None,
-    home: Home | None = None,
 ) -> Decisions:
     """Create the object that decides how an agent reacts to events.
 
@@ -34,8 +26,6 @@ def make_decisions(
             node.
         console: prints lines for the user.
         planner: assigns the ranks of a job on one node; a default planner if ``None``.
-        planned: see :class:`~elasticrs.agent.several_nodes.SeveralNodes`.
-        home: see :class:`~elasticrs.agent.several_nodes.SeveralNodes`.
     """
     if rendezvous is None:
         from elasticrs.rendezvous.one_node import plan_one_node
@@ -51,7 +41,7 @@ def make_decisions(
     if job.replaces_workers:
         from elasticrs.agent.member_nodes import MemberNodes
 
-        return MemberNodes(job, rendezvous, console, planned, home)
+        return MemberNodes(job, rendezvous, console)
     from elasticrs.agent.several_nodes import SeveralNodes
 
-    return SeveralNodes(job, rendezvous, console, planned, home)
+    return SeveralNodes(job, rendezvous, console)

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from elasticrs.agent.attempt import Attempt
     from elasticrs.job.config import JobConfig
     from elasticrs.job.failure_cause import Cause
+    from elasticrs.rendezvous.elastic.meeting_point import Home
+    from elasticrs.store import Store
     from elasticrs.workers.plan import Plan
 
     Planner: TypeAlias = Callable[[_core.Supervisor], Plan]
@@ -38,6 +40,9 @@ class Decisions(ABC):
         clock: wall clock of the nodes' store, as estimated on this node.
         has_taken_part: true if workers of this node ran in the last round.
         has_peers: true if other nodes depend on the outcome of this node.
+        planned: function that may change the plan of each round of several nodes before the workers start.
+            Its arguments are the plan, and a function that opens the store that the nodes of the round share.
+        home: state of an agent of several nodes that survives from one run of the agent to the next.
         failed_elsewhere: true if this node's workers were stopped because workers on another node failed.
     """
 
@@ -48,6 +53,8 @@ class Decisions(ABC):
     clock = Clock()
     has_taken_part = True
     has_peers = False
+    planned: Callable[[Plan, Callable[[], Store]], None] | None = None
+    home: Home | None = None
     failed_elsewhere = False
 
     @abstractmethod

@@ -26,37 +26,24 @@ from elasticrs.workers.plan import Plan
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from elasticrs.job.config import JobConfig
     from elasticrs.job.failure_cause import Cause
     from elasticrs.job.restart_budget import Meetings
-    from elasticrs.rendezvous.elastic.meeting_point import Home
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.report.console import Console
-    from elasticrs.store import Store
 
 _PHASES = {"running": machine.Phase.RUNNING, "stopping": machine.Phase.STOPPING}
 
 
 class MemberNodes(SeveralNodes):
-    """Makes the decisions of one node's agent in a multi-node job with ``--on-failure replace``.
-
-    Args:
-        job, rendezvous, console, planned, home: as for the base class.
-    """
+    """Makes the decisions of one node's agent in a multi-node job with ``--on-failure replace``."""
 
     _keeps_workers = True
 
-    def __init__(
-        self,
-        job: JobConfig,
-        rendezvous: Rendezvous,
-        console: Console,
-        planned: Callable[[Plan, Callable[[], Store]], None] | None = None,
-        home: Home | None = None,
-    ) -> None:
-        super().__init__(job, rendezvous, console, planned, home)
+    def __init__(self, job: JobConfig, rendezvous: Rendezvous, console: Console) -> None:
+        super().__init__(job, rendezvous, console)
         # Start the agents' rounds without waiting for late nodes, because a node can join later without
         # affecting running workers.
         waits = {"last_call_timeout": 0.0, "restart_call_timeout": 0.0}
@@ -239,8 +226,8 @@ class MemberNodes(SeveralNodes):
         workers = among_workers(self._rendezvous, job)
         plan.variables = variables_of_members(workers, driver.meeting_point, driver.job_number)
         plan.members, plan.member_prefix = self._members, workers_of(driver.agent)
-        if self._planned is not None:
-            self._planned(plan, partial(driver.meeting_point.open_shared_store, begun.round))
+        if self.planned is not None:
+            self.planned(plan, partial(driver.meeting_point.open_shared_store, begun.round))
 
     def _finish(self) -> list[machine.Action]:
         ended = self._ended

@@ -29,7 +29,7 @@ from elasticrs.workers.ports import agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
@@ -37,10 +37,8 @@ if TYPE_CHECKING:
     from elasticrs.host.clock import Clock
     from elasticrs.job.config import JobConfig
     from elasticrs.job.failure_cause import Cause
-    from elasticrs.rendezvous.elastic.meeting_point import Home
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.report.console import Console
-    from elasticrs.store import Store
 
 _PHASES = {
     "succeeded": machine.Phase.SUCCEEDED,
@@ -56,9 +54,6 @@ class SeveralNodes(Decisions):
         job: configuration of the job.
         rendezvous: rendezvous of the nodes.
         console: prints lines for the user.
-        planned: function that may change the plan of each round before the workers start. Its arguments are
-            the plan, and a function that opens the store that the nodes of the round share.
-        home: state that survives from one run of the agent to the next.
 
     Attributes:
         outcome: how the job ended for this node; ``None`` while the job runs.
@@ -67,20 +62,11 @@ class SeveralNodes(Decisions):
     has_peers = True
     _keeps_workers = False
 
-    def __init__(
-        self,
-        job: JobConfig,
-        rendezvous: Rendezvous,
-        console: Console,
-        planned: Callable[[Plan, Callable[[], Store]], None] | None = None,
-        home: Home | None = None,
-    ) -> None:
+    def __init__(self, job: JobConfig, rendezvous: Rendezvous, console: Console) -> None:
         self._job = job
         self._rendezvous = rendezvous
         self._console = console
         self.outcome: messages.Outcome | None = None
-        self._planned = planned
-        self._home = home
         self._use_agent_store = rendezvous.backend != "static" and agent_hosts_store(os.environ)
         self._supervisor: _core.Supervisor | None = None
         self._names: BackgroundCall | None = None
@@ -114,7 +100,7 @@ class SeveralNodes(Decisions):
             fatal_exit_codes=phrases.ranges_text(sorted(job.fatal_codes)),
             supervisor=supervisor,
             use_agent_store=self._use_agent_store,
-            home=self._home,
+            home=self.home,
             found=names.take(),
             keeps_workers=self._keeps_workers,
             health_timeout=self._health_timeout(),
@@ -344,8 +330,8 @@ class SeveralNodes(Decisions):
         self.plan = plan = Plan(
             ranks, action.master_addr, action.master_port, use_agent_store=self._use_agent_store
         )
-        if self._planned is not None:
-            self._planned(plan, partial(driver.meeting_point.open_shared_store, action.round))
+        if self.planned is not None:
+            self.planned(plan, partial(driver.meeting_point.open_shared_store, action.round))
         self.phase, self._group_exists = machine.Phase.STARTING, True
         self._console.group_rank = action.ranks.group_rank
         return [machine.Start(action.round, action.restarts)]

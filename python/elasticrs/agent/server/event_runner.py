@@ -85,10 +85,9 @@ class EventRunner(Record):
     def _decisions(self, job: JobConfig, console: Console) -> Decisions:
         handler, group = self._group.spec.rdzv_handler, self._group
         planner = partial(_plan, group, handler) if isinstance(handler, OneNodeRendezvous) else None
-        home = getattr(handler, "home", None)
-        return make_decisions(
-            job, self._rendezvous, console, planner=planner, planned=group.take_plan, home=home
-        )
+        decisions = make_decisions(job, self._rendezvous, console, planner)
+        decisions.planned, decisions.home = group.take_plan, getattr(handler, "home", None)
+        return decisions
 
     def _run_result(self, job: JobConfig, result: JobResult, decisions: Decisions) -> RunResult:
         group = self._group
