@@ -130,11 +130,7 @@ def _one_of(*names: str) -> Callable[[str], str]:
     return convert
 
 
-def _interval(text: str) -> float:
-    value = config.seconds(text)
-    if value == 0:
-        raise ValueError("seconds, more than 0")
-    return value
+_interval = config.seconds_within(0, above=True)
 
 
 def _nodes(text: str) -> tuple[int, int]:
