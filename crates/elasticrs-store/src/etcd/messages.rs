@@ -4,48 +4,165 @@
 
 use prost::{Enumeration, Message, Oneof};
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Header {
-    #[prost(uint64, tag = "1")]
-    pub(super) cluster_id: u64,
-    #[prost(int64, tag = "3")]
-    pub(super) revision: i64,
+/// Defines messages. The parentheses before a field contain the arguments of prost's attribute for the field.
+macro_rules! messages {
+    ($($name:ident { $($(#[$doc:meta])* ($($prost:tt)*) $field:ident: $type:ty,)* })*) => {
+        $(
+            #[derive(Clone, PartialEq, Message)]
+            pub(super) struct $name {
+                $($(#[$doc])* #[prost($($prost)*)] pub(super) $field: $type,)*
+            }
+        )*
+    };
 }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct KeyValue {
-    #[prost(bytes = "vec", tag = "1")]
-    pub(super) key: Vec<u8>,
-    #[prost(int64, tag = "2")]
-    pub(super) create_revision: i64,
-    #[prost(int64, tag = "3")]
-    pub(super) mod_revision: i64,
-    #[prost(bytes = "vec", tag = "5")]
-    pub(super) value: Vec<u8>,
-}
+messages! {
+    Header {
+        (uint64, tag = "1") cluster_id: u64,
+        (int64, tag = "3") revision: i64,
+    }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct RangeRequest {
-    #[prost(bytes = "vec", tag = "1")]
-    pub(super) key: Vec<u8>,
-    /// End of the range, exclusive. Empty to read only `key`.
-    #[prost(bytes = "vec", tag = "2")]
-    pub(super) range_end: Vec<u8>,
-    #[prost(int64, tag = "3")]
-    pub(super) limit: i64,
-    /// Revision to read. 0 for the newest.
-    #[prost(int64, tag = "4")]
-    pub(super) revision: i64,
-    #[prost(enumeration = "SortOrder", tag = "5")]
-    pub(super) sort_order: i32,
-    #[prost(enumeration = "SortTarget", tag = "6")]
-    pub(super) sort_target: i32,
-    #[prost(bool, tag = "8")]
-    pub(super) keys_only: bool,
-    #[prost(int64, tag = "12")]
-    pub(super) min_create_revision: i64,
-    #[prost(int64, tag = "13")]
-    pub(super) max_create_revision: i64,
+    KeyValue {
+        (bytes = "vec", tag = "1") key: Vec<u8>,
+        (int64, tag = "2") create_revision: i64,
+        (int64, tag = "3") mod_revision: i64,
+        (bytes = "vec", tag = "5") value: Vec<u8>,
+    }
+
+    RangeRequest {
+        (bytes = "vec", tag = "1") key: Vec<u8>,
+        /// End of the range, exclusive. Empty to read only `key`.
+        (bytes = "vec", tag = "2") range_end: Vec<u8>,
+        (int64, tag = "3") limit: i64,
+        /// Revision to read. 0 for the newest.
+        (int64, tag = "4") revision: i64,
+        (enumeration = "SortOrder", tag = "5") sort_order: i32,
+        (enumeration = "SortTarget", tag = "6") sort_target: i32,
+        (bool, tag = "8") keys_only: bool,
+        (int64, tag = "12") min_create_revision: i64,
+        (int64, tag = "13") max_create_revision: i64,
+    }
+
+    RangeResponse {
+        (message, optional, tag = "1") header: Option<Header>,
+        (message, repeated, tag = "2") kvs: Vec<KeyValue>,
+    }
+
+    PutRequest {
+        (bytes = "vec", tag = "1") key: Vec<u8>,
+        (bytes = "vec", tag = "2") value: Vec<u8>,
+        (int64, tag = "3") lease: i64,
+        /// True to keep the current lease of the key. The key must exist.
+        (bool, tag = "6") ignore_lease: bool,
+    }
+
+    PutResponse {}
+
+    DeleteRangeRequest {
+        (bytes = "vec", tag = "1") key: Vec<u8>,
+        (bytes = "vec", tag = "2") range_end: Vec<u8>,
+    }
+
+    DeleteRangeResponse {
+        (int64, tag = "2") deleted: i64,
+    }
+
+    RequestOp {
+        (oneof = "Request", tags = "1, 2, 3, 4") request: Option<Request>,
+    }
+
+    ResponseOp {
+        (oneof = "Response", tags = "1, 2, 3, 4") response: Option<Response>,
+    }
+
+    Compare {
+        (enumeration = "CompareResult", tag = "1") result: i32,
+        (enumeration = "CompareTarget", tag = "2") target: i32,
+        (bytes = "vec", tag = "3") key: Vec<u8>,
+        (oneof = "Operand", tags = "5, 6, 7") operand: Option<Operand>,
+    }
+
+    TxnRequest {
+        (message, repeated, tag = "1") compare: Vec<Compare>,
+        (message, repeated, tag = "2") success: Vec<RequestOp>,
+        (message, repeated, tag = "3") failure: Vec<RequestOp>,
+    }
+
+    TxnResponse {
+        (message, optional, tag = "1") header: Option<Header>,
+        (bool, tag = "2") succeeded: bool,
+        (message, repeated, tag = "3") responses: Vec<ResponseOp>,
+    }
+
+    LeaseGrantRequest {
+        /// Time to live in seconds.
+        (int64, tag = "1") ttl: i64,
+        /// ID of the lease. 0 lets the server choose one.
+        (int64, tag = "2") id: i64,
+    }
+
+    LeaseGrantResponse {
+        (message, optional, tag = "1") header: Option<Header>,
+        (int64, tag = "2") id: i64,
+        (int64, tag = "3") ttl: i64,
+    }
+
+    LeaseRevokeRequest {
+        (int64, tag = "1") id: i64,
+    }
+
+    LeaseRevokeResponse {}
+
+    KeepAliveRequest {
+        (int64, tag = "1") id: i64,
+    }
+
+    KeepAliveResponse {
+        (message, optional, tag = "1") header: Option<Header>,
+        (int64, tag = "2") id: i64,
+        /// Remaining time to live in seconds. 0 if the lease does not exist.
+        (int64, tag = "3") ttl: i64,
+    }
+
+    WatchRequest {
+        (oneof = "WatchCommand", tags = "1, 2") command: Option<WatchCommand>,
+    }
+
+    WatchCreate {
+        (bytes = "vec", tag = "1") key: Vec<u8>,
+        (bytes = "vec", tag = "2") range_end: Vec<u8>,
+        (int64, tag = "3") start_revision: i64,
+        (int64, tag = "7") watch_id: i64,
+    }
+
+    WatchCancel {
+        (int64, tag = "1") watch_id: i64,
+    }
+
+    WatchResponse {
+        (message, optional, tag = "1") header: Option<Header>,
+        (int64, tag = "2") watch_id: i64,
+        (bool, tag = "4") canceled: bool,
+        /// Oldest revision that is still available. etcd sets it together with `canceled` if the watch needs older
+        /// revisions.
+        (int64, tag = "5") compact_revision: i64,
+        (string, tag = "6") cancel_reason: String,
+        (message, repeated, tag = "11") events: Vec<WatchEvent>,
+    }
+
+    WatchEvent {
+        (enumeration = "EventKind", tag = "1") kind: i32,
+        (message, optional, tag = "2") kv: Option<KeyValue>,
+    }
+
+    AuthenticateRequest {
+        (string, tag = "1") name: String,
+        (string, tag = "2") password: String,
+    }
+
+    AuthenticateResponse {
+        (string, tag = "2") token: String,
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
@@ -58,50 +175,6 @@ pub(super) enum SortOrder {
 pub(super) enum SortTarget {
     Key = 0,
     Create = 2,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct RangeResponse {
-    #[prost(message, optional, tag = "1")]
-    pub(super) header: Option<Header>,
-    #[prost(message, repeated, tag = "2")]
-    pub(super) kvs: Vec<KeyValue>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct PutRequest {
-    #[prost(bytes = "vec", tag = "1")]
-    pub(super) key: Vec<u8>,
-    #[prost(bytes = "vec", tag = "2")]
-    pub(super) value: Vec<u8>,
-    #[prost(int64, tag = "3")]
-    pub(super) lease: i64,
-    /// True to keep the current lease of the key. The key must exist.
-    #[prost(bool, tag = "6")]
-    pub(super) ignore_lease: bool,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct PutResponse {}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct DeleteRangeRequest {
-    #[prost(bytes = "vec", tag = "1")]
-    pub(super) key: Vec<u8>,
-    #[prost(bytes = "vec", tag = "2")]
-    pub(super) range_end: Vec<u8>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct DeleteRangeResponse {
-    #[prost(int64, tag = "2")]
-    pub(super) deleted: i64,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct RequestOp {
-    #[prost(oneof = "Request", tags = "1, 2, 3, 4")]
-    pub(super) request: Option<Request>,
 }
 
 #[derive(Clone, PartialEq, Oneof)]
@@ -122,12 +195,6 @@ impl From<Request> for RequestOp {
     }
 }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct ResponseOp {
-    #[prost(oneof = "Response", tags = "1, 2, 3, 4")]
-    pub(super) response: Option<Response>,
-}
-
 #[derive(Clone, PartialEq, Oneof)]
 pub(super) enum Response {
     #[prost(message, tag = "1")]
@@ -138,18 +205,6 @@ pub(super) enum Response {
     DeleteRange(DeleteRangeResponse),
     #[prost(message, tag = "4")]
     Txn(TxnResponse),
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct Compare {
-    #[prost(enumeration = "CompareResult", tag = "1")]
-    pub(super) result: i32,
-    #[prost(enumeration = "CompareTarget", tag = "2")]
-    pub(super) target: i32,
-    #[prost(bytes = "vec", tag = "3")]
-    pub(super) key: Vec<u8>,
-    #[prost(oneof = "Operand", tags = "5, 6, 7")]
-    pub(super) operand: Option<Operand>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
@@ -176,78 +231,6 @@ pub(super) enum Operand {
     Value(Vec<u8>),
 }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct TxnRequest {
-    #[prost(message, repeated, tag = "1")]
-    pub(super) compare: Vec<Compare>,
-    #[prost(message, repeated, tag = "2")]
-    pub(super) success: Vec<RequestOp>,
-    #[prost(message, repeated, tag = "3")]
-    pub(super) failure: Vec<RequestOp>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct TxnResponse {
-    #[prost(message, optional, tag = "1")]
-    pub(super) header: Option<Header>,
-    #[prost(bool, tag = "2")]
-    pub(super) succeeded: bool,
-    #[prost(message, repeated, tag = "3")]
-    pub(super) responses: Vec<ResponseOp>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct LeaseGrantRequest {
-    /// Time to live in seconds.
-    #[prost(int64, tag = "1")]
-    pub(super) ttl: i64,
-    /// ID of the lease. 0 lets the server choose one.
-    #[prost(int64, tag = "2")]
-    pub(super) id: i64,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct LeaseGrantResponse {
-    #[prost(message, optional, tag = "1")]
-    pub(super) header: Option<Header>,
-    #[prost(int64, tag = "2")]
-    pub(super) id: i64,
-    #[prost(int64, tag = "3")]
-    pub(super) ttl: i64,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct LeaseRevokeRequest {
-    #[prost(int64, tag = "1")]
-    pub(super) id: i64,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct LeaseRevokeResponse {}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct KeepAliveRequest {
-    #[prost(int64, tag = "1")]
-    pub(super) id: i64,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct KeepAliveResponse {
-    #[prost(message, optional, tag = "1")]
-    pub(super) header: Option<Header>,
-    #[prost(int64, tag = "2")]
-    pub(super) id: i64,
-    /// Remaining time to live in seconds. 0 if the lease does not exist.
-    #[prost(int64, tag = "3")]
-    pub(super) ttl: i64,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct WatchRequest {
-    #[prost(oneof = "WatchCommand", tags = "1, 2")]
-    pub(super) command: Option<WatchCommand>,
-}
-
 #[derive(Clone, PartialEq, Oneof)]
 pub(super) enum WatchCommand {
     #[prost(message, tag = "1")]
@@ -262,66 +245,8 @@ impl From<WatchCommand> for WatchRequest {
     }
 }
 
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct WatchCreate {
-    #[prost(bytes = "vec", tag = "1")]
-    pub(super) key: Vec<u8>,
-    #[prost(bytes = "vec", tag = "2")]
-    pub(super) range_end: Vec<u8>,
-    #[prost(int64, tag = "3")]
-    pub(super) start_revision: i64,
-    #[prost(int64, tag = "7")]
-    pub(super) watch_id: i64,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct WatchCancel {
-    #[prost(int64, tag = "1")]
-    pub(super) watch_id: i64,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct WatchResponse {
-    #[prost(message, optional, tag = "1")]
-    pub(super) header: Option<Header>,
-    #[prost(int64, tag = "2")]
-    pub(super) watch_id: i64,
-    #[prost(bool, tag = "4")]
-    pub(super) canceled: bool,
-    /// Oldest revision that is still available. etcd sets it together with `canceled` if the watch needs older
-    /// revisions.
-    #[prost(int64, tag = "5")]
-    pub(super) compact_revision: i64,
-    #[prost(string, tag = "6")]
-    pub(super) cancel_reason: String,
-    #[prost(message, repeated, tag = "11")]
-    pub(super) events: Vec<WatchEvent>,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct WatchEvent {
-    #[prost(enumeration = "EventKind", tag = "1")]
-    pub(super) kind: i32,
-    #[prost(message, optional, tag = "2")]
-    pub(super) kv: Option<KeyValue>,
-}
-
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Enumeration)]
 pub(super) enum EventKind {
     Put = 0,
     Delete = 1,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct AuthenticateRequest {
-    #[prost(string, tag = "1")]
-    pub(super) name: String,
-    #[prost(string, tag = "2")]
-    pub(super) password: String,
-}
-
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct AuthenticateResponse {
-    #[prost(string, tag = "2")]
-    pub(super) token: String,
 }
