@@ -10,9 +10,9 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::named_enum;
 use elasticrs_runtime::readings::{Heartbeat, Readings, Stream, TimerCounts};
 use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::named_enum;
 
 use crate::log_sizes::StreamCounts;
 use crate::processes::{self, Usage, Worker};

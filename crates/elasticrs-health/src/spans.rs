@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use elasticrs_runtime::named_enum;
+use elasticrs_sys::named_enum;
 
 named_enum! {
     /// Current activity of an agent. The strings are the values of the `activity` label in the metrics.

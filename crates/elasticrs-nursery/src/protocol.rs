@@ -14,7 +14,7 @@ use super::fence::Holder;
 use crate::spec::ProcessSpec;
 
 /// Version of this protocol. Increment it with every change to this file.
-pub const PROTOCOL: u32 = 15;
+pub const PROTOCOL: u32 = 16;
 
 /// Maximum length of a frame in bytes. The environments of 1024 workers need far less.
 pub const MAX_FRAME: usize = 256 * 1024 * 1024;

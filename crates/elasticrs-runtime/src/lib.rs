@@ -3,15 +3,13 @@
 //! [`threads`] starts threads, [`runtime`] runs futures on a thread, [`blocking`] makes blocking calls for futures, and
 //! [`wake`] wakes waiting threads. [`listen`] and [`door`] accept clients, [`stream`] transfers their bytes, and
 //! [`notices`] delivers messages to the user. [`readiness`] registers other file descriptors with the async runtime.
-//! [`named_enum`] defines enums whose variants have names outside of Rust. [`readings`] has the values that the health
-//! check server shows.
+//! [`readings`] has the values that the health check server shows.
 
 #![deny(unsafe_code)]
 
 pub mod blocking;
 pub mod door;
 pub mod listen;
-mod named;
 pub mod notices;
 #[expect(unsafe_code, reason = "the one place for it; every block carries its SAFETY")]
 pub mod readiness;

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use elasticrs_sys::clock::Stamp;
-
-use crate::named_enum;
+use elasticrs_sys::named_enum;
 
 named_enum! {
     /// Standard output or standard error.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use elasticrs_runtime::named_enum;
+use elasticrs_sys::named_enum;
 
 /// Maximum length of a key or prefix, in bytes of UTF-8.
 pub const MAX_KEY: usize = 1024;

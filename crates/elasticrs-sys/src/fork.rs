@@ -42,7 +42,7 @@ pub struct Outlet(OwnedFd);
 
 /// Bytes with a special meaning on the pipe. Any other byte is the number of a stage. `SETTLED` reports that the
 /// setup has finished. `FAILED` is followed by the stage, the descriptor, and the error number.
-const SETTLED: u8 = 0;
+const SETTLED: u8 = u8::MAX - 1;
 const FAILED: u8 = u8::MAX;
 
 impl Outlet {

@@ -18,6 +18,7 @@
 //! | [`page`], [`collapse`], [`heap`] | memory: shared with other processes, in huge pages, returned to the kernel |
 //! | [`priority`], [`rlimit`] | priorities, and limits of other processes |
 //! | [`clock`], [`timer`] | the kernel's clocks, and timers on them |
+//! | [`named_enum`] | enums whose variants have names |
 
 pub mod clock;
 pub mod collapse;
@@ -28,6 +29,7 @@ pub mod fds;
 pub mod features;
 pub mod fork;
 pub mod heap;
+mod named;
 pub mod page;
 pub mod pidfd;
 pub mod poll;

@@ -3,38 +3,45 @@
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
-/// Step of starting a worker. Each step can fail. On the pipe that reports the progress of a start, a step is
-/// represented by its number.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[repr(u8)]
-pub enum Stage {
-    /// `clone`.
-    Clone = 1,
-    /// `setsid`.
-    NewSession = 2,
-    /// `prctl(PR_SET_PDEATHSIG)`, and the check that the parent has not exited.
-    ParentDeathSignal = 3,
-    /// Opening the file for a standard stream.
-    OpenLog = 4,
-    /// Moving the worker's descriptors to their final numbers.
-    Descriptors = 5,
-    /// `chdir`.
-    ChangeDir = 6,
-    /// `execve`.
-    Exec = 7,
-    /// Receiving the worker's pidfd in the agent. This fails if the agent has reached its limit on open files.
-    Receive = 8,
-    /// Checking the fence deadline, at which the lease of the store session expires. After that, no worker is
-    /// started.
-    Fence = 9,
-    /// `sched_setaffinity`.
-    Affinity = 10,
-    /// Stage in which the parent calls `fork`. Libraries' fork handlers for the parent also run in this stage.
-    Fork = 11,
-    /// Same as [`Self::Fork`], but the setup of the previous worker is still in progress.
-    NextFork = 12,
-    /// Running the fork handlers of imported libraries in the child process.
-    Forked = 13,
+use crate::named_enum;
+
+named_enum! {
+    /// Step of starting a worker. Each step can fail. On the pipe that reports the progress of a start, a step is
+    /// represented by its position in this list. The names complete the sentence "could not …".
+    #[derive(Serialize, Deserialize)]
+    #[repr(u8)]
+    pub enum Stage {
+        /// `clone`.
+        Clone = "create the process",
+        /// `setsid`.
+        NewSession = "create the session",
+        /// `prctl(PR_SET_PDEATHSIG)`, and the check that the parent has not exited.
+        ParentDeathSignal = "arm the parent-death signal",
+        /// Opening the file for a standard stream.
+        OpenLog = "open the log file",
+        /// Moving the worker's descriptors to their final numbers.
+        Descriptors = "place the descriptors",
+        /// `chdir`.
+        ChangeDir = "change to the working directory",
+        /// `execve`.
+        Exec = "execute",
+        /// Receiving the worker's pidfd in the agent. This fails if the agent has reached its limit on open files.
+        Receive = "receive the process descriptor",
+        /// Checking the fence deadline, at which the lease of the store session expires. After that, no worker is
+        /// started.
+        Fence = "start a worker",
+        /// `sched_setaffinity`.
+        Affinity = "bind the worker to its CPUs",
+        /// Stage in which the parent calls `fork`. Libraries' fork handlers for the parent also run in this stage.
+        Fork = "fork: in what was registered to run in the parent (os.register_at_fork: before, after_in_parent; \
+            pthread_atfork)",
+        /// Same as [`Self::Fork`], but the setup of the previous worker is still in progress.
+        NextFork = "fork: in what was registered to run in the parent (os.register_at_fork: before, after_in_parent; \
+            pthread_atfork)",
+        /// Running the fork handlers of imported libraries in the child process.
+        Forked = "begin as a fork: in what was registered to run in the child (os.register_at_fork: after_in_child; \
+            pthread_atfork)",
+    }
 }
 
 impl Stage {
@@ -57,46 +64,12 @@ impl Stage {
 
     /// Returns the stage with a number that was read from the stage pipe, or `None` if there is no such stage.
     pub fn from_byte(byte: u8) -> Option<Self> {
-        const ALL: [Stage; 13] = [
-            Stage::Clone,
-            Stage::NewSession,
-            Stage::ParentDeathSignal,
-            Stage::OpenLog,
-            Stage::Descriptors,
-            Stage::ChangeDir,
-            Stage::Exec,
-            Stage::Receive,
-            Stage::Fence,
-            Stage::Affinity,
-            Stage::Fork,
-            Stage::NextFork,
-            Stage::Forked,
-        ];
-        ALL.into_iter().find(|&stage| stage as u8 == byte)
+        Self::ALL.get(usize::from(byte)).copied()
     }
 }
 
 impl std::fmt::Display for Stage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Self::Clone => "create the process",
-            Self::NewSession => "create the session",
-            Self::ParentDeathSignal => "arm the parent-death signal",
-            Self::OpenLog => "open the log file",
-            Self::Descriptors => "place the descriptors",
-            Self::ChangeDir => "change to the working directory",
-            Self::Exec => "execute",
-            Self::Receive => "receive the process descriptor",
-            Self::Fence => "start a worker",
-            Self::Affinity => "bind the worker to its CPUs",
-            Self::Fork | Self::NextFork => {
-                "fork: in what was registered to run in the parent (os.register_at_fork: before, after_in_parent; \
-                 pthread_atfork)"
-            }
-            Self::Forked => {
-                "begin as a fork: in what was registered to run in the child (os.register_at_fork: after_in_child; \
-                 pthread_atfork)"
-            }
-        })
+        f.write_str(self.name())
     }
 }

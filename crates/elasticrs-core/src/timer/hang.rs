@@ -27,8 +27,8 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use elasticrs_runtime::named_enum;
 use elasticrs_sys::clock::nanoseconds;
+use elasticrs_sys::named_enum;
 
 /// Maximum time between two calls to [`Watch::look`].
 pub const LOOK_EVERY: Duration = Duration::from_secs(5);

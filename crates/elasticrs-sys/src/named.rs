@@ -1,4 +1,4 @@
-//! Enums whose variants have names that are used outside of Rust, for example in Python or in metrics.
+//! Enums whose variants have names that are used outside of Rust, for example in Python, in metrics or in messages.
 
 /// Defines an enum with named variants and with the members `ALL`, `name` and `of_name`.
 #[macro_export]
