@@ -24,7 +24,7 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use elasticrs_core::spec::{Descendants, GroupSpec, StopPolicy, StopScope};
+use elasticrs_core::spec::{Descendants, GroupPolicy, GroupSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_nursery::connections::Release;
@@ -52,12 +52,14 @@ fn group(commands: &[String]) -> Result<GroupSpec> {
     Ok(GroupSpec {
         processes: (0..).zip(commands).map(process).collect::<Result<_>>()?,
         descriptors: Vec::new(),
-        on_failure: StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) },
-        stop_scope: StopScope::Group,
-        on_success: Descendants::Linger(Duration::ZERO),
-        start_deadline: Duration::from_secs(30),
-        keep_ignored: Vec::new(),
-        replaces: false,
+        policy: GroupPolicy {
+            on_failure: StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) },
+            stop_scope: StopScope::Group,
+            on_success: Descendants::Linger(Duration::ZERO),
+            start_deadline: Duration::from_secs(30),
+            keep_ignored: Vec::new(),
+            replaces: false,
+        },
     })
 }
 

@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use elasticrs_nursery::spec::ProcessSpec;
+use elasticrs_sys::named_enum;
 use elasticrs_sys::signal::Signal;
 
 /// Policy for stopping a group: send a signal, wait for the grace period, then send SIGKILL.
@@ -22,14 +23,15 @@ impl StopPolicy {
     }
 }
 
-/// Processes that receive the first stop signal. SIGKILL is always sent to the whole process group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum StopScope {
-    /// Signal the worker first, and the rest of its process group once the worker has exited, because the worker needs
-    /// its data loaders while it saves a checkpoint.
-    Worker,
-    /// Signal the whole process group at once, for a program that does not forward signals.
-    Group,
+named_enum! {
+    /// Processes that receive the first stop signal. SIGKILL is always sent to the whole process group.
+    pub enum StopScope {
+        /// Signal the worker first, and the rest of its process group once the worker has exited, because the worker needs
+        /// its data loaders while it saves a checkpoint.
+        Worker = "worker",
+        /// Signal the whole process group at once, for a program that does not forward signals.
+        Group = "group",
+    }
 }
 
 /// Policy for descendants that are still running when every worker has exited with code 0.
@@ -48,6 +50,12 @@ pub struct GroupSpec {
     pub processes: Vec<ProcessSpec>,
     /// File descriptors to pass to workers. [`ProcessSpec::pass_fds`] refers to them by index.
     pub descriptors: Vec<OwnedFd>,
+    pub policy: GroupPolicy,
+}
+
+/// How the workers of a group are started, stopped and replaced.
+#[derive(Debug, Clone)]
+pub struct GroupPolicy {
     /// Policy for stopping the other workers when the first worker fails. The core applies it without waiting for
     /// Python.
     pub on_failure: StopPolicy,

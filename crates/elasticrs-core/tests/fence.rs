@@ -124,7 +124,7 @@ fn descendants_that_linger_are_fenced_and_named_once() {
     let supervisor = supervisor();
     let (mut spec, mut lines) = telling_group(&[&[]]);
     spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo READY"].map(c_string).into();
-    spec.on_success = Descendants::Linger(HANG);
+    spec.policy.on_success = Descendants::Linger(HANG);
     supervisor.start(spec).unwrap();
     lines.until_ready();
     while !matches!(event(&supervisor), Event::WorkerExited { .. }) {}

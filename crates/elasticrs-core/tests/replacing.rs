@@ -35,7 +35,7 @@ fn run_without_the_first(supervisor: &Supervisor) -> (i32, Lines) {
 
 fn run_with(supervisor: &Supervisor, commands: &[&[&str]], change: impl Fn(&mut GroupSpec)) -> (Vec<i32>, Lines) {
     let (mut group, mut lines) = telling_group(commands);
-    group.replaces = true;
+    group.policy.replaces = true;
     change(&mut group);
     supervisor.start(group).unwrap();
     let Event::GroupStarted { pids, .. } = event(supervisor) else { panic!("it starts") };
@@ -285,7 +285,7 @@ fn a_stop_while_a_place_is_taken_ends_who_takes_it() {
 fn a_start_in_a_place_that_hangs_is_killed_and_the_others_go_on() {
     let supervisor = supervisor();
     let (pids, _lines) = run_with(&supervisor, &[&["sleep"], &["sleep"]], |group| {
-        group.start_deadline = Duration::from_secs(2);
+        group.policy.start_deadline = Duration::from_secs(2);
     });
     kill(pids[0]);
     until_swept(&supervisor);

@@ -126,7 +126,7 @@ fn a_start_that_hangs_is_given_up_and_says_where() {
     let hangs = hanging_worker(dir.path());
     let start_deadline = Duration::from_millis(100);
     let mut spec = group(vec![worker(&["sleep"]), hangs]);
-    spec.start_deadline = start_deadline;
+    spec.policy.start_deadline = start_deadline;
     supervisor.start(spec).unwrap();
     let (_, end) = until_end(&supervisor);
     let Event::StartFailed(failure @ StartFailure::Hung { local_rank: 1, stage: Some(Stage::OpenLog), .. }) = end
@@ -359,7 +359,7 @@ fn deadlines_go_on_after_a_group_that_ended_while_it_was_suspended() {
     let supervisor = supervisor();
     let (mut spec, mut lines) = telling_group(&[&[]]);
     spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo $!"].map(c_string).into();
-    spec.on_success = Descendants::Linger(HANG);
+    spec.policy.on_success = Descendants::Linger(HANG);
     supervisor.start(spec).unwrap();
     let lingers: i32 = lines.next().unwrap().parse().unwrap();
     while !matches!(event(&supervisor), Event::WorkerExited { .. }) {}
@@ -495,7 +495,7 @@ fn a_start_that_hangs_is_stopped_when_the_grace_is_over() {
     let mut hangs = worker(&["sleep"]);
     hangs.stdio[1] = Some(c_string(fifo));
     let mut spec = group(vec![worker(&["sleep"]), hangs]);
-    spec.start_deadline = Duration::MAX;
+    spec.policy.start_deadline = Duration::MAX;
     supervisor.start(spec).unwrap();
     supervisor.stop(StopPolicy { grace: Duration::from_millis(50), ..TERM }).unwrap();
     assert_eq!(outcome(&until_end(&supervisor).1), Outcome::Stopped);

@@ -12,7 +12,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use common::image;
-use elasticrs_core::spec::{Descendants, GroupSpec, StopPolicy, StopScope};
+use elasticrs_core::spec::{Descendants, GroupPolicy, GroupSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::evidence::EvidenceFiles;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Outcome, Supervisor, SupervisorError, TimerExpired};
@@ -52,20 +52,15 @@ impl Job {
         let ranked = (0..).zip(processes(&path)).map(|(local_rank, process)| ProcessSpec { local_rank, ..process });
         let processes: Vec<_> = ranked.map(with_stdout).collect();
         let count = processes.len();
-        let (on_failure, stop_scope) = (StopPolicy { signal: Signal::TERM, grace: HANG }, StopScope::Group);
-        let (on_success, start_deadline) = (Descendants::Linger(Duration::ZERO), HANG);
-        let descriptors = vec![writer];
-        let keep_ignored = Vec::new();
-        let group = GroupSpec {
-            processes,
-            descriptors,
-            on_failure,
-            stop_scope,
-            on_success,
-            start_deadline,
-            keep_ignored,
+        let policy = GroupPolicy {
+            on_failure: StopPolicy { signal: Signal::TERM, grace: HANG },
+            stop_scope: StopScope::Group,
+            on_success: Descendants::Linger(Duration::ZERO),
+            start_deadline: HANG,
+            keep_ignored: Vec::new(),
             replaces: false,
         };
+        let group = GroupSpec { processes, descriptors: vec![writer], policy };
         supervisor.start(group).unwrap();
         let mut job = Self { supervisor, path, fifo, pids: Vec::new(), lines: Lines::new(reader) };
         let Event::GroupStarted { pids, .. } = job.event() else { panic!("it starts") };

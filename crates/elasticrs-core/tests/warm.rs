@@ -97,7 +97,7 @@ fn a_start_that_hangs_names_the_worker_and_its_stage() {
         let supervisor = supervisor("", HANG);
         let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"]), worker(&["sleep"])]));
         spec.processes[hangs].stdio[1] = Some(c_string(log.clone()));
-        spec.start_deadline = Duration::from_secs(3);
+        spec.policy.start_deadline = Duration::from_secs(3);
         supervisor.start(spec).unwrap();
         let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
         let StartFailure::Hung { local_rank, stage, .. } = failure else { panic!("{failure:?}") };
@@ -123,7 +123,7 @@ fn a_fork_that_cannot_settle_is_a_failed_start() {
 fn a_fork_that_hangs_in_what_libraries_want_done_is_named() {
     let supervisor = supervisor("hangs at forks", HANG);
     let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"])]));
-    spec.start_deadline = Duration::from_secs(3);
+    spec.policy.start_deadline = Duration::from_secs(3);
     supervisor.start(spec).unwrap();
     let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
     let StartFailure::Hung { local_rank: 0, stage: Some(Stage::Forked), .. } = failure else { panic!("{failure:?}") };
@@ -134,7 +134,7 @@ fn a_fork_that_hangs_in_what_libraries_want_done_is_named() {
 fn a_fork_that_hangs_in_the_parent_is_that_of_its_own_worker() {
     let supervisor = supervisor("hangs before the second fork", HANG);
     let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"]), worker(&["sleep"])]));
-    spec.start_deadline = Duration::from_secs(3);
+    spec.policy.start_deadline = Duration::from_secs(3);
     supervisor.start(spec).unwrap();
     let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
     let StartFailure::Hung { local_rank: 1, stage: Some(Stage::Fork), .. } = failure else { panic!("{failure:?}") };
@@ -154,7 +154,7 @@ fn a_fork_that_ends_is_told_though_it_leaves_a_process() {
 fn a_fork_that_hangs_does_not_hold_up_the_end_of_its_agent() {
     let supervisor = supervisor("hangs at forks", HANG);
     let mut spec = warm(group(vec![worker(&["sleep"])]));
-    spec.start_deadline = Duration::MAX;
+    spec.policy.start_deadline = Duration::MAX;
     supervisor.start(spec).unwrap();
     let nursery = supervisor.nursery_pid().unwrap();
     wait_until("the fork", || !read_to_string(format!("/proc/{nursery}/task/{nursery}/children")).unwrap().is_empty());

@@ -160,12 +160,7 @@ impl StopPolicy {
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct GroupSpec {
     processes: Vec<Py<ProcessSpec>>,
-    on_failure: core::StopPolicy,
-    stop_scope: core::StopScope,
-    on_success: core::Descendants,
-    start_deadline: Duration,
-    keep_ignored: Vec<Signal>,
-    replaces: bool,
+    policy: core::GroupPolicy,
 }
 
 #[pymethods]
@@ -189,21 +184,16 @@ impl GroupSpec {
             }
         }
         let linger = linger.map(|seconds| duration(seconds, "linger")).transpose()?;
-        Ok(Self {
-            processes,
+        let wrong_scope = || PyValueError::new_err(format!("stop_scope must be worker or group, got {stop_scope:?}"));
+        let policy = core::GroupPolicy {
             on_failure: on_failure.inner,
-            stop_scope: match stop_scope {
-                "worker" => core::StopScope::Worker,
-                "group" => core::StopScope::Group,
-                other => {
-                    return Err(PyValueError::new_err(format!("stop_scope must be worker or group, got {other:?}")));
-                }
-            },
+            stop_scope: core::StopScope::of_name(stop_scope).ok_or_else(wrong_scope)?,
             on_success: linger.map_or(core::Descendants::Keep, core::Descendants::Linger),
             start_deadline: duration(start_deadline, "start_deadline")?,
             keep_ignored: keep_ignored.into_iter().map(signal).collect::<PyResult<_>>()?,
             replaces,
-        })
+        };
+        Ok(Self { processes, policy })
     }
 }
 
@@ -212,16 +202,7 @@ impl GroupSpec {
     pub fn to_core(&self) -> PyResult<core::GroupSpec> {
         let mut descriptors = Vec::new();
         let processes = self.processes.iter().map(|process| process.get().to_core(&mut descriptors));
-        Ok(core::GroupSpec {
-            processes: processes.collect::<PyResult<_>>()?,
-            descriptors,
-            on_failure: self.on_failure,
-            stop_scope: self.stop_scope,
-            on_success: self.on_success,
-            start_deadline: self.start_deadline,
-            keep_ignored: self.keep_ignored.clone(),
-            replaces: self.replaces,
-        })
+        Ok(core::GroupSpec { processes: processes.collect::<PyResult<_>>()?, descriptors, policy: self.policy.clone() })
     }
 }
 

@@ -46,7 +46,7 @@ pub enum Event {
     },
     /// The leftover processes of a failed worker have been cleaned up, so a replacement can now be started. `swept` is
     /// the outcome of the clean-up. Reported once for each failed worker in a group that
-    /// [replaces](crate::spec::GroupSpec::replaces) failed workers.
+    /// [replaces](crate::spec::GroupPolicy::replaces) failed workers.
     WorkerSwept { local_rank: u32, swept: SweepOutcome },
     /// A replacement for a failed worker is running.
     WorkerReplaced { local_rank: u32, pid: i32, started: Stamp },
@@ -283,7 +283,7 @@ pub enum StartFailure {
         stage: Option<Stage>,
         /// Kernel function in which the hanging process waits. Empty if the name of the function cannot be read.
         wait_channel: String,
-        /// Time limit for the start, see [`crate::spec::GroupSpec::start_deadline`].
+        /// Time limit for the start, see [`crate::spec::GroupPolicy::start_deadline`].
         deadline: std::time::Duration,
     },
 }

@@ -151,9 +151,9 @@ impl Supervisor {
     }
 
     /// Requests the start of a replacement for a failed worker, after the worker's leftover processes were cleaned up.
-    /// The group must be running and must [replace](GroupSpec::replaces) failed workers. The next event about this
-    /// worker is [`super::Event::WorkerReplaced`] or [`super::Event::ReplaceFailed`], unless the group ends first. The
-    /// entries of [`ProcessSpec::pass_fds`] are indices into `descriptors`.
+    /// The group must be running and must [replace](crate::spec::GroupPolicy::replaces) failed workers. The next event
+    /// about this worker is [`super::Event::WorkerReplaced`] or [`super::Event::ReplaceFailed`], unless the group ends
+    /// first. The entries of [`ProcessSpec::pass_fds`] are indices into `descriptors`.
     pub fn replace(&self, process: ProcessSpec, descriptors: Vec<OwnedFd>) -> Result<(), SupervisorError> {
         self.ask(|reply| Command::Replace(Box::new(process), descriptors, reply))?
     }
@@ -192,14 +192,14 @@ impl Supervisor {
     }
 
     /// Sends a signal to the workers with these local ranks, or to all workers if `local_ranks` is `None`.
-    /// [`GroupSpec::stop_scope`] determines which processes of a worker get the signal.
+    /// [`stop_scope`](crate::spec::GroupPolicy::stop_scope) determines which processes of a worker get the signal.
     pub fn signal(&self, signal: Signal, local_ranks: Option<Vec<u32>>) -> Result<(), SupervisorError> {
         self.send(Command::Signal(signal, local_ranks))
     }
 
     /// Forwards a signal that this process has received to the workers with these local ranks.
-    /// [`GroupSpec::stop_scope`] determines which processes of a worker get the signal. A worker that dies from the
-    /// signal is considered failed. Does nothing while workers are being started.
+    /// [`stop_scope`](crate::spec::GroupPolicy::stop_scope) determines which processes of a worker get the signal. A
+    /// worker that dies from the signal is considered failed. Does nothing while workers are being started.
     pub fn forward(&self, signal: Signal, local_ranks: Vec<u32>) -> Result<(), SupervisorError> {
         self.send(Command::Forward(signal, local_ranks))
     }

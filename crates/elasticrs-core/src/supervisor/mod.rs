@@ -17,7 +17,7 @@
 //!   the signal that was sent;
 //! - **SUP-8** once a worker has exited, the rest of its process group gets the stop signal, even before SIGKILL is
 //!   due. With [`crate::spec::StopScope::Worker`], the rest gets no stop signal before that exit;
-//! - **SUP-9** in a group that [replaces](crate::spec::GroupSpec::replaces) failed workers, the failure of a worker
+//! - **SUP-9** in a group that [replaces](crate::spec::GroupPolicy::replaces) failed workers, the failure of a worker
 //!   does not cause signals to other workers, and a replacement is started only after all processes of the failed
 //!   worker are gone.
 

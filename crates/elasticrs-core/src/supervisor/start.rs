@@ -2,7 +2,6 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::time::Duration;
 
 use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
@@ -10,23 +9,9 @@ use elasticrs_sys::stage::Stage;
 
 use super::event::{NurseryExit, Outcome, StartFailure};
 use super::state::{Group, Input};
-use crate::spec::{Descendants, GroupSpec, StopPolicy, StopScope};
+use crate::spec::{GroupPolicy, GroupSpec, StopPolicy};
 
-/// Settings for starting the workers of a group and, later, their replacements.
-#[derive(Debug, Default)]
-pub(super) struct Terms {
-    /// Time limit for a start. See [`GroupSpec::start_deadline`].
-    pub(super) deadline: Duration,
-    keep_ignored: Vec<i32>,
-    replaces: bool,
-}
-
-impl Terms {
-    pub(super) fn of(spec: &GroupSpec) -> Self {
-        let keep_ignored = spec.keep_ignored.iter().map(|signal| signal.number()).collect();
-        Self { deadline: spec.start_deadline, keep_ignored, replaces: spec.replaces }
-    }
-
+impl GroupPolicy {
     /// Returns the request to start a worker, and the descriptors to send with the request.
     pub(super) fn spawn_request(
         &self,
@@ -35,8 +20,9 @@ impl Terms {
     ) -> io::Result<(Request, Vec<OwnedFd>)> {
         let fds = process.pass_fds.iter().map(|passed| descriptors[passed.source as usize].try_clone());
         let pass_fds = (0..).zip(&process.pass_fds).map(|(source, passed)| PassedFd { source, target: passed.target });
+        let keep_ignored = self.keep_ignored.iter().map(|signal| signal.number()).collect();
         let process = ProcessSpec { pass_fds: pass_fds.collect(), keeps_orphans: self.replaces, ..process.clone() };
-        Ok((Request::Spawn { process, keep_ignored: self.keep_ignored.clone() }, fds.collect::<io::Result<_>>()?))
+        Ok((Request::Spawn { process, keep_ignored }, fds.collect::<io::Result<_>>()?))
     }
 }
 
@@ -49,10 +35,7 @@ enum Answer {
 /// A group whose workers are being started.
 pub(super) struct Starting {
     answers: Vec<Answer>,
-    on_failure: StopPolicy,
-    stop_scope: StopScope,
-    on_success: Descendants,
-    terms: Terms,
+    policy: GroupPolicy,
     failure: Option<StartFailure>,
     nursery: Option<NurseryExit>,
     stop: Option<StopPolicy>,
@@ -66,10 +49,7 @@ impl Starting {
     pub(super) fn new(spec: &GroupSpec) -> Self {
         Self {
             answers: spec.processes.iter().map(|_| Answer::Awaited).collect(),
-            on_failure: spec.on_failure,
-            stop_scope: spec.stop_scope,
-            on_success: spec.on_success,
-            terms: Terms::of(spec),
+            policy: spec.policy.clone(),
             failure: None,
             nursery: None,
             stop: None,
@@ -118,7 +98,7 @@ impl Starting {
             other => (0, other),
         };
         let local_rank = waiting.nth(behind).map_or(0, |(rank, _)| rank);
-        self.failed(StartFailure::Hung { local_rank, stage, wait_channel, deadline: self.terms.deadline });
+        self.failed(StartFailure::Hung { local_rank, stage, wait_channel, deadline: self.policy.start_deadline });
     }
 
     /// Returns the pids of the workers that are already running.
@@ -167,9 +147,9 @@ impl Starting {
         }
     }
 
-    /// Returns the running group, the pid and pidfd of each worker by local rank, the settings for replacements, and
-    /// the inputs that arrived during the start.
-    pub(super) fn into_group(self) -> (Group, Vec<(i32, OwnedFd)>, Terms, Vec<Input>) {
+    /// Returns the running group, the pid and pidfd of each worker by local rank, and the inputs that arrived during the
+    /// start.
+    pub(super) fn into_group(self) -> (Group, Vec<(i32, OwnedFd)>, Vec<Input>) {
         let spawned = |answer| match answer {
             Answer::Spawned { pid, pidfd } => Some((pid, pidfd)),
             Answer::Awaited | Answer::Failed => None,
@@ -177,8 +157,7 @@ impl Starting {
         let members: Vec<_> = self.answers.into_iter().filter_map(spawned).collect();
         let pids: Vec<i32> = members.iter().map(|(pid, _)| *pid).collect();
         let early = self.early.into_iter().chain(self.stop.map(Input::Stop)).collect();
-        let group = Group::new(&pids, self.on_failure, self.stop_scope, self.on_success);
-        (if self.terms.replaces { group.replacing() } else { group }, members, self.terms, early)
+        (Group::new(&pids, self.policy), members, early)
     }
 
     fn answer(&mut self, local_rank: u32, answer: Answer) {
@@ -190,24 +169,34 @@ impl Starting {
 
 #[cfg(test)]
 pub(super) mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::spec::{Descendants, StopScope};
     use elasticrs_sys::exit::WorkerExit;
     use elasticrs_sys::pidfd;
     use elasticrs_sys::signal::Signal;
 
     const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::ZERO };
 
-    /// Returns a group with one worker. If `warm` is true, the worker needs modules that the nursery has imported.
-    pub(in crate::supervisor) fn group(warm: bool) -> GroupSpec {
-        GroupSpec {
-            processes: vec![ProcessSpec { warm, ..ProcessSpec::new(Vec::new(), Vec::new()) }],
-            descriptors: Vec::new(),
+    /// Returns the policy of a group that is stopped without a grace period, and whose descendants are left running.
+    pub(in crate::supervisor) fn policy() -> GroupPolicy {
+        GroupPolicy {
             on_failure: TERM,
             stop_scope: StopScope::Group,
             on_success: Descendants::Keep,
             start_deadline: Duration::ZERO,
             keep_ignored: Vec::new(),
             replaces: false,
+        }
+    }
+
+    /// Returns a group with one worker. If `warm` is true, the worker needs modules that the nursery has imported.
+    pub(in crate::supervisor) fn group(warm: bool) -> GroupSpec {
+        GroupSpec {
+            processes: vec![ProcessSpec { warm, ..ProcessSpec::new(Vec::new(), Vec::new()) }],
+            descriptors: Vec::new(),
+            policy: policy(),
         }
     }
 
@@ -242,7 +231,7 @@ pub(super) mod tests {
         starting.early(Input::Continued { pid: own });
         starting.spawned(0, own, pidfd::open(own).ok());
         assert!(starting.all_answered());
-        let (group, workers, _, early) = starting.into_group();
+        let (group, workers, early) = starting.into_group();
         assert_eq!((group.living().collect::<Vec<_>>(), workers.len()), (vec![own], 1));
         assert_eq!(early, [Input::Continued { pid: own }, Input::Stop(TERM)]);
     }

@@ -14,7 +14,7 @@ use super::deadlines::GIVE_UP_AFTER;
 pub use super::deadlines::Timer;
 use super::event::{Event, NurseryExit, Outcome, StartFailure, SweepOutcome, TimerExpired, WorkerRaised};
 use super::evidence::WorkerEvidence;
-use crate::spec::{Descendants, StopPolicy, StopScope};
+use crate::spec::{Descendants, GroupPolicy, StopPolicy, StopScope};
 use crate::timer::hang::{Limits, RemoteHang, Watch};
 
 /// Time after which a worker that was stopped by a signal is reported as paused.
@@ -168,9 +168,7 @@ enum Phase {
 #[derive(Debug)]
 pub struct Group {
     members: Vec<Member>,
-    on_failure: StopPolicy,
-    stop_scope: StopScope,
-    on_success: Descendants,
+    pub(super) policy: GroupPolicy,
     phase: Phase,
     stop_signal: Option<Signal>,
     /// Time between the first stop signal and SIGKILL.
@@ -184,20 +182,17 @@ pub struct Group {
     /// Actions that wait for diagnostics about the workers, or for the end of a delay. `None` if there is nothing to
     /// wait for.
     waiting: Option<Vec<PendingAction>>,
-    replaces: bool,
     /// Indices of failed members that still have leftover processes, in exit order. The first one is being cleaned up.
     left: VecDeque<usize>,
 }
 
 impl Group {
     /// Creates the state of a group whose workers have these pids, ordered by local rank.
-    pub fn new(pids: &[i32], on_failure: StopPolicy, stop_scope: StopScope, on_success: Descendants) -> Self {
+    pub fn new(pids: &[i32], policy: GroupPolicy) -> Self {
         let members = (0..).zip(pids).map(|(local_rank, &pid)| Member::new(local_rank, pid, false)).collect();
         Self {
             members,
-            on_failure,
-            stop_scope,
-            on_success,
+            policy,
             phase: Phase::Running,
             stop_signal: None,
             grace: Duration::ZERO,
@@ -207,7 +202,6 @@ impl Group {
             watch: None,
             snapshot: Snapshot::default(),
             waiting: None,
-            replaces: false,
             left: VecDeque::new(),
         }
     }
@@ -274,7 +268,7 @@ impl Group {
             Input::StopForHang(policy, remote) => self.on_stop_for_hang(policy, remote, &mut effects),
             Input::Signal(signal, ranks) => self.on_signal(signal, ranks.as_deref(), &mut effects),
             Input::Forward(signal, ranks) => {
-                let to = self.stop_scope;
+                let to = self.policy.stop_scope;
                 let running = self.members.iter().filter(|m| m.runs() && ranks.contains(&m.local_rank));
                 effects.extend(running.map(|m| Effect::Signal { pid: m.pid, to, signal }));
             }
@@ -332,7 +326,7 @@ impl Group {
             self.outcome = Outcome::Failed;
             let siblings = self.members.iter().filter(|m| m.runs()).count();
             let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
-            self.begin_stop(self.on_failure, None, effects);
+            self.begin_stop(self.policy.on_failure, None, effects);
             effects.push(Effect::ReportFailure { local_rank, seen, siblings });
         }
         effects.push(Effect::Report(Event::WorkerExited { local_rank, pid, exit, sent, seen }));
@@ -387,7 +381,7 @@ impl Group {
     fn on_signal(&mut self, signal: Signal, ranks: Option<&[u32]>, effects: &mut Vec<Effect>) {
         for member in self.members.iter_mut().filter(|m| !m.ended) {
             if ranks.is_none_or(|ranks| ranks.contains(&member.local_rank)) {
-                let to = if signal == Signal::KILL { StopScope::Group } else { self.stop_scope };
+                let to = if signal == Signal::KILL { StopScope::Group } else { self.policy.stop_scope };
                 effects.push(member.send(signal, to));
             }
         }
@@ -478,7 +472,7 @@ impl Group {
         for ended in [false, true] {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
             for member in members.filter(|m| Some(m.pid) != but) {
-                let to = if member.runs() { self.stop_scope } else { StopScope::Group };
+                let to = if member.runs() { self.policy.stop_scope } else { StopScope::Group };
                 effects.push(member.stop(policy.signal, to));
             }
         }
@@ -521,7 +515,7 @@ impl Group {
     fn sweep_on_end(&mut self, effects: &mut Vec<Effect>) {
         effects.push(Effect::Disarm(Timer::Kill));
         effects.push(Effect::Disarm(Timer::GiveUp));
-        match (self.outcome, self.on_success) {
+        match (self.outcome, self.policy.on_success) {
             (Outcome::Succeeded, Descendants::Keep) => self.report_end(SweepOutcome::default(), effects),
             (Outcome::Succeeded, Descendants::Linger(linger)) => {
                 self.sweep(linger, LINGERER_GRACE, GIVE_UP_AFTER, effects);

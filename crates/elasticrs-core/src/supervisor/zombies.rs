@@ -2,7 +2,7 @@
 //!
 //! A zombie occupies a process ID until its parent waits for it. Usually the nursery adopts and reaps the orphans of a
 //! worker. A worker that is a child subreaper adopts them itself instead, and most programs never wait for children
-//! that they did not start. Every worker of a group that [replaces](crate::spec::GroupSpec::replaces) failed workers is
+//! that they did not start. Every worker of a group that [replaces](crate::spec::GroupPolicy::replaces) failed workers is
 //! a child subreaper.
 //!
 //! [`Scanner::scan`] runs on its own thread, because it reads `/proc`. It estimates the number of processes from the

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use elasticrs_core::spec::{Descendants, GroupSpec, StopPolicy, StopScope};
+use elasticrs_core::spec::{Descendants, GroupPolicy, GroupSpec, StopPolicy, StopScope};
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Supervisor};
 use elasticrs_nursery::launch::{NurseryImage, Warm};
@@ -47,12 +47,14 @@ pub fn group(processes: Vec<ProcessSpec>) -> GroupSpec {
     GroupSpec {
         processes: ranked.collect(),
         descriptors: Vec::new(),
-        on_failure: TERM,
-        stop_scope: StopScope::Group,
-        on_success: Descendants::Linger(Duration::ZERO),
-        start_deadline: HANG,
-        keep_ignored: Vec::new(),
-        replaces: false,
+        policy: GroupPolicy {
+            on_failure: TERM,
+            stop_scope: StopScope::Group,
+            on_success: Descendants::Linger(Duration::ZERO),
+            start_deadline: HANG,
+            keep_ignored: Vec::new(),
+            replaces: false,
+        },
     }
 }
 

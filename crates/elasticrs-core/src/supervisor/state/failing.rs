@@ -26,12 +26,12 @@ impl Group {
         }
         effects.push(Effect::SignalProcess { pid, signal });
         if let Some(index) = self.survivable(worker) {
-            let (policy, member) = (self.on_failure, &mut self.members[index]);
+            let (policy, member) = (self.policy.on_failure, &mut self.members[index]);
             let is_killed = policy.is_hard();
             if is_killed {
                 effects.push(member.send(Signal::KILL, StopScope::Group));
             } else if worker != pid {
-                effects.push(member.stop(policy.signal, self.stop_scope));
+                effects.push(member.stop(policy.signal, self.policy.stop_scope));
             }
             if member.pause != Pause::Running && !is_killed {
                 effects.push(to_group(worker, Signal::CONT));
@@ -74,7 +74,7 @@ impl Group {
         let Some(member) = self.working(local_rank) else { return };
         let worker = member.pid;
         if let Some(index) = self.survivable(worker) {
-            self.condemn(index, self.on_failure.grace, seen, effects);
+            self.condemn(index, self.policy.on_failure.grace, seen, effects);
             return effects.push(Effect::Report(why));
         }
         let siblings = self.fail(worker, Some(worker), effects);
@@ -87,7 +87,7 @@ impl Group {
     fn fail(&mut self, worker: i32, but: Option<i32>, effects: &mut Vec<Effect>) -> u32 {
         self.outcome = Outcome::Failed;
         let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();
-        self.begin_stop(self.on_failure, but, effects);
+        self.begin_stop(self.policy.on_failure, but, effects);
         u32::try_from(siblings).unwrap_or(u32::MAX)
     }
 
@@ -107,7 +107,7 @@ impl Group {
         if !member.group_has_got(Signal::KILL) {
             let (workers, reason) = (vec![(local_rank, member.pid)], member.why_overdue());
             effects.push(member.send(Signal::KILL, StopScope::Group));
-            let limit = self.on_failure.grace;
+            let limit = self.policy.on_failure.grace;
             effects.push(Effect::Report(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
             return effects.push(Effect::Arm(Timer::Condemned(local_rank), GIVE_UP_AFTER));
         }

@@ -194,7 +194,7 @@ impl Group {
             effects.push(Effect::Report(Event::Degraded { message }));
         }
         let delay = self.watch.as_ref().map_or(Duration::ZERO, Watch::stop_delay);
-        if delay.is_zero() || self.replaces || self.phase != Phase::Running {
+        if delay.is_zero() || self.policy.replaces || self.phase != Phase::Running {
             self.carry_out_all(waiting, evidence, effects);
         } else {
             self.report_and_delay(waiting, evidence, delay, effects);

@@ -19,18 +19,11 @@ use crate::supervisor::event::StartFailure;
 const LAST_CHANCE: Duration = Duration::from_secs(1);
 
 impl Group {
-    /// Makes the group replace failed workers.
-    #[must_use]
-    pub fn replacing(mut self) -> Self {
-        self.replaces = true;
-        self
-    }
-
     /// Returns the reason why this worker cannot be replaced now. `None` if it can be replaced.
     pub fn refusal(&self, local_rank: u32) -> Option<&'static str> {
         let member = self.members.iter().find(|m| m.local_rank == local_rank);
         match (member.map(|m| (m.place, m.ended)), self.phase) {
-            _ if !self.replaces => Some("this group does not replace workers"),
+            _ if !self.policy.replaces => Some("this group does not replace workers"),
             (None, _) => Some("there is no such worker"),
             (Some(_), phase) if phase != Phase::Running => Some("the group is stopping"),
             (Some((Place::Free, _)), _) => None,
@@ -49,7 +42,7 @@ impl Group {
     /// Returns true if the other members continue when this member fails. Returns false if Python started the member,
     /// because the nursery cannot clean up the processes of such a member.
     pub(super) fn survives(&self, index: usize) -> bool {
-        self.replaces && self.phase == Phase::Running && !self.members[index].adopted
+        self.policy.replaces && self.phase == Phase::Running && !self.members[index].adopted
     }
 
     /// Returns the index of the member with this pid if the other members continue when it fails. Otherwise, returns
@@ -124,7 +117,7 @@ impl Group {
         match (self.phase, self.stop_signal) {
             (Phase::Running, _) if self.suspended => effects.push(to_group(pid, Signal::STOP)),
             (Phase::Running, _) => {}
-            (Phase::Stopping, Some(signal)) => effects.push(member.stop(signal, self.stop_scope)),
+            (Phase::Stopping, Some(signal)) => effects.push(member.stop(signal, self.policy.stop_scope)),
             _ => effects.push(member.send(Signal::KILL, StopScope::Group)),
         }
     }

@@ -6,6 +6,7 @@ use self::exits::{raised, sampled};
 use self::hangs::{DELAYED, FOUR_SECONDS, after_evidence, remote_hang, snapshot};
 use super::*;
 use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
+use crate::supervisor::start::tests::policy;
 
 mod exits;
 mod hangs;
@@ -18,12 +19,18 @@ const FAILED: WorkerExit = WorkerExit::Exited { code: 1 };
 const DONE: WorkerExit = WorkerExit::Exited { code: 0 };
 const KILLED: WorkerExit = WorkerExit::Signaled { signal: 9 };
 
+const LINGER: Descendants = Descendants::Linger(Duration::from_secs(5));
+
+fn group_of(pids: &[i32], on_success: Descendants, stop_scope: StopScope, replaces: bool) -> Group {
+    Group::new(pids, GroupPolicy { on_failure: TERM_30, on_success, stop_scope, replaces, ..policy() })
+}
+
 fn group(on_success: Descendants) -> Group {
-    Group::new(&PIDS, TERM_30, StopScope::Group, on_success)
+    group_of(&PIDS, on_success, StopScope::Group, false)
 }
 
 fn lingering() -> Group {
-    group(Descendants::Linger(Duration::from_secs(5)))
+    group(LINGER)
 }
 
 fn exited(pid: i32, exit: WorkerExit) -> Input {
@@ -268,7 +275,7 @@ fn who_is_dead_when_a_signal_is_sent_died_by_itself() {
 
 #[test]
 fn a_worker_adopted_into_a_stopping_group_is_killed() {
-    let mut group = Group::new(&[], TERM_30, StopScope::Group, Descendants::Keep);
+    let mut group = group_of(&[], Descendants::Keep, StopScope::Group, false);
     let _ = group.on_input(Input::Adopted { local_rank: 0, pid: 50 });
     let _ = group.on_input(exited(50, FAILED));
     let effects = group.on_input(Input::Adopted { local_rank: 1, pid: 51 });
@@ -276,7 +283,7 @@ fn a_worker_adopted_into_a_stopping_group_is_killed() {
 }
 
 fn saving() -> Group {
-    Group::new(&PIDS, TERM_30, StopScope::Worker, Descendants::Linger(Duration::from_secs(5)))
+    group_of(&PIDS, LINGER, StopScope::Worker, false)
 }
 
 fn to_worker(pid: i32, signal: Signal) -> Effect {

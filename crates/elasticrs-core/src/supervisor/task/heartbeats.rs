@@ -116,23 +116,18 @@ fn give_page(process: &mut ProcessSpec, descriptors: &mut Vec<OwnedFd>) -> io::R
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
-    use crate::spec::{Descendants, StopPolicy, StopScope};
-    use crate::supervisor::start::Terms;
+    use crate::supervisor::start::tests::policy;
     use crate::supervisor::state::{Group, Input};
     use elasticrs_sys::pidfd;
-    use elasticrs_sys::signal::Signal;
 
     #[tokio::test]
     async fn members_without_a_page_are_not_seen() {
         let own = std::process::id().cast_signed();
-        let policy = StopPolicy { signal: Signal::TERM, grace: Duration::ZERO };
-        let mut group = Group::new(&[own], policy, StopScope::Group, Descendants::Keep);
+        let mut group = Group::new(&[own], policy());
         let _ = group.on_input(Input::Adopted { local_rank: 1, pid: 1 });
         let pidfd = |pid| pidfd::open(pid).expect("it lives");
-        let mut running = Running::new(group, vec![(own, pidfd(own))], Terms::default());
+        let mut running = Running::new(group, vec![(own, pidfd(own))]);
         running.adopt(1, pidfd(1), None);
         let page = Arc::new(HeartbeatPage::new(0).expect("there is memory"));
         let heartbeats = Heartbeats { pages: vec![page], ..Heartbeats::default() };

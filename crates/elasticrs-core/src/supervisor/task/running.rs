@@ -17,7 +17,6 @@ use super::or_panic;
 use crate::spec::StopScope;
 use crate::supervisor::event::StartFailure;
 use crate::supervisor::nursery_io::Nursery;
-use crate::supervisor::start::Terms;
 use crate::supervisor::state::Group;
 use crate::supervisor::watch::{self, MemberExit};
 use crate::supervisor::zombies::Subjects;
@@ -28,7 +27,6 @@ const MAX_DEPTH: usize = 64;
 /// A running group, and the descriptors used to signal its members.
 pub(super) struct Running {
     pub(super) group: Group,
-    pub(super) terms: Terms,
     /// Error of a replacement worker whose start hangs. It is reported if the start still hangs at the next deadline.
     /// `None` if no start hangs.
     pub(super) hung: Option<StartFailure>,
@@ -64,9 +62,9 @@ enum Delivery {
 
 impl Running {
     /// Creates the state of a group whose workers were started by the nursery. `workers` is ordered by local rank.
-    pub(super) fn new(group: Group, workers: Vec<(i32, OwnedFd)>, terms: Terms) -> Self {
+    pub(super) fn new(group: Group, workers: Vec<(i32, OwnedFd)>) -> Self {
         let members = workers.into_iter().map(|(pid, pidfd)| Member::started(pid, pidfd)).collect();
-        Self { group, terms, hung: None, unreported: Unreported::default(), members, exits: JoinSet::new() }
+        Self { group, hung: None, unreported: Unreported::default(), members, exits: JoinSet::new() }
     }
 
     /// Adds a process that Python started.

@@ -21,7 +21,7 @@ use crate::spec::{GroupSpec, StopPolicy};
 use crate::supervisor::command::{Adopted, SupervisorError};
 use crate::supervisor::deadlines::{GIVE_UP_AFTER, Timer};
 use crate::supervisor::event::{Event, StartFailure};
-use crate::supervisor::start::{Starting, Terms};
+use crate::supervisor::start::Starting;
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
 
@@ -55,8 +55,7 @@ impl Task {
     }
 
     fn request_start(&mut self, spec: &GroupSpec) -> io::Result<()> {
-        let terms = Terms::of(spec);
-        let requests = spec.processes.iter().map(|process| terms.spawn_request(process, &spec.descriptors));
+        let requests = spec.processes.iter().map(|process| spec.policy.spawn_request(process, &spec.descriptors));
         let requests = requests.collect::<io::Result<Vec<_>>>()?;
         self.check_sentinel();
         let Some(nursery) = self.nursery.get() else { return Ok(()) };
@@ -65,7 +64,7 @@ impl Task {
         for (request, fds) in requests {
             nursery.send(&request, fds);
         }
-        self.deadlines.arm(Timer::Start, spec.start_deadline, Instant::now());
+        self.deadlines.arm(Timer::Start, spec.policy.start_deadline, Instant::now());
         self.deadlines.arm(Timer::Fence, FENCE_SLACK, Instant::now());
         self.start_when_answered();
         Ok(())
@@ -118,10 +117,10 @@ impl Task {
             return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
         }
         let Current::Starting(starting) = std::mem::replace(&mut self.current, Current::Idle) else { return };
-        let (group, workers, terms, early) = starting.into_group();
+        let (group, workers, early) = starting.into_group();
         let pids = workers.iter().map(|(pid, _)| *pid).collect();
         self.shared.queue.push(Event::GroupStarted { pids, started: Stamp::now() });
-        self.current = Current::Running(Running::new(group, workers, terms));
+        self.current = Current::Running(Running::new(group, workers));
         self.deadlines.arm(Timer::Check, CHECK_INTERVAL, Instant::now());
         self.watch_for_hangs();
         for input in early {
@@ -232,10 +231,10 @@ impl Task {
             return Err(SupervisorError::Replace { local_rank, reason });
         }
         self.heartbeats.give_page_again(&mut process, &mut descriptors).map_err(SupervisorError::Heartbeats)?;
-        let (request, fds) = running.terms.spawn_request(&process, &descriptors)?;
+        let (request, fds) = running.group.policy.spawn_request(&process, &descriptors)?;
         let Some(nursery) = self.nursery.get() else { return Err(SupervisorError::Idle) };
         let now = Instant::now();
-        self.deadlines.arm(Timer::Replace(local_rank), running.terms.deadline, now);
+        self.deadlines.arm(Timer::Replace(local_rank), running.group.policy.start_deadline, now);
         self.deadlines.arm(Timer::Fence, FENCE_SLACK, now);
         nursery.send(&request, fds);
         self.input(Input::Replace { local_rank });
@@ -279,7 +278,7 @@ impl Task {
             nursery.kill();
             return self.replace_has_failed(failure);
         }
-        let (stage, deadline) = (nursery.stage_reached(), running.terms.deadline);
+        let (stage, deadline) = (nursery.stage_reached(), running.group.policy.start_deadline);
         let others: Vec<i32> = running.pids().collect();
         let child = match stage {
             Some(Stage::Fork | Stage::NextFork) => None,

@@ -217,7 +217,7 @@ fn a_group_whose_peer_hangs_is_stopped_after_the_delay() {
 /// Creates a group whose failed workers are replaced. Rank 2 of the group hangs, and rank 1 waits for rank 2. Both
 /// ranks have therefore stopped sending heartbeats.
 fn waiting_for_one() -> Group {
-    let mut group = lingering().replacing();
+    let mut group = group_of(&PIDS, LINGER, StopScope::Group, true);
     let _ = group.on_input(snapshot(0, [Some(0); 4]));
     let _ = group.on_input(Input::Watch(FOUR_SECONDS));
     let _ = group.on_input(snapshot(5, [Some(5), Some(0), Some(1), Some(5)]));

@@ -6,7 +6,7 @@ use super::exits::{killed, raised, sampled};
 use super::*;
 
 fn replacing() -> Group {
-    saving().replacing()
+    group_of(&PIDS, LINGER, StopScope::Worker, true)
 }
 
 fn left_swept() -> Input {
