@@ -92,30 +92,29 @@ async fn attempt(
     let stage = Cell::new(Stage::Resolve);
     let opened = timeout(patience, async {
         let mut link = dial(options, member, patience, &stage).await?;
+        let sent = boot_now();
         match begin(options, &link.channel, granted).await {
-            Ok(begun) => Ok((link, begun)),
+            Ok((granted, keys, marker)) => {
+                let cluster = granted.header.map_or(0, |header| header.cluster_id);
+                let ttl = Duration::from_secs(unsigned(granted.ttl));
+                Ok(Opened { link, member, cluster, keys, ttl, sent, marker })
+            }
             Err(error) => Err(link.judge(error).await),
         }
     });
     match opened.await {
-        Ok(Ok((link, Begun { cluster, keys, ttl, sent, marker }))) => {
-            Ok(Opened { link, member, cluster, keys, ttl, sent, marker })
-        }
-        Ok(Err(failure)) => Err(failure.into_error()),
+        Ok(opened) => opened.map_err(Failure::into_error),
         Err(_) => Err(too_late(options, member, stage.get(), patience).await),
     }
 }
 
-struct Begun {
-    cluster: u64,
-    keys: Keys,
-    ttl: Duration,
-    sent: u64,
-    marker: i64,
-}
-
-async fn begin(options: &Options, channel: &Channel, known: &Granted) -> Result<Begun, CallError> {
-    let sent = boot_now();
+/// Requests a lease and puts the session's marker key. Returns etcd's answer to the request for the lease, the session's
+/// keys, and the revision at which the marker key was written.
+async fn begin(
+    options: &Options,
+    channel: &Channel,
+    known: &Granted,
+) -> Result<(pb::LeaseGrantResponse, Keys, i64), CallError> {
     let seconds = i64::try_from(options.ttl.as_millis().div_ceil(1000)).unwrap_or(i64::MAX);
     let asked = pb::LeaseGrantRequest { ttl: seconds, id: 0 };
     let granted: pb::LeaseGrantResponse = channel.call(GRANT, &asked).await?;
@@ -125,21 +124,12 @@ async fn begin(options: &Options, channel: &Channel, known: &Granted) -> Result<
         lease: granted.id,
         job_lease: options.job_lease.map_or(0, |(id, _)| id),
     };
-    match mark(options, channel, &keys).await {
-        Ok(marker) => Ok(Begun {
-            cluster: granted.header.map_or(0, |header| header.cluster_id),
-            keys,
-            ttl: Duration::from_secs(unsigned(granted.ttl)),
-            sent,
-            marker,
-        }),
-        Err(error) => {
-            // Revoke the lease, because the session could not be opened. Ignore an error, because the lease expires
-            // anyway.
-            let _ = revoke(channel, granted.id).await;
-            Err(error)
-        }
+    let marked = mark(options, channel, &keys).await;
+    if marked.is_err() {
+        // Revoke the lease, because the session could not be opened. Ignore an error, because the lease expires anyway.
+        let _ = revoke(channel, granted.id).await;
     }
+    Ok((granted, keys, marked?))
 }
 
 async fn mark(options: &Options, channel: &Channel, keys: &Keys) -> Result<i64, CallError> {
