@@ -24,7 +24,7 @@ use crate::session::network::plain;
 use crate::session::outage::{Outage, Pauses};
 use crate::session::watched::ChangeSet;
 use crate::session::{Backend, Dialing, Session};
-use crate::types::{LostKind, OpResult};
+use crate::types::LostKind;
 
 /// A user's request, encoded as a frame.
 pub(super) type Asked = (Kind, Vec<u8>);
@@ -38,8 +38,6 @@ pub(super) struct Connection {
 
 pub(super) struct OwnStore<'a> {
     options: &'a Options,
-    events: &'a Events,
-    guard: &'a dyn Guard,
     number: u64,
     secret: Secret,
     /// Bytes to send on the current connection.
@@ -97,8 +95,6 @@ pub(super) fn session<'a>(
     let core = Core::new(policy, events, guard, met.sent, met.pace.terms());
     let backend = OwnStore {
         options,
-        events,
-        guard,
         number: met.session,
         secret: met.secret,
         unsent: Vec::new(),
@@ -161,8 +157,8 @@ impl<'a> Backend<'a> for OwnStore<'a> {
     }
 
     fn dial(&mut self, core: &Core<'a>) -> Dialing<'a, Opened> {
-        let wanted = Wanted { resume: Some((self.number, self.secret)), met: self.events.met() };
-        let (options, guard) = (self.options, self.guard);
+        let wanted = Wanted { resume: Some((self.number, self.secret)), met: core.events.met() };
+        let (options, guard) = (self.options, core.guard);
         let patience = core.dial_patience().min(options.connect_timeout);
         Box::pin(async move {
             reopen(options, guard, wanted, patience).await.map_err(|error| match error.kind {
@@ -181,9 +177,9 @@ impl<'a> Backend<'a> for OwnStore<'a> {
         let Opened { stream, frames, met, .. } = link;
         core.lease.begin_connection();
         if core.is_away() {
-            self.guard.resumed();
+            core.guard.resumed();
             core.renew(met.sent, met.pace.terms());
-            self.events.meet(met.store, met.revision);
+            core.events.meet(met.store, met.revision);
             core.is_back(boot_now());
         }
         if let Some(unanswered) = &mut self.unanswered {
@@ -213,7 +209,7 @@ impl OwnStore<'_> {
     /// Returns `u64::MAX` (never) if closing the connection would end the session. Also returns `u64::MAX` while the
     /// event queue is full, because the client then reads no answers.
     fn overdue(&self, core: &Core<'_>) -> u64 {
-        if self.unanswered.is_some() && !self.events.is_full() { core.lease.overdue() } else { u64::MAX }
+        if self.unanswered.is_some() && !core.events.is_full() { core.lease.overdue() } else { u64::MAX }
     }
 
     /// Writes as many bytes as the kernel accepts.
@@ -278,14 +274,27 @@ impl OwnStore<'_> {
 
     fn answer(&mut self, core: &mut Core<'_>, answer: Answer, length: usize) -> Result<(), StoreError> {
         match answer {
-            Answer::Reply { tag, ok, revision, results } => self.reply(tag, ok, revision, results, length)?,
-            Answer::Changes { revision, changes } => {
-                let changes = ChangeSet { revision, changes };
+            Answer::Reply { tag, ok, revision, results } => {
                 let effect = match &mut self.unanswered {
-                    Some(unanswered) => unanswered.changes(changes),
-                    None => AnswerEffect::Changes(changes),
+                    Some(unanswered) => unanswered.reply(revision, results)?,
+                    None => AnswerEffect::Reply(results),
                 };
-                self.report(effect, length);
+                match effect {
+                    AnswerEffect::Nothing => {}
+                    AnswerEffect::Reply(results) => {
+                        core.events.push(Event::Reply { tag, ok, revision, results }, length);
+                    }
+                    AnswerEffect::Changes(ChangeSet { revision, changes }) => {
+                        core.events.push(Event::Changes { revision, changes }, length);
+                    }
+                }
+            }
+            Answer::Changes { revision, changes } => {
+                let set = ChangeSet { revision, changes };
+                if let Some(unanswered) = &mut self.unanswered {
+                    unanswered.note(&set);
+                }
+                core.events.push(Event::Changes { revision, changes: set.changes }, length);
             }
             Answer::Alive { pace, .. } if !pace.is_valid() => {
                 return Err(StoreError::new(LostKind::Protocol, "the store granted no time to live"));
@@ -300,30 +309,5 @@ impl OwnStore<'_> {
             }
         }
         Ok(())
-    }
-
-    fn reply(
-        &mut self,
-        tag: u64,
-        ok: bool,
-        revision: u64,
-        results: Vec<OpResult>,
-        length: usize,
-    ) -> Result<(), StoreError> {
-        let effect = match &mut self.unanswered {
-            Some(unanswered) => unanswered.reply(revision, results)?,
-            None => AnswerEffect::Reply(results),
-        };
-        match effect {
-            AnswerEffect::Reply(results) => self.events.push(Event::Reply { tag, ok, revision, results }, length),
-            effect => self.report(effect, length),
-        }
-        Ok(())
-    }
-
-    fn report(&self, effect: AnswerEffect, length: usize) {
-        if let AnswerEffect::Changes(ChangeSet { revision, changes }) = effect {
-            self.events.push(Event::Changes { revision, changes }, length);
-        }
     }
 }

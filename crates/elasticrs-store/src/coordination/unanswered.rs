@@ -34,7 +34,7 @@ struct Asked {
     is_over: bool,
 }
 
-/// Effect of an answer from the store: an event for the user, or nothing.
+/// Effect of a reply from the store: an event for the user, or nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum AnswerEffect {
     Nothing,
@@ -74,12 +74,12 @@ impl Unanswered {
         frames
     }
 
-    pub(super) fn changes(&mut self, set: ChangeSet) -> AnswerEffect {
+    /// Records changes that are about to be reported.
+    pub(super) fn note(&mut self, set: &ChangeSet) {
         for watched in self.watches.values_mut() {
             set.changes.iter().for_each(|change| watched.note(change));
             watched.next = set.revision + 1;
         }
-        AnswerEffect::Changes(set)
     }
 
     pub(super) fn reply(&mut self, revision: u64, results: Vec<OpResult>) -> Result<AnswerEffect, Malformed> {
@@ -120,7 +120,9 @@ impl Unanswered {
             _ => Err(Malformed("a watch without what is there")),
         });
         let there: Vec<Entry> = there.collect::<Result<_, _>>()?;
-        Ok(watched.catch_up(revision, there).map_or(AnswerEffect::Nothing, |set| self.changes(set)))
+        let Some(set) = watched.catch_up(revision, there) else { return Ok(AnswerEffect::Nothing) };
+        self.note(&set);
+        Ok(AnswerEffect::Changes(set))
     }
 }
 

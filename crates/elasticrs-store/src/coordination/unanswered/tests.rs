@@ -122,7 +122,11 @@ impl World {
 
     fn read(&mut self) {
         let effect = match self.answers.pop_front() {
-            Some(Answer::Changes { revision, changes }) => self.unanswered.changes(ChangeSet { revision, changes }),
+            Some(Answer::Changes { revision, changes }) => {
+                let set = ChangeSet { revision, changes };
+                self.unanswered.note(&set);
+                AnswerEffect::Changes(set)
+            }
             Some(Answer::Reply { tag, revision, results, .. }) => {
                 let effect = self.unanswered.reply(revision, results).unwrap();
                 if let AnswerEffect::Reply(_) = effect {
