@@ -1,5 +1,7 @@
 //! Authentication with an optional token. Each side proves that it knows the token, without sending it.
 
+use std::fmt::Write;
+
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 use subtle::ConstantTimeEq as _;
@@ -45,11 +47,20 @@ pub(super) fn is_proof(answer: &Digest, token: &[u8], challenge: &Digest, run_id
     mac(token, challenge, run_id, direction).verify_slice(answer).is_ok()
 }
 
-/// Returns unpredictable bytes, for use as a challenge, as the secret of a session, or as the ID of a store.
+/// Returns unpredictable bytes, for use as a challenge, as a secret, or as the ID of a store.
 pub(crate) fn random<const N: usize>() -> std::io::Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes)?;
     Ok(bytes)
+}
+
+/// Returns the bytes as hexadecimal text.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::new(), |mut text, byte| {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
 }
 
 /// Returns true if two secrets are equal. Compares in constant time.

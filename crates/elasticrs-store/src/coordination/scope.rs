@@ -7,11 +7,9 @@
 //! - **SCOPE-1** a session with a scope cannot read, write or watch a key outside of the scope;
 //! - **SCOPE-2** the token of a scope reveals neither the store's token nor the token of another scope.
 
-use std::fmt::Write;
-
 use hmac::Mac;
 
-use super::auth::keyed;
+use super::auth::{hex, keyed};
 use super::protocol::Request;
 use crate::types::{Compare, Op, Txn};
 
@@ -22,11 +20,7 @@ pub fn scoped_token(token: &[u8], scope: &str) -> String {
     // but start with another constant.
     mac.update(b"scope\0");
     mac.update(scope.as_bytes());
-    mac.finalize().into_bytes().iter().fold(String::new(), |mut text, byte| {
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
+    hex(&mac.finalize().into_bytes())
 }
 
 /// Returns true if all keys in a request start with the prefix `scope`. Without a scope, all keys are allowed.

@@ -1,12 +1,11 @@
 //! Encodes and decodes the data with which sessions connect to each other: the entry that each session publishes in
 //! etcd, and the first message on a connection. All functions are pure.
 
-use std::fmt::Write;
-
 use sha2::{Digest, Sha256};
 
 use super::mapping::{Keys, Region, signed};
 use super::messages as pb;
+use crate::coordination::auth::hex;
 
 /// Prefix of the keys under which sessions publish their contact entries ([`Card`]). It is relative to the store's
 /// prefix, and sorts after all keys of users.
@@ -60,14 +59,6 @@ impl Card {
             hosts: words.filter(|word| !word.is_empty()).map(str::to_owned).collect(),
         })
     }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }
 
 fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {

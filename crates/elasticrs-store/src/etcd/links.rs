@@ -41,6 +41,7 @@ use super::mapping::{Keys, unsigned};
 use super::messages as pb;
 use super::open::RANGE;
 use super::options::Site;
+use crate::coordination::auth::random;
 use crate::session::error::Failure;
 use crate::session::guard::Guard;
 use crate::session::network::resolve;
@@ -87,9 +88,7 @@ impl Links {
         let listener = listen(None, Port::Any).map_err(|error| error.source)?;
         listener.set_nonblocking(true)?;
         let listener = TcpListener::from_std(listener)?;
-        let mut nonce = Nonce::default();
-        let mut word = LastWord::default();
-        getrandom::fill(&mut nonce).and_then(|()| getrandom::fill(&mut word)).map_err(io::Error::other)?;
+        let (nonce, word): (Nonce, LastWord) = (random()?, random()?);
         let hosts = [Some(link.local.ip().to_string()), site.host.clone()].into_iter().flatten().collect();
         let own = Card { lease: keys.lease, nonce, port: listener.local_addr()?.port(), seal: seal_of(&word), hosts };
         let (scope, called, is_guarded) = (site.scope.clone(), RefCell::default(), Cell::default());
