@@ -179,6 +179,8 @@ pub struct Group {
     suspended: bool,
     watch: Option<Watch>,
     snapshot: Snapshot,
+    /// Effects of the current input.
+    effects: Vec<Effect>,
     /// Actions that wait for diagnostics about the workers, or for the end of a delay. `None` if there is nothing to
     /// wait for.
     waiting: Option<Vec<PendingAction>>,
@@ -201,6 +203,7 @@ impl Group {
             suspended: false,
             watch: None,
             snapshot: Snapshot::default(),
+            effects: Vec::new(),
             waiting: None,
             left: VecDeque::new(),
         }
@@ -253,88 +256,87 @@ impl Group {
     /// Handles an input and returns the effects. This is the only function that changes the state of the group.
     #[must_use]
     pub fn on_input(&mut self, input: Input) -> Vec<Effect> {
-        let mut effects = Vec::new();
         if self.phase == Phase::Finished {
-            return effects;
+            return Vec::new();
         }
         match input {
-            Input::Exited { pid, exit, seen } => self.on_exit(pid, exit, seen, &mut effects),
-            Input::Paused { pid, signal } => self.on_paused(pid, signal, &mut effects),
-            Input::Continued { pid } => self.on_continued(pid, &mut effects),
+            Input::Exited { pid, exit, seen } => self.on_exit(pid, exit, seen),
+            Input::Paused { pid, signal } => self.on_paused(pid, signal),
+            Input::Continued { pid } => self.on_continued(pid),
             Input::Stop(policy) => {
-                self.settle(&mut effects);
-                self.on_stop(policy, &mut effects);
+                self.settle();
+                self.on_stop(policy);
             }
-            Input::StopForHang(policy, remote) => self.on_stop_for_hang(policy, remote, &mut effects),
-            Input::Signal(signal, ranks) => self.on_signal(signal, ranks.as_deref(), &mut effects),
+            Input::StopForHang(policy, remote) => self.on_stop_for_hang(policy, remote),
+            Input::Signal(signal, ranks) => self.on_signal(signal, ranks.as_deref()),
             Input::Forward(signal, ranks) => {
                 let to = self.policy.stop_scope;
                 let running = self.members.iter().filter(|m| m.runs() && ranks.contains(&m.local_rank));
-                effects.extend(running.map(|m| Effect::Signal { pid: m.pid, to, signal }));
+                self.effects.extend(running.map(|m| Effect::Signal { pid: m.pid, to, signal }));
             }
-            Input::Suspend => self.on_suspend(&mut effects),
+            Input::Suspend => self.on_suspend(),
             Input::Resume if self.suspended => {
-                self.on_resume(&mut effects);
-                self.look(&mut effects);
+                self.on_resume();
+                self.look();
             }
-            Input::Expired(timer) => self.on_expired(timer, &mut effects),
-            Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. }) => self.report_end(swept, &mut effects),
+            Input::Expired(timer) => self.on_expired(timer),
+            Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. }) => self.report_end(swept),
             // Ignore `Resume` if the group is not suspended, and `Swept` if no clean-up is running.
             Input::Resume | Input::Swept(_) => {}
-            Input::NurseryLost(exit) => self.on_nursery_lost(exit, &mut effects),
-            Input::Fenced => self.on_fenced(&mut effects),
+            Input::NurseryLost(exit) => self.on_nursery_lost(exit),
+            Input::Fenced => self.on_fenced(),
             Input::Dead(pids) => self.on_dead(&pids),
             Input::TimerExpired(timer) if timer.signal.is_some() => {
-                self.take_evidence(PendingAction::Timer(timer), &mut effects);
+                self.take_evidence(PendingAction::Timer(timer));
             }
-            Input::TimerExpired(timer) => self.on_timer_due(timer, &mut effects),
-            Input::Watch(limits) => self.on_watch(limits, &mut effects),
+            Input::TimerExpired(timer) => self.on_timer_due(timer),
+            Input::Watch(limits) => self.on_watch(limits),
             Input::Snapshot(snapshot) => self.snapshot = snapshot,
-            Input::Evidence(found) => self.on_evidence(&found, &mut effects),
-            Input::Raised(raised) => self.on_raised(raised, &mut effects),
+            Input::Evidence(found) => self.on_evidence(&found),
+            Input::Raised(raised) => self.on_raised(raised),
             Input::ExitSampled { local_rank, progressed } => {
-                self.on_exit_sampled(local_rank, progressed, &mut effects);
+                self.on_exit_sampled(local_rank, progressed);
             }
-            Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid, &mut effects),
-            Input::WorkerSwept(swept) => self.on_worker_swept(swept, &mut effects),
+            Input::Adopted { local_rank, pid } => self.on_adopted(local_rank, pid),
+            Input::WorkerSwept(swept) => self.on_worker_swept(swept),
             Input::Replace { local_rank } => self.on_replace(local_rank),
-            Input::Replaced { local_rank, pid, started } => self.on_replaced(local_rank, pid, started, &mut effects),
-            Input::ReplaceFailed(failure) => self.on_replace_failed(failure, &mut effects),
+            Input::Replaced { local_rank, pid, started } => self.on_replaced(local_rank, pid, started),
+            Input::ReplaceFailed(failure) => self.on_replace_failed(failure),
         }
-        effects
+        std::mem::take(&mut self.effects)
     }
 
-    fn on_exit(&mut self, pid: i32, exit: WorkerExit, seen: Stamp, effects: &mut Vec<Effect>) {
+    fn report(&mut self, event: Event) {
+        self.effects.push(Effect::Report(event));
+    }
+
+    fn on_exit(&mut self, pid: i32, exit: WorkerExit, seen: Stamp) {
         let Some(index) = self.members.iter().position(|m| m.pid == pid && !m.ended) else { return };
-        self.settle_before_exit(index, exit, effects);
+        self.settle_before_exit(index, exit);
         let member = &mut self.members[index];
         member.ended = true;
         let (local_rank, sent) = (member.local_rank, member.sent);
         if !matches!(member.pause, Pause::Running) {
-            effects.push(Effect::Disarm(Timer::Paused(local_rank)));
+            self.effects.push(Effect::Disarm(Timer::Paused(local_rank)));
         }
         if member.raised.is_some() {
-            effects.push(Effect::Disarm(Timer::Exit(local_rank)));
+            self.effects.push(Effect::Disarm(Timer::Exit(local_rank)));
         }
         let condemned = member.condemned.is_some();
         if condemned {
-            effects.push(Effect::Disarm(Timer::Condemned(local_rank)));
+            self.effects.push(Effect::Disarm(Timer::Condemned(local_rank)));
         }
         let has_failed = self.phase == Phase::Running && (!exit.is_success() || condemned);
         let is_replaced = has_failed && self.survives(index);
         if has_failed && !is_replaced {
-            self.outcome = Outcome::Failed;
-            let siblings = self.members.iter().filter(|m| m.runs()).count();
-            let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
-            self.begin_stop(self.policy.on_failure, None, effects);
-            effects.push(Effect::ReportFailure { local_rank, seen, siblings });
+            self.fail(local_rank, pid, None, seen, None);
         }
-        effects.push(Effect::Report(Event::WorkerExited { local_rank, pid, exit, sent, seen }));
+        self.report(Event::WorkerExited { local_rank, pid, exit, sent, seen });
         if is_replaced {
-            return self.leave(index, effects);
+            return self.leave(index);
         }
-        self.stop_rest_of(pid, effects);
-        self.sweep_when_all_have_ended(effects);
+        self.stop_rest_of(pid);
+        self.sweep_when_all_have_ended();
     }
 
     /// Records members that have died but whose exits have not been reported.
@@ -351,63 +353,64 @@ impl Group {
     /// longer needs its helper processes.
     ///
     /// Does nothing after the last exit, because all leftover processes are then cleaned up.
-    fn stop_rest_of(&mut self, pid: i32, effects: &mut Vec<Effect>) {
+    fn stop_rest_of(&mut self, pid: i32) {
         let Some(signal) = self.stop_signal.filter(|_| self.phase == Phase::Stopping) else { return };
         if self.all_have_ended() {
             return;
         }
         if let Some(member) = self.members.iter_mut().find(|m| m.pid == pid && !m.group_has_got(signal)) {
-            effects.push(member.send(signal, StopScope::Group));
+            self.effects.push(member.send(signal, StopScope::Group));
         }
     }
 
-    fn on_stop(&mut self, policy: StopPolicy, effects: &mut Vec<Effect>) {
+    fn on_stop(&mut self, policy: StopPolicy) {
         match self.phase {
             Phase::Running => {
                 self.outcome = Outcome::Stopped;
-                self.begin_stop(policy, None, effects);
-                self.sweep_when_all_have_ended(effects);
+                self.begin_stop(policy, None);
+                self.sweep_when_all_have_ended();
             }
             // Send the new stop signal. The deadline for SIGKILL may become earlier, but never later.
-            Phase::Stopping => self.begin_stop(policy, None, effects),
+            Phase::Stopping => self.begin_stop(policy, None),
             Phase::Sweeping { lingering: true } => {
                 self.outcome = Outcome::Stopped;
-                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects);
+                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
             }
             Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Finished => {}
         }
     }
 
-    fn on_signal(&mut self, signal: Signal, ranks: Option<&[u32]>, effects: &mut Vec<Effect>) {
+    fn on_signal(&mut self, signal: Signal, ranks: Option<&[u32]>) {
         for member in self.members.iter_mut().filter(|m| !m.ended) {
             if ranks.is_none_or(|ranks| ranks.contains(&member.local_rank)) {
                 let to = if signal == Signal::KILL { StopScope::Group } else { self.policy.stop_scope };
-                effects.push(member.send(signal, to));
+                self.effects.push(member.send(signal, to));
             }
         }
     }
 
-    fn on_expired(&mut self, timer: Timer, effects: &mut Vec<Effect>) {
+    fn on_expired(&mut self, timer: Timer) {
         match timer {
             Timer::Kill if self.phase == Phase::Stopping => {
-                let killed = effects.len();
-                self.report_grace_is_over(effects);
-                let reports = effects.split_off(killed);
-                self.kill(effects);
-                effects.extend(reports);
+                let killed = self.overdue_workers();
+                self.kill();
+                for killed in killed {
+                    self.report(Event::WorkersKilled(killed));
+                }
             }
-            Timer::GiveUp if self.phase == Phase::Killing => self.sweep_on_end(effects),
+            Timer::GiveUp if self.phase == Phase::Killing => self.sweep_on_end(),
             Timer::Paused(local_rank) => {
                 let paused = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
                 if let Some(member) = paused
                     && let Pause::Noticed(signal) = member.pause
                 {
                     member.pause = Pause::Reported;
-                    effects.push(Effect::Report(Event::WorkerPaused { local_rank, pid: member.pid, signal }));
+                    let pid = member.pid;
+                    self.report(Event::WorkerPaused { local_rank, pid, signal });
                 }
             }
-            Timer::Condemned(local_rank) => self.on_condemned(local_rank, effects),
-            Timer::Check | Timer::Hang => self.on_check(effects),
+            Timer::Condemned(local_rank) => self.on_condemned(local_rank),
+            Timer::Check | Timer::Hang => self.on_check(),
             // Ignore these timers, because they do not apply in the current phase or are handled by the executor.
             Timer::Kill
             | Timer::GiveUp
@@ -423,82 +426,82 @@ impl Group {
 
     /// Kills the process groups of all workers, including those that Python started. The nursery kills only the workers
     /// that it started itself.
-    fn on_fenced(&mut self, effects: &mut Vec<Effect>) {
+    fn on_fenced(&mut self) {
         if matches!(self.phase, Phase::Running | Phase::Sweeping { lingering: true }) {
             self.outcome = Outcome::Stopped;
         }
         if self.suspended {
             // Resume the paused deadlines, but do not send SIGCONT, because the suspended workers must not run again
             // before SIGKILL.
-            self.thaw(effects);
+            self.thaw();
         }
         match self.phase {
             Phase::Running | Phase::Stopping => {
-                self.kill(effects);
-                self.sweep_when_all_have_ended(effects);
+                self.kill();
+                self.sweep_when_all_have_ended();
             }
             Phase::Sweeping { lingering: true } => {
-                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects);
+                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
             }
             Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Finished => {}
         }
     }
 
-    fn on_nursery_lost(&mut self, exit: NurseryExit, effects: &mut Vec<Effect>) {
+    fn on_nursery_lost(&mut self, exit: NurseryExit) {
         self.nursery = Some(exit);
         self.forget_places();
         match self.phase {
             Phase::Running => self.outcome = Outcome::Lost,
             // Start a new clean-up in this process, because the lost nursery cannot complete the pending clean-up.
-            Phase::Sweeping { .. } => return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER, effects),
+            Phase::Sweeping { .. } => return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER),
             Phase::Stopping | Phase::Killing | Phase::Finished => {}
         }
         // Kill all workers, because those that Python started do not die together with the nursery.
         if self.phase != Phase::Killing {
-            self.kill(effects);
+            self.kill();
         }
-        self.sweep_when_all_have_ended(effects);
+        self.sweep_when_all_have_ended();
     }
 
     /// Sends the stop signal to every worker except the one with the pid `but`, which was already signalled or is
     /// exiting by itself. Also signals the process groups of workers that have exited, because their leftover processes
     /// may still occupy an accelerator.
-    fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>, effects: &mut Vec<Effect>) {
-        self.on_resume(effects);
+    fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>) {
+        self.on_resume();
         if policy.is_hard() {
-            return self.kill(effects);
+            return self.kill();
         }
         // Signal the running members first, because the group has to wait for their exits.
         for ended in [false, true] {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
             for member in members.filter(|m| Some(m.pid) != but) {
                 let to = if member.runs() { self.policy.stop_scope } else { StopScope::Group };
-                effects.push(member.stop(policy.signal, to));
+                self.effects.push(member.stop(policy.signal, to));
             }
         }
         for member in self.members.iter().filter(|m| !m.ended && (m.adopted || m.pause != Pause::Running)) {
-            effects.push(to_group(member.pid, Signal::CONT));
+            self.effects.push(to_group(member.pid, Signal::CONT));
         }
         // Use `Hasten`, so that a later stop request cannot postpone the deadline.
-        effects.push(Effect::Hasten(Timer::Kill, policy.grace));
+        self.effects.push(Effect::Hasten(Timer::Kill, policy.grace));
         self.grace = if self.phase == Phase::Stopping { self.grace.min(policy.grace) } else { policy.grace };
         (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));
     }
 
-    fn kill(&mut self, effects: &mut Vec<Effect>) {
+    fn kill(&mut self) {
         for member in self.members.iter_mut().filter(|m| !m.is_gone()) {
-            effects.push(member.send(Signal::KILL, StopScope::Group));
+            self.effects.push(member.send(Signal::KILL, StopScope::Group));
         }
-        self.hasten_starts(effects);
+        self.hasten_starts();
         self.phase = Phase::Killing;
-        effects.push(Effect::Disarm(Timer::Kill));
-        effects.push(Effect::Arm(Timer::GiveUp, GIVE_UP_AFTER));
+        self.effects.push(Effect::Disarm(Timer::Kill));
+        self.effects.push(Effect::Arm(Timer::GiveUp, GIVE_UP_AFTER));
     }
 
-    fn sweep_when_all_have_ended(&mut self, effects: &mut Vec<Effect>) {
+    fn sweep_when_all_have_ended(&mut self) {
         let working = matches!(self.phase, Phase::Running | Phase::Stopping | Phase::Killing);
         if working && self.all_have_ended() {
-            self.sweep_on_end(effects);
+            self.sweep_on_end();
         }
     }
 
@@ -512,35 +515,35 @@ impl Group {
         self.members.iter().all(|m| m.ended && is_over(m))
     }
 
-    fn sweep_on_end(&mut self, effects: &mut Vec<Effect>) {
-        effects.push(Effect::Disarm(Timer::Kill));
-        effects.push(Effect::Disarm(Timer::GiveUp));
+    fn sweep_on_end(&mut self) {
+        self.effects.push(Effect::Disarm(Timer::Kill));
+        self.effects.push(Effect::Disarm(Timer::GiveUp));
         match (self.outcome, self.policy.on_success) {
-            (Outcome::Succeeded, Descendants::Keep) => self.report_end(SweepOutcome::default(), effects),
+            (Outcome::Succeeded, Descendants::Keep) => self.report_end(SweepOutcome::default()),
             (Outcome::Succeeded, Descendants::Linger(linger)) => {
-                self.sweep(linger, LINGERER_GRACE, GIVE_UP_AFTER, effects);
+                self.sweep(linger, LINGERER_GRACE, GIVE_UP_AFTER);
             }
             (Outcome::Failed | Outcome::Stopped | Outcome::Lost, _) => {
                 let hopeless = self.members.iter().any(|m| !m.ended);
                 let give_up = if hopeless { HOPELESS_SWEEP } else { GIVE_UP_AFTER };
-                self.sweep(Duration::ZERO, Duration::ZERO, give_up, effects);
+                self.sweep(Duration::ZERO, Duration::ZERO, give_up);
             }
         }
     }
 
-    fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration, effects: &mut Vec<Effect>) {
+    fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
         self.phase = Phase::Sweeping { lingering: !linger.is_zero() };
-        effects.push(Effect::Sweep { linger, grace, give_up });
+        self.effects.push(Effect::Sweep { linger, grace, give_up });
     }
 
-    fn report_end(&mut self, swept: SweepOutcome, effects: &mut Vec<Effect>) {
+    fn report_end(&mut self, swept: SweepOutcome) {
         self.phase = Phase::Finished;
         if self.suspended {
-            self.thaw(effects); // the next group uses the same deadlines
+            self.thaw(); // the next group uses the same deadlines
         }
         let stuck_workers = self.members.iter().filter(|m| !m.ended).map(|m| (m.local_rank, m.pid)).collect();
         let (outcome, nursery) = (self.outcome, self.nursery);
-        effects.push(Effect::ReportEnd(GroupOutcome { outcome, nursery, stuck_workers, swept }));
+        self.effects.push(Effect::ReportEnd(GroupOutcome { outcome, nursery, stuck_workers, swept }));
     }
 }
 

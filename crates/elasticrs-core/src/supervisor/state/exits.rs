@@ -18,7 +18,7 @@ impl Group {
     ///
     /// If the worker is already being stopped, its exception is not reported, because such an exception is usually a
     /// consequence of the first failure. The exit of the worker is still watched.
-    pub(super) fn on_raised(&mut self, raised: WorkerRaised, effects: &mut Vec<Effect>) {
+    pub(super) fn on_raised(&mut self, raised: WorkerRaised) {
         let local_rank = raised.local_rank;
         let is_working = self.working(local_rank).is_some();
         let is_open = matches!(self.phase, Phase::Running | Phase::Stopping);
@@ -27,56 +27,56 @@ impl Group {
         member.raised = Some(raised.clone());
         let limit = raised.limit;
         if is_working {
-            effects.push(Effect::Report(Event::WorkerRaised(raised)));
+            self.report(Event::WorkerRaised(raised));
         }
-        effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), between_samples(limit))));
+        self.effects.extend(limit.map(|limit| Effect::Arm(Timer::Exit(local_rank), between_samples(limit))));
     }
 
     /// Handles a new sample of a worker that is exiting after an uncaught exception. `progressed` is true if the
     /// worker has made progress since the previous sample, and `None` for the first sample.
-    pub(super) fn on_exit_sampled(&mut self, local_rank: u32, progressed: Option<bool>, effects: &mut Vec<Effect>) {
+    pub(super) fn on_exit_sampled(&mut self, local_rank: u32, progressed: Option<bool>) {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
         let Some(raised) = member.and_then(|m| m.raised.clone()) else { return };
         let Some(limit) = raised.limit else { return };
         let is_working = self.working(local_rank).is_some();
         match progressed {
             // Gather evidence before killing the worker, because the worker's stack shows what blocks the exit.
-            Some(false) if is_working => return self.take_evidence(PendingAction::Exit(local_rank), effects),
-            Some(false) => return self.kill_stalled(local_rank, between_samples(limit), effects),
+            Some(false) if is_working => return self.take_evidence(PendingAction::Exit(local_rank)),
+            Some(false) => return self.kill_stalled(local_rank, between_samples(limit)),
             Some(true) if is_working => {
                 let seen = raised.seen;
                 let slow = Event::WorkerRaised(WorkerRaised { exit: ExitStage::Slow, ..raised });
-                self.fail_in_grace(local_rank, seen, slow, effects);
+                self.fail_in_grace(local_rank, seen, slow);
             }
             Some(true) | None => {}
         }
-        effects.push(Effect::Arm(Timer::Exit(local_rank), between_samples(limit)));
+        self.effects.push(Effect::Arm(Timer::Exit(local_rank), between_samples(limit)));
     }
 
     /// Kills a worker whose exit has stalled. The worker gets no grace period, because it has already exceeded its time
     /// limit, and the other workers may have been waiting for it.
-    pub(super) fn on_exit_overdue(&mut self, local_rank: u32, effects: &mut Vec<Effect>) {
+    pub(super) fn on_exit_overdue(&mut self, local_rank: u32) {
         let Some(raised) = self.working(local_rank).and_then(|member| member.raised.clone()) else { return };
         let seen = raised.seen;
         let stalled = Event::WorkerRaised(WorkerRaised { exit: ExitStage::Stalled, ..raised });
-        self.fail_at_once(local_rank, seen, Some(stalled), effects);
+        self.fail_at_once(local_rank, seen, Some(stalled));
     }
 
     /// Kills a worker that hangs during its exit, without waiting for the end of its grace period. The worker cannot be
     /// saving data, because its program has failed and it makes no progress.
-    fn kill_stalled(&mut self, local_rank: u32, limit: Duration, effects: &mut Vec<Effect>) {
+    fn kill_stalled(&mut self, local_rank: u32, limit: Duration) {
         let is_open = matches!(self.phase, Phase::Running | Phase::Stopping);
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && m.runs());
         let Some(member) = member.filter(|m| is_open && !m.group_has_got(Signal::KILL)) else { return };
-        effects.push(member.send(Signal::KILL, StopScope::Group));
+        self.effects.push(member.send(Signal::KILL, StopScope::Group));
         let workers = vec![(local_rank, member.pid)];
         let reason = KillReason::StalledExit;
-        effects.push(Effect::Report(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
+        self.report(Event::WorkersKilled(WorkersKilled { workers, reason, limit }));
     }
 
-    /// Reports the workers that did not exit within their grace period, grouped by [`KillReason`]. Skips workers that
+    /// Returns the workers that did not exit within their grace period, grouped by [`KillReason`]. Skips workers that
     /// were already sent SIGKILL.
-    pub(super) fn report_grace_is_over(&self, effects: &mut Vec<Effect>) {
+    pub(super) fn overdue_workers(&self) -> Vec<WorkersKilled> {
         let mut killed: Vec<WorkersKilled> = Vec::new();
         for member in self.members.iter().filter(|m| m.runs() && m.sent != Some(Signal::KILL)) {
             let (reason, worker) = (member.why_overdue(), (member.local_rank, member.pid));
@@ -85,6 +85,6 @@ impl Group {
                 None => killed.push(WorkersKilled { workers: vec![worker], reason, limit: self.grace }),
             }
         }
-        effects.extend(killed.into_iter().map(|killed| Effect::Report(Event::WorkersKilled(killed))));
+        killed
     }
 }

@@ -16,33 +16,32 @@ impl Group {
     /// acquired the timer, and marks the worker as failed.
     ///
     /// Ignores the timer if the worker is already being stopped, because the worker then has a deadline for its exit.
-    pub(super) fn on_timer_due(&mut self, timer: TimerExpired, effects: &mut Vec<Effect>) {
+    pub(super) fn on_timer_due(&mut self, timer: TimerExpired) {
         let TimerExpired { local_rank, pid, signal, seen, .. } = timer;
         let Some(member) = self.working(local_rank) else { return };
-        let Some(signal) = signal else { return effects.push(Effect::Report(Event::TimerExpired(timer))) };
+        let Some(signal) = signal else { return self.report(Event::TimerExpired(timer)) };
         let worker = member.pid;
         if worker == pid {
             member.is_stopped_by(signal);
         }
-        effects.push(Effect::SignalProcess { pid, signal });
-        if let Some(index) = self.survivable(worker) {
-            let (policy, member) = (self.policy.on_failure, &mut self.members[index]);
-            let is_killed = policy.is_hard();
-            if is_killed {
-                effects.push(member.send(Signal::KILL, StopScope::Group));
-            } else if worker != pid {
-                effects.push(member.stop(policy.signal, self.policy.stop_scope));
-            }
-            if member.pause != Pause::Running && !is_killed {
-                effects.push(to_group(worker, Signal::CONT));
-            }
-            let limit = if is_killed { GIVE_UP_AFTER } else { policy.grace };
-            self.condemn(index, limit, seen, effects);
-            return effects.push(Effect::Report(Event::TimerExpired(timer)));
+        self.effects.push(Effect::SignalProcess { pid, signal });
+        let Some(index) = self.survivable(worker) else {
+            let but = (worker == pid).then_some(worker);
+            return self.fail(local_rank, worker, but, seen, Some(Event::TimerExpired(timer)));
+        };
+        let (policy, member) = (self.policy.on_failure, &mut self.members[index]);
+        let is_killed = policy.is_hard();
+        if is_killed {
+            self.effects.push(member.send(Signal::KILL, StopScope::Group));
+        } else if worker != pid {
+            self.effects.push(member.stop(policy.signal, self.policy.stop_scope));
         }
-        let siblings = self.fail(worker, (worker == pid).then_some(worker), effects);
-        effects.push(Effect::Report(Event::TimerExpired(timer)));
-        effects.push(Effect::ReportFailure { local_rank, seen, siblings });
+        if member.pause != Pause::Running && !is_killed {
+            self.effects.push(to_group(worker, Signal::CONT));
+        }
+        let limit = if is_killed { GIVE_UP_AFTER } else { policy.grace };
+        self.condemn(index, limit, seen);
+        self.report(Event::TimerExpired(timer));
     }
 
     /// Returns the worker with this local rank if it is running, has not failed, and is not being stopped.
@@ -55,64 +54,62 @@ impl Group {
     /// workers.
     ///
     /// `why` is the event that reports the failure. `None` if the failure has already been reported.
-    pub(super) fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Option<Event>, effects: &mut Vec<Effect>) {
+    pub(super) fn fail_at_once(&mut self, local_rank: u32, seen: Stamp, why: Option<Event>) {
         let Some(member) = self.working(local_rank) else { return };
-        let worker = member.pid;
-        effects.push(member.send(Signal::KILL, StopScope::Group));
-        if let Some(index) = self.survivable(worker) {
-            self.condemn(index, GIVE_UP_AFTER, seen, effects);
-            return effects.extend(why.map(Effect::Report));
-        }
-        let siblings = self.fail(worker, Some(worker), effects);
-        effects.extend(why.map(Effect::Report));
-        effects.push(Effect::ReportFailure { local_rank, seen, siblings });
+        let (worker, kill) = (member.pid, member.send(Signal::KILL, StopScope::Group));
+        self.effects.push(kill);
+        self.fail_or_condemn(local_rank, worker, GIVE_UP_AFTER, seen, why);
     }
 
     /// Marks a worker as failed, but gives it a grace period in which to exit. Also stops the other workers, unless the
     /// group replaces failed workers.
-    pub(super) fn fail_in_grace(&mut self, local_rank: u32, seen: Stamp, why: Event, effects: &mut Vec<Effect>) {
-        let Some(member) = self.working(local_rank) else { return };
-        let worker = member.pid;
-        if let Some(index) = self.survivable(worker) {
-            self.condemn(index, self.policy.on_failure.grace, seen, effects);
-            return effects.push(Effect::Report(why));
-        }
-        let siblings = self.fail(worker, Some(worker), effects);
-        effects.push(Effect::Report(why));
-        effects.push(Effect::ReportFailure { local_rank, seen, siblings });
+    pub(super) fn fail_in_grace(&mut self, local_rank: u32, seen: Stamp, why: Event) {
+        let Some(worker) = self.working(local_rank).map(|member| member.pid) else { return };
+        self.fail_or_condemn(local_rank, worker, self.policy.on_failure.grace, seen, Some(why));
     }
 
-    /// Stops the group because of a failed worker that has not exited yet. Returns the number of other workers that are
-    /// still running.
-    fn fail(&mut self, worker: i32, but: Option<i32>, effects: &mut Vec<Effect>) -> u32 {
+    /// Stops the group because of a failed worker that has not exited yet. If the group replaces failed workers, only
+    /// sets the time limit for the worker's exit.
+    fn fail_or_condemn(&mut self, local_rank: u32, worker: i32, limit: Duration, seen: Stamp, why: Option<Event>) {
+        let Some(index) = self.survivable(worker) else {
+            return self.fail(local_rank, worker, Some(worker), seen, why);
+        };
+        self.condemn(index, limit, seen);
+        self.effects.extend(why.map(Effect::Report));
+    }
+
+    /// Stops the group because of a failed worker, and reports the failure. `but` is the pid of a worker that gets no
+    /// signal to stop. `why` is an event to report first.
+    pub(super) fn fail(&mut self, local_rank: u32, worker: i32, but: Option<i32>, seen: Stamp, why: Option<Event>) {
         self.outcome = Outcome::Failed;
         let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();
-        self.begin_stop(self.policy.on_failure, but, effects);
-        u32::try_from(siblings).unwrap_or(u32::MAX)
+        let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
+        self.begin_stop(self.policy.on_failure, but);
+        self.effects.extend(why.map(Effect::Report));
+        self.effects.push(Effect::ReportFailure { local_rank, seen, siblings });
     }
 
     /// Marks a member as failed and sets the deadline for its exit. The other members keep running.
-    fn condemn(&mut self, index: usize, limit: Duration, seen: Stamp, effects: &mut Vec<Effect>) {
+    fn condemn(&mut self, index: usize, limit: Duration, seen: Stamp) {
         let member = &mut self.members[index];
         member.condemned = Some(seen);
-        effects.push(Effect::Arm(Timer::Condemned(member.local_rank), limit));
+        self.effects.push(Effect::Arm(Timer::Condemned(member.local_rank), limit));
     }
 
     /// Kills a failed member that has not exited in time. If it does not exit after SIGKILL either, stops the whole
     /// group, because a member that is still alive cannot be replaced.
-    pub(super) fn on_condemned(&mut self, local_rank: u32, effects: &mut Vec<Effect>) {
+    pub(super) fn on_condemned(&mut self, local_rank: u32) {
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
         let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
         let Some(seen) = member.condemned else { return };
         if !member.group_has_got(Signal::KILL) {
             let (workers, reason) = (vec![(local_rank, member.pid)], member.why_overdue());
-            effects.push(member.send(Signal::KILL, StopScope::Group));
+            self.effects.push(member.send(Signal::KILL, StopScope::Group));
             let limit = self.policy.on_failure.grace;
-            effects.push(Effect::Report(Event::WorkersKilled(WorkersKilled { workers, reason, limit })));
-            return effects.push(Effect::Arm(Timer::Condemned(local_rank), GIVE_UP_AFTER));
+            self.report(Event::WorkersKilled(WorkersKilled { workers, reason, limit }));
+            return self.effects.push(Effect::Arm(Timer::Condemned(local_rank), GIVE_UP_AFTER));
         }
         let pid = member.pid;
-        let siblings = self.fail(pid, Some(pid), effects);
-        effects.push(Effect::ReportFailure { local_rank, seen, siblings });
+        self.fail(local_rank, pid, Some(pid), seen, None);
     }
 }

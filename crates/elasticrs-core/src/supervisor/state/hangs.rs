@@ -117,23 +117,23 @@ impl Group {
             || self.watch.is_some() && (self.suspended || self.waiting.is_some() || looks(input))
     }
 
-    pub(super) fn on_watch(&mut self, limits: Limits, effects: &mut Vec<Effect>) {
+    pub(super) fn on_watch(&mut self, limits: Limits) {
         self.watch = Some(Watch::new(limits, self.members.len(), self.snapshot.at.0));
-        self.look(effects);
+        self.look();
     }
 
     /// Carries out the delayed actions if they are due. Otherwise, checks the heartbeats.
-    pub(super) fn on_check(&mut self, effects: &mut Vec<Effect>) {
+    pub(super) fn on_check(&mut self) {
         let due = self.waiting.iter().flatten().find_map(PendingAction::due);
         if due.is_some_and(|due| due <= self.snapshot.at.0) {
-            return self.settle(effects);
+            return self.settle();
         }
-        self.look(effects);
+        self.look();
     }
 
     /// Checks the heartbeats and sets the time of the next check. Does nothing while a failed member is about to exit,
     /// because members that wait for the failed member would seem to hang.
-    pub(super) fn look(&mut self, effects: &mut Vec<Effect>) {
+    pub(super) fn look(&mut self) {
         let is_time = self.phase == Phase::Running && self.waiting.is_none() && !self.is_anyone_condemned();
         let Some(watch) = self.watch.as_mut().filter(|_| is_time) else { return };
         let Snapshot { at, seen, line } = &self.snapshot;
@@ -142,37 +142,37 @@ impl Group {
                 if let Some((ranks, limit)) = watch.unwatched(at.0, seen, *line) {
                     let members = ranks.iter().map(|rank| &self.members[*rank]).filter(|member| member.runs());
                     let message = unwatched(&members.map(|member| member.local_rank).collect::<Vec<_>>(), limit);
-                    effects.push(Effect::Report(Event::Degraded { message }));
+                    self.effects.push(Effect::Report(Event::Degraded { message }));
                 }
                 if let Some((ranks, limit)) = watch.still_exiting(at.0, seen) {
                     let members = ranks.iter().map(|rank| &self.members[*rank]).filter(|member| member.runs());
                     let ranks = members.map(|member| member.local_rank).collect::<Vec<_>>();
                     let message = still_exiting(&ranks, limit, watch.exit_limit());
-                    effects.extend((!ranks.is_empty()).then_some(Effect::Report(Event::Degraded { message })));
+                    self.effects.extend((!ranks.is_empty()).then_some(Effect::Report(Event::Degraded { message })));
                 }
-                effects.push(Effect::Arm(Timer::Hang, Duration::from_nanos(next.saturating_sub(at.0))));
+                self.effects.push(Effect::Arm(Timer::Hang, Duration::from_nanos(next.saturating_sub(at.0))));
             }
             Verdict::Hung(late) => {
-                self.take_evidence(PendingAction::Hung(HangCheck { late, seen: seen.clone(), at: *at }), effects);
+                self.take_evidence(PendingAction::Hung(HangCheck { late, seen: seen.clone(), at: *at }));
             }
         }
     }
 
     /// Handles a request to stop the group because a rank on another node hangs. Collects the local workers' stack
     /// traces before the stop, because a local worker may have caused the hang.
-    pub(super) fn on_stop_for_hang(&mut self, policy: StopPolicy, remote: RemoteHang, effects: &mut Vec<Effect>) {
+    pub(super) fn on_stop_for_hang(&mut self, policy: StopPolicy, remote: RemoteHang) {
         let Some(watch) = self.watch.as_mut().filter(|_| self.phase == Phase::Running) else {
-            return self.on_stop(policy, effects);
+            return self.on_stop(policy);
         };
         let Snapshot { at, seen, line } = self.snapshot.clone();
         let silence = nanoseconds(remote.silence);
         let late = watch.suspects(at.0, &seen, line, silence);
-        self.take_evidence(PendingAction::Stop(policy, remote, HangCheck { late, seen, at }), effects);
+        self.take_evidence(PendingAction::Stop(policy, remote, HangCheck { late, seen, at }));
     }
 
     /// Gathers diagnostics about the workers, and then carries out `action`. If the group is already being stopped,
     /// carries out `action` immediately, without diagnostics.
-    pub(super) fn take_evidence(&mut self, action: PendingAction, effects: &mut Vec<Effect>) {
+    pub(super) fn take_evidence(&mut self, action: PendingAction) {
         if let Some(waiting) = &mut self.waiting {
             // Queue only the first expired timer of each rank, because the first timer already decides what happens to
             // the rank. The queue therefore stays short, even if a rank has many timers.
@@ -180,39 +180,33 @@ impl Group {
                 waiting.push(action);
             }
         } else if self.phase == Phase::Running {
-            effects.push(Effect::TakeEvidence { title: action.title() });
+            self.effects.push(Effect::TakeEvidence { title: action.title() });
             self.waiting = Some(vec![action]);
         } else {
-            self.carry_out(action, &[], effects);
+            self.carry_out(action, &[]);
         }
     }
 
-    pub(super) fn on_evidence(&mut self, evidence: &[WorkerEvidence], effects: &mut Vec<Effect>) {
+    pub(super) fn on_evidence(&mut self, evidence: &[WorkerEvidence]) {
         let Some(waiting) = self.waiting.take() else { return };
         for message in evidence.iter().filter_map(|worker| worker.problem.as_ref()) {
             let message = format!("the evidence of a hang could not be written: {message}");
-            effects.push(Effect::Report(Event::Degraded { message }));
+            self.report(Event::Degraded { message });
         }
         let delay = self.watch.as_ref().map_or(Duration::ZERO, Watch::stop_delay);
         if delay.is_zero() || self.policy.replaces || self.phase != Phase::Running {
-            self.carry_out_all(waiting, evidence, effects);
+            self.carry_out_all(waiting, evidence);
         } else {
-            self.report_and_delay(waiting, evidence, delay, effects);
+            self.report_and_delay(waiting, evidence, delay);
         }
         // If the workers have recovered, continue to watch them.
-        self.look(effects);
+        self.look();
     }
 
     /// Immediately reports the hung worker, but kills it and stops the other workers only after a delay. The delay lets
     /// the other nodes gather evidence about their own workers, because those workers fail as soon as their peers are
     /// killed.
-    fn report_and_delay(
-        &mut self,
-        actions: Vec<PendingAction>,
-        evidence: &[WorkerEvidence],
-        delay: Duration,
-        effects: &mut Vec<Effect>,
-    ) {
+    fn report_and_delay(&mut self, actions: Vec<PendingAction>, evidence: &[WorkerEvidence], delay: Duration) {
         let due = self.snapshot.at.0.saturating_add(nanoseconds(delay));
         let is_stopped = actions.iter().any(|action| matches!(action, PendingAction::Stop(..)));
         let mut delayed = Vec::new();
@@ -225,7 +219,7 @@ impl Group {
                     self.judge_beside(check, &remote, evidence)
                 }
                 action => {
-                    self.carry_out(action, evidence, effects);
+                    self.carry_out(action, evidence);
                     continue;
                 }
             };
@@ -234,29 +228,29 @@ impl Group {
                 let (local_rank, seen) = (hung.local_rank, hung.seen);
                 delayed.insert(0, PendingAction::KillHung { local_rank, seen, due });
             }
-            effects.push(Effect::Report(Event::WorkerHung(hung.into())));
+            self.report(Event::WorkerHung(hung.into()));
         }
         if !delayed.is_empty() {
-            effects.push(Effect::Arm(Timer::Hang, delay));
+            self.effects.push(Effect::Arm(Timer::Hang, delay));
             self.waiting = Some(delayed);
         }
         if self.phase != Phase::Running {
-            self.settle(effects);
+            self.settle();
         }
     }
 
     /// Carries out all pending actions immediately, without diagnostics. The worker that caused a hang is therefore
     /// determined from the heartbeats alone.
-    pub(super) fn settle(&mut self, effects: &mut Vec<Effect>) {
+    pub(super) fn settle(&mut self) {
         let waiting = self.waiting.take().unwrap_or_default();
-        self.carry_out_all(waiting, &[], effects);
+        self.carry_out_all(waiting, &[]);
     }
 
     /// Handles the exit of a worker while evidence is being gathered. Takes the actions that concern the worker first.
     /// They are still justified, because the worker may have exited only because of the signal that requests the
     /// stacks: `pause`, for example, returns on any signal. After a successful exit, the other actions keep waiting for
     /// evidence.
-    pub(super) fn settle_before_exit(&mut self, index: usize, exit: WorkerExit, effects: &mut Vec<Effect>) {
+    pub(super) fn settle_before_exit(&mut self, index: usize, exit: WorkerExit) {
         let fails_group = !exit.is_success() && !self.survives(index);
         let Some(waiting) = &mut self.waiting else { return };
         let ends_group = fails_group || self.members.iter().enumerate().all(|(other, m)| m.ended || other == index);
@@ -269,17 +263,17 @@ impl Group {
         let (due, others): (Vec<_>, _) = std::mem::take(waiting).into_iter().partition(is_due);
         *waiting = others;
         if !self.survives(index) {
-            return self.carry_out_all(due, &[], effects);
+            return self.carry_out_all(due, &[]);
         }
         for action in due {
             match action {
                 // Report only the worker that has exited, because the other late workers may have been waiting for it.
                 PendingAction::Hung(check) => {
                     if let Some(hung) = self.judge(check, &[]).filter(|hung| hung.local_rank == local_rank) {
-                        self.on_hung(hung, effects);
+                        self.on_hung(hung);
                     }
                 }
-                action => self.carry_out(action, &[], effects),
+                action => self.carry_out(action, &[]),
             }
         }
     }
@@ -289,40 +283,35 @@ impl Group {
         self.waiting.iter().flatten().any(|action| action.concerns(index, self.members[index].local_rank))
     }
 
-    fn carry_out_all(
-        &mut self,
-        mut actions: Vec<PendingAction>,
-        evidence: &[WorkerEvidence],
-        effects: &mut Vec<Effect>,
-    ) {
+    fn carry_out_all(&mut self, mut actions: Vec<PendingAction>, evidence: &[WorkerEvidence]) {
         if actions.iter().any(|action| matches!(action, PendingAction::Stop(..))) {
             // Drop the results of earlier hang checks, because `Stop` contains a newer check of the same workers.
             actions.retain(|action| !matches!(action, PendingAction::Hung(_)));
         }
         for action in actions {
-            self.carry_out(action, evidence, effects);
+            self.carry_out(action, evidence);
         }
     }
 
-    fn carry_out(&mut self, action: PendingAction, evidence: &[WorkerEvidence], effects: &mut Vec<Effect>) {
+    fn carry_out(&mut self, action: PendingAction, evidence: &[WorkerEvidence]) {
         match action {
-            PendingAction::Timer(timer) => self.on_timer_due(timer, effects),
-            PendingAction::Exit(local_rank) => self.on_exit_overdue(local_rank, effects),
+            PendingAction::Timer(timer) => self.on_timer_due(timer),
+            PendingAction::Exit(local_rank) => self.on_exit_overdue(local_rank),
             PendingAction::Hung(check) => {
                 if let Some(hung) = self.judge(check, evidence) {
-                    self.on_hung(hung, effects);
+                    self.on_hung(hung);
                 }
             }
             PendingAction::Stop(policy, remote, check) => {
                 match self.judge_beside(check, &remote, evidence) {
-                    (Some(hung), true) => self.on_hung(hung, effects),
-                    (Some(hung), false) => self.on_suspected(hung, effects),
+                    (Some(hung), true) => self.on_hung(hung),
+                    (Some(hung), false) => self.on_suspected(hung),
                     (None, _) => {}
                 }
-                self.on_stop(policy, effects);
+                self.on_stop(policy);
             }
-            PendingAction::KillHung { local_rank, seen, .. } => self.fail_at_once(local_rank, seen, None, effects),
-            PendingAction::StopLater { policy, .. } => self.on_stop(policy, effects),
+            PendingAction::KillHung { local_rank, seen, .. } => self.fail_at_once(local_rank, seen, None),
+            PendingAction::StopLater { policy, .. } => self.on_stop(policy),
         }
     }
 
@@ -352,14 +341,14 @@ impl Group {
 
     /// Kills a hung worker immediately. A grace period would be useless, because a worker that hangs does not save its
     /// state.
-    fn on_hung(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
-        self.fail_at_once(hung.local_rank, hung.seen, Some(Event::WorkerHung(hung.into())), effects);
+    fn on_hung(&mut self, hung: WorkerHung) {
+        self.fail_at_once(hung.local_rank, hung.seen, Some(Event::WorkerHung(hung.into())));
     }
 
     /// Reports a worker that a rank on another node may be waiting for.
-    fn on_suspected(&mut self, hung: WorkerHung, effects: &mut Vec<Effect>) {
+    fn on_suspected(&mut self, hung: WorkerHung) {
         if self.working(hung.local_rank).is_some() {
-            effects.push(Effect::Report(Event::WorkerHung(hung.into())));
+            self.report(Event::WorkerHung(hung.into()));
         }
     }
 

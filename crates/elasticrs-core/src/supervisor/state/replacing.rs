@@ -53,41 +53,40 @@ impl Group {
 
     /// Handles the exit of a failed member. Leftover processes are cleaned up for one member at a time, in the order
     /// of the failures.
-    pub(super) fn leave(&mut self, index: usize, effects: &mut Vec<Effect>) {
+    pub(super) fn leave(&mut self, index: usize) {
         self.members[index].place = Place::Left;
         if let Some(watch) = &mut self.watch {
             watch.lose(index);
             // Check the heartbeats of the other members now, because these checks were paused while the failed member
             // was about to exit.
-            effects.push(Effect::Arm(Timer::Hang, Duration::ZERO));
+            self.effects.push(Effect::Arm(Timer::Hang, Duration::ZERO));
         }
         self.left.push_back(index);
         if self.left.len() == 1 {
-            self.sweep_left(effects);
+            self.sweep_left();
         }
     }
 
-    fn sweep_left(&self, effects: &mut Vec<Effect>) {
+    fn sweep_left(&mut self) {
         if let Some(&first) = self.left.front().filter(|_| self.phase == Phase::Running) {
             let Member { local_rank, pid, .. } = self.members[first];
-            effects.push(Effect::SweepWorker { local_rank, pid, give_up: GIVE_UP_AFTER });
+            self.effects.push(Effect::SweepWorker { local_rank, pid, give_up: GIVE_UP_AFTER });
         }
     }
 
-    pub(super) fn on_worker_swept(&mut self, swept: SweepOutcome, effects: &mut Vec<Effect>) {
+    pub(super) fn on_worker_swept(&mut self, swept: SweepOutcome) {
         let Some(index) = self.left.pop_front() else { return };
-        let member = &mut self.members[index];
-        member.place = Place::Free;
-        effects.push(Effect::Report(Event::WorkerSwept { local_rank: member.local_rank, swept }));
-        self.sweep_left(effects);
+        self.members[index].place = Place::Free;
+        self.report(Event::WorkerSwept { local_rank: self.members[index].local_rank, swept });
+        self.sweep_left();
     }
 
     /// Adds a member that Python started.
-    pub(super) fn on_adopted(&mut self, local_rank: u32, pid: i32, effects: &mut Vec<Effect>) {
+    pub(super) fn on_adopted(&mut self, local_rank: u32, pid: i32) {
         let mut member = Member::new(local_rank, pid, true);
         // If the group is no longer running, kill the new member.
         if self.phase != Phase::Running {
-            effects.push(member.send(Signal::KILL, StopScope::Group));
+            self.effects.push(member.send(Signal::KILL, StopScope::Group));
         }
         self.members.push(member);
     }
@@ -102,7 +101,7 @@ impl Group {
         self.members.iter().position(|m| m.local_rank == local_rank && m.place == Place::Promised)
     }
 
-    pub(super) fn on_replaced(&mut self, local_rank: u32, pid: i32, started: Stamp, effects: &mut Vec<Effect>) {
+    pub(super) fn on_replaced(&mut self, local_rank: u32, pid: i32, started: Stamp) {
         let Some(index) = self.promised(local_rank) else { return };
         for ended in self.members.iter_mut().filter(|m| m.pid == pid) {
             // Forget the pid of a member that has exited, because the kernel has reused it for the replacement.
@@ -112,21 +111,21 @@ impl Group {
         if let Some(watch) = &mut self.watch {
             watch.restart(index, started.0);
         }
-        effects.push(Effect::Report(Event::WorkerReplaced { local_rank, pid, started }));
+        self.report(Event::WorkerReplaced { local_rank, pid, started });
         let member = &mut self.members[index];
         match (self.phase, self.stop_signal) {
-            (Phase::Running, _) if self.suspended => effects.push(to_group(pid, Signal::STOP)),
+            (Phase::Running, _) if self.suspended => self.effects.push(to_group(pid, Signal::STOP)),
             (Phase::Running, _) => {}
-            (Phase::Stopping, Some(signal)) => effects.push(member.stop(signal, self.policy.stop_scope)),
-            _ => effects.push(member.send(Signal::KILL, StopScope::Group)),
+            (Phase::Stopping, Some(signal)) => self.effects.push(member.stop(signal, self.policy.stop_scope)),
+            _ => self.effects.push(member.send(Signal::KILL, StopScope::Group)),
         }
     }
 
-    pub(super) fn on_replace_failed(&mut self, failure: StartFailure, effects: &mut Vec<Effect>) {
+    pub(super) fn on_replace_failed(&mut self, failure: StartFailure) {
         let Some(index) = self.promised(failure.local_rank()) else { return };
         self.members[index].place = Place::Free;
-        effects.push(Effect::Report(Event::ReplaceFailed(failure)));
-        self.sweep_when_all_have_ended(effects);
+        self.report(Event::ReplaceFailed(failure));
+        self.sweep_when_all_have_ended();
     }
 
     /// Forgets all pending clean-ups and starts of replacements, because the nursery that would have performed them
@@ -139,7 +138,9 @@ impl Group {
     }
 
     /// Shortens the deadlines of replacements that are being started, so that they do not delay the end of the group.
-    pub(super) fn hasten_starts(&self, effects: &mut Vec<Effect>) {
-        effects.extend(self.starting().map(|local_rank| Effect::Hasten(Timer::Replace(local_rank), LAST_CHANCE)));
+    pub(super) fn hasten_starts(&mut self) {
+        let starting: Vec<u32> = self.starting().collect();
+        let hasten = |local_rank| Effect::Hasten(Timer::Replace(local_rank), LAST_CHANCE);
+        self.effects.extend(starting.into_iter().map(hasten));
     }
 }
