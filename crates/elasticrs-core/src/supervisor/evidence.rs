@@ -128,22 +128,21 @@ impl GatheringLimit {
     }
 }
 
-/// Examines all workers in `subjects` and returns the results. Returns at the deadline in `limit` at the latest, unless
-/// a file system does not respond.
-pub(super) fn gather(subjects: Vec<Subject>, py_spy: Option<&Path>, limit: &GatheringLimit) -> Vec<WorkerEvidence> {
-    let mut examinations: Vec<Examination> = subjects.into_iter().map(Examination::begin).collect();
-    await_answers(&mut examinations, limit);
-    let py_spy = py_spy.filter(|_| !limit.is_over());
-    let mut reports: Vec<_> = examinations.into_iter().map(|examination| examination.write(py_spy)).collect();
-    let mut is_running = |spy: &mut Spy| matches!(spy.child.try_wait(), Ok(None));
-    while !limit.is_over() && reports.iter_mut().filter_map(|(_, spy)| spy.as_mut()).any(&mut is_running) {
+/// Examines a worker. Returns at the deadline in `limit` at the latest, unless a file system does not respond.
+pub(super) fn gather(subject: Subject, py_spy: Option<&Path>, limit: &GatheringLimit) -> WorkerEvidence {
+    let mut examination = Examination::begin(subject);
+    let answers_until = Instant::now() + ANSWERS;
+    while examination.waits() && Instant::now() < answers_until && !limit.is_over() {
         std::thread::sleep(PAUSE);
     }
-    let with_frame = |(mut found, spy): (WorkerEvidence, Option<Spy>)| {
-        found.frame = found.frame.or_else(|| spy.and_then(Spy::end));
-        found
-    };
-    reports.into_iter().map(with_frame).collect()
+    let (mut found, spy) = examination.write(py_spy.filter(|_| !limit.is_over()));
+    if let Some(mut spy) = spy {
+        while !limit.is_over() && matches!(spy.child.try_wait(), Ok(None)) {
+            std::thread::sleep(PAUSE);
+        }
+        found.frame = spy.end();
+    }
+    found
 }
 
 /// Diagnostics about one worker that are still being collected.
@@ -182,20 +181,6 @@ impl Answer {
             (self.length, self.grew) = (length, Instant::now());
         }
         self.length > self.start && self.grew.elapsed() >= SETTLED
-    }
-}
-
-fn await_answers(examinations: &mut [Examination], limit: &GatheringLimit) {
-    let deadline = Instant::now() + ANSWERS;
-    loop {
-        let mut waits = false;
-        for examination in examinations.iter_mut() {
-            waits |= examination.waits();
-        }
-        if !waits || Instant::now() >= deadline || limit.is_over() {
-            return;
-        }
-        std::thread::sleep(PAUSE);
     }
 }
 
@@ -498,8 +483,8 @@ mod tests {
         let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
         File::create(&files.stacks).unwrap();
         fs::write(&files.report, "an earlier one\n").unwrap();
-        let found = gather(vec![subject(pid, &files)], None, &GatheringLimit::until(Instant::now() + LIMIT));
-        assert_eq!((found[0].local_rank, &found[0].frame, &found[0].problem), (3, &None, &None));
+        let found = gather(subject(pid, &files), None, &GatheringLimit::until(Instant::now() + LIMIT));
+        assert_eq!((found.local_rank, &found.frame, &found.problem), (3, &None, &None));
         assert!(child.try_wait().unwrap().is_none(), "it lives");
         let report = fs::read_to_string(&files.report).unwrap();
         assert!(report.starts_with("rank 3 hangs\npid "), "{report}");
@@ -517,8 +502,8 @@ mod tests {
         std::os::unix::fs::symlink("precious", &link).unwrap();
         for report in [fifo.clone(), link] {
             let files = EvidenceFiles { stacks: fifo.clone(), report };
-            let found = gather(vec![subject(own_pid(), &files)], None, &GatheringLimit::until(Instant::now() + LIMIT));
-            assert!(found[0].problem.is_some(), "EVI-3");
+            let found = gather(subject(own_pid(), &files), None, &GatheringLimit::until(Instant::now() + LIMIT));
+            assert!(found.problem.is_some(), "EVI-3");
             assert!(ask(&pidfd::open(1).unwrap(), &fifo).is_err());
         }
         assert_eq!(fs::read(folder.path().join("precious")).unwrap(), b"precious");
@@ -549,7 +534,7 @@ mod tests {
         let (requests, record) = (folder.path().join("error.json.flight_requests"), files.flight_record());
         nix::unistd::mkfifo(&requests, nix::sys::stat::Mode::S_IRWXU).unwrap();
         fs::write(&record, "an earlier one").unwrap();
-        let examine = || gather(vec![subject(own_pid(), &files)], None, &GatheringLimit::until(Instant::now() + LIMIT));
+        let examine = || gather(subject(own_pid(), &files), None, &GatheringLimit::until(Instant::now() + LIMIT));
         let begun = Instant::now();
         examine();
         assert!(begun.elapsed() < ANSWERS && !record.exists(), "no thread waits, and the earlier record is gone");
@@ -573,7 +558,7 @@ mod tests {
     #[test]
     fn a_report_that_cannot_be_written_is_told() {
         let files = EvidenceFiles { stacks: "/nonexistent/a".into(), report: "/nonexistent/hang.txt".into() };
-        let found = gather(vec![subject(own_pid(), &files)], None, &GatheringLimit::until(Instant::now() + LIMIT));
-        assert!(found[0].problem.as_deref().is_some_and(|problem| problem.contains("/nonexistent/hang.txt")));
+        let found = gather(subject(own_pid(), &files), None, &GatheringLimit::until(Instant::now() + LIMIT));
+        assert!(found.problem.as_deref().is_some_and(|problem| problem.contains("/nonexistent/hang.txt")));
     }
 }

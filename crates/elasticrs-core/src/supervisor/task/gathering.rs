@@ -37,7 +37,7 @@ impl Evidence {
             let files = self.files.get(local_rank as usize).cloned();
             let subject = Subject { local_rank, pid, files, title: title.to_owned() };
             let py_spy = self.py_spy.clone();
-            gathering.add(local_rank, move |limit| evidence::gather(vec![subject], py_spy.as_deref(), limit));
+            gathering.add(local_rank, move |limit| evidence::gather(subject, py_spy.as_deref(), limit));
         }
         self.gathering = Some(gathering);
     }
@@ -63,7 +63,7 @@ impl Evidence {
 /// Evidence that is being gathered.
 #[derive(Debug)]
 struct Gathering {
-    threads: JoinSet<Vec<WorkerEvidence>>,
+    threads: JoinSet<WorkerEvidence>,
     /// Local ranks of the workers that are being examined.
     subjects: Vec<u32>,
     evidence: Vec<WorkerEvidence>,
@@ -75,7 +75,7 @@ impl Gathering {
         Self { threads: JoinSet::new(), subjects: Vec::new(), evidence: Vec::new(), limit: Arc::new(limit) }
     }
 
-    fn add(&mut self, local_rank: u32, examine: impl FnOnce(&GatheringLimit) -> Vec<WorkerEvidence> + Send + 'static) {
+    fn add(&mut self, local_rank: u32, examine: impl FnOnce(&GatheringLimit) -> WorkerEvidence + Send + 'static) {
         let limit = Arc::clone(&self.limit);
         self.threads.spawn_blocking(move || examine(&limit));
         self.subjects.push(local_rank);
@@ -87,7 +87,7 @@ impl Gathering {
         let deadline = self.limit.deadline + SLACK;
         while let Ok(Some(found)) = tokio::time::timeout_at(deadline.into(), self.threads.join_next()).await {
             // Ignore an error, which means that a thread panicked. The missing result is handled below.
-            self.evidence.extend(found.into_iter().flatten());
+            self.evidence.extend(found);
         }
         let mut evidence = std::mem::take(&mut self.evidence);
         for &local_rank in &self.subjects {
@@ -115,12 +115,12 @@ mod tests {
         let mut gathering = Gathering::new(GatheringLimit::until(Instant::now() + Duration::from_millis(300)));
         gathering.add(0, move |_| {
             let _ = goes_on.recv();
-            Vec::new()
+            WorkerEvidence::default()
         });
         let frame = Some("File \"a.py\", line 3 in read".to_owned());
         let other = WorkerEvidence { local_rank: 1, frame, ..WorkerEvidence::default() };
         let found = other.clone();
-        gathering.add(1, move |_| vec![found]);
+        gathering.add(1, move |_| found);
         let [first, second] = &gathering.finish().await[..] else { panic!("both are named") };
         assert_eq!(first, &other);
         assert_eq!((second.local_rank, second.problem.is_some()), (0, true));
