@@ -289,6 +289,11 @@ pub enum StartFailure {
 }
 
 impl StartFailure {
+    /// Returns the failure of a worker whose pidfd the agent could not receive, because no descriptor was free.
+    pub(super) fn no_descriptor(local_rank: u32, pid: i32) -> Self {
+        Self::Worker { local_rank, stage: Stage::Receive, errno: libc::EMFILE, subject: format!("/proc/{pid}") }
+    }
+
     /// Returns the local rank of the worker that could not be started.
     pub fn local_rank(&self) -> u32 {
         match self {

@@ -73,8 +73,7 @@ impl Starting {
         if let Some(pidfd) = pidfd {
             self.answer(local_rank, Answer::Spawned { pid, pidfd });
         } else {
-            let subject = format!("/proc/{pid}");
-            self.failed(StartFailure::Worker { local_rank, stage: Stage::Receive, errno: libc::EMFILE, subject });
+            self.failed(StartFailure::no_descriptor(local_rank, pid));
         }
     }
 

@@ -245,12 +245,7 @@ impl Task {
         let Current::Running(running) = &mut self.current else { return };
         let Some(pidfd) = pidfd else {
             self.nursery.send(&Request::SignalGroup { pid, signal: libc::SIGKILL }, Vec::new());
-            return self.replace_has_failed(StartFailure::Worker {
-                local_rank,
-                stage: Stage::Receive,
-                errno: libc::EMFILE,
-                subject: format!("/proc/{pid}"),
-            });
+            return self.replace_has_failed(StartFailure::no_descriptor(local_rank, pid));
         };
         self.deadlines.disarm(Timer::Replace(local_rank));
         running.replace(local_rank, pid, pidfd);
