@@ -74,17 +74,8 @@ pub(super) struct Opened {
     pub(super) file: File,
     /// Offset at which following starts. The bytes before it were in the file when it was opened, and are not shown.
     pub(super) offset: u64,
-    pub(super) sink: Sink,
-}
-
-/// Destination for the lines of a file.
-#[derive(Debug)]
-pub(super) enum Sink {
-    Nowhere,
-    /// Write to the console output with this index.
-    Console(usize),
-    /// Write the matching lines to this file.
-    File(File),
+    /// File that the matching lines are copied to. `None` if the lines go to another destination.
+    pub(super) copy: Option<File>,
 }
 
 #[derive(Debug)]

@@ -58,7 +58,7 @@ pub use tail::last_lines;
 pub use totals::LogTotals;
 
 use console::{Output, errno_of};
-use follow::{Opened, Sink};
+use follow::Opened;
 use pump::{Command, Pump};
 use totals::LogCounts;
 
@@ -121,7 +121,7 @@ pub struct Logs {
 
 enum Thread {
     NotStarted(Option<Console>),
-    Started { output_of: [usize; 2], thread: Leavable },
+    Started(Leavable),
     Closed,
 }
 
@@ -177,7 +177,7 @@ impl Logs {
     /// Starts following these log files: all data that is written to a file after this call is sent to the file's
     /// destination. If a file cannot be opened, reports [`Notice::LogTrouble`] and follows the other files.
     pub fn follow(&self, streams: Vec<LogStream>) -> io::Result<Vec<StreamId>> {
-        let output_of = self.start_thread()?;
+        self.start_thread()?;
         let mut ids = Vec::with_capacity(streams.len());
         let mut opened = Vec::with_capacity(streams.len());
         let deadline = Instant::now() + CLOSING;
@@ -196,18 +196,17 @@ impl Logs {
                 read_at: AtomicU64::new(0),
                 is_stalled: AtomicBool::new(false),
             });
-            let sink = match &info.stream.to {
-                To::Nowhere => Ok(Sink::Nowhere),
-                To::Console(dest) => Ok(Sink::Console(output_of[*dest as usize])),
+            let copy = match &info.stream.to {
+                To::Nowhere | To::Console(_) => Ok(None),
                 To::File(lines) => {
                     let copy = self.shared.open_until(deadline, || lines.open());
-                    copy.map(Sink::File).map_err(|error| (lines.path.clone(), error))
+                    copy.map(Some).map_err(|error| (lines.path.clone(), error))
                 }
             };
             let file = self.shared.open_until(deadline, || open(&info.stream));
             let file = file.map_err(|error| (info.stream.path.clone(), error));
-            match sink.and_then(|sink| Ok((sink, file?))) {
-                Ok((sink, (file, offset))) => opened.push(Opened { info, file, offset, sink }),
+            match copy.and_then(|copy| Ok((copy, file?))) {
+                Ok((copy, (file, offset))) => opened.push(Opened { info, file, offset, copy }),
                 Err((path, error)) => {
                     let local_rank = info.stream.local_rank;
                     (self.notify)(Notice::LogTrouble { local_rank, path, errno: errno_of(&error) });
@@ -275,26 +274,24 @@ impl Logs {
     /// thread is stuck in a write, waits only briefly, and the thread exits when the write returns. Idempotent.
     pub fn close(&self) {
         let thread = std::mem::replace(&mut *lock(&self.thread), Thread::Closed);
-        let Thread::Started { thread, .. } = thread else { return };
+        let Thread::Started(thread) = thread else { return };
         self.shared.send(Command::Stop);
         thread.leave();
     }
 
-    /// Starts the logs thread if it is not running. Returns the indices of the outputs for standard output and standard
-    /// error.
-    fn start_thread(&self) -> io::Result<[usize; 2]> {
+    /// Starts the logs thread if it is not running.
+    fn start_thread(&self) -> io::Result<()> {
         let mut thread = lock(&self.thread);
         let console = match &mut *thread {
-            Thread::Started { output_of, .. } => return Ok(*output_of),
+            Thread::Started(_) => return Ok(()),
             Thread::NotStarted(console) => console.take(),
             Thread::Closed => None,
         };
         let console = console.ok_or_else(|| io::Error::other("the logs were closed"))?;
-        let (outputs, output_of) = Output::pair(console);
-        let (shared, notify) = (Arc::clone(&self.shared), Arc::clone(&self.notify));
+        let (shared, outputs, notify) = (Arc::clone(&self.shared), Output::pair(console), Arc::clone(&self.notify));
         let started = Leavable::start("elasticrs-logs", move || run_guarded(&shared, outputs, &notify))?;
-        *thread = Thread::Started { output_of, thread: started };
-        Ok(output_of)
+        *thread = Thread::Started(started);
+        Ok(())
     }
 }
 
@@ -355,7 +352,7 @@ impl StreamInfo {
 
 /// Runs the logs thread. Notifies waiters when the thread stops, so that [`Logs::drained`] returns even if the thread
 /// panics.
-fn run_guarded(shared: &Arc<Shared>, outputs: Vec<Output>, notify: &Notify) {
+fn run_guarded(shared: &Arc<Shared>, outputs: (Vec<Output>, [usize; 2]), notify: &Notify) {
     let pump = Pump::new(Arc::clone(shared), outputs, Arc::clone(notify));
     let result = catch_unwind(AssertUnwindSafe(|| pump.run()));
     shared.is_gone.store(true, Ordering::Release);

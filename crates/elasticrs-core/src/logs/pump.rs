@@ -11,8 +11,8 @@ use nix::poll::{PollFd, PollFlags, ppoll};
 use nix::sys::time::TimeSpec;
 
 use super::console::Output;
-use super::follow::{Follower, Opened, Sink};
-use super::{Notify, Shared, StreamId, lock};
+use super::follow::{Follower, Opened};
+use super::{Notify, Shared, StreamId, To, lock};
 
 /// Command from the [`Logs`](super::Logs) handle to the logs thread.
 #[derive(Debug)]
@@ -26,6 +26,8 @@ pub(super) struct Pump {
     shared: Arc<Shared>,
     follower: Follower,
     outputs: Vec<Output>,
+    /// Indices of the outputs for standard output and standard error.
+    output_of: [usize; 2],
     next_round: Option<Instant>,
     notify: Notify,
 }
@@ -42,9 +44,11 @@ struct News {
 }
 
 impl Pump {
-    pub(super) fn new(shared: Arc<Shared>, outputs: Vec<Output>, notify: Notify) -> Self {
+    /// Creates the state of the thread. `outputs` comes from [`Output::pair`].
+    pub(super) fn new(shared: Arc<Shared>, outputs: (Vec<Output>, [usize; 2]), notify: Notify) -> Self {
         let follower = Follower::new(Arc::clone(&notify));
-        Self { shared, follower, outputs, next_round: None, notify }
+        let (outputs, output_of) = outputs;
+        Self { shared, follower, outputs, output_of, next_round: None, notify }
     }
 
     pub(super) fn run(mut self) {
@@ -109,14 +113,15 @@ impl Pump {
     }
 
     fn follow(&mut self, opened: Opened, now: Instant) {
-        let Opened { info, file, offset, sink } = opened;
-        let output = match sink {
-            Sink::Nowhere => None,
-            Sink::Console(index) => {
+        let Opened { info, file, offset, copy } = opened;
+        let output = match (copy, &info.stream.to) {
+            (Some(copy), _) => Some(self.add_output(Output::of_file(copy, &info.stream))),
+            (None, To::Console(dest)) => {
+                let index = self.output_of[*dest as usize];
                 self.outputs[index].mark_used();
                 Some(index)
             }
-            Sink::File(file) => Some(self.add_output(Output::of_file(file, &info.stream))),
+            (None, To::Nowhere | To::File(_)) => None,
         };
         self.follower.add(info, (file, offset), output, now);
     }
