@@ -12,8 +12,8 @@
 //!   shown.
 //! - [`Logs::finish`] only puts a command into a queue. Call it, from any thread, once all writers of the streams are
 //!   gone (the group has finished and its leftover processes are cleaned up).
-//! - [`Logs::drained`] waits for finished streams, on any runtime with a clock. It does not wait for streams that are
-//!   not finished. All notices about a stream are sent before the stream counts as drained.
+//! - [`Logs::drain`] waits for finished streams. It does not wait for streams that are not finished. All notices about a
+//!   stream are sent before the stream counts as drained.
 //! - The closure given to [`Logs::new`] is called by the caller of [`Logs::follow`] and by the logs thread. The closure
 //!   must not block, and must not call methods of [`Logs`].
 //!
@@ -22,7 +22,7 @@
 //! - **LOGS-1** Only [`Logs::follow`] accesses files, and no method accesses the console. Therefore, a file can block
 //!   only [`Logs::follow`], and the console cannot block any method, except for the wait of at most 5 s in LOGS-4.
 //! - **LOGS-2** Every byte that was in a file when its stream was finished is written to the console, unless
-//!   [`Logs::drained`] returns the stream as incomplete, or its destination was reported as lost.
+//!   [`Logs::drain`] returns the stream as incomplete, or its destination was reported as lost.
 //! - **LOGS-3** A problem is reported once for each file, and never stops the agent.
 //! - **LOGS-4** If no descriptor is free, [`Logs::follow`] waits up to 5 s until the logs thread has closed the files of
 //!   finished streams. Therefore, a restart needs no more descriptors than the first start.
@@ -42,7 +42,7 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::lock;
@@ -132,13 +132,14 @@ struct Shared {
     wake: Wake,
     commands: Mutex<Vec<Command>>,
     /// Followed streams. A finished stream is removed once all of it has been written.
-    streams: Mutex<BTreeMap<StreamId, Arc<StreamInfo>>>,
-    /// Notifies waiters when a finished stream is fully written and its file is closed, or when the thread has
-    /// exited. `closed` wakes threads, and `changed` wakes futures.
+    streams: Mutex<Streams>,
+    /// Wakes the threads that wait until a finished stream is fully written and its file is closed, or until the logs
+    /// thread has exited.
     closed: Condvar,
-    changed: tokio::sync::watch::Sender<()>,
     is_gone: AtomicBool,
 }
+
+type Streams = BTreeMap<StreamId, Arc<StreamInfo>>;
 
 #[derive(Debug)]
 struct StreamInfo {
@@ -162,7 +163,6 @@ impl Logs {
             commands: Mutex::default(),
             streams: Mutex::default(),
             closed: Condvar::new(),
-            changed: tokio::sync::watch::Sender::default(),
             is_gone: AtomicBool::new(false),
         };
         let thread = Mutex::new(Thread::NotStarted(Some(console)));
@@ -223,7 +223,7 @@ impl Logs {
     /// yet.
     pub fn last_written(&self, now: Stamp) -> Option<Stamp> {
         let all = lock(&self.shared.streams);
-        let open = all.values().filter(|info| !info.is_finishing.load(Ordering::Relaxed));
+        let open = all.values().filter(|info| !info.is_finishing());
         open.filter_map(|info| {
             // Read `is_stalled` before `read_at`, because the logs thread updates `read_at` before it clears
             // `is_stalled`.
@@ -260,14 +260,11 @@ impl Logs {
         self.finish(&meant);
     }
 
-    /// Waits until all finished streams are fully written to the console, or until the deadline. Returns the streams
-    /// that are incomplete at the deadline. The logs thread continues to write them.
-    pub async fn drained(&self, deadline: Instant) -> Vec<LogStream> {
-        let is_over = |(): &()| self.shared.is_gone.load(Ordering::Acquire) || self.shared.not_drained().is_empty();
-        let mut changed = self.shared.changed.subscribe();
-        // Ignore a timeout, because the result lists the streams that are incomplete.
-        let _ = tokio::time::timeout_at(deadline.into(), changed.wait_for(is_over)).await;
-        self.shared.not_drained()
+    /// Blocks until all finished streams are fully written to the console, or until `limit` has elapsed. Returns the
+    /// streams that are incomplete then. The logs thread continues to write them.
+    pub fn drain(&self, limit: Duration) -> Vec<LogStream> {
+        let streams = self.shared.closed_within(limit);
+        streams.values().filter(|info| info.is_finishing()).map(|info| info.stream.clone()).collect()
     }
 
     /// Stops the logs thread and closes all files. Output that has not reached the console is no longer shown. If the
@@ -308,15 +305,18 @@ impl Shared {
     }
 
     fn forget(&self, through: &[StreamId]) {
-        let mut streams = lock(&self.streams);
-        streams.retain(|id, _| !through.contains(id));
-        drop(streams);
-        self.tell_changed();
+        lock(&self.streams).retain(|id, _| !through.contains(id));
+        self.closed.notify_all();
     }
 
-    fn tell_changed(&self) {
-        self.closed.notify_all();
-        self.changed.send_replace(());
+    /// Waits until all finished streams are written and their files are closed, until the logs thread has exited, or
+    /// until `limit` has elapsed.
+    fn closed_within(&self, limit: Duration) -> MutexGuard<'_, Streams> {
+        let is_open = |streams: &mut Streams| {
+            !self.is_gone.load(Ordering::Acquire) && streams.values().any(|info| info.is_finishing())
+        };
+        let waited = self.closed.wait_timeout_while(lock(&self.streams), limit, is_open);
+        waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Opens a file. If no descriptor is free, waits until files of finished streams are closed or the deadline
@@ -324,39 +324,35 @@ impl Shared {
     fn open_until<T>(&self, deadline: Instant, open: impl Fn() -> io::Result<T>) -> io::Result<T> {
         match open() {
             Err(error) if error.raw_os_error() == Some(libc::EMFILE) => {
-                let limit = deadline.saturating_duration_since(Instant::now());
-                let is_open = |streams: &mut BTreeMap<StreamId, Arc<StreamInfo>>| {
-                    !self.is_gone.load(Ordering::Acquire)
-                        && streams.values().any(|info| info.is_finishing.load(Ordering::Relaxed))
-                };
                 // Try once more even if the wait timed out, because a descriptor may have become free in the meantime.
-                drop(self.closed.wait_timeout_while(lock(&self.streams), limit, is_open));
+                drop(self.closed_within(deadline.saturating_duration_since(Instant::now())));
                 open()
             }
             opened => opened,
         }
     }
-
-    fn not_drained(&self) -> Vec<LogStream> {
-        let streams = lock(&self.streams);
-        let finished = streams.values().filter(|info| info.is_finishing.load(Ordering::Relaxed));
-        finished.map(|info| info.stream.clone()).collect()
-    }
 }
 
 impl StreamInfo {
+    fn is_finishing(&self) -> bool {
+        self.is_finishing.load(Ordering::Relaxed)
+    }
+
     fn trouble(&self, errno: Errno) -> Notice {
         Notice::LogTrouble { local_rank: self.stream.local_rank, path: self.stream.path.clone(), errno }
     }
 }
 
-/// Runs the logs thread. Notifies waiters when the thread stops, so that [`Logs::drained`] returns even if the thread
+/// Runs the logs thread. Notifies waiters when the thread stops, so that [`Logs::drain`] returns even if the thread
 /// panics.
 fn run_guarded(shared: &Arc<Shared>, outputs: (Vec<Output>, [usize; 2]), notify: &Notify) {
     let pump = Pump::new(Arc::clone(shared), outputs, Arc::clone(notify));
     let result = catch_unwind(AssertUnwindSafe(|| pump.run()));
+    // Hold the lock, because a thread that has just checked `is_gone` would otherwise miss the notification.
+    let streams = lock(&shared.streams);
     shared.is_gone.store(true, Ordering::Release);
-    shared.tell_changed();
+    drop(streams);
+    shared.closed.notify_all();
     if let Err(panic) = result {
         notify(Notice::Panicked { message: panic_message(panic.as_ref()) });
     }

@@ -20,7 +20,7 @@ use tokio::sync::oneshot;
 use super::counters::Counters;
 use super::evidence::EvidenceFiles;
 use super::queue::Queue;
-use crate::logs::{LogStream, Logs};
+use crate::logs::Logs;
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::timer::hang::{Limits, RemoteHang};
 
@@ -97,7 +97,6 @@ pub(super) enum Command {
     Resume,
     ImportBeside(Duration),
     TakeOver(Reply<bool>),
-    Drain(Duration, Reply<Vec<LogStream>>),
     Spawn(Task),
     Guard(Guarded),
     /// Read timer records from this FIFO.

@@ -247,7 +247,8 @@ impl Supervisor {
     /// Blocks until the log files of finished groups are fully copied to the console, or until `timeout` elapses.
     /// Returns the files that are not fully copied.
     pub fn drain(&self, timeout: Duration) -> Result<Vec<LogStream>, SupervisorError> {
-        self.ask(|reply| Command::Drain(timeout, reply))
+        self.check_open()?;
+        Ok(self.shared.logs.drain(timeout))
     }
 
     /// Runs a future of another component on the runtime thread, in its `LocalSet`.
@@ -268,11 +269,8 @@ impl Supervisor {
     /// descriptor.
     #[allow(clippy::disallowed_methods, reason = "runs on the caller's thread")]
     pub fn watch_timers(&self, path: Option<&Path>) -> Result<PathBuf, SupervisorError> {
-        self.check_owner()?;
+        self.check_open()?;
         let mut timers = lock(&self.timers);
-        if self.commands.is_closed() {
-            return Err(SupervisorError::Closed);
-        }
         let failed = |source| SupervisorError::Timers { path: path.map(Path::to_owned).unwrap_or_default(), source };
         if timers.is_some() {
             return Err(failed(Errno::EALREADY.into()));
@@ -395,6 +393,11 @@ impl Supervisor {
 
     fn check_owner(&self) -> Result<(), SupervisorError> {
         if std::process::id() == self.owner { Ok(()) } else { Err(SupervisorError::Forked { owner: self.owner }) }
+    }
+
+    fn check_open(&self) -> Result<(), SupervisorError> {
+        self.check_owner()?;
+        if self.commands.is_closed() { Err(SupervisorError::Closed) } else { Ok(()) }
     }
 
     fn send(&self, command: Command) -> Result<(), SupervisorError> {

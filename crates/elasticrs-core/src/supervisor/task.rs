@@ -17,7 +17,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinSet};
 
 use super::command::{Command, Config, Reply, Shared, SupervisorError};
-use super::deadlines::{Deadlines, Timer, after};
+use super::deadlines::{Deadlines, Timer};
 use super::event::{Event, StartFailure, SweepOutcome};
 use super::evidence::WorkerEvidence;
 use super::nursery_io::NurseryEvent;
@@ -285,13 +285,6 @@ impl Task {
             Command::Resume => self.input(Input::Resume),
             Command::ImportBeside(limit) => self.second.launch(limit, &mut self.images, &mut self.retired),
             Command::TakeOver(reply) => answer(&reply, self.take_over()),
-            Command::Drain(limit, reply) => {
-                let logs = Arc::clone(&self.shared.logs);
-                // If this task panics, the reply is dropped and the caller gets an error.
-                tokio::task::spawn_local(
-                    async move { answer(&reply, logs.drained(after(Instant::now(), limit)).await) },
-                );
-            }
             Command::Spawn(task) => {
                 // Create the future inside the task, so that a panic in `task()` is handled like a panic of the future.
                 self.tasks.spawn_local(async move { task().await });
