@@ -4,6 +4,8 @@
 //! is run by mistake. A frame consists of a little-endian `u32` length and a message of that length in the postcard
 //! format. Descriptors are sent as `SCM_RIGHTS` with the first byte of the frame to which they belong.
 
+use std::time::Duration;
+
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
@@ -43,9 +45,7 @@ impl Message for Request {
             Self::Hold { .. } => 1,
             Self::Fence { .. } | Self::Activity => 2,
             Self::Guard => 3,
-            Self::SignalGroup { .. } | Self::Sweep { .. } | Self::SweepLeft { .. } | Self::Release(_) | Self::Leave => {
-                0
-            }
+            Self::SignalGroup { .. } | Self::Sweep { .. } | Self::Release(_) | Self::Leave => 0,
         }
     }
 }
@@ -57,6 +57,24 @@ impl Message for Reply {
 
     fn descriptors(&self) -> usize {
         usize::from(matches!(self, Self::Spawned { .. }))
+    }
+}
+
+/// Time limits of a clean-up of processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SweepTerms {
+    /// How long processes may continue to run before the first signal.
+    pub linger: Duration,
+    /// Time from SIGTERM to SIGKILL. Zero sends SIGKILL at once.
+    pub grace: Duration,
+    /// Time after which processes that cannot be killed are no longer waited for, but reported.
+    pub give_up: Duration,
+}
+
+impl SweepTerms {
+    /// Returns the terms of a clean-up that begins with SIGKILL.
+    pub const fn at_once(give_up: Duration) -> Self {
+        Self { linger: Duration::ZERO, grace: Duration::ZERO, give_up }
     }
 }
 
@@ -83,30 +101,18 @@ pub enum Request {
     /// Stop all descendants of the nursery process, including workers, and wait until they have exited. The nursery
     /// answers with [`Reply::Swept`].
     ///
-    /// A second request before the answer can only shorten the time limits. Both requests then get a single answer.
+    /// A second request before the answer can only shorten the time limits. Both requests then get a single answer. A
+    /// request with `left_by` is not answered if a request without `left_by` replaces it. The agent sends the next
+    /// request with `left_by` only after the answer.
     Sweep {
         /// Number of this request. A single answer can complete several requests, and contains the number of the last
         /// one. An answer with a lower number does not complete this request.
         number: u32,
-        /// How long, in milliseconds, descendants may continue to run before the first signal.
-        linger_ms: u64,
-        /// Time in milliseconds from SIGTERM to SIGKILL. 0 sends SIGKILL at once.
-        grace_ms: u64,
-        /// Time in milliseconds after which the nursery stops waiting for processes that cannot be killed, and reports
-        /// them.
-        give_up_ms: u64,
-    },
-    /// Kill the processes that an exited worker has left behind: all descendants of the nursery, except running workers
-    /// and the descendants that they keep as [subreapers](ProcessSpec::keeps_orphans). Processes in the sessions of
-    /// other exited workers are spared as well. Answered by [`Reply::Swept`], unless a [`Request::Sweep`] replaces this
-    /// request. The agent sends the next request of this kind only after the answer.
-    SweepLeft {
-        /// Number of this request, as in [`Request::Sweep`].
-        number: u32,
-        worker: i32,
-        /// Time in milliseconds after which the nursery process stops waiting for processes that cannot be killed, and
-        /// reports them.
-        give_up_ms: u64,
+        /// Pid of an exited worker, to stop only the processes that it has left behind: all descendants of the nursery,
+        /// except running workers and the descendants that they keep as [subreapers](ProcessSpec::keeps_orphans).
+        /// Processes in the sessions of other exited workers are spared as well.
+        left_by: Option<i32>,
+        terms: SweepTerms,
     },
     /// Keep the connection whose descriptor is sent with this request open until the nursery process exits.
     ///

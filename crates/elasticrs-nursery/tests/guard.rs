@@ -1,10 +1,11 @@
 //! Tests for a nursery whose agent is stopped. It enforces the fence deadline and holds a connection.
 
 use std::os::fd::AsFd;
+use std::time::Duration;
 
 use elasticrs_nursery::fence::Fence;
 use elasticrs_nursery::launch::NurseryImage;
-use elasticrs_nursery::protocol::{Reply, Request};
+use elasticrs_nursery::protocol::{Reply, Request, SweepTerms};
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::wait;
@@ -25,7 +26,7 @@ fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
         let daemon: i32 = lines.said[0].parse().unwrap();
         fence.set(Some(boot_now()));
         wait_for_end(daemon);
-        client.send(&Request::Sweep { number, linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 });
+        client.send(&Request::Sweep { number, left_by: None, terms: SweepTerms::at_once(Duration::from_secs(10)) });
         assert!(matches!(client.next_reply().0, Reply::Fenced), "first of all");
         let Reply::Exited { pid, .. } = client.next_reply().0 else { panic!("then the worker") };
         assert_eq!(pid, worker.pid);

@@ -3,9 +3,10 @@
 
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
+use std::time::Duration;
 
 use elasticrs_nursery::launch::stage_reached;
-use elasticrs_nursery::protocol::{Reply, Request};
+use elasticrs_nursery::protocol::{Reply, Request, SweepTerms};
 use elasticrs_nursery::spec::PassedFd;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
@@ -18,7 +19,7 @@ fn a_worker_ends_and_its_exit_is_told_once() {
     let (worker, _lines) = client.spawn_ready(&["exit", "7"]);
     assert_eq!(client.exit_of(worker.pid), WorkerExit::Exited { code: 7 });
     // The next reply must be the one to the sweep, because the exit is not reported again.
-    client.send(&Request::Sweep { number: 1, linger_ms: 0, grace_ms: 0, give_up_ms: 10_000 });
+    client.send(&Request::Sweep { number: 1, left_by: None, terms: SweepTerms::at_once(Duration::from_secs(10)) });
     assert!(matches!(client.next_reply().0, Reply::Swept { .. }));
 }
 

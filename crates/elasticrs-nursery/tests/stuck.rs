@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use elasticrs_nursery::protocol::{Descendant, Request, SweepOutcome};
+use elasticrs_nursery::protocol::{Descendant, Request, SweepOutcome, SweepTerms};
 use elasticrs_nursery::sweep::{kill_by_token, sweep_children_of_self};
 use elasticrs_testkit::hung_file::{HungFile, wait_until_it_hangs};
 use elasticrs_testkit::nursery::{Client, Lines, Worker, pipe, process, with_stdout};
@@ -60,8 +60,7 @@ impl Hung {
 #[test]
 fn the_nursery_ends_the_others_first_and_does_not_say_that_it_has_ended_that_one() {
     let Some(mut hung) = Hung::start() else { return };
-    let give_up_ms = GIVE_UP.as_millis().try_into().unwrap();
-    hung.client.send(&Request::Sweep { number: 1, linger_ms: 0, grace_ms: 0, give_up_ms });
+    hung.client.send(&Request::Sweep { number: 1, left_by: None, terms: SweepTerms::at_once(GIVE_UP) });
     hung.others.iter().for_each(|&pid| wait_for_end(pid));
     let swept = hung.client.swept();
     hung.check(&swept.ended, &swept.stuck);

@@ -152,7 +152,7 @@ fn lingering_descendants_may_end_by_themselves() {
     let worker = client.spawned().unwrap();
     Lines::new(reader).until_ready();
     assert_eq!(client.exit_of(worker.pid), WorkerExit::Exited { code: 0 });
-    client.send(&Request::Sweep { number: 0, linger_ms: 60_000, grace_ms: 0, give_up_ms: 60_000 });
+    client.request_sweep(60_000, 0, 60_000);
     drop(uploaded);
     let swept = client.swept();
     assert!(swept.ended.is_empty() && swept.stuck.is_empty(), "{swept:?}");
@@ -163,7 +163,7 @@ fn a_harder_sweep_overrides_one_that_lingers() {
     let mut client = Client::start();
     let (_, lines) = client.spawn_ready(&["daemonise"]);
     let grandchild: i32 = lines.said[0].parse().unwrap();
-    client.send(&Request::Sweep { number: 0, linger_ms: 600_000, grace_ms: 600_000, give_up_ms: 600_000 });
+    client.request_sweep(600_000, 600_000, 600_000);
     let swept = client.sweep(0, 0);
     assert_eq!(pids(&swept.ended), [grandchild]);
 }
@@ -173,7 +173,7 @@ fn exits_are_told_while_a_sweep_lingers() {
     let mut client = Client::start();
     let (first, _lines) = client.spawn_ready(&["sleep"]);
     let (second, _lines) = client.spawn_ready(&["sleep"]);
-    client.send(&Request::Sweep { number: 0, linger_ms: 600_000, grace_ms: 0, give_up_ms: 600_000 });
+    client.request_sweep(600_000, 0, 600_000);
     for worker in [first, second] {
         client.send(&Request::SignalGroup { pid: worker.pid, signal: libc::SIGKILL });
         assert_eq!(client.exit_of(worker.pid), KILLED);

@@ -8,9 +8,10 @@ use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio as Pipes};
+use std::time::Duration;
 
 use elasticrs_nursery::launch::{Launched, NurseryImage, launch};
-use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request, SweepOutcome};
+use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request, SweepOutcome, SweepTerms};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
@@ -155,8 +156,14 @@ impl Client {
 
     /// Requests a sweep of all descendants, with these times in milliseconds, and waits for its result.
     pub fn sweep(&mut self, linger_ms: u64, grace_ms: u64) -> SweepOutcome {
-        self.send(&Request::Sweep { number: 1, linger_ms, grace_ms, give_up_ms: 10_000 });
+        self.request_sweep(linger_ms, grace_ms, 10_000);
         self.swept()
+    }
+
+    /// Requests a sweep of all descendants, with these times in milliseconds.
+    pub fn request_sweep(&mut self, linger_ms: u64, grace_ms: u64, give_up_ms: u64) {
+        let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
+        self.send(&Request::Sweep { number: 1, left_by: None, terms: SweepTerms { linger, grace, give_up } });
     }
 
     /// Waits for the result of a sweep.

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use elasticrs_nursery::protocol::SweepTerms;
+
 /// Purpose of a deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Timer {
@@ -38,6 +40,8 @@ pub enum Timer {
 
 /// Time limit for processes to exit after SIGKILL. A process that hangs in the kernel (state D) may exceed it.
 pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
+/// Terms of a clean-up that kills all processes at once.
+pub const AT_ONCE: SweepTerms = SweepTerms::at_once(GIVE_UP_AFTER);
 
 /// The deadlines that are set, at most one for each [`Timer`].
 #[derive(Debug, Default)]

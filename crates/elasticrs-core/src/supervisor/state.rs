@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use elasticrs_nursery::protocol::SweepTerms;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
@@ -10,8 +11,8 @@ use elasticrs_sys::signal::Signal;
 use self::hangs::PendingAction;
 pub use self::hangs::Snapshot;
 use self::member::{Member, Pause, Place, to_group};
-use super::deadlines::GIVE_UP_AFTER;
 pub use super::deadlines::Timer;
+use super::deadlines::{AT_ONCE, GIVE_UP_AFTER};
 use super::event::{Event, NurseryExit, Outcome, StartFailure, SweepOutcome, TimerExpired, WorkerRaised};
 use super::evidence::WorkerEvidence;
 use crate::spec::{Descendants, GroupPolicy, StopPolicy, StopScope};
@@ -111,19 +112,12 @@ pub enum Effect {
     Thaw,
     /// Stop all remaining processes of the group. Answered by [`Input::Swept`]. Replaces an earlier request that is
     /// still pending.
-    Sweep {
-        /// Time that descendants may keep running before they get the first signal.
-        linger: Duration,
-        /// Time between SIGTERM and SIGKILL. If it is zero, only SIGKILL is sent.
-        grace: Duration,
-        /// Time limit for the clean-up. Processes that could not be killed within the limit are reported.
-        give_up: Duration,
-    },
+    Sweep(SweepTerms),
     /// Kill the processes that this worker left behind when it exited. At most one [`Self::SweepWorker`] is pending at
     /// a time.
     ///
     /// Answered by [`Input::WorkerSwept`], unless a later [`Self::Sweep`] replaces the request.
-    SweepWorker { local_rank: u32, pid: i32, give_up: Duration },
+    SweepWorker { local_rank: u32, pid: i32 },
     /// Gather diagnostics, such as stack traces, about all members. Answered by [`Input::Evidence`].
     TakeEvidence { title: String },
     /// Report a failed worker to Python. The executor adds the time at which all other workers had been signalled.
@@ -374,7 +368,7 @@ impl Group {
             Phase::Stopping => self.begin_stop(policy, None),
             Phase::Sweeping { lingering: true } => {
                 self.outcome = Outcome::Stopped;
-                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
+                self.sweep(AT_ONCE);
             }
             Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Finished => {}
         }
@@ -441,7 +435,7 @@ impl Group {
                 self.sweep_when_all_have_ended();
             }
             Phase::Sweeping { lingering: true } => {
-                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
+                self.sweep(AT_ONCE);
             }
             Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Finished => {}
         }
@@ -453,7 +447,7 @@ impl Group {
         match self.phase {
             Phase::Running => self.outcome = Outcome::Lost,
             // Start a new clean-up in this process, because the lost nursery cannot complete the pending clean-up.
-            Phase::Sweeping { .. } => return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER),
+            Phase::Sweeping { .. } => return self.sweep(AT_ONCE),
             Phase::Stopping | Phase::Killing | Phase::Finished => {}
         }
         // Kill all workers, because those that Python started do not die together with the nursery.
@@ -521,19 +515,18 @@ impl Group {
         match (self.outcome, self.policy.on_success) {
             (Outcome::Succeeded, Descendants::Keep) => self.report_end(SweepOutcome::default()),
             (Outcome::Succeeded, Descendants::Linger(linger)) => {
-                self.sweep(linger, LINGERER_GRACE, GIVE_UP_AFTER);
+                self.sweep(SweepTerms { linger, grace: LINGERER_GRACE, give_up: GIVE_UP_AFTER });
             }
             (Outcome::Failed | Outcome::Stopped | Outcome::Lost, _) => {
                 let hopeless = self.members.iter().any(|m| !m.ended);
-                let give_up = if hopeless { HOPELESS_SWEEP } else { GIVE_UP_AFTER };
-                self.sweep(Duration::ZERO, Duration::ZERO, give_up);
+                self.sweep(if hopeless { SweepTerms::at_once(HOPELESS_SWEEP) } else { AT_ONCE });
             }
         }
     }
 
-    fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
-        self.phase = Phase::Sweeping { lingering: !linger.is_zero() };
-        self.effects.push(Effect::Sweep { linger, grace, give_up });
+    fn sweep(&mut self, terms: SweepTerms) {
+        self.phase = Phase::Sweeping { lingering: !terms.linger.is_zero() };
+        self.effects.push(Effect::Sweep(terms));
     }
 
     fn report_end(&mut self, swept: SweepOutcome) {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticrs_nursery::launch::LaunchError;
-use elasticrs_nursery::protocol::{PROTOCOL, Reply as NurseryReply};
+use elasticrs_nursery::protocol::{PROTOCOL, Reply as NurseryReply, SweepTerms};
 use elasticrs_runtime::threads::panic_message;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::features::{Features, check_floor};
@@ -17,7 +17,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::{JoinError, JoinSet};
 
 use super::command::{Command, Config, Reply, Shared, SupervisorError};
-use super::deadlines::{Deadlines, Timer};
+use super::deadlines::{Deadlines, GIVE_UP_AFTER, Timer};
 use super::event::{Event, StartFailure, SweepOutcome};
 use super::evidence::WorkerEvidence;
 use super::nursery_io::NurseryEvent;
@@ -460,8 +460,8 @@ impl Task {
                     watchdog.thaw();
                 }
             }
-            Effect::Sweep { linger, grace, give_up } => self.sweep(linger, grace, give_up),
-            Effect::SweepWorker { local_rank, pid, give_up } => self.sweep_worker(local_rank, pid, give_up),
+            Effect::Sweep(terms) => self.sweep(terms),
+            Effect::SweepWorker { local_rank, pid } => self.sweep_worker(local_rank, pid),
             Effect::TakeEvidence { title } => {
                 if let Some(running) = self.current.running() {
                     self.evidence.gather(running, &title);
@@ -496,27 +496,28 @@ impl Task {
 
     /// Makes the nursery clean up the processes that the workers left behind. If there is no nursery, this process
     /// cleans them up on another thread.
-    fn sweep(&mut self, linger: Duration, grace: Duration, give_up: Duration) {
+    fn sweep(&mut self, terms: SweepTerms) {
         if let Some(nursery) = self.nursery.get() {
-            self.sweeps.request(nursery, linger, grace, give_up);
+            self.sweeps.request(nursery, terms);
         } else {
             let running = self.current.running();
             let mut spared = running.map(Running::adopted).unwrap_or_default();
             let sessions = running.map(Running::started).unwrap_or_default();
             spared.extend(self.second.pids());
             let (token, owns_process) = (self.nursery.token(), self.owns_process);
-            self.sweeps.start_own(give_up, move |limit| {
+            self.sweeps.start_own(terms.give_up, move |limit| {
                 watch::sweep_after_loss(token, owns_process, &spared, &sessions, limit)
             });
         }
+        let SweepTerms { linger, grace, give_up } = terms;
         let limit = linger.saturating_add(grace).saturating_add(give_up).saturating_add(SWEEP_SLACK);
         self.deadlines.arm(Timer::Sweep, limit, Instant::now());
     }
 
-    fn sweep_worker(&mut self, local_rank: u32, worker: i32, give_up: Duration) {
+    fn sweep_worker(&mut self, local_rank: u32, worker: i32) {
         let Some(nursery) = self.nursery.get() else { return };
-        self.sweeps.request_for_worker(nursery, local_rank, worker, give_up);
-        self.deadlines.arm(Timer::Sweep, give_up.saturating_add(SWEEP_SLACK), Instant::now());
+        self.sweeps.request_for_worker(nursery, local_rank, worker);
+        self.deadlines.arm(Timer::Sweep, GIVE_UP_AFTER + SWEEP_SLACK, Instant::now());
     }
 
     /// Handles a clean-up of leftover processes that has exceeded its deadline. If the nursery performs the clean-up,

@@ -35,13 +35,13 @@ use self::sentinel::Sentinel;
 pub use self::spawn::Worker;
 pub(crate) use self::spawn::command;
 use self::spawn::{Begun, Unsettled};
-use self::sweep::{Deadlines, Sweep, Verdict};
+use self::sweep::{Sweep, Verdict};
 use super::NAME;
 use super::activity::Activity;
 use super::connections::Connections;
 use super::fence::Fence;
 use super::link::NurseryLink;
-use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request, SweepOutcome};
+use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request, SweepOutcome, SweepTerms};
 use super::start::Start;
 use super::tree::Signalled;
 
@@ -348,15 +348,7 @@ impl Nursery {
         match request {
             Request::Spawn { process, keep_ignored } => return self.spawn(process, &keep_ignored, fds),
             Request::SignalGroup { pid, signal } => self.signal_group(pid, signal),
-            Request::Sweep { number, linger_ms, grace_ms, give_up_ms } => {
-                let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
-                self.begin_sweep(Deadlines::new(Instant::now(), linger, grace, give_up), Some(number), None);
-            }
-            Request::SweepLeft { number, worker, give_up_ms } => {
-                let give_up = Duration::from_millis(give_up_ms);
-                let at_once = Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, give_up);
-                self.begin_sweep(at_once, Some(number), Some(worker));
-            }
+            Request::Sweep { number, left_by, terms } => self.begin_sweep(terms, Some(number), left_by),
             Request::Hold { beside, word } => self.hold(fds, beside, word),
             Request::Release(which) => self.held.release(which),
             Request::Fence { holder } => self.set_fence(fds, holder),
@@ -370,12 +362,12 @@ impl Nursery {
     /// Starts killing all descendants or, if `left_by` is a worker's pid, only the leftover processes of that worker.
     ///
     /// `number` is the number of the request to answer, or `None` if no answer is expected.
-    fn begin_sweep(&mut self, deadlines: Deadlines, number: Option<u32>, left_by: Option<i32>) {
+    fn begin_sweep(&mut self, terms: SweepTerms, number: Option<u32>, left_by: Option<i32>) {
         if let Some(sweep) = &mut self.sweep {
-            return sweep.bring_forward(deadlines, number, left_by);
+            return sweep.bring_forward(terms, number, left_by);
         }
         self.reserve.clear();
-        self.sweep = Some(Sweep::new(deadlines, number, left_by, std::mem::take(&mut self.untold)));
+        self.sweep = Some(Sweep::new(terms, number, left_by, std::mem::take(&mut self.untold)));
         // Raise the nursery's priority, because it would get too little CPU time while hundreds of processes are busy.
         // If this is not permitted, continue at the normal priority.
         self.nice = priority::set_nice(-20).ok();
@@ -439,7 +431,7 @@ impl Nursery {
     fn lose_agent(&mut self) {
         if !self.orphaned {
             self.orphaned = true;
-            self.begin_sweep(at_once(), None, None);
+            self.begin_sweep(SweepTerms::at_once(LAST_SWEEP), None, None);
         }
     }
 
@@ -470,11 +462,6 @@ impl Ready {
     fn any(&self) -> bool {
         self.child || self.agent_gone || self.socket || self.fence
     }
-}
-
-/// Returns deadlines without a grace period, so that processes are killed with SIGKILL immediately.
-fn at_once() -> Deadlines {
-    Deadlines::new(Instant::now(), Duration::ZERO, Duration::ZERO, LAST_SWEEP)
 }
 
 /// Reserves the file descriptors that are needed to kill processes, or as many of them as are available.

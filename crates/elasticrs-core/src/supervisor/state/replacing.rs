@@ -10,7 +10,7 @@ use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::signal::Signal;
 
 use super::member::{Member, Place, to_group};
-use super::{Effect, Event, GIVE_UP_AFTER, Group, Phase, SweepOutcome, Timer};
+use super::{Effect, Event, Group, Phase, SweepOutcome, Timer};
 use crate::spec::StopScope;
 use crate::supervisor::event::StartFailure;
 
@@ -70,7 +70,7 @@ impl Group {
     fn sweep_left(&mut self) {
         if let Some(&first) = self.left.front().filter(|_| self.phase == Phase::Running) {
             let Member { local_rank, pid, .. } = self.members[first];
-            self.effects.push(Effect::SweepWorker { local_rank, pid, give_up: GIVE_UP_AFTER });
+            self.effects.push(Effect::SweepWorker { local_rank, pid });
         }
     }
 

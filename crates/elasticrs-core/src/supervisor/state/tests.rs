@@ -110,11 +110,7 @@ fn what_sigkill_cannot_end_is_given_up_and_named() {
     let _ = group.on_input(Input::Stop(KILL));
     let _ = all_exit(&mut group, &[100, 101, 103], KILLED);
     let effects = group.on_input(Input::Expired(Timer::GiveUp));
-    assert!(effects.contains(&Effect::Sweep {
-        linger: Duration::ZERO,
-        grace: Duration::ZERO,
-        give_up: HOPELESS_SWEEP
-    }));
+    assert!(effects.contains(&Effect::Sweep(SweepTerms::at_once(HOPELESS_SWEEP))));
     let effects = group.on_input(swept());
     assert_eq!(end(&effects).map(|e| e.stuck_workers.clone()), Some(vec![(2, 102)]));
 }
@@ -124,19 +120,18 @@ fn success_lets_descendants_linger_and_failure_does_not() {
     let mut group = lingering();
     let effects = all_exit(&mut group, &PIDS, DONE);
     let linger = Duration::from_secs(5);
-    assert!(effects.contains(&Effect::Sweep { linger, grace: LINGERER_GRACE, give_up: GIVE_UP_AFTER }));
+    assert!(effects.contains(&Effect::Sweep(SweepTerms { linger, grace: LINGERER_GRACE, give_up: GIVE_UP_AFTER })));
 
     let mut group = lingering();
     let effects = all_exit(&mut group, &PIDS, FAILED);
-    let now = Duration::ZERO;
-    assert!(effects.contains(&Effect::Sweep { linger: now, grace: now, give_up: GIVE_UP_AFTER }));
+    assert!(effects.contains(&Effect::Sweep(AT_ONCE)));
 }
 
 #[test]
 fn kept_descendants_are_not_swept() {
     let mut group = group(Descendants::Keep);
     let effects = all_exit(&mut group, &PIDS, DONE);
-    assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep { .. })));
+    assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep(_))));
     assert_eq!(end(&effects).map(|e| e.outcome), Some(Outcome::Succeeded));
 }
 
@@ -145,8 +140,7 @@ fn a_stop_while_descendants_linger_ends_them_at_once() {
     let mut group = lingering();
     let _ = all_exit(&mut group, &PIDS, DONE);
     let effects = group.on_input(Input::Stop(TERM_30));
-    let now = Duration::ZERO;
-    assert_eq!(effects, [Effect::Sweep { linger: now, grace: now, give_up: GIVE_UP_AFTER }]);
+    assert_eq!(effects, [Effect::Sweep(AT_ONCE)]);
     assert_eq!(end(&group.on_input(swept())).map(|e| e.outcome), Some(Outcome::Stopped));
 }
 
@@ -241,7 +235,7 @@ fn a_fenced_group_ends_as_stopped_by_sigkill() {
             "SUP-7: {effects:?}"
         );
     }
-    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep { .. })));
+    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep(_))));
     assert_eq!(end(&group.on_input(swept())).map(|e| e.outcome), Some(Outcome::Stopped));
 }
 
@@ -314,7 +308,7 @@ fn after_the_last_worker_the_sweep_ends_the_rest() {
     let _ = group.on_input(exited(100, DONE));
     let _ = group.on_input(exited(102, DONE));
     let effects = group.on_input(exited(103, DONE));
-    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep { .. })));
+    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep(_))));
     assert_eq!(only_signals(effects), []);
 }
 
@@ -477,7 +471,7 @@ impl Seen {
                 Effect::Disarm(timer) => {
                     self.armed.remove(timer);
                 }
-                Effect::Sweep { .. } => self.owed_sweeps += 1,
+                Effect::Sweep(_) => self.owed_sweeps += 1,
                 Effect::SweepWorker { .. } => panic!("nobody is replaced: {effect:?}"),
                 Effect::TakeEvidence { .. } => {
                     prop_assert!(!self.takes_evidence, "one after the other");

@@ -1,7 +1,7 @@
 //! Handles a nursery that becomes ready, hangs, dies, or does not exit even after SIGKILL, and switches to another
 //! nursery.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use elasticrs_nursery::fence::Look;
 use elasticrs_nursery::held;
@@ -12,7 +12,7 @@ use super::check::NurseryAction;
 use super::current::Current;
 use super::imports::import_rest;
 use super::{Task, current_nursery};
-use crate::supervisor::deadlines::{GIVE_UP_AFTER, Timer};
+use crate::supervisor::deadlines::{AT_ONCE, Timer};
 use crate::supervisor::event::{Event, NurseryExit};
 use crate::supervisor::nursery_io::{Guard, Import, Nursery};
 use crate::supervisor::start::Starting;
@@ -133,7 +133,7 @@ impl Task {
                 }
                 self.deadlines.disarm(Timer::Start);
                 self.deadlines.disarm(Timer::Fence);
-                self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
+                self.sweep(AT_ONCE);
             }
             Current::Running(running) => {
                 // Watch the exits of the remaining workers from this process, because the lost nursery no longer

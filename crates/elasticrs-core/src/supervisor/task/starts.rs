@@ -19,7 +19,7 @@ use super::running::Running;
 use super::{FENCE_SLACK, Task};
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::supervisor::command::{Adopted, SupervisorError};
-use crate::supervisor::deadlines::{GIVE_UP_AFTER, Timer};
+use crate::supervisor::deadlines::{AT_ONCE, Timer};
 use crate::supervisor::event::{Event, StartFailure};
 use crate::supervisor::start::Starting;
 use crate::supervisor::state::Input;
@@ -114,7 +114,7 @@ impl Task {
         self.deadlines.disarm(Timer::Fence);
         if starting.has_failed() {
             // Kill the workers that were started, because either all workers of a group start, or none (**SUP-1**).
-            return self.sweep(Duration::ZERO, Duration::ZERO, GIVE_UP_AFTER);
+            return self.sweep(AT_ONCE);
         }
         let Current::Starting(starting) = std::mem::replace(&mut self.current, Current::Idle) else { return };
         let (group, workers, early) = starting.into_group();

@@ -3,10 +3,11 @@
 
 use std::time::Duration;
 
-use elasticrs_nursery::protocol::Request;
+use elasticrs_nursery::protocol::{Request, SweepTerms};
 use tokio::task::JoinHandle;
 
 use super::or_panic;
+use crate::supervisor::deadlines::AT_ONCE;
 use crate::supervisor::event::SweepOutcome;
 use crate::supervisor::nursery_io::Nursery;
 use crate::supervisor::state::HOPELESS_SWEEP;
@@ -42,21 +43,14 @@ impl Default for Sweeps {
 impl Sweeps {
     /// Requests that the nursery clean up all processes of the group. If earlier requests are still pending, their
     /// results are combined with the result of this request.
-    pub(super) fn request(&mut self, nursery: &mut Nursery, linger: Duration, grace: Duration, give_up: Duration) {
-        let (linger_ms, grace_ms, give_up_ms) = (millis(linger), millis(grace), millis(give_up));
-        nursery.send(&Request::Sweep { number: self.number(), linger_ms, grace_ms, give_up_ms }, Vec::new());
+    pub(super) fn request(&mut self, nursery: &mut Nursery, terms: SweepTerms) {
+        nursery.send(&Request::Sweep { number: self.number(), left_by: None, terms }, Vec::new());
     }
 
     /// Makes the nursery clean up after the failed worker with this local rank, whose pid was `worker`.
-    pub(super) fn request_for_worker(
-        &mut self,
-        nursery: &mut Nursery,
-        local_rank: u32,
-        worker: i32,
-        give_up: Duration,
-    ) {
+    pub(super) fn request_for_worker(&mut self, nursery: &mut Nursery, local_rank: u32, worker: i32) {
         let number = self.number_for_worker(local_rank);
-        nursery.send(&Request::SweepLeft { number, worker, give_up_ms: millis(give_up) }, Vec::new());
+        nursery.send(&Request::Sweep { number, left_by: Some(worker), terms: AT_ONCE }, Vec::new());
     }
 
     fn number(&mut self) -> u32 {
@@ -129,10 +123,6 @@ impl Sweeps {
     pub(super) fn take_own(&mut self) -> Option<JoinHandle<SweepOutcome>> {
         self.own.take()
     }
-}
-
-fn millis(duration: Duration) -> u64 {
-    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

@@ -70,13 +70,13 @@ fn those_that_fail_together_are_swept_one_after_the_other() {
 fn a_group_goes_on_without_anybody_until_it_is_stopped() {
     let mut group = replacing();
     let effects = all_exit(&mut group, &PIDS, KILLED);
-    assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep { .. })), "{effects:?}");
+    assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep(_))), "{effects:?}");
     for _ in PIDS {
         let _ = group.on_input(left_swept());
     }
     let effects = group.on_input(Input::Stop(TERM_30));
     assert_eq!(signals(&effects), [], "their numbers may be those of others");
-    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep { .. })));
+    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep(_))));
     assert_eq!(end(&group.on_input(swept())).map(|e| e.outcome), Some(Outcome::Stopped));
 }
 
@@ -85,7 +85,7 @@ fn it_has_succeeded_when_the_last_process_of_each_place_has() {
     let mut group = replacing();
     replace(&mut group, 1, 201);
     let effects = all_exit(&mut group, &[100, 102, 103, 201], DONE);
-    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep { .. })));
+    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep(_))));
     assert_eq!(end(&group.on_input(swept())).map(|e| e.outcome), Some(Outcome::Succeeded));
 }
 
@@ -100,10 +100,10 @@ fn who_takes_a_place_while_the_group_is_stopped_is_stopped_as_well() {
         let hastens = effects.iter().any(|e| matches!(e, Effect::Hasten(Timer::Replace(1), _)));
         assert_eq!(hastens, stop == KILL, "what hangs then does not delay the end");
         let effects = all_exit(&mut group, &[100, 102, 103], KILLED);
-        assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep { .. })), "one is still to come: {effects:?}");
+        assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep(_))), "one is still to come: {effects:?}");
         let effects = group.on_input(replaced(1, 201));
         assert_eq!(effects[1..], [Effect::Signal { pid: 201, to, signal }]);
-        assert!(group.on_input(exited(201, KILLED)).iter().any(|e| matches!(e, Effect::Sweep { .. })));
+        assert!(group.on_input(exited(201, KILLED)).iter().any(|e| matches!(e, Effect::Sweep(_))));
     }
 }
 
@@ -117,7 +117,7 @@ fn a_start_that_fails_while_the_group_is_stopped_lets_it_end() {
     let _ = all_exit(&mut group, &[100, 102, 103], KILLED);
     let effects = group.on_input(Input::ReplaceFailed(failed_start(1)));
     assert!(matches!(effects[0], Effect::Report(Event::ReplaceFailed(_))));
-    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep { .. })), "{effects:?}");
+    assert!(effects.iter().any(|e| matches!(e, Effect::Sweep(_))), "{effects:?}");
 }
 
 #[test]
@@ -306,7 +306,7 @@ impl World {
                 Effect::Disarm(timer) => {
                     self.armed.remove(timer);
                 }
-                Effect::Sweep { .. } => self.owes_sweep = true,
+                Effect::Sweep(_) => self.owes_sweep = true,
                 Effect::TakeEvidence { .. } => self.takes_evidence = true,
                 Effect::ReportEnd(end) => self.ends.push(end.outcome),
                 _ => {}
