@@ -7,6 +7,8 @@ use std::num::NonZeroUsize;
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous};
 
+use crate::stat::Stat;
+
 /// `struct prctl_mm_map` of linux/prctl.h.
 #[repr(C)]
 struct Map {
@@ -60,12 +62,8 @@ fn place(block: &[u8]) -> nix::Result<[u64; 2]> {
 
 /// Returns the current memory layout of this process.
 fn current() -> nix::Result<Map> {
-    let stat = read("stat")?;
-    // Skip the process name, which is in parentheses and may contain any byte. The third field follows it.
-    let after = stat.iter().rposition(|&byte| byte == b')').ok_or(Errno::EINVAL)? + 1;
-    let text = str::from_utf8(&stat[after..]).map_err(|_| Errno::EINVAL)?;
-    let fields: Vec<u64> = text.split_ascii_whitespace().map(|field| field.parse().unwrap_or(0)).collect();
-    let field = |number: usize| fields.get(number - 3).copied().ok_or(Errno::EINVAL);
+    let stat = Stat::parse(&read("stat")?).ok_or(Errno::EINVAL)?;
+    let field = |number| stat.field(number).ok_or(Errno::EINVAL);
     // SAFETY: with a null argument, `brk` changes nothing and returns the end of the heap.
     let end_of_heap = unsafe { libc::syscall(libc::SYS_brk, 0) };
     Ok(Map {
