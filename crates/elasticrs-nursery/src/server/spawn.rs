@@ -236,16 +236,7 @@ fn subject(process: &ProcessSpec, failure: Failure) -> String {
         Stage::OpenLog => process.stdio.get(failure.descriptor).and_then(Option::as_ref),
         Stage::ChangeDir => process.cwd.as_ref(),
         Stage::Exec => process.argv.first(),
-        Stage::Clone
-        | Stage::NewSession
-        | Stage::ParentDeathSignal
-        | Stage::Descriptors
-        | Stage::Receive
-        | Stage::Fence
-        | Stage::Affinity
-        | Stage::Fork
-        | Stage::NextFork
-        | Stage::Forked => None,
+        _ => None,
     };
     subject.map(|subject| subject.to_string_lossy().into_owned()).unwrap_or_default()
 }
