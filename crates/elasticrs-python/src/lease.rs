@@ -32,15 +32,9 @@ impl Guard for Nursery {
         Box::pin(async move { has_two.store(is_held.await, Ordering::Relaxed) })
     }
 
-    fn resumed(&self) {
+    fn resumed(&self, on_new: bool) {
         if self.has_two.swap(false, Ordering::Relaxed) {
-            self.keeper.release(Release::Older);
-        }
-    }
-
-    fn not_resumed(&self) {
-        if self.has_two.swap(false, Ordering::Relaxed) {
-            self.keeper.release(Release::Newest);
+            self.keeper.release(if on_new { Release::Older } else { Release::Newest });
         }
     }
 

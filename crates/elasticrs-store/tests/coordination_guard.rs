@@ -36,10 +36,6 @@ impl Guard for Recorder {
         unreachable!("no session of these tests is taken up again");
     }
 
-    fn resumed(&self) {}
-
-    fn not_resumed(&self) {}
-
     fn deadline(&self, boot_ns: u64) {
         self.0.lock().unwrap().deadlines.push(boot_ns);
     }

@@ -404,15 +404,9 @@ impl Guard for Slow {
         Box::pin(async move { is_held.notified().await })
     }
 
-    fn resumed(&self) {
-        self.note("resumed");
+    fn resumed(&self, on_new: bool) {
+        self.note(if on_new { "resumed" } else { "not resumed" });
     }
-
-    fn not_resumed(&self) {
-        self.note("not resumed");
-    }
-
-    fn deadline(&self, _boot_ns: u64) {}
 
     fn closed(&self) {
         self.note("closed");

@@ -180,7 +180,7 @@ pub(super) async fn reopen(
             // Reset the connection, because the store may already use it for the session. After a normal close, the
             // store would conclude that the client has exited, and would end the session.
             let _ = stream.set_zero_linger();
-            guard.not_resumed();
+            guard.resumed(false);
             Err(error)
         }
     }

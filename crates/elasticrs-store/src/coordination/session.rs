@@ -177,7 +177,7 @@ impl<'a> Backend<'a> for OwnStore<'a> {
         let Opened { stream, frames, met, .. } = link;
         core.lease.begin_connection();
         if core.is_away() {
-            core.guard.resumed();
+            core.guard.resumed(true);
             core.renew(met.sent, met.pace.terms());
             core.events.meet(met.store, met.revision);
             core.is_back(boot_now());
