@@ -151,12 +151,7 @@ impl From<Errno> for LaunchError {
 /// and the umask of this process. If [`raise`](super::descriptors::raise) has raised the soft limit on file
 /// descriptors, they get the previous limit. The images are tried in order, because some systems do not allow the
 /// embedded image to be executed (`vm.memfd_noexec`, security modules).
-pub fn launch(images: &[NurseryImage]) -> Result<Launched, LaunchError> {
-    launch_again(images, &Import::default())
-}
-
-/// Like [`launch`], but with options for the imports.
-pub fn launch_again(images: &[NurseryImage], import: &Import) -> Result<Launched, LaunchError> {
+pub fn launch(images: &[NurseryImage], import: &Import) -> Result<Launched, LaunchError> {
     check_floor()?;
     launch_as(images, import, Start { token: Token::random()?, descriptors: descriptors::given(), is_sentinel: false })
 }

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::PathBuf;
 
-use elasticrs_nursery::launch::{LaunchError, Launched, NurseryImage, launch};
+use elasticrs_nursery::launch::{Import, LaunchError, Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{PROTOCOL, Reply};
 use elasticrs_nursery::token::Token;
 use elasticrs_sys::stage::Stage;
@@ -41,7 +41,7 @@ fn end(nursery: Launched) {
 
 #[test]
 fn an_embedded_program_runs_from_memory_under_a_name_of_its_own() {
-    let mut nursery = launch(&[embedded()]).unwrap();
+    let mut nursery = launch(&[embedded()], &Import::default()).unwrap();
     until_ready(&mut nursery);
     let proc = |name: &str| PathBuf::from(format!("/proc/{}/{name}", nursery.pid));
     assert!(fs::read_link(proc("exe")).unwrap().starts_with("/memfd:worker-nursery (deleted)"));
@@ -56,7 +56,7 @@ fn an_embedded_program_runs_from_memory_under_a_name_of_its_own() {
 #[test]
 fn a_program_that_cannot_be_executed_gives_way_to_the_next() {
     let images = [NurseryImage::Embedded(b"no program"), missing(), image(program())];
-    let mut nursery = launch(&images).unwrap();
+    let mut nursery = launch(&images, &Import::default()).unwrap();
     until_ready(&mut nursery);
     end(nursery);
 }
@@ -64,10 +64,10 @@ fn a_program_that_cannot_be_executed_gives_way_to_the_next() {
 #[test]
 fn the_last_error_is_told_and_nothing_is_left() {
     let before = open_fds();
-    let error = launch(&[embedded_garbage(), missing()]).unwrap_err();
+    let error = launch(&[embedded_garbage(), missing()], &Import::default()).unwrap_err();
     assert!(matches!(error, LaunchError::Start { stage: Stage::Exec, errno: Errno::ENOENT }), "{error:?}");
     assert_eq!(error.to_string(), "could not start the nursery: could not execute: No such file or directory");
-    let error = launch(&[embedded_garbage()]).unwrap_err();
+    let error = launch(&[embedded_garbage()], &Import::default()).unwrap_err();
     assert!(matches!(error, LaunchError::Start { stage: Stage::Exec, errno: Errno::ENOEXEC }), "{error:?}");
     assert_eq!(open_fds(), before);
     assert_no_children();
@@ -79,7 +79,7 @@ fn embedded_garbage() -> NurseryImage {
 
 #[test]
 fn a_nursery_outlives_the_thread_that_started_it() {
-    let mut nursery = std::thread::spawn(|| launch(&[image(program())]).unwrap()).join().unwrap();
+    let mut nursery = std::thread::spawn(|| launch(&[image(program())], &Import::default()).unwrap()).join().unwrap();
     until_ready(&mut nursery);
     end(nursery);
 }
@@ -89,7 +89,7 @@ fn descriptors_of_the_agent_do_not_reach_the_nursery() {
     let mut client = Client::start();
     let leaky = fs::File::open("/dev/zero").unwrap();
     nix::fcntl::fcntl(&leaky, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
-    let mut nursery = launch(&[image(program())]).unwrap();
+    let mut nursery = launch(&[image(program())], &Import::default()).unwrap();
     until_ready(&mut nursery);
     let folder = format!("/proc/{}/fd", nursery.pid);
     let open = fs::read_dir(folder).unwrap().map(|fd| fs::read_link(fd.unwrap().path()).unwrap());

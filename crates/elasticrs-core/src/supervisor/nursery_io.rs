@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use elasticrs_nursery::activity::Activity;
 use elasticrs_nursery::connections::Release;
 use elasticrs_nursery::launch::{
-    Import as Terms, LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_again,
-    launch_sentinel, stage_reached,
+    Import as Terms, LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_sentinel,
+    stage_reached,
 };
 use elasticrs_nursery::link::AgentLink;
 use elasticrs_nursery::protocol::{FIXED_FDS, Reply, Request};
@@ -98,13 +98,8 @@ impl Guard {
 }
 
 impl Nursery {
-    pub(super) fn launch(images: &[NurseryImage]) -> Result<Self, LaunchError> {
-        Self::of(launch(images)?)
-    }
-
-    /// Starts a nursery that resumes or repeats the module imports of an earlier nursery. See [`launch_again`].
-    pub(super) fn launch_again(images: &[NurseryImage], import: &Terms) -> Result<Self, LaunchError> {
-        Self::of(launch_again(images, import)?)
+    pub(super) fn launch(images: &[NurseryImage], import: &Terms) -> Result<Self, LaunchError> {
+        Self::of(launch(images, import)?)
     }
 
     fn of(launched: Launched) -> Result<Self, LaunchError> {

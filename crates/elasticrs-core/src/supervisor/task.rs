@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use elasticrs_nursery::launch::LaunchError;
+use elasticrs_nursery::launch::{Import, LaunchError};
 use elasticrs_nursery::protocol::{PROTOCOL, Reply as NurseryReply, SweepTerms};
 use elasticrs_runtime::threads::panic_message;
 use elasticrs_sys::clock::Stamp;
@@ -135,7 +135,7 @@ impl Task {
         }
         let images = Images::new(config.nursery);
         let guard = GuardedSockets::new(Arc::clone(&shared.fence), Arc::clone(&shared.queue));
-        let mut nursery = images.launch()?;
+        let mut nursery = images.launch(&Import::default())?;
         guard.equip(&mut nursery);
         let mut task = Self {
             owns_process: config.owns_process,

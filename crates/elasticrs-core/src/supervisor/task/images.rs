@@ -27,20 +27,16 @@ impl Images {
         self.0.retain(|image| !is_warm(image));
     }
 
-    /// Launches a nursery with the first program that can be executed on this machine.
-    pub(super) fn launch(&self) -> Result<Nursery, LaunchError> {
-        Nursery::launch(&self.0)
+    /// Launches a nursery with the first program that can be executed on this machine, and with the given options for
+    /// its module imports.
+    pub(super) fn launch(&self, import: &Import) -> Result<Nursery, LaunchError> {
+        Nursery::launch(&self.0, import)
     }
 
     /// Launches the nursery that starts this group. If no worker needs modules that the nursery has imported in
     /// advance, the nursery imports nothing, so that the group starts without delay.
     pub(super) fn launch_for(&self, spec: &GroupSpec) -> Result<Nursery, LaunchError> {
-        Nursery::launch(&self.fitting(spec))
-    }
-
-    /// Launches a nursery process with the given options for its module imports.
-    pub(super) fn launch_again(&self, import: &Import) -> Result<Nursery, LaunchError> {
-        Nursery::launch_again(&self.0, import)
+        Nursery::launch(&self.fitting(spec), &Import::default())
     }
 
     fn fitting(&self, spec: &GroupSpec) -> Vec<NurseryImage> {

@@ -26,7 +26,7 @@ pub(super) fn import_rest(
         report::fail(&warm.report, "the process that guards the import was lost");
     } else if !exit.hung
         && report::blame(&warm.report, since, failure.unwrap_or(ImportFailure::Exited(exit.exit)))
-        && let Ok(nursery) = images.launch_again(&Terms { since: Some(since), is_background })
+        && let Ok(nursery) = images.launch(&Terms { since: Some(since), is_background })
     {
         if nursery.import.is_some() {
             return Some(nursery);

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use elasticrs_nursery::fence::Look;
 use elasticrs_nursery::held;
+use elasticrs_nursery::launch::Import as Terms;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 
@@ -172,7 +173,7 @@ impl Task {
         current_nursery::disarm_import(&mut self.deadlines);
         self.images.forget_warm();
         self.shared.queue.push(Event::Warmed { failure: Some(exit), is_beside: false });
-        if let Ok(nursery) = self.images.launch() {
+        if let Ok(nursery) = self.images.launch(&Terms::default()) {
             self.use_nursery(nursery);
             self.start_waiting();
             true

@@ -72,7 +72,7 @@ impl SecondNursery {
             return;
         }
         let nice = priority::restorable();
-        match images.launch_again(&Terms { since: None, is_background: nice.is_some() }) {
+        match images.launch(&Terms { since: None, is_background: nice.is_some() }) {
             Ok(nursery) if nursery.import.is_some() => {
                 let until = after(Instant::now(), limit);
                 self.running = Some(Second { nursery, until, nice });
