@@ -12,12 +12,6 @@ pyo3::create_exception!(_core, SupervisorError, PyException, "The supervisor can
 /// Wraps a [`CoreError`], so that `?` converts it to a Python exception.
 pub struct Error(pub CoreError);
 
-impl From<CoreError> for Error {
-    fn from(error: CoreError) -> Self {
-        Self(error)
-    }
-}
-
 impl From<Error> for PyErr {
     fn from(Error(error): Error) -> Self {
         match &error {
