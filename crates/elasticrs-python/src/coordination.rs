@@ -21,7 +21,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
 use crate::error::{SupervisorError, listen_error, os_error};
-use crate::event::object;
+use crate::event::{object, records};
 use crate::home::{Home, teller};
 use crate::lease;
 use crate::spec::duration;
@@ -408,54 +408,49 @@ impl Fields<'_, '_> {
     }
 }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct Connected {
-    revision: u64,
-    session: u64,
-    ttl: f64,
-    interval: f64,
-    local_address: String,
-}
+records! {
+    Connected {
+        revision: u64,
+        session: u64,
+        ttl: f64,
+        interval: f64,
+        local_address: String,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct Reply {
-    tag: u64,
-    ok: bool,
-    revision: u64,
-    results: Vec<Py<PyAny>>,
-}
+    Reply {
+        tag: u64,
+        ok: bool,
+        revision: u64,
+        results: Vec<Py<PyAny>>,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct Changes {
-    revision: u64,
-    changes: Vec<Py<Change>>,
-}
+    Changes {
+        revision: u64,
+        changes: Vec<Py<Change>>,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct StoreNotice {
-    message: String,
-}
+    StoreNotice {
+        message: String,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct ConnectionLost {
-    kind: &'static str,
-    message: String,
-}
+    ConnectionLost {
+        kind: &'static str,
+        message: String,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct Entry {
-    key: String,
-    value: Py<PyBytes>,
-    create_revision: u64,
-    mod_revision: u64,
-}
+    Entry {
+        key: String,
+        value: Py<PyBytes>,
+        create_revision: u64,
+        mod_revision: u64,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct Change {
-    key: String,
-    value: Option<Py<PyBytes>>,
-    create_revision: u64,
-    mod_revision: u64,
+    Change {
+        key: String,
+        value: Option<Py<PyBytes>>,
+        create_revision: u64,
+        mod_revision: u64,
+    }
 }
 
 fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {

@@ -20,182 +20,177 @@ fn exitcode(exit: WorkerExit) -> Option<i32> {
     }
 }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct Warmed {
-    is_ready: bool,
-    exitcode: Option<i32>,
-    hung: bool,
-    is_beside: bool,
+/// Declares classes whose fields are read-only attributes in Python.
+macro_rules! records {
+    ($($(#[$attribute:meta])* $name:ident { $($field:ident: $type:ty),* $(,)? })*) => {
+        $(
+            #[pyclass(frozen, get_all, module = "elasticrs._core")]
+            $(#[$attribute])*
+            pub struct $name {
+                $(pub $field: $type),*
+            }
+        )*
+    };
 }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct GroupStarted {
-    pids: Vec<i32>,
-    started_ns: u64,
-}
+pub(crate) use records;
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct StartFailed {
-    message: String,
-    local_rank: u32,
-    stage: Option<String>,
-    errno: Option<i32>,
-    subject: Option<String>,
-}
+records! {
+    Warmed {
+        is_ready: bool,
+        exitcode: Option<i32>,
+        hung: bool,
+        is_beside: bool,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct WorkerExited {
-    local_rank: u32,
-    pid: i32,
-    exitcode: Option<i32>,
-    sent_signal: Option<i32>,
-    seen_ns: u64,
-}
+    GroupStarted {
+        pids: Vec<i32>,
+        started_ns: u64,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct FailureSeen {
-    local_rank: u32,
-    seen_ns: u64,
-    signalled_ns: u64,
-    siblings: u32,
-}
+    StartFailed {
+        message: String,
+        local_rank: u32,
+        stage: Option<String>,
+        errno: Option<i32>,
+        subject: Option<String>,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct WorkerSwept {
-    local_rank: u32,
-    ended: Vec<Descendant>,
-    more_ended: u32,
-    stuck: Vec<Descendant>,
-}
+    WorkerExited {
+        local_rank: u32,
+        pid: i32,
+        exitcode: Option<i32>,
+        sent_signal: Option<i32>,
+        seen_ns: u64,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct WorkerReplaced {
-    local_rank: u32,
-    pid: i32,
-    started_ns: u64,
-}
+    FailureSeen {
+        local_rank: u32,
+        seen_ns: u64,
+        signalled_ns: u64,
+        siblings: u32,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct ReplaceFailed {
-    message: String,
-    local_rank: u32,
-}
+    WorkerSwept {
+        local_rank: u32,
+        ended: Vec<Descendant>,
+        more_ended: u32,
+        stuck: Vec<Descendant>,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct TimerExpired {
-    local_rank: u32,
-    pid: i32,
-    scope: String,
-    at: Option<String>,
-    deadline: f64,
-    others: u32,
-    signal: Option<i32>,
-    seen_ns: u64,
-}
+    WorkerReplaced {
+        local_rank: u32,
+        pid: i32,
+        started_ns: u64,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-#[derive(Clone)]
-pub struct Heartbeat {
-    local_rank: u32,
-    at_ns: u64,
-    step: Option<u64>,
-    section: Option<String>,
-}
+    ReplaceFailed {
+        message: String,
+        local_rank: u32,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-#[derive(Clone)]
-pub struct RankSeen {
-    local_rank: u32,
-    heartbeat: Option<Heartbeat>,
-    is_late: bool,
-    state: String,
-    wait_channel: String,
-    frame: Option<String>,
-}
+    TimerExpired {
+        local_rank: u32,
+        pid: i32,
+        scope: String,
+        at: Option<String>,
+        deadline: f64,
+        others: u32,
+        signal: Option<i32>,
+        seen_ns: u64,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct WorkerHung {
-    local_rank: u32,
-    pid: i32,
-    missed: &'static str,
-    since_ns: u64,
-    limit: f64,
-    seen_ns: u64,
-    ground: &'static str,
-    ranks: Vec<RankSeen>,
-}
+    #[derive(Clone)]
+    Heartbeat {
+        local_rank: u32,
+        at_ns: u64,
+        step: Option<u64>,
+        section: Option<String>,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct WorkerRaised {
-    local_rank: u32,
-    pid: i32,
-    text: String,
-    seen_ns: u64,
-    limit: Option<f64>,
-    exit: &'static str,
-}
+    #[derive(Clone)]
+    RankSeen {
+        local_rank: u32,
+        heartbeat: Option<Heartbeat>,
+        is_late: bool,
+        state: String,
+        wait_channel: String,
+        frame: Option<String>,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct WorkersKilled {
-    local_ranks: Vec<u32>,
-    pids: Vec<i32>,
-    reason: &'static str,
-    signal: Option<i32>,
-    limit: f64,
-}
+    WorkerHung {
+        local_rank: u32,
+        pid: i32,
+        missed: &'static str,
+        since_ns: u64,
+        limit: f64,
+        seen_ns: u64,
+        ground: &'static str,
+        ranks: Vec<RankSeen>,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct WorkerPaused {
-    local_rank: u32,
-    pid: i32,
-    signal: i32,
-}
+    WorkerRaised {
+        local_rank: u32,
+        pid: i32,
+        text: String,
+        seen_ns: u64,
+        limit: Option<f64>,
+        exit: &'static str,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct WorkerResumed {
-    local_rank: u32,
-    pid: i32,
-}
+    WorkersKilled {
+        local_ranks: Vec<u32>,
+        pids: Vec<i32>,
+        reason: &'static str,
+        signal: Option<i32>,
+        limit: f64,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-#[derive(Clone)]
-pub struct Descendant {
-    pid: i32,
-    command: String,
-}
+    WorkerPaused {
+        local_rank: u32,
+        pid: i32,
+        signal: i32,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct Fenced {}
+    WorkerResumed {
+        local_rank: u32,
+        pid: i32,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct GroupEnded {
-    outcome: &'static str,
-    nursery_exitcode: Option<i32>,
-    nursery_hung: bool,
-    stuck_ranks: Vec<u32>,
-    wait_channels: Vec<String>,
-    ended: Vec<Descendant>,
-    more_ended: u32,
-    stuck: Vec<Descendant>,
-    spared: Vec<Descendant>,
-    ended_ns: u64,
-}
+    #[derive(Clone)]
+    Descendant {
+        pid: i32,
+        command: String,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct LogTrouble {
-    local_rank: u32,
-    path: OsString,
-    errno: i32,
-}
+    Fenced {}
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct Degraded {
-    message: String,
-}
+    GroupEnded {
+        outcome: &'static str,
+        nursery_exitcode: Option<i32>,
+        nursery_hung: bool,
+        stuck_ranks: Vec<u32>,
+        wait_channels: Vec<String>,
+        ended: Vec<Descendant>,
+        more_ended: u32,
+        stuck: Vec<Descendant>,
+        spared: Vec<Descendant>,
+        ended_ns: u64,
+    }
 
-#[pyclass(frozen, get_all, module = "elasticrs._core")]
-pub struct FdReady {
-    pub fd: i32,
+    LogTrouble {
+        local_rank: u32,
+        path: OsString,
+        errno: i32,
+    }
+
+    Degraded {
+        message: String,
+    }
+
+    FdReady {
+        fd: i32,
+    }
 }
 
 fn descendants(list: Vec<protocol::Descendant>) -> Vec<Descendant> {
