@@ -24,8 +24,11 @@ BOTH_NAMED = ("order", "size", "groups")
 LOOKS = 5
 """Voluntary context switches after which a thread of gloo, which polls, has looked for messages."""
 
+Step = tuple[str, "int | None", int]
+"""An operation of ``workers/desynchronised.py``, the index of its group, and the number of elements."""
+
 REDUCE, BARRIER = ("all_reduce", None, 4), ("barrier", None, 1)
-LOAD, EXIT = ("load", None, 1), ("exit", None, 1)
+LOAD, SPIN, EXIT = ("load", None, 1), ("spin", None, 1), ("exit", None, 1)
 
 
 class Lost(NamedTuple):
@@ -44,6 +47,10 @@ class Lost(NamedTuple):
     culprit: int
     steps: tuple[list, list]
     groups: list
+
+    def of_ranks(self):
+        """Return the steps of each rank, in the order of the ranks."""
+        return [self.steps[rank != self.culprit] for rank in range(self.size)]
 
 
 def drawn(seed):
@@ -86,23 +93,30 @@ class Groups:
         self._process.wait(HANG)
         self._process.stdout.close()
 
-    def evidence(self, lost, folder):
-        """Run a group until all of its ranks are stuck, and return the evidence of all ranks."""
+    def evidence(self, steps, groups, folder):
+        """Run a group until all of its ranks are stuck, and return the evidence of all ranks.
+
+        Args:
+            steps: the steps of each rank.
+            groups: groups besides the default one, by description and ranks.
+            folder: folder for the files of the ranks.
+        """
         plans = [
             {
                 "rank": rank,
-                "size": lost.size,
-                "groups": lost.groups,
-                "steps": lost.steps[rank != lost.culprit],
+                "size": len(steps),
+                "groups": groups,
+                "steps": own,
                 "store": f"{folder}/store",
                 "stacks": f"{folder}/{rank}.stacks",
                 "error_file": f"{folder}/{rank}.json",
             }
-            for rank in range(lost.size)
+            for rank, own in enumerate(steps)
         ]
         pids = self._ask(json.dumps(plans))
         try:
-            wait_until_stuck(pids)
+            # A rank that spins never waits, so only the others show that the group is stuck.
+            wait_until_stuck([pid for pid, own in zip(pids, steps, strict=True) if SPIN not in own])
             return [evidence_of(plan, pid) for plan, pid in zip(plans, pids, strict=True)]
         finally:
             self._ask("")

@@ -18,7 +18,7 @@ def groups():
 
 
 def named(groups, lost, folder):
-    diagnosis = diagnose(groups.evidence(lost, folder))
+    diagnosis = diagnose(groups.evidence(lost.of_ranks(), lost.groups, folder))
     return {rank for culprit in diagnosis.culprits for rank in culprit.ranks}
 
 
