@@ -68,19 +68,13 @@ def interpreter():
     facts = {name: getattr(sys, name) for name in names.split()}
     facts["flags"] = repr(sys.flags)
     facts["_xoptions"] = repr(sys._xoptions)
-    for call in [
-        "getrecursionlimit",
-        "getswitchinterval",
-        "getfilesystemencoding",
-        "getfilesystemencodeerrors",
-        "getdlopenflags",
-        "gettrace",
-        "getprofile",
-        "get_int_max_str_digits",
-        "getdefaultencoding",
-    ]:
+    calls = (
+        "getrecursionlimit getswitchinterval getfilesystemencoding getfilesystemencodeerrors getdlopenflags"
+    )
+    calls += " gettrace getprofile get_int_max_str_digits getdefaultencoding"
+    for call in calls.split():
         facts[call] = getattr(sys, call)()
-    for hook in ["excepthook", "unraisablehook", "displayhook", "breakpointhook"]:
+    for hook in ("excepthook", "unraisablehook", "displayhook", "breakpointhook"):
         facts[hook] = name_of(getattr(sys, hook))
     facts["meta_path"] = [name_of(each) for each in sys.meta_path]
     facts["path_hooks"] = [name_of(each) for each in sys.path_hooks]
@@ -180,52 +174,21 @@ def process():
     facts["nice"] = os.getpriority(os.PRIO_PROCESS, 0)
     facts["scheduler"] = [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority]
     facts["affinity"] = sorted(os.sched_getaffinity(0))
-    fields = [
-        "Umask",
-        "Uid",
-        "Gid",
-        "Groups",
-        "NStgid",
-        "NSpid",
-        "NSpgid",
-        "NSsid",
-        "Threads",
-        "SigQ",
-        "SigPnd",
-        "ShdPnd",
-        "SigBlk",
-        "SigIgn",
-        "SigCgt",
-        "CapInh",
-        "CapPrm",
-        "CapEff",
-        "CapBnd",
-        "CapAmb",
-        "NoNewPrivs",
-        "Seccomp",
-        "CoreDumping",
-        "THP_enabled",
-        "Cpus_allowed",
-        "Mems_allowed",
-        "VmLck",
-        "Speculation_Store_Bypass",
-        "TracerPid",
-    ]
+    fields = (
+        "Umask Uid Gid Groups NStgid NSpid NSpgid NSsid Threads SigPnd ShdPnd SigBlk SigIgn SigCgt CapInh"
+    )
+    fields += (
+        " CapPrm CapEff CapBnd CapAmb NoNewPrivs Seccomp CoreDumping THP_enabled Cpus_allowed Mems_allowed"
+    )
+    fields += " VmLck Speculation_Store_Bypass TracerPid"
     shown = status()
     facts["status"] = {
         name: "PID" if value.split() and value.split()[-1] == str(pid) else value
-        for name in fields
-        if (value := shown.get(name)) is not None and name != "SigQ"
+        for name in fields.split()
+        if (value := shown.get(name)) is not None
     }
-    for name in [
-        "oom_score_adj",
-        "coredump_filter",
-        "personality",
-        "timerslack_ns",
-        "cgroup",
-        "loginuid",
-        "timers",
-    ]:
+    files = "oom_score_adj coredump_filter personality timerslack_ns cgroup loginuid timers"
+    for name in files.split():
         try:
             facts[name] = read(f"/proc/self/{name}")
         except OSError as error:
@@ -294,14 +257,13 @@ def descriptors():
         except OSError:
             continue  # the descriptor that `os.listdir` had open
         target = os.readlink(f"/proc/self/fd/{fd}").partition(":[")[0]
-        fact = {
+        facts[str(fd)] = {
             "target": target,
             "kind": stat.filemode(kind.st_mode),
             "status": oct(fcntl.fcntl(fd, fcntl.F_GETFL)),
+            "cloexec": fcntl.fcntl(fd, fcntl.F_GETFD),
+            "tty": os.isatty(fd),
         }
-        fact["cloexec"] = fcntl.fcntl(fd, fcntl.F_GETFD)
-        fact["tty"] = os.isatty(fd)
-        facts[str(fd)] = fact
     return facts
 
 
@@ -362,29 +324,13 @@ def streams():
         stream = getattr(sys, name)
         fact = {"original": stream is getattr(sys, f"__{name}__"), "type": name_of(type(stream))}
         if stream is not None:
-            for attribute in [
-                "name",
-                "mode",
-                "encoding",
-                "errors",
-                "line_buffering",
-                "write_through",
-                "newlines",
-                "closed",
-            ]:
+            attributes = "name mode encoding errors line_buffering write_through newlines closed"
+            for attribute in attributes.split():
                 fact[attribute] = getattr(stream, attribute)
-            fact["calls"] = [
-                stream.fileno(),
-                stream.seekable(),
-                stream.isatty(),
-                stream.readable(),
-                stream.writable(),
-            ]
-            fact["layers"] = [
-                name_of(type(stream.buffer)),
-                name_of(type(getattr(stream.buffer, "raw", stream))),
-            ]
+            calls = (stream.fileno, stream.seekable, stream.isatty, stream.readable, stream.writable)
+            fact["calls"] = [call() for call in calls]
             raw = getattr(stream.buffer, "raw", stream.buffer)
+            fact["layers"] = [name_of(type(stream.buffer)), name_of(type(raw))]
             fact["raw"] = [raw.closefd, raw.mode, str(raw.name)]
             fact["repr"] = repr(stream)
         facts[name] = fact
@@ -467,12 +413,8 @@ def in_child(number):
 
     now, parent = multiprocessing.current_process(), multiprocessing.parent_process()
     facts = [number + 1, now.name, parent.name, parent.pid == os.getppid() or "not its parent"]
-    facts += [
-        sys.argv,
-        sys.path,
-        sys.orig_argv[1:2],
-        sorted(name for name in sys.modules if "elasticrs" in name),
-    ]
+    facts += [sys.argv, sys.path, sys.orig_argv[1:2]]
+    facts += [sorted(name for name in sys.modules if "elasticrs" in name)]
     facts += [
         sys.modules["__main__"].__name__,
         "__mp_main__" in sys.modules,
@@ -519,11 +461,8 @@ def logs():
     logger.addHandler(handler)
     logger.warning("said")
     record = logger.makeRecord("facts", logging.INFO, "", 0, "", (), None)
-    return {
-        "said": stream.getvalue(),
-        "pid": record.process == os.getpid(),
-        "age": record.relativeCreated < 30_000,
-    }
+    is_mine, is_new = record.process == os.getpid(), record.relativeCreated < 30_000
+    return {"said": stream.getvalue(), "pid": is_mine, "age": is_new}
 
 
 @part
@@ -533,11 +472,8 @@ def torch():
     facts = {"threads": [torch.get_num_threads(), torch.get_num_interop_threads()]}
     facts["configuration"] = torch.__config__.parallel_info()
     facts["cuda"] = [torch.cuda.is_available(), torch.cuda.is_initialized()]
-    facts["defaults"] = [
-        str(torch.get_default_dtype()),
-        str(torch.get_default_device()),
-        torch.is_grad_enabled(),
-    ]
+    defaults = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    facts["defaults"] = list(map(str, defaults))
     facts["debug level"] = str(torch.distributed.get_debug_level())
     torch.manual_seed(3)
     facts["seeded"] = torch.rand(4).tolist()
