@@ -1,11 +1,19 @@
 """Warm and cold workers have the same exit codes, output and failure reports, however they end."""
 
+import sys
+
 import pytest
 from helpers.fidelity import ENDINGS, Job
+from helpers.procs import run_program
 
 pytestmark = pytest.mark.beyond_torchrun
 
-COUNT = ENDINGS.read_text(encoding="utf-8").count("@ending\n")
+
+@pytest.fixture(scope="module")
+def counts():
+    """Return the numbers of ways to fail and to succeed."""
+    counted = run_program([sys.executable, ENDINGS, "count"], check=True)
+    return tuple(map(int, counted.stdout.split()))
 
 
 @pytest.fixture
@@ -22,9 +30,11 @@ def compare(launch, tmp_path):
     return run
 
 
-def test_each_attempt_fails_in_a_way_of_its_own(compare):
-    compare("--max-restarts", str(COUNT), ENDINGS, "fail", workers=COUNT + 1)
+def test_each_attempt_fails_in_a_way_of_its_own(compare, counts):
+    failures, _ = counts
+    compare(f"--max-restarts={failures}", ENDINGS, "fail", workers=failures + 1)
 
 
-def test_each_rank_succeeds_in_a_way_of_its_own(compare):
-    compare("--nproc-per-node=7", ENDINGS, "succeed", workers=7)
+def test_each_rank_succeeds_in_a_way_of_its_own(compare, counts):
+    _, successes = counts
+    compare(f"--nproc-per-node={successes}", ENDINGS, "succeed", workers=successes)

@@ -1,5 +1,5 @@
 """Ends in a different way in each attempt and succeeds in the last one. With ``succeed`` as argument, each
-rank succeeds in a different way.
+rank succeeds in a different way. With ``count``, only prints the numbers of ways to fail and to succeed.
 
 Prints whether it is warm to a file of its own, and so proves that all of this has run warm.
 """
@@ -10,18 +10,23 @@ IS_WARM = "colorsys" in sys.modules
 
 import os  # noqa: E402
 import signal  # noqa: E402
-
-ENDINGS = []
-
-
-def ending(function):
-    ENDINGS.append(function)
-    return function
+from functools import partial  # noqa: E402
 
 
 def wait_for_signal(signum):
     os.kill(os.getpid(), signum)
     signal.pause()
+
+
+CODES = (3, -1, (1 << 40) + 7, "it cannot go on: \u00e4", ["a", {"list": None}], True)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGSEGV)
+ENDINGS = [os.abort, *(partial(sys.exit, code) for code in CODES)]
+ENDINGS += [partial(wait_for_signal, signum) for signum in SIGNALS]
+
+
+def ending(function):
+    ENDINGS.append(function)
+    return function
 
 
 @ending
@@ -60,36 +65,6 @@ def depth_that_is_left():
 
 
 @ending
-def exit_3():
-    sys.exit(3)
-
-
-@ending
-def exit_minus_1():
-    sys.exit(-1)
-
-
-@ending
-def exit_with_many_bits():
-    sys.exit((1 << 40) + 7)
-
-
-@ending
-def exit_with_a_text():
-    sys.exit("it cannot go on: \u00e4")
-
-
-@ending
-def exit_with_an_object():
-    sys.exit(["a", {"list": None}])
-
-
-@ending
-def exit_with_true():
-    raise SystemExit(True)
-
-
-@ending
 def an_exit_that_is_caught_and_raised_again():
     try:
         sys.exit(12)
@@ -104,40 +79,10 @@ def a_keyboard_interrupt():
 
 
 @ending
-def sigint():
-    wait_for_signal(signal.SIGINT)
-
-
-@ending
-def sigterm():
-    wait_for_signal(signal.SIGTERM)
-
-
-@ending
-def sighup():
-    wait_for_signal(signal.SIGHUP)
-
-
-@ending
-def sigkill():
-    wait_for_signal(signal.SIGKILL)
-
-
-@ending
-def sigsegv():
-    wait_for_signal(signal.SIGSEGV)
-
-
-@ending
 def sigpipe_is_an_exception():
     reader, writer = os.pipe()
     os.close(reader)
     os.write(writer, b".")
-
-
-@ending
-def abort():
-    os.abort()
 
 
 @ending
@@ -344,18 +289,6 @@ def at_the_end_of_the_script():
     print("done")
 
 
-def exit_none():
-    sys.exit()
-
-
-def exit_0():
-    sys.exit(0)
-
-
-def exit_at_once_with_0():
-    os._exit(0)
-
-
 def exit_in_a_thread():
     import threading
 
@@ -385,9 +318,12 @@ def order_at_the_end():
         print("finally")
 
 
-SUCCESSES = [at_the_end_of_the_script, exit_none, exit_0, exit_at_once_with_0, exit_in_a_thread]
+SUCCESSES = [at_the_end_of_the_script, sys.exit, partial(sys.exit, 0), partial(os._exit, 0), exit_in_a_thread]
 SUCCESSES += [a_program_that_succeeds, order_at_the_end]
 
+if sys.argv[1] == "count":
+    print(len(ENDINGS), len(SUCCESSES))
+    sys.exit()
 attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
 if os.path.exists(
     kept := f"{os.environ['TORCHELASTIC_ERROR_FILE']}.stdout".replace(
@@ -401,5 +337,5 @@ if "AGAIN" not in os.environ:
         file.write("true" if IS_WARM else "false")
 ways = SUCCESSES if sys.argv[1] == "succeed" else ENDINGS
 way = ways[rank if sys.argv[1] == "succeed" else attempt] if attempt < len(ways) else at_the_end_of_the_script
-print("way", way.__name__)
+print("way", getattr(way, "__name__", way))
 way()
