@@ -1,89 +1,18 @@
-"""Comparison of how jobs end under both launchers: signals, exit codes, the report and the error file."""
+"""Comparison of how jobs end under both launchers: the report and the error file."""
 
 import json
 import os
 import re
-import signal
 
 import pytest
-from helpers import procs
 
 pytestmark = [
     pytest.mark.torch,
+    pytest.mark.slow,
     pytest.mark.beyond_torchrun,  # the test itself starts both launchers, regardless of --launcher
 ]
 
 BOTH = ("torchrun", "elasticrs")
-
-LEAVES = """
-    import os, signal
-
-    def leave(signum, frame):
-        os.write(1, f"GOT {signal.Signals(signum).name} {os.environ['RANK']}\\n".encode())
-        os._exit(0)
-
-    for name in ("TERM", "INT", "HUP", "QUIT", "USR1"):
-        signal.signal(signal.Signals["SIG" + name], leave)
-    os.write(1, f"READY {os.getpid()} {os.getsid(0) == os.getpid()}\\n".encode())
-    while True:
-        signal.sigtimedwait([], 0.05)
-"""
-
-
-@pytest.mark.parametrize(
-    ("signum", "arguments"),
-    [
-        (signal.SIGTERM, []),
-        pytest.param(signal.SIGINT, [], marks=pytest.mark.slow),
-        pytest.param(signal.SIGHUP, [], marks=pytest.mark.slow),
-        pytest.param(signal.SIGQUIT, [], marks=pytest.mark.slow),
-        pytest.param(signal.SIGUSR1, ["--signals-to-handle=SIGUSR1"], marks=pytest.mark.slow),
-    ],
-)
-def test_a_signal_to_the_launcher(start, worker_script, signum, arguments):
-    script = worker_script(LEAVES)
-    seen = {}
-    for launcher in BOTH:
-        launched = start(launcher, "--nproc-per-node=2", "--max-restarts=2", *arguments, script)
-        leads = [match[1] for match in launched.wait_for_lines(r"READY \d+ (\w+)", 2)]
-        launched.signal(signum)
-        code = launched.wait()
-        got = sorted(match[0] for match in launched.wait_for_lines(r"GOT \w+ \d", 2))
-        seen[launcher] = code, leads, got, launched.stdout.count("READY")
-    assert seen["elasticrs"] == seen["torchrun"]
-    assert seen["torchrun"][0] == 1
-
-
-@pytest.mark.slow
-def test_a_signal_that_is_not_handled(start, worker_script):
-    script = worker_script(LEAVES)
-    for launcher in reversed(BOTH):
-        launched = start(launcher, script)
-        pid = int(launched.wait_for_line(r"READY (\d+)")[1])
-        launched.signal(signal.SIGALRM)
-        launched.exits(-signal.SIGALRM)
-        if launcher == "elasticrs":
-            procs.reap_adopted()
-            procs.assert_gone([pid])
-        else:
-            # torchrun leaves this worker running as an orphan.
-            assert procs.process(pid).state != "Z"
-
-
-CODES = [
-    pytest.param(["--no-such-option", "x.py"], 2, 2, id="unknown option"),
-    pytest.param(["--nnodes=3:2", "x.py"], 1, 2, id="bad range of nodes"),
-    pytest.param(["--no-python", "-m", "x"], 1, 2, id="options that exclude each other"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "theirs", "ours"), CODES)
-def test_a_mistake(start, arguments, theirs, ours):
-    assert start("torchrun", *arguments).wait() == theirs
-    launched = start("elasticrs", *arguments).exits(ours)
-    assert launched.stderr.count("\n") == 1
-
 
 # Each launcher runs with the `record` decorator of its package.
 FAILS = """
@@ -123,7 +52,6 @@ def in_order(wanted, lines):
     return next((line for line in wanted if line not in rest), None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise ValueError('no such\\nthing')", "os.kill(os.getpid(), 11)"])
 def test_the_report_and_the_error_file(start, worker_script, tmp_path, how):
     script = worker_script(FAILS.format(how=how))
