@@ -1,8 +1,8 @@
 """Environment, arguments, descriptors, session and signals of a worker at its start."""
 
 import json
-import os
 import socket
+import subprocess
 
 import pytest
 from helpers import ports
@@ -13,23 +13,23 @@ SHOW = """
     os.write(1, f"ENV {json.dumps(shown)}\\n".encode())
 """
 
-CONTRACT = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "ROLE_NAME",
-    "LOCAL_WORLD_SIZE",
-    "WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_SIGNALS_TO_HANDLE",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-)
+CONTRACT = {
+    "RANK": "{rank}",
+    "LOCAL_RANK": "{rank}",
+    "GROUP_RANK": "0",
+    "ROLE_RANK": "{rank}",
+    "ROLE_NAME": "trainer",
+    "LOCAL_WORLD_SIZE": "3",
+    "WORLD_SIZE": "3",
+    "GROUP_WORLD_SIZE": "1",
+    "ROLE_WORLD_SIZE": "3",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "2",
+    "TORCHELASTIC_RUN_ID": "job7",
+    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
 
 
 @pytest.fixture
@@ -53,23 +53,7 @@ def test_the_contract_is_complete(shown):
     args = ("--rdzv-id", "job7", "--role", "trainer", "--max-restarts", "2", "--master-port", "0")
     found = shown(CONTRACT, *args, n=3)
     for rank, variables in enumerate(found):
-        assert variables == {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "ROLE_RANK": str(rank),
-            "ROLE_NAME": "trainer",
-            "LOCAL_WORLD_SIZE": "3",
-            "WORLD_SIZE": "3",
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_WORLD_SIZE": "3",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "2",
-            "TORCHELASTIC_RUN_ID": "job7",
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        }
+        assert variables == {name: value.format(rank=rank) for name, value in CONTRACT.items()}
 
 
 def test_variables_of_the_user_pass_through(shown):
@@ -216,12 +200,7 @@ def test_no_signal_is_blocked_or_ignored(launch):
 
 
 def test_stdin_is_inherited(launch, worker_script):
-    reader, writer = os.pipe()
-    try:
-        launched = launch(worker_script("print('READ', input())"), stdin=reader)
-        os.write(writer, b"from the user\n")
-        launched.exits(0)
-    finally:
-        os.close(reader)
-        os.close(writer)
+    launched = launch(worker_script("print('READ', input())"), stdin=subprocess.PIPE)
+    launched.feed(b"from the user\n")
+    launched.exits(0)
     assert launched.wait_for_line("READ (.*)")[1] == "from the user"

@@ -5,6 +5,7 @@ The testkit puts a seccomp filter before the launcher, which all that it starts 
 
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,19 +34,16 @@ SCRIPT = """
     "features", ["group_signal", "close_range", "memfd", "close_range,group_signal,memfd"]
 )
 def test_a_restart_without(launch, worker_script, features):
-    reader, writer = os.pipe()
     launched = launch(
         *("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", worker_script(SCRIPT)),
         prefix=(*OLD_KERNEL, features),
-        stdin=reader,
+        stdin=subprocess.PIPE,
         # The traceback hook would open a file for the stack of a fatal signal.
         env={"ELASTICRS_TRACEBACKS": "0"},
     )
     launched.wait_for_lines("READY", 3, "stdout")
-    os.write(writer, b"go\n")
+    launched.feed(b"go\n")
     launched.exits(0)
-    os.close(reader)
-    os.close(writer)
     # Each worker has three standard descriptors, and a fourth one while it lists them.
     launched.wait_for_lines("attempt 1 4", 3, "stdout")
     assert "code 7; 2 others" in launched.stderr

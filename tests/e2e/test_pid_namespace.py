@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -42,18 +43,16 @@ def inside(request, launch, worker_script):
     """Return a function that starts a launcher in a pid namespace, whose process 1 stays until the end of the
     test.
     """
-    reader, writer = os.pipe()
     started = []
 
     def start(how, script=SCRIPT):
         options = ("--linger=0", "--max-restarts=1", worker_script(script), how)
-        started.append(launch(*options, prefix=PROCS[request.param], stdin=reader))
+        started.append(launch(*options, prefix=PROCS[request.param], stdin=subprocess.PIPE))
         return started[-1]
 
     yield start
-    os.close(writer)
-    os.close(reader)
     for launched in started:
+        launched.end_stdin()
         launched.wait()
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -143,16 +144,13 @@ def test_an_interrupt_before_there_are_handlers_leaves_no_traceback(launch, work
     # This module shadows the standard `signal` module, and is imported before the launcher can catch an
     # exception.
     (tmp_path / "signal.py").write_text("import os; os.write(1, b'IMPORTS\\n'); os.read(0, 1)\n")
-    reader, writer = os.pipe()
     path = os.pathsep.join(filter(None, (str(tmp_path), *sys.path)))
     argv = (sys.executable, "-S", "-m", module)
-    launched = launch(worker_script(""), argv=argv, env={"PYTHONPATH": path}, stdin=reader)
+    launched = launch(worker_script(""), argv=argv, env={"PYTHONPATH": path}, stdin=subprocess.PIPE)
     launched.wait_for_line("IMPORTS")
     launched.signal(signal.SIGINT)
     launched.exits(-signal.SIGINT)
     assert launched.stderr == ""
-    os.close(reader)
-    os.close(writer)
 
 
 def _catches(pid, signum):

@@ -5,6 +5,7 @@ finishes.
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -146,18 +147,8 @@ subprocess.Popen([sys.executable, "-c", wait], stdout=subprocess.PIPE).stdout.re
 
 # The shell is pid 1 and outlives the launcher, because the kernel kills all processes of the namespace when
 # pid 1 exits.
-NAMESPACE = (
-    "unshare",
-    "--pid",
-    "--fork",
-    "--kill-child",
-    "--mount-proc",
-    "--",
-    "sh",
-    "-c",
-    '"$@"; read line',
-    "sh",
-)
+NAMESPACE = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--")
+NAMESPACE += ("sh", "-c", '"$@"; read line', "sh")
 
 
 @pytest.mark.privileged
@@ -166,9 +157,8 @@ def test_processes_of_an_import_end_with_the_agent_if_its_guard_is_the_newest_pr
 ):
     env = library(slow=STUBBORN + SLOW)
     os.mkfifo(tmp_path / "go-on")
-    reader, writer = os.pipe()
     options = ("--warm=slow", worker_script(SHOW))
-    launched = launch(*options, env=env, prefix=NAMESPACE, stdin=reader)
+    launched = launch(*options, env=env, prefix=NAMESPACE, stdin=subprocess.PIPE)
     try:
         procs.wait_until((tmp_path / "importing").exists)
         running = {each.command: each.pid for each in launched.descendants()}
@@ -179,8 +169,7 @@ def test_processes_of_an_import_end_with_the_agent_if_its_guard_is_the_newest_pr
         send(agent, signal.SIGKILL)
         procs.assert_gone([child], 20)
     finally:
-        os.close(writer)
-        os.close(reader)
+        launched.end_stdin()
         launched.wait()
 
 
