@@ -17,11 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from helpers import ports, procs
-from helpers.control import Program
 from helpers.coordination import store_command
 from helpers.etcd import Etcd
 from helpers.etcd_fixtures import Site
 from helpers.launcher import LAUNCHERS, clean_environment
+from helpers.relay import TcpRelay
 
 WORKER = Path(__file__).resolve().parent.parent / "workers" / "monkey.py"
 
@@ -109,7 +109,7 @@ class Game:
         self.story: list[str] = []
         self.complaints: list[str] = []
         self.agents: list[Agent] = []
-        self.relays: list[tuple[Program, int]] = []
+        self.relays: list[TcpRelay] = []
         self.records: list[Record] = []
         self.exits: dict[int, int] = {}
         self._read = 0
@@ -218,9 +218,8 @@ class Game:
 
     def relay(self) -> int:
         port = self.port if self.etcd is None else self.etcd.server.members[0].port
-        program = Program("tcp_relay", "127.0.0.1", "0", "127.0.0.1", str(port))
-        self.relays.append((program, int(program.greeting.split()[1])))
-        return self.relays[-1][1]
+        self.relays.append(TcpRelay(("127.0.0.1", port)))
+        return self.relays[-1].port
 
     # --- looking ---
 
@@ -376,16 +375,16 @@ class Game:
     def act_relay(self) -> None:
         if not self.relays:
             return
-        program, _ = self.chance.choice(self.relays)
+        relay = self.chance.choice(self.relays)
         if self.chance.random() < 0.6:
-            self.tell(f"reset of {program.ask('reset')} connections")
+            self.tell(f"reset of {relay.reset()} connections")
             return
         way = self.chance.choice((("up",), ("down",), ("up", "down")))
         self.tell(f"stall {way}")
-        program.ask("set", **{f"is_stalled_{each}": True for each in way})
+        relay.set(**{f"is_stalled_{each}": True for each in way})
         self.wait(self.chance.choice((0.1, 0.5, 0.7, 2.0)))
         self.tell("stall over")
-        program.ask("set", **{f"is_stalled_{each}": False for each in way})
+        relay.resume()
 
     def play(self) -> None:
         chance = self.chance
@@ -484,8 +483,8 @@ class Game:
             if each.is_alive:
                 with suppress(ProcessLookupError):
                     os.kill(each.pid, signal.SIGKILL)
-        for program, _ in self.relays:
-            program.close()
+        for relay in self.relays:
+            relay.close()
         if self.store is not None:
             self.store.kill()
             self.store.wait()

@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 import pytest
 
 from elasticrs import _core
-from helpers.control import Program
 from helpers.coordination import Patient
+from helpers.relay import TcpRelay
 
 Endpoints = Sequence[tuple[str, int]]
 Connect = Callable[..., "EtcdClient"]
@@ -32,50 +32,18 @@ class EtcdClient(Patient):
         self.events = []
 
 
-class Relay:
-    """A relay between clients and a member. It can stall either direction and reset connections."""
-
-    def __init__(self, endpoint: tuple[str, int]) -> None:
-        host, port = endpoint
-        self._program = Program("tcp_relay", "127.0.0.1", "0", host, str(port))
-        self.endpoint = ("127.0.0.1", int(self._program.greeting.split()[1]))
-        self.close = self._program.close
-
-    def set(self, **settings: bool | str) -> None:
-        """Change settings of the relay; see `inside/tcp_relay.py`."""
-        self._program.ask("set", **settings)
-
-    def reset(self) -> None:
-        """Send RST to both sides of every connection."""
-        self._program.ask("reset")
-
-
 @pytest.fixture
 def connect_etcd() -> Iterator[Connect]:
     """Return a function that creates clients, which are closed after the test."""
-    made: list[EtcdClient] = []
-
-    def connect(endpoints: Endpoints, prefix: str, **options: Any) -> EtcdClient:
-        made.append(EtcdClient(endpoints, prefix, **options))
-        return made[-1]
-
-    yield connect
-    for client in made:
-        client.close()
+    with ExitStack() as stack:
+        yield lambda *arguments, **options: stack.enter_context(closing(EtcdClient(*arguments, **options)))
 
 
 @pytest.fixture
-def relay_to() -> Iterator[Callable[[tuple[str, int]], Relay]]:
-    """Return a function that creates relays, which are closed after the test."""
-    made: list[Relay] = []
-
-    def relay(endpoint: tuple[str, int]) -> Relay:
-        made.append(Relay(endpoint))
-        return made[-1]
-
-    yield relay
-    for each in made:
-        each.close()
+def relay_to() -> Iterator[Callable[[tuple[str, int]], TcpRelay]]:
+    """Return a function that creates a relay to an endpoint. The relays are closed after the test."""
+    with ExitStack() as stack:
+        yield lambda endpoint: stack.enter_context(closing(TcpRelay(endpoint)))
 
 
 def names_of_threads() -> list[str]:

@@ -1,5 +1,7 @@
-"""A relay on a host that delays, stalls and resets TCP connections."""
+"""A relay that delays, stalls and resets TCP connections, on this machine or on a host."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from helpers.control import Program
@@ -10,17 +12,18 @@ class TcpRelay:
     """Change settings of the relay; see `inside/tcp_relay.py`.
 
     Args:
-        host: where it runs and listens, on all its addresses.
-        target: the host it forwards to.
-        target_port: and its port.
-        port: to listen on; 0 for any.
+        target: the address and port to which it forwards.
+        address: the address at which it listens, on any free port.
+        prefix: before its command line, to run it on a host.
     """
 
-    def __init__(self, host: Host, target: Host, target_port: int, port: int = 0) -> None:
-        arguments = (host.address, str(port), target.address, str(target_port))
-        self._program = Program("tcp_relay", *arguments, prefix=host.prefix())
+    def __init__(
+        self, target: tuple[str, int], address: str = "127.0.0.1", prefix: Sequence[str] = ()
+    ) -> None:
+        self._program = Program("tcp_relay", address, "0", target[0], str(target[1]), prefix=prefix)
         self.port = int(self._program.greeting.split()[1])
-        self.endpoint = host.endpoint(self.port)
+        self.endpoint = (address, self.port)
+        self.close = self._program.close
 
     def set(self, **settings: float | bool | str) -> None:
         """Change any of the settings `delay_up`, `delay_down`, `rate`, `is_stalled_up`, `is_stalled_down` and
@@ -46,6 +49,12 @@ class TcpRelay:
         """
         return self._program.ask("counts")
 
-    def close(self) -> None:
-        """Stop the relay and close its connections."""
-        self._program.close()
+
+@contextmanager
+def relay_on(host: Host, target: Host, port: int) -> Iterator[TcpRelay]:
+    """Run a relay on a host, which forwards to a port of another host."""
+    relay = TcpRelay((target.address, port), host.address, host.prefix())
+    try:
+        yield relay
+    finally:
+        relay.close()

@@ -5,7 +5,7 @@ import signal
 import pytest
 from helpers.nodes import PORT, restarts
 from helpers.procs import wait_until
-from helpers.relay import TcpRelay
+from helpers.relay import relay_on
 
 pytestmark = [pytest.mark.privileged, pytest.mark.timeout(150)]
 
@@ -65,14 +65,11 @@ def test_two_agents_on_one_host(hosts, multinode):
 def test_the_store_may_come_last(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2")
-    relay = TcpRelay(second, first, PORT)
-    try:
-        (early,) = job.start(second, endpoint=relay.endpoint, conf={"is_host": 0})
+    with relay_on(second, first, PORT) as relay:
+        (early,) = job.start(second, endpoint=second.endpoint(relay.port), conf={"is_host": 0})
         wait_until(lambda: relay.counts()["connections"])
         (late,) = job.start(first)
         job.finish((early, late), job.formed(early, late))
-    finally:
-        relay.close()
 
 
 @pytest.mark.slow
@@ -161,15 +158,13 @@ def test_lost_repeated_and_reordered_packets(hosts, multinode, impair, seed):
 def test_a_slow_connection_to_the_store(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2")
-    relay = TcpRelay(second, first, PORT)
-    try:
+    with relay_on(second, first, PORT) as relay:
         relay.set(rate=20_000, delay_up=0.05, delay_down=0.05)
-        agents = job.start(first) + job.start(second, endpoint=relay.endpoint, conf={"is_host": 0})
+        endpoint = second.endpoint(relay.port)
+        agents = job.start(first) + job.start(second, endpoint=endpoint, conf={"is_host": 0})
         workers = fail_once(job, agents, job.formed(*agents, timeout=60))
         job.finish(agents, workers, timeout=60)
         assert relay.counts()["up"] > 0
-    finally:
-        relay.close()
 
 
 @pytest.mark.beyond_torchrun

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from helpers.inside.packet_relay import Impairment
-from helpers.relay import TcpRelay
+from helpers.relay import relay_on
 from helpers.talk import connecting, serving
 
 pytestmark = pytest.mark.privileged
@@ -17,15 +17,12 @@ PORT = 7000
 def relayed(hosts):
     """Connect the first of three hosts to the last one through a relay on the second."""
     client_host, relay_host, server_host = hosts(3)
-    relay = TcpRelay(relay_host, server_host, PORT)
-    try:
-        with (
-            serving(server_host, PORT) as server,
-            connecting(client_host, relay_host.address, relay.port, peer=server) as client,
-        ):
-            yield client_host, relay, server, client
-    finally:
-        relay.close()
+    with (
+        relay_on(relay_host, server_host, PORT) as relay,
+        serving(server_host, PORT) as server,
+        connecting(client_host, relay_host.address, relay.port, peer=server) as client,
+    ):
+        yield client_host, relay, server, client
 
 
 def test_a_relay_forwards_and_counts(relayed):
@@ -92,7 +89,8 @@ def test_a_relay_forwards_the_end_of_one_side(relayed):
 def test_new_connections_are_refused_or_hang(relayed):
     client_host, relay, server, _ = relayed
     relay.set(new="refuse")
-    source = "import socket, sys; s = socket.create_connection(('node2', int(sys.argv[1])), 0.3); s.recv(1)"
+    source = "import socket, sys; s = socket.create_connection(('node2', int(sys.argv[1]))); "
+    source += "s.settimeout(0.3); s.recv(1)"
     python = (sys.executable, "-I", "-S", "-c", source, str(relay.port))
     assert "ConnectionRefusedError" in client_host.run(*python, check=False).stderr
     relay.set(new="hang")

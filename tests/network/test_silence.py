@@ -8,7 +8,7 @@ import signal
 import pytest
 from helpers import procs
 from helpers.nodes import PORT, QUICK, pids, restarts
-from helpers.relay import TcpRelay
+from helpers.relay import relay_on
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
@@ -86,14 +86,11 @@ def test_a_stopped_agent_is_given_up_and_its_workers_are_killed_for_it(three):
 def relayed(hosts, multinode):
     """Like :func:`three`, but with a relay between the third node and the store."""
     machines = hosts(3)
-    relay = TcpRelay(machines[1], machines[0], PORT)
-    try:
+    with relay_on(machines[1], machines[0], PORT) as relay:
         job = multinode(machines[0], "2:3", conf=QUICK)
         agents = job.start(*machines[:2])
-        agents += job.start(machines[2], endpoint=relay.endpoint)
+        agents += job.start(machines[2], endpoint=machines[1].endpoint(relay.port))
         yield job, agents, job.formed(*agents), relay
-    finally:
-        relay.close()
 
 
 @pytest.mark.parametrize("stalled", [("up", "down"), ("up",), ("down",)], ids=" and ".join)
