@@ -50,9 +50,14 @@ UP = r"UP (\d) (\d) (\S+) (\d+) (\d+)"
 
 
 @pytest.fixture
-def agent(start, worker_script):
+def port():
+    """Return the port of the endpoint at which the agents meet."""
+    return ports.free()
+
+
+@pytest.fixture
+def agent(start, worker_script, port):
     """Return a function that starts one agent of a job. All agents of the job run on this machine."""
-    endpoint = f"127.0.0.1:{ports.free()}"
     script = worker_script(RANKS)
 
     def agent(launcher, address, nodes="1:2", last_call=1, keep_alive=5):
@@ -61,7 +66,7 @@ def agent(start, worker_script):
             launcher,
             f"--nnodes={nodes}",
             "--rdzv-backend=c10d",
-            f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
             "--rdzv-id=job",
             f"--rdzv-conf={conf}",
             f"--local-addr={address}",
@@ -111,14 +116,14 @@ def test_under_torchrun_a_newcomer_that_sorts_first_splits_the_job(agent):
 
 
 @pytest.mark.parametrize("launcher", BOTH)
-def test_a_lost_node_is_noticed(agent, launcher):
+def test_a_lost_node_is_noticed(agent, launcher, port):
     # Give torchrun a long last call, because two agents may start slowly. The wait ends when both have
     # joined.
     pace = {"last_call": 1 if launcher == "elasticrs" else 30, "keep_alive": 1}
     agents = [agent(launcher, address, **pace) for address in ("127.0.0.1", "127.0.0.2")]
     # The first agent to start hosts the store. Kill the other one.
     ups = [each.wait_for_line(r"UP (\d) 2 \S+ \d+ (\d+)") for each in agents]
-    lost = 1 if holds_endpoint(agents[0]) else 0
+    lost = 1 if ports.listens(agents[0].pid, port) else 0
     agents[lost].signal(signal.SIGKILL)
     assert agents[lost].wait() == -signal.SIGKILL
     survivor = agents[1 - lost]
@@ -135,32 +140,6 @@ def test_a_lost_node_is_noticed(agent, launcher):
     end(survivor)
     if launcher == "elasticrs":
         procs.reap_adopted()
-
-
-def holds_endpoint(launched):
-    """Return true if this agent listens on the port of its endpoint."""
-    (argument,) = [
-        word
-        for word in Path(f"/proc/{launched.pid}/cmdline").read_text().split("\0")
-        if word.startswith("--rdzv-endpoint=")
-    ]
-    port = int(argument.rpartition(":")[2])
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        for row in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = row.split()
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{fields[9]}]")
-    folder = f"/proc/{launched.pid}/fd"
-    return any(target_of(f"{folder}/{fd}") in inodes for fd in os.listdir(folder))
-
-
-def target_of(link):
-    try:
-        return os.readlink(link)
-    except FileNotFoundError:
-        # The descriptor was closed in the meantime.
-        return None
 
 
 def test_leftover_processes_of_a_crashed_worker_are_killed(start, worker_script):

@@ -48,11 +48,11 @@ def test_an_agent_that_is_stopped_before_its_workers_start_says_so(launch):
     arguments = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "-m", "platform")
     endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}")
     agents = [launch(*endpoint, *arguments) for _ in range(2)]
-    while agents_monkey.sessions(port) < 2:
+    while ports.sessions(port) < 2:
         for agent in agents:
             agent.read_for(0.01)
             assert not agent.has_exited, agent.stderr
-    host, other = sorted(agents, key=lambda agent: not agents_monkey.listens(agent.pid, port))
+    host, other = sorted(agents, key=lambda agent: not ports.listens(agent.pid, port))
     other.signal(signal.SIGTERM)
     assert other.wait() == 1
     assert re.search(rf":{other.pid}\]: SIGTERM [^\n]*\n\Z", other.stderr)

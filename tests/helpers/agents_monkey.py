@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -182,7 +181,7 @@ class Game:
             command = store_command(port=self.port)
             self.store = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         self.tell(f"store {self.store.pid}")
-        while not listens(self.store.pid, self.port) and self.store.poll() is None:
+        while not ports.listens(self.store.pid, self.port) and self.store.poll() is None:
             select.select([], [], [], 0.005)  # only /proc shows when the store listens
 
     def act_store(self) -> None:
@@ -315,7 +314,7 @@ class Game:
         return next((agent for agent in self.living() if self.is_host(agent)), None)
 
     def is_host(self, agent: Agent) -> bool:
-        return listens(agent.pid, self.port)
+        return ports.listens(agent.pid, self.port)
 
     def act_agent(self) -> None:
         agent = self.pick(0.25)
@@ -496,33 +495,6 @@ class Game:
         for agent in self.agents:
             parts += [f"=== {agent.name}: {agent.popen.poll()}", agent.text()]
         return "\n".join([*parts, *self.complaints])
-
-
-def connections(port: int) -> Iterator[tuple[str, str]]:
-    """Yield the state and inode of each connection whose local end is this port on loopback."""
-    with open("/proc/net/tcp", encoding="utf-8") as table:
-        for line in table:
-            fields = line.split()
-            if fields[1] == f"0100007F:{port:04X}":
-                yield fields[3], fields[9]
-
-
-def listens(pid: int, port: int) -> bool:
-    """Return true if this process listens on this loopback port."""
-    sockets = {f"socket:[{inode}]" for state, inode in connections(port) if state == "0A"}
-    return any(target in sockets for target in links(pid))
-
-
-def sessions(port: int) -> int:
-    """Return the number of open connections that a server on this loopback port has accepted."""
-    return sum(state == "01" and inode != "0" for state, inode in connections(port))
-
-
-def links(pid: int) -> Iterator[str]:
-    with suppress(OSError):
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                yield os.readlink(f"/proc/{pid}/fd/{fd}")
 
 
 def play(folder: Path, seed: int, etcd: Site | None = None) -> Game:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import trustme
 
+from helpers import ports
 from helpers.etcd import Etcd, Files, binary
 
 
@@ -48,14 +49,10 @@ class Site(NamedTuple):
 
         With ``is_held``, a second process (the agent's nursery) must also hold a link of each session.
         """
-        tables = [
-            Path(f"/proc/net/{name}").read_text(encoding="ascii").splitlines() for name in ("tcp", "tcp6")
-        ]
-        established = [row for table in tables for row in map(str.split, table) if row[3] == "01"]
-        links = {f"socket:[{row[9]}]": int(row[1].rpartition(":")[2], 16) for row in established}
+        links = {each.link: each.port for each in ports.sockets() if each.state == ports.ESTABLISHED}
         called = {links[link] for link in held_twice(links)} if is_held else set(links.values())
-        ports = {port for _, port in self.cards(scope)}
-        return len(ports) == count and called >= ports
+        offered = {port for _, port in self.cards(scope)}
+        return len(offered) == count and called >= offered
 
 
 def held_twice(sockets: Collection[str]) -> set[str]:

@@ -1,7 +1,12 @@
-"""Port numbers for tests that need to know a port before anything listens on it."""
+"""Port numbers for tests that need to know a port before anything listens on it, and the sockets of ports."""
 
+import os
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 
 def free() -> int:
@@ -31,3 +36,42 @@ def is_free(port: int) -> bool:
     """Return true if nothing listens on this port."""
     with socket.socket(socket.AF_INET6) as sock:
         return sock.connect_ex(("::ffff:127.0.0.1", port)) != 0
+
+
+class TcpSocket(NamedTuple):
+    """The local port of a TCP socket, its state, and its link target in ``/proc/PID/fd``."""
+
+    port: int
+    state: str
+    link: str
+
+
+ESTABLISHED, LISTENS = "01", "0A"
+
+
+def sockets() -> Iterator[TcpSocket]:
+    """Yield all TCP sockets of this network namespace."""
+    for table in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{table}").read_text(encoding="ascii").splitlines()[1:]:
+            fields = row.split()
+            yield TcpSocket(int(fields[1].rpartition(":")[2], 16), fields[3], f"socket:[{fields[9]}]")
+
+
+def listens(pid: int, port: int) -> bool:
+    """Return true if this process listens on this port."""
+    links = {each.link for each in sockets() if each.port == port and each.state == LISTENS}
+    return not links.isdisjoint(links_of(pid))
+
+
+def sessions(port: int) -> int:
+    """Return the number of open connections that a server on this port has accepted."""
+    found = [each.link for each in sockets() if each.port == port and each.state == ESTABLISHED]
+    return len(found) - found.count("socket:[0]")
+
+
+def links_of(pid: int) -> Iterator[str]:
+    """Yield the targets of the descriptors of a process, except for those that it closes meanwhile."""
+    with suppress(OSError):
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):
+                yield os.readlink(f"/proc/{pid}/fd/{fd}")
