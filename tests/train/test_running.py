@@ -42,11 +42,6 @@ def once(error, when):
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_job_runs_to_its_end(size):
-    assert Job(size).run(lambda _, coordinator: train_sum(coordinator)) == [DONE] * size
-
-
-@pytest.mark.parametrize("size", [1, 4])
 def test_a_train_step_becomes_a_generator(size):
     steps = to_generator(once(RuntimeError("a step that fails"), 4))
 

@@ -1,6 +1,12 @@
-"""Modules for warm starts."""
+"""Modules for warm starts, and an agent's state of them."""
+
+import json
+import os
+from types import SimpleNamespace
 
 import pytest
+
+from elasticrs.agent.warming import Warming
 
 
 @pytest.fixture
@@ -17,3 +23,31 @@ def library(tmp_path):
         return {"PYTHONPATH": str(folder)}
 
     return write
+
+
+class Reports:
+    """An agent's state of warm starts, which gets what the test reports in place of a nursery.
+
+    Attributes:
+        said: the messages printed so far.
+    """
+
+    def __init__(self):
+        self.said = []
+        self.state = Warming(self.said.append, 120.0)
+
+    def ends(self, *records, **event):
+        """Report these records, and the end of the importing process."""
+        os.write(self.state.report, b"".join(json.dumps(record).encode() + b"\n" for record in records))
+        usual = {"is_ready": False, "hung": False, "exitcode": None, "is_beside": False}
+        self.state.ended(SimpleNamespace(**{**usual, **event}))
+
+    def may_fork(self):
+        return self.state.may_fork(SimpleNamespace(take_over=lambda: False))
+
+
+@pytest.fixture
+def warming():
+    made = Reports()
+    yield made
+    made.state.close()

@@ -1,14 +1,10 @@
 """The report of the importing process is read up to the last complete line, and printed as messages."""
 
 import json
-import os
-from types import SimpleNamespace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent.warming import Warming
 from elasticrs.workers.warm import import_report
 from elasticrs.workers.warm.import_report import LeftOut, Ready, Report
 from elasticrs.workers.warm.sources import remember
@@ -80,37 +76,11 @@ def test_nothing_in_the_file_is_trusted(records, junk):
     assert all(line.isprintable() for line in (*shown, found.importing or "", *found.imported))
 
 
-NOTHING_BESIDE = SimpleNamespace(take_over=lambda: False)
-
-
-@pytest.fixture
-def warming():
-    said = []
-    made = Warming(said.append, 120.0)
-    yield made, said
-    made.close()
-
-
-def test_an_edit_by_a_worker_before_the_first_check_is_noticed(warming, tmp_path):
-    reader, _ = warming
-    own = tmp_path / "own.py"
-    own.write_text("VALUE = 1")
-    stamps = {str(own): [own.stat().st_mtime_ns, own.stat().st_size]}
-    own.write_text("VALUE = 'edited'")
-    os.write(reader.report, lines([{"ready": {**READY, "prefixes": [], "stamps": stamps}}]))
-    reader.ended(SimpleNamespace(is_ready=True, hung=False, exitcode=None, is_beside=False))
-    assert not reader.may_fork(NOTHING_BESIDE)
-
-
 def test_the_lines_about_warm_starts(warming):
-    reader, said = warming
-
     def told(records, **event):
-        os.write(reader.report, lines(records))
-        said.clear()
-        usual = {"is_ready": False, "hung": False, "exitcode": None, "is_beside": False}
-        reader.ended(SimpleNamespace(**{**usual, **event}))
-        return said
+        warming.said.clear()
+        warming.ends(*records, **event)
+        return warming.said
 
     assert told(TOLD, is_ready=True) == [
         "warm: deep_speedup was left out: a thread",
@@ -118,12 +88,12 @@ def test_the_lines_about_warm_starts(warming):
         *("  Trace:", "    File", "  KeyError: 'X'"),
         "warm: ends was left out: it ends the process at import (exit code 3)",
     ]
-    assert reader.is_warm
-    assert reader.found.ready == Ready(4.25, ("/lib",), {"/a.py": (7, 8), "/b.py": None})
+    assert warming.state.is_warm
+    assert warming.state.found.ready == Ready(4.25, ("/lib",), {"/a.py": (7, 8), "/b.py": None})
     # Each of the following calls simulates a new importing process.
     cold = "warm: workers start cold: "
     assert told(TOLD[8:11], hung=True) == [f"{cold}the import of torch.nn did not end within 120 s"]
-    assert not reader.is_warm
+    assert not warming.state.is_warm
     assert told(TOLD[:1], exitcode=-9) == [f"{cold}the import of json died by SIGKILL"]
     assert told([], exitcode=3) == [f"{cold}its start exited with code 3"]
     failed = {"failed": "OSError: no", "traceback": "Trace:\nOSError: no"}
