@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from helpers import procs
+from helpers.launcher import launcher_with
 
 TALKATIVE = """
     import os, signal
@@ -106,9 +107,10 @@ SAVES = """
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_signals_that_come_together_are_one_request(running, second):
-    launched, _ = running(SAVES)
     # Two signals arrive together if `timeout` and a wrapper both send SIGTERM, if systemd uses SendSIGHUP, or
-    # if a terminal closes while a scheduler stops the job.
+    # if a terminal closes while a scheduler stops the job. This test may be slower than they are, so the
+    # launcher waits longer for the second signal.
+    launched, _ = running(SAVES, argv=launcher_with("host.stop_requests", ECHO=procs.HANG))
     launched.signal(signal.SIGTERM)
     launched.wait_for_line("SIGTERM received", "stderr")
     launched.signal(second)
