@@ -68,46 +68,54 @@ def stuck():
 
 
 @pytest.fixture
-def stuck_launcher(stuck, tmp_path, request):
-    """Yield a launcher whose report nothing reads. It gives up writing after ``PATIENCE`` seconds."""
-    command = [*launcher_with("launcher.command_line", PATIENCE=request.param), "--no-python", "false"]
-    launcher = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=stuck, cwd=tmp_path, env=clean_environment()
-    )
-    yield launcher
-    launcher.kill()
-    launcher.wait()
+def stuck_launcher(tmp_path):
+    """Return a function that starts a launcher, and returns it when its workers have ended."""
+    started = []
+
+    def start(*argv, **streams):
+        env = clean_environment({"ELASTICRS_TIMELINE": str(tmp_path / "timeline")})
+        started.append(subprocess.Popen(argv, text=True, cwd=tmp_path, env=env, **streams))
+        procs.wait_until((tmp_path / "timeline").exists)
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.kill()
+        each.communicate()
 
 
-@pytest.mark.parametrize("stuck_launcher", [2 * procs.HANG], indirect=True)
-def test_a_signal_stops_a_launcher_with_an_unread_report(stuck_launcher):
+@pytest.fixture
+def unread_report(stuck_launcher, stuck):
+    """Return a function that starts a launcher whose report nothing reads. It gives up writing after
+    ``patience`` seconds.
+    """
+
+    def start(patience):
+        argv = (*launcher_with("launcher.command_line", PATIENCE=patience), "--no-python", "false")
+        return stuck_launcher(*argv, stdout=subprocess.DEVNULL, stderr=stuck)
+
+    return start
+
+
+def test_a_signal_stops_a_launcher_with_an_unread_report(unread_report):
+    launcher = unread_report(2 * procs.HANG)
     with pytest.raises(subprocess.TimeoutExpired):
-        stuck_launcher.wait(2)
-    stuck_launcher.send_signal(signal.SIGTERM)
-    assert stuck_launcher.wait(procs.HANG) == 1
+        launcher.wait(0.5)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(procs.HANG) == 1
 
 
-@pytest.mark.parametrize("stuck_launcher", [1.0], indirect=True)
-def test_an_unread_report_is_abandoned(stuck_launcher):
-    assert stuck_launcher.wait(procs.HANG) == 1
+def test_an_unread_report_is_abandoned(unread_report):
+    assert unread_report(0.5).wait(procs.HANG) == 1
 
 
-def test_a_signal_while_the_console_is_waited_for_is_no_hang(stuck, tmp_path):
-    command = launcher_with("agent.tracker", DRAIN_TIMEOUT=4.0)
-    command += ("--log-dir", str(tmp_path), "--tee", "1", "--no-python", "seq", "10")
-    launcher = subprocess.Popen(
-        command, stdout=stuck, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=clean_environment()
-    )
-    try:
-        with pytest.raises(subprocess.TimeoutExpired):
-            launcher.wait(2)
-        launcher.send_signal(signal.SIGTERM)
-        _, stderr = launcher.communicate(timeout=procs.HANG)
-        assert launcher.returncode == 0, "all workers had succeeded"
-        assert "console" in stderr
-    finally:
-        launcher.kill()
-        launcher.communicate()
+def test_a_signal_while_the_console_is_waited_for_is_no_hang(stuck_launcher, stuck, tmp_path):
+    argv = (*launcher_with("agent.tracker", DRAIN_TIMEOUT=2.0), "--log-dir", str(tmp_path), "--tee", "1")
+    launcher = stuck_launcher(*argv, "--no-python", "seq", "10", stdout=stuck, stderr=subprocess.PIPE)
+    launcher.send_signal(signal.SIGTERM)
+    _, stderr = launcher.communicate(timeout=procs.HANG)
+    assert launcher.returncode == 0, "all workers had succeeded"
+    assert "console" in stderr
 
 
 @pytest.mark.parametrize("env", [{}, ASCII], ids=["utf-8", "ascii"])
