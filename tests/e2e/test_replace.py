@@ -254,11 +254,12 @@ def test_a_rank_that_waits_for_a_hung_worker_is_not_replaced(launch, worker_scri
 
         ready, done = sys.argv[1:]
         rank, life = os.environ["LOCAL_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-        heartbeat(0)
         os.write(1, f"UP rank={rank} life={life}\\n".encode())
         if rank == "0":
-            # Its heartbeat is the older one.
-            os.write(os.open(ready, os.O_WRONLY), b"x")
+            is_there = os.open(ready, os.O_WRONLY)
+            # Its heartbeat is the older one, but only when the other rank is there.
+            heartbeat(0)
+            os.write(is_there, b"x")
             os.read(os.open(done, os.O_RDONLY), 1)
         elif life == "0":
             os.read(os.open(ready, os.O_RDONLY), 1)
@@ -270,7 +271,7 @@ def test_a_rank_that_waits_for_a_hung_worker_is_not_replaced(launch, worker_scri
     fifos = [tmp_path / name for name in ("ready", "done")]
     for fifo in fifos:
         os.mkfifo(fifo)
-    options = ("--nproc-per-node=2", "--max-restarts=2", "--on-failure=replace", "--hang-timeout=1")
+    options = ("--nproc-per-node=2", "--max-restarts=2", "--on-failure=replace", "--hang-timeout=2")
     job = launch(*options, script, *map(str, fifos)).exits(0)
     assert re.search(r"rank 1\b.*hung: .*\breplaced\b", job.stderr)
     assert (job.stderr.count(" hung: "), job.stdout.count("UP")) == (1, 3)
