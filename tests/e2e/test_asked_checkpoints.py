@@ -10,7 +10,7 @@ from helpers.ports import free
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.beyond_torchrun]
 
-STEPS = 60
+STEPS = 400
 
 SCRIPT = """
     import os, select, signal, sys, time

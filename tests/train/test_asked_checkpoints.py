@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.torch]
 FIXED = "min_workers=4&max_workers=4"
 FLEXIBLE = "min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0"
 NAMES = ("a", "b", "c", "d")
-SIZE = 400
+SIZE = 2000
 TOTAL = sum(range(SIZE))
 
 

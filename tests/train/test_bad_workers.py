@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.torch]
 
 
 def test_a_sync_that_never_returns_costs_its_worker_only(trainers):
-    job = trainers("min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0&stuck_timeout=0.5")
+    job = trainers("min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0&stuck_timeout=2")
     quick = {"timeout": 1000}
     start(job, a=quick | fails("retryable"), bc=quick, d=quick | fails("hold", 1, **{"in": "sync"}))
     ends(job, *"abc")
@@ -22,7 +22,7 @@ def test_a_sync_that_never_returns_costs_its_worker_only(trainers):
 
 
 def test_a_save_may_take_any_time_though_another_worker_dies(trainers, tmp_path):
-    job = trainers("min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0&stuck_timeout=0.5")
+    job = trainers("min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0&stuck_timeout=2")
     released = tmp_path / "released"
     # One worker hangs, and exits when its stuck timeout expires. The worker that saves must survive that
     # moment.
