@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from helpers.launcher import Launched
-from helpers.procs import HANG
+from helpers.procs import HANG, wait_until
 
 
 def get(port: int, path: str, method: str = "GET", host: str | None = None) -> tuple[int, str, str]:
@@ -27,6 +27,11 @@ def get_json(port: int, path: str) -> tuple[int, dict[str, Any]]:
     assert kind == "application/json"
     content: dict[str, Any] = json.loads(text)
     return status, content
+
+
+def wait_until_answers(port: int, path: str) -> None:
+    """Wait until the status is 200: the agent is notified of a change only after it has happened."""
+    wait_until(lambda: get(port, path)[0], (200).__eq__)
 
 
 def port_of(launched: Launched) -> int:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from helpers.held import held, thread_of
-from helpers.http_client import get, get_json, port_of
+from helpers.http_client import get, get_json, port_of, wait_until_answers
 from helpers.ports import free
+from helpers.procs import wait_until
 from helpers.schema import schemas
 
 (STATUS,) = schemas("metrics.md")
@@ -79,9 +80,7 @@ def test_rates_of_workers_and_the_slowest_one(launch, worker_script, samples_of)
     )
     pids = [int(line[1]) for line in job.wait_for_lines(r"here (\d+)\.", 3)]
     port = port_of(job)
-    status = status_of(port)
-    while status["slowest"] is None:
-        status = status_of(port)
+    status = wait_until(lambda: status_of(port), lambda status: status["slowest"] is not None)
     assert status["slowest"] == {"rank": 1, "local_rank": 1, "rate": 9.0, "median": 9.5}
     told = [each["training"] for each in status["workers"]]
     assert told == [{"steps": 1, "rate": rate} for rate in (10.0, 9.0, None)]
@@ -93,19 +92,13 @@ def test_rates_of_workers_and_the_slowest_one(launch, worker_script, samples_of)
     assert "slow" not in job.stderr
 
 
-def wait_ready(port):
-    """Poll until the agent is ready, because the workers run before the agent is notified."""
-    while get_json(port, "/readyz")[0] != 200:
-        pass
-
-
 def start(launch, script, *args, nproc=2, restart=0, **how):
     job = launch("--health-check-port=0", f"--nproc-per-node={nproc}", *args, script, **how)
     port = port_of(job)
     pids = {
         int(line[1]): int(line[2]) for line in job.wait_for_lines(rf"here (\d+) (\d+) {restart}\.", nproc)
     }
-    wait_ready(port)
+    wait_until_answers(port, "/readyz")
     return job, port, pids
 
 
@@ -168,7 +161,7 @@ def test_a_failure_and_a_restart(launch, worker_script, samples_of):
     assert status["restarts_left"] == samples_of(port)("restarts_left") == 2
     os.kill(pids[1], signal.SIGKILL)
     again = job.wait_for_lines(r"here (\d+) (\d+) 1\.", 2)
-    wait_ready(port)
+    wait_until_answers(port, "/readyz")
     status = status_of(port)
     assert (status["restarts"], status["restarts_left"], status["attempt"]) == (1, 1, "1")
     assert {"stopping", "starting"} <= status["restart_phases_ms"].keys()
@@ -206,7 +199,7 @@ def test_failures_with_their_exceptions_and_files(launch, worker_script, tmp_pat
     )
     pids = {int(line[1]): int(line[2]) for line in job.wait_for_lines(r"here (\d+) (\d+) 2\.", 2)}
     port = port_of(job)
-    wait_ready(port)
+    wait_until_answers(port, "/readyz")
     status = status_of(port)
     assert status["host"] == os.uname().nodename
     folder = Path(status["log_folder"])
@@ -236,16 +229,17 @@ def test_whether_workers_start_warm_and_why_not(launch, worker_script, modules, 
 
 def test_a_worker_that_is_paused(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS))
+
+    def states():
+        return [worker["state"] for worker in status_of(port)["workers"]]
+
     os.kill(pids[0], signal.SIGSTOP)
     job.wait_for_line("is stopped")
-    paused = {0: "PAUSED", 1: "RUNNING"}
-    while {worker["rank"]: worker["state"] for worker in status_of(port)["workers"]} != paused:
-        pass
+    # Poll, because responses are cached briefly and the line is printed before the state is published.
+    wait_until(states, ["PAUSED", "RUNNING"].__eq__)
     os.kill(pids[0], signal.SIGCONT)
     job.wait_for_line("continues")
-    # Poll, because responses are cached briefly and the line is printed before the state is published.
-    while {worker["state"] for worker in status_of(port)["workers"]} != {"RUNNING"}:
-        pass
+    wait_until(states, ["RUNNING", "RUNNING"].__eq__)
     release(job, pids)
 
 
@@ -263,8 +257,7 @@ def test_a_timer_that_expires_is_counted(launch, worker_script, samples_of):
     env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
     job, port, pids = start(launch, script, "--max-restarts=1", nproc=1, restart=1, env=env)
     # The new timer's request is already in the FIFO, so the agent reads it soon.
-    while (status := status_of(port))["timers"]["live"] != 1:
-        pass
+    status = wait_until(lambda: status_of(port), lambda status: status["timers"]["live"] == 1)
     assert status["timers"]["expired"] == 1
     assert "'epoch'" in status["last_failure"]["what"]
     value = samples_of(port)
@@ -315,10 +308,8 @@ def test_a_runtime_that_hangs_is_no_live_agent(launch, worker_script):
     assert get_json(port, "/healthz")[0] == 200
     with held(thread_of(job.pid, "elasticrs")):
         # On a loaded machine, the agent's loop can be late too, so wait until the reason names the runtime.
-        while (answer := get_json(port, "/healthz"))[0] == 200 or "runtime" not in answer[1]["reason"]:
-            pass
-    while get_json(port, "/healthz")[0] != 200:
-        pass
+        wait_until(lambda: get_json(port, "/healthz"), lambda found: "runtime" in str(found[1]["reason"]))
+    wait_until_answers(port, "/healthz")
     release(job, pids)
 
 
@@ -335,7 +326,7 @@ def test_clients_that_hang_hold_up_nothing(launch, worker_script):
     os.kill(pids[0], signal.SIGKILL)
     again = job.wait_for_lines(r"here (\d+) (\d+) 1\.", 2)
     assert get_json(port, "/healthz")[0] == 200
-    wait_ready(port)
+    wait_until_answers(port, "/readyz")
     below = len(os.listdir(f"/proc/{job.pid}/fd"))
     assert below < 64 + 64
     release(job, {int(line[1]): int(line[2]) for line in again})

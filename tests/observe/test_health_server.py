@@ -11,9 +11,9 @@ import time
 
 import pytest
 from helpers.describe_api import describe
-from helpers.http_client import get, get_json
+from helpers.http_client import get, get_json, wait_until_answers
 from helpers.ports import free
-from helpers.procs import HANG, wait_readable
+from helpers.procs import HANG, wait_readable, wait_until
 
 from elasticrs import _core
 from elasticrs.agent.server import health_check_server
@@ -87,8 +87,7 @@ def test_a_callback_that_hangs_is_death_until_it_returns(serve):
     assert "not answered" in health["reason"]
     goes_on.set()
     # The agent is alive again as soon as the callback has returned.
-    while get_json(server.port, "/healthz")[0] != 200:
-        pass
+    wait_until_answers(server.port, "/healthz")
 
 
 def test_a_callback_that_raises_is_death_and_is_called_once_for_each_question(serve, monkeypatch):
@@ -162,8 +161,7 @@ def test_simultaneous_requests_wake_the_loop_once(serve):
     ]
     for client in clients:
         client.start()
-    while not asked:
-        pass
+    wait_until(lambda: asked)
     goes_on.set()
     for client in clients:
         client.join()
@@ -255,9 +253,7 @@ def test_a_loop_that_hangs_turns_it_to_503(host, tmp_path):
         port = int(process.stdout.readline())
         # The workers start even if nothing has called /healthz yet.
         with open(tmp_path / "job", "w") as job:
-            # Poll, because the worker runs before the agent's loop is notified of it.
-            while get_json(port, "/readyz")[0] != 200:
-                pass
+            wait_until_answers(port, "/readyz")
             get_json(port, "/healthz")
             code, health = get_json(port, "/healthz")
             assert (code, health["alive"]) == (503, False)
@@ -267,13 +263,8 @@ def test_a_loop_that_hangs_turns_it_to_503(host, tmp_path):
             assert "elasticrs_agent_alive 0\n" in get(port, "/metrics")[2]
             with open(tmp_path / "fifo", "w"):
                 pass
-            # Poll until the metrics show that the loop has resumed, although nothing has called /healthz
-            # since.
-            while (
-                get_json(port, "/readyz")[0] == 200
-                and "elasticrs_agent_alive 0\n" in get(port, "/metrics")[2]
-            ):
-                pass
+            # The metrics show that the loop has resumed, although nothing has called /healthz since.
+            wait_until(lambda: "elasticrs_agent_alive 1\n" in get(port, "/metrics")[2])
             job.write("end\n")
         assert process.stdout.read() == "done\n"
         assert process.wait() == 0
@@ -293,8 +284,7 @@ def test_a_loop_that_is_already_stuck_is_503_at_the_first_request(host, tmp_path
             assert "no step" in health["reason"]
         with open(tmp_path / "job", "w") as job:
             # Wait until the workers run and the loop waits for them.
-            while get_json(port, "/readyz")[0] != 200:
-                pass
+            wait_until_answers(port, "/readyz")
             assert get_json(port, "/healthz")[0] == 200
             job.write("end\n")
         assert process.stdout.read() == "done\n"

@@ -4,11 +4,13 @@ import os
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from helpers.held import gone, held, hold, thread_of
 from helpers.http_client import get, get_json, port_of
+from helpers.procs import wait_until
 
 WRITES = """
     import os, signal
@@ -48,15 +50,15 @@ class Page:
     def until(self, **counts):
         """Poll until the byte counts equal these. `stdout0` means the stdout of rank 0."""
         expected = {(name[-1], name[:-1]): count for name, count in counts.items()}
-        while self.counts() != expected:
-            pass
+        wait_until(self.counts, expected.__eq__)
 
     def workers(self, attempt="0"):
         """Wait until the attempt runs, and return its pids by rank."""
-        while True:
-            _, status = get_json(self.port, "/status")
-            if status["attempt"] == attempt and status["state"] == "HEALTHY":
-                return {worker["rank"]: worker["pid"] for worker in status["workers"]}
+        _, status = wait_until(
+            lambda: get_json(self.port, "/status"),
+            lambda found: (found[1]["attempt"], found[1]["state"]) == (attempt, "HEALTHY"),
+        )
+        return {worker["rank"]: worker["pid"] for worker in status["workers"]}
 
 
 @pytest.fixture
@@ -123,8 +125,7 @@ def test_a_look_that_hangs_holds_up_neither_scrapes_nor_the_job(start):
             # The page still shows the last known sizes.
             assert page.counts() == {("0", "stdout"): 1000, ("1", "stdout"): 2000}
         assert get_json(page.port, "/healthz")[0] == 200
-        while Path(f"/proc/{pids[0]}/fd/1").stat().st_size != 1500:
-            pass
+        wait_until(lambda: Path(f"/proc/{pids[0]}/fd/1").stat().st_size == 1500)
         os.kill(pids[1], signal.SIGKILL)
         pids = page.workers("1")
         assert page.counts() == {("0", "stdout"): 1000, ("1", "stdout"): 2000}
@@ -179,8 +180,14 @@ def test_only_new_bytes_of_an_existing_file_count(launch, worker_script, tmp_pat
         with log.open("ab") as file:
             added += file.write(b".")
     assert counted <= added
-    while (before := page.counts()["0", "stdout"]) != page.counts()["0", "stdout"]:
-        pass
+    written = time.monotonic()
+
+    def is_measured():
+        now = time.monotonic()
+        return page.samples("log_sizes_age_seconds")[""] < now - written
+
+    wait_until(is_measured)
+    before = page.counts()["0", "stdout"]
     os.kill(pids[0], signal.SIGUSR2)
     page.until(stdout0=before + 500)
     os.kill(pids[0], signal.SIGKILL)

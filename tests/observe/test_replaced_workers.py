@@ -7,7 +7,7 @@ import signal
 
 import pytest
 from helpers import procs
-from helpers.http_client import get, get_json, port_of
+from helpers.http_client import get, get_json, port_of, wait_until_answers
 from helpers.schema import schemas
 
 from elasticrs.agent.attempt import Attempt, JobResult
@@ -64,8 +64,7 @@ def test_all_name_the_rank_of_the_last_meeting(launch, worker_script, tmp_path):
     )
     port = port_of(job)
     pids = {int(up[1]): int(up[2]) for up in job.wait_for_lines(r"UP (\d) (\d+) 0\.", 2)}
-    while get_json(port, "/readyz")[0] != 200:
-        pass
+    wait_until_answers(port, "/readyz")
     status_with(port, {0: 0, 1: 1})
     for local, pid in pids.items():
         os.kill(pid, signal.SIGUSR2)
