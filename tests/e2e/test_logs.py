@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import sys
 from pathlib import Path
 
@@ -136,26 +135,6 @@ def test_a_stuck_console_stops_neither_workers_nor_a_restart(launch, worker_scri
     os.close(os.open(tmp_path / "second-is-done", os.O_RDONLY))
     launched.exits(0)
     assert launched.stdout.count("x") == 2 * 300 * 9_999
-
-
-@pytest.mark.beyond_torchrun
-def test_nothing_is_lost_when_the_launcher_is_killed(launch, worker_script, tmp_path):
-    script = worker_script("""
-        import os
-        out, count = 0, os.open("count", os.O_WRONLY | os.O_CREAT, 0o644)
-        while True:
-            os.write(1, b"%012d\\n" % out)
-            out += 1
-            os.pwrite(count, b"%012d" % out, 0)
-    """)
-    launched = launch("--log-dir", tmp_path / "logs", "--tee", "1", script)
-    launched.wait_for_line("000000001000")
-    launched.signal(signal.SIGKILL)
-    launched.exits(-signal.SIGKILL)
-    procs.reap_adopted()
-    accepted = int((tmp_path / "count").read_bytes())
-    lines = logs_of(tmp_path / "logs")[0, "stdout.log"].split(b"\n")
-    assert lines[:accepted] == [b"%012d" % number for number in range(accepted)]
 
 
 @pytest.mark.beyond_torchrun
