@@ -22,16 +22,6 @@ def write(directory: Path, content: object) -> str:
     return str(path)
 
 
-def test_the_nested_form_is_read(tmp_path):
-    path = write(tmp_path, NESTED)
-    failure = ProcessFailure(3, 997, 1, path)
-    assert failure.error_file == path
-    assert failure.error_file_data == NESTED
-    assert failure.message == NESTED["message"]
-    assert failure.timestamp == 12
-    assert failure.recorded_ns is None
-
-
 def test_failures_do_not_share_their_data():
     ProcessFailure(0, 1, 1, "")
     assert ProcessFailure(0, 1, -9, "").error_file_data == {"message": "<NONE>"}

@@ -6,34 +6,6 @@ import re
 
 from helpers.procs import HANG
 
-WAITING = """
-    import os, signal, sys
-    print("up", os.environ["RANK"], os.getpid(), flush=True)
-    if os.environ["RANK"] != "1":
-        signal.pause()
-"""
-
-
-def test_the_cause_the_stopped_and_the_traceback_are_shown(launch, worker_script):
-    script = worker_script(
-        WAITING
-        + """
-    sys.stdin.read()
-    def train():
-        raise ValueError("no such batch")
-    train()
-    """
-    )
-    job = launch("--standalone", "--nproc-per-node", "3", "--max-restarts", "0", script).exits(1)
-    report = job.stderr[job.stderr.index("=====") :]
-    assert "worker.py FAILED\n" in report
-    assert "Failures:\n  <NO_OTHER_FAILURES>\n" in report
-    assert re.search(r"^Stopped .*: ranks 0, 2 \(SIGTERM\)$", report, re.M)
-    root = report[report.index("Root Cause") :]
-    assert "  rank      : 1 (local_rank: 1)\n" in root
-    assert "    in train\n" in root or "in train\n" in root
-    assert "  ValueError: no such batch\n" in root
-
 
 def test_a_rank_without_a_record_comes_before_the_peer_that_lost_it(launch, worker_script, tmp_path):
     os.mkfifo(tmp_path / "recorded")
