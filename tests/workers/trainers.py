@@ -31,6 +31,10 @@ def say(name, what, **more):
     os.write(1, (text + "\n").encode())
 
 
+def ranks_in_environment():
+    return [os.environ["RANK"], os.environ["WORLD_SIZE"]]
+
+
 class Trainer:
     """Counts steps. Each step adds 1 to the sum, so that lost and repeated steps are visible."""
 
@@ -143,7 +147,7 @@ def with_coordinator(order):
             began=began,
             met=met,
             made=made,
-            env=[os.environ["RANK"], os.environ["WORLD_SIZE"]],
+            env=ranks_in_environment(),
         )
         is_first = True
         while True:
@@ -178,7 +182,7 @@ def by_hand(order):
             try:
                 job.init_process_group("gloo")
                 trainer.sync()
-                trainer.say("met", rank=place.rank, world=place.world_size)
+                trainer.say("met", rank=place.rank, world=place.world_size, env=ranks_in_environment())
                 trainer.train_step(place.world_size)
                 trainer.say("stepped")
                 while not job.passed() and trainer.step < order["steps"]:
