@@ -6,6 +6,7 @@ import signal
 
 import pytest
 from helpers import procs
+from helpers.nodes import meeting
 from helpers.procs import HANG
 from helpers.trainers import store
 
@@ -151,8 +152,7 @@ def test_the_job_fails_if_the_node_of_rank_0_is_lost_while_it_saves(launch, work
     os.mkfifo(gate)
     with store() as port:
         options = (
-            *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--on-failure=replace"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"),
+            *(*meeting("1:2", port), "--nproc-per-node=1", "--max-restarts=3", "--on-failure=replace"),
             *(f"--rdzv-conf=last_call_timeout={2 * HANG}", worker_script(SCRIPT), "", "saved", "yes", "0"),
         )
         agents = [launch(*options, env={"ALL_HAVE_RETURNED": str(gate)}) for _ in range(2)]

@@ -11,6 +11,7 @@ import signal
 
 import pytest
 from helpers import agents_monkey, ports
+from helpers.nodes import meeting
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(240)]
 
@@ -45,9 +46,7 @@ def test_games_with_etcd(tmp_path, number, etcd_cluster):
 
 def test_an_agent_that_is_stopped_before_its_workers_start_says_so(launch):
     port = ports.free()
-    arguments = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-id", "job", "-m", "platform")
-    endpoint = ("--rdzv-endpoint", f"127.0.0.1:{port}")
-    agents = [launch(*endpoint, *arguments) for _ in range(2)]
+    agents = [launch(*meeting("3", port), "-m", "platform") for _ in range(2)]
     while ports.sessions(port) < 2:
         for agent in agents:
             agent.read_for(0.01)

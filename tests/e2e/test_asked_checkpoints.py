@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from helpers.ports import free
+from helpers.nodes import meeting
 
 pytestmark = [pytest.mark.slow, pytest.mark.torch, pytest.mark.beyond_torchrun]
 
@@ -157,10 +157,7 @@ def test_a_missing_checkpoint_manager_is_reported(launch, worker_script, tmp_pat
 
 def test_a_node_that_is_drained_saves_with_the_others_and_they_go_on(launch, worker_script, tmp_path):
     folder, may_end = tmp_path / "checkpoints", tmp_path / "may end"
-    options = (
-        *("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--on-failure=replace"),
-        *("--rdzv-id=job", f"--rdzv-endpoint=localhost:{free()}", "--warm=torch"),
-    )
+    options = (*(*meeting("1:2"), "--nproc-per-node=1", "--on-failure=replace", "--warm=torch"),)
     script = worker_script(SCRIPT), str(STEPS), folder, may_end
     stays = launch(*options, "--rdzv-conf=is_host=1", *script)
     drained = launch(*options, "--rdzv-conf=is_host=0", *script)

@@ -9,7 +9,7 @@ import signal
 import pytest
 from helpers import ports
 from helpers.coordination import Client
-from helpers.nodes import RANKS, Worker
+from helpers.nodes import RANKS, Worker, meeting
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
@@ -24,10 +24,7 @@ class Nodes:
 
     def __init__(self, launch):
         self.port = ports.free()
-        self.options = (
-            *("--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"),
-            *("--rdzv-endpoint", f"127.0.0.1:{self.port}", "--rdzv-id", "job", RANKS),
-        )
+        self.options = (*meeting("2", self.port), "--max-restarts=2", RANKS)
         self.agents = [launch(*self.options)]
         self.stranger = None
         self.agents += [launch(*self.options)]

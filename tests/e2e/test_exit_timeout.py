@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 import pytest
-from helpers import ports
+from helpers.nodes import meeting
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -196,12 +196,9 @@ def test_without_a_limit_no_worker_is_killed(launch, worker_script):
 
 
 def test_all_nodes_report_the_exception(launch, worker_script):
-    port = ports.free()
-    meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job")
-    script = worker_script(failing("thread"))
+    options, script = (*meeting(), "--exit-timeout=2"), worker_script(failing("thread"))
     agents = [
-        launch(*meeting, f"--node-rank={rank}", f"--rdzv-conf=is_host={1 - rank}", "--exit-timeout=2", script)
-        for rank in (0, 1)
+        launch(*options, f"--node-rank={rank}", f"--rdzv-conf=is_host={1 - rank}", script) for rank in (0, 1)
     ]
     for agent in agents:
         assert agent.wait() == 1, agent.stderr

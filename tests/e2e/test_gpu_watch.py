@@ -2,16 +2,15 @@
 after the device memory of the previous workers is free.
 """
 
-import json
 import os
 import signal
 
-import jsonschema
 import pytest
-from helpers import ports, procs
+from helpers import procs
+from helpers.ended import report_of
 from helpers.fake_nvml import gpus
+from helpers.nodes import meeting
 from helpers.said import says
-from helpers.schema import DOCS
 
 __all__ = ["gpus"]
 
@@ -75,12 +74,7 @@ def run(launch, worker_script, gpus, tmp_path):
 
 @pytest.fixture
 def report(tmp_path):
-    def read():
-        found = json.loads((tmp_path / "report.json").read_text())
-        jsonschema.validate(found, json.loads((DOCS / "report.schema.json").read_text()))
-        return found
-
-    return read
+    return lambda: report_of(tmp_path / "report.json")
 
 
 def test_the_xid_of_a_worker_is_in_its_report(run, report):
@@ -210,11 +204,10 @@ def two_nodes(launch, worker_script, gpus):
     """
 
     def start(script, *options):
-        meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{ports.free()}")
-        path = worker_script(script)
+        command = (*meeting(), *options, worker_script(script))
         environment = {**gpus.environment, "QUERIES": "5"}
-        first = launch(*meeting, *options, path, env=environment)
-        return first, launch(*meeting, *options, path, argv=gpus.launcher(), env=environment)
+        first = launch(*command, env=environment)
+        return first, launch(*command, argv=gpus.launcher(), env=environment)
 
     return start
 

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ports
 from helpers.launcher import LAUNCHERS, NO_TIME, clean_environment
+from helpers.nodes import meeting
 from helpers.procs import HANG, run_program
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -128,8 +128,7 @@ def test_usage_errors_carry_the_time_and_follow_the_option(run):
 
 
 def test_lines_of_several_nodes_carry_time_and_identity(run):
-    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free()}"
-    lines = run("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-conf=last_call_timeout=0", endpoint, *JOB)
+    lines = run(*meeting("1:2"), "--rdzv-conf=last_call_timeout=0", *JOB)
     assert_times(lines, rf" {re.escape(os.uname().nodename)}:\d+( group 0)?")
     assert any(" group 0]: " in line for line in lines)
 

@@ -1,7 +1,7 @@
 """Several nodes with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, where rank 0 hosts the workers' store."""
 
 import pytest
-from helpers import ports
+from helpers.nodes import meeting
 
 WORKER = """
     import os, socket, threading
@@ -38,18 +38,11 @@ TRAINING = """
 
 @pytest.fixture
 def two_nodes(launch, worker_script):
-    port = ports.free()
-
     def start(source):
-        script = worker_script(source)
-        return [
-            launch(
-                "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job",
-                f"--rdzv-conf=order_hint={node},is_host={int(node == 0)}", "--max-restarts=1", script,
-                env={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-            )
-            for node in (0, 1)
-        ]  # fmt: skip
+        options, script = (*meeting(), "--max-restarts=1"), worker_script(source)
+        confs = [f"--rdzv-conf=order_hint={node},is_host={1 - node}" for node in (0, 1)]
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return [launch(*options, conf, script, env=env) for conf in confs]
 
     return start
 

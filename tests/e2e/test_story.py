@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from helpers.launcher import clean_environment
+from helpers.nodes import meeting
 from helpers.procs import run_program
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -166,10 +167,7 @@ def test_a_program_that_launches_speaks_of_success_itself(worker_script, tmp_pat
 
 
 def test_agents_of_one_host_have_different_prefixes(launch, worker_script):
-    from helpers import ports
-
-    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free()}"
-    arguments = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-id=j", endpoint, "--max-restarts=3")
+    arguments = (*meeting(), "--max-restarts=3")
     agents = [launch(*arguments, worker_script(RAISES)) for _ in range(2)]
     assert [agent.wait() for agent in agents] == [0, 0]
     group_ranks = []
@@ -187,13 +185,10 @@ def test_agents_of_one_host_have_different_prefixes(launch, worker_script):
 
 
 def test_every_node_names_the_exception_when_it_stops_its_workers(launch, worker_script, tmp_path):
-    from helpers import ports
-
-    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free()}"
-    arguments = ("--nnodes=2", "--nproc-per-node=3", "--rdzv-backend=c10d", "--rdzv-id=j", endpoint)
+    arguments = (*meeting(), "--nproc-per-node=3", "--max-restarts=0")
     os.mkfifo(tmp_path / "fifo")
     script = worker_script(BLAMES_THE_FIRST)
-    agents = [launch(*arguments, "--max-restarts=0", script, tmp_path / "fifo") for _ in range(2)]
+    agents = [launch(*arguments, script, tmp_path / "fifo") for _ in range(2)]
     assert [agent.wait() for agent in agents] == [1, 1]
     root = r"FileNotFoundError: data\.bin \(worker\.py:\d+\)"
     for agent in agents:
@@ -204,25 +199,22 @@ def test_every_node_names_the_exception_when_it_stops_its_workers(launch, worker
 
 
 def test_a_round_has_one_name_on_all_nodes_even_on_one_that_came_later(launch, worker_script, tmp_path):
-    from helpers import ports
-
-    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free()}"
-    arguments = ("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-id=j", endpoint, "--redirects=2")
     conf = "--rdzv-conf=last_call_timeout=0,scale_up_delay=0"
+    arguments = (*meeting("1:2"), "--redirects=2", conf)
     script = worker_script("""
         import os, signal
         if os.environ["WORLD_SIZE"] == "1":
             os.write(1, b"ALONE\\n")
             signal.pause()
     """)
-    first = launch(*arguments, conf, f"--log-dir={tmp_path / 'first'}", script)
+    first = launch(*arguments, f"--log-dir={tmp_path / 'first'}", script)
     first.wait_for_line("ALONE")
-    second = launch(*arguments, conf, f"--log-dir={tmp_path / 'second'}", script)
+    second = launch(*arguments, f"--log-dir={tmp_path / 'second'}", script)
     assert [first.wait(), second.wait()] == [0, 0]
     assert "0 restarts charged, 1 change of nodes" in first.stderr
     host = os.uname().nodename.split(".")[0]
     names = [
-        sorted(path.name for path in (tmp_path / node).glob(f"j_{host}_*/attempt_*"))
+        sorted(path.name for path in (tmp_path / node).glob(f"job_{host}_*/attempt_*"))
         for node in ("first", "second")
     ]
     assert names == [["attempt_0", "attempt_0_r2"], ["attempt_0_r2"]]

@@ -5,11 +5,9 @@ import json
 import os
 import signal
 
-import jsonschema
 import pytest
 from helpers import procs
-from helpers.ended import Ended
-from helpers.schema import DOCS
+from helpers.ended import Ended, report_of
 
 from elasticrs.agent.attempt import JobResult
 from elasticrs.job.config import JobConfig
@@ -280,8 +278,7 @@ def test_a_supervisor_that_fails_leaves_a_report(tmp_path):
     path, said = tmp_path / "report.json", []
     job = JobConfig(1, "job42", name="train.py", report=f"file:{path}")
     assert conclude_stopped(job, JobResult(), "no free file descriptor", said.append) == 1
-    report = json.loads(path.read_text())
-    jsonschema.validate(report, json.loads((DOCS / "report.schema.json").read_text()))
+    report = report_of(path)
     assert (report["outcome"], report["reason"]) == ("failed", "no free file descriptor")
     assert not said
 

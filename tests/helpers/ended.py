@@ -2,11 +2,19 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 
 from .launcher import Launched
 from .schema import DOCS
+
+
+def report_of(path: Path) -> dict[str, Any]:
+    """Return a JSON report, which must match its schema."""
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    jsonschema.validate(report, json.loads((DOCS / "report.schema.json").read_text("utf-8")))
+    return report
 
 
 class Ended:
@@ -19,8 +27,7 @@ class Ended:
 
     def __init__(self, launched: Launched, path: Path) -> None:
         self.code, self.stderr = launched.wait(), launched.stderr
-        self.report = json.loads(path.read_text(encoding="utf-8"))
-        jsonschema.validate(self.report, json.loads((DOCS / "report.schema.json").read_text("utf-8")))
+        self.report = report_of(path)
 
     @property
     def restarts(self) -> int:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from helpers import procs
+from helpers import ports, procs
 from helpers.hosts import Host, network_of
 from helpers.launcher import Launched
 from helpers.procs import HANG
@@ -22,6 +22,13 @@ RANKS = WORKERS / "ranks.py"
 STEPS = WORKERS / "steps.py"
 
 PORT = 29400
+
+
+def meeting(nnodes: str = "2", port: int | None = None) -> tuple[str, ...]:
+    """Return the options of agents on this machine that form one job, with a free port by default."""
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free() if port is None else port}"
+    return (f"--nnodes={nnodes}", "--rdzv-backend=c10d", endpoint, "--rdzv-id=job")
+
 
 READY = re.compile(r"^READY (.*)$", re.MULTILINE)
 

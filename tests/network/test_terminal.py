@@ -8,8 +8,7 @@ import time
 
 import pytest
 from helpers.launcher import clean_environment
-from helpers.nodes import RANKS
-from helpers.ports import free
+from helpers.nodes import RANKS, meeting
 from helpers.procs import HANG
 from helpers.said import line_with
 
@@ -44,8 +43,7 @@ class Terminal:
 def foreground():
     """Run two agents of one job in the foreground of a terminal."""
     ours, theirs = os.openpty()
-    options = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=job"]
-    options += [f"--rdzv-endpoint=127.0.0.1:{free()}", str(RANKS)]
+    options = (*meeting(), "--nproc-per-node=2", str(RANKS))
     command = ["setsid", "--ctty", sys.executable, "-c", LEADER, *options]
     environment = {**clean_environment(), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as leader:

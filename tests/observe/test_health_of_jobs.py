@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.held import held, thread_of
 from helpers.http_client import get, get_json, port_of, wait_until_answers
-from helpers.ports import free
+from helpers.nodes import meeting
 from helpers.procs import wait_until
 from helpers.schema import schemas
 
@@ -407,15 +407,8 @@ def test_without_it_nothing_listens_and_nothing_is_loaded(launch, worker_script)
 
 
 def test_two_agents_of_a_job_each_have_their_own(launch, worker_script, samples_of):
-    script = worker_script(WAITS)
-    endpoint = f"127.0.0.1:{free()}"
-    nodes = [
-        launch(
-            *("--health-check-port=0", "--nnodes=2", f"--rdzv-endpoint={endpoint}", "--rdzv-backend=c10d"),
-            *("--rdzv-id=job", script),
-        )
-        for _ in range(2)
-    ]
+    command = (*meeting(), "--health-check-port=0", worker_script(WAITS))
+    nodes = [launch(*command) for _ in range(2)]
     ports = [port_of(node) for node in nodes]
     lines = [node.wait_for_line(r"here (\d+) (\d+)") for node in nodes]
     groups = [status_of(port)["group"] for port in ports]

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import ports
+from helpers.nodes import meeting
 from helpers.procs import HANG
 
 pytestmark = pytest.mark.beyond_torchrun
@@ -51,13 +51,7 @@ def test_the_worker_of_another_node_stays_when_one_dies(launch, worker_script, h
     env = {"ELASTICRS_TOKEN": how["token"]} if "token" in how else {}
     node = (
         *((f"--rdzv-conf={how['conf']}",) if "conf" in how else ()),
-        *(
-            "--nnodes=2",
-            "--nproc-per-node=1",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=localhost:{ports.free()}",
-        ),
-        *("--max-restarts=1", "--on-failure=replace", "--warm=auto"),
+        *(*meeting(), "--nproc-per-node=1", "--max-restarts=1", "--on-failure=replace", "--warm=auto"),
         how.get("script") or worker_script(SCRIPT),
         *("--stamps", "--epochs=1", "--kill-rank=1", "--kill-step=5"),
     )

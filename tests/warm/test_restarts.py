@@ -8,8 +8,9 @@ import sys
 import venv
 
 import pytest
-from helpers import ports, procs
+from helpers import procs
 from helpers.launcher import launcher_with
+from helpers.nodes import meeting
 from helpers.said import says
 from helpers.steady import EXIT_0, SteadyJob, send
 
@@ -75,8 +76,7 @@ FAILS_ONCE = """
 
 @pytest.mark.parametrize(("rank", "since"), [("0", "the failure"), ("1", "to stop")])
 def test_the_first_of_several_nodes_reports_a_restart(launch, tmp_path, worker_script, rank, since):
-    endpoint = f"--rdzv-endpoint=127.0.0.1:{ports.free()}"
-    options = ("--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-id=job", "--max-restarts=1")
+    options = (*meeting(), "--max-restarts=1")
     script, fifo = worker_script(FAILS_ONCE), tmp_path / "both run"
     os.mkfifo(fifo)
     agents = [launch(*options, script, rank, fifo) for _ in range(2)]
