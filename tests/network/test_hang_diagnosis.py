@@ -33,23 +33,6 @@ distributed.destroy_process_group()
 DIAGNOSIS = re.compile(r"round 1 hung: (.*)")
 
 
-def test_all_nodes_name_the_rank_and_its_node(hosts, multinode, worker_script):
-    machines = hosts(3)
-    job = multinode(machines[0], "3", "--hang-timeout=3", max_restarts=1, script=worker_script(SCRIPT))
-    agents = job.start(*machines)
-    assert job.ended() == [0, 0, 0], job.story("another exit code")
-    (told,) = {tuple(DIAGNOSIS.findall(agent.launched.stderr)) for agent in agents}
-    (paragraph,) = told
-    says(
-        paragraph,
-        "2 of 3 ranks wait in all_reduce #2 of the default group",
-        "rank 1 (",
-        ") did not enter it: it is in",
-    )
-    assert re.search(r"rank 1 \(node\d\) did not enter it", paragraph), paragraph
-    job.assert_empty()
-
-
 def test_a_node_that_has_died_does_not_delay_the_others_and_is_named(hosts, multinode, worker_script):
     machines = hosts(3)
     script = worker_script(SCRIPT)

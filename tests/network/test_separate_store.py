@@ -183,22 +183,6 @@ def test_a_bad_network_between_the_nodes_and_the_store(hosts, multinode, impair)
         job.finish(agents, again, timeout=60)
 
 
-def test_agents_refuse_a_store_that_was_started_again_without_its_state(hosts, multinode):
-    *machines, store_host = hosts(3)
-    job = multinode(store_host, "2", conf=QUICK)
-    with store_on(store_host) as store:
-        agents = job.start(*machines)
-        workers = job.formed(*agents)
-        store.signal(KILL)
-        store.wait()
-    with store_on(store_host):
-        assert job.ended() == [1, 1]
-    procs.assert_gone(pids(workers))
-    for agent in agents:
-        assert "not the store" in agent.launched.stderr, job.story("no reason")
-    job.assert_empty(*machines)
-
-
 @pytest.mark.parametrize("how", [SUCCEED, FAIL], ids=["succeeded", "failed"])
 def test_a_node_that_joins_a_closed_job_learns_its_outcome(hosts, multinode, how):
     *machines, store_host = hosts(3)
