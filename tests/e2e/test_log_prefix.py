@@ -32,22 +32,17 @@ def environment(tmp_path):
 
 
 @pytest.fixture
-def run(environment, worker_script, tmp_path):
-    """Return a function that runs the launcher with a file as its stderr, and returns the file's lines."""
+def run(environment, worker_script):
+    """Return a function that runs the launcher with a pipe or ``stderr`` as its stderr, and returns the lines
+    in the pipe.
+    """
 
-    def call(*args, env=None, stderr=None, script=FAILS_ONCE, code=0):
+    def call(*args, env=None, stderr=subprocess.PIPE, script=FAILS_ONCE, code=0):
         command = [*LAUNCHERS["elasticrs"], *args, worker_script(script)]
-        path = tmp_path / "stderr"
-        with path.open("wb") as file:
-            done = subprocess.run(
-                command,
-                stderr=file if stderr is None else stderr,
-                env={**environment, **(env or {})},
-                timeout=HANG,
-                check=False,
-            )
-        assert done.returncode == code, path.read_text()
-        return own_lines(path.read_text())
+        env = {**environment, **(env or {})}
+        done = subprocess.run(command, stderr=stderr, env=env, timeout=HANG, text=True, check=False)
+        assert done.returncode == code, done.stderr
+        return own_lines(done.stderr or "")
 
     return call
 
@@ -62,18 +57,15 @@ def assert_times(lines, identity=""):
     assert times
 
 
-def test_every_line_in_a_file_carries_the_time(run):
+def test_every_line_in_a_pipe_carries_the_time(run):
     lines = run(*JOB)
     assert_times(lines)
     assert any("restarting" in line for line in lines)
     assert "succeeded after" in lines[-1]
 
 
-def test_every_line_in_a_pipe_carries_the_time(environment, worker_script):
-    command = [*LAUNCHERS["elasticrs"], *JOB, worker_script("raise KeyError('x')")]
-    done = run_program(command, env=environment)
-    assert done.returncode == 1
-    lines = own_lines(done.stderr)
+def test_every_line_around_a_report_carries_the_time(run):
+    lines = run(*JOB, script="raise KeyError('x')", code=1)
     assert_times(lines)
     # The headline above the report and the summary below it also have timestamps.
     assert re.search(r"\]: rank \d of 2: KeyError", "\n".join(lines))
