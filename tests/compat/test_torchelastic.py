@@ -1,12 +1,9 @@
 """Programs written for torchelastic in 2019 and 2020 run unchanged under the alias."""
 
 import json
-import re
-import subprocess
-import sys
 
 import pytest
-from helpers.launcher import clean_environment
+from helpers.trainers import store
 
 pytestmark = [pytest.mark.torch]
 
@@ -277,20 +274,9 @@ def by_hand(installed, module, program, *arguments):
 def test_one_of_2019(installed, tmp_path):
     program = tmp_path / "toy.py"
     program.write_text(OF_2019, encoding="utf-8")
-    store = subprocess.Popen(
-        [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", "0"],
-        stdout=subprocess.PIPE,
-        env=clean_environment(),
-        text=True,
-    )
-    try:
-        port = re.search(r":(\d+)", store.stdout.readline())[1]
+    with store() as port:
         url = f"elasticrs://127.0.0.1:{port}/toy?min_workers=2&max_workers=2"
         done = by_hand(installed, "torch.distributed", program, url)
-    finally:
-        store.stdout.close()
-        store.kill()
-        store.wait()
     assert done.stdout.splitlines() == ["total 20", "total 20", "exit 0 0"], done.stderr
 
 

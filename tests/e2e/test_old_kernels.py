@@ -3,15 +3,11 @@
 The testkit puts a seccomp filter before the launcher, which all that it starts inherits.
 """
 
-import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
-
-TARGET = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "target"))
-OLD_KERNEL = (TARGET / "debug" / "testkit-worker", "old-kernel")
+from helpers.built import old_kernel
 
 SCRIPT = """
     import os, signal, subprocess, sys
@@ -31,12 +27,14 @@ SCRIPT = """
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize(
-    "features", ["group_signal", "close_range", "memfd", "close_range,group_signal,memfd"]
+    "features",
+    [("group_signal",), ("close_range",), ("memfd",), ("close_range", "group_signal", "memfd")],
+    ids=",".join,
 )
 def test_a_restart_without(launch, worker_script, features):
     launched = launch(
         *("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", worker_script(SCRIPT)),
-        prefix=(*OLD_KERNEL, features),
+        prefix=old_kernel(*features),
         stdin=subprocess.PIPE,
         # The traceback hook would open a file for the stack of a fatal signal.
         env={"ELASTICRS_TRACEBACKS": "0"},
@@ -54,7 +52,7 @@ def test_heartbeats_without_sealed_memory_are_refused_in_one_line(launch, worker
     # Heartbeats need sealed memory, because a worker could truncate any other file. Reading it would then
     # kill the agent with SIGBUS.
     options = ("--standalone", "--hang-timeout", "30")
-    launched = launch(*options, worker_script("print('never')"), prefix=(*OLD_KERNEL, "memfd")).exits(1)
+    launched = launch(*options, worker_script("print('never')"), prefix=old_kernel("memfd")).exits(1)
     line, last = [line for line in launched.stderr.splitlines() if "heartbeats" in line]
     assert "failed" in last
     assert "--hang-timeout" in line
@@ -67,6 +65,6 @@ def test_heartbeats_without_sealed_memory_are_refused_in_one_line(launch, worker
     ("lacking", "named"), [("pidfd_open", "pidfd_open"), ("subreaper", "PR_GET_CHILD_SUBREAPER")]
 )
 def test_a_kernel_below_the_floor_is_named_in_one_line(launch, worker_script, lacking, named):
-    launched = launch("--standalone", worker_script(""), prefix=(*OLD_KERNEL, lacking)).exits(1)
+    launched = launch("--standalone", worker_script(""), prefix=old_kernel(lacking)).exits(1)
     (line,) = launched.stderr.splitlines()
     assert re.search(rf"\bLinux 5\.4\b.*\b{named}\b", line)

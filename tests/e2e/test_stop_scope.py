@@ -5,14 +5,13 @@ saves.
 import os
 import signal
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.built import old_kernel
 
 pytestmark = pytest.mark.beyond_torchrun
 
-TARGET = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "target"))
-BEFORE_6_9 = (TARGET / "debug" / "testkit-worker", "old-kernel", "group_signal")
+BEFORE_6_9 = old_kernel("group_signal")
 
 HELPER = """
 import os, signal, sys

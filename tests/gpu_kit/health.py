@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ from .job import CONTEXT_BYTES, LAUNCHER, Context, Figures, Job, Skipped, expect
 ROOT = Path(__file__).parents[2]
 KERNEL_LOG = "/dev/kmsg"
 ILLEGAL_ACCESS = 31
-FIFOS = ("events", "calls", "kmsg")
 
 
 class Driver(NamedTuple):
@@ -40,31 +39,14 @@ def driver(context: Context) -> Iterator[Driver]:
     if context.device == "cuda":
         yield Driver()
         return
-    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    library = target / "debug" / "libfake_nvml.so"
-    if not library.exists():
+    # The kit needs pytest, which this module imports, only on a CPU.
+    sys.path.append(str(ROOT / "tests"))
+    from helpers.fake_nvml import LIBRARY, FakeGpus
+
+    if not LIBRARY.exists():
         raise Skipped("on a CPU this needs a fake NVML: cargo build -p elasticrs-fake-nvml")
-    folder = context.folder / "driver"
-    (folder / "lib").mkdir(parents=True)
-    (folder / "gpu0").mkdir()
-    (folder / "lib" / "libnvidia-ml.so.1").symlink_to(library)
-    (folder / "gpu0" / "field230").write_text("0\n")
-    for name in FIFOS:
-        os.mkfifo(folder / name)
-    # Keep the FIFOs open for writing, because a reader would otherwise see the end of the file.
-    kept = [os.open(folder / name, os.O_RDWR | os.O_CLOEXEC) for name in FIFOS]
-    program = (
-        "import sys; from elasticrs.launch import main;"
-        "from elasticrs.agent import gpu_watcher; from elasticrs.host import nvidia;"
-        f"nvidia.DEVICE = {str(folder)!r}; gpu_watcher.KERNEL_LOG = {str(folder / 'kmsg')!r};"
-        "sys.exit(main())"
-    )
-    variables = {"FAKE_NVML": str(folder), "LD_LIBRARY_PATH": str(folder / "lib")}
-    try:
-        yield Driver(("-c", program), variables)
-    finally:
-        for fd in kept:
-            os.close(fd)
+    with closing(FakeGpus(context.folder / "driver")) as gpus:
+        yield Driver(gpus.launcher()[1:], gpus.environment)
 
 
 def expect_watched(job: Job) -> None:

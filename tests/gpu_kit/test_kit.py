@@ -1,19 +1,18 @@
 """Run the GPU kit's checks on a CPU with gloo."""
 
 import json
-import os
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from helpers.built import old_kernel
 from helpers.launcher import clean_environment
 from helpers.procs import run_program
 
 from gpu_kit.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
-TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.torch]
 
@@ -41,8 +40,8 @@ def test_all_checks_pass_on_a_cpu(tmp_path):
 
 def test_a_kernel_without_pidfds_is_refused_and_skips_the_other_checks(tmp_path):
     results = tmp_path / "results.json"
-    old_kernel = (TARGET / "debug" / "testkit-worker", "old-kernel", "pidfd_open")
-    done = run_kit(results, "--device", "cpu", "--only", "kernel", "--only", "count", prefix=old_kernel)
+    options = ("--device", "cpu", "--only", "kernel", "--only", "count")
+    done = run_kit(results, *options, prefix=old_kernel("pidfd_open"))
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(results)
     assert (rows["kernel"]["outcome"], rows["kernel"]["figures"]["pidfds"]) == ("passed", False)

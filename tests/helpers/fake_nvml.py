@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from helpers import procs
+from helpers.built import built
 from helpers.procs import HANG
 
-TARGET = Path(os.environ.get("CARGO_TARGET_DIR", Path(__file__).parents[2] / "target"))
+LIBRARY = built("libfake_nvml.so")
 
 
 class FakeGpus:
@@ -26,9 +27,8 @@ class FakeGpus:
         self._folder = folder
         (folder / "lib").mkdir(parents=True)
         (folder / "gpu0").mkdir()
-        library = TARGET / "debug" / "libfake_nvml.so"
-        assert library.exists(), "cargo build -p elasticrs-fake-nvml"
-        (folder / "lib" / "libnvidia-ml.so.1").symlink_to(library)
+        assert LIBRARY.exists(), "cargo build -p elasticrs-fake-nvml"
+        (folder / "lib" / "libnvidia-ml.so.1").symlink_to(LIBRARY)
         self.environment = {"FAKE_NVML": str(folder), "LD_LIBRARY_PATH": str(folder / "lib")}
         self._fifos = {}
         for name in ("events", "calls", "kmsg"):

@@ -7,14 +7,14 @@ import re
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from helpers import ports, procs
 from helpers.hosts import Host, network_of
-from helpers.launcher import Launched
+from helpers.launcher import Launched, clean_environment
 from helpers.procs import HANG
 
 WORKERS = Path(__file__).resolve().parent.parent / "workers"
@@ -101,6 +101,20 @@ def pids(workers: Iterable[Worker], *hosts: Host) -> list[int]:
 def restarts(workers: Iterable[Worker]) -> set[int]:
     """Return the restart counts that the workers have reported."""
     return {worker.restart for worker in workers}
+
+
+@contextmanager
+def running_on(host: Host, *command: str | Path) -> Iterator[Launched]:
+    """Run a server on a host inside the ``with`` block. The server must print a line once it listens."""
+    argv = [*host.prefix("/"), *command]
+    server = Launched(argv, env=clean_environment(), cwd=Path("/"))
+    procs.bystanders.add(server.pid)
+    try:
+        server.wait_for_line("")
+        yield server
+    finally:
+        procs.bystanders.discard(server.pid)
+        server.close()
 
 
 class Agent:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from helpers import procs
+from helpers.coordination import store_command
+from helpers.launcher import clean_environment
 from helpers.procs import HANG
 
 _PROGRAM = Path(__file__).resolve().parent.parent / "workers" / "trainers.py"
@@ -65,9 +67,7 @@ class Parent:
 def store() -> Iterator[int]:
     """Run a coordination store in a separate process, and yield its port."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "elasticrs.store", "--host", "127.0.0.1", "--port", "0"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+        store_command(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=clean_environment()
     )
     assert process.stdout is not None
     try:

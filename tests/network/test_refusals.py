@@ -2,12 +2,9 @@
 
 import signal
 import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from helpers.launcher import Launched, clean_environment
-from helpers.nodes import PORT
+from helpers.nodes import PORT, running_on
 from helpers.talk import serving
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(120)]
@@ -24,20 +21,6 @@ def says(job, agent, *texts):
     assert "Traceback" not in agent.launched.stderr, job.story("a traceback")
     job.assert_empty(agent.host)
     return lines[0]
-
-
-@contextmanager
-def running(host, *command):
-    """Run a server on a host inside the ``with`` block. The server must print a line once it listens."""
-    argv = [*host.prefix("/"), *map(str, command)]
-    server = Launched(argv, env=clean_environment(), cwd=Path("/"))
-    try:
-        server.wait_for_line("")
-        yield
-    finally:
-        server.signal(signal.SIGKILL)
-        server.wait()
-        server.close()
 
 
 HTTP = (sys.executable, "-u", "-m", "http.server", str(PORT))
@@ -82,7 +65,7 @@ def test_the_port_is_taken_on_the_host_of_the_store(hosts, multinode):
 def test_another_server_answers(hosts, multinode, server):
     first, second = hosts(2)
     job = multinode(first, "2", conf=SOON)
-    with running(first, *server):
+    with running_on(first, *server):
         says(job, *job.start(second), "10.77.0.1:29400", "another program")
 
 

@@ -3,30 +3,18 @@
 import random
 import signal
 import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from helpers import procs
-from helpers.launcher import Launched, clean_environment
-from helpers.nodes import PORT, QUICK, pids, restarts
+from helpers.nodes import PORT, QUICK, pids, restarts, running_on
 
 pytestmark = [pytest.mark.privileged, pytest.mark.beyond_torchrun, pytest.mark.timeout(150)]
 
 KILL, FAIL, SUCCEED = signal.SIGKILL, signal.SIGUSR2, signal.SIGUSR1
 
 
-@contextmanager
 def store_on(host):
-    argv = [*host.prefix("/"), sys.executable, "-m", "elasticrs.store", "--port", str(PORT)]
-    program = Launched(argv, env=clean_environment(), cwd=Path("/"))
-    procs.bystanders.add(program.pid)
-    try:
-        program.wait_for_line("")
-        yield program
-    finally:
-        procs.bystanders.discard(program.pid)
-        program.close()
+    return running_on(host, sys.executable, "-m", "elasticrs.store", "--port", str(PORT))
 
 
 @pytest.fixture
