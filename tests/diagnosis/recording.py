@@ -7,6 +7,7 @@
 import json
 import os
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +112,7 @@ def main() -> None:
     # The tests use the scenarios and not this function, so they do not need torch.
     import torch
 
-    with Groups() as groups:
+    with closing(Groups()) as groups:
         for name, scenario in SCENARIOS.items():
             ranks = json.loads(without_paths(json.dumps(record(groups, scenario))))
             text = json.dumps({"torch": torch.__version__, "ranks": ranks}, indent=1)

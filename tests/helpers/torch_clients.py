@@ -15,12 +15,10 @@ from typing import Any
 
 import pytest
 
-from helpers import procs
-from helpers.launcher import clean_environment
+from helpers.forker import Forker
 from helpers.procs import HANG
 
 OTHER_TORCH = os.environ.get("ELASTICRS_TORCH_PYTHON")
-PROGRAM = Path(__file__).resolve().parent.parent / "workers" / "torch_client.py"
 # The first bytes that a client sends.
 GREETING = b"\0" + struct.pack("<I", 0x3C85F7CE)
 
@@ -82,33 +80,24 @@ class TorchClient:
         self._connection.close()
 
 
-class TorchClients:
+class TorchClients(Forker):
     """The process from which all clients are forked, so that torch is imported only once."""
 
     def __init__(self, folder: Path) -> None:
         address = str(folder / "clients")
         self._listener = Listener(address, "AF_UNIX")
-        self._process = subprocess.Popen(
-            [OTHER_TORCH or sys.executable, str(PROGRAM), address],
-            stdin=subprocess.PIPE,
-            # Discard the clients' warnings about timeouts, because the tests cause these timeouts on purpose.
-            stderr=subprocess.DEVNULL,
-            env=clean_environment({"OMP_NUM_THREADS": "1"}),
-        )
-        # This process outlives the tests that use it, and other tests must not wait for it as an orphan.
-        procs.bystanders.add(self._process.pid)
+        # Discard the clients' warnings about timeouts, because the tests cause these timeouts on purpose.
+        python, quiet = OTHER_TORCH or sys.executable, subprocess.DEVNULL
+        env = {"OMP_NUM_THREADS": "1"}
+        super().__init__("torch_client.py", address, python=python, env=env, stderr=quiet)
 
     def fork(self, count: int = 1) -> Sequence[TorchClient]:
         """Fork new client processes, which have no store yet."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"\n" * count)
-        self._process.stdin.flush()
+        for _ in range(count):
+            self.order("fork")
         return [TorchClient(self._listener.accept()) for _ in range(count)]
 
     def close(self) -> None:
         """End the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(HANG)
-        procs.bystanders.discard(self._process.pid)
+        super().close()
         self._listener.close()

@@ -1,19 +1,15 @@
 """Programs that use torch, forked from one process that has imported it."""
 
-import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from helpers import procs
-from helpers.launcher import clean_environment
+from helpers.forker import Forker
 from helpers.procs import HANG
 
-_PROGRAM = Path(__file__).resolve().parent.parent / "workers" / "torch_programs.py"
 
-
-class TorchPrograms:
+class TorchPrograms(Forker):
     """Runs programs in forks of a process that has imported ``torch.distributed``, because an import for each
     program takes longer than most of these programs.
 
@@ -22,16 +18,8 @@ class TorchPrograms:
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__("torch_programs.py")
         self._folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, str(_PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=clean_environment(),
-        )
-        # This process outlives the tests that use it, and other tests must not wait for it as an orphan.
-        procs.bystanders.add(self._process.pid)
 
     def run(
         self, program: str, *arguments: str, text: str = "", timeout: float = HANG
@@ -42,17 +30,13 @@ class TorchPrograms:
             text: the standard input of the program.
             timeout: seconds after which the program hangs.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             files = {name: Path(folder) / name for name in ("stdin", "stdout", "stderr")}
             files["stdin"].write_text(text, encoding="utf-8")
             paths = {name: str(path) for name, path in files.items()}
-            order = {"program": program, "arguments": arguments, **paths}
-            self._process.stdin.write(json.dumps(order) + "\n")
-            self._process.stdin.flush()
-            assert procs.wait_readable(self._process.stdout.fileno(), timeout), "the program hangs"
-            code = int(self._process.stdout.readline())
+            self.order({"program": program, "arguments": arguments, **paths})
+            assert procs.wait_readable(self.answers.fileno(), timeout), "the program hangs"
+            code = int(self.answers.readline())
             output = (files[name].read_text(encoding="utf-8") for name in ("stdout", "stderr"))
             return subprocess.CompletedProcess([program, *arguments], code, *output)
 
@@ -69,8 +53,3 @@ class TorchPrograms:
         done = self.run(program, *arguments, text=text, timeout=timeout)
         assert done.returncode == 0, done.stderr
         return done.stdout
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.communicate()
-        procs.bystanders.discard(self._process.pid)

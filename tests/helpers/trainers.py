@@ -5,45 +5,25 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from helpers import procs
 from helpers.coordination import store_command
+from helpers.forker import Forker
 from helpers.launcher import clean_environment
 from helpers.procs import HANG
-
-_PROGRAM = Path(__file__).resolve().parent.parent / "workers" / "trainers.py"
 
 Told = dict[str, Any]
 
 
-class Parent:
+class Parent(Forker):
     """The process that forks the trainers of all jobs, one job at a time."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(_PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        # This process outlives the tests that use it, and other tests must not wait for it as an orphan.
-        procs.bystanders.add(self._process.pid)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._orders, self.told = self._process.stdin, self._process.stdout
-
-    def close(self) -> None:
-        self._orders.close()
-        self.told.close()
-        self._process.wait()
-        procs.bystanders.discard(self._process.pid)
-
-    def order(self, order: dict[str, Any]) -> None:
-        self._orders.write((json.dumps(order) + "\n").encode())
-        self._orders.flush()
+        super().__init__("trainers.py")
 
     @contextmanager
     def job(self, query: str, stderr: Path) -> "Iterator[ByHand]":
@@ -158,7 +138,7 @@ class ByHand(Trainers):
     """Trainers that meet at a URL and are started without agents."""
 
     def __init__(self, parent: Parent, url: str, stderr: Path) -> None:
-        super().__init__(parent.told.fileno())
+        super().__init__(parent.answers.fileno())
         self._parent = parent
         self.url, self.stderr = url, stderr
 

@@ -6,17 +6,16 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import NamedTuple
 
+from helpers.forker import WORKERS, Forker
 from helpers.procs import HANG, wait_until
 
 from elasticrs.diagnosis.values import NoRecord, RankEvidence
 
-WORKER = Path(__file__).resolve().parents[1] / "workers" / "desynchronised.py"
+WORKER = WORKERS / "desynchronised.py"
 KINDS = ("missing", "dead", "order", "size", "groups")
 BOTH_NAMED = ("order", "size", "groups")
 """Kinds in which two ranks are a tie, because either of them may be wrong."""
@@ -75,23 +74,11 @@ def drawn(seed):
     return Lost(kind, size, source.randrange(size), steps, [(name, list(ranks)) for name, ranks in groups])
 
 
-class Groups:
+class Groups(Forker):
     """Runs groups one after another. Their ranks are forks of a process that has already imported torch."""
 
-    def __enter__(self):
-        self._process = subprocess.Popen(
-            [sys.executable, str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        return self
-
-    def __exit__(self, *_):
-        self._process.stdin.close()
-        self._process.wait(HANG)
-        self._process.stdout.close()
+    def __init__(self):
+        super().__init__(WORKER.name, env={"OMP_NUM_THREADS": "1"})
 
     def evidence(self, steps, groups, folder):
         """Run a group until all of its ranks are stuck, and return the evidence of all ranks.
@@ -113,18 +100,17 @@ class Groups:
             }
             for rank, own in enumerate(steps)
         ]
-        pids = self._ask(json.dumps(plans))
+        pids = self._ask(plans)
         try:
             # A rank that spins never waits, so only the others show that the group is stuck.
             wait_until_stuck([pid for pid, own in zip(pids, steps, strict=True) if SPIN not in own])
             return [evidence_of(plan, pid) for plan, pid in zip(plans, pids, strict=True)]
         finally:
-            self._ask("")
+            self._ask("kill")
 
-    def _ask(self, line):
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+    def _ask(self, order):
+        self.order(order)
+        return json.loads(self.answers.readline())
 
 
 def wait_until_stuck(pids):

@@ -1,5 +1,7 @@
 """In real gloo groups in which one rank diverges, the diagnosis names this rank and never another one."""
 
+from contextlib import closing
+
 import pytest
 
 from elasticrs.diagnosis.diagnose import diagnose
@@ -13,7 +15,7 @@ SEEDS = {"missing": 2, "dead": 15, "order": 7, "size": 12, "groups": 10}
 
 @pytest.fixture(scope="module")
 def groups():
-    with Groups() as made:
+    with closing(Groups()) as made:
         yield made
 
 
