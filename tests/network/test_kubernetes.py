@@ -133,7 +133,7 @@ def test_a_lost_pod_of_kubeflow_is_replaced_without_a_restart(pods, kind):
     round_of(launched, [1, 1])
     launched[1].signal(signal.SIGKILL)
     launched[0].wait_for_line("waiting for nodes: ")
-    assert [process for process in hosts[1].processes() if "ranks.py" in process.command] == []
+    procs.wait_until(lambda: not [each for each in hosts[1].processes() if "ranks.py" in each.command])
     launched[1].wait()
     os.kill(launched[0].pid, signal.SIGTERM)
     launched[0].exits(1)
