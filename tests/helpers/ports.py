@@ -3,20 +3,29 @@
 import os
 import random
 import socket
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+_PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_SHARE = 22_000 // _PROCESSES & ~1
+_FIRST = 10_000 + _SHARE * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+"""The ports of this process. Two processes of one test run never choose the same port."""
+
+_recent = deque[int](maxlen=100)
+"""Ports that have been chosen, but may not be in use yet."""
+
 
 def free() -> int:
     """Return a free port below the ephemeral ports, because any of those could be taken a moment later."""
-    # Do not use the generator that hypothesis seeds, because all test processes would start with the same
-    # port.
+    # Do not use the generator that hypothesis seeds, because it would choose the same ports in each run.
     numbers = random.SystemRandom()
     while True:
-        port = numbers.randrange(10000, 32000)
-        if is_free(port):
+        port = numbers.randrange(_FIRST, _FIRST + _SHARE)
+        if port not in _recent and is_free(port):
+            _recent.append(port)
             return port
 
 
@@ -29,6 +38,7 @@ def pairs(count: int) -> list[int]:
         port = free() & ~1
         if is_free(port) and is_free(port + 1):
             found.add(port)
+            _recent.extend((port, port + 1))
     return sorted(found)
 
 
