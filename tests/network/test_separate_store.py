@@ -26,12 +26,20 @@ def apart(network, multinode):
         yield multinode(store_host, "2:3", conf=QUICK), machines, net
 
 
-def test_the_first_agent_is_killed_in_a_round(apart):
+@pytest.fixture
+def led(apart):
+    """The job, its first agent and the other two agents."""
     job, machines, _ = apart
     (leader,) = job.start(machines[0])
-    others = job.start(*machines[1:])
+    return job, leader, job.start(*machines[1:])
+
+
+@pytest.mark.parametrize("signum", [KILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_a_signal_to_the_first_agent_ends_its_node_alone(led, signum):
+    job, leader, others = led
     workers = job.formed(leader, *others)
-    leader.signal(KILL)
+    leader.signal(signum)
+    assert job.ended(leader) == [-KILL if signum == KILL else 1]
     again = job.formed(*others)
     assert restarts(again) == {0}
     procs.assert_gone(pids(workers))
@@ -40,23 +48,18 @@ def test_the_first_agent_is_killed_in_a_round(apart):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_first_agent_is_killed_at_a_random_moment_of_forming(apart, seed):
-    job, machines, _ = apart
-    (leader,) = job.start(machines[0])
-    others = job.start(*machines[1:])
+def test_the_first_agent_is_killed_at_a_random_moment_of_forming(led, seed):
+    job, leader, others = led
     leader.launched.read_for(random.Random(seed).uniform(0.0, 1.5))
     leader.signal(KILL)
     job.assert_empty(leader.host)
-    (fresh,) = job.start(machines[0])
-    agents = (fresh, *others)
+    agents = (*job.start(leader.host), *others)
     job.finish(agents, job.formed(*agents))
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_first_agent_is_killed_while_a_restart_is_under_way(apart, seed):
-    job, machines, _ = apart
-    (leader,) = job.start(machines[0])
-    others = job.start(*machines[1:])
+def test_the_first_agent_is_killed_while_a_restart_is_under_way(led, seed):
+    job, leader, others = led
     job.tell(job.formed(leader, *others)[-1:], FAIL)
     leader.launched.read_for(random.Random(seed).uniform(0.0, 0.1))
     leader.signal(KILL)
@@ -79,19 +82,6 @@ def test_agents_are_replaced_one_at_a_time(apart):
         workers = job.formed(*agents)
         assert restarts(workers) == {0}
     job.finish(agents, workers)
-
-
-def test_a_signal_to_the_leader_drains_its_node_alone(apart):
-    job, machines, _ = apart
-    (leader,) = job.start(machines[0])
-    others = job.start(*machines[1:])
-    job.formed(leader, *others)
-    leader.signal(signal.SIGTERM)
-    assert job.ended(leader) == [1]
-    job.assert_empty(leader.host)
-    again = job.formed(*others)
-    assert restarts(again) == {0}
-    job.finish(others, again)
 
 
 def test_the_host_of_the_store_is_cut_off_for_a_while(apart):

@@ -56,16 +56,6 @@ class Training:
         self.job.assert_empty(*(agent.host for agent in agents))
 
 
-def test_a_worker_is_killed(hosts, multinode):
-    training = Training(multinode, hosts(4), "4")
-    step = training.goes_on(4)
-    last = training.agents[-1]
-    (victim,) = training.workers(last)
-    last.host.kill(victim)
-    training.goes_on(4, beyond=step)
-    training.finish(training.agents)
-
-
 def test_an_agent_is_killed_and_replaced(network, multinode):
     net = network(3)
     training = Training(multinode, net.hosts, "3")
@@ -75,17 +65,6 @@ def test_an_agent_is_killed_and_replaced(network, multinode):
     agents = [training.agents[0], training.agents[2], *training.job.start(net.add_host())]
     training.goes_on(3, beyond=step)
     training.finish(agents)
-
-
-def test_a_host_is_cut_off_and_comes_back(hosts, multinode):
-    training = Training(multinode, hosts(3), "2:3", "--warm=auto")
-    host = training.agents[2].host
-    step = training.goes_on(3)
-    host.link_down()
-    step = training.goes_on(2, beyond=step)
-    host.link_up()
-    training.goes_on(3, beyond=step)
-    training.finish(training.agents)
 
 
 def test_up_and_down_again(hosts, multinode):
