@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from helpers import procs
-from helpers.control import INSIDE, Program
+from helpers.control import Program
 from helpers.packets import PacketRelay
 from helpers.procs import run_program
 
@@ -42,6 +42,16 @@ echo 1 >/proc/sys/net/ipv6/conf/default/disable_ipv6
 exec "$@"
 """
 """The switch has no address and says nothing of its own."""
+
+
+REACH = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 9), float(sys.argv[2]))
+except ConnectionRefusedError:
+    pass
+"""
+"""Connects to a port on which nothing listens. Fails unless the other host refuses the connection."""
 
 
 def why_not() -> str | None:
@@ -130,11 +140,10 @@ class Host(Namespaces):
         assert not check or done.returncode == 0, f"{command} on {self}: {done.stderr}"
         return done
 
-    def can_ping(self, other: "Host", seconds: float = procs.HANG) -> bool:
+    def can_reach(self, other: "Host", seconds: float = procs.HANG) -> bool:
         """Return true if the other host answers within this time."""
-        return not self.run(
-            sys.executable, INSIDE / "ping.py", other.address, str(seconds), check=False
-        ).returncode
+        argv = (sys.executable, "-I", "-S", "-c", REACH, other.address, str(seconds))
+        return not self.run(*argv, check=False).returncode
 
     # --- faults ----------------------------------------------------------------------------------------
 

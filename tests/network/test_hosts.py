@@ -22,8 +22,8 @@ pytestmark = pytest.mark.privileged
 @pytest.mark.parametrize("is_ipv6_only", [False, True], ids=["IPv4", "IPv6"])
 def test_hosts_reach_each_other_by_address_and_name(hosts, is_ipv6_only):
     first, second, third = hosts(3, is_ipv6_only=is_ipv6_only)
-    assert first.can_ping(second)
-    assert third.can_ping(first)
+    assert first.can_reach(second)
+    assert third.can_reach(first)
     assert second.run("hostname").stdout == "node2\n"
     names = "import socket; print(socket.getfqdn(), socket.getaddrinfo('node3', 1)[0][4][0])"
     assert first.run(sys.executable, "-c", names).stdout.split() == ["node1", third.address]
@@ -53,12 +53,12 @@ def test_a_cable_that_is_pulled_is_silent(hosts):
         assert server.tell("peek 0.3") == "NOTHING"
         assert "FIN-WAIT-1" in second.run("ss", "-tn").stdout
         assert "ESTAB" in first.run("ss", "-tn").stdout
-        assert not first.can_ping(second, seconds=0.2)
+        assert not first.can_reach(second, seconds=0.2)
 
         second.link_up()
         assert server.tell("receive") == "RECEIVED b'hello'"
         assert server.tell("receive") == "RECEIVED b''"
-        assert first.can_ping(second)
+        assert first.can_reach(second)
 
 
 def test_a_program_that_dies_closes_its_connections_unless_the_whole_host_does(hosts):
@@ -87,11 +87,11 @@ def test_hosts_can_be_separated_from_each_other_alone(network):
     net = network(3)
     first, second, third = net.hosts
     net.separate(second, third)
-    assert not second.can_ping(third, seconds=0.2)
-    assert first.can_ping(second)
-    assert third.can_ping(first)
+    assert not second.can_reach(third, seconds=0.2)
+    assert first.can_reach(second)
+    assert third.can_reach(first)
     net.reunite(second, third)
-    assert third.can_ping(second)
+    assert third.can_reach(second)
 
 
 def test_two_networks_have_the_same_addresses_and_do_not_meet(network):

@@ -48,7 +48,7 @@ def test_a_short_cut_is_not_noticed(three):
     host = agents[2].host
     host.link_down()
     host.link_up()
-    assert host.can_ping(agents[0].host)
+    assert host.can_reach(agents[0].host)
     job.finish(agents, workers)
 
 
