@@ -2,19 +2,15 @@
 ``SHUT …`` as its last lines. A digit on its stdin makes its workers exit with that code.
 """
 
-import contextlib
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
-
 from helpers.launcher import Launched
 
 
 class PolledNode:
     """A node whose agent polls its workers."""
 
-    def __init__(self, launched: Launched, writer: socket.socket) -> None:
-        self.launched, self._writer = launched, writer
+    def __init__(self, launched: Launched) -> None:
+        """Control a node whose stdin is :data:`subprocess.PIPE`."""
+        self.launched = launched
         self._rounds = 0
 
     def round(self) -> str:
@@ -24,7 +20,7 @@ class PolledNode:
 
     def workers_exit(self, code: int) -> None:
         """Make the current workers exit with this code, which must be below 10."""
-        self._writer.send(str(code).encode())
+        self.launched.feed(str(code).encode())
 
     def result(self) -> str:
         """Wait until the node exits, and return the result of its agent. Its rendezvous handler must have
@@ -34,17 +30,3 @@ class PolledNode:
         *_, result, shut = self.launched.stdout.splitlines()
         assert shut == "SHUT True True", self.launched.stderr
         return result.removeprefix("RESULT ")
-
-
-@contextlib.contextmanager
-def polled_nodes(launch: Callable[..., Launched]) -> Iterator[Callable[..., PolledNode]]:
-    """Yield a function that starts a node with a given command line."""
-    with contextlib.ExitStack() as opened:
-
-        def start(argv: Sequence[Any], **options: Any) -> PolledNode:
-            reader, writer = socket.socketpair()
-            opened.enter_context(writer)
-            with reader:
-                return PolledNode(launch(argv=argv, stdin=reader.fileno(), **options), writer)
-
-        yield start

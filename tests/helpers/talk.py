@@ -1,6 +1,7 @@
 """Two programs on hosts with a connection between them, both controlled by the test."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,13 +23,9 @@ class End:
     """
 
     def __init__(self, host: Host, role: str, address: str, port: int = 7000) -> None:
-        theirs, self._input = os.pipe()
         program = (sys.executable, "-I", "-S", str(INSIDE / "talk.py"), role, address, str(port))
         argv = [*host.prefix(), *program]
-        try:
-            self.launched = Launched(argv, env=dict(os.environ), cwd=Path("/"), stdin=theirs)
-        finally:
-            os.close(theirs)
+        self.launched = Launched(argv, env=os.environ, cwd=Path("/"), stdin=subprocess.PIPE)
         bystanders.add(self.pid)
         self._heard = 0
 
@@ -39,7 +36,7 @@ class End:
 
     def order(self, command: str) -> None:
         """Send a command to the program, without waiting for its answer."""
-        os.write(self._input, command.encode() + b"\n")
+        self.launched.feed(command.encode() + b"\n")
 
     def tell(self, command: str) -> str:
         """Send a command to the program, and return its answer."""
@@ -53,7 +50,6 @@ class End:
 
     def close(self) -> None:
         """Stop the program if it is still running."""
-        os.close(self._input)
         bystanders.discard(self.pid)
         self.launched.close()
 

@@ -5,12 +5,13 @@ the user has written.
 """
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import ports, procs
-from helpers.polled import polled_nodes
+from helpers.polled import PolledNode
 
 AGENT = '''
 import logging, os, signal, subprocess, sys
@@ -104,10 +105,12 @@ def node(launch, tmp_path, kind):
     program, endpoint = tmp_path / "agent.py", f"127.0.0.1:{ports.free()}"
     program.write_text(AGENT, encoding="utf-8")
     tests = Path(__file__).parent.parent
-    with polled_nodes(launch) as start:
-        yield lambda number, nodes="2:2", nproc=1, env=None: start(
-            [sys.executable, program, str(number), endpoint, nodes, str(nproc), kind, tests], env=env
-        )
+
+    def start(number, nodes="2:2", nproc=1, env=None):
+        argv = [sys.executable, program, str(number), endpoint, nodes, str(nproc), kind, tests]
+        return PolledNode(launch(argv=argv, stdin=subprocess.PIPE, env=env))
+
+    return start
 
 
 def ranks(told):
