@@ -87,7 +87,7 @@ def test_an_unread_console_does_not_fail_a_job(launch, worker_script, tmp_path):
     short = launcher_with("agent.tracker", DRAIN_TIMEOUT=0.2)
     job = launch("-t", "1", "--log-dir", tmp_path / "logs", script, argv=short)
     # Do not read the launcher's stdout before it has exited.
-    assert procs.wait_readable(job.pidfd, 30)
+    assert procs.wait_readable(job.pidfd)
     assert job.wait() == 0
     (log,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
     assert re.search(rf"\bconsole\b.* 0\.2 s; .*{log}\n", job.stderr)

@@ -124,7 +124,7 @@ def test_processes_of_an_import_end_with_it(importing, whose):
         job.launched.signal(signum)
         assert job.launched.wait(20) == (1 if whose == "agent" else -signum)
     assert len(started) == 2
-    procs.assert_gone([job.nursery, *started], 5)
+    procs.assert_gone([job.nursery, *started], 20)
     procs.reap_adopted()
 
 
