@@ -95,13 +95,22 @@ def test_a_child_takes_no_part():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
-WITHOUT_DESCRIPTORS = """
-import logging, os, resource, socket, threading
+IN_A_ROUND = """
+import logging, os, resource, socket, sys, threading
 from elasticrs.rendezvous.elastic.messages import Stop
 from elasticrs.train.groups import Connections
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership, Round
 
+place = parse("elasticrs://localhost:1/job?min_workers=2&max_workers=4", {})
+member = Membership(place.rendezvous, place.backend)
+listener, connections = socket.create_server(("127.0.0.1", 0)), Connections()
+member._round = Round(1, 0, 2, "127.0.0.1", 1, None, connections)
+member._thread = threading.Thread(target=member._watch)
+member._thread.start()
+"""
+
+WITHOUT_DESCRIPTORS = """
 class Waiting(logging.Handler):
     seen = threading.Event()
 
@@ -110,18 +119,12 @@ class Waiting(logging.Handler):
         self.seen.set()
 
 logging.getLogger("elasticrs.train").addHandler(waiting := Waiting())
-place = parse("elasticrs://localhost:1/job?min_workers=2&max_workers=4", {})
-member = Membership(place.rendezvous, place.backend)
-listener, connections = socket.create_server(("127.0.0.1", 0)), Connections()
 with connections.recorded():
     one = socket.create_connection(listener.getsockname())
     # Options that gloo sets.
     one.set_inheritable(True)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 other, _ = listener.accept()
-member._round = Round(1, 0, 2, "127.0.0.1", 1, None, connections)
-member._thread = threading.Thread(target=member._watch)
-member._thread.start()
 
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 taken = []
@@ -142,26 +145,14 @@ print("threads", threading.active_count())
 
 
 def test_the_watching_thread_survives_a_lack_of_descriptors():
-    done = run_program([sys.executable, "-c", WITHOUT_DESCRIPTORS], timeout=120, check=True)
+    done = run_program([sys.executable, "-c", IN_A_ROUND + WITHOUT_DESCRIPTORS], timeout=120, check=True)
     told, *rest = done.stdout.splitlines()
     assert "round 1" in told
     assert rest == ["ended True", "threads 1"]
 
 
 HANGING_CREATION = """
-import logging, socket, sys, threading
-from elasticrs.rendezvous.elastic.messages import Stop
-from elasticrs.train.groups import Connections
-from elasticrs.train.meeting_url import parse
-from elasticrs.train.membership import Membership, Round
-
 logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
-place = parse("elasticrs://localhost:1/job?min_workers=2&max_workers=4", {})
-member = Membership(place.rendezvous, place.backend)
-listener, connections = socket.create_server(("127.0.0.1", 0)), Connections()
-member._round = Round(1, 0, 2, "127.0.0.1", 1, None, connections)
-member._thread = threading.Thread(target=member._watch)
-member._thread.start()
 with connections.recorded():
     one = socket.create_connection(listener.getsockname())
     other, _ = listener.accept()
@@ -175,7 +166,7 @@ print("port", listener.getsockname()[1])
 
 
 def test_the_creation_of_a_group_over_unknown_connections_is_aborted_with_a_warning():
-    done = run_program([sys.executable, "-c", HANGING_CREATION], timeout=120, check=True)
+    done = run_program([sys.executable, "-c", IN_A_ROUND + HANGING_CREATION], timeout=120, check=True)
     warning, ended, port = done.stdout.splitlines()
     assert warning.startswith("WARNING rank 0: ")
     assert f"127.0.0.1 port {port.split()[1]}" in warning
