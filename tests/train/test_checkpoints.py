@@ -20,7 +20,7 @@ from elasticrs.train.checkpoint import (
 )
 from elasticrs.train.votes import Vote, disagreement
 
-from .threads import Job, Sum, add, train_sum
+from .threads import Job, Sum, add, train_sum, train_sums
 
 
 def write(manager, data, key="default"):
@@ -215,7 +215,7 @@ def test_no_worker_is_asked_without_a_manager():
 
 
 def test_rank_0_saves_when_it_is_due(saving):
-    assert Job(3).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 3
+    assert train_sums(3, state=Saved) == [(10, 550)] * 3
     # The newest checkpoint, of step 10, has the final state.
     assert [json.loads(read(each))[0] for each in saving.list_checkpoints()] == [10, 8, 4]
 
@@ -275,7 +275,7 @@ def test_the_platform_may_ask_for_one(saving):
 def test_a_checkpoint_that_cannot_be_read_ends_all_with_one_error_each(saving, caplog):
     write(saving, b"")
     cut_manifest(folder(saving) / "0")
-    first, second = Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved))
+    first, second = train_sums(2, state=Saved)
     assert isinstance(first, CheckpointError)
     assert "are damaged" in str(first)
     assert isinstance(second, CheckpointError)
@@ -311,7 +311,7 @@ def test_a_full_disk_costs_the_checkpoint_only(saving, monkeypatch, caplog, save
     if save is not None:
         monkeypatch.setattr(Saved, "save", save)
     with caplog.at_level(logging.WARNING):
-        assert Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 2
+        assert train_sums(2, state=Saved) == [(10, 550)] * 2
     # Two periodic checkpoints and that of the final state have failed.
     assert len(caplog.records) == 3
     assert all(os.strerror(errno.ENOSPC) in record.getMessage() for record in caplog.records)
@@ -333,7 +333,7 @@ def caused_by_itself(*_):
 @pytest.mark.parametrize("save", [while_an_error_is_handled, caused_by_itself])
 def test_a_mistake_in_save_is_no_failure_of_the_disk(saving, monkeypatch, save):
     monkeypatch.setattr(Saved, "save", save)
-    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, state=Saved))
+    (found,) = train_sums(state=Saved)
     assert isinstance(found, ValueError)
 
 
@@ -349,14 +349,14 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_void_the_new_one(tmp_
 
 
 def test_a_state_that_cannot_be_saved_is_refused_with_a_manager(saving):
-    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, state=Sum))
+    (found,) = train_sums(state=Sum)
     assert isinstance(found, TypeError)
     assert "Sum has neither state_dict nor save and neither load_state_dict nor load" in str(found)
 
 
 def test_a_finished_job_that_runs_again_writes_no_further_checkpoint(saving):
     for _ in range(2):
-        assert Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Saved)) == [(10, 550)] * 2
+        assert train_sums(2, state=Saved) == [(10, 550)] * 2
     assert len(saving.list_checkpoints()) == 3
 
 

@@ -23,7 +23,7 @@ from elasticrs.train import votes as votes_of_workers
 from elasticrs.train.coordinator import FinalState
 from elasticrs.train.running import to_generator
 
-from .threads import Job, Sum, add, train_sum
+from .threads import Job, Sum, add, train_sum, train_sums
 
 DONE = (10, 550)
 
@@ -91,13 +91,12 @@ def test_an_error_of_another_type_is_fatal_for_its_worker():
 
 @pytest.mark.parametrize("error", [NotImplementedError("x"), RecursionError("x"), NonRetryableException("x")])
 def test_mistakes_are_not_tried_again(error):
-    found = Job(1).run(lambda _, coordinator: train_sum(coordinator, step=once(error, 0)))
-    assert found == [error]
+    assert train_sums(step=once(error, 0)) == [error]
 
 
 @pytest.mark.parametrize("code", [0, None])
 def test_a_program_that_ends_in_the_middle_has_not_succeeded(code):
-    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, step=once(SystemExit(code), 3)))
+    (found,) = train_sums(step=once(SystemExit(code), 3))
     assert isinstance(found, NonRetryableException)
 
 
@@ -106,17 +105,12 @@ def test_retryable_errors_can_be_chosen():
         return train_sum(coordinator, step=once(KeyError("x"), 3), retryable=(RuntimeError, KeyError))
 
     assert Job(2).run(work) == [DONE] * 2
-    (found,) = Job(1).run(
-        lambda _, coordinator: train_sum(coordinator, step=once(RuntimeError("x"), 3), retryable=(KeyError,))
-    )
+    (found,) = train_sums(step=once(RuntimeError("x"), 3), retryable=(KeyError,))
     assert isinstance(found, RuntimeError)
 
 
 def test_the_first_own_error_is_logged_in_full(caplog):
-    def work(_, coordinator):
-        return train_sum(coordinator, step=always(RuntimeError("wrong shape")), max_failures=3)
-
-    Job(1).run(work)
+    train_sums(step=always(RuntimeError("wrong shape")), max_failures=3)
     told = [record for record in caplog.records if "wrong shape" in record.message]
     assert [bool(record.exc_info) for record in told] == [True, False, False]
 
@@ -136,9 +130,7 @@ def test_a_worker_that_always_fails_gives_up_and_the_others_continue(monkeypatch
     says(str(first), "failures: 5 ", " 0 ")
     assert isinstance(first.__cause__, RetryableException)
     assert others == [DONE] * 2
-    (found,) = Job(1).run(
-        lambda _, coordinator: train_sum(coordinator, step=always(RuntimeError("x")), max_failures=2)
-    )
+    (found,) = train_sums(step=always(RuntimeError("x")), max_failures=2)
     assert "failures: 2 of" in str(found)
 
 
@@ -203,7 +195,7 @@ def test_a_job_that_is_closed_before_the_first_sync_returns_no_state():
         def sync(self, *_):
             raise StopException
 
-    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, state=Closed))
+    (found,) = train_sums(state=Closed)
     assert isinstance(found, NonRetryableException)
 
 
@@ -256,18 +248,13 @@ def failing(plain, when, is_late):
 
 
 def test_the_job_may_end_in_the_middle_of_a_step():
-    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, step=stopped_at(4)))
-    assert found == (4, 100)
-
-
-def stopped_at(when):
     def step(state):
         done = add(state)
-        if state.steps > when:
+        if state.steps > 4:
             raise StopException
         return done
 
-    return step
+    assert train_sums(step=step) == [(4, 100)]
 
 
 class Unfit(Sum):
@@ -278,9 +265,7 @@ class Unfit(Sum):
 
 
 def test_a_rollback_that_fails_is_fatal():
-    (found,) = Job(1).run(
-        lambda _, coordinator: train_sum(coordinator, step=once(RuntimeError("x"), 2), state=Unfit)
-    )
+    (found,) = train_sums(step=once(RuntimeError("x"), 2), state=Unfit)
     assert str(found) == "torn"
 
 
@@ -297,13 +282,13 @@ def test_a_rollback_that_fails_is_fatal():
     ],
 )
 def test_a_step_must_return_a_state_and_stats(result, message):
-    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, step=lambda _: result))
+    (found,) = train_sums(step=lambda _: result)
     assert isinstance(found, TypeError)
     assert message in str(found)
 
 
 def test_worker_stats_are_none_or_worker_stats():
-    (found,) = Job(1).run(lambda _, coordinator: train_sum(coordinator, step=lambda state: (state, 5)))
+    (found,) = train_sums(step=lambda state: (state, 5))
     assert str(found) == "worker_stats: got 5, expected a WorkerStats or None"
 
 
@@ -349,7 +334,7 @@ class MakesLoaders(Sum):
 
 def test_torchelastic_programs_return_without_a_sync_if_their_data_end_together(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchelastic", elasticrs.train)
-    assert Job(3).run(lambda _, coordinator: train_sum(coordinator, state=MakesLoaders)) == [DONE] * 3
+    assert train_sums(3, state=MakesLoaders) == [DONE] * 3
 
 
 def test_torchelastic_programs_return_without_a_sync_if_only_one_has_noticed_the_end(monkeypatch):
@@ -361,8 +346,7 @@ def test_torchelastic_programs_return_without_a_sync_if_only_one_has_noticed_the
         state.coordinator.wants_to_meet = state.steps == 10 and state.coordinator.rank != 0
         return result
 
-    found = Job(3).run(lambda _, coordinator: train_sum(coordinator, step=step, state=MakesLoaders))
-    assert found == [DONE] * 3
+    assert train_sums(3, step=step, state=MakesLoaders) == [DONE] * 3
 
 
 @pytest.mark.parametrize(
@@ -393,8 +377,8 @@ def test_a_sync_that_always_fails_reaches_the_cap():
                 raise RuntimeError("cannot sync")
             super().sync(world_size, rank)
 
-    found = Job(2).run(lambda _, coordinator: train_sum(coordinator, state=Broken, max_failures=3))
-    assert all("failures: 3 " in str(error) for error in found)
+    for error in train_sums(2, state=Broken, max_failures=3):
+        assert "failures: 3 " in str(error)
 
 
 FORKS = """
@@ -441,7 +425,7 @@ def test_metrics_are_published_to_a_handler():
     kept = Kept()
     metrics.configure(kept, "torchelastic")
     try:
-        Job(1).run(lambda _, coordinator: train_sum(coordinator, length=2))
+        train_sums(length=2)
     finally:
         metrics.configure(metrics.NullMetricHandler(), "torchelastic")
     assert kept.names.count("train_step.duration.ms") == 2

@@ -192,3 +192,8 @@ def train_sum(coordinator, length=10, step=add, state=Sum, **options):
     """Train until the data end, and return the number of steps and the total."""
     done = train(coordinator, step, state(coordinator, length), **options)
     return done.steps, done.total
+
+
+def train_sums(size=1, **options):
+    """Let workers train alike. Return the result or exception of each."""
+    return Job(size).run(lambda _, coordinator: train_sum(coordinator, **options))
