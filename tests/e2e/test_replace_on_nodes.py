@@ -220,7 +220,7 @@ def test_a_joining_or_leaving_node_stops_no_worker_and_uses_no_restart(nodes):
 
 
 def test_a_node_that_is_cut_off_ends_its_workers_and_comes_back(nodes, either_store):
-    conf = () if either_store is not None else ("keep_alive_interval=0.2", "keep_alive_max_attempt=3")
+    conf = () if either_store is not None else ("keep_alive_interval=0.4",)
     job = nodes("--nnodes=1:2", "--max-restarts=0", conf=conf)
     first = job.start()
     job.up(first, 2)
@@ -267,7 +267,7 @@ def test_a_store_that_is_away_delays_a_replacement(nodes, store):
 
 @pytest.mark.parametrize("either_store", [None], ids=["own"])
 def test_the_job_ends_with_the_node_that_hosts_the_store(nodes):
-    conf = ["keep_alive_interval=0.2", "keep_alive_max_attempt=3", "store_lost_timeout=0.5"]
+    conf = ["keep_alive_interval=0.4", "store_lost_timeout=2"]
     job = nodes("--nnodes=1:2", "--max-restarts=1", conf=conf)
     host = job.start()
     job.up(host, 2)
