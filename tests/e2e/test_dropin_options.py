@@ -1,5 +1,6 @@
 """Options of torchrun that change how a worker runs, what it sees, and where its output goes."""
 
+import json
 import os
 import re
 import signal
@@ -16,34 +17,27 @@ SHOW = """
 """
 
 
-def shown_by(launched):
-    import json
-
-    launched.exits(0)
-    shown = map(json.loads, launched.stdout.splitlines())
-    return [list(each.values())[1:] for each in sorted(shown, key=lambda each: each["RANK"])]
+VIRTUAL = ("--virtual-local-rank",)
 
 
 @pytest.mark.parametrize(
-    ("env", "expected"),
+    ("options", "env", "expected"),
     [
-        ({}, [["0", "0", None], ["0", "1", None]]),
-        ({"CUDA_VISIBLE_DEVICES": "4, GPU-a"}, [["0", "4", None], ["0", "GPU-a", None]]),
-        ({"CUDA_VISIBLE_DEVICES": "7,8", "HIP_VISIBLE_DEVICES": "2,3"}, [["0", "2", "2"], ["0", "3", "3"]]),
-        ({"HIP_VISIBLE_DEVICES": ""}, [["0", "0", ""], ["0", "1", ""]]),
+        (VIRTUAL, {}, [["0", "0", None], ["0", "1", None]]),
+        (VIRTUAL, {"CUDA_VISIBLE_DEVICES": "4, GPU-a"}, [["0", "4", None], ["0", "GPU-a", None]]),
+        (
+            VIRTUAL,
+            {"CUDA_VISIBLE_DEVICES": "7,8", "HIP_VISIBLE_DEVICES": "2,3"},
+            [["0", "2", "2"], ["0", "3", "3"]],
+        ),
+        (VIRTUAL, {"HIP_VISIBLE_DEVICES": ""}, [["0", "0", ""], ["0", "1", ""]]),
+        ((), {"CUDA_VISIBLE_DEVICES": "4"}, [["0", "4", None], ["1", "4", None]]),
     ],
 )
-def test_a_virtual_local_rank_is_0_and_sees_its_own_device(launch, worker_script, env, expected):
-    assert (
-        shown_by(launch("--virtual-local-rank", "--nproc-per-node=2", worker_script(SHOW), env=env))
-        == expected
-    )
-
-
-def test_devices_pass_through_without_it(launch, worker_script):
-    env = {"CUDA_VISIBLE_DEVICES": "4"}
-    launched = launch("--nproc-per-node=2", worker_script(SHOW), env=env)
-    assert shown_by(launched) == [["0", "4", None], ["1", "4", None]]
+def test_a_virtual_local_rank_is_0_and_sees_its_own_device(launch, worker_script, options, env, expected):
+    launched = launch(*options, "--nproc-per-node=2", worker_script(SHOW), env=env).exits(0)
+    shown = map(json.loads, launched.stdout.splitlines())
+    assert [list(each.values())[1:] for each in sorted(shown, key=lambda each: each["RANK"])] == expected
 
 
 # Under torchrun, the fork server and the resource tracker of the first attempt outlive the launcher for a
