@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from helpers import ports, procs
-from helpers.polled import PolledNode
 
 AGENT = '''
 import logging, os, signal, subprocess, sys
@@ -89,6 +88,35 @@ except RendezvousClosedError:
 finally:
     print("SHUT", handler.shutdown(), handler.is_closed(), flush=True)
 '''
+
+
+class PolledNode:
+    """A node whose agent polls its workers.
+
+    It prints ``ROUND …`` for each round, and ``RESULT …`` and ``SHUT …`` as its last lines.
+    """
+
+    def __init__(self, launched):
+        self.launched = launched
+        self._rounds = 0
+
+    def round(self):
+        """Wait for the next round, and return what the node prints about it."""
+        self._rounds += 1
+        return self.launched.wait_for_lines(r"^ROUND (.*)$", self._rounds)[-1][1]
+
+    def workers_exit(self, code):
+        """Make the current workers exit with this code of one digit."""
+        self.launched.feed(str(code).encode())
+
+    def result(self):
+        """Wait until the node exits, and return the result of its agent. Its rendezvous handler must have
+        been shut down.
+        """
+        assert self.launched.wait() == 0, self.launched.stderr
+        *_, result, shut = self.launched.stdout.splitlines()
+        assert shut == "SHUT True True", self.launched.stderr
+        return result.removeprefix("RESULT ")
 
 
 @pytest.fixture
