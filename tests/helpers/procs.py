@@ -43,6 +43,17 @@ ctypes.CDLL(None).pthread_exit(None)
 """
 """A program whose main thread ends; then it says its pid, and another thread goes on for ever."""
 
+TRACKER_RUNS = """
+from multiprocessing import resource_tracker
+tracker = resource_tracker._resource_tracker._pid
+while not int(open("/proc/%d/status" % tracker).read().partition("SigIgn:")[2].split()[0], 16) >> 14 & 1:
+    pass
+"""
+"""Code that waits until the resource tracker of its process has started, and so ignores SIGTERM.
+
+After the process is killed, the tracker has one second. On a loaded machine, it may take longer to start.
+"""
+
 
 def run_program(
     command: Sequence[str | Path], *, timeout: float = HANG, check: bool = False, **how: Any

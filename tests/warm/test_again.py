@@ -38,6 +38,7 @@ VALUE = {value!r}
 if os.getppid() == {agent}:
     from multiprocessing.shared_memory import SharedMemory
     memory = SharedMemory("of_{agent}", create=True, size=1)
+    exec({tracker_runs!r})
     open({started!r}, "w").close()
     os.close(os.open({fifo!r}, os.O_RDONLY))
 """
@@ -66,6 +67,7 @@ class Job:
         size is unchanged.
         """
         names = {"agent": self.launched.pid, "started": str(self._started), "fifo": str(self._fifo)}
+        names["tracker_runs"] = procs.TRACKER_RUNS
         self.module.write_text(text.format(value=value, **names))
 
     def fail(self, attempt):

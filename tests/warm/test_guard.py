@@ -125,15 +125,15 @@ def test_a_missing_module_is_left_out_if_its_package_leaves_something(launch, tm
 def test_shared_memory_of_a_module_that_is_left_out_is_removed(preload):
     name = f"elasticrs-test-{os.getpid()}"
     module = f"from multiprocessing import shared_memory as m; kept = m.SharedMemory({name!r}, True, 8)"
-    assert list(preload({"shared": module})[1]) == ["shared"]
+    assert list(preload({"shared": module + procs.TRACKER_RUNS})[1]) == ["shared"]
     assert name not in os.listdir("/dev/shm")
 
 
 LEAVES_A_SLOW_TRACKER = """
 import os, signal, subprocess
-from multiprocessing import resource_tracker, shared_memory
+from multiprocessing import shared_memory
 kept = shared_memory.SharedMemory({name!r}, True, 8)
-tracker = resource_tracker._resource_tracker._pid
+exec({runs!r})
 os.kill(tracker, signal.SIGSTOP)
 child = subprocess.Popen(["sleep", "1000"])
 with open("pids.new", "w") as file:
@@ -147,7 +147,7 @@ def test_a_slow_resource_tracker_removes_the_shared_memory(launch, tmp_path, wor
     memory.
     """
     name = f"elasticrs-test-{os.getpid()}-slow"
-    env = library(leaves=LEAVES_A_SLOW_TRACKER.format(name=name))
+    env = library(leaves=LEAVES_A_SLOW_TRACKER.format(name=name, runs=procs.TRACKER_RUNS))
     job = launch("--warm=leaves", worker_script(""), env=env, cwd=tmp_path)
     procs.wait_until((tmp_path / "pids").exists)
     tracker, child = map(int, (tmp_path / "pids").read_text().split())
