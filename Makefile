@@ -122,7 +122,7 @@ nightly: ## every test with thorough random examples, then soaks, other releases
 
 # These suites run a second time with workers that are forks of a warm nursery, without the slow tests that wait for a nursery that
 # does not wake up.
-WARM_TESTS := not test(a_nursery_that)
+WARM_TESTS := not (binary(supervisor) & test(a_nursery_that))
 # Build the programs first, because tests run programs of other packages, which cargo does not build for them.
 test-rust: ## the Rust part of `make test`
 	@cargo build --locked --quiet --bins

@@ -453,9 +453,9 @@ fn runs_in_namespace(test: &str, dir: &Path, setup: &str) {
     command.args(["--user", "--map-root-user", "--mount", "--", "/bin/sh", "-c", &script]);
     let output = command.arg(std::env::current_exe().unwrap()).env(INSIDE, dir).current_dir(dir).output();
     let reason = match output {
-        Ok(output) if output.status.success() => return,
-        Ok(output) if String::from_utf8_lossy(&output.stdout).contains("running 1 test") => {
-            panic!("inside: {output:?}")
+        Ok(output) if String::from_utf8_lossy(&output.stdout).contains("running ") => {
+            assert!(String::from_utf8_lossy(&output.stdout).contains("1 passed"), "inside: {output:?}");
+            return;
         }
         Ok(output) => String::from_utf8_lossy(&output.stderr).into_owned(),
         Err(error) => error.to_string(),
