@@ -39,13 +39,15 @@ COMMANDS = ("torch.distributed.run", "torch.distributed.launch")
 OPTIONS = "options of the command line"
 
 PRIVATE = {
-    # Other modules of torch import this function.
-    "agent.server.api": ("_get_fq_hostname",),
+    # Other modules of torch import the function.
+    "agent.server.api": ("_RoleInstanceInfo", "_get_fq_hostname"),
     # Other projects create a server with this class.
     "agent.server.local_elastic_agent": ("_AliveCallbackProxy",),
+    "launcher.api": ("_get_addr_and_port", "_get_entrypoint_name"),
     "rendezvous.registry": ("_register_out_of_tree_handlers",),
+    "rendezvous.utils": ("_matches_machine_hostname",),
     # Other programs patch `metadata.entry_points`.
-    "run": ("metadata",),
+    "run": ("_get_logs_specs_class", "metadata"),
 }
 """Names that are not public and used from outside."""
 
@@ -53,7 +55,9 @@ HOOKS = {
     "SimpleElasticAgent": (
         *("_rendezvous", "_assign_worker_ranks", "_initialize_workers", "_restart_workers", "_invoke_run"),
         *("_exit_barrier", "_record_worker_events", "_record_metrics", "_construct_event"),
-    )
+        *("_get_worker_state", "_record_metric_with_condition", "_record_flakiness_metric"),
+    ),
+    "LocalElasticAgent": ("_start_workers", "_stop_workers", "_monitor_workers", "_shutdown"),
 }
 """Methods with an underscore that subclasses override, beside abstract ones."""
 
@@ -206,7 +210,7 @@ class Comparison:
             if not is_same(before[each].default, now[each].default):
                 self._tell(place, f"{name}({each})", "default")
         common = [each for each in before if each in now]
-        if common != [each for each in now if each in before]:
+        if common != list(now)[: len(common)]:
             self._tell(place, name, "order")
 
     def _options(self) -> None:

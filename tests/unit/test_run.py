@@ -1,7 +1,6 @@
 """Tests for the argparse parser, which other programs extend as they extend torchrun's."""
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -11,7 +10,6 @@ from helpers import http_client
 
 import elasticrs.launch as distrib_launch
 from elasticrs.job.config import DEFAULT_SIGNALS
-from elasticrs.job.options import OPTIONS, OURS
 from elasticrs.launcher.arguments import parse
 from elasticrs.multiprocessing import DefaultLogsSpecs, Std
 from elasticrs.run import (
@@ -267,37 +265,6 @@ def test_a_program_can_add_options_of_its_own():
     parser = get_args_parser()
     parser.add_argument("--mine")
     assert parser.parse_args(["--mine=1", "train.py"]).mine == "1"
-
-
-TORCHS_OPTIONS = """
-import json
-from torch.distributed.run import get_args_parser
-print(json.dumps([
-    [action.option_strings, action.dest, action.nargs == 0, action.default, type(action).__name__]
-    for action in get_args_parser()._actions if action.option_strings and action.dest != "help"
-]))
-"""
-
-
-@pytest.mark.torch
-def test_torchruns_options_are_all_there_with_their_defaults(torch_programs):
-    output = torch_programs.checked(TORCHS_OPTIONS)
-    theirs = {}
-    for spellings, dest, is_flag, default, action in json.loads(output.splitlines()[-1]):
-        has_variable = action in ("env", "check_env")
-        theirs[dest] = (sorted(set(spellings)), is_flag, has_variable, default)
-    ours = {option.dest: option for option in OPTIONS if option.group != OURS}
-    assert ours.keys() == theirs.keys()
-    spellings_of = {action.dest: action.option_strings for action in get_args_parser()._actions}
-    values = vars(parse_args(["x"]))
-    for dest, (spellings, is_flag, has_variable, default) in theirs.items():
-        option = ours[dest]
-        assert sorted(spellings_of[dest]) == spellings
-        assert (option.is_flag, option.has_variable) == (is_flag, has_variable), dest
-        expected = option.converted(default) if isinstance(default, str) and default else default
-        assert dest == "print_completion" or values[dest] == default or not (values[dest] or default), dest
-        # If both defaults are empty, their types may differ.
-        assert parse(["x"], {}).__dict__[dest] == expected or not (option.default or expected), dest
 
 
 def test_names_can_be_patched_where_torch_has_them(monkeypatch):
