@@ -135,34 +135,21 @@ def test_the_lease_of_a_job():
 
 @pytest.mark.parametrize(
     "endpoint",
-    [
-        "http://a,b",
-        "http://a,https://b",
-        "ftp://a",
-        "a:0",
-        "unix:///run/etcd",
-        "https://http://a",
-        "a,",
-        "a,,b",
-    ],
+    ["http://a,b", "ftp://a", "a:0", "unix:///run/etcd", "https://http://a", "a,", "a,,b"],
 )
 def test_invalid_lists_of_endpoints_are_refused(endpoint):
     assert mistake(endpoint) == f"rdzv_endpoint: got {endpoint!r}, expected {EXPECTED}"
 
 
-@pytest.mark.parametrize("endpoint", ["a b", "http://a/v3", "a:x", "[::1", "http://"])
+@pytest.mark.parametrize("endpoint", ["http://a/v3", "a:x", "[::1", "http://"])
 def test_lists_with_one_invalid_endpoint_are_refused(endpoint):
     assert mistake(endpoint).endswith(", expected HOST[:PORT]")
 
 
-def test_the_keys_that_there_are_are_named_once_each():
+def test_all_known_keys_are_named_once_each():
     named = mistake(zzz="x").partition("known: ")[2].split(", ")
     assert len(named) == len(set(named))
-
-
-def test_the_user_reads_of_all_keys():
-    line = mistake(zzz=1)
-    assert all(name in line for name in (*NAMES, *(key.name for key in KEYS)))
+    assert {*NAMES, *(key.name for key in KEYS)} <= set(named)
 
 
 # --- the same settings through all interfaces ---
