@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs.agent.server.progress import UNLIMITED, Progress
+from elasticrs.agent.server.progress import Progress
 
 
 class Clock:
@@ -28,35 +28,6 @@ def test_an_agent_outside_of_a_hook_may_be_silent(clock):
     progress.tell()
     progress.renew()
     assert progress.overdue() == (0, None)
-
-
-def test_a_hook_is_overdue_when_it_takes_longer_than_is_allowed(clock):
-    progress = Progress(clock)
-    with progress.within("_pause", 60):
-        clock.now += 60
-        assert progress.overdue() == (0, "_pause")
-        clock.now += 5
-        assert progress.overdue() == (5, "_pause")
-    assert progress.overdue() == (0, None)
-
-
-def test_a_rendezvous_may_take_for_ever(clock):
-    progress = Progress(clock)
-    with progress.within("_monitor_workers", 0), progress.within("_rendezvous", UNLIMITED):
-        clock.now += 1e9
-        assert progress.overdue() == (0, "_rendezvous")
-
-
-def test_a_hook_that_called_another_hook_gets_its_full_time(clock):
-    progress = Progress(clock)
-    with progress.within("_start_workers", 10):
-        clock.now += 9
-        with progress.within("_stop_workers", 30):
-            clock.now += 31
-            assert progress.overdue() == (1, "_stop_workers")
-        assert progress.overdue() == (0, "_start_workers")
-        clock.now += 12
-        assert progress.overdue() == (2, "_start_workers")
 
 
 def test_the_limit_that_a_hook_sets_replaces_its_allowance(clock):
