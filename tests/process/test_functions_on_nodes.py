@@ -2,17 +2,17 @@
 job.
 """
 
-import json
 import signal
-import sys
 
 import pytest
 from helpers import ports
+from helpers.host_programs import told
 
 from elasticrs.report.phrases import SILENT
+from elasticrs.store import connect
 
 HOST = '''
-import json, os, signal, sys, threading, time
+import contextlib, threading, time
 from elasticrs import ChildFailedError, LaunchConfig, elastic_launch
 from elasticrs.agent.server import LocalElasticAgent, WorkerGroup, WorkerSpec
 from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -30,53 +30,53 @@ def launch(function, *args, nodes=(2, 2), nproc=2, **how):
     )
     return elastic_launch(config, function)(*args)
 
-def own(name):
-    return int(os.environ[name])
-
-def tell(**what):
-    print("TOLD " + json.dumps(what), flush=True)
+def meeting_store(prefix=""):
+    from elasticrs.store import connect
+    host, _, port = ENDPOINT.rpartition(":")
+    return contextlib.closing(connect(host, int(port), "job", prefix=prefix))
 
 def meet():
     """All workers of the round are there."""
-    import socket
-    from elasticrs.store import connect
-    host, _, port = ENDPOINT.rpartition(":")
-    store = connect(host, int(port), "job", prefix="test/%d/" % own("ELASTICRS_ROUND"))
-    if store.add("here", 1) == own("WORLD_SIZE"):
-        store.set("all", "1")
-    store.wait(["all"])
-    store.close()
+    with meeting_store("test/%d/" % own("ELASTICRS_ROUND")) as store:
+        if store.add("here", 1) == own("WORLD_SIZE"):
+            store.set("all", "1")
+        store.wait(["all"])
 
-{functions}
-
-if __name__ == "__main__":
-{main}
-    import multiprocessing.resource_tracker
-    multiprocessing.resource_tracker._resource_tracker._stop()
+def wait_for_the_test():
+    tell(runs=own("RANK"))
+    with meeting_store() as store:
+        store.get("go on")
 '''
 
 
 @pytest.fixture
-def nodes(launch, tmp_path):
-    """Return a function that starts the program once for each rank."""
-    program, port = tmp_path / "host.py", ports.free()
+def port():
+    """Port of the store in which the nodes meet."""
+    return ports.free()
 
-    def start(functions, main, *ranks, env=None):
-        indented = "\n".join("    " + line for line in main.strip().splitlines())
-        text = HOST.replace("{functions}", functions.strip()).replace("{main}", indented)
-        program.write_text(text, encoding="utf-8")
-        return [
-            launch(program, str(rank), f"127.0.0.1:{port}", argv=[sys.executable], env=env) for rank in ranks
-        ]
+
+@pytest.fixture
+def nodes(host_program, port):
+    """Return a function that starts the program once for each rank."""
+
+    def start(functions, main, *ranks):
+        return [host_program(HOST + functions, main, str(rank), f"127.0.0.1:{port}") for rank in ranks]
 
     return start
 
 
-def told(started):
-    """Check that all nodes exit successfully, and return the value that each of them printed last."""
+def all_told(started):
+    """Check that all nodes exit successfully, and return the values that each of them told last."""
     codes = [each.wait() for each in started]
     assert not any(codes), "\n".join(each.stderr for each in started)
-    return [json.loads(each.stdout.rsplit("TOLD ", 1)[1]) for each in started]
+    return [told(each) for each in started]
+
+
+def let_workers_go_on(port):
+    """End the wait of workers in ``wait_for_the_test``."""
+    store = connect("127.0.0.1", port, "job")
+    store.set("go on", "1")
+    store.close()
 
 
 def test_values_come_back_by_global_rank_on_every_node(nodes):
@@ -86,7 +86,7 @@ def work(base):
     return [base + own("RANK"), own("WORLD_SIZE"), own("GROUP_RANK"), store]
 """
     main = "tell(**{str(rank): value for rank, value in launch(work, 100, nodes=(3, 3)).items()})"
-    assert told(nodes(functions, main, 0, 1, 2)) == [
+    assert all_told(nodes(functions, main, 0, 1, 2)) == [
         {str(rank): [100 + rank, 6, rank // 2, "True"] for rank in (2 * node, 2 * node + 1)}
         for node in range(3)
     ]
@@ -99,7 +99,7 @@ config = LaunchConfig(
 )
 tell(values=list(elastic_launch(config, "/bin/true")().items()))
 """
-    assert told(nodes("", main, 0, 1)) == [
+    assert all_told(nodes("", main, 0, 1)) == [
         {"values": [[0, None], [1, None]]},
         {"values": [[2, None], [3, None]]},
     ]
@@ -120,7 +120,7 @@ except ChildFailedError as error:
     rank, failure = error.get_first_failure()
     tell(rank=rank, text="the very first" in str(error), code=failure.exitcode)
 """
-    assert told(nodes(functions, main, 0, 1)) == [{"rank": 3, "text": True, "code": 1}] * 2
+    assert all_told(nodes(functions, main, 0, 1)) == [{"rank": 3, "text": True, "code": 1}] * 2
 
 
 def test_a_silent_end_is_the_first_cause_on_every_node(nodes):
@@ -138,7 +138,7 @@ except ChildFailedError as error:
     tell(rank=rank, code=failure.exitcode, text=failure.message)
 """
     started = nodes(functions, main, 0, 1)
-    assert told(started) == [{"rank": 3, "code": 0, "text": SILENT}] * 2
+    assert all_told(started) == [{"rank": 3, "code": 0, "text": SILENT}] * 2
     for each in started:
         each.wait_for_line(rf"rank 3 .*on node .* {SILENT}")
 
@@ -154,33 +154,23 @@ def work():
     return own("TORCHELASTIC_RESTART_COUNT")
 """
     main = "tell(**{str(rank): value for rank, value in launch(work, restarts=1).items()})"
-    assert told(nodes(functions, main, 0, 1)) == [{"0": 1, "1": 1}, {"2": 1, "3": 1}]
+    assert all_told(nodes(functions, main, 0, 1)) == [{"0": 1, "1": 1}, {"2": 1, "3": 1}]
 
 
-def test_a_spare_returns_nothing(nodes):
+def test_a_spare_returns_nothing(nodes, port):
     functions = """
 def work():
-    from elasticrs.store import connect
-    host, _, port = ENDPOINT.rpartition(":")
-    tell(runs=own("RANK"))
-    store = connect(host, int(port), "job")
-    store.get("go on")
-    store.close()
+    wait_for_the_test()
     return 7
 """
     main = "tell(values=list(launch(work, nodes=(1, 1), nproc=1).items()))"
-    first, port = nodes(functions, main, 0), None
+    first = nodes(functions, main, 0)
     first[0].wait_for_line("TOLD .*runs")
     # Run the same program as a second node, which is one more than the job allows.
     second = nodes(functions, main, 1)
     second[0].wait_for_line("spare")
-    port = int((first[0]._process.args)[-1].rpartition(":")[2])
-    from elasticrs.store import connect
-
-    store = connect("127.0.0.1", port, "job")
-    store.set("go on", "1")
-    store.close()
-    assert told(first + second) == [{"values": [[0, 7]]}, {"values": []}]
+    let_workers_go_on(port)
+    assert all_told(first + second) == [{"values": [[0, 7]]}, {"values": []}]
 
 
 def test_a_signal_to_one_host_program_is_raised_there(nodes):
@@ -203,7 +193,7 @@ except RendezvousError as error:
     for each in started:
         each.wait_for_line("TOLD .*runs")
     started[1].signal(signal.SIGTERM)
-    assert told(started) == [{"error": "RendezvousTimeoutError"}, {"signal": "SIGTERM"}]
+    assert all_told(started) == [{"error": "RendezvousTimeoutError"}, {"signal": "SIGTERM"}]
 
 
 def test_the_group_is_up_to_date_and_an_agent_runs_again(nodes):
@@ -241,7 +231,7 @@ try:
 except RendezvousClosedError:
     tell(values=values, group=group)
 """
-    assert told(nodes(functions, main, 0, 1)) == [
+    assert all_told(nodes(functions, main, 0, 1)) == [
         {
             "values": [[[rank, rank]]] * 3,
             "group": [rank, 2, [rank], "127.0.0.1", True, "SUCCEEDED", ["0", "1", "2"]],
@@ -250,33 +240,22 @@ except RendezvousClosedError:
     ]
 
 
-def test_a_finished_node_waits_as_long_as_it_was_told(nodes):
+def test_a_finished_node_waits_as_long_as_it_was_told(nodes, port):
     functions = """
 def work():
     meet()
     if own("GROUP_RANK") == 0:
-        tell(runs=0)
-        from elasticrs.store import connect
-        host, _, port = ENDPOINT.rpartition(":")
-        store = connect(host, int(port), "job")
-        store.get("go on")
-        store.close()
+        wait_for_the_test()
     return own("RANK")
 """
     main = "tell(values=list(launch(work, nproc=1, exit_barrier_timeout=0.2).items()))"
     first, second = nodes(functions, main, 0, 1)
     # The second node exits although the first one, which hosts the store, is still running.
     first.wait_for_line("TOLD .*runs")
-    from elasticrs.store import connect
-
-    store = connect("127.0.0.1", int(first._process.args[-1].rpartition(":")[2]), "job")
-    try:
-        assert second.wait() == 0
-        assert not first.has_exited
-        store.set("go on", "1")
-    finally:
-        store.close()
-    assert told([first, second]) == [{"values": [[0, 0]]}, {"values": [[1, 1]]}]
+    assert second.wait() == 0
+    assert not first.has_exited
+    let_workers_go_on(port)
+    assert all_told([first, second]) == [{"values": [[0, 0]]}, {"values": [[1, 1]]}]
 
 
 def test_static_nodes_have_the_ranks_that_were_given(nodes):
@@ -290,7 +269,7 @@ warnings.simplefilter("ignore")
 values = launch(work, backend="static", conf={"rank": 1 - NODE, "is_host": NODE == 1}, nproc=1)
 tell(values=list(values.items()), port=int(ENDPOINT.rpartition(":")[2]))
 """
-    first, second = told(nodes(functions, main, 0, 1))
+    first, second = all_told(nodes(functions, main, 0, 1))
     port = first["port"]
     assert (first["values"], second["values"]) == ([[1, [1, 1, "False", port]]], [[0, [0, 0, "False", port]]])
 
@@ -339,7 +318,7 @@ try:
 except Exception as error:
     tell(kind=type(error).__name__, text=str(error))
 """
-    ends = told(nodes(functions, main, 0, 1))
+    ends = all_told(nodes(functions, main, 0, 1))
     assert ends[failing]["kind"] == kind
     assert said in ends[failing]["text"]
     other = ends[1 - failing]
@@ -383,5 +362,5 @@ def work():
 how = {"nproc": 1, "restarts": 2, "on_failure": "replace", "warm": "torch"}
 tell(values=list(launch(work, **how).values()))
 """
-    (first,), (second,) = (each["values"] for each in told(nodes(functions, main, 0, 1)))
+    (first,), (second,) = (each["values"] for each in all_told(nodes(functions, main, 0, 1)))
     assert [first[:2], second[:2]] == [[6, 0], [6, 1]]

@@ -1,17 +1,15 @@
 """Agent subclasses whose hooks are called, and user-defined rendezvous handlers, with real workers."""
 
-import json
 import signal
-import sys
 
 import pytest
 from helpers import ports, procs
+from helpers.host_programs import told
 from helpers.schema import schemas
 
 from elasticrs.host.stop_requests import ECHO
 
 HOST = '''
-import json, os, signal, sys
 from elasticrs.agent.server import LocalElasticAgent, RunResult, WorkerSpec, WorkerState
 from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException
 from elasticrs.rendezvous import RendezvousHandler, RendezvousParameters
@@ -63,41 +61,18 @@ def spec(handler, entrypoint, *args, nproc=2, restarts=0, interval=30):
 
 def agent(made, kind=LocalElasticAgent, **how):
     return kind(made, DefaultLogsSpecs(os.environ["TMPDIR"] + "/logs"), **how)
-
-def own(name):
-    return int(os.environ[name])
-
-def tell(*what):
-    print("TOLD " + json.dumps(what), flush=True)
-
-{functions}
-
-if __name__ == "__main__":
-{main}
-    import multiprocessing.resource_tracker
-    multiprocessing.resource_tracker._resource_tracker._stop()
 '''
 
 
 @pytest.fixture
-def host(launch, tmp_path):
+def host(host_program):
     """Return a function that starts a program with an agent."""
-    port = ports.free()
+    endpoint = f"127.0.0.1:{ports.free()}"
 
-    def start(functions, main, node=0, env=None, more=()):
-        program = tmp_path / f"host{node}.py"
-        indented = "\n".join("    " + line for line in main.strip().splitlines())
-        text = HOST.replace("{functions}", functions.strip()).replace("{main}", indented)
-        program.write_text(text, encoding="utf-8")
-        return launch(program, str(node), f"127.0.0.1:{port}", *more, argv=[sys.executable], env=env)
+    def start(functions, main, node=0, more=()):
+        return host_program(HOST + functions, main, str(node), endpoint, *more, name=f"host{node}.py")
 
     return start
-
-
-def told(started):
-    """Check that the program exits successfully, and return the value that it printed last."""
-    assert started.wait() == 0, started.stderr
-    return json.loads(started.stdout.rsplit("TOLD ", 1)[1])
 
 
 FAILS_ONCE = """

@@ -1,42 +1,37 @@
 """Function workers of an agent, with every start method."""
 
 import errno
-import json
 import os
 import re
 import signal
-import sys
 
 import pytest
 from helpers import procs
+from helpers.host_programs import told
 
 from elasticrs.report.phrases import SILENT
 
 HOST = """
-import json, multiprocessing.resource_tracker, os, signal, subprocess, sys
+import subprocess
 from elasticrs import ChildFailedError, LaunchConfig, elastic_launch
 from elasticrs.agent.server import LocalElasticAgent
 from elasticrs.multiprocessing import DefaultLogsSpecs, SignalException, Std
 
-HOOKED = {hooked!r}
-if HOOKED:
+# Whoever imports this module has the program's arguments.
+LOGS, METHOD, LOOP = sys.argv[1:]
+
+if LOOP == "hooks":
     # Torch's loop, as a hook is replaced.
     plain = LocalElasticAgent._get_worker_state
     LocalElasticAgent._get_worker_state = lambda self, *how: plain(self, *how)
 
-# Whoever imports this module has the program's arguments.
-LOGS = sys.argv[1]
-
 def launch(function, *args, specs=DefaultLogsSpecs, **how):
     config = LaunchConfig(
-        1, 1, how.pop("nproc", 2), rdzv_backend="c10d", run_id="job", role="trainer", start_method={method!r},
+        1, 1, how.pop("nproc", 2), rdzv_backend="c10d", run_id="job", role="trainer", start_method=METHOD,
         logs_specs=specs(LOGS, tee=Std.ALL), max_restarts=how.pop("restarts", 0),
         monitor_interval=0.05, **how,
     )
     return elastic_launch(config, function)(*args)
-
-def tell(**what):
-    print("TOLD " + json.dumps(what), flush=True)
 
 def work(size):
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
@@ -51,7 +46,7 @@ def work(size):
 def wait():
     child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
     # In one piece: two write at the same time.
-    os.write(1, f"RUNS {{os.getpid()}} {{child.pid}}\\n".encode())
+    os.write(1, f"RUNS {os.getpid()} {child.pid}\\n".encode())
     signal.pause()
 
 def leave():
@@ -63,50 +58,30 @@ def leave_once():
     return 1
 
 def possessions():
-    with open(f"/proc/self/task/{{os.getpid()}}/children") as children:
+    with open(f"/proc/self/task/{os.getpid()}/children") as children:
         return len(os.listdir("/proc/self/fd")), sorted(children.read().split())
-
-{functions}
-
-if __name__ == "__main__":
-{main}
-    multiprocessing.resource_tracker._resource_tracker._stop()
 """
 
-
-EVENTS, HOOKS = False, True
 FORKSERVER = pytest.mark.parametrize(
-    "host", [("forkserver", EVENTS), ("forkserver", HOOKS)], indirect=True, ids=["events", "hooks"]
+    "host", [("forkserver", "events"), ("forkserver", "hooks")], indirect=True, ids=["events", "hooks"]
 )
 
 
 @pytest.fixture(
     params=[
-        ("spawn", EVENTS),
-        ("fork", EVENTS),
-        ("fork", HOOKS),
-        ("forkserver", EVENTS),
-        ("forkserver", HOOKS),
+        ("spawn", "events"),
+        ("fork", "events"),
+        ("fork", "hooks"),
+        ("forkserver", "events"),
+        ("forkserver", "hooks"),
     ],
     ids=str,
 )
-def host(request, launch, tmp_path):
-    method, hooked = request.param
-
-    def start(main, functions=""):
-        program = tmp_path / "host.py"
-        indented = "\n".join("    " + line for line in main.strip().splitlines())
-        program.write_text(
-            HOST.format(method=method, hooked=hooked, functions=functions.strip(), main=indented)
-        )
-        return launch(program, str(tmp_path / "logs"), argv=[sys.executable])
-
-    return start
-
-
-def told(launched):
-    launched.exits(0)
-    return json.loads(launched.stdout.rsplit("TOLD ", 1)[1])
+def host(request, host_program, tmp_path):
+    """Return a function that starts a program whose workers have a start method and are watched by a loop."""
+    return lambda main, functions="": host_program(
+        HOST + functions, main, str(tmp_path / "logs"), *request.param
+    )
 
 
 def test_functions_run_again_and_return(host):
