@@ -109,6 +109,25 @@ def text(value: str) -> bytes:
     return struct.pack("<H", len(value.encode())) + value.encode()
 
 
+def frame(kind: int, body: bytes) -> bytes:
+    return struct.pack("<IB", len(body) + 1, kind) + body
+
+
+def transaction(*operations: bytes) -> bytes:
+    """Return the message that requests these operations unconditionally."""
+    return frame(0x03, struct.pack("<QII", 1, 0, len(operations)) + b"".join(operations) + bytes(4))
+
+
+def put(key: str, value: bytes = b"", *, leased: bool = False) -> bytes:
+    """Return an operation of a :func:`transaction`."""
+    return b"\0" + text(key) + bytes([leased]) + struct.pack("<I", len(value)) + value
+
+
+def get(key: str) -> bytes:
+    """Return an operation of a :func:`transaction`."""
+    return b"\3" + text(key)
+
+
 class RawClient:
     """A client that writes protocol messages itself, so that it can stay silent, stop reading, or break the
     rules.
@@ -122,7 +141,7 @@ class RawClient:
         self.socket.connect(("127.0.0.1", port))
 
     def send(self, kind: int, body: bytes) -> None:
-        self.socket.sendall(struct.pack("<IB", len(body) + 1, kind) + body)
+        self.socket.sendall(frame(kind, body))
 
     def hello(
         self, *, major: int = MAJOR, run_id: str = RUN, interval_ms: int = 1000, attempts: int = 5

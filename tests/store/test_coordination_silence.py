@@ -16,13 +16,16 @@ from helpers.coordination import (
     ALIVE,
     MAGIC,
     MAJOR,
+    READY,
     REPLY,
     RUN,
     Client,
     RawClient,
+    frame,
     serving,
     store_command,
     text,
+    transaction,
 )
 
 from elasticrs import _core
@@ -216,12 +219,9 @@ def test_one_answer_of_any_length_may_be_on_its_way():
         for number in range(9):
             writer.put(f"key{number}", bytes(1_000_000))
         slow = RawClient(server.port).connected()
-        everything = struct.pack("<QII", 1, 0, 1) + b"\4" + text("key") + bytes(4) + bytes(4)
+        everything = transaction(b"\4" + text("key") + bytes(4))
         # The store handles both requests before it sends any reply.
-        requests = ((0x03, everything), (0x06, struct.pack("<Q", 1)))
-        slow.socket.sendall(
-            b"".join(struct.pack("<IB", len(body) + 1, kind) + body for kind, body in requests)
-        )
+        slow.socket.sendall(everything + frame(0x06, struct.pack("<Q", 1)))
         assert len(slow.until(REPLY)) > 9_000_000
         slow.until(ALIVE)
         slow.close()
@@ -237,14 +237,11 @@ def test_a_session_that_is_lost_does_not_end_its_connection_before_the_workers_h
         connection.settimeout(procs.HANG)
         welcome = struct.pack("<HH", MAJOR, 0) + text(RUN) + b"\0"
         ready = struct.pack("<QQII", 1, 0, 1000, 60_000) + b"\0" + bytes(32) + b"\1" + bytes(3 + 16)
-        for kind, body in ((0x81, welcome), (0x82, ready)):
-            connection.sendall(
-                (MAGIC if kind == 0x81 else b"") + struct.pack("<IB", len(body) + 1, kind) + body
-            )
+        connection.sendall(MAGIC + frame(0x81, welcome) + frame(READY, ready))
         client.connected()
         group.start(["sleep", "inf"])
         # The client gives up after this protocol error, while its workers are still running.
-        connection.sendall(struct.pack("<IB", 1, 0x81))
+        connection.sendall(frame(0x81, b""))
         assert client.lost().kind == "protocol"
         client.close()
         supervisor.fence_at(None)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from helpers.coordination import MAGIC, RUN, Client, serving
+from helpers.coordination import MAGIC, REPLY, RUN, Client, put, serving, transaction
 from helpers.peers import peer
 from helpers.said import says
 
@@ -59,12 +59,6 @@ def test_a_client_that_does_not_belong_here_gets_the_cause(server, client, kind,
         assert found.kind == kind
         assert says in found.message
         assert "\n" not in found.message
-
-
-def test_a_client_with_the_token_is_served():
-    with serving(token=b"secret") as store:
-        client = store.client(token=b"secret")
-        assert client.put("k") == 1
 
 
 TOKEN = b"secret"
@@ -260,20 +254,12 @@ def test_garbage_in_a_session_ends_that_session_only():
         client = store.client()
         client.watch("")
         rude = store.raw().connected()
-        rude.send(0x03, bytes(8) + struct_of_one_op())
-        assert rude.until(0x84)
+        rude.socket.sendall(transaction(put("rude", leased=True)))
+        assert rude.until(REPLY)
         assert client.changes() == [("rude", b"")]
         rude.send(0x77, os.urandom(100))
         rude.refusal("protocol")
         assert client.changes() == [("rude", None)]
-
-
-def struct_of_one_op() -> bytes:
-    """Encode a transaction with no compares, one leased put of ``rude``, and no operations for the other
-    case.
-    """
-    put = b"\x00" + b"\x04\x00rude" + b"\x01" + bytes(4)
-    return bytes(4) + b"\x01\x00\x00\x00" + put + bytes(4)
 
 
 def test_a_request_that_is_too_large_is_not_sent():
@@ -290,16 +276,6 @@ def test_a_request_that_is_too_large_is_not_sent():
         with pytest.raises(ValueError, match="3 fields"):
             client.inner.txn(1, [], [("put", "k", b"")])
         assert client.put("k", bytes((1 << 20) - 100)) == 1
-
-
-def test_a_full_store_ends_the_session_that_asks_for_more():
-    with serving(max_bytes=100_000) as store:
-        client = store.client()
-        client.put("k", bytes(50_000))
-        client.inner.txn(2, [], [("put", "l", bytes(20_000), False)])
-        found = client.lost()
-        assert found.kind == "limit"
-        assert "full" in found.message
 
 
 def test_ipv6():

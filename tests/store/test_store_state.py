@@ -16,7 +16,20 @@ from typing import NamedTuple
 
 import pytest
 from helpers import procs
-from helpers.coordination import MAGIC, MAJOR, READY, RUN, Client, Patient, RawClient, store_command, text
+from helpers.coordination import (
+    MAGIC,
+    MAJOR,
+    READY,
+    REPLY,
+    RUN,
+    Client,
+    Patient,
+    RawClient,
+    put,
+    store_command,
+    text,
+    transaction,
+)
 from helpers.said import says
 
 from elasticrs import _core
@@ -155,17 +168,8 @@ def test_leased_keys_stay_for_the_time_of_their_sessions_and_end_in_one_revision
 def test_a_session_is_taken_up_again_and_ends_with_its_connection(keep):
     store = keep()
     first = entered(hello(store))
-    leased = (
-        struct.pack("<BQI", 3, 1, 0)
-        + struct.pack("<I", 1)
-        + b"\0"
-        + text("mine")
-        + b"\1"
-        + bytes(4)
-        + bytes(4)
-    )
-    first.client.socket.sendall(struct.pack("<I", len(leased)) + leased)
-    first.client.until(0x84)
+    first.client.socket.sendall(transaction(put("mine", leased=True)))
+    first.client.until(REPLY)
     store.end()
     again = keep()
     with closing(again.client()) as watcher:

@@ -5,14 +5,13 @@ other.
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import procs
-from helpers.coordination import Client, RawClient, text
+from helpers.coordination import Client, RawClient, get, transaction
 from helpers.held import held, thread_of
 
 from elasticrs import _core
@@ -28,11 +27,6 @@ sys.stdin.read()
 """
 
 
-def get_of_nothing() -> bytes:
-    body = struct.pack("<BQI", 3, 1, 0) + struct.pack("<I", 1) + b"\3" + text("k") + bytes(4)
-    return struct.pack("<I", len(body)) + body
-
-
 def test_a_client_that_leaves_without_its_answers_ends_no_other_session():
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
@@ -42,7 +36,7 @@ def test_a_client_that_leaves_without_its_answers_ends_no_other_session():
         client = RawClient(port).connected()
         program.send_signal(signal.SIGSTOP)
         procs.wait_state(program.pid, "T")
-        client.socket.sendall(1000 * get_of_nothing())
+        client.socket.sendall(1000 * transaction(get("k")))
         client.close()
         program.send_signal(signal.SIGCONT)
         other = Client(port).connected()
