@@ -34,13 +34,28 @@ def test_a_command_that_fails_finds_the_node_unfit(how, word):
     assert (result.problem, result.lines) == (None, ("out", "err"))
 
 
-def test_a_command_that_hangs_proves_nothing_and_is_killed(tmp_path):
-    script = 'echo $$ >"$0"; echo here; sleep 600'
-    result = run("sh", "-c", script, tmp_path / "pid", timeout=0.5)
+@pytest.fixture
+def run_hanging(tmp_path, monkeypatch):
+    """Return a function that runs a shell script with a time limit of 0.1 s, which starts when the script has
+    written its pid to the FIFO in `$0`. The function returns the result and the pid.
+    """
+    os.mkfifo(fifo := tmp_path / "pid")
+    watch, pids = node_check._watch, []
+
+    def watch_when_it_runs(*arguments):
+        pids.append(int(fifo.read_text()))
+        return watch(*arguments)
+
+    monkeypatch.setattr(node_check, "_watch", watch_when_it_runs)
+    return lambda script: (run("sh", "-c", script, fifo, timeout=0.1), pids[0])
+
+
+def test_a_command_that_hangs_proves_nothing_and_is_killed(run_hanging):
+    result, pid = run_hanging('echo here; echo $$ >"$0"; sleep 600')
     assert result.unfit is None
-    assert "0.5 s" in result.problem
+    assert "0.1 s" in result.problem
     assert result.lines == ("here",)
-    procs.wait_gone(int((tmp_path / "pid").read_text()))
+    assert procs.wait_gone(pid)
 
 
 def test_a_command_that_is_cancelled_proves_nothing():
@@ -60,7 +75,7 @@ def test_a_command_that_does_not_exist_proves_nothing():
 def test_a_process_that_keeps_the_output_open_delays_nothing_and_is_killed(tmp_path):
     result = run("sh", "-c", 'sleep 600 & echo $! >"$0"; exit 0', tmp_path / "pid")
     assert (result.unfit, result.problem) == (None, None)
-    procs.wait_gone(int((tmp_path / "pid").read_text()))
+    assert procs.wait_gone(int((tmp_path / "pid").read_text()))
 
 
 def refuse(*_):
@@ -76,13 +91,12 @@ def test_the_result_of_a_command_of_another_user_counts(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
-def test_a_command_that_cannot_be_killed_does_not_hold_up_the_agent(monkeypatch, tmp_path):
+def test_a_command_that_cannot_be_killed_does_not_hold_up_the_agent(monkeypatch, run_hanging):
     monkeypatch.setattr(node_check.os, "killpg", refuse)
     monkeypatch.setattr(node_check, "EXIT_LIMIT", 0.01)
-    result = run("sh", "-c", 'echo $$ >"$0"; exec sleep 600', tmp_path / "pid", timeout=0.5)
-    pid = int((tmp_path / "pid").read_text())
+    result, pid = run_hanging('echo $$ >"$0"; exec sleep 600')
     assert result.unfit is None
-    assert result.problem.endswith(f"0.5 s, and process {pid} cannot be killed")
+    assert result.problem.endswith(f"0.1 s, and process {pid} cannot be killed")
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
 
