@@ -69,7 +69,7 @@ if KIND == "store":
 else:
     parameters = RendezvousParameters(
         "c10d", "meeting", "job", low, high, f"node{NODE}", last_call_timeout="0.3",
-        keep_alive_interval=0.2, keep_alive_max_attempt=5, join_timeout=40, store_type="file",
+        keep_alive_interval=0.5, keep_alive_max_attempt=6, join_timeout=40, store_type="file",
     )
 if KIND == "mine":
     sys.path.insert(0, TESTS)
