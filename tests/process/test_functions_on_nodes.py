@@ -20,7 +20,7 @@ from elasticrs.rendezvous import RendezvousClosedError, RendezvousError, Rendezv
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 NODE, ENDPOINT = int(sys.argv[1]), sys.argv[2]
-CONFIG = {"last_call_timeout": 0.3, "join_timeout": 20, "order_hint": NODE, "is_host": NODE == 0}
+CONFIG = {"last_call_timeout": 0.3, "join_timeout": 60, "order_hint": NODE, "is_host": NODE == 0}
 
 def launch(function, *args, nodes=(2, 2), nproc=2, **how):
     config = LaunchConfig(
@@ -183,7 +183,7 @@ def work():
 """
     main = """
 try:
-    launch(work, conf={"join_timeout": 4})
+    launch(work, conf={"join_timeout": 6})
 except SignalException as error:
     tell(signal=error.sigval.name)
 except RendezvousError as error:
