@@ -364,7 +364,8 @@ def test_a_watch_reports_the_differences_after_a_compaction(etcd, relay, client,
 
 
 def test_a_session_is_given_up_before_its_lease_ends(etcd, relay, connect_etcd):
-    client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=2.0).connected()
+    # The client gives up a fifth of the lease before its end. The test has to look at the key in this time.
+    client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=6.0).connected()
     client.put("mine", leased=True)
     relay.set(is_stalled_up=True, is_stalled_down=True)
     assert client.lost().kind == "silent"
