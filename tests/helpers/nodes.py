@@ -89,6 +89,53 @@ def finish(launched: Iterable[Launched], workers: Iterable[Worker]) -> None:
         agent.exits(0)
 
 
+def rdzv(backend: str, endpoint: str, run_id: str = "job", **conf: object) -> tuple[str, ...]:
+    """Return the options for a rendezvous with these settings."""
+    settings = ",".join(f"{name}={value}" for name, value in conf.items())
+    place = (f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={run_id}")
+    return (*place, f"--rdzv-conf={settings}")
+
+
+class LoopbackJob:
+    """The agents of one job, all on loopback, by node rank. The agent ``host`` hosts the store.
+
+    Args:
+        launch: the fixture.
+        folder: for the logs of each node.
+        nodes: how many there will be.
+        options: of all agents.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[..., Launched],
+        folder: Path,
+        nodes: int,
+        nproc: int,
+        *options: str,
+        host: int = 0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self.folder, self.nproc, self.nodes = folder, nproc, list[Launched]()
+        self._launch, self._host, self._port, self._env = launch, host, ports.free(), env
+        self._options = (f"--nnodes={nodes}", f"--nproc-per-node={nproc}", *options)
+
+    def start(self, script: Path, *options: str) -> None:
+        """Start another node. ``options`` are its own."""
+        number = len(self.nodes)
+        where = rdzv("c10d", f"127.0.0.1:{self._port}", is_host=int(number == self._host))
+        own = (f"--node-rank={number}", f"--log-dir={self.folder / f'logs{number}'}", *options)
+        self.nodes.append(self._launch(*self._options, *where, *own, script, env=self._env))
+
+    def ended(self) -> list[int]:
+        """Wait for all agents, and return their exit codes. Keep their output in ``story``, for messages of
+        failed tests.
+        """
+        codes = [node.wait() for node in self.nodes]
+        self.story = "\n=== ".join(["", *(node.stderr for node in self.nodes)])
+        return codes
+
+
 QUICK = {"keep_alive_interval": 0.4, "keep_alive_max_attempt": 5, "store_lost_timeout": 60}
 """A rendezvous that gives up a silent node after 2 s, and never its store."""
 

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from helpers.nodes import RANKS, READY, STEPS, Worker
+from helpers.nodes import RANKS, READY, STEPS, Worker, rdzv
 from helpers.procs import wait_until
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -18,11 +18,11 @@ def job(launch, etcd_cluster, tmp_path):
     """Return a function that starts the agents of a job. The workers share a checkpoint file."""
 
     def job(script, lease_ttl, **env):
-        conf = f"etcd_prefix={etcd_cluster.prefix},lease_ttl={lease_ttl},store_lost_timeout=60"
+        conf = {"etcd_prefix": etcd_cluster.prefix, "lease_ttl": lease_ttl, "store_lost_timeout": 60}
+        where = rdzv("etcd", etcd_cluster.endpoint, **conf)
         return [
             launch(
-                *("--rdzv-backend=etcd", f"--rdzv-endpoint={etcd_cluster.endpoint}", "--rdzv-id=job"),
-                *(f"--rdzv-conf={conf}", f"--nnodes={NODES}", "--max-restarts=0", script),
+                *(*where, f"--nnodes={NODES}", "--max-restarts=0", script),
                 env={"CHECKPOINT": str(tmp_path / "steps"), "OMP_NUM_THREADS": "1", **env},
             )
             for _ in range(NODES)

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 from helpers import procs
+from helpers.nodes import rdzv
 
 pytestmark = pytest.mark.beyond_torchrun
 
@@ -36,10 +37,9 @@ def job(launch, worker_script, etcd):
     rank.
     """
     script = worker_script(WORKER)
-    conf = f"etcd_prefix={etcd.prefix},protocol=http,lease_ttl={LEASE}"
     command = (
-        *("--nnodes=2", "--nproc-per-node=1", "--on-failure=replace", "--max-restarts=1", "--rdzv-id=job"),
-        *("--rdzv-backend=etcd", f"--rdzv-endpoint={etcd.server.endpoint}", f"--rdzv-conf={conf}", script),
+        *rdzv("etcd", etcd.endpoint, etcd_prefix=etcd.prefix, protocol="http", lease_ttl=LEASE),
+        *("--nnodes=2", "--nproc-per-node=1", "--on-failure=replace", "--max-restarts=1", script),
     )
     agents = [launch(*command), launch(*command)]
     met = [agent.wait_for_line(MET, "stdout") for agent in agents]

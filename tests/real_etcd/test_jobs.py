@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 import pytest
 from helpers.etcd_fixtures import serving
-from helpers.nodes import FAIL, RANKS, READY, SUCCEED, Worker, finish
+from helpers.nodes import FAIL, RANKS, READY, SUCCEED, Worker, finish, rdzv
 from helpers.procs import assert_gone, reap_adopted, wait_until
 from helpers.said import says
 
@@ -17,8 +17,8 @@ from elasticrs.utils.distributed import get_socket_with_port
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.timeout(120)]
 
-LONG = "lease_ttl=600"
-"""What follows within a test does not follow from the end of a lease."""
+LONG = 600
+"""Seconds of a lease. What follows within a test does not follow from the end of such a lease."""
 FOR_GOOD = {"job", "head"}
 
 
@@ -26,13 +26,9 @@ FOR_GOOD = {"job", "head"}
 def agent(launch, etcd):
     """Return a function that starts an agent of the test's job, optionally with other settings."""
 
-    def agent(*options, conf=LONG, prefix=etcd.prefix, endpoint=etcd.endpoint, nnodes="2", **how):
-        return launch(
-            *("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=a/job"),
-            f"--rdzv-conf=etcd_prefix={prefix},{conf}",
-            *(f"--nnodes={nnodes}", "--max-restarts=2", *options, RANKS),
-            **how,
-        )
+    def agent(*options, prefix=etcd.prefix, endpoint=etcd.endpoint, nnodes="2", **conf):
+        where = rdzv("etcd", endpoint, "a/job", **{"etcd_prefix": prefix, "lease_ttl": LONG, **conf})
+        return launch(*where, f"--nnodes={nnodes}", "--max-restarts=2", *options, RANKS)
 
     return agent
 
@@ -93,7 +89,7 @@ def test_the_others_act_at_once_when_an_agent_ends(agent, etcd, signum):
 
 def test_the_others_act_when_the_lease_of_a_killed_machine_ends(agent):
     # Choose a lease long enough that the other agent keeps its own on a loaded machine.
-    agents = [agent(nnodes="1:2", conf="lease_ttl=8,store_lost_timeout=60") for _ in range(2)]
+    agents = [agent(nnodes="1:2", lease_ttl=8, store_lost_timeout=60) for _ in range(2)]
     formed(agents)
     # A stopped agent is silent on all of its connections, as after a cut cable.
     agents[0].signal(signal.SIGSTOP)
@@ -122,7 +118,7 @@ def test_an_id_is_taken_until_a_node_starts_with_fresh(agent):
     late = agent(nnodes="1").exits(1)
     assert "job a/job is closed: succeeded at " in late.stderr
     assert "fresh=1" in late.stderr
-    anew = agent(nnodes="1", conf="lease_ttl=600,fresh=1")
+    anew = agent(nnodes="1", fresh=1)
     finish([anew], formed([anew]))
 
 
@@ -143,12 +139,9 @@ def refused(launch, worker_script):
     workers.
     """
 
-    def refused(endpoint, *says, nnodes="1", **conf):
-        pairs = ",".join(f"{name}={value}" for name, value in {"join_timeout": 20, **conf}.items())
-        ended = launch(
-            *("--rdzv-backend=etcd", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"),
-            *(f"--rdzv-conf={pairs}", worker_script("print('STARTED')")),
-        ).exits(1)
+    def refused(endpoint, *says, **conf):
+        where = rdzv("etcd", endpoint, **{"join_timeout": 20, **conf})
+        ended = launch(*where, "--nnodes=1", worker_script("print('STARTED')")).exits(1)
         assert ended.stdout == ""
         lines = [line for line in ended.stderr.splitlines() if says[0] in line]
         assert len(lines) == 1, ended.stderr
@@ -191,8 +184,7 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
         endpoint = f"https://{server.endpoint}"
         ca, cert, key = authority.issue("node")
         conf = {"ca_cert": ca, "ssl_cert": cert, "ssl_cert_key": key}
-        given = ",".join(f"{name}={value}" for name, value in conf.items())
-        one = agent(nnodes="1", endpoint=endpoint, conf=f"lease_ttl=3,store_lost_timeout=3,{given}")
+        one = agent(nnodes="1", endpoint=endpoint, lease_ttl=3, store_lost_timeout=3, **conf)
         (worker,) = formed([one])
         # etcd reads its certificate anew for each connection.
         authority.issue("etcd", not_after=datetime.now() - timedelta(days=1))
@@ -216,10 +208,9 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
 def test_this_nodes_certificate_expires_under_a_job_and_is_renewed(agent, etcd_tls, authority, relay_to):
     ca, cert, key = authority.issue("node")
     relay = relay_to(etcd_tls.server.endpoints[0])
-    conf = f"{LONG},ca_cert={ca},ssl_cert={cert},ssl_cert_key={key}"
-    one = agent(
-        nnodes="1", endpoint=f"https://127.0.0.1:{relay.endpoint[1]}", prefix=etcd_tls.prefix, conf=conf
-    )
+    conf = {"ca_cert": ca, "ssl_cert": cert, "ssl_cert_key": key}
+    endpoint = f"https://127.0.0.1:{relay.endpoint[1]}"
+    one = agent(nnodes="1", endpoint=endpoint, prefix=etcd_tls.prefix, **conf)
     workers = formed([one])
     authority.issue("node", not_after=datetime.now() - timedelta(days=1))
     relay.reset()
@@ -251,16 +242,15 @@ def test_a_user_needs_a_password_and_may_use_the_keys_of_its_role(agent, refused
     refused(endpoint, todo, etcd_prefix=etcd_auth.prefix, **wrong)
     right = {"user": user.name, "password_file": password(user.password)}
     refused(endpoint, todo, "'/elsewhere' (etcd_prefix)", etcd_prefix="/elsewhere", **right)
-    conf = ",".join(f"{name}={value}" for name, value in {"lease_ttl": 600, **right}.items())
-    one = agent(nnodes="1", endpoint=endpoint, prefix=etcd_auth.prefix, conf=conf)
+    one = agent(nnodes="1", endpoint=endpoint, prefix=etcd_auth.prefix, **right)
     finish([one], formed([one]))
     assert left(etcd_auth) == FOR_GOOD
 
 
 def test_a_user_who_loses_a_permission_is_told_the_settings_to_change(agent, etcd_auth, password):
     server, user = etcd_auth.server, etcd_auth.server.user
-    conf = f"lease_ttl=600,store_lost_timeout=1,user={user.name},password_file={password(user.password)}"
-    one = agent(nnodes="1", endpoint=etcd_auth.endpoint, prefix=etcd_auth.prefix, conf=conf)
+    conf = {"store_lost_timeout": 1, "user": user.name, "password_file": password(user.password)}
+    one = agent(nnodes="1", endpoint=etcd_auth.endpoint, prefix=etcd_auth.prefix, **conf)
     (worker,) = formed([one])
     server.ask("auth/user/revoke", name=user.name, role="trainer")
     try:

@@ -4,7 +4,7 @@ import os
 import signal
 
 import pytest
-from helpers.nodes import FAIL, RANKS, finish, round_of
+from helpers.nodes import FAIL, RANKS, finish, rdzv, round_of
 from helpers.procs import assert_gone
 from helpers.said import says
 
@@ -16,15 +16,9 @@ def agents(launch, etcd_cluster):
     """Return a function that starts the two agents of a job."""
 
     def agents(**conf):
-        pairs = ",".join(f"{name}={value}" for name, value in {"lease_ttl": 8, **conf}.items())
-        return [
-            launch(
-                *("--rdzv-backend=etcd", f"--rdzv-endpoint={etcd_cluster.endpoint}", "--rdzv-id=job"),
-                f"--rdzv-conf=etcd_prefix={etcd_cluster.prefix},{pairs}",
-                *("--nnodes=2", "--max-restarts=2", RANKS),
-            )
-            for _ in range(2)
-        ]
+        conf = {"etcd_prefix": etcd_cluster.prefix, "lease_ttl": 8, **conf}
+        where = rdzv("etcd", etcd_cluster.endpoint, **conf)
+        return [launch(*where, "--nnodes=2", "--max-restarts=2", RANKS) for _ in range(2)]
 
     return agents
 

@@ -3,6 +3,7 @@
 import pytest
 from helpers import ports
 from helpers.etcd import binary
+from helpers.nodes import rdzv
 from helpers.procs import reap_adopted
 
 pytestmark = [pytest.mark.beyond_torchrun, pytest.mark.torch, pytest.mark.timeout(180)]
@@ -53,8 +54,8 @@ def test_workers_train_as_a_user_who_cannot_read_the_keys_of_agents(launch, work
     if binary() is None:
         pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
     job = launch(
-        *("--rdzv-backend=etcd", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=a/job", "--nnodes=1"),
-        *("--rdzv-conf=host=1,lease_ttl=30", "--nproc-per-node=2", "--on-failure=replace", "--warm=torch"),
+        *rdzv("etcd", f"127.0.0.1:{port}", "a/job", host=1, lease_ttl=30),
+        *("--nnodes=1", "--nproc-per-node=2", "--on-failure=replace", "--warm=torch"),
         worker_script(SCRIPT),
         env={"TORCHELASTIC_ETCD_BINARY_PATH": binary(), "ELASTICRS_TOKEN": "secret"},
     ).exits(0)

@@ -10,7 +10,7 @@ import pytest
 from helpers import ports, procs
 from helpers.coordination import store_command
 from helpers.launcher import Launched, clean_environment
-from helpers.nodes import FAIL, RANKS, READY, finish, round_of
+from helpers.nodes import FAIL, RANKS, READY, finish, rdzv, round_of
 from helpers.said import says
 
 KILL = signal.SIGKILL
@@ -70,15 +70,9 @@ def store(tmp_path):
 def job(launch, store):
     """Return a function that starts the agents of a job that meet in the store."""
 
-    def job(*options, **conf):
-        pairs = ",".join(f"{name}={value}" for name, value in {"is_host": 0, **conf}.items())
-        return [
-            launch(
-                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-id=job"),
-                *(f"--rdzv-conf={pairs}", f"--nnodes={NODES}", "--max-restarts=100", *options, RANKS),
-            )
-            for _ in range(NODES)
-        ]
+    def job(**conf):
+        where = rdzv("c10d", f"127.0.0.1:{store.port}", is_host=0, **conf)
+        return [launch(*where, f"--nnodes={NODES}", "--max-restarts=100", RANKS) for _ in range(NODES)]
 
     return job
 
@@ -190,25 +184,14 @@ def test_a_copy_of_the_state_is_refused_after_the_original_was_met(store, job, t
     store.program.wait_for_line("another", "stderr")
 
 
-def test_a_store_that_stays_away_ends_the_job_in_order(tmp_path, launch):
-    brief = Store(tmp_path, grace=2)
-    try:
-        brief.start()
-        pairs = "is_host=0,keep_alive_interval=0.4,store_lost_timeout=1"
-        agents = [
-            launch(
-                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{brief.port}", "--rdzv-id=job"),
-                *(f"--rdzv-conf={pairs}", f"--nnodes={NODES}", RANKS),
-            )
-            for _ in range(NODES)
-        ]
-        found = workers(agents, 1)
-        brief.kill()
-        for agent in agents:
-            agent.exits(1)
-            cause, last = agent.stderr.splitlines()[-2:]
-            assert "failed after" in last
-            says(cause, "--rdzv-conf host=1", "elasticrs.store --state")
-        procs.assert_gone([each.pid for each in found])
-    finally:
-        brief.close()
+def test_a_store_that_stays_away_ends_the_job_in_order(store, job):
+    store.start(grace=2)
+    agents = job(keep_alive_interval=0.4, store_lost_timeout=1)
+    found = workers(agents, 1)
+    store.kill()
+    for agent in agents:
+        agent.exits(1)
+        cause, last = agent.stderr.splitlines()[-2:]
+        assert "failed after" in last
+        says(cause, "--rdzv-conf host=1", "elasticrs.store --state")
+    procs.assert_gone([each.pid for each in found])

@@ -5,7 +5,7 @@ all nodes.
 import re
 
 import pytest
-from helpers import ports
+from helpers.nodes import LoopbackJob
 from helpers.said import says
 
 pytestmark = [pytest.mark.torch, pytest.mark.slow]
@@ -37,41 +37,27 @@ def step(culprit, of_culprit, others="step()"):
     return SCRIPT.format(step=f"({of_culprit}) if rank == {culprit} else ({others})")
 
 
-class Nodes:
-    """The launchers of one job, all on loopback."""
+class Nodes(LoopbackJob):
+    """A job whose agents print a diagnosis."""
 
-    def __init__(self, launch, script, folder, count, nproc, *options, timeouts=()):
-        port = ports.free()
-        self.launched = [
-            launch(
-                *(f"--nnodes={count}", f"--nproc-per-node={nproc}", f"--node-rank={number}", *options),
-                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"),
-                f"--rdzv-conf=is_host={int(number == 0)}",
-                f"--log-dir={folder / f'logs{number}'}",
-                f"--hang-timeout={timeouts[number] if timeouts else 3}",
-                script,
-                env={"OMP_NUM_THREADS": "1"},
-            )
-            for number in range(count)
-        ]
-
-    def ended(self, code):
-        codes = [node.wait() for node in self.launched]
-        self.story = "\n=== ".join(["", *(node.stderr for node in self.launched)])
-        assert codes == [code] * len(self.launched), self.story
+    def exits(self, code):
+        assert self.ended() == [code] * len(self.nodes), self.story
 
     @property
     def diagnosis(self):
         """The paragraph of the diagnosis, which must be the same on every node."""
-        (told,) = {tuple(DIAGNOSIS.findall(node.stderr)) for node in self.launched}
+        (told,) = {tuple(DIAGNOSIS.findall(node.stderr)) for node in self.nodes}
         assert len(told) == 1, self.story
         return told[0][1]
 
 
 @pytest.fixture
 def nodes(launch, worker_script, tmp_path):
-    def nodes(source, count, nproc, *options, **how):
-        return Nodes(launch, worker_script(source), tmp_path, count, nproc, *options, **how)
+    def nodes(source, count, nproc, *options, timeouts=None):
+        job = Nodes(launch, tmp_path, count, nproc, *options, env={"OMP_NUM_THREADS": "1"})
+        for timeout in timeouts or [3] * count:
+            job.start(worker_script(source), f"--hang-timeout={timeout}")
+        return job
 
     return nodes
 
@@ -93,7 +79,7 @@ FAULTS = {
 def test_all_nodes_name_the_same_rank(nodes, fault):
     of_culprit, said = FAULTS[fault]
     job = nodes(step(3, of_culprit), 2, 2, "--max-restarts=1")
-    job.ended(0)
+    job.exits(0)
     says(job.diagnosis, *said)
     if fault == "missing":
         says(job.diagnosis, "; rank 3 did not enter it: it is in wait (threading.py:", "called at worker.py:")
@@ -101,28 +87,28 @@ def test_all_nodes_name_the_same_rank(nodes, fault):
 
 def test_one_rank_on_each_node(nodes):
     job = nodes(step(1, "load_batch()"), 3, 1, "--max-restarts=1")
-    job.ended(0)
+    job.exits(0)
     says(job.diagnosis, "2 of 3 ranks wait in all_reduce #2", "; rank 1 did not enter it: it is in wait")
 
 
 def test_the_report_of_a_job_that_ends_has_the_diagnosis(nodes):
     job = nodes(step(0, "load_batch()"), 2, 1, "--max-restarts=0")
-    job.ended(1)
+    job.exits(1)
     says_so = r"rank 1 waits in all_reduce #2 .*; rank 0 did not enter it: it is in .* at worker.py:\d+"
-    for node in job.launched:
+    for node in job.nodes:
         headline, report = (
             node.stderr[: node.stderr.index("Failures:")],
             node.stderr[node.stderr.index("Root Cause") :],
         )
         assert re.search(f"rank [01] of 2.* hung: .*; {says_so}", headline), job.story
         assert re.search(f"note +: {says_so}", report), job.story
-    told = {re.search(says_so, node.stderr)[0] for node in job.launched}
+    told = {re.search(says_so, node.stderr)[0] for node in job.nodes}
     assert len(told) == 1, job.story
 
 
 def test_a_node_that_would_find_the_hang_later_gives_its_evidence_at_once(nodes):
     job = nodes(step(3, "load_batch()"), 2, 2, "--max-restarts=1", timeouts=(3, 600))
-    job.ended(0)
+    job.exits(0)
     says(job.diagnosis, "3 of 4 ranks wait in all_reduce #2", "; rank 3 did not enter it: it is in wait")
 
 
@@ -152,8 +138,8 @@ distributed.destroy_process_group()
 
 def test_all_nodes_name_the_rank_that_made_a_collective_time_out(nodes):
     job = nodes(TIMES_OUT, 2, 2, "--max-restarts=1", timeouts=(600, 600))
-    job.ended(0)
-    (told,) = {tuple(re.findall(r"round 1 failed: (.*)", node.stderr)) for node in job.launched}
+    job.exits(0)
+    (told,) = {tuple(re.findall(r"round 1 failed: (.*)", node.stderr)) for node in job.nodes}
     (paragraph,) = told
     # The agent may have stopped the ranks of the other node before they could answer.
     says(paragraph, "in all_reduce #2 of the default group")

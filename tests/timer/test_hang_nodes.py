@@ -10,8 +10,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers import ports
 from helpers.http_client import get, get_json, port_of
+from helpers.nodes import LoopbackJob
 from helpers.said import line_with, says
 
 pytestmark = pytest.mark.slow
@@ -51,34 +51,15 @@ TRAINING = """
 """
 
 
-class Job:
-    """The agents of one job on loopback, by group rank."""
+class Job(LoopbackJob):
+    """A job with a gate for each rank, in which one rank hangs."""
 
     def __init__(self, launch, folder, nodes, nproc, *options, host=0, hung=None, step=1205, **env):
-        self.folder, self.nodes, self.nproc = folder, [], nproc
         self.world = nodes * nproc
         for rank in range(self.world):
             os.mkfifo(folder / f"gate{rank}")
-        self._launch, self._host, self._port = launch, host, ports.free()
-        self._options = (f"--nnodes={nodes}", f"--nproc-per-node={nproc}", *options)
-        self._env = {"HUNG": str(self.world - 1 if hung is None else hung), "STEP": str(step), **env}
-
-    def start(self, script, *options):
-        """Start another node."""
-        number = len(self.nodes)
-        conf = f"is_host={int(number == self._host)}"
-        meeting = ("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=job")
-        where = (f"--rdzv-conf={conf}", f"--node-rank={number}", f"--log-dir={self.folder / f'logs{number}'}")
-        arguments = (*self._options, *meeting, *where, *options, script)
-        self.nodes.append(self._launch(*arguments, env=self._env))
-
-    def ended(self):
-        """Wait for all agents, and return their exit codes. Keep their output in ``story``, for messages of
-        failed tests.
-        """
-        codes = [node.wait() for node in self.nodes]
-        self.story = "\n=== ".join(["", *(node.stderr for node in self.nodes)])
-        return codes
+        env |= {"HUNG": str(self.world - 1 if hung is None else hung), "STEP": str(step)}
+        super().__init__(launch, folder, nodes, nproc, *options, host=host, env=env)
 
     def evidence(self, rank):
         """Return a function that reads the evidence of a rank in the first attempt."""
