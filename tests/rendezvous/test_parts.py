@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from elasticrs.job.policy_options import MAX_IN_WINDOW
 from elasticrs.job.ranks import NodeShare, assign, node_ranks
 from elasticrs.job.restart_policy import FailureHistory
-from elasticrs.rendezvous.elastic.addresses import is_loopback_name
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.records import (
     MAX_CAUSE,
@@ -124,14 +123,6 @@ def node(address, host="h1", **differs):
 )
 def test_the_master_is_where_all_can_reach_it(nodes, expected):
     assert master_addr(nodes) == expected
-
-
-@pytest.mark.parametrize(
-    "address", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost", "::ffff:127.0.0.1"]
-)
-def test_loopback(address):
-    assert is_loopback_name(address)
-    assert not is_loopback_name("10.0.0.1")
 
 
 texts = st.text(max_size=3000)

@@ -326,6 +326,7 @@ def test_agents_that_share_loopback_are_on_one_host(tmp_path):
         ("127.0.0.1", True, False),
         ("127.255.0.9", True, False),
         ("::1", True, False),
+        ("[::1]", False, False),
         ("::ffff:127.0.0.1", True, False),
         ("10.0.0.1", False, True),
         ("::ffff:10.0.0.1", False, True),
@@ -342,7 +343,7 @@ def test_agents_that_share_loopback_are_on_one_host(tmp_path):
 )
 def test_kinds_of_addresses(address, loopback, elsewhere):
     assert (is_loopback(address), is_usable_elsewhere(address)) == (loopback, elsewhere)
-    assert is_loopback_name(address) == (loopback or address == "localhost")
+    assert is_loopback_name(address) == (loopback or address in {"localhost", "[::1]"})
 
 
 @given(st.ip_addresses(v=4))

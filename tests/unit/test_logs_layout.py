@@ -63,15 +63,13 @@ def test_stderr_is_captured_without_losing_the_console():
     assert paths.stdouts == {0: ""}
 
 
-def test_the_null_device_means_no_files_at_all():
-    logs = RunLogs(LogSettings(log_dir=os.devnull, redirects=3, tee=3), "job", 1)
-    paths = logs.attempt("0", {})
+def test_at_the_null_device_ranks_are_filtered_without_any_files():
+    settings = LogSettings(log_dir=os.devnull, redirects=3, tee=3)
+    paths = RunLogs(settings, "job", 1).attempt("0", {})
     assert paths.stdouts == paths.stderrs == paths.error_files == {0: ""}
     assert paths.tee_stdouts == {}
-
-
-def test_ranks_are_filtered_at_the_null_device_too():
-    settings = LogSettings(log_dir=os.devnull, redirects=3, local_ranks_filter=frozenset({1}))
+    assert followed_files(settings, 4) == 0
+    settings = settings.replaced(local_ranks_filter=frozenset({1}))
     assert RunLogs(settings, "job", 2).attempt("0", {}).stdouts == {0: os.devnull, 1: ""}
 
 
@@ -196,15 +194,6 @@ def test_colour_is_for_terminals_without_no_color():
     finally:
         for fd in (reader, writer, main, tty):
             os.close(fd)
-
-
-def test_files_that_are_followed_are_counted():
-    assert followed_files(LogSettings(), 4) == 0
-    assert followed_files(LogSettings(tee=3), 4) == 8
-    assert followed_files(LogSettings(tee={1: 3}, capture_stderr=True), 4) == 5
-    assert followed_files(LogSettings(redirects=3), 4) == 0
-    assert followed_files(LogSettings(tee=1, local_ranks_filter=frozenset({1})), 4) == 1
-    assert followed_files(LogSettings(tee=3, log_dir=os.devnull), 4) == 0
 
 
 @pytest.mark.parametrize("tee", [0, 1, 2, 3, {0: 1, 2: 3, 9: 3}, {1: 0}])
