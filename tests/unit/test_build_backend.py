@@ -1,24 +1,13 @@
 """The build backend reports in one line what is missing for a build from source."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from tools.build import build_backend
 
-BACKEND = Path(__file__).resolve().parents[2] / "tools/build/build_backend.py"
 HOOKS = (
     "get_requires_for_build_wheel",
     "get_requires_for_build_editable",
     "get_requires_for_build_sdist",
 )
-
-
-@pytest.fixture
-def backend():
-    spec = importlib.util.spec_from_file_location("build_backend", BACKEND)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture
@@ -44,29 +33,29 @@ def line_of(hook):
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("cargo", [None, "cargo 1.63.0 (fd9c4297c 2022-07-01)"])
-def test_no_cargo_or_an_old_one(backend, programs, hook, cargo):
+def test_no_cargo_or_an_old_one(programs, hook, cargo):
     programs("cc", "exit 1")
     if cargo is not None:
         programs("cargo", f"echo '{cargo}'")
-    line = line_of(getattr(backend, hook))
+    line = line_of(getattr(build_backend, hook))
     assert "Rust 1." in line
     assert ("no cargo" if cargo is None else "cargo 1.63.0") in line
 
 
-def test_a_cargo_that_fails(backend, programs):
+def test_a_cargo_that_fails(programs):
     programs("cargo", "echo 'no default toolchain' >&2; exit 1")
-    assert "no default toolchain" in line_of(backend.get_requires_for_build_wheel)
+    assert "no default toolchain" in line_of(build_backend.get_requires_for_build_wheel)
 
 
-def test_no_c_compiler(backend, programs, monkeypatch):
+def test_no_c_compiler(programs, monkeypatch):
     programs("cargo", "echo 'cargo 99.0.0'")
-    assert "'cc'" in line_of(backend.get_requires_for_build_wheel)
+    assert "'cc'" in line_of(build_backend.get_requires_for_build_wheel)
     monkeypatch.setenv("CC", "gcc-99 -m64")
-    assert "'gcc-99'" in line_of(backend.get_requires_for_build_wheel)
+    assert "'gcc-99'" in line_of(build_backend.get_requires_for_build_wheel)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_nothing_is_missing(backend, programs, hook):
+def test_nothing_is_missing(programs, hook):
     programs("cargo", "echo 'cargo 99.0.0'")
     programs("cc", "exit 1")
-    assert getattr(backend, hook)() == []
+    assert getattr(build_backend, hook)() == []

@@ -2,21 +2,13 @@
 API reference describes every public name.
 """
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
+from tools.docs import problems
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def problems():
-    spec = importlib.util.spec_from_file_location("docs_tool", ROOT / "tools/docs.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.problems
 
 
 @pytest.fixture
@@ -32,7 +24,7 @@ def site(tmp_path):
     return tmp_path
 
 
-def test_a_site_without_problems(problems, site):
+def test_a_site_without_problems(site):
     assert list(problems(site)) == []
 
 
@@ -48,7 +40,7 @@ def test_a_site_without_problems(problems, site):
         '<div style="background: url(https://example.com/x.png)">',
     ],
 )
-def test_outside_resources_are_found(problems, site, element):
+def test_outside_resources_are_found(site, element):
     (site / "sub page.html").write_text(f'<h1 id="b">b</h1>{element}')
     (line,) = problems(site)
     assert line.startswith("sub page.html: ")
@@ -56,7 +48,7 @@ def test_outside_resources_are_found(problems, site, element):
 
 
 @pytest.mark.parametrize("rule", ["@import 'https://example.com/x.css';", "a { src: url(//example.com/x) }"])
-def test_outside_resources_of_styles_are_found(problems, site, rule):
+def test_outside_resources_of_styles_are_found(site, rule):
     (site / "static/style.css").write_text(rule)
     assert [line.partition(":")[0] for line in problems(site)] == ["static/style.css"]
 
@@ -70,7 +62,7 @@ def test_outside_resources_of_styles_are_found(problems, site, rule):
         ("#missing", "the page has no such anchor"),
     ],
 )
-def test_broken_links_are_found(problems, site, link, why):
+def test_broken_links_are_found(site, link, why):
     (site / "sub page.html").write_text(f'<h1 id="b">b</h1><a href="{link}">x</a>')
     assert list(problems(site)) == [f"sub page.html: {link}: {why}"]
 

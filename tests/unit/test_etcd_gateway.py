@@ -9,7 +9,13 @@ import pytest
 from elasticrs.rendezvous.elastic.etcd_gateway import EtcdError, Gateway, GatewayError
 from elasticrs.rendezvous.elastic.etcd_membership import Seat
 
-OK = b"HTTP/1.0 200 OK\r\ncontent-length: %d\r\n\r\n%s"
+
+def reply(body, status="200 OK", header="content-length"):
+    return f"HTTP/1.0 {status}\r\n{header}: {len(body)}\r\n\r\n{body}".encode()
+
+
+def refusal(body, status="400 Bad Request"):
+    return reply(body, status, "Content-Length")
 
 
 @pytest.fixture
@@ -38,17 +44,15 @@ def answering():
 
 @pytest.mark.parametrize(("label", "is_foreign"), [("job", False), ("jo", True), ("other", True)])
 def test_the_etcd_of_another_job_is_found(answering, label, is_foreign):
-    listed = b'{"members":[{"ID":"7","name":"job-a-0"},{"ID":"8","name":"job-a-1"}]}'
-    seat, asked = answering(OK % (len(listed), listed))
+    listed = '{"members":[{"ID":"7","name":"job-a-0"},{"ID":"8","name":"job-a-1"}]}'
+    seat, asked = answering(reply(listed))
     assert Gateway().find_foreign([seat], label, 5) == (seat if is_foreign else None)
     assert asked[0].startswith(b"POST /v3/cluster/member/list HTTP/1.0\r\n")
 
 
 def test_a_refusal_has_etcds_own_words(answering):
-    text = b'{"error":"etcdserver: no leader","code":14}'
-    seat, _ = answering(
-        b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text)
-    )
+    text = '{"error":"etcdserver: no leader","code":14}'
+    seat, _ = answering(refusal(text, "503 Service Unavailable"))
     with pytest.raises(GatewayError, match=r"^etcdserver: no leader$"):
         Gateway().ask(seat, "kv/range", {}, 5)
 
@@ -71,8 +75,7 @@ def test_a_refusal_has_etcds_own_words(answering):
     ],
 )
 def test_errors_of_etcd_are_identified_by_code_and_text(answering, body, error):
-    text = body.encode()
-    seat, _ = answering(b"HTTP/1.0 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+    seat, _ = answering(refusal(body))
     with pytest.raises(GatewayError) as raised:
         Gateway().ask(seat, "auth/authenticate", {}, 5)
     assert raised.value.error is error
@@ -83,14 +86,12 @@ def test_errors_of_etcd_are_identified_by_code_and_text(answering, body, error):
 )
 def test_the_error_of_a_login_shows_whether_a_password_is_required(answering, error, is_protected):
     code, message = error.value
-    text = json.dumps({"code": code, "message": message}).encode()
-    seat, _ = answering(b"HTTP/1.0 400 Bad Request\r\nContent-Length: %d\r\n\r\n%s" % (len(text), text))
+    seat, _ = answering(refusal(json.dumps({"code": code, "message": message})))
     assert Gateway((), "secret").is_protected([seat], 5) is is_protected
 
 
 def test_a_password_is_said_once(answering):
-    login = b'{"token":"t.1"}'
-    seat, asked = answering(OK % (len(login), login), OK % (2, b"{}"), OK % (2, b"{}"))
+    seat, asked = answering(reply('{"token":"t.1"}'), reply("{}"), reply("{}"))
     gateway = Gateway((), "secret")
     gateway.ask(seat, "x", {}, 5)
     gateway.ask(seat, "y", {}, 5)
@@ -103,9 +104,9 @@ def test_a_password_is_said_once(answering):
     [
         b"SSH-2.0-OpenSSH\r\n\r\n" * 2,
         b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\nhello",
-        OK % (2, b"{}"),
-        OK % (9, b'[{"id":1}]'[:9]),
-        OK % (10, b'[{"id":1}]'),
+        reply("{}"),
+        reply('[{"id":1}'),
+        reply('[{"id":1}]'),
     ],
 )
 def test_what_is_not_etcd(answering, answer):

@@ -85,10 +85,11 @@ def test_a_taken_port_is_retried_less_and_less_often(clock):
 
 
 @pytest.fixture
-def driver():
-    """Provide the driver of node rank 0 in a job of two nodes, and the port of the store that it hosts on
-    loopback.
+def driver(monkeypatch):
+    """Provide the driver of node rank 0 in a job of two nodes, the port of the store that it hosts on
+    loopback, and the events that it tells its member.
     """
+    told = []
     port = ports.free()
     rendezvous = Rendezvous(
         "static",
@@ -102,7 +103,8 @@ def driver():
     )
     driver = Driver(rendezvous, role="r", nproc=1, policy=RestartSettings(0), supervisor=None)
     driver.begin()
-    yield driver, port
+    monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
+    yield driver, port, told
     driver.close()
 
 
@@ -112,10 +114,8 @@ def accepts(port):
         return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_the_end_of_the_workers_is_reported_once_the_port_is_back(driver, monkeypatch):
-    driver, port = driver
-    told = []
-    monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
+def test_the_end_of_the_workers_is_reported_once_the_port_is_back(driver):
+    driver, port, told = driver
     assert accepts(port)
     assert driver.open_store() is None
     assert not accepts(port)
@@ -135,9 +135,7 @@ def test_the_end_of_the_workers_is_reported_once_the_port_is_back(driver, monkey
 
 
 def test_a_port_taken_by_another_program_is_reported_once(driver, monkeypatch):
-    driver, port = driver
-    told = []
-    monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
+    driver, port, told = driver
     assert driver.open_store() is None
     with socket.create_server(("", port)):
         driver.group_over(messages.GroupEnded())
@@ -148,10 +146,8 @@ def test_a_port_taken_by_another_program_is_reported_once(driver, monkeypatch):
         assert [type(event) for event in told] == [messages.GroupEnded]
 
 
-def test_success_does_not_wait_for_the_port(driver, monkeypatch):
-    driver, port = driver
-    told = []
-    monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
+def test_success_does_not_wait_for_the_port(driver):
+    driver, port, told = driver
     assert driver.open_store() is None
     with socket.create_server(("", port)):
         driver.group_over(messages.WorkersDone())
