@@ -55,21 +55,6 @@ def test_a_failure_is_reported_and_paid_for_by_the_next_round():
     assert done == [Start(1, 0), Report(1), SayIdle(), Replace(1, 1)]
 
 
-def test_it_is_replaced_when_nothing_of_it_is_left():
-    _, done = play(*UP, WorkerFailed(1), NONE_MET, RoundBegan(2, 1), WorkerSwept(1))
-    assert done[-1] == Replace(1, 1)
-
-
-def test_a_failure_between_two_rounds_belongs_to_the_one_that_ended_by_another():
-    _, done = play(*UP, NONE_MET, WorkerFailed(0), WorkerSwept(0), RoundBegan(2, 1))
-    assert done == [Start(1, 0), SayIdle(), Replace(0, 1)]
-
-
-def test_a_failure_between_two_rounds_without_failures_is_reported():
-    _, done = play(*UP, RoundEnded(), WorkerFailed(0), WorkerSwept(0), RoundBegan(2, 0))
-    assert done == [Start(1, 0), SayIdle(), Report(0)]
-
-
 @pytest.mark.parametrize(
     ("met", "then"),
     [((7, 7), [Replace(1, 1)]), ((7, 8), [Report(1)]), ((7, None), [Report(1)]), ((), [Report(1)])],
@@ -130,8 +115,9 @@ def test_a_stuck_worker_makes_the_node_unfit_whenever_that_is_found():
 
 def test_a_failed_replacement_stops_the_group():
     ended = [WorkerFailed(1), NONE_MET, WorkerSwept(1), RoundBegan(2, 1), ReplaceFailed(1)]
-    _, done = play(*UP, *ended, GroupEnded("stopped"), NONE_MET, RoundBegan(3, 2))
-    assert done[-4:] == [Replace(1, 1), STOPPED, SayEnded(), Start(3, 2)]
+    meanwhile = [RoundEnded(), RoundBegan(3, 1)]
+    _, done = play(*UP, *ended, *meanwhile, GroupEnded("stopped"), NONE_MET, RoundBegan(4, 2))
+    assert done[-5:] == [Replace(1, 1), STOPPED, SayIdle(), SayEnded(), Start(4, 2)]
 
 
 def test_a_failed_start_of_workers_is_reported():
@@ -257,13 +243,14 @@ class Course:
                 self.met = {}
             case Replace():
                 place = effect.local_rank
+                assert self.group == "running"
                 assert self.places[place] == "free"
                 assert effect.restarts == self.known > 0
                 self.credit[place] -= 1
                 assert self.credit[place] >= 0
                 self.places[place] = "promised"
             case Report():
-                assert self.rendezvous == "run"
+                assert (self.group, self.rendezvous) == ("running", "run")
                 assert self.places[effect.local_rank] != "runs"
                 self.end()
             case Stop():
