@@ -221,7 +221,7 @@ def test_children_of_the_program_are_left_alone(tmp_path, method):
     start(tmp_path, functions.repeat, b"x", 1, start_method=method).wait()
     assert child.poll() is None
     child.kill()
-    child.wait()
+    assert child.wait() == -signal.SIGKILL
 
 
 def test_a_start_that_fails_leaves_nothing(tmp_path):

@@ -252,23 +252,6 @@ def test_a_forked_child_is_refused_and_harmless():
     assert refused.endswith(f" pid {pid}")
 
 
-def test_children_of_a_host_application_are_left_alone():
-    printed = run_python("""
-        import os, subprocess
-        from elasticrs import _core
-        mine = subprocess.Popen(["sh", "-c", "read line; exit 5"], stdin=subprocess.PIPE)
-        s = _core.Supervisor()
-        spec = _core.ProcessSpec(0, ["sh", "-c", "exit 3"], env=dict(os.environ))
-        s.start(_core.GroupSpec([spec], on_failure=_core.StopPolicy(15, 1.0)))
-        while not isinstance(s.next_event(), _core.GroupEnded):
-            pass
-        s.close()
-        mine.communicate(b"go\\n")
-        print(mine.returncode)
-    """)
-    assert printed == "5\n"
-
-
 def test_an_agent_that_ends_without_closing_leaves_nothing():
     printed = run_python("""
         import os
