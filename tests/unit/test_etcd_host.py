@@ -8,13 +8,12 @@ import sys
 
 import pytest
 from helpers.procs import HANG
+from helpers.rendezvous import rendezvous
 
 import elasticrs
 from elasticrs.rendezvous.elastic import etcd_host
 from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
 from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
-from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
-from elasticrs.rendezvous.elastic.settings import Settings
 from elasticrs.rendezvous.etcd_host_program import Member, Orders
 from elasticrs.rendezvous.etcd_process import reason
 
@@ -30,18 +29,7 @@ def wait_for(fd):
 def test_a_program_that_exits_slowly_does_not_block_the_agent(monkeypatch):
     monkeypatch.setattr(etcd_host, "_PROGRAM", "import os, signal; os.close(1); signal.pause()")
     site = EtcdSite((("localhost", 2379),))
-    host = EtcdHost(
-        Rendezvous(
-            "etcd",
-            "localhost",
-            2379,
-            run_id="job",
-            min_nodes=1,
-            max_nodes=1,
-            settings=Settings({}),
-            etcd=site,
-        )
-    )
+    host = EtcdHost(rendezvous("localhost", 2379, "etcd", etcd=site))
     pipe = host.fd
     wait_for(pipe)
     assert host.take() == []

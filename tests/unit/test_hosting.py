@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from helpers.procs import run_program
+from helpers.rendezvous import rendezvous
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,8 +29,6 @@ from elasticrs.rendezvous.elastic.hosting import (
     listening_address,
     unresolved,
 )
-from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
-from elasticrs.rendezvous.elastic.settings import Settings
 
 ALL = ("::",)
 
@@ -61,20 +60,6 @@ NODE1 = Machine("node1", "node1.cluster", own=["10.0.0.1"], known={**KNOWN, "nod
 NODE2 = Machine("node2", own=["10.0.0.2", "fd00::2"], known=KNOWN)
 
 
-def rendezvous(host, port=29400, backend="c10d", node_rank=None, local_addr=None, **settings):
-    return Rendezvous(
-        backend,
-        host,
-        port,
-        run_id="job",
-        min_nodes=1,
-        max_nodes=4,
-        settings=Settings(settings),
-        node_rank=node_rank,
-        local_addr=local_addr,
-    )
-
-
 def listens(host, machine, port=29400, **how):
     return decide(rendezvous(host, port, **how), machine).listen
 
@@ -98,7 +83,7 @@ def test_an_alias_is_known_by_its_address():
 def test_with_etcd_no_agent_hosts_and_every_node_has_an_address(host):
     site = EtcdSite(((host, 2379),))
     machine = Machine("me", own=["10.0.0.7"], known={"me": ["127.0.1.1", "10.0.0.7"]})
-    found = decide(rendezvous(host, 2379, backend="etcd").replaced(etcd=site), machine)
+    found = decide(rendezvous(host, 2379, "etcd", etcd=site), machine)
     assert (found.may_host, found.fallback) == (False, "10.0.0.7")
     assert decide_again(found, rendezvous(host), machine) == found
 

@@ -5,13 +5,12 @@ import socket
 
 import pytest
 from helpers import ports
+from helpers.rendezvous import rendezvous
 
 from elasticrs.job.restart_policy import RestartSettings
 from elasticrs.rendezvous.elastic import lent_port, messages
 from elasticrs.rendezvous.elastic.driver import Driver
 from elasticrs.rendezvous.elastic.lent_port import PATIENCE, LentPort
-from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
-from elasticrs.rendezvous.elastic.settings import Settings
 
 
 class Session:
@@ -91,17 +90,8 @@ def driver(monkeypatch):
     """
     told = []
     port = ports.free()
-    rendezvous = Rendezvous(
-        "static",
-        "127.0.0.1",
-        port,
-        run_id="job",
-        min_nodes=2,
-        max_nodes=2,
-        settings=Settings({"order_hint": 0}),
-        node_rank=0,
-    )
-    driver = Driver(rendezvous, role="r", nproc=1, policy=RestartSettings(0), supervisor=None)
+    place = rendezvous("127.0.0.1", port, "static", nodes=(2, 2), node_rank=0, order_hint=0)
+    driver = Driver(place, role="r", nproc=1, policy=RestartSettings(0), supervisor=None)
     driver.begin()
     monkeypatch.setattr(driver, "tell", lambda *events: told.extend(events) or [])
     yield driver, port, told
