@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import elasticrs
 from helpers import procs
 from helpers.procs import HANG
 
@@ -257,3 +259,17 @@ def launcher_with(module: str, **values: float) -> tuple[str, ...]:
         f"vars(module).update({values!r}); sys.exit(main())"
     )
     return (sys.executable, "-c", program)
+
+
+def launcher_with_py_spy(folder: Path, body: str, **env: str) -> dict[str, Any]:
+    """Return arguments of ``launch`` for an interpreter in a folder of its own. A ``py-spy`` beside it, which
+    is this shell script, is found before all others.
+    """
+    python = folder / "python"
+    python.symlink_to(os.path.realpath(sys.executable))
+    spy = folder / "py-spy"
+    spy.write_text(f"#!/bin/sh\n{body}\n")
+    spy.chmod(0o755)
+    packages = str(Path(elasticrs.__file__).parent.parent)
+    path = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
+    return {"argv": (python, "-m", "elasticrs.launch"), "env": {"PYTHONPATH": packages, "PATH": path, **env}}

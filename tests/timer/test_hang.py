@@ -7,13 +7,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+from helpers.launcher import launcher_with_py_spy
 from helpers.procs import reap_adopted, wait_gone, wait_readable
 from helpers.said import has, line_with, says
-
-import elasticrs
 
 MEET = """
     import os, select
@@ -171,22 +169,9 @@ SPIES = {
 }
 
 
-def interpreter_with_py_spy(folder, body):
-    """Make an interpreter in its own folder. A ``py-spy`` beside it is found before all others."""
-    python = folder / "python"
-    python.symlink_to(os.path.realpath(sys.executable))
-    spy = folder / "py-spy"
-    spy.write_text(f"#!/bin/sh\n{body}\n")
-    spy.chmod(0o755)
-    packages = str(Path(elasticrs.__file__).parent.parent)
-    argv = (python, "-m", "elasticrs.launch")
-    path = os.pathsep.join([str(folder), os.environ.get("PATH", os.defpath)])
-    return {"argv": argv, "env": {"ELASTICRS_TRACEBACKS": "0", "PYTHONPATH": packages, "PATH": path}}
-
-
 @pytest.mark.parametrize("how", SPIES)
 def test_py_spy_inspects_a_worker_without_a_handler(run, tmp_path, how, evidence):
-    spied = interpreter_with_py_spy(tmp_path, SPIES[how])
+    spied = launcher_with_py_spy(tmp_path, SPIES[how], ELASTICRS_TRACEBACKS="0")
     launched = run(STUCK, 0.5, **spied).exits(1)
     assert "hung: " in launched.stderr
     assert re.search(r"^spied with dump --full-filenames --pid \d+$", evidence(0), re.M)
@@ -259,7 +244,7 @@ def test_a_fifo_in_place_of_a_file_costs_only_that_file(run, what, evidence):
 def test_py_spy_does_not_outlive_an_agent_that_is_killed(run, tmp_path):
     told = tmp_path / "told"
     os.mkfifo(told)
-    spied = interpreter_with_py_spy(tmp_path, f"echo $$ > {told}; exec sleep 1000")
+    spied = launcher_with_py_spy(tmp_path, f"echo $$ > {told}; exec sleep 1000", ELASTICRS_TRACEBACKS="0")
     launched = run(STUCK, 0.5, **spied)
     pid = int(told.read_text())
     launched.signal(signal.SIGKILL)

@@ -7,13 +7,11 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.launcher import launcher_with_py_spy
 from helpers.procs import run_program, wait_readable
 from helpers.said import says
-
-import elasticrs
 
 ENABLED = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
 
@@ -73,11 +71,7 @@ def test_the_report_names_the_timer_whatever_the_worker_exits_with(run):
 
 
 def test_evidence_is_collected_although_the_request_lets_a_sibling_exit(launch, worker_script, tmp_path):
-    python = tmp_path / "python"
-    python.symlink_to(os.path.realpath(sys.executable))
-    spy = tmp_path / "py-spy"
-    spy.write_text("#!/bin/sh\necho \"seen in state $(cut -d ' ' -f 3 /proc/$4/stat)\"\n")
-    spy.chmod(0o755)
+    body = "echo \"seen in state $(cut -d ' ' -f 3 /proc/$4/stat)\""
     # Rank 1 catches the request for its stacks without answering it, so the agent runs `py-spy` after 1.2 s.
     script = worker_script(BY_HAND + """
     if os.environ["RANK"] == "0":
@@ -90,10 +84,8 @@ def test_evidence_is_collected_although_the_request_lets_a_sibling_exit(launch, 
             os.read(os.pipe()[0], 1)
 """)  # fmt: skip
     logs = tmp_path / "logs"
-    packages = str(Path(elasticrs.__file__).parent.parent)
-    env = {**ENABLED, "PYTHONPATH": packages, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    argv = (python, "-m", "elasticrs.launch")
-    launched = launch("--nproc-per-node=2", f"--log-dir={logs}", script, argv=argv, env=env).exits(1)
+    spied = launcher_with_py_spy(tmp_path, body, **ENABLED)
+    launched = launch("--nproc-per-node=2", f"--log-dir={logs}", script, **spied).exits(1)
     assert re.search(r"traceback : timer expired: scope 'step'", launched.stderr), launched.stderr
     (kept,) = logs.glob("*/attempt_0/1/hang.txt")
     assert "seen in state S" in kept.read_text()
