@@ -137,7 +137,8 @@ distributed.destroy_process_group()
 
 
 def test_all_nodes_name_the_rank_that_made_a_collective_time_out(nodes):
-    job = nodes(TIMES_OUT, 2, 2, "--max-restarts=1", timeouts=(600, 600))
+    # A rank that exits more slowly has no diagnosis.
+    job = nodes(TIMES_OUT, 2, 2, "--max-restarts=1", "--exit-timeout=60", timeouts=(600, 600))
     job.exits(0)
     (told,) = {tuple(re.findall(r"round 1 failed: (.*)", node.stderr)) for node in job.nodes}
     (paragraph,) = told
