@@ -1,5 +1,7 @@
 """Programs that use torch, forked from one process that has imported it."""
 
+import os
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -20,6 +22,7 @@ class TorchPrograms(Forker):
     def __init__(self, folder: Path) -> None:
         super().__init__("torch_programs.py")
         self._folder = folder
+        self._take_line(2 * HANG, "the import of torch hangs")
 
     def run(
         self, program: str, *arguments: str, text: str = "", timeout: float = HANG
@@ -35,10 +38,19 @@ class TorchPrograms(Forker):
             files["stdin"].write_text(text, encoding="utf-8")
             paths = {name: str(path) for name, path in files.items()}
             self.order({"program": program, "arguments": arguments, **paths})
-            assert procs.wait_readable(self.answers.fileno(), timeout), "the program hangs"
-            code = int(self.answers.readline())
+            code = int(self._take_line(timeout, "the program hangs"))
             output = (files[name].read_text(encoding="utf-8") for name in ("stdout", "stderr"))
             return subprocess.CompletedProcess([program, *arguments], code, *output)
+
+    def _take_line(self, timeout: float, trouble: str) -> str:
+        in_time = procs.wait_readable(self.answers.fileno(), timeout)
+        if not in_time:
+            programs = [program.pid for program in procs.children(self._process.pid)]
+            for pid in programs or [self._process.pid]:
+                os.kill(pid, signal.SIGKILL)
+        line: str = self.answers.readline()
+        assert in_time, trouble
+        return line
 
     def run_module(self, module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a module of this folder as a program."""

@@ -172,7 +172,7 @@ def torchs(mode, gpu):
 
 compared = 0
 random.seed(0)
-for _ in range(300):
+for _ in range(100):
     allowed = set(random.sample(range(32), random.randint(1, 32)))
     theirs._get_allowed_cpu_indices_for_current_thread = lambda: allowed
     for mode in AffinityMode:
@@ -193,4 +193,4 @@ print(compared)
 @pytest.mark.torch
 def test_torch_chooses_the_same(machine, torch_programs):
     output = torch_programs.checked(AGAINST_TORCH, str(machine.root), "1,1,1,3,-1")
-    assert int(output.split()[-1]) > 1000
+    assert int(output.split()[-1]) > 400

@@ -1,6 +1,7 @@
 """Imports torch once, and runs each program in a fork of this process; see `helpers/torch_programs.py`.
 
-Takes one JSON object per line, and writes the exit code of each program as one line.
+Writes a line when torch is there. Takes one JSON object per line, and writes the exit code of each program as
+one line.
 """
 
 import json
@@ -33,6 +34,7 @@ def run(order):
     os._exit(code)
 
 
+print("torch is there", flush=True)
 for line in sys.stdin:
     pid = os.fork()
     if not pid:
