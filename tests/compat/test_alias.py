@@ -15,7 +15,7 @@ from elasticrs.alias.launch import with_local_rank
 from .conftest import TREE
 
 
-def test_it_is_put_in_place_and_removed(run, environment):
+def test_the_alias_hook_can_be_installed_and_uninstalled(run, environment):
     status = ("-m", "elasticrs.alias", "status")
     assert run(*status, check=False).returncode == 1
     told = run("-m", "elasticrs.alias", "install").stdout
@@ -49,7 +49,7 @@ def run_late(python, *args, **variables):
     return run_program([python, *args], env=variables)
 
 
-def test_a_hook_that_does_not_work_is_refused(late_environment):
+def test_install_refuses_an_environment_where_the_hook_cannot_work(late_environment):
     python, packages = late_environment
     done = run_late(python, "-m", "elasticrs.alias", "install")
     assert done.returncode == 1
@@ -58,7 +58,7 @@ def test_a_hook_that_does_not_work_is_refused(late_environment):
     assert not list(packages.glob("elasticrs_alias.pth"))
 
 
-def test_a_broken_hook_prints_one_line_at_each_start(late_environment):
+def test_a_broken_alias_hook_prints_one_line_at_each_python_start(late_environment):
     python, packages = late_environment
     (packages / "elasticrs.pth").write_text(str(TREE), encoding="utf-8")
     assert run_late(python, "-m", "elasticrs.alias", "install").returncode == 0
@@ -72,7 +72,7 @@ def test_a_broken_hook_prints_one_line_at_each_start(late_environment):
 
 
 @pytest.mark.parametrize("args", [[], ["instal"], ["install", "now"]])
-def test_a_mistake_is_a_line(run, args):
+def test_an_invalid_alias_command_prints_one_line(run, args):
     done = run("-m", "elasticrs.alias", *args, check=False)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -80,11 +80,11 @@ def test_a_mistake_is_a_line(run, args):
 
 
 @pytest.mark.parametrize("word", ["-h", "--help"])
-def test_help_lists_the_actions(run, word):
+def test_the_help_of_the_alias_command_lists_its_actions(run, word):
     assert "install|uninstall|status" in run("-m", "elasticrs.alias", word).stdout
 
 
-def test_it_costs_nothing_when_it_is_off(installed):
+def test_an_inactive_alias_loads_no_modules(installed):
     shown = "import sys; print(*sorted(sys.modules))"
     off = installed("-c", shown, on=False).stdout.split()
     assert not [name for name in off if name.startswith("elasticrs")]
@@ -92,7 +92,7 @@ def test_it_costs_nothing_when_it_is_off(installed):
     assert installed("-c", shown, on=False).stdout.split() == off
 
 
-def test_when_it_is_on_it_loads_only_itself(installed):
+def test_an_active_alias_loads_only_its_own_modules(installed):
     shown = "import sys; print(*sorted(sys.modules))"
     added = set(installed("-c", shown).stdout.split()) - set(installed("-c", shown, on=False).stdout.split())
     assert added == {"elasticrs", "elasticrs.alias", "__future__"}
@@ -117,7 +117,7 @@ def test_when_it_is_on_it_loads_only_itself(installed):
         ("torch", None),
     ],
 )
-def test_which_names_are_ours(theirs, ours):
+def test_torch_module_names_are_mapped_to_elasticrs_names(theirs, ours):
     assert our_name(theirs) == ours
 
 
@@ -177,7 +177,7 @@ for program in sys.argv[1:]:
 
 
 @pytest.mark.torch
-def test_both_names_are_the_same_module_and_an_attribute_of_its_package(installed):
+def test_torch_and_elasticrs_names_refer_to_the_same_module(installed):
     done = installed("-W", "error", "-c", IN_FORKS, SAME, ATTRIBUTES, check=False)
     assert done.stdout == "done\nelasticrs.launcher.api\n", done.stderr
 
@@ -197,7 +197,7 @@ assert importlib.util.find_spec("torch.distributed.elastic.timer.neither") is No
 """
 
 
-def test_a_module_that_only_torch_has_is_torchs_and_stands_on_ours(installed, tmp_path):
+def test_a_module_that_only_torch_has_is_loaded_from_torch(installed, tmp_path):
     # This fake torch has only a package that a later version of torch could have.
     packages = ("torch", "torch/distributed", "torch/distributed/elastic", "torch/distributed/elastic/newer")
     for package in packages:
@@ -227,7 +227,7 @@ print(torchelastic.__version__ and "done")
 """
 
 
-def test_the_package_of_2019_leads_to_ours(installed):
+def test_torchelastic_imports_resolve_to_elasticrs_train(installed):
     done = installed("-W", "error", "-c", OF_2019, check=False)
     assert done.stdout == "done\n", done.stderr
 
@@ -252,7 +252,7 @@ if __name__ == "__main__":
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_spawned_children_have_it_too(installed, tmp_path):
+def test_the_alias_is_active_in_spawned_children(installed, tmp_path):
     before = procs.children()
     (tmp_path / "spawned.py").write_text(SPAWNED, encoding="utf-8")
     assert installed("spawned.py").stdout == "elasticrs.timer.api\n"
@@ -278,7 +278,7 @@ os.write(1, " ".join(shown).encode() + b"\\n")
         (["-m", "torch.distributed.launch"], ["0 True --local-rank=0 --x", "1 True --local-rank=1 --x"]),
     ],
 )
-def test_the_command_line_of_torch_starts_our_launcher(installed, tmp_path, command, expected):
+def test_launch_commands_of_torch_start_the_elasticrs_launcher(installed, tmp_path, command, expected):
     (tmp_path / "worker.py").write_text(SHOW, encoding="utf-8")
     # An installation of torch puts this script beside the interpreter.
     (tmp_path / "torchrun").write_text("import sys; from torch.distributed.run import main; sys.exit(main())")
@@ -288,7 +288,7 @@ def test_the_command_line_of_torch_starts_our_launcher(installed, tmp_path, comm
 
 
 @pytest.mark.torch
-def test_a_worker_that_imports_by_torchs_name_gets_ours(installed, tmp_path):
+def test_a_worker_that_imports_torch_elastic_gets_elasticrs(installed, tmp_path):
     source = "from torch.distributed.elastic.multiprocessing.errors import record; print(record.__module__)"
     (tmp_path / "worker.py").write_text(source, encoding="utf-8")
     done = installed("-m", "elasticrs", "worker.py", check=False)
@@ -307,7 +307,7 @@ def test_a_worker_that_imports_by_torchs_name_gets_ours(installed, tmp_path):
         ([], []),
     ],
 )
-def test_where_the_local_rank_goes(argv, expected):
+def test_with_local_rank_inserts_the_option_after_the_script(argv, expected):
     assert with_local_rank(argv) == expected
 
 
@@ -318,7 +318,7 @@ elasticrs.alias.activate()
 """
 
 
-def test_it_refuses_to_come_late(run):
+def test_activating_the_alias_after_torch_modules_are_loaded_fails(run):
     done = run("-c", LATE, on=False, check=False)
     assert done.returncode == 1
     assert "torch.distributed.run " in done.stderr

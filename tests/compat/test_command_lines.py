@@ -9,7 +9,7 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.torch
-def test_random_command_lines_mean_the_same(torch_programs):
+def test_random_command_lines_are_interpreted_as_by_torchrun(torch_programs):
     cases = 2000 if os.environ.get("ELASTICRS_HYPOTHESIS_PROFILE") == "thorough" else 300
     done = torch_programs.run_module("compat.command_lines", TESTS, f"--cases={cases}")
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -54,7 +54,7 @@ def worker(tmp_path):
 
 @pytest.mark.parametrize("form", ["decorator", "context"])
 @pytest.mark.parametrize("word", ["fail", "end"])
-def test_without_a_socket_it_records_errors_and_needs_no_torch(worker, tmp_path, form, word):
+def test_worker_main_without_a_socket_records_errors_and_needs_no_torch(worker, tmp_path, form, word):
     with worker(form) as process:
         out, _ = process.communicate(word + "\n", timeout=30)
     assert out == "ready False\n"
@@ -68,7 +68,7 @@ def test_without_a_socket_it_records_errors_and_needs_no_torch(worker, tmp_path,
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["decorator", "context"])
-def test_with_a_socket_the_worker_answers(worker, tmp_path, form):
+def test_worker_main_with_a_socket_starts_a_server_that_responds(worker, tmp_path, form):
     path = str(tmp_path / "socket")
     with worker(form, TORCH_WORKER_SERVER_SOCKET=path) as process:
         assert process.stdout.readline() == "ready True\n"

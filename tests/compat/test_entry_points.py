@@ -70,7 +70,7 @@ each_package = pytest.mark.parametrize("package", ["torch.distributed", "elastic
 
 @pytest.mark.parametrize("name", ["run", "launch"])
 @each_package
-def test_main_raises_every_failure_to_the_program_that_calls_it(outcomes, package, name):
+def test_main_raises_every_failure_to_its_caller(outcomes, package, name):
     flag = ["--use-env"] if name == "launch" else []
     cases = [[*(flag if "--no-python" in args else []), *args] for args, _ in OUTCOMES]
     found = outcomes(package, name, cases)
@@ -81,6 +81,6 @@ def test_main_raises_every_failure_to_the_program_that_calls_it(outcomes, packag
 
 
 @each_package
-def test_the_old_launcher_refuses_a_program_without_use_env(outcomes, package):
+def test_distributed_launch_refuses_no_python_without_use_env(outcomes, package):
     ((ancestors, _),) = outcomes(package, "launch", [["--no-python", "true"]])
     assert "ValueError" in ancestors

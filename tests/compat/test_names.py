@@ -12,7 +12,7 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 @pytest.mark.torch
-def test_every_difference_from_torch_is_in_the_table_and_the_table_holds(torch_programs):
+def test_the_compatibility_table_lists_exactly_the_differences_from_torch(torch_programs):
     # Compare in a separate process, because importing torch would cost this process hundreds of megabytes and
     # start threads.
     done = torch_programs.run_module("compat", TESTS)
@@ -38,7 +38,7 @@ print(*lacking)
 
 
 @pytest.mark.torch
-def test_modules_are_attributes_of_their_packages_after_an_import_of_the_package_alone(torch_programs):
+def test_modules_are_attributes_after_importing_only_their_package(torch_programs):
     modules = sorted({place for place, _ in table.read(table.DOCUMENT.read_text(encoding="utf-8"))})
     modules.remove(names.OPTIONS)
     assert len(modules) > 30
@@ -70,7 +70,7 @@ def compared(theirs, ours):
     return {name: states for (_, name), states in comparison.found.items()}
 
 
-def test_the_comparison_sees_every_sort_of_difference(monkeypatch):
+def test_the_comparison_finds_every_kind_of_difference(monkeypatch):
     monkeypatch.setattr(Theirs, "__module__", "torch.distributed.elastic.made_up")
     assert compared(Theirs, Theirs) == {}
     assert compared(Theirs, Ours) == {
@@ -100,7 +100,7 @@ More prose.
 """
 
 
-def test_a_table_that_holds_has_no_problem_and_each_that_does_not_has_one():
+def test_each_wrong_row_of_the_compatibility_table_is_reported():
     place = "elasticrs.place"
     found = {(place, "same"): "same", (place, "also"): "same", (place, "gone"): "missing"}
     rows = table.read(TABLE)
@@ -114,7 +114,7 @@ def test_a_table_that_holds_has_no_problem_and_each_that_does_not_has_one():
     assert "no reason" in problem
 
 
-def test_writing_keeps_the_reasons_that_still_hold_and_the_prose():
+def test_rewriting_the_table_keeps_the_valid_reasons_and_the_prose():
     place = "elasticrs.place"
     found = {(place, "gone"): "missing", (place, "left"): "missing", (place, "same"): "same"}
     text = table.written(TABLE, found, {})

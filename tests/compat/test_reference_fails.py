@@ -22,7 +22,7 @@ pytestmark = [
 BOTH = ("elasticrs", "torchrun")
 
 
-def test_a_restarted_worker_does_not_meet_the_keys_of_a_dead_one(start, worker_script):
+def test_a_restarted_worker_sees_no_store_keys_of_the_previous_attempt(start, worker_script):
     script = worker_script("""
         import os, sys
         from torch.distributed import TCPStore
@@ -84,7 +84,7 @@ def end(*agents):
     return [each.wait() for each in agents]
 
 
-def test_a_node_that_comes_is_taken_in(agent):
+def test_elasticrs_adds_a_node_that_joins_late(agent):
     first = agent("elasticrs", "127.0.0.1")
     first.wait_for_line(UP)
     second = agent("elasticrs", "127.0.0.2")
@@ -94,7 +94,7 @@ def test_a_node_that_comes_is_taken_in(agent):
     end(second, first)
 
 
-def test_under_torchrun_it_ends_the_job(agent):
+def test_torchrun_fails_the_job_if_a_node_joins_late(agent):
     first = agent("torchrun", "127.0.0.1")
     first.wait_for_line(UP)
     # The new node sorts after the first node, which therefore keeps rank 0. It published its address in the
@@ -104,7 +104,7 @@ def test_under_torchrun_it_ends_the_job(agent):
     assert "MASTER_ADDR" in first.stderr + second.stderr
 
 
-def test_under_torchrun_a_newcomer_that_sorts_first_splits_the_job(agent):
+def test_torchrun_splits_the_job_if_a_late_node_sorts_first(agent):
     first = agent("torchrun", "127.0.0.5")
     first.wait_for_line(UP)
     second = agent("torchrun", "127.0.0.1")
@@ -116,7 +116,7 @@ def test_under_torchrun_a_newcomer_that_sorts_first_splits_the_job(agent):
 
 
 @pytest.mark.parametrize("launcher", BOTH)
-def test_a_lost_node_is_noticed(agent, launcher, port):
+def test_elasticrs_notices_a_lost_node_and_torchrun_does_not(agent, launcher, port):
     # Give torchrun a long last call, because two agents may start slowly. The wait ends when both have
     # joined.
     pace = {"last_call": 1 if launcher == "elasticrs" else 30, "keep_alive": 1}
@@ -155,7 +155,7 @@ def test_leftover_processes_of_a_crashed_worker_are_killed(start, worker_script)
         assert (left is None) == (launcher == "elasticrs")
 
 
-def test_workers_do_not_outlive_an_agent_that_is_killed_and_has_loaded_no_torch(start, worker_script):
+def test_workers_do_not_outlive_a_killed_agent_that_has_not_loaded_torch(start, worker_script):
     script = worker_script(RANKS)
     for launcher in BOTH:
         launched = start(launcher, script)
@@ -171,14 +171,14 @@ def test_workers_do_not_outlive_an_agent_that_is_killed_and_has_loaded_no_torch(
             assert procs.process(pid).state != "Z"
 
 
-def test_a_signal_while_waiting_for_a_node_is_handled(agent):
+def test_elasticrs_handles_a_signal_while_waiting_for_nodes(agent):
     first = agent("elasticrs", "127.0.0.1", nodes="2")
     first.wait_for_line("1 of at least 2", "stderr")
     first.signal(signal.SIGTERM)
     assert first.wait() == 1
 
 
-def test_under_torchrun_it_is_not(agent, monkeypatch):
+def test_torchrun_does_not_handle_a_signal_while_waiting_for_nodes(agent, monkeypatch):
     monkeypatch.setenv("LOGLEVEL", "INFO")
     first = agent("torchrun", "127.0.0.1", nodes="2")
     first.wait_for_line("Rendezvous'ing worker group", "stderr")
@@ -203,7 +203,7 @@ TIMER = """
 TIMERS = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
 
 
-def test_a_timer_that_expires_costs_a_restart_and_not_the_agent(start, worker_script):
+def test_an_expired_timer_restarts_the_worker_without_killing_the_agent(start, worker_script):
     script = worker_script(TIMER)
     codes = {
         launcher: start(launcher, "--max-restarts=1", script, "0", env=TIMERS).wait() for launcher in BOTH
@@ -211,7 +211,7 @@ def test_a_timer_that_expires_costs_a_restart_and_not_the_agent(start, worker_sc
     assert codes == {"elasticrs": 0, "torchrun": -signal.SIGKILL}
 
 
-def test_a_record_about_another_process_is_refused(start, worker_script):
+def test_a_timer_request_that_names_another_process_is_refused(start, worker_script):
     script = worker_script(TIMER)
     for launcher in BOTH:
         with subprocess.Popen(["sleep", "1000"]) as other:
@@ -246,7 +246,7 @@ DEAF = """
 """
 
 
-def test_the_shutdown_timeout_holds_after_a_failure_too(start, worker_script, tmp_path):
+def test_the_shutdown_timeout_also_applies_after_a_failure(start, worker_script, tmp_path):
     script = worker_script(DEAF)
     stays = {}
     for launcher in BOTH:

@@ -31,7 +31,7 @@ def signals(monkeypatch):
 # --- names -----------------------------------------------------------------------------------------------
 
 
-def test_the_packages_offer_what_torchs_do():
+def test_private_names_of_torch_packages_are_available():
     import elasticrs.rendezvous as package
 
     assert package._register_out_of_tree_handlers is registry._register_out_of_tree_handlers
@@ -58,7 +58,7 @@ def test_wrap_runs_a_function_as_a_worker(tmp_path, monkeypatch):
     assert out.read_text() == "hello you\n"
 
 
-def test_a_mock_that_is_made_from_the_class_can_be_started():
+def test_a_mock_of_pcontext_can_be_started():
     context = MagicMock(spec=PContext)
     context._tail_logs = [MagicMock()]
     with patch.object(api, "caught_signals"):
@@ -67,7 +67,7 @@ def test_a_mock_that_is_made_from_the_class_can_be_started():
     context._tail_logs[0].start.assert_called_once()
 
 
-def test_a_start_outside_the_main_thread_warns_in_torchs_words(caplog):
+def test_a_start_outside_the_main_thread_logs_the_warning_of_torch(caplog):
     # A test of torch compares this text.
     context = MagicMock(spec=PContext)
     context._tail_logs = []
@@ -81,7 +81,7 @@ def test_a_start_outside_the_main_thread_warns_in_torchs_words(caplog):
     ]
 
 
-def test_an_agent_can_be_made_from_a_mock_of_a_spec(tmp_path):
+def test_an_agent_can_be_created_from_a_mock_worker_spec(tmp_path):
     # Torch's tests of the agent's settings create agents in this way.
     spec = Mock(spec=WorkerSpec, max_restarts=3, local_world_size=1, rdzv_handler=Mock())
     made = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), shutdown_timeout=240)
@@ -127,7 +127,7 @@ def wrapped(monkeypatch):
     return calls
 
 
-def test_a_wrapper_of_start_processes_starts_the_workers(agent, wrapped):
+def test_a_wrapped_start_processes_starts_the_workers(agent, wrapped):
     result = agent('test "$MINE $RANK $WORLD_SIZE" = "yes $LOCAL_RANK 2"').run()
     assert result.state is WorkerState.SUCCEEDED
     (how,) = wrapped
@@ -135,7 +135,7 @@ def test_a_wrapper_of_start_processes_starts_the_workers(agent, wrapped):
     assert {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} <= how["envs"][0].keys()
 
 
-def test_failures_and_restarts_of_such_workers(agent, wrapped):
+def test_failures_and_restarts_work_with_a_wrapped_start_processes(agent, wrapped):
     made = agent("exit $((RANK + TORCHELASTIC_RESTART_COUNT))", restarts=1)
     result = made.run()
     assert len(wrapped) == 2
@@ -145,7 +145,7 @@ def test_failures_and_restarts_of_such_workers(agent, wrapped):
     assert {0: 1, 1: 2}.items() & {rank: found.exitcode for rank, found in result.failures.items()}.items()
 
 
-def test_a_signal_ends_such_workers(agent, wrapped, tmp_path):
+def test_a_signal_stops_the_workers_of_a_wrapped_start_processes(agent, wrapped, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     # In arguments, `$$` stands for one dollar sign.
@@ -166,7 +166,7 @@ def test_a_signal_ends_such_workers(agent, wrapped, tmp_path):
         os.kill(pids[0], 0)
 
 
-def test_a_context_of_others_is_closed_once(agent, monkeypatch):
+def test_a_context_from_a_replaced_start_processes_is_closed_once(agent, monkeypatch):
     context = Mock()
     context.pids.return_value = {0: 0}
     monkeypatch.setattr(local_elastic_agent, "start_processes", Mock(return_value=context))
@@ -184,7 +184,7 @@ def config(tmp_path, **how):
     return LaunchConfig(1, 1, 1, rdzv_backend="c10d", run_id="job", max_restarts=0, logs_specs=specs, **how)
 
 
-def test_the_names_of_the_signals_stay_in_the_environment(tmp_path):
+def test_the_signals_to_handle_stay_in_the_environment(tmp_path):
     elastic_launch(config(tmp_path, signals_to_handle="SIGTERM,SIGUSR1"), "true")()
     assert os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGUSR1"
 
@@ -196,7 +196,7 @@ def recorded(record):
     return event.metadata["state"], event.metadata["raw_error"]
 
 
-def test_how_the_agent_ended_is_recorded_by_the_launcher(tmp_path):
+def test_the_launcher_records_agent_success_even_if_the_job_fails(tmp_path):
     with patch.object(events, "record") as record:
         elastic_launch(config(tmp_path), "true")()
     assert recorded(record) == ("SUCCEEDED", None)
@@ -206,7 +206,7 @@ def test_how_the_agent_ended_is_recorded_by_the_launcher(tmp_path):
     assert recorded(record) == ("SUCCEEDED", None)
 
 
-def test_an_agent_that_raises_is_recorded_by_the_launcher(tmp_path):
+def test_the_launcher_records_an_exception_of_the_agent(tmp_path):
     with (
         patch.object(events, "record") as record,
         patch.object(LocalElasticAgent, "run", side_effect=KeyError("mine")),
@@ -218,7 +218,7 @@ def test_an_agent_that_raises_is_recorded_by_the_launcher(tmp_path):
     assert "KeyError: 'mine'" in error
 
 
-def test_the_end_is_recorded_once(tmp_path, monkeypatch):
+def test_the_success_of_the_agent_is_recorded_once(tmp_path, monkeypatch):
     destination = f"file:{tmp_path}/events"
     monkeypatch.setattr(handlers, "_log_handlers", dict(handlers._log_handlers))
     monkeypatch.setattr(events, "_events_loggers", {})
@@ -234,7 +234,7 @@ def test_the_end_is_recorded_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
-def test_tees_go_to_a_standard_output_that_was_replaced(tmp_path):
+def test_tee_writes_to_a_replaced_sys_stdout_and_stderr(tmp_path):
     out, err = io.StringIO(), io.StringIO()
     options = [
         "--nproc-per-node=2",

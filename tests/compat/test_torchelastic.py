@@ -252,12 +252,12 @@ print(json.dumps([missing, different]))
 """
 
 
-def test_all_modules_names_and_parameters_are_there(installed):
+def test_all_torchelastic_modules_names_and_parameters_exist(installed):
     done = installed("-c", SHOWS_INTERFACE, json.dumps([NAMES, CALLS]), check=False)
     assert json.loads(done.stdout or "null") == [[], {}], done.stderr
 
 
-def test_launcher_of_torchelastic_passes_the_script_only_its_own_arguments(installed, tmp_path):
+def test_the_torchelastic_launcher_passes_scripts_only_their_own_arguments(installed, tmp_path):
     script = tmp_path / "script.py"
     # Write each line in one call, because the two workers share the console.
     script.write_text("import os, sys; os.write(1, f'ran {os.environ[\"RANK\"]} {sys.argv[1:]}\\n'.encode())")
@@ -271,7 +271,7 @@ def by_hand(installed, module, program, *arguments):
     return installed("-c", STARTED_BY_HAND, module, str(program), *arguments, check=False)
 
 
-def test_one_of_2019(installed, tmp_path):
+def test_a_torchelastic_program_of_2019_runs(installed, tmp_path):
     program = tmp_path / "toy.py"
     program.write_text(OF_2019, encoding="utf-8")
     with store() as port:
@@ -280,7 +280,7 @@ def test_one_of_2019(installed, tmp_path):
     assert done.stdout.splitlines() == ["total 20", "total 20", "exit 0 0"], done.stderr
 
 
-def test_one_of_2020(installed, tmp_path, etcd):
+def test_a_torchelastic_program_of_2020_runs(installed, tmp_path, etcd):
     program = tmp_path / "model.py"
     program.write_text(OF_2020, encoding="utf-8")
     arguments = (etcd.endpoint, etcd.prefix, str(tmp_path / "checkpoints"))

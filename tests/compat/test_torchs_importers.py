@@ -48,7 +48,7 @@ os.write(1, f"RUNS {os.environ['LAUNCHED']}\\n".encode())
 """
 
 
-def test_an_asynchronous_checkpoint_in_a_process_of_its_own(installed, tmp_path):
+def test_torch_saves_an_asynchronous_checkpoint_in_a_separate_process(installed, tmp_path):
     (tmp_path / "save.py").write_text(CHECKPOINT, encoding="utf-8")
     saved = tmp_path / "checkpoint"
     done = installed("-m", "elasticrs", "--nproc-per-node=2", "save.py", str(saved), check=False)
@@ -57,14 +57,14 @@ def test_an_asynchronous_checkpoint_in_a_process_of_its_own(installed, tmp_path)
     assert (saved / ".metadata").exists()
 
 
-def test_a_barrier_for_checkpoints(installed, tmp_path):
+def test_the_checkpoint_barrier_of_torch_works(installed, tmp_path):
     (tmp_path / "meet.py").write_text(BARRIER, encoding="utf-8")
     done = installed("-m", "elasticrs", "--nproc-per-node=2", "meet.py", str(ports.free()), check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split()) == sorted(["PASSED", *"0", "PASSED", *"1", "PASSED", *"2"] * 2)
 
 
-def test_the_launcher_for_xeon(installed, tmp_path):
+def test_the_xeon_launcher_of_torch_works(installed, tmp_path):
     (tmp_path / "infer.py").write_text(XEON, encoding="utf-8")
     how = ("--ninstances=1", "--ncores-per-instance=1", "--disable-numactl", "--disable-taskset")
     done = installed(

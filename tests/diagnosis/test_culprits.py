@@ -60,13 +60,13 @@ def test_a_rank_without_a_record_is_suspect_if_all_others_wait():
     assert blamed([*others, rank(3, b"{")]) == [((3,), Reason.NO_RECORD, LIKELY)]
 
 
-def test_a_rank_with_a_record_comes_before_one_without():
+def test_a_rank_with_a_record_is_blamed_rather_than_a_rank_without_one():
     evidence = [rank(0, WAITS), rank(1, WAITS), rank(2, DONE, OUTSIDE), rank(3, NoRecord.LOST)]
     assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, LIKELY)]
     assert diagnose(evidence).summary.endswith("; no record of rank 3 (the node did not answer)")
 
 
-def test_most_records_missing_is_thin_evidence():
+def test_no_rank_is_blamed_if_most_records_are_missing():
     evidence = [rank(0, WAITS), *(rank(number, NoRecord.LATE) for number in range(1, 4))]
     assert blamed(evidence) == []
     assert diagnose(evidence).summary == (
@@ -75,14 +75,14 @@ def test_most_records_missing_is_thin_evidence():
     )
 
 
-def test_a_rank_that_waits_for_others_is_blamed_only_without_a_better_explanation():
+def test_a_receiving_rank_is_blamed_only_if_no_other_rank_is_suspect():
     waiting = [rank(number, WAITS) for number in range(4)]
     both = [*waiting, rank(4, DONE, RECEIVING), rank(5, DONE, OUTSIDE)]
     assert blamed(both) == [((5,), Reason.DID_NOT_ENTER, CERTAIN)]
     assert blamed([*waiting, rank(4, DONE, RECEIVING)]) == [((4,), Reason.DID_NOT_ENTER, POSSIBLE)]
 
 
-def test_the_larger_side_is_not_blamed_for_being_absent():
+def test_a_majority_is_not_blamed_for_not_entering_a_collective():
     evidence = [rank(0, WAITS), *(rank(number, DONE, OUTSIDE) for number in range(1, 4))]
     assert blamed(evidence) == []
     assert diagnose(evidence).summary == (
@@ -91,11 +91,11 @@ def test_the_larger_side_is_not_blamed_for_being_absent():
     )
 
 
-def test_one_of_two_ranks_is_blamed_for_being_absent():
+def test_one_of_two_ranks_is_blamed_for_not_entering_a_collective():
     assert blamed([rank(0, WAITS), rank(1, DONE, OUTSIDE)]) == [((1,), Reason.DID_NOT_ENTER, CERTAIN)]
 
 
-def test_a_collective_that_all_have_entered_blames_no_rank():
+def test_no_rank_is_blamed_if_all_entered_the_collective():
     evidence = [rank(number, calls("all_reduce", backend="nccl", state="started")) for number in range(4)]
     assert blamed(evidence) == []
     assert diagnose(evidence).summary == (
@@ -104,13 +104,13 @@ def test_a_collective_that_all_have_entered_blames_no_rank():
     )
 
 
-def test_a_device_that_has_not_started_is_named():
+def test_a_rank_whose_nccl_collective_has_not_started_is_blamed():
     started = calls("all_reduce", backend="nccl", state="started")
     evidence = [*(rank(number, started) for number in range(3)), rank(3, calls("all_reduce", backend="nccl"))]
     assert blamed(evidence) == [((3,), Reason.NOT_STARTED, LIKELY)]
 
 
-def test_members_come_from_the_record_of_nccl():
+def test_group_members_come_from_the_nccl_record():
     config = {"7": {"name": "7", "desc": "dp", "ranks": "[0, 2, 3]"}}
     waits = dump(calls("all_reduce", backend="nccl", group=("7", "dp")), pg_config=config)
     other = dump([])
@@ -118,7 +118,7 @@ def test_members_come_from_the_record_of_nccl():
     assert blamed(evidence) == [((3,), Reason.DID_NOT_ENTER, CERTAIN)]
 
 
-def test_a_group_with_unknown_members_accuses_the_rank_outside():
+def test_a_rank_outside_collectives_is_blamed_if_group_members_are_unknown():
     waits = calls("all_reduce", group=("7", "dp"))
     others = [rank(number, waits, WAITING) for number in range(3)]
     assert blamed([*others, rank(3, [], OUTSIDE)]) == [((3,), Reason.OUTSIDE, LIKELY)]
@@ -126,7 +126,7 @@ def test_a_group_with_unknown_members_accuses_the_rank_outside():
     assert blamed([*others, rank(3, [], RECEIVING)]) == []
 
 
-def test_two_ranks_that_wait_for_each_other_are_a_tie():
+def test_no_rank_is_blamed_if_two_ranks_wait_for_each_other():
     groups = {"1": [0, 1], "2": [0, 1]}
     evidence = [
         rank(0, calls("all_reduce", group=("1", "tp")), groups=groups),
@@ -139,7 +139,7 @@ def test_two_ranks_that_wait_for_each_other_are_a_tie():
     )
 
 
-def test_groups_of_one_name_are_told_apart_by_their_members():
+def test_groups_with_the_same_name_are_distinguished_by_their_members():
     waits = calls("all_reduce", group=("7", "tp"))
     evidence = [
         rank(0, calls("barrier", group=("7", "tp")), groups={"7": [0, 1]}),
@@ -150,7 +150,7 @@ def test_groups_of_one_name_are_told_apart_by_their_members():
     assert blamed(evidence) == [((3,), Reason.DID_NOT_ENTER, CERTAIN)]
 
 
-def test_a_group_that_was_created_again_starts_anew():
+def test_entries_of_an_earlier_group_with_the_same_name_are_ignored():
     """The diagnosis ignores the entries of an earlier group with the same name."""
     earlier = [{**raw, "pg_id": 0} for raw in calls("broadcast", *["all_reduce"] * 8, waits=False)]
     later = [{**raw, "pg_id": 5, "record_id": 9 + raw["record_id"]} for raw in WAITS]
@@ -158,7 +158,7 @@ def test_a_group_that_was_created_again_starts_anew():
     assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
 
 
-def test_overwritten_entries_are_no_evidence_of_absence():
+def test_overwritten_entries_do_not_prove_that_a_rank_did_not_enter():
     truncated = [{**raw, "record_id": 5000} for raw in calls("all_reduce", group=("3", "tp"), waits=False)]
     evidence = [rank(0, calls("all_reduce")), rank(1, calls("all_reduce")), rank(2, truncated)]
     assert blamed(evidence) == [((2,), Reason.NO_RECORD, POSSIBLE)]
@@ -166,7 +166,7 @@ def test_overwritten_entries_are_no_evidence_of_absence():
     assert blamed([*evidence[:2], rank(2, truncated, WAITING)]) == []
 
 
-def test_an_older_record_is_not_used():
+def test_an_outdated_record_is_not_used():
     """A record is outdated if it lacks a collective that cannot have completed without its rank."""
     later = calls("all_reduce", "all_reduce", "all_reduce")
     evidence = [rank(0, later), rank(1, later), rank(2, calls("all_reduce"))]
@@ -174,7 +174,7 @@ def test_an_older_record_is_not_used():
     assert diagnose(evidence).no_record == {NoRecord.OUTDATED: (2,)}
 
 
-def test_a_broadcast_may_complete_before_all_have_entered_it():
+def test_a_completed_broadcast_does_not_prove_that_all_ranks_entered_it():
     root = calls("all_reduce", "broadcast", "all_reduce")
     evidence = [rank(0, root), rank(1, root), rank(2, DONE, OUTSIDE)]
     assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
@@ -191,14 +191,14 @@ def test_a_failed_collective_does_not_count_as_completed():
     assert blamed([*both, others[1]]) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
 
 
-def test_variants_of_an_operation_match():
+def test_variants_of_the_same_operation_match():
     base = calls("_all_gather_base", "all_reduce", backend="nccl")
     listed = calls("all_gather", waits=False, backend="nccl")
     evidence = [rank(0, base), rank(1, base), rank(2, listed, OUTSIDE)]
     assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
 
 
-def test_a_single_mismatch_that_has_completed_is_no_evidence():
+def test_a_completed_call_of_an_unknown_operation_blames_no_rank():
     """An unknown operation may be a variant of the one that the other ranks called, so no rank is blamed."""
     usual, other = calls("all_reduce", "barrier"), calls("new_all_reduce", "barrier")
     evidence = [*(rank(number, usual) for number in range(3)), rank(3, other)]
@@ -206,7 +206,7 @@ def test_a_single_mismatch_that_has_completed_is_no_evidence():
 
 
 @pytest.mark.parametrize("name", ["gather", "scatter", "all_to_all"])
-def test_sizes_may_differ_where_ranks_have_different_parts(name):
+def test_different_sizes_in_gather_scatter_and_all_to_all_blame_no_rank(name):
     evidence = [
         rank(number, calls(name, input_sizes=[[number]], input_dtypes=["Float"])) for number in range(3)
     ]
@@ -219,7 +219,7 @@ def test_shapes_with_the_same_number_of_elements_match():
     assert blamed(evidence) == []
 
 
-def test_another_type_is_named():
+def test_a_rank_with_another_data_type_is_blamed():
     evidence = [rank(number, WAITS) for number in range(3)]
     evidence.append(rank(3, calls("all_reduce", "all_reduce", input_dtypes=["Double"])))
     assert blamed(evidence) == [((3,), Reason.OTHER_TYPE, CERTAIN)]
@@ -235,7 +235,7 @@ def test_a_majority_among_few_records_is_less_certain():
     assert blamed(evidence) == [((2,), Reason.OTHER_OPERATION, LIKELY)]
 
 
-def test_coalesced_collectives_are_one():
+def test_the_parts_of_a_coalesced_collective_count_as_one():
     """NCCL records each part of a coalesced collective, followed by an entry with the state of the whole."""
     parts = calls("all_reduce", "all_reduce", "coalesced", backend="nccl")
     parts = [{**raw, "collective_seq_id": 1} for raw in parts]
@@ -250,7 +250,7 @@ def point_to_point(*names, done=False):
     return calls(*names, backend="nccl", is_p2p=True, state=state, retired=done)
 
 
-def test_a_peer_of_a_receive_is_named():
+def test_the_missing_peer_of_a_receive_is_blamed():
     evidence = [
         rank(0, point_to_point("recv 0<-1")),
         rank(1, point_to_point("recv 1<-2")),
@@ -271,7 +271,7 @@ def test_a_chain_of_receives_leads_from_a_collective_to_the_culprit():
     assert blamed(evidence) == [((2,), Reason.DID_NOT_ENTER, CERTAIN)]
 
 
-def test_stacks_alone_name_the_rank_that_is_elsewhere():
+def test_stacks_alone_identify_the_rank_outside_collectives():
     off = [rank(number, NoRecord.OFF, WAITING) for number in range(3)]
     assert blamed([*off, rank(3, NoRecord.OFF, OUTSIDE)]) == [((3,), Reason.OUTSIDE, LIKELY)]
     assert blamed([*off, rank(3, NoRecord.OFF)]) == []
@@ -280,14 +280,14 @@ def test_stacks_alone_name_the_rank_that_is_elsewhere():
     assert summary.startswith("other ranks probably wait for rank 3: it is in __next__ (dataloader.py:741)")
 
 
-def test_no_evidence_at_all_is_no_error():
+def test_a_diagnosis_without_evidence_is_no_error():
     assert diagnose([]).culprits == ()
     assert diagnose([rank(0, NoRecord.NO_TORCH)]).summary == (
         "no rank waits in a collective that was recorded; no record of rank 0 (torch is not imported)"
     )
 
 
-def test_a_frame_of_the_program_alone_may_be_a_wait():
+def test_a_rank_in_program_code_is_blamed_with_less_confidence():
     """A rank that is in the program's code may be waiting, because ``Work.wait`` has no Python frame."""
     evidence = [rank(0, WAITS), rank(1, DONE, written([Frame("/job/train.py", 5, "step")]))]
     assert blamed(evidence) == [((1,), Reason.DID_NOT_ENTER, LIKELY)]
@@ -321,7 +321,7 @@ def arbitrary_evidence(draw):
 
 
 @given(st.lists(arbitrary_evidence(), max_size=6, unique_by=lambda found: found.rank))
-def test_any_evidence_gives_a_diagnosis_that_is_consistent(evidence):
+def test_any_evidence_gives_a_consistent_diagnosis(evidence):
     found = diagnose(evidence)
     SCHEMA.validate(json.loads(json.dumps(found.as_json())))
     named = [rank for culprit in found.culprits for rank in culprit.ranks]

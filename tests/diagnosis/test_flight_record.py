@@ -20,7 +20,7 @@ def damage(data):
     return caught.value.damage, caught.value.where
 
 
-def test_a_real_record_is_read():
+def test_a_real_flight_record_is_parsed():
     first, second, third = parse(REAL).entries
     assert first == Entry(
         backend="gloo",
@@ -43,12 +43,12 @@ def test_a_record_without_entries_is_empty():
     assert parse(dump([])) == FlightRecord((), False, {})
 
 
-def test_overwritten_entries_are_noticed():
+def test_overwritten_entries_mark_the_record_as_truncated():
     assert parse(dump([entry(record_id=7)])).is_truncated
     assert not parse(dump([entry(record_id=0), entry(record_id=1)])).is_truncated
 
 
-def test_only_groups_with_a_name_have_members():
+def test_only_named_groups_have_members():
     config = {
         "": {"name": "", "desc": "", "ranks": "[0, 1]"},
         "5": {"name": "5", "desc": "tp", "ranks": "[4, 5, 6]"},
@@ -69,12 +69,12 @@ def test_only_groups_with_a_name_have_members():
         ("nccl", "started", True, False),  # the operation timed out
     ],
 )
-def test_each_backend_shows_completion_in_its_own_way(backend, state, retired, is_complete):
+def test_completion_is_derived_from_the_fields_of_each_backend(backend, state, retired, is_complete):
     (found,) = parse(dump([entry(name=f"{backend}:all_reduce", state=state, retired=retired)])).entries
     assert found.is_complete is is_complete
 
 
-def test_a_torn_record_is_refused_wherever_it_ends():
+def test_a_truncated_record_is_refused_wherever_it_ends():
     for end in range(0, len(REAL), 7):
         assert damage(REAL[:end])[0] is Damage.NOT_JSON
 
@@ -100,7 +100,7 @@ def test_a_torn_record_is_refused_wherever_it_ends():
         (b'{"version": "2.1", "pg_config": []}', Damage.INVALID),
     ],
 )
-def test_what_is_no_record_is_refused(data, kind):
+def test_invalid_data_is_refused_with_its_kind_of_damage(data, kind):
     assert damage(data)[0] is kind
 
 
@@ -134,12 +134,12 @@ def test_too_many_entries_are_refused():
         ("is_p2p", "no"),
     ],
 )
-def test_a_wrong_field_is_named(field, value):
+def test_an_invalid_field_is_named_in_the_error(field, value):
     assert damage(dump([entry(), {**entry(), field: value}])) == (Damage.INVALID, f"entries[1].{field}")
 
 
 @pytest.mark.parametrize("ranks", ["0, 1", "[0, -1]", "[0x1]", "[" + "9" * 20 + "]", 7, "[\u0661]"])
-def test_wrong_members_are_refused(ranks):
+def test_invalid_group_members_are_refused(ranks):
     config = {"5": {"name": "5", "desc": "", "ranks": ranks}}
     assert damage(dump([], pg_config=config)) == (Damage.INVALID, "pg_config.5.ranks")
 
@@ -153,7 +153,7 @@ FIELDS = st.sampled_from(sorted(entry()))
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_give_a_record_or_the_error(data):
+def test_any_bytes_give_a_record_or_a_flight_record_error(data):
     try:
         found = parse(data)
     except FlightRecordError:
@@ -162,7 +162,7 @@ def test_any_bytes_give_a_record_or_the_error(data):
 
 
 @given(st.dictionaries(FIELDS, VALUES, max_size=3), st.sets(FIELDS, max_size=2))
-def test_any_entry_gives_the_declared_types_or_the_error(changed, missing):
+def test_any_entry_gives_the_declared_types_or_a_flight_record_error(changed, missing):
     raw = {field: value for field, value in {**entry(), **changed}.items() if field not in missing}
     try:
         (found,) = parse(json.dumps({"version": "2.10", "entries": [raw]}).encode()).entries

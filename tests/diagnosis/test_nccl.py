@@ -53,14 +53,14 @@ def test_the_state_of_a_collective_behind_an_endless_kernel_is_scheduled():
     }
 
 
-def test_the_state_of_gloo_stays_scheduled_beside_nccl():
+def test_completed_gloo_entries_stay_in_state_scheduled():
     entries = parse(record("stuck", GLOO)).entries
     assert {(each.backend, each.state, each.retired) for each in entries} == {("gloo", State.SCHEDULED, True)}
     assert all(each.is_complete for each in entries)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_no_rank_is_to_blame_if_all_have_entered(ranks):
+def test_no_rank_is_blamed_if_all_entered_the_collective(ranks):
     members = list(range(ranks))
     found = diagnose(
         RankEvidence(rank, "node1", (record("stuck", GLOO), record("stuck", ranks=members)))

@@ -55,13 +55,13 @@ def encoded(facts, nproc, **limits):
 
 
 @given(st.lists(FACTS, min_size=1, max_size=4))
-def test_what_is_encoded_is_decoded(facts):
+def test_encoded_facts_decode_to_the_same_facts(facts):
     assert decode(encode(facts, max_bytes=1 << 20, max_steps=50)) == facts
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_the_diagnosis_of_all_nodes_is_that_of_one_node(name, nproc):
+def test_a_diagnosis_across_nodes_equals_that_on_a_single_node(name, nproc):
     evidence_of_all = recorded(name)
     nodes = encoded(list(map(observe, evidence_of_all)), nproc)
     expected = diagnose([each._replace(node=f"node{each.rank // nproc}") for each in evidence_of_all])
@@ -72,7 +72,7 @@ def test_the_diagnosis_of_all_nodes_is_that_of_one_node(name, nproc):
 
 @given(st.integers(0, 2**32), st.sampled_from(FAULTS), st.sampled_from([1, 2, 3]))
 @settings(max_examples=60)
-def test_a_desynchronised_rank_is_the_same_for_one_node_and_for_several(seed, fault, nproc):
+def test_the_blamed_ranks_are_the_same_for_one_node_and_for_several(seed, fault, nproc):
     source = random.Random(seed)
     healthy = job(mesh(3, 4), program(source, 12))
     rank = source.randrange(12)
@@ -105,12 +105,12 @@ def test_the_ranks_of_a_node_that_does_not_answer_have_no_record():
     assert "node2" not in found.summary
 
 
-def test_nothing_is_said_without_any_record():
+def test_no_diagnosis_is_made_without_any_record():
     assert diagnose_nodes([("node1", None), ("node2", None)], 4) is None
     assert diagnose_nodes([], 0) is None
 
 
-def test_ranks_beyond_the_job_and_ranks_that_are_reported_twice_are_ignored():
+def test_unknown_and_duplicate_ranks_are_ignored():
     facts = list(map(observe, recorded("missing_rank")))
     nodes = [*encoded(facts, 4), *encoded([facts[0]._replace(rank=900), facts[1]], 2)]
     assert diagnose_nodes(nodes, 8).ranks == 8
@@ -129,7 +129,7 @@ def long_record(steps, groups=1, waits_in=None):
     )
 
 
-def test_an_encoding_keeps_to_its_size_and_keeps_the_latest_calls():
+def test_an_encoding_obeys_its_size_limit_and_keeps_the_latest_calls():
     facts = [
         RankFacts(rank, "node1", long_record(200, 4), (Frame("/train.py", 88, "step"),)) for rank in range(8)
     ]
@@ -144,13 +144,13 @@ def test_an_encoding_keeps_to_its_size_and_keeps_the_latest_calls():
     assert encode(facts, max_bytes=20, max_steps=200) is None
 
 
-def test_the_first_collective_that_has_not_completed_is_kept():
+def test_the_first_incomplete_collective_is_kept():
     facts = [RankFacts(0, "node1", long_record(200, waits_in=3))]
     ((_, _, record, _),) = decode(encode(facts, max_bytes=4096, max_steps=2))
     assert sorted(record.groups["gloo", "0"].steps) == [3, 199, 200]
 
 
-def test_equal_ranks_take_hardly_more_room_than_one():
+def test_equal_ranks_add_little_to_the_encoded_size():
     record = long_record(200, 3)
     sizes = [
         len(
@@ -167,7 +167,7 @@ def test_equal_ranks_take_hardly_more_room_than_one():
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_refused(data):
+def test_random_bytes_are_refused(data):
     with pytest.raises(NodeEvidenceError):
         decode(data)
 
@@ -229,7 +229,7 @@ def test_a_document_with_a_wrong_value_is_refused(old, new):
         decode(zlib.compress(VALID.replace(old, new).encode()))
 
 
-def test_incomplete_bytes_and_more_than_one_document_are_refused():
+def test_truncated_data_and_trailing_bytes_are_refused():
     whole = zlib.compress(VALID.encode())
     for data in (whole[:-1], whole + b"\0", b""):
         with pytest.raises(NodeEvidenceError):

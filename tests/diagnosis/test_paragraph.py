@@ -28,21 +28,21 @@ def large(size, absent, *, ranks_per_node=8, record=DONE, stacks=OUTSIDE):
     ]
 
 
-def test_ranks_of_one_node_did_not_enter():
+def test_missing_ranks_of_one_node_are_named_with_their_node():
     assert diagnose(large(32, range(4, 8))).summary == (
         "28 of 32 ranks wait in all_reduce #2 of the default group (train.py:88); ranks 4-7 (node0) did not"
         " enter it: they are in __next__ (dataloader.py:741), called at train.py:88"
     )
 
 
-def test_one_rank_per_node():
+def test_a_missing_rank_is_named_with_its_node():
     assert diagnose(large(4, [2], ranks_per_node=1)).summary == (
         "3 of 4 ranks wait in all_reduce #2 of the default group (train.py:88); rank 2 (node2) did not enter"
         " it: it is in __next__ (dataloader.py:741), called at train.py:88"
     )
 
 
-def test_nodes_are_not_named_if_there_is_only_one():
+def test_the_node_is_not_named_in_a_single_node_job():
     assert "; rank 2 did not enter it: it is in" in diagnose(large(4, [2])).summary
 
 
@@ -53,7 +53,7 @@ def test_a_thousand_ranks_give_a_short_paragraph():
     assert len(summary) < 300
 
 
-def test_several_culprits_have_a_clause_each():
+def test_each_culprit_gets_its_own_clause():
     groups = {str(number): [2 * number, 2 * number + 1] for number in range(4)}
     evidence = []
     for number in range(8):
@@ -71,7 +71,7 @@ def test_several_culprits_have_a_clause_each():
     assert clauses[6] == "1 more rank is suspect"
 
 
-def test_places_are_counted_if_they_differ():
+def test_different_code_locations_of_ranks_are_listed_and_counted():
     evidence = large(8, [1, 2, 3])
     for number in (2, 3):
         stacks = OUTSIDE.replace("dataloader", f"loader{number}")
@@ -92,7 +92,7 @@ def test_names_from_workers_are_escaped():
     assert all(text.isprintable() for text in (found.summary, *found.evidence))
 
 
-def test_the_lines_of_evidence_are_limited():
+def test_the_number_of_evidence_lines_is_limited():
     evidence = [
         rank(number, calls("all_reduce", group=(str(number), "solo")), WAITING.replace("88", f"1{number}"))
         for number in range(40)
@@ -114,7 +114,7 @@ def test_ranks_are_written_as_ranges(ranks, text):
     assert ranks_text(ranks) == text
 
 
-def test_spans():
+def test_spans_groups_consecutive_numbers():
     assert spans([]) == []
     assert spans([0, 1, 2, 5, 7, 8]) == [[0, 2], [5, 5], [7, 8]]
 

@@ -27,11 +27,11 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_plain_values_are_read(value):
+def test_plain_values_are_decoded(value):
     assert plain(pickle.dumps(value, 2)) == value
 
 
-def test_a_list_cannot_contain_itself():
+def test_a_list_that_contains_itself_is_decoded_without_the_cycle():
     value = [1]
     value.append(value)
     assert plain(pickle.dumps(value, 2)) == [1, []]
@@ -72,7 +72,7 @@ def nested(depth):
     ids=["call", "calls", "set", "bytes", "function", "class", "nested", "none key", "tuple key"],
 )
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_anything_else_is_refused(value, protocol):
+def test_values_that_are_not_plain_are_refused(value, protocol):
     with pytest.raises(PickledError):
         plain(pickle.dumps(value, protocol))
 
@@ -88,7 +88,7 @@ def test_any_bytes_give_a_plain_value_or_an_error(data):
 
 
 @given(VALUES, st.data())
-def test_a_pickle_with_other_bytes_in_it_gives_a_plain_value_or_an_error(value, data):
+def test_a_corrupted_pickle_gives_a_plain_value_or_an_error(value, data):
     whole = bytearray(pickle.dumps([value, "x"], 2))
     whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     try:
@@ -119,7 +119,7 @@ OPERATIONS = {operation.name: operation.code.encode("latin-1") for operation in 
         "EXT4",
     ],
 )
-def test_no_operation_that_runs_code_is_carried_out(name):
+def test_operations_that_run_code_are_refused(name):
     arguments = {
         "GLOBAL": b"os\nmkdir\n",
         "INST": b"os\nmkdir\n",
@@ -158,14 +158,14 @@ distributed.destroy_process_group()
 
 
 @pytest.mark.torch
-def test_a_pickle_that_torch_wrote_has_the_same_record_as_its_json(tmp_path, torch_programs):
+def test_a_pickle_and_a_json_dump_of_torch_give_the_same_record(tmp_path, torch_programs):
     torch_programs.checked(DUMP, str(tmp_path))
     record = parse((tmp_path / "pickle").read_bytes())
     assert record == parse((tmp_path / "json").read_bytes())
     assert [entry.operation for entry in record.entries] == ["all_reduce"] * 3 + ["barrier"]
 
 
-def test_a_pickle_that_is_no_record_is_damaged():
+def test_a_pickle_that_is_not_a_record_is_reported_as_damaged():
     for value, damage in (
         (Evil(), Damage.NOT_PLAIN),
         ([], Damage.INVALID),

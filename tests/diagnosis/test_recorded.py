@@ -31,12 +31,12 @@ def blamed(diagnosis):
     return [(culprit.ranks, culprit.reason, culprit.confidence) for culprit in diagnosis.culprits]
 
 
-def test_every_scenario_is_recorded_and_expected():
+def test_every_scenario_has_a_recording_and_an_expected_result():
     assert set(EXPECTED) == set(SCENARIOS) == {path.stem for path in RECORDED.iterdir()}
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_culprit_is_named(name):
+def test_the_culprit_of_each_recorded_scenario_is_named(name):
     assert blamed(diagnose(recorded(name))) == EXPECTED[name]
 
 
@@ -57,7 +57,7 @@ def test_less_evidence_names_the_same_ranks_with_less_confidence(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_the_order_of_the_ranks_does_not_matter(name):
+def test_the_diagnosis_does_not_depend_on_the_order_of_the_ranks(name):
     expected = diagnose(recorded(name))
     for seed in range(5):
         evidence = recorded(name)
@@ -65,14 +65,14 @@ def test_the_order_of_the_ranks_does_not_matter(name):
         assert diagnose(evidence) == expected
 
 
-def test_the_paragraph_says_where_the_ranks_are():
+def test_the_paragraph_names_the_code_location_of_the_ranks():
     summary = diagnose(recorded("missing_rank")).summary
     assert summary.startswith("7 of 8 ranks wait in all_reduce #3 of the default group (train.py:")
     assert "; rank 5 (node2) did not enter it: it is in wait (threading.py:" in summary
     assert "), called at train.py:" in summary
 
 
-def test_the_paragraph_names_both_calls():
+def test_the_paragraph_names_both_mismatched_calls():
     summary = diagnose(recorded("wrong_size", has_stacks=False)).summary
     assert summary == (
         "rank 2 (node1) is out of step at #2 of the default group: called all_reduce of 8 Float where 3 ranks"

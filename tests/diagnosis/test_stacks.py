@@ -39,16 +39,16 @@ def spied(frames, name="MainThread"):
 OTHER = written([Frame("/x.py", 1, "answer")], "Thread 0x00007f0000000001 (most recent call first):")
 
 
-def test_the_thread_that_handled_the_signal_is_the_main_one():
+def test_the_thread_that_handled_the_signal_is_the_main_thread():
     assert main_thread(f"{OTHER}\n{written(STEP)}\n{OTHER}") == STEP
 
 
-def test_without_a_mark_the_last_thread_is_the_main_one():
+def test_the_last_thread_is_the_main_thread_if_none_is_marked():
     last = written(STEP, "Thread 0x00007f0000000002 (most recent call first):")
     assert main_thread(f"{OTHER}\n{last}") == STEP
 
 
-def test_newer_interpreters_write_the_names_of_threads_and_the_stack_in_c():
+def test_thread_names_and_c_stacks_of_newer_interpreters_are_parsed():
     named = written(STEP, "Current thread 0x00007f0000000002 [python3] (most recent call first):")
     in_c = (
         'Current thread\'s C stack trace (most recent call first):\n  Binary file "/lib/libc.so", at +0x1\n'
@@ -56,7 +56,7 @@ def test_newer_interpreters_write_the_names_of_threads_and_the_stack_in_c():
     assert main_thread(f"{in_c}\n{named}") == STEP
 
 
-def test_py_spy_is_read_as_well():
+def test_the_output_of_py_spy_is_parsed():
     own = [frame._replace(function=f"Trainer.{frame.function}") for frame in STEP]
     text = f"Process 7: python\nPython v3.11\n\n{spied(REDUCE, 'T 1 (x)')}\n{spied(own)}"
     assert main_thread(text) == STEP
@@ -64,7 +64,7 @@ def test_py_spy_is_read_as_well():
     assert main_thread(nameless) == (Frame("/data (old)/a:b.py", 41, "f"),)
 
 
-def test_a_hang_file_is_read():
+def test_a_hang_file_is_parsed():
     kernel = (
         "threads in the kernel: state, name, wait channel, stack\n\n7 S python futex_do_wait\n    futex\n"
     )
@@ -73,7 +73,7 @@ def test_a_hang_file_is_read():
     assert main_thread(f"rank 3 hangs\npid 7, state S\n\nno Python stacks\n\n{kernel}") == ()
 
 
-def test_the_running_interpreter_writes_this_format(tmp_path):
+def test_stacks_written_by_the_running_interpreter_are_parsed(tmp_path):
     never, path = threading.Event(), tmp_path / "stacks"
     with path.open("w") as file:
         thread = threading.Thread(target=never.wait)
@@ -83,11 +83,14 @@ def test_the_running_interpreter_writes_this_format(tmp_path):
         thread.join()
     first, *_ = main_thread(path.read_text())
     line = sys._getframe().f_lineno
-    assert (first.file, first.function) == (__file__, "test_the_running_interpreter_writes_this_format")
+    assert (first.file, first.function) == (
+        __file__,
+        "test_stacks_written_by_the_running_interpreter_are_parsed",
+    )
     assert line - 10 < first.line < line
 
 
-def test_a_real_rank_waits_in_its_collective():
+def test_waiting_ranks_are_recognised_in_recorded_stacks():
     evidence = recorded("missing_rank")
     stacks = {rank.rank: main_thread(rank.stacks) for rank in evidence}
     assert {rank for rank, frames in stacks.items() if waits_for_ranks(frames)} == {0, 1, 2, 3, 4, 6, 7}
@@ -113,7 +116,7 @@ def test_a_real_rank_waits_in_its_collective():
         ((), False),  # In the program's code, perhaps in `Work.wait`.
     ],
 )
-def test_only_the_frames_inside_the_program_show_that_a_rank_waits(inner, waits):
+def test_only_frames_called_by_the_program_show_that_a_rank_waits(inner, waits):
     launcher = (Frame(f"{TORCH}/distributed/run.py", 1, "main"),)
     assert waits_for_ranks((*inner, *STEP, *launcher)) is waits
 
@@ -127,7 +130,7 @@ def test_a_place_names_the_function_and_the_line_of_the_program():
     assert place((Frame("/job/\x1b[2J.py", 1, "f"),)) == "f (?[2J.py:1)"
 
 
-def test_equal_stacks_are_shown_once():
+def test_equal_stacks_are_merged():
     stacks = {3: STEP, 0: REDUCE, 2: REDUCE, 1: (), 7: REDUCE}
     assert [(merged.ranks, merged.frames) for merged in merge(stacks)] == [((0, 2, 7), REDUCE), ((3,), STEP)]
 
@@ -136,9 +139,9 @@ def test_equal_stacks_are_shown_once():
     st.text()
     | st.lists(st.sampled_from([OTHER, written(STEP), spied(STEP), '  File "', "Thread "])).map("".join)
 )
-def test_any_text_gives_frames(text):
+def test_any_text_is_parsed_without_an_error(text):
     assert all(isinstance(frame.line, int) for frame in main_thread(text))
 
 
-def test_frames_are_limited():
+def test_the_number_of_frames_is_limited():
     assert len(main_thread(written(STEP * MAX_FRAMES))) == MAX_FRAMES

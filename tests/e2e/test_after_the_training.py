@@ -103,11 +103,11 @@ def others_exit(job, victim="1"):
     """Wait until all workers except the victim have returned from the training and exited."""
     for each in returned(job, 3):
         if each[1] != victim:
-            procs.wait_gone(int(each[3]))
+            assert procs.wait_gone(int(each[3]))
 
 
 @pytest.mark.parametrize("victim", ["0", "1"])
-def test_a_living_worker_hands_over_the_final_state(job, victim):
+def test_a_replacement_gets_the_final_state_from_a_live_worker(job, victim):
     start, open_gate = job
     running = start(victim=victim)
     before = returned(running, 3)
@@ -120,7 +120,7 @@ def test_a_living_worker_hands_over_the_final_state(job, victim):
     running.exits(0)
 
 
-def test_the_final_checkpoint_is_used_when_all_other_workers_have_exited(job, tmp_path):
+def test_a_replacement_loads_the_final_checkpoint_if_all_other_workers_exited(job, tmp_path):
     start, open_gate = job
     running = start(folder=tmp_path / "checkpoints", everybody_exits="yes")
     others_exit(running)
@@ -136,7 +136,7 @@ def test_the_final_checkpoint_is_used_when_all_other_workers_have_exited(job, tm
         ({"kind": "plain"}, "Plain has neither state_dict nor save"),
     ],
 )
-def test_without_the_final_state_the_job_fails(job, order, reason):
+def test_the_job_fails_if_a_replacement_cannot_get_the_final_state(job, order, reason):
     start, open_gate = job
     running = start(**order)
     others_exit(running) if "everybody_exits" in order else returned(running, 3)
@@ -147,7 +147,7 @@ def test_without_the_final_state_the_job_fails(job, order, reason):
     assert len(re.findall(RETURNED, running.stdout)) == 3, "nobody returned an untrained state"
 
 
-def test_the_job_fails_if_the_node_of_rank_0_is_lost_while_it_saves(launch, worker_script, tmp_path):
+def test_the_job_fails_if_the_node_of_rank_0_is_lost_during_the_final_save(launch, worker_script, tmp_path):
     gate = tmp_path / "never_opened"
     os.mkfifo(gate)
     with store() as port:
@@ -159,7 +159,7 @@ def test_the_job_fails_if_the_node_of_rank_0_is_lost_while_it_saves(launch, work
         places = [agent.wait_for_line(RETURNED, "stdout").group(1, 2) for agent in agents]
         assert sorted(places) == [("0", "2"), ("1", "2")]
         saving, other = sorted(agents, key=lambda agent: places[agents.index(agent)])
-        procs.wait_gone(int(other.wait_for_line(RETURNED, "stdout")[3]))
+        assert procs.wait_gone(int(other.wait_for_line(RETURNED, "stdout")[3]))
         children = {child.pid for child in procs.children()}
         saving.signal(signal.SIGKILL)
         assert saving.wait() == -signal.SIGKILL

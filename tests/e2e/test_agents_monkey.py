@@ -26,25 +26,25 @@ def judge(folder, seed, *store):
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + 3))
-def test_three_games(tmp_path, seed):
+def test_the_report_is_correct_after_random_faults(tmp_path, seed):
     judge(tmp_path / "game", seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(GAMES))
-def test_many_games(tmp_path, number):
+def test_the_report_is_correct_in_many_runs_with_random_faults(tmp_path, number):
     seed = int(os.environ.get("MONKEY_SEED", random.SystemRandom().randrange(10**6)))
     judge(tmp_path / "game", seed + number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(4))
-def test_games_with_etcd(tmp_path, number, etcd_cluster):
+def test_the_report_is_correct_after_random_faults_with_etcd(tmp_path, number, etcd_cluster):
     seed = int(os.environ.get("MONKEY_SEED", random.SystemRandom().randrange(10**6)))
     judge(tmp_path / "game", seed + number, etcd_cluster)
 
 
-def test_an_agent_that_is_stopped_before_its_workers_start_says_so(launch):
+def test_an_agent_stopped_before_its_workers_start_reports_the_signal(launch):
     port = ports.free()
     agents = [launch(*meeting("3", port), "-m", "platform") for _ in range(2)]
     while ports.sessions(port) < 2:

@@ -66,9 +66,7 @@ def steps_of(job, rank=r"\d"):
     return [int(each) for each in re.findall(rf"DONE rank={rank} step=(\d+)", job.stdout)]
 
 
-def test_an_agent_that_is_stopped_has_its_workers_save_and_the_next_run_goes_on_there(
-    launch, worker_script, tmp_path
-):
+def test_stopping_an_agent_saves_a_checkpoint_that_the_next_run_resumes_from(launch, worker_script, tmp_path):
     folder, may_end = tmp_path / "checkpoints", tmp_path / "may end"
     options = (
         *("--nproc-per-node=2", "--on-failure=replace", "--warm=torch"),
@@ -119,7 +117,7 @@ PROGRAM = """
 """
 
 
-def test_a_request_survives_the_death_of_a_worker(launch, worker_script, tmp_path):
+def test_a_checkpoint_request_survives_the_death_of_a_worker(launch, worker_script, tmp_path):
     folder, may_end, asks = tmp_path / "checkpoints", tmp_path / "may end", tmp_path / "asks"
     os.mkfifo(asks)
     script, program = worker_script(SCRIPT), worker_script(PROGRAM, "program.py")
@@ -155,7 +153,7 @@ def test_a_missing_checkpoint_manager_is_reported(launch, worker_script, tmp_pat
     assert job.wait() == 0
 
 
-def test_a_node_that_is_drained_saves_with_the_others_and_they_go_on(launch, worker_script, tmp_path):
+def test_draining_a_node_saves_a_checkpoint_and_the_other_node_continues(launch, worker_script, tmp_path):
     folder, may_end = tmp_path / "checkpoints", tmp_path / "may end"
     options = (*(*meeting("1:2"), "--nproc-per-node=1", "--on-failure=replace", "--warm=torch"),)
     script = worker_script(SCRIPT), str(STEPS), folder, may_end
@@ -176,7 +174,7 @@ def test_a_node_that_is_drained_saves_with_the_others_and_they_go_on(launch, wor
     assert "replaced" not in stays.stderr
 
 
-def test_a_worker_that_gets_sigterm_leaves_in_order_and_is_replaced(launch, worker_script, tmp_path):
+def test_a_worker_saves_a_checkpoint_on_sigterm_and_is_replaced(launch, worker_script, tmp_path):
     folder, may_end = tmp_path / "checkpoints", tmp_path / "may end"
     job = launch(
         *("--nproc-per-node=2", "--on-failure=replace", "--max-restarts=1", "--warm=torch"),

@@ -24,7 +24,9 @@ PATIENT = launcher_with("host.devices", SLOW=HANG)
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_mistake_is_one_line_and_nothing_starts(launch, worker_script, tmp_path, args, env, says):
+def test_a_usage_error_prints_one_line_and_starts_no_workers(
+    launch, worker_script, tmp_path, args, env, says
+):
     script = str(worker_script(MARK))
     launched = launch(*(arg.format(script=script) for arg in args), env=env, argv=PATIENT).exits(2)
     assert launched.stdout == ""

@@ -137,7 +137,7 @@ def assert_told_once(phase, error):
 
 @pytest.mark.privileged
 @pytest.mark.parametrize("name", PHASES)
-def test_a_full_disk(name, broken_job, mounts):
+def test_a_full_disk_does_not_fail_the_job_and_is_reported_once(name, broken_job, mounts):
     prefix = mounts('mount -t tmpfs -o size=64k none "$0"')
     phase = Phase(name, broken_job, prefix=prefix)
     phase.job.fill()
@@ -158,7 +158,7 @@ def test_a_full_disk_is_reported_while_the_job_runs(broken_job, mounts):
 
 
 @pytest.mark.privileged
-def test_a_restart_onto_a_full_disk(broken_job, mounts):
+def test_a_restart_on_a_full_disk_fails_the_job_with_the_error(broken_job, mounts):
     # On a tmpfs, a directory needs no space but an inode.
     prefix = mounts('mount -t tmpfs -o size=64k,nr_inodes=20 none "$0"')
     phase = Phase("running", broken_job, restarts=3, prefix=prefix)
@@ -184,7 +184,7 @@ def image(mounts, tmp_path):
 
 @pytest.mark.privileged
 @pytest.mark.parametrize("name", PHASES)
-def test_a_broken_disk(name, broken_job, image, tmp_path):
+def test_a_broken_disk_does_not_fail_running_workers_and_is_reported_once(name, broken_job, image, tmp_path):
     phase = Phase(name, broken_job, prefix=image)
     phase.job.shut_down()
     if end_with(phase, "could not open", errno.EIO):
@@ -201,7 +201,7 @@ def test_a_broken_disk(name, broken_job, image, tmp_path):
 
 @pytest.mark.privileged
 @pytest.mark.parametrize("name", PHASES)
-def test_logs_that_become_read_only(name, broken_job, mounts):
+def test_running_workers_continue_if_the_log_directory_becomes_read_only(name, broken_job, mounts):
     phase = Phase(name, broken_job, prefix=mounts("true"))
     phase.job.make_read_only()
     # Log files that are already open remain writable.
@@ -210,7 +210,7 @@ def test_logs_that_become_read_only(name, broken_job, mounts):
 
 
 @pytest.mark.privileged
-def test_a_restart_into_logs_that_became_read_only(broken_job, mounts):
+def test_a_restart_fails_the_job_if_the_log_directory_became_read_only(broken_job, mounts):
     prefix = mounts("true")
     phase = Phase("running", broken_job, restarts=3, prefix=prefix)
     phase.job.make_read_only()
@@ -219,7 +219,7 @@ def test_a_restart_into_logs_that_became_read_only(broken_job, mounts):
 
 
 @pytest.mark.privileged
-def test_logs_that_are_read_only_from_the_beginning(launch, worker_script, mounts, tmp_path):
+def test_a_read_only_log_directory_at_the_start_is_a_usage_error(launch, worker_script, mounts, tmp_path):
     prefix = mounts('mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"')
     arguments = ("--log-dir", tmp_path / "logs", "--tee", "3")
     launched = launch(*arguments, worker_script("print('STARTED')"), prefix=prefix).exits(2)
@@ -229,7 +229,7 @@ def test_logs_that_are_read_only_from_the_beginning(launch, worker_script, mount
     assert str(tmp_path / "logs") in line
 
 
-def test_logs_that_are_removed_while_the_job_runs(broken_job):
+def test_removing_the_logs_of_a_running_job_does_not_fail_it(broken_job):
     phase = Phase("running", broken_job)
     shutil.rmtree(phase.job.logs)
     assert phase.end() == 0, phase.job.launched.stderr
@@ -237,7 +237,7 @@ def test_logs_that_are_removed_while_the_job_runs(broken_job):
 
 
 @pytest.mark.parametrize("lacks", ["logs", "descriptors"])
-def test_a_failure_is_reported_without_logs_or_descriptors(broken_job, lacks):
+def test_a_failure_is_reported_without_logs_or_free_descriptors(broken_job, lacks):
     phase = Phase("running", broken_job)
     if lacks == "logs":
         shutil.rmtree(phase.job.logs)
@@ -250,7 +250,7 @@ def test_a_failure_is_reported_without_logs_or_descriptors(broken_job, lacks):
     assert_no_traceback(phase.job)
 
 
-def test_a_restart_without_the_removed_logs(broken_job):
+def test_a_restart_succeeds_after_the_logs_were_removed(broken_job):
     phase = Phase("running", broken_job, restarts=3)
     shutil.rmtree(phase.job.logs)
     send(phase.job.ready()[0], EXIT_1)
@@ -270,7 +270,7 @@ def nursery_of(launched):
 
 @pytest.mark.parametrize("name", PHASES)
 @pytest.mark.parametrize("whose", ["agent", "nursery"])
-def test_no_descriptor_is_left(name, whose, broken_job):
+def test_running_workers_continue_if_agent_or_nursery_has_no_free_descriptor(name, whose, broken_job):
     phase = Phase(name, broken_job)
     launched = phase.job.launched
     take_descriptors(launched.pid if whose == "agent" else nursery_of(launched))
@@ -287,7 +287,7 @@ def test_a_restart_needs_no_more_descriptors_than_the_start(broken_job):
     phase.job.check_files(phase.job.logs)
 
 
-def test_a_restart_without_descriptors_for_the_nursery(broken_job):
+def test_a_restart_fails_if_the_nursery_has_no_free_descriptor(broken_job):
     phase = Phase("running", broken_job, restarts=1)
     take_descriptors(nursery_of(phase.job.launched))
     send(phase.job.ready()[0], EXIT_1)

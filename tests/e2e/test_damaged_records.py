@@ -82,7 +82,7 @@ DAMAGED = [b"\xff\x00", b'{"round": 1e308}', b"[" * 10_000]
 # An agent that finds a damaged record joins again. It needs the job's record for that, so only the test below
 # damages it.
 @pytest.mark.parametrize("value", DAMAGED)
-def test_a_job_whose_records_are_damaged_restarts_and_succeeds(nodes, value):
+def test_a_job_with_damaged_store_records_restarts_and_succeeds(nodes, value):
     first = nodes.workers(0)
     for kind in ("slot", "nodes", "table"):
         nodes.damage(kind, value)
@@ -96,7 +96,7 @@ def test_a_job_whose_records_are_damaged_restarts_and_succeeds(nodes, value):
 
 
 @pytest.mark.parametrize("value", DAMAGED)
-def test_agents_that_stay_connected_do_not_need_the_jobs_record(nodes, value):
+def test_connected_agents_do_not_need_the_job_record(nodes, value):
     first = nodes.workers(0)
     nodes.damage("job", value)
     tell(first[:1], FAIL)
@@ -110,7 +110,7 @@ def running_at(round_):
 
 
 @pytest.mark.parametrize("value", [b"\xff", b"[]", running_at(1e308), running_at(10**400)])
-def test_a_damaged_head_ends_the_job_with_its_name(nodes, value):
+def test_a_damaged_head_record_fails_the_job_and_is_named(nodes, value):
     nodes.workers(0)
     (key,) = nodes.damage("head", value)
     assert nodes.ended() == [1, 1]
@@ -118,7 +118,7 @@ def test_a_damaged_head_ends_the_job_with_its_name(nodes, value):
         assert re.search(rf"^elasticrs.*: .*{key}", agent.stderr, re.MULTILINE)
 
 
-def test_a_damaged_end_of_a_node_is_still_its_end(nodes):
+def test_a_damaged_done_record_still_marks_its_node_as_finished(nodes):
     workers = nodes.workers(0)
     nodes.damage("slot", b"null")
     nodes.stranger.watch(PREFIX + "done/")
@@ -129,7 +129,7 @@ def test_a_damaged_end_of_a_node_is_still_its_end(nodes):
     assert nodes.ended() == [0, 0]
 
 
-def test_a_job_that_never_formed_is_refused_by_its_damaged_record(launch, nodes):
+def test_a_late_agent_is_refused_if_the_job_record_is_damaged(launch, nodes):
     nodes.workers(0)
     (key,) = nodes.damage("job", b'["what"]')
     late = launch(*nodes.options).exits(1)

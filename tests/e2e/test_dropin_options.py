@@ -34,7 +34,9 @@ VIRTUAL = ("--virtual-local-rank",)
         ((), {"CUDA_VISIBLE_DEVICES": "4"}, [["0", "4", None], ["1", "4", None]]),
     ],
 )
-def test_a_virtual_local_rank_is_0_and_sees_its_own_device(launch, worker_script, options, env, expected):
+def test_virtual_local_rank_sets_local_rank_0_and_one_visible_device(
+    launch, worker_script, options, env, expected
+):
     launched = launch(*options, "--nproc-per-node=2", worker_script(SHOW), env=env).exits(0)
     shown = map(json.loads, launched.stdout.splitlines())
     assert [list(each.values())[1:] for each in sorted(shown, key=lambda each: each["RANK"])] == expected
@@ -47,7 +49,7 @@ METHODS = pytest.mark.parametrize("method", ["spawn", "fork", FORKSERVER])
 
 
 @METHODS
-def test_a_path_is_run_as_the_main_program_of_a_function(launch, worker_script, method):
+def test_run_path_runs_the_script_as_main_in_a_child_process(launch, worker_script, method):
     script = worker_script("""
         import multiprocessing, os, sys
         assert __name__ == "__main__"
@@ -62,20 +64,20 @@ def test_a_path_is_run_as_the_main_program_of_a_function(launch, worker_script, 
 
 @pytest.mark.beyond_torchrun  # torchrun accepts only sys.exit(0)
 @pytest.mark.parametrize("end", ["sys.exit()", "sys.exit(0)", "os._exit(0)", ""])
-def test_a_path_may_end_as_scripts_do(launch, worker_script, end):
+def test_a_run_path_script_succeeds_with_any_kind_of_exit_0(launch, worker_script, end):
     launched = launch("--run-path", worker_script(f"import os, sys\n{end}")).exits(0)
     assert "Traceback" not in launched.stderr
 
 
 @pytest.mark.beyond_torchrun
 @METHODS
-def test_a_path_is_restarted_when_it_fails(launch, worker_script, method):
+def test_a_failed_run_path_script_is_restarted(launch, worker_script, method):
     script = worker_script("import os, sys; sys.exit(os.environ['TORCHELASTIC_RESTART_COUNT'] == '0')")
     launch("--run-path", f"--start-method={method}", "--max-restarts=1", script).exits(0)
 
 
 @METHODS
-def test_a_path_that_fails_is_reported_with_its_exception(launch, worker_script, method):
+def test_a_failed_run_path_script_is_reported_with_its_exception(launch, worker_script, method):
     script = worker_script("raise KeyError('no such thing')")
     launched = launch("--run-path", f"--start-method={method}", script).exits(1)
     assert "KeyError: 'no such thing'" in launched.stderr
@@ -83,7 +85,7 @@ def test_a_path_that_fails_is_reported_with_its_exception(launch, worker_script,
 
 @pytest.mark.beyond_torchrun  # torchrun's children have the launcher's signal handlers, which raise
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_forked_path_has_none_of_the_launchers_signal_handlers(launch, worker_script, method):
+def test_a_forked_run_path_script_has_none_of_the_launchers_signal_handlers(launch, worker_script, method):
     script = worker_script("""
         import os, signal
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -98,7 +100,7 @@ def test_a_forked_path_has_none_of_the_launchers_signal_handlers(launch, worker_
     launched.exits(1)
 
 
-def test_matching_lines_are_copied_with_their_prefix(launch, worker_script, tmp_path):
+def test_lines_matching_a_duplicate_filter_are_copied_with_their_prefix(launch, worker_script, tmp_path):
     script = worker_script("""
         import os
         rank = os.environ["RANK"]
@@ -121,7 +123,7 @@ def test_matching_lines_are_copied_with_their_prefix(launch, worker_script, tmp_
 
 
 @pytest.mark.beyond_torchrun  # torchrun creates the file but leaves it empty
-def test_filters_copy_lines_of_tee(launch, worker_script, tmp_path):
+def test_a_duplicate_filter_without_tee_is_reported_and_has_no_effect(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--redirects=3", "--duplicate-stdout-filters=x")
     launched = launch(*arguments, worker_script("print('x')")).exits(0)
     assert "--duplicate-stdout-filters" in launched.stderr
@@ -176,7 +178,7 @@ TORCHS = "torch.distributed.elastic.multiprocessing.api"
         pytest.param(TORCHS, "torchrun.logs_specs", marks=pytest.mark.torch),
     ],
 )
-def test_a_class_of_the_users_decides_where_output_goes(
+def test_a_user_defined_logs_specs_class_chooses_the_output_files(
     launch, worker_script, tmp_path, plugin, module, group
 ):
     env = plugin(module, group)
@@ -197,7 +199,7 @@ def test_a_class_of_the_users_decides_where_output_goes(
         ("broken", r"--logs-specs: broken .*OSError.*no room"),
     ],
 )
-def test_a_logs_class_that_cannot_be_loaded_is_a_usage_error(launch, worker_script, plugin, name, line):
+def test_a_logs_specs_class_that_cannot_be_loaded_is_a_usage_error(launch, worker_script, plugin, name, line):
     env = plugin(OURS, "elasticrs.logs_specs")
     launched = launch(f"--logs-specs={name}", worker_script("print('ran')"), env=env).exits(2)
     assert re.search(line, launched.stderr)
@@ -205,7 +207,7 @@ def test_a_logs_class_that_cannot_be_loaded_is_a_usage_error(launch, worker_scri
     assert launched.stdout == ""
 
 
-def test_the_default_class_has_a_name(launch, worker_script, tmp_path):
+def test_the_default_logs_specs_class_can_be_selected_by_name(launch, worker_script, tmp_path):
     arguments = ("--logs-specs=default", "--log-dir", tmp_path / "logs", "--redirects=1")
     assert launch(*arguments, worker_script("print('x')")).wait() == 0
     (file,) = (tmp_path / "logs").glob("*/attempt_0/0/stdout.log")
@@ -214,7 +216,7 @@ def test_the_default_class_has_a_name(launch, worker_script, tmp_path):
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("tee", ["--tee=0", "--tee=0:1"])
-def test_a_logs_class_of_the_user_is_told_that_stderr_is_captured(launch, worker_script, tmp_path, tee):
+def test_capture_stderr_creates_stderr_files_with_logs_specs_default(launch, worker_script, tmp_path, tee):
     arguments = ("--logs-specs=default", "--log-dir", tmp_path / "logs", "--capture-stderr", tee)
     launch("--nproc-per-node=2", *arguments, worker_script("import sys; print('x', file=sys.stderr)")).exits(
         0
@@ -232,7 +234,7 @@ def complete(parser, shell):
 
 
 @pytest.mark.beyond_torchrun  # torchrun's program name differs
-def test_completion_comes_from_the_optional_package(launch, tmp_path):
+def test_print_completion_uses_the_optional_shtab_package(launch, tmp_path):
     (tmp_path / "shtab.py").write_text(SHTAB)
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     launched = launch("--print-completion", "zsh", env={"PYTHONPATH": path}).exits(0)
@@ -241,7 +243,7 @@ def test_completion_comes_from_the_optional_package(launch, tmp_path):
     assert {"--nproc-per-node", "--nproc_per_node", "-m", "--print-completion", "--help"} <= set(options)
 
 
-def test_without_the_package_completion_names_it(launch, tmp_path):
+def test_print_completion_without_shtab_names_the_missing_package(launch, tmp_path):
     (tmp_path / "shtab.py").write_text("raise ImportError")
     path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
     launched = launch("--print-completion=bash", env={"PYTHONPATH": path}).exits(1)
@@ -249,13 +251,13 @@ def test_without_the_package_completion_names_it(launch, tmp_path):
 
 
 @pytest.mark.beyond_torchrun
-def test_the_count_of_devices_names_its_source(launch):
+def test_the_automatic_worker_count_is_reported_with_its_source(launch):
     launched = launch("--nproc-per-node=cpu", "--no-python", "true").exits(0)
     count = len(os.sched_getaffinity(0))
     assert f"--nproc-per-node cpu is {count} (cpu, " in launched.stderr
 
 
-def test_cpus_are_those_that_the_launcher_may_use(launch, worker_script):
+def test_nproc_per_node_cpu_counts_only_the_allowed_cpus(launch, worker_script):
     script = worker_script("import os; print('WORLD', os.environ['WORLD_SIZE'])")
     mine = os.sched_getaffinity(0)
     # Restrict the CPUs, as taskset or a container's cpuset would.
@@ -269,7 +271,7 @@ def test_cpus_are_those_that_the_launcher_may_use(launch, worker_script):
 
 
 @pytest.mark.beyond_torchrun
-def test_use_env_of_the_old_launcher_is_accepted(launch, worker_script):
+def test_the_use_env_option_of_the_old_launcher_is_accepted(launch, worker_script):
     script = worker_script("import sys; print(sys.argv[1:])")
     launched = launch("--use-env", script, "--local-rank=${local_rank}").exits(0)
     assert launched.stdout == "['--local-rank=0']\n"
@@ -298,7 +300,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.beyond_torchrun
-def test_functions_and_programs_run_on_the_cpus_that_were_chosen(launch, tmp_path):
+def test_functions_and_programs_run_on_the_chosen_cpus(launch, tmp_path):
     (tmp_path / "host.py").write_text(BIND)
     launched = launch(argv=(sys.executable, tmp_path / "host.py")).exits(0)
     cpus = sorted(os.sched_getaffinity(0))
@@ -324,7 +326,7 @@ for falls_back in (True, False):
 
 
 @pytest.mark.beyond_torchrun
-def test_an_impossible_binding_is_skipped_or_refused(launch, tmp_path):
+def test_an_impossible_numa_binding_is_skipped_or_refused_as_configured(launch, tmp_path):
     (tmp_path / "host.py").write_text(FALL_BACK)
     launched = launch(argv=(sys.executable, tmp_path / "host.py"), env={"CUDA_VISIBLE_DEVICES": ""}).exits(0)
     ran, refused = launched.stdout.splitlines()
@@ -354,7 +356,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.beyond_torchrun
-def test_the_same_from_python(launch, tmp_path):
+def test_virtual_local_rank_and_duplicate_filters_work_from_python(launch, tmp_path):
     (tmp_path / "host.py").write_text(FROM_PYTHON)
     launch(tmp_path / "logs", argv=(sys.executable, tmp_path / "host.py")).exits(0)
     (copies,) = (tmp_path / "logs").glob("*/attempt_0/filtered_stdout.log")

@@ -49,14 +49,14 @@ def shown(launch, worker_script):
     return run
 
 
-def test_the_contract_is_complete(shown):
+def test_workers_get_the_environment_variables_of_torchrun(shown):
     args = ("--rdzv-id", "job7", "--role", "trainer", "--max-restarts", "2", "--master-port", "0")
     found = shown(CONTRACT, *args, n=3)
     for rank, variables in enumerate(found):
         assert variables == {name: value.format(rank=rank) for name, value in CONTRACT.items()}
 
 
-def test_variables_of_the_user_pass_through(shown):
+def test_environment_variables_of_the_user_reach_the_workers(shown):
     names = ("MY_OWN", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
     (variables,) = shown(names, env={"MY_OWN": "a=b ü", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
     assert variables["MY_OWN"] == "a=b ü"
@@ -65,7 +65,7 @@ def test_variables_of_the_user_pass_through(shown):
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("how", [(), ("--run-path",), ("--run-path", "--start-method=fork")])
-def test_the_token_of_the_rendezvous_is_not_for_workers(shown, how):
+def test_the_rendezvous_token_is_not_in_the_environment_of_workers(shown, how):
     (variables,) = shown(
         ["ELASTICRS_TOKEN", "MY_OWN"], *how, env={"ELASTICRS_TOKEN": "secret", "MY_OWN": "a"}
     )
@@ -75,12 +75,12 @@ def test_the_token_of_the_rendezvous_is_not_for_workers(shown, how):
 @pytest.mark.parametrize(
     ("n", "given", "expected"), [(1, None, None), (2, None, "1"), (2, "3", "3"), (1, "3", "3")]
 )
-def test_the_number_of_openmp_threads_is_one_unless_set(shown, n, given, expected):
+def test_omp_num_threads_is_1_for_several_workers_unless_set(shown, n, given, expected):
     found = shown(["OMP_NUM_THREADS"], n=n, env={} if given is None else {"OMP_NUM_THREADS": given})
     assert [variables["OMP_NUM_THREADS"] for variables in found] == [expected] * n
 
 
-def test_all_workers_agree_on_a_master_that_can_be_bound(launch, worker_script):
+def test_all_workers_get_the_same_usable_master_address_and_port(launch, worker_script):
     script = worker_script("""
         import os, socket
         addr, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -120,19 +120,19 @@ STORE = """
     ],
 )
 @pytest.mark.beyond_torchrun
-def test_the_agent_hosts_the_store_by_default(launch, worker_script, arguments, env, expected):
+def test_the_agent_hosts_the_worker_store_by_default(launch, worker_script, arguments, env, expected):
     launched = launch(*arguments, worker_script(STORE), env=env).exits(0)
     assert launched.stdout.splitlines() == [expected]
 
 
 @pytest.mark.beyond_torchrun
-def test_a_port_of_the_users_is_left_to_rank_0(launch, worker_script):
+def test_a_master_port_set_by_the_user_is_left_free_for_rank_0(launch, worker_script):
     launched = launch(f"--master-port={ports.free()}", worker_script(STORE)).exits(0)
     assert launched.stdout.splitlines() == ["STORE False refuses"]
 
 
 @pytest.mark.beyond_torchrun
-def test_a_foreign_client_of_the_store_is_reported(launch, worker_script):
+def test_a_client_that_does_not_speak_the_tcpstore_protocol_is_reported(launch, worker_script):
     script = worker_script("""
         import os, socket
         address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -144,7 +144,7 @@ def test_a_foreign_client_of_the_store_is_reported(launch, worker_script):
     assert launched.stderr.count("TCPStore") == 1, launched.stderr
 
 
-def test_arguments_arrive_as_they_were_given(launch, worker_script):
+def test_script_arguments_are_passed_unchanged(launch, worker_script):
     arguments = ["--nproc-per-node", "-x", "a b", "", "ü", "--", "--help"]
     script = worker_script("import json, sys; print('ARGV', json.dumps(sys.argv))")
     launched = launch(script, *arguments).exits(0)
@@ -161,14 +161,14 @@ def test_a_module_is_run_by_name(launch, tmp_path):
     assert launched.wait_for_line("NAME (.*)")[1] == "__main__ ['one']"
 
 
-def test_a_program_need_not_be_python(launch):
+def test_the_no_python_option_runs_any_program(launch):
     launched = launch("--nproc-per-node", "2", "--no-python", "/bin/sh", "-c", 'echo "RANK is $RANK"').exits(
         0
     )
     assert {match[1] for match in launched.wait_for_lines(r"RANK is (\d)", 2)} == {"0", "1"}
 
 
-def test_the_script_sees_a_plain_interpreter_that_leads_a_session(launch, worker_script):
+def test_a_script_runs_as_main_unbuffered_and_leads_its_session(launch, worker_script):
     script = worker_script("""
         import os, sys
         folder = os.path.dirname(__file__)
@@ -180,26 +180,26 @@ def test_the_script_sees_a_plain_interpreter_that_leads_a_session(launch, worker
     launched.wait_for_line("LEADS True")
 
 
-def test_macros_in_arguments_are_filled_in(launch):
+def test_macros_in_arguments_are_expanded(launch):
     # Double the dollar sign of a shell variable, as string.Template requires.
     command = 'echo "MACRO ${local_rank} $$RANK"'
     launched = launch("--nproc-per-node", "2", "--no-python", "/bin/sh", "-c", command).exits(0)
     assert {match[1] for match in launched.wait_for_lines(r"MACRO (.*)", 2)} == {"0 0", "1 1"}
 
 
-def test_a_worker_inherits_three_descriptors(launch):
+def test_a_worker_inherits_only_the_standard_descriptors(launch):
     launched = launch("--no-python", "ls", "/proc/self/fd").exits(0)
     # Descriptor 3 is the directory that `ls` itself has open.
     assert launched.stdout.split() == ["0", "1", "2", "3"]
 
 
-def test_no_signal_is_blocked_or_ignored(launch):
+def test_a_worker_starts_with_no_blocked_or_ignored_signals(launch):
     launched = launch("--no-python", "grep", "-E", "^Sig(Blk|Ign)", "/proc/self/status").exits(0)
     for name in ("SigBlk", "SigIgn"):
         assert int(launched.wait_for_line(rf"{name}:\s*(\w+)")[1], 16) == 0
 
 
-def test_stdin_is_inherited(launch, worker_script):
+def test_workers_inherit_stdin(launch, worker_script):
     launched = launch(worker_script("print('READ', input())"), stdin=subprocess.PIPE)
     launched.feed(b"from the user\n")
     launched.exits(0)

@@ -15,14 +15,14 @@ FAIL_ONCE = """
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_success_is_0(launch, n):
+def test_a_successful_job_exits_with_0(launch, n):
     launch("--nproc-per-node", str(n), "--no-python", "/bin/true").exits(0)
 
 
 @pytest.mark.parametrize(
     "how", ["sys.exit(7)", "os._exit(255)", "1 / 0", "os.kill(os.getpid(), 9)", "os.abort()"]
 )
-def test_the_exit_code_of_a_failed_job_is_1(launch, worker_script, how):
+def test_a_failed_job_exits_with_1(launch, worker_script, how):
     script = worker_script(f"""
         import os, signal, sys
         if os.environ["RANK"] == "1":
@@ -47,7 +47,7 @@ def test_the_report_names_the_root_cause(launch, worker_script):
 
 
 @pytest.mark.parametrize("failures", [1, 3])
-def test_restarts_within_the_budget_lead_to_success(launch, worker_script, failures):
+def test_a_job_succeeds_after_restarts_within_the_budget(launch, worker_script, failures):
     arguments = ("--nproc-per-node", "2", "--max-restarts", str(failures))
     launched = launch(*arguments, worker_script(FAIL_ONCE), str(failures)).exits(0)
     # Rank 0 may be stopped before it prints its first line.
@@ -56,7 +56,7 @@ def test_restarts_within_the_budget_lead_to_success(launch, worker_script, failu
     launched.wait_for_line(f"START 0 {failures}")
 
 
-def test_the_budget_is_exact(launch, worker_script):
+def test_workers_are_restarted_exactly_max_restarts_times(launch, worker_script):
     launched = launch("--nproc-per-node", "2", "--max-restarts", "2", worker_script(FAIL_ONCE), "99").exits(1)
     starts = [match[1] for match in launched.wait_for_lines(r"START 1 (\d)", 3)]
     assert starts == ["0", "1", "2"]
@@ -64,7 +64,7 @@ def test_the_budget_is_exact(launch, worker_script):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_failing_worker_does_not_wait_for_one_that_ignores_sigterm(launch, worker_script, tmp_path):
+def test_a_worker_that_ignores_sigterm_is_killed_after_the_shutdown_timeout(launch, worker_script, tmp_path):
     os.mkfifo(tmp_path / "ready")
     script = worker_script("""
         import os, signal

@@ -63,7 +63,9 @@ def failing(how):
 
 
 @pytest.mark.parametrize("how", HOLDS)
-def test_a_rank_that_raised_and_does_not_end_has_failed(launch, worker_script, tmp_path, how):
+def test_a_rank_that_raised_but_does_not_exit_fails_after_the_exit_timeout(
+    launch, worker_script, tmp_path, how
+):
     logs = tmp_path / "logs"
     options = ("--nproc-per-node=2", "--exit-timeout=2", "--max-restarts=1", f"--log-dir={logs}")
     launched = launch(*options, worker_script(failing(how))).exits(0)
@@ -73,7 +75,7 @@ def test_a_rank_that_raised_and_does_not_end_has_failed(launch, worker_script, t
     assert "in upload" in kept.read_text()
 
 
-def test_the_report_has_the_exception_as_root_cause_and_what_holds_the_exit(launch, worker_script):
+def test_the_report_shows_the_exception_and_the_stack_that_blocks_the_exit(launch, worker_script):
     launched = launch("--nproc-per-node=2", "--exit-timeout=2", worker_script(failing("thread"))).exits(1)
     report = launched.stderr.partition("Root Cause")[2]
     assert "rank      : 1" in report
@@ -85,7 +87,7 @@ def test_the_report_has_the_exception_as_root_cause_and_what_holds_the_exit(laun
     assert "rank 0 (SIGTERM)" in launched.stderr
 
 
-def test_a_stop_meanwhile_prints_the_report(launch, worker_script):
+def test_stopping_a_job_with_a_rank_that_raised_prints_the_report(launch, worker_script):
     script = worker_script(failing("atexit"))
     launched = launch("--nproc-per-node=2", "--exit-timeout=0", script)
     launched.wait_for_line("HELD")
@@ -96,7 +98,7 @@ def test_a_stop_meanwhile_prints_the_report(launch, worker_script):
     assert "ValueError: no such batch" in report
 
 
-def test_a_stop_without_a_failure_prints_no_report(launch, worker_script):
+def test_stopping_a_job_without_a_failure_prints_no_report(launch, worker_script):
     script = worker_script("import signal\nprint('HERE', flush=True)\nsignal.pause()")
     launched = launch("--nproc-per-node=2", script)
     launched.wait_for_lines("HERE", 2)
@@ -146,7 +148,7 @@ LIVES = {
 
 
 @pytest.mark.parametrize("how", LIVES)
-def test_a_program_that_continues_is_not_killed(launch, worker_script, how):
+def test_a_program_that_continues_after_an_exception_is_not_killed(launch, worker_script, how):
     script = worker_script(
         "import os, select, sys\n" + "exec(" + repr(textwrap.dedent(LIVES[how])) + ")\n"
         # Wait much longer than --exit-timeout.
@@ -156,7 +158,7 @@ def test_a_program_that_continues_is_not_killed(launch, worker_script, how):
     assert "WENT ON" in launched.stdout
 
 
-def test_a_shell_that_starts_its_program_again_is_left_alone(launch, worker_script, tmp_path):
+def test_a_shell_that_reruns_its_failed_program_is_not_killed(launch, worker_script, tmp_path):
     script = worker_script("""
         import os, select
         try:
@@ -171,7 +173,7 @@ def test_a_shell_that_starts_its_program_again_is_left_alone(launch, worker_scri
     assert "WENT ON" in launched.stdout
 
 
-def test_a_program_below_a_shell_that_does_not_end_has_failed(launch, worker_script):
+def test_a_program_that_raised_but_does_not_exit_also_fails_under_a_shell(launch, worker_script):
     script = worker_script(failing("thread"))
     command = ("--no-python", "/bin/sh", "-c", f"{sys.executable} {script}; exit 3")
     launched = launch("--nproc-per-node=2", "--exit-timeout=2", *command).exits(1)
@@ -180,7 +182,7 @@ def test_a_program_below_a_shell_that_does_not_end_has_failed(launch, worker_scr
     assert "in upload" in report
 
 
-def test_without_a_limit_no_worker_is_killed(launch, worker_script):
+def test_an_exit_timeout_of_0_kills_no_worker(launch, worker_script):
     script = worker_script("""
         import os, select, threading
         reader, writer = os.pipe()
@@ -195,7 +197,7 @@ def test_without_a_limit_no_worker_is_killed(launch, worker_script):
     assert "exitcode  : 1" in launched.stderr
 
 
-def test_all_nodes_report_the_exception(launch, worker_script):
+def test_all_nodes_report_the_exception_of_a_rank_that_does_not_exit(launch, worker_script):
     options, script = (*meeting(), "--exit-timeout=2"), worker_script(failing("thread"))
     agents = [
         launch(*options, f"--node-rank={rank}", f"--rdzv-conf=is_host={1 - rank}", script) for rank in (0, 1)

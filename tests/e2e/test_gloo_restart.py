@@ -49,7 +49,7 @@ def meetings(launched):
 @pytest.mark.slow
 @pytest.mark.beyond_torchrun
 @pytest.mark.timeout(300)
-def test_restarts_succeed_ten_times_in_a_row(launch, worker_script):
+def test_forked_workers_form_a_gloo_group_in_ten_restarts_in_a_row(launch, worker_script):
     argv = (sys.executable, worker_script(TRAIN + FORKS))
     # If the ranks of an attempt do not meet, the attempt fails and is missing from the count.
     launched = launch(argv=argv).exits(0, timeout=240)
@@ -66,7 +66,7 @@ def test_restarts_succeed_ten_times_in_a_row(launch, worker_script):
         pytest.param(3, ("--warm", "auto"), marks=[pytest.mark.slow, pytest.mark.beyond_torchrun]),
     ],
 )
-def test_a_process_group_forms(launch, worker_script, failures, warm):
+def test_a_gloo_group_forms_at_the_start_and_after_each_restart(launch, worker_script, failures, warm):
     options = ("--standalone", "--nproc-per-node=2", "--max-restarts=3", *warm)
     launched = launch(*options, worker_script(TRAIN + PROGRAM), str(failures)).exits(0, timeout=240)
     assert meetings(launched) == failures, launched.stderr

@@ -77,48 +77,48 @@ def report(tmp_path):
     return lambda: report_of(tmp_path / "report.json")
 
 
-def test_the_xid_of_a_worker_is_in_its_report(run, report):
+def test_the_failure_report_contains_the_xid_of_a_worker(run, report):
     launched = run(FAULT, "--nproc-per-node=2").exits(1)
     says(launched.stderr, "Root Cause", "rank      : 1", "note", "Xid 31", "GPU 0", "pid", "restart here")
     ((xid,),) = [attempt["xids"] for attempt in report()["attempts"]]
     assert (xid["code"], xid["gpu"], xid["ranks"], xid["action"], xid["count"]) == (31, 0, [1], "restart", 1)
 
 
-def test_a_restart_says_which_xids_the_workers_had(run, report):
+def test_a_restart_reports_the_xids_of_the_workers(run, report):
     launched = run(FAULT, "--max-restarts=1").exits(1)
     says(launched.stderr, "Xid 31", "attempt 1 is running", "note", "Xid 31")
     assert [len(attempt["xids"]) for attempt in report()["attempts"]] == [1, 1]
 
 
-def test_an_xid_without_a_process_is_evidence_for_the_first_failure(run):
+def test_an_xid_without_a_process_is_attributed_to_the_first_failure(run):
     launched = run(FAULT.replace("pid={os.getpid()}", "pid='<unknown>'"), "--nproc-per-node=2").exits(1)
     says(launched.stderr, "Root Cause", "rank      : 1", "note", "Xid 31 (GPU 0)")
 
 
-def test_without_an_error_nothing_is_said(run, report):
+def test_a_job_without_xids_prints_nothing_about_gpus(run, report):
     launched = run("print('fine')").exits(0)
     assert "GPU" not in launched.stderr
     assert report()["attempts"][0]["xids"] == []
 
 
-def test_workers_start_again_when_the_memory_of_the_dead_ones_is_free(run):
+def test_a_restart_waits_until_the_gpu_memory_of_dead_workers_is_free(run):
     launched = run(HOLDS, "--max-restarts=1", env={"QUERIES": "5"}).exits(0)
     assert "found 0" in launched.stdout
     says(launched.stderr, "attempt 1 is running", "freeing")
 
 
-def test_memory_that_is_never_free_delays_a_restart_for_a_limited_time(run):
+def test_a_restart_waits_only_a_limited_time_for_gpu_memory(run):
     launched = run(HOLDS, "--max-restarts=1", env={"QUERIES": "1000000"}, MEMORY_LIMIT=0.3).exits(0)
     assert f"found {8 * GIB}" in launched.stdout
     says(launched.stderr, "8.0 GiB", "GPU 0", "nevertheless")
 
 
-def test_without_another_attempt_nothing_waits_for_the_memory(run):
+def test_a_job_without_restarts_left_does_not_wait_for_gpu_memory(run):
     launched = run(HOLDS, env={"QUERIES": "1000000"}).exits(1)
     assert "GiB" not in launched.stderr
 
 
-def test_a_signal_ends_the_wait_for_the_memory(run, gpus):
+def test_a_signal_ends_the_wait_for_gpu_memory(run, gpus):
     launched = run(HOLDS, "--max-restarts=1", env={"QUERIES": "1000000"}, MEMORY_LIMIT=600.0)
     launched.wait_for_line("dies")
     gpus.wait_for_calls("nvmlDeviceGetMemoryInfo_v2", 3)
@@ -128,7 +128,7 @@ def test_a_signal_ends_the_wait_for_the_memory(run, gpus):
     assert "found" not in launched.stdout
 
 
-def test_a_job_that_is_stopped_does_not_wait_for_the_memory(run, gpus):
+def test_a_stopped_job_does_not_wait_for_gpu_memory(run, gpus):
     script = HOLDS.replace("os.kill(os.getpid(), signal.SIGKILL)", "signal.pause()")
     launched = run(script, "--max-restarts=1", env={"QUERIES": "1000000"}, MEMORY_LIMIT=600.0)
     launched.wait_for_line("dies")
@@ -136,18 +136,18 @@ def test_a_job_that_is_stopped_does_not_wait_for_the_memory(run, gpus):
     launched.exits(1)
 
 
-def test_the_first_failure_says_what_cannot_be_watched(run, tmp_path):
+def test_an_unreadable_kernel_log_is_reported_once(run, tmp_path):
     launched = run(FAILS, "--max-restarts=2", KERNEL_LOG=str(tmp_path / "no log")).exits(1)
     assert launched.stderr.count("no log") == 1
 
 
-def test_a_library_that_fails_does_not_disturb_the_job(run, gpus):
+def test_an_nvml_error_is_reported_once_and_does_not_affect_the_job(run, gpus):
     gpus.set("fails", "nvmlInit_v2 18")
     launched = run(FAILS, "--max-restarts=1").exits(1)
     assert launched.stderr.count("nvmlInit_v2") == 1
 
 
-def test_a_library_that_hangs_does_not_disturb_the_job(run, gpus):
+def test_a_hanging_nvml_call_does_not_affect_the_job(run, gpus):
     gpus.set("hangs", "nvmlInit_v2 1")
     launched = run(FAILS, "--max-restarts=1", START_LIMIT=0.0).exits(1)
     says(launched.stderr, "attempt 1 is running", "exitcode  : 1")
@@ -159,14 +159,14 @@ def watcher_of(launched, gpus):
     return watcher.pid
 
 
-def test_a_watcher_that_dies_does_not_disturb_the_job(run, gpus):
+def test_a_killed_gpu_watcher_is_reported_once_and_does_not_affect_the_job(run, gpus):
     script = f"{HEAD}\n    print('started', flush=True); open(os.path.join(FAKE, 'go')).read(); sys.exit(1)"
     os.mkfifo(gpus.path("go"))
     launched = run(script, "--max-restarts=1")
     launched.wait_for_line("started", "stdout")
     watcher = watcher_of(launched, gpus)
     os.kill(watcher, signal.SIGKILL)
-    procs.wait_gone(watcher)
+    assert procs.wait_gone(watcher)
     gpus.path("go").write_text("go")
     launched.wait_for_lines("started", 2, "stdout")
     gpus.path("go").write_text("go")
@@ -174,23 +174,23 @@ def test_a_watcher_that_dies_does_not_disturb_the_job(run, gpus):
     assert launched.stderr.count("watches the GPUs") == 1
 
 
-def test_the_watcher_dies_with_the_launcher(run, gpus):
+def test_the_gpu_watcher_exits_if_the_launcher_is_killed(run, gpus):
     launched = run("import signal; print('up', flush=True); signal.pause()")
     launched.wait_for_line("up")
     watcher = watcher_of(launched, gpus)
     launched.signal(signal.SIGKILL)
     launched.wait()
-    procs.wait_gone(watcher)
+    assert procs.wait_gone(watcher)
     procs.reap_adopted()
 
 
 @pytest.mark.parametrize("visible", ["", "-1"])
-def test_a_job_without_visible_gpus_has_no_watcher(run, gpus, visible):
+def test_a_job_without_visible_gpus_has_no_gpu_watcher(run, gpus, visible):
     run(FAILS, "--max-restarts=1", env={"CUDA_VISIBLE_DEVICES": visible}).exits(1)
     assert not gpus.was_used
 
 
-def test_a_job_without_nvidias_driver_has_no_watcher(launch, worker_script, gpus):
+def test_a_job_without_the_nvidia_driver_has_no_gpu_watcher(launch, worker_script, gpus):
     argv = gpus.launcher()
     without = argv[2].replace("nvidia.DEVICE = ", "nvidia.DEVICE = 'no' + ")
     launch("--max-restarts=1", worker_script(FAILS), argv=(*argv[:2], without), env=gpus.environment).exits(1)
@@ -227,7 +227,7 @@ def on_the_node_with_gpus(script):
     return script.replace(HEAD, HEAD + find)
 
 
-def test_the_other_nodes_report_names_the_xid(two_nodes):
+def test_the_reports_of_all_nodes_name_the_xid(two_nodes):
     script = on_the_node_with_gpus(FAULT).replace("PAUSE", "signal.pause()")
     script = script.replace('int(os.environ["WORLD_SIZE"]) - 1', "RANK")
     for agent in two_nodes(script):
@@ -235,7 +235,7 @@ def test_the_other_nodes_report_names_the_xid(two_nodes):
         says(agent.stderr, "Root Cause", "note", "Xid 31 (GPU 0, pid", "restart here")
 
 
-def test_a_round_starts_when_the_memory_of_the_last_one_is_free(two_nodes):
+def test_a_round_starts_after_the_gpu_memory_of_the_previous_round_is_free(two_nodes):
     script = on_the_node_with_gpus(HOLDS).replace("PAUSE", "signal.pause() if IS_FIRST else sys.exit(0)")
     _, agent = agents = two_nodes(script, "--max-restarts=1")
     for each in agents:

@@ -38,7 +38,7 @@ def count(environ):
     return counted_by_torch(environ)
 
 
-def test_devices_are_counted_as_torch_counts_them(environ, count):
+def test_the_device_count_matches_torch(environ, count):
     uuid = visible_gpus(environ)[0].uuid
     choices = ["", "-1", "0", f"0,{count}", "0,0", f"{count - 1},{count},0", f"0,{count},0", uuid, uuid[:12]]
     for choice in choices:
@@ -69,14 +69,14 @@ def shown_by(launched):
     return [json.loads(line) for line in launched.stdout.splitlines()]
 
 
-def test_a_choice_of_devices_holds(launch, worker_script, environ, count):
+def test_cuda_visible_devices_limits_the_devices_of_workers(launch, worker_script, environ, count):
     last = str(count - 1)
     chosen = {"CUDA_VISIBLE_DEVICES": last}
     (only,) = shown_by(launch("--nproc-per-node=gpu", worker_script(SHOW), env=chosen))
     assert (only["seen"], only["address"]) == (1, visible_gpus({**environ, **chosen})[0].address)
 
 
-def test_a_virtual_local_rank_sees_its_own_device_alone(launch, worker_script, count):
+def test_virtual_local_rank_gives_each_worker_only_its_own_device(launch, worker_script, count):
     shown = shown_by(launch("--virtual-local-rank", "--nproc-per-node=gpu", worker_script(SHOW)))
     assert [(each["local_rank"], each["seen"]) for each in shown] == [("0", 1)] * count
     assert len({each["address"] for each in shown}) == count

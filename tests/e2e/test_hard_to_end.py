@@ -27,7 +27,7 @@ def headless(launched, attempt=0):
     return int(launched.wait_for_line(rf"ATTEMPT {attempt} HEADLESS (\d+)")[1])
 
 
-def test_a_process_without_its_main_thread_is_ended_after_success(launch, worker_script):
+def test_a_process_without_its_main_thread_is_killed_after_success(launch, worker_script):
     launched = launch("--linger=0", worker_script(HEADLESS), "0")
     left = headless(launched)
     launched.exits(0)
@@ -35,7 +35,7 @@ def test_a_process_without_its_main_thread_is_ended_after_success(launch, worker
     procs.assert_gone([left])
 
 
-def test_a_process_without_its_main_thread_holds_up_no_restart(launch, worker_script):
+def test_a_process_without_its_main_thread_does_not_prevent_a_restart(launch, worker_script):
     launched = launch("--max-restarts=1", worker_script(HEADLESS), "3")
     left = [headless(launched, attempt) for attempt in range(2)]
     launched.exits(1)
@@ -43,7 +43,7 @@ def test_a_process_without_its_main_thread_holds_up_no_restart(launch, worker_sc
     procs.assert_gone(left)
 
 
-def test_a_process_without_its_main_thread_ends_with_a_killed_launcher(launch, worker_script):
+def test_a_process_without_its_main_thread_dies_with_a_killed_launcher(launch, worker_script):
     launched = launch(worker_script(HEADLESS), "waits")
     left = headless(launched)
     launched.signal(signal.SIGKILL)
@@ -96,7 +96,7 @@ TRACED = """
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_a_rank_that_a_tracer_does_not_let_go_has_ended(launch, worker_script, trace, tmp_path, code):
+def test_a_rank_whose_exit_is_held_by_a_tracer_counts_as_exited(launch, worker_script, trace, tmp_path, code):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     launched = launch("--max-restarts=1", worker_script(TRACED), fifo, str(code))

@@ -59,7 +59,7 @@ def phase(request, launch, tmp_path):
 
 
 @pytest.mark.parametrize("event", WORKER_EVENTS)
-def test_a_worker_meets_its_fate(phase, event):
+def test_each_worker_event_in_each_phase_gives_the_expected_exit_code(phase, event):
     send(phase.pids[phase.victim], WORKER_EVENTS[event])
     expected = 1
     if event == "worker SIGSTOP" and not phase.is_stopping:
@@ -75,7 +75,7 @@ def test_a_worker_meets_its_fate(phase, event):
 
 
 @pytest.mark.parametrize("event", AGENT_EVENTS)
-def test_the_agent_meets_its_fate(phase, event):
+def test_signals_to_agent_or_nursery_in_each_phase_end_all_workers(phase, event):
     launched = phase.job.launched
     if event == "nursery SIGKILL":
         send(phase.job.nursery(), signal.SIGKILL)
@@ -93,7 +93,7 @@ def test_the_agent_meets_its_fate(phase, event):
 
 
 @WARM
-def test_a_stopped_and_continued_nursery_loses_no_exit_code(launch, tmp_path, warm):
+def test_a_nursery_paused_by_sigstop_loses_no_exit_code(launch, tmp_path, warm):
     job = SteadyJob(launch, tmp_path, N, *warm)
     pids = job.ready().values()
     send(job.nursery(), signal.SIGSTOP)
@@ -104,7 +104,7 @@ def test_a_stopped_and_continued_nursery_loses_no_exit_code(launch, tmp_path, wa
 
 
 @WARM
-def test_a_killed_nursery_is_charged_to_the_budget_once(launch, tmp_path, warm):
+def test_a_killed_nursery_costs_exactly_one_restart(launch, tmp_path, warm):
     job = SteadyJob(launch, tmp_path, N, "--max-restarts", "1", *warm)
     first = job.ready()
     send(job.nursery(), signal.SIGKILL)

@@ -32,25 +32,25 @@ def loaded(*argv):
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_a_launch_loads_what_is_allowed():
+def test_a_launch_imports_only_the_allowed_modules():
     foreign = {
         name for name in loaded("--nproc-per-node=2", "--no-python", "true") if "elasticrs" not in name
     }
     assert foreign <= STANDARD
 
 
-def test_one_node_loads_nothing_of_several():
+def test_a_single_node_job_imports_no_multi_node_rendezvous():
     for argv in (("--no-python", "true"), ("--standalone", "--nnodes=1:4", "--no-python", "true")):
         assert not {name for name in loaded(*argv) if name.startswith("elasticrs.rendezvous.e")}
 
 
-def test_nothing_of_etcd_is_loaded_for_others():
+def test_other_backends_import_no_etcd_modules():
     for backend in ("c10d", "static"):
         modules = loaded(f"--rdzv-backend={backend}", "--rdzv-endpoint=localhost:0", "--no-python", "true")
         assert not {name for name in modules if "etcd" in name}
 
 
-def test_an_unused_observer_is_not_loaded():
+def test_unused_observer_modules_are_not_imported():
     watchers = (
         "elasticrs.events",
         "elasticrs.metrics",
@@ -61,14 +61,14 @@ def test_an_unused_observer_is_not_loaded():
     assert not {name for name in loaded("--no-python", "true") if name.startswith(watchers)}
 
 
-def test_help_loads_no_agent():
+def test_help_does_not_import_the_agent():
     modules = loaded("--help")
     assert {name for name in modules if "elasticrs" not in name} <= STANDARD
     assert "elasticrs._core" not in modules
     assert "elasticrs.agent.loop" not in modules
 
 
-def test_the_check_of_a_command_line_is_loaded_only_for_its_option():
+def test_torchrun_check_is_imported_only_for_the_check_option():
     name = "elasticrs.launcher.torchrun_check"
     assert name not in loaded("--no-python", "true") | loaded("--help")
     assert name in loaded("--check", "torchrun", "--no-python", "true")

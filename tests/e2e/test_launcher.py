@@ -13,7 +13,7 @@ from helpers.launcher import launcher_with
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("options", [(), ("--logs-specs=default",)])
-def test_nothing_is_left_in_the_temporary_directory(launch, worker_script, tmp_path, options):
+def test_a_job_leaves_nothing_in_the_temporary_directory(launch, worker_script, tmp_path, options):
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     launch("--nproc-per-node=2", *options, worker_script("pass"), env={"TMPDIR": str(temporary)}).exits(0)
@@ -21,7 +21,7 @@ def test_nothing_is_left_in_the_temporary_directory(launch, worker_script, tmp_p
 
 
 @pytest.mark.beyond_torchrun
-def test_a_killed_worker_is_restarted_with_a_fresh_port(launch, worker_script):
+def test_each_restart_after_a_killed_worker_uses_a_new_master_port(launch, worker_script):
     script = worker_script("""
         import os, signal
         if os.environ["RANK"] == "1":
@@ -38,7 +38,7 @@ def test_a_killed_worker_is_restarted_with_a_fresh_port(launch, worker_script):
 
 
 @pytest.mark.beyond_torchrun
-def test_the_launchers_own_error_file_names_a_root_cause_without_an_error_file(
+def test_the_launchers_error_file_describes_a_worker_that_wrote_no_error_file(
     launch, worker_script, tmp_path
 ):
     mine = tmp_path / "mine.json"
@@ -52,7 +52,7 @@ def test_the_launchers_own_error_file_names_a_root_cause_without_an_error_file(
 
 
 @pytest.mark.beyond_torchrun
-def test_an_ignored_hangup_stays_ignored(launch, worker_script):
+def test_sighup_stays_ignored_if_it_was_ignored_at_the_start(launch, worker_script):
     script = worker_script("""
         import os, signal
         ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -69,7 +69,7 @@ def test_an_ignored_hangup_stays_ignored(launch, worker_script):
     assert "SIGHUP" not in job.stderr
 
 
-def test_a_program_that_cannot_be_executed_fails_at_once(launch, tmp_path):
+def test_a_program_that_cannot_be_executed_fails_without_a_restart(launch, tmp_path):
     script = tmp_path / "script"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
@@ -94,7 +94,7 @@ def test_an_unread_console_does_not_fail_a_job(launch, worker_script, tmp_path):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_port_that_was_taken_is_replaced_without_a_charge(launch, worker_script):
+def test_a_taken_master_port_is_replaced_without_charging_a_restart(launch, worker_script):
     script = worker_script("""
         import os, signal
         if os.environ["ELASTICRS_ROUND"] == "1":
@@ -108,7 +108,7 @@ def test_a_port_that_was_taken_is_replaced_without_a_charge(launch, worker_scrip
     assert "taken; trying another" in job.stderr
 
 
-def test_a_port_that_the_user_chose_is_not_replaced(launch, worker_script):
+def test_a_taken_master_port_chosen_by_the_user_is_not_replaced(launch, worker_script):
     script = worker_script("import os; raise OSError(os.environ['MASTER_PORT'] + ': address already in use')")
     job = launch("--master-port=29517", script).exits(1)
     assert "29517: " in job.stderr

@@ -57,28 +57,28 @@ def test_too_few_descriptors_are_reported_before_the_start(launch, worker_script
     assert "RUNS" not in launched.stdout
 
 
-def test_eight_workers_fit_into_what_the_check_demands(launch, worker_script, tmp_path):
+def test_eight_workers_run_with_exactly_the_required_descriptors(launch, worker_script, tmp_path):
     prefix = ("prlimit", "--nofile=88")
     arguments = ("--nproc-per-node", "8", "--log-dir", tmp_path / "logs", "--tee", "3")
     launched = launch(*arguments, worker_script(SAY), prefix=prefix).exits(0)
     launched.wait_for_lines("RUNS", 8)
 
 
-def test_timers_and_heartbeats_take_descriptors_too(launch):
+def test_timers_and_heartbeats_count_toward_the_required_descriptors(launch):
     arguments = ("--nproc-per-node", "8", "--hang-timeout", "600", "--no-python", "true")
     env = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
     refused = launch(*arguments, prefix=("prlimit", "--nofile=97"), env=env)
     assert_clear(refused, 2, "8 workers", "98", "RLIMIT_NOFILE allows 97")
 
 
-def test_pages_for_heartbeats_fit_into_what_the_check_demands(launch):
+def test_the_descriptor_check_counts_heartbeat_pages_exactly(launch):
     arguments = ("--nproc-per-node", "46", "--hang-timeout", "600", "--no-python", "true")
     refused = launch(*arguments, prefix=("prlimit", "--nofile=201"))
     assert_clear(refused, 2, "needs 202 descriptors")
     launch(*arguments, prefix=("prlimit", "--nofile=202")).exits(0)
 
 
-def test_a_worker_with_few_descriptors_gives_heartbeats(launch, worker_script):
+def test_a_worker_with_a_low_descriptor_limit_sends_heartbeats(launch, worker_script):
     script = worker_script("""
         from elasticrs.timer import heartbeat
         heartbeat(1)
@@ -88,7 +88,7 @@ def test_a_worker_with_few_descriptors_gives_heartbeats(launch, worker_script):
     assert "last heartbeat" in launched.stderr, launched.stderr
 
 
-def test_the_agent_takes_all_descriptors_it_may_have_and_workers_keep_their_limit(launch, worker_script):
+def test_the_agent_raises_its_descriptor_limit_and_workers_keep_theirs(launch, worker_script):
     script = worker_script("""
         import os, resource, signal
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -103,7 +103,7 @@ def test_the_agent_takes_all_descriptors_it_may_have_and_workers_keep_their_limi
     launched.exits(1)
 
 
-def test_workers_without_files_need_fewer(launch, worker_script):
+def test_workers_without_log_files_need_fewer_descriptors(launch, worker_script):
     launched = launch("--nproc-per-node", "8", worker_script(SAY), prefix=("prlimit", "--nofile=72")).exits(0)
     launched.wait_for_lines("RUNS", 8)
 
@@ -154,14 +154,14 @@ def unprivileged(launch):
 
 
 @pytest.mark.privileged
-def test_a_user_without_rights_launches(unprivileged):
+def test_an_unprivileged_user_can_launch_a_job(unprivileged):
     logs = unprivileged.home / "tmp" / "logs"
     launched = unprivileged("--nproc-per-node", "2", "--log-dir", logs, "--tee", "3").exits(0)
     launched.wait_for_lines("RUNS", 2)
 
 
 @pytest.mark.privileged
-def test_a_log_directory_of_another_user(unprivileged):
+def test_a_log_directory_of_another_user_is_a_usage_error(unprivileged):
     logs = unprivileged.home / "logs"
     logs.mkdir(mode=0o755)
     launched = unprivileged("--log-dir", logs, "--tee", "3")
@@ -171,7 +171,7 @@ def test_a_log_directory_of_another_user(unprivileged):
 
 
 @pytest.mark.privileged
-def test_a_log_directory_that_is_taken_away_before_a_restart(unprivileged):
+def test_a_log_directory_that_becomes_unwritable_fails_the_restart(unprivileged):
     script = """
     import os
     os.write(1, b"RUNS\\n")
@@ -187,7 +187,7 @@ def test_a_log_directory_that_is_taken_away_before_a_restart(unprivileged):
 
 
 @pytest.mark.privileged
-def test_more_workers_than_the_user_may_have_processes(unprivileged):
+def test_more_workers_than_rlimit_nproc_are_a_usage_error(unprivileged):
     launched = unprivileged("--nproc-per-node", "8", limits=("--nproc=4",))
     assert_clear(launched, 2, "8 processes", "RLIMIT_NPROC", "(4)")
     assert "RUNS" not in launched.stdout
@@ -196,7 +196,7 @@ def test_more_workers_than_the_user_may_have_processes(unprivileged):
 @pytest.mark.privileged
 @pytest.mark.parametrize("restarts", [0, 2])
 @pytest.mark.parametrize("limit", [1, 2, 3, 5, 8])
-def test_the_processes_of_the_user_run_out(unprivileged, limit, restarts):
+def test_reaching_rlimit_nproc_fails_the_job_with_a_clear_message(unprivileged, limit, restarts):
     # The limit also counts the launcher, its threads and the nursery. So the launcher's check passes, but
     # there are not enough processes for all workers.
     arguments = ("--nproc-per-node", str(min(limit, 6)), "--max-restarts", str(restarts))
@@ -241,7 +241,7 @@ def pids_group(tmp_path):
 
 
 @pytest.mark.privileged
-def test_more_workers_than_the_control_group_holds(launch, worker_script, pids_group):
+def test_more_workers_than_the_cgroup_pids_limit_are_a_usage_error(launch, worker_script, pids_group):
     launched = launch("--nproc-per-node", "8", worker_script(SAY), prefix=pids_group(6))
     assert_clear(launched, 2, "8 processes", "pids.max", "(6)")
     assert "RUNS" not in launched.stdout
@@ -249,7 +249,9 @@ def test_more_workers_than_the_control_group_holds(launch, worker_script, pids_g
 
 @pytest.mark.privileged
 @pytest.mark.parametrize("limit", [2, 3, 5, 8])
-def test_the_control_group_fills_up(launch, worker_script, pids_group, limit):
+def test_reaching_the_cgroup_pids_limit_fails_the_job_with_a_clear_message(
+    launch, worker_script, pids_group, limit
+):
     prefix = pids_group(limit)
     launched = launch("--nproc-per-node", str(min(limit, 6)), worker_script(SAY), prefix=prefix)
     assert_clear(launched, 1, *NO_PROCESS)
@@ -258,7 +260,7 @@ def test_the_control_group_fills_up(launch, worker_script, pids_group, limit):
 # --- the environment -----------------------------------------------------------------------------------
 
 
-def test_a_variable_that_is_too_long_for_a_program(launch, worker_script):
+def test_an_oversized_environment_variable_fails_the_job_with_the_error(launch, worker_script):
     # The kernel limits a string to 128 KiB. PYTHONPATH is just short enough, and the launcher exceeds the
     # limit by adding to it.
     length = 32 * resource.getpagesize() - len("PYTHONPATH=") - 1
@@ -267,7 +269,7 @@ def test_a_variable_that_is_too_long_for_a_program(launch, worker_script):
     assert_clear(launched, 1, "Argument list too long")
 
 
-def test_large_variables_pass(launch, worker_script):
+def test_large_environment_variables_reach_the_workers(launch, worker_script):
     script = worker_script("""
         import os
         assert all(os.environ[f"LARGE_{number}"] == "x" * 100_000 for number in range(10))
@@ -277,7 +279,7 @@ def test_large_variables_pass(launch, worker_script):
     launched.wait_for_line("RUNS")
 
 
-def test_an_argument_that_becomes_too_long(launch, worker_script):
+def test_an_argument_at_the_length_limit_may_contain_a_macro(launch, worker_script):
     launched = launch("--nproc-per-node", "2", worker_script(SAY), "${local_rank}" + "x" * 131_058)
     # The rank is shorter than "${local_rank}", so an argument that fits the launcher's command line also fits
     # the worker's.
@@ -287,13 +289,13 @@ def test_an_argument_that_becomes_too_long(launch, worker_script):
 # --- temporary files -----------------------------------------------------------------------------------
 
 
-def test_a_temporary_directory_that_is_missing(launch, worker_script, tmp_path):
+def test_a_missing_temporary_directory_does_not_fail_the_job(launch, worker_script, tmp_path):
     launched = launch(worker_script(SAY), env={"TMPDIR": str(tmp_path / "missing")}).exits(0)
     launched.wait_for_line("RUNS")
 
 
 @pytest.mark.privileged
-def test_no_temporary_directory_can_be_written(unprivileged):
+def test_a_launch_without_a_writable_temporary_directory_is_a_usage_error(unprivileged):
     everything = ("unshare", "--mount", "--", "sh", "-c")
     # The user cannot write to the working directory either.
     setup = (
@@ -307,7 +309,9 @@ def test_no_temporary_directory_can_be_written(unprivileged):
 
 @pytest.mark.privileged
 @pytest.mark.parametrize("how", ["0", "1"])
-def test_a_temporary_directory_that_becomes_read_only(launch, worker_script, tmp_path, how):
+def test_the_exit_code_is_kept_if_the_temporary_directory_becomes_read_only(
+    launch, worker_script, tmp_path, how
+):
     script = worker_script("""
         import os, subprocess, sys
         directory = os.environ["TMPDIR"]

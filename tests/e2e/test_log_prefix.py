@@ -57,7 +57,7 @@ def assert_times(lines, identity=""):
     assert times
 
 
-def test_every_line_in_a_pipe_carries_the_time(run):
+def test_every_launcher_message_in_a_pipe_has_a_timestamp(run):
     lines = run(*JOB)
     assert_times(lines)
     assert any("restarting" in line for line in lines)
@@ -86,7 +86,7 @@ def read_terminal(descriptor):
             return b"".join(pieces)
 
 
-def test_lines_on_a_terminal_carry_no_time_unless_asked(run):
+def test_messages_on_a_terminal_have_no_timestamp_unless_requested(run):
     for args, has_time in (((), False), (("--log-prefix=time",), True)):
         ours, theirs = os.openpty()
         try:
@@ -103,13 +103,13 @@ def test_lines_on_a_terminal_carry_no_time_unless_asked(run):
             assert_times(lines)
 
 
-def test_option_and_variable_remove_the_time(run):
+def test_the_log_prefix_option_or_variable_removes_the_timestamp(run):
     for how in ({"args": ["--log-prefix=none"]}, {"env": {"PET_LOG_PREFIX": "none"}}):
         lines = run(*JOB, *how.get("args", ()), env=how.get("env"))
         assert [line for line in lines if not line.startswith("elasticrs: ")] == []
 
 
-def test_usage_errors_carry_the_time_and_follow_the_option(run):
+def test_usage_errors_have_a_timestamp_unless_log_prefix_removes_it(run):
     (line,) = run("--max-restarts=x", code=2)
     assert_times([line])
     (line,) = run("--log-prefix=sometimes", code=2)
@@ -119,7 +119,7 @@ def test_usage_errors_carry_the_time_and_follow_the_option(run):
     assert line.startswith("elasticrs: ")
 
 
-def test_lines_of_several_nodes_carry_time_and_identity(run):
+def test_multi_node_messages_have_a_timestamp_and_the_node_identity(run):
     lines = run(*meeting("1:2"), "--rdzv-conf=last_call_timeout=0", *JOB)
     assert_times(lines, rf" {re.escape(os.uname().nodename)}:\d+( group 0)?")
     assert any(" group 0]: " in line for line in lines)
@@ -142,7 +142,7 @@ elastic_launch(config, {python!r})({script!r})
         (None, "sometimes", None),
     ],
 )
-def test_a_program_chooses_the_prefix(environment, worker_script, log_prefix, variable, has_time):
+def test_a_program_can_choose_the_log_prefix(environment, worker_script, log_prefix, variable, has_time):
     script = str(worker_script(FAILS_ONCE))
     program = PROGRAM.format(log_prefix=log_prefix, python=sys.executable, script=script)
     done = run_program([sys.executable, "-c", program], env={**environment, "PET_LOG_PREFIX": variable})
@@ -156,7 +156,7 @@ def test_a_program_chooses_the_prefix(environment, worker_script, log_prefix, va
     assert lines
 
 
-def test_a_program_gets_an_error_for_a_wrong_prefix():
+def test_an_invalid_log_prefix_in_launch_config_is_an_error():
     from elasticrs.launcher import LaunchConfig
 
     with pytest.raises(ValueError, match=r"log_prefix .*got 'always'"):

@@ -38,7 +38,7 @@ def test_redirected_output_is_in_files_and_not_on_the_console(launch, worker_scr
     assert "err 0" not in launched.stderr
 
 
-def test_tee_is_both_with_a_prefix(launch, worker_script, tmp_path):
+def test_tee_writes_to_files_and_prints_with_a_prefix(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--tee", "3", "--role", "trainer")
     launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH)).exits(0)
     assert sorted(launched.stdout.splitlines()) == ["[trainer0]:out 0", "[trainer1]:out 1"]
@@ -46,7 +46,7 @@ def test_tee_is_both_with_a_prefix(launch, worker_script, tmp_path):
     assert logs_of(tmp_path / "logs")[1, "stderr.log"] == b"err 1\n"
 
 
-def test_each_rank_has_its_own_choice(launch, worker_script, tmp_path):
+def test_redirects_and_tee_can_differ_by_rank(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--redirects", "0:1,1:2", "--tee", "1:2")
     launched = launch("--nproc-per-node", "2", *arguments, worker_script(BOTH)).exits(0)
     written = {key: text for key, text in logs_of(tmp_path / "logs").items() if text}
@@ -55,7 +55,7 @@ def test_each_rank_has_its_own_choice(launch, worker_script, tmp_path):
     assert {"err 0", "[default1]:err 1"} <= set(launched.stderr.splitlines())
 
 
-def test_filtered_ranks_are_silent(launch, worker_script, tmp_path):
+def test_local_ranks_filter_hides_the_console_output_of_other_ranks(launch, worker_script, tmp_path):
     arguments = ("--log-dir", tmp_path / "logs", "--tee", "3", "--local-ranks-filter", "1")
     launched = launch("--nproc-per-node", "3", *arguments, worker_script(BOTH)).exits(0)
     assert launched.stdout == "[default1]:out 1\n"
@@ -75,7 +75,7 @@ def test_every_attempt_keeps_its_logs(launch, worker_script, tmp_path):
 
 
 @pytest.mark.beyond_torchrun
-def test_lines_of_several_writers_stay_whole(launch, worker_script, tmp_path):
+def test_console_lines_of_several_workers_are_not_mixed(launch, worker_script, tmp_path):
     script = worker_script("""
         import os
         rank = os.environ["RANK"]
@@ -106,7 +106,7 @@ def test_output_just_before_an_exit_is_not_lost(launch, worker_script, tmp_path,
 
 
 @pytest.mark.beyond_torchrun
-def test_bytes_that_are_no_text_pass_unchanged(launch, worker_script, tmp_path):
+def test_non_text_bytes_are_passed_through_unchanged(launch, worker_script, tmp_path):
     # Leave out carriage returns, because the launcher drops the text before them, as a terminal would.
     script = worker_script(r"""
         import os
@@ -119,7 +119,7 @@ def test_bytes_that_are_no_text_pass_unchanged(launch, worker_script, tmp_path):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_stuck_console_stops_neither_workers_nor_a_restart(launch, worker_script, tmp_path):
+def test_a_blocked_console_blocks_neither_workers_nor_a_restart(launch, worker_script, tmp_path):
     script = worker_script("""
         import os
         attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -138,7 +138,7 @@ def test_a_stuck_console_stops_neither_workers_nor_a_restart(launch, worker_scri
 
 
 @pytest.mark.beyond_torchrun
-def test_paths_may_be_any_bytes(launch, worker_script, tmp_path):
+def test_log_and_script_paths_may_contain_any_bytes(launch, worker_script, tmp_path):
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/l\xffgs of\nmine"))
     script = worker_script("print('said')", name=os.fsdecode(b"w\xfe rk.py"))
     launched = launch("--standalone", "--log-dir", folder, "--tee", "1", script).exits(0)
@@ -148,7 +148,7 @@ def test_paths_may_be_any_bytes(launch, worker_script, tmp_path):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_relative_folder_is_meant_where_the_launcher_began(launch, worker_script, tmp_path):
+def test_a_relative_log_dir_is_relative_to_the_launchers_directory(launch, worker_script, tmp_path):
     script = worker_script("""
         import os
         os.chdir("/")
@@ -161,7 +161,7 @@ def test_a_relative_folder_is_meant_where_the_launcher_began(launch, worker_scri
     assert len(list((tmp_path / "logs").glob("*/attempt_0/0/error.json"))) == 1
 
 
-def test_jobs_of_the_same_name_share_a_log_dir(launch, worker_script, tmp_path):
+def test_jobs_with_the_same_id_can_share_a_log_dir(launch, worker_script, tmp_path):
     script = worker_script("import sys; print(sys.argv[1])")
     arguments = ("--log-dir", tmp_path / "logs", "--redirects", "1", "--rdzv-id", "same")
     arguments += ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
@@ -171,7 +171,7 @@ def test_jobs_of_the_same_name_share_a_log_dir(launch, worker_script, tmp_path):
     assert sorted(file.read_text() for file in files) == ["a\n", "b\n"]
 
 
-def test_random_bytes_reach_files_unchanged(launch, worker_script, tmp_path):
+def test_random_bytes_reach_log_files_unchanged(launch, worker_script, tmp_path):
     script = worker_script("""
         import os, random
         source = random.Random(int(os.environ["RANK"]))
@@ -197,7 +197,7 @@ LAUNCHER = {"elasticrs": "elasticrs.launch", "torch": "torch.distributed.run"}
 @pytest.mark.parametrize(
     "inner", ["elasticrs", pytest.param("torch", marks=[pytest.mark.torch, pytest.mark.slow])]
 )
-def test_the_file_of_the_root_cause_goes_up_through_launchers(launch, worker_script, tmp_path, inner):
+def test_an_error_file_is_passed_up_through_nested_launchers(launch, worker_script, tmp_path, inner):
     script = worker_script(f"""
         from {RECORD[inner]} import record
 
@@ -222,7 +222,7 @@ def test_the_file_of_the_root_cause_goes_up_through_launchers(launch, worker_scr
 
 
 @pytest.mark.beyond_torchrun
-def test_an_error_file_of_the_users_class_may_be_a_device(launch, worker_script, tmp_path):
+def test_an_error_file_of_a_user_defined_logs_specs_class_may_be_a_fifo(launch, worker_script, tmp_path):
     env = install(tmp_path / "site", "my_specs", SPECS, "elasticrs.logs_specs", mine="Mine")
     folder = tmp_path / "special"
     folder.mkdir()

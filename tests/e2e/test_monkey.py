@@ -123,7 +123,7 @@ def rng():
     return random.Random(seed)
 
 
-def test_the_report_is_right_for_random_signals(launch, tmp_path, rng):
+def test_the_report_is_correct_after_random_signals(launch, tmp_path, rng):
     for number in range(GAMES):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -25,7 +25,7 @@ def under_shell(redirection, *args, cwd):
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_closed_standard_descriptor_is_taken_by_nothing_of_ours(tmp_path, worker_script, closed):
+def test_closed_standard_descriptors_are_replaced_by_dev_null(tmp_path, worker_script, closed):
     script = worker_script("""
         import os
         files = [os.readlink(f"/proc/{os.environ['LAUNCHER']}/fd/{fd}") for fd in (0, 1, 2)]
@@ -40,12 +40,12 @@ def test_a_closed_standard_descriptor_is_taken_by_nothing_of_ours(tmp_path, work
     assert "/dev/null" in shown.read_text()
 
 
-def test_a_mistake_has_its_exit_code_without_stderr(tmp_path):
+def test_a_usage_error_exits_with_2_without_a_usable_stderr(tmp_path):
     assert under_shell("2>&-", "--no-such-flag", cwd=tmp_path).returncode == 2
     assert under_shell("2>/dev/full", "--no-such-flag", cwd=tmp_path).returncode == 2
 
 
-def test_help_that_cannot_be_written_is_one_line(tmp_path):
+def test_help_fails_with_one_line_if_it_cannot_be_written(tmp_path):
     done = under_shell(">/dev/full", "--help", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
@@ -97,7 +97,7 @@ def unread_report(stuck_launcher, stuck):
     return start
 
 
-def test_a_signal_stops_a_launcher_with_an_unread_report(unread_report):
+def test_a_signal_stops_a_launcher_blocked_by_an_unread_report(unread_report):
     launcher = unread_report(2 * procs.HANG)
     with pytest.raises(subprocess.TimeoutExpired):
         launcher.wait(0.5)
@@ -105,11 +105,11 @@ def test_a_signal_stops_a_launcher_with_an_unread_report(unread_report):
     assert launcher.wait(procs.HANG) == 1
 
 
-def test_an_unread_report_is_abandoned(unread_report):
+def test_the_launcher_gives_up_writing_a_report_that_is_not_read(unread_report):
     assert unread_report(0.5).wait(procs.HANG) == 1
 
 
-def test_a_signal_while_the_console_is_waited_for_is_no_hang(stuck_launcher, stuck, tmp_path):
+def test_a_signal_while_the_console_is_blocked_does_not_hang_the_launcher(stuck_launcher, stuck, tmp_path):
     argv = (*launcher_with("agent.tracker", DRAIN_TIMEOUT=2.0), "--log-dir", str(tmp_path), "--tee", "1")
     launcher = stuck_launcher(*argv, "--no-python", "seq", "10", stdout=stuck, stderr=subprocess.PIPE)
     launcher.send_signal(signal.SIGTERM)
@@ -119,7 +119,7 @@ def test_a_signal_while_the_console_is_waited_for_is_no_hang(stuck_launcher, stu
 
 
 @pytest.mark.parametrize("env", [{}, ASCII], ids=["utf-8", "ascii"])
-def test_names_that_are_no_text(launch, tmp_path, env):
+def test_script_and_folder_names_may_contain_any_bytes(launch, tmp_path, env):
     folder = os.fsdecode(os.fsencode(tmp_path) + b"/a\xff\n b\xc3\xb6")
     os.mkdir(folder)
     script = Path(folder, os.fsdecode(b"-\xfe \n.py"))
@@ -135,7 +135,7 @@ def test_names_that_are_no_text(launch, tmp_path, env):
     assert "SAID" in log.read_text()
 
 
-def test_a_descendant_whose_name_the_locale_lacks_is_named(launch, tmp_path):
+def test_a_non_ascii_process_name_in_an_ascii_locale_causes_no_traceback(launch, tmp_path):
     program = tmp_path / "schläfer"
     program.symlink_to("/bin/sleep")
     launched = launch(
@@ -144,7 +144,7 @@ def test_a_descendant_whose_name_the_locale_lacks_is_named(launch, tmp_path):
     assert "Traceback" not in launched.stderr
 
 
-def test_a_temporary_directory_that_was_cleaned_away_costs_no_restart(launch, tmp_path):
+def test_clearing_the_temporary_directory_costs_no_additional_restart(launch, tmp_path):
     folder = tmp_path / "tmp"
     folder.mkdir()
     program = f'[ "$TORCHELASTIC_RESTART_COUNT" = 1 ] && exit 0; rm -r {folder}/*; exit 1'

@@ -31,7 +31,7 @@ SCRIPT = """
     [("group_signal",), ("close_range",), ("memfd",), ("close_range", "group_signal", "memfd")],
     ids=",".join,
 )
-def test_a_restart_without(launch, worker_script, features):
+def test_a_restart_works_without_newer_kernel_features(launch, worker_script, features):
     launched = launch(
         *("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", worker_script(SCRIPT)),
         prefix=old_kernel(*features),
@@ -64,7 +64,7 @@ def test_heartbeats_without_sealed_memory_are_refused_in_one_line(launch, worker
 @pytest.mark.parametrize(
     ("lacking", "named"), [("pidfd_open", "pidfd_open"), ("subreaper", "PR_GET_CHILD_SUBREAPER")]
 )
-def test_a_kernel_below_the_floor_is_named_in_one_line(launch, worker_script, lacking, named):
+def test_a_kernel_older_than_the_minimum_is_refused_in_one_line(launch, worker_script, lacking, named):
     launched = launch("--standalone", worker_script(""), prefix=old_kernel(lacking)).exits(1)
     (line,) = launched.stderr.splitlines()
     assert re.search(rf"\bLinux 5\.4\b.*\b{named}\b", line)

@@ -72,7 +72,7 @@ def sleeps_in(launched):
 
 
 @pytest.mark.parametrize("how", ["ends", "fails", "spares"])
-def test_only_spared_processes_survive(inside, how):
+def test_only_spared_processes_survive_in_a_pid_namespace(inside, how):
     launched = inside(how)
     assert code_of(launched) == "0", launched.stderr
     assert list(sleeps_in(launched).values()) == (["sleep 2000"] if how == "spares" else [])
@@ -92,7 +92,7 @@ USR1 = """
 
 
 @pytest.mark.parametrize("how", ["handles", "ignores"])
-def test_a_signal_that_could_kill_a_worker_is_not_passed_on(inside, how):
+def test_sigusr1_is_not_forwarded_in_a_pid_namespace_without_proc(inside, how):
     launched = inside(how, USR1)
     launched.wait_for_line("READY", "stdout")
     agent = program_of(launched, "-m elasticrs.launch")
@@ -104,7 +104,7 @@ def test_a_signal_that_could_kill_a_worker_is_not_passed_on(inside, how):
 
 
 @pytest.mark.parametrize(("killed", "code"), [("launch", "137"), ("nursery", "0")])
-def test_nothing_is_left_when_a_part_of_it_is_killed(inside, killed, code):
+def test_no_process_remains_if_the_launcher_or_nursery_is_killed(inside, killed, code):
     launched = inside(killed)
     launched.wait_for_line("READY", "stdout")
     names = {"launch": "-m elasticrs.launch", "nursery": "worker-nursery"}
@@ -125,13 +125,13 @@ print(sorted(_core.children()) == started, len(started), [_core.name_of(pid) for
 
 
 @pytest.mark.parametrize("proc", PROCS)
-def test_no_process_of_the_outer_namespace_is_taken_for_a_child(proc):
+def test_processes_of_the_outer_namespace_are_not_mistaken_for_children(proc):
     command = [*PROCS[proc][: -len(FIRST)], sys.executable, "-c", CHILDREN]
     done = run_program(command)
     assert done.stdout == "True 2 ['', '']\n", done.stderr
 
 
-def test_a_launcher_may_be_the_first_process(launch, worker_script):
+def test_a_launcher_that_is_process_1_handles_sigterm(launch, worker_script):
     """The launcher can be process 1, as in a container without an init program. It handles SIGTERM, which the
     kernel ignores for process 1 by default. A leftover orphan does not change that.
     """

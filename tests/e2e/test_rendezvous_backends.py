@@ -107,7 +107,7 @@ def backend(launch, tmp_path):
         pytest.param(TORCHS, id="torchs", marks=[pytest.mark.torch, pytest.mark.slow]),
     ],
 )
-def test_a_backend_of_a_package_brings_nodes_together(backend, worker_script, kind):
+def test_nodes_rendezvous_through_a_backend_from_a_package(backend, worker_script, kind):
     script = worker_script(SHOW)
     nodes = [backend("--nnodes=2", "--nproc-per-node=2", script, kind=kind, conf="a=b") for _ in range(2)]
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].stderr
@@ -118,7 +118,7 @@ def test_a_backend_of_a_package_brings_nodes_together(backend, worker_script, ki
 
 
 @pytest.mark.beyond_torchrun  # torchrun prints a different report
-def test_a_failure_is_reported_after_the_restarts(backend, worker_script, tmp_path):
+def test_a_failure_with_a_custom_backend_is_reported_after_the_restarts(backend, worker_script, tmp_path):
     script = worker_script(SHOW + "    raise SystemExit(int(os.environ['RANK']) * 3)")
     launched = backend(
         "--nproc-per-node=2", "--max-restarts=1", f"--log-dir={tmp_path / 'logs'}", "--tee=3", script
@@ -135,7 +135,7 @@ def test_a_failure_is_reported_after_the_restarts(backend, worker_script, tmp_pa
 
 @pytest.mark.beyond_torchrun  # torchrun prints tracebacks
 @pytest.mark.parametrize("trouble", ["", "wait"])
-def test_a_signal_ends_workers_and_waiting(backend, worker_script, trouble):
+def test_a_signal_stops_workers_and_ends_a_pending_rendezvous(backend, worker_script, trouble):
     launched = backend(worker_script(PAUSE), conf=f"trouble={trouble}" if trouble else "")
     told = launched.wait_for_line(r"WAITS|RUNS (\d+)")
     launched.signal(signal.SIGTERM)
@@ -148,7 +148,7 @@ def test_a_signal_ends_workers_and_waiting(backend, worker_script, trouble):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_request_for_a_checkpoint_is_passed_on(backend, worker_script):
+def test_sigusr1_is_forwarded_to_workers_with_a_custom_backend(backend, worker_script):
     source = """
         import os, signal
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
@@ -162,7 +162,7 @@ def test_a_request_for_a_checkpoint_is_passed_on(backend, worker_script):
 
 
 @pytest.mark.beyond_torchrun
-def test_control_z_stops_the_workers_too(backend, worker_script):
+def test_ctrl_z_also_pauses_the_workers_with_a_custom_backend(backend, worker_script):
     launched = backend(worker_script(PAUSE))
     pid = int(launched.wait_for_line(r"RUNS (\d+)")[1])
     launched.signal(signal.SIGTSTP)
@@ -185,7 +185,7 @@ def test_control_z_stops_the_workers_too(backend, worker_script):
         ({"conf": "trouble=connection"}, 1, "rendezvous failed: nobody is there"),
     ],
 )
-def test_a_backend_that_fails_is_one_line(backend, worker_script, how, code, line):
+def test_a_custom_backend_error_is_reported_in_one_line(backend, worker_script, how, code, line):
     launched = backend(worker_script(SHOW), **how).exits(code)
     (told,) = launched.stderr.splitlines()
     assert re.match(rf"elasticrs\S*: .*{line}", told)
@@ -195,7 +195,7 @@ def test_a_backend_that_fails_is_one_line(backend, worker_script, how, code, lin
 @pytest.mark.slow
 @pytest.mark.beyond_torchrun  # torchrun fails with a different error
 @pytest.mark.parametrize(("trouble", "code"), [("spare", 0), ("connection", 1)])
-def test_errors_of_torch_are_caught(backend, worker_script, trouble, code):
+def test_rendezvous_errors_of_torch_print_no_traceback(backend, worker_script, trouble, code):
     launched = backend(worker_script(SHOW), kind=TORCHS, conf=f"trouble={trouble}").exits(code)
     failed = "rendezvous failed: nobody is there"
     lines = launched.stderr.splitlines()
@@ -205,7 +205,7 @@ def test_errors_of_torch_are_caught(backend, worker_script, trouble, code):
 
 
 @pytest.mark.beyond_torchrun  # torchrun words the message differently
-def test_options_that_a_backend_does_not_know_are_named(backend, worker_script):
+def test_options_without_effect_on_a_custom_backend_are_named(backend, worker_script):
     launched = backend("--master-port=1", "--node-rank=1", "--drain=job", worker_script(SHOW)).exits(0)
     assert [line.split()[1] for line in launched.stderr.splitlines()] == [
         "--master-port",
@@ -215,7 +215,7 @@ def test_options_that_a_backend_does_not_know_are_named(backend, worker_script):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_path_runs_there_as_well(backend, worker_script):
+def test_run_path_works_with_a_custom_backend(backend, worker_script):
     launched = backend("--run-path", "--nproc-per-node=2", worker_script(SHOW)).exits(0)
     assert sorted(launched.stdout.splitlines())[:2] == ["0 2 0 0", "1 2 0 0"]
 
@@ -232,14 +232,14 @@ def in_file(launch, tmp_path):
     return start
 
 
-def test_nodes_meet_in_a_file(in_file, worker_script):
+def test_nodes_rendezvous_through_a_file(in_file, worker_script):
     nodes = in_file(worker_script(SHOW))
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].stderr
     assert sorted(node.stdout for node in nodes) == ["0 2 0 0\n", "1 2 1 0\n"]
 
 
 @pytest.mark.beyond_torchrun  # under torchrun, the worker would run forever
-def test_a_node_that_fails_for_good_ends_the_others(in_file, worker_script):
+def test_a_failed_node_ends_the_other_node_of_a_file_rendezvous(in_file, worker_script):
     script = worker_script("""
         import os, signal
         os.write(1, b"RUNS\\n")
@@ -253,6 +253,6 @@ def test_a_node_that_fails_for_good_ends_the_others(in_file, worker_script):
     assert re.search(r"\brank 1\b.* 3\n\Z", reason)
 
 
-def test_one_node_needs_no_file_to_meet_in(launch, worker_script):
+def test_standalone_with_store_type_file_needs_no_file(launch, worker_script):
     launched = launch("--standalone", "--rdzv-conf=store_type=file", worker_script(SHOW)).exits(0)
     assert launched.stdout == "0 1 0 0\n"

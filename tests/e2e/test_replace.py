@@ -72,7 +72,7 @@ def end(job, pids):
 
 
 @pytest.mark.parametrize("options", [(), ("--run-path",), ("--logs-specs=default", "--tee=3")])
-def test_only_the_worker_that_dies_is_started_again(launch, worker_script, options):
+def test_only_the_killed_worker_is_replaced(launch, worker_script, options):
     options = ("--nproc-per-node=3", "--max-restarts=2", "--on-failure=replace", *options)
     job = launch(*options, worker_script(WAITS))
     pids = dict(started(job, 3))
@@ -88,7 +88,7 @@ def test_only_the_worker_that_dies_is_started_again(launch, worker_script, optio
 
 
 @pytest.mark.parametrize(("given", "seen"), [({}, "0"), ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "3")])
-def test_nccl_ends_no_worker_whose_collective_is_aborted(launch, worker_script, given, seen):
+def test_on_failure_replace_disables_nccl_async_error_handling_unless_set(launch, worker_script, given, seen):
     script = worker_script("""
         import os
         os.write(1, f"NCCL {os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']}.\\n".encode())
@@ -97,7 +97,7 @@ def test_nccl_ends_no_worker_whose_collective_is_aborted(launch, worker_script, 
     assert re.findall(r"NCCL (\d)\.", job.stdout) == [seen]
 
 
-def test_workers_that_fail_before_all_have_met_again_cost_one(launch, worker_script):
+def test_workers_failing_before_the_next_rendezvous_cost_one_restart(launch, worker_script):
     meets = """
     import os
     from elasticrs.workers.node_page import page_of
@@ -134,7 +134,7 @@ def test_only_the_descendants_of_the_dead_worker_are_killed(launch, worker_scrip
             os.close(fd)
 
 
-def test_without_a_restart_left_the_job_fails_with_the_last_failure(launch, worker_script):
+def test_the_job_fails_with_the_last_failure_if_no_restart_is_left(launch, worker_script):
     script = worker_script("""
         import os, signal
         if os.environ["LOCAL_RANK"] == "1":
@@ -160,7 +160,7 @@ def test_a_replacement_appends_to_the_same_log_files(launch, worker_script, tmp_
     assert re.findall(UP, file.read_text()) == [("1", str(pids[1]), "0"), ("1", str(new), "1")]
 
 
-def test_a_signal_stops_all_though_one_was_replaced(launch, worker_script):
+def test_a_signal_stops_all_workers_after_a_replacement(launch, worker_script):
     job = launch("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace", worker_script(WAITS))
     pids = dict(started(job, 2))
     os.kill(pids[1], signal.SIGKILL)
@@ -178,7 +178,7 @@ TRAINERS = {
 
 
 @pytest.mark.parametrize(("trains", "lines"), [("none", 1), ("agent's", 0), ("own endpoint", 0)])
-def test_the_end_of_a_job_in_which_no_worker_trained_says_so(launch, worker_script, trains, lines):
+def test_the_launcher_reports_that_no_worker_used_elasticrs_train(launch, worker_script, trains, lines):
     script = worker_script(TRAINERS[trains])
     job = launch("--on-failure=replace", script).exits(0)
     assert job.stderr.count("used elasticrs.train") == lines
@@ -199,14 +199,14 @@ def test_a_checkpoint_request_does_not_reach_workers_that_do_not_train(launch, w
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_without_replace_a_training_program_restarts_as_a_whole(launch, worker_script):
+def test_all_workers_of_a_training_program_restart_without_replace(launch, worker_script):
     script = worker_script(TRAINS.replace("FAULT", "os._exit(3)"))
     job = launch("--nproc-per-node=2", "--max-restarts=1", "--warm=torch", script).exits(0)
     assert job.stdout.count("DONE 20.") == 2
     assert re.search(r"succeeded after .*\b1 restart\b", job.stderr)
 
 
-def test_a_worker_that_hangs_is_replaced(launch, worker_script):
+def test_a_hung_worker_is_replaced(launch, worker_script):
     beats = """
     import os, signal
     from elasticrs.timer import heartbeat
@@ -232,7 +232,7 @@ def test_a_worker_that_hangs_is_replaced(launch, worker_script):
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_the_loop_sends_heartbeats_for_the_program(launch, worker_script):
+def test_the_training_loop_sends_heartbeats(launch, worker_script):
     script = worker_script(TRAINS.replace("FAULT", "while True: pass"))
     options = (
         "--nproc-per-node=2",
@@ -279,7 +279,7 @@ def test_a_rank_that_waits_for_a_hung_worker_is_not_replaced(launch, worker_scri
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_worker_that_exits_with_0_in_the_middle_of_the_training_has_not_succeeded(launch, worker_script):
+def test_a_worker_that_exits_with_0_during_training_counts_as_failed(launch, worker_script):
     script = worker_script(TRAINS.replace("FAULT", "os._exit(0)"))
     options = ("--nproc-per-node=2", "--max-restarts=1", "--on-failure=replace", "--warm=auto")
     job = launch(*options, script).exits(0)
@@ -291,7 +291,7 @@ def test_a_worker_that_exits_with_0_in_the_middle_of_the_training_has_not_succee
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_a_custom_loop_reports_its_end(launch, worker_script):
+def test_a_custom_loop_that_closes_its_job_is_not_restarted(launch, worker_script):
     script = worker_script("""
         import os
         import elasticrs.train

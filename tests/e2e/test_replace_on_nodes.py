@@ -144,7 +144,7 @@ def two(nodes, *options, **how):
     return found
 
 
-def test_one_budget_and_one_report(nodes):
+def test_all_nodes_share_one_restart_budget_and_one_root_cause(nodes):
     job = two(nodes, "--max-restarts=2")
     job.meet(1)
     assert job.kill(0) == [1]
@@ -170,7 +170,7 @@ def test_one_budget_and_one_report(nodes):
     assert len(re.findall("replaced by", own.stderr + other.stderr)) == 2
 
 
-def test_options_that_differ_are_named(nodes):
+def test_options_that_differ_between_nodes_are_named_in_the_error(nodes):
     job = nodes("--nnodes=1:2", "--max-restarts=1")
     first = job.start()
     job.up(first, 2)
@@ -182,7 +182,7 @@ def test_options_that_differ_are_named(nodes):
     first.exits(0)
 
 
-def test_workers_that_fail_before_all_have_met_again_cost_one(nodes):
+def test_workers_failing_before_the_next_rendezvous_cost_one_restart(nodes):
     job = two(nodes, "--max-restarts=2")
     job.meet(1)
     assert job.kill(0) == [1]
@@ -219,7 +219,7 @@ def test_a_joining_or_leaving_node_stops_no_worker_and_uses_no_restart(nodes):
     first.exits(0)
 
 
-def test_a_node_that_is_cut_off_ends_its_workers_and_comes_back(nodes, either_store):
+def test_a_node_with_a_paused_agent_loses_its_workers_and_rejoins(nodes, either_store):
     conf = () if either_store is not None else ("keep_alive_interval=0.4",)
     job = nodes("--nnodes=1:2", "--max-restarts=0", conf=conf)
     first = job.start()
@@ -252,7 +252,7 @@ def test_a_node_that_joins_a_failed_job_gets_the_reason(nodes, store):
 
 
 @pytest.mark.parametrize("either_store", [None], ids=["own"])
-def test_a_store_that_is_away_delays_a_replacement(nodes, store):
+def test_an_unreachable_store_delays_a_replacement(nodes, store):
     endpoint, kill, start = store
     job = two(nodes, "--max-restarts=1", store=endpoint, conf=["store_grace=60"])
     kill()
@@ -266,7 +266,7 @@ def test_a_store_that_is_away_delays_a_replacement(nodes, store):
 
 
 @pytest.mark.parametrize("either_store", [None], ids=["own"])
-def test_the_job_ends_with_the_node_that_hosts_the_store(nodes):
+def test_the_job_fails_if_the_node_that_hosts_the_store_is_lost(nodes):
     conf = ["keep_alive_interval=0.4", "store_lost_timeout=2"]
     job = nodes("--nnodes=1:2", "--max-restarts=1", conf=conf)
     host = job.start()

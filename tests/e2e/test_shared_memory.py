@@ -69,7 +69,7 @@ def assert_nothing_is_left(shm, method="spawn"):
 
 @METHODS
 @pytest.mark.parametrize("how", ["fail", "die"])
-def test_no_attempt_leaves_anything(job, shm, how, method):
+def test_a_failed_attempt_leaves_no_shared_memory(job, shm, how, method):
     attempts = 2 if method == "forkserver" else 6
     launched = job(how, f"--max-restarts={attempts - 1}", method=method).exits(1)
     assert launched.stdout.count("HELD 1 ") == attempts, launched.stderr
@@ -80,7 +80,7 @@ def test_no_attempt_leaves_anything(job, shm, how, method):
 @pytest.mark.parametrize(
     ("how", "grace", "is_insisted"), [("wait", 0.2, False), ("ignore", 0.2, False), ("ignore", 60, True)]
 )
-def test_a_stop_leaves_nothing(job, shm, how, grace, is_insisted, method):
+def test_a_stopped_job_leaves_no_shared_memory(job, shm, how, grace, is_insisted, method):
     launched = job(how, f"--shutdown-timeout={grace}", method=method)
     launched.wait_for_lines("HELD", 2)
     (launched.insist if is_insisted else launched.signal)(signal.SIGTERM)
@@ -89,7 +89,7 @@ def test_a_stop_leaves_nothing(job, shm, how, grace, is_insisted, method):
 
 
 @METHODS
-def test_an_agent_that_is_killed_leaves_nothing(job, shm, method):
+def test_a_killed_agent_leaves_no_shared_memory(job, shm, method):
     launched = job("wait", method=method)
     launched.wait_for_lines("HELD", 2)
     launched.signal(signal.SIGKILL)
@@ -98,7 +98,7 @@ def test_an_agent_that_is_killed_leaves_nothing(job, shm, method):
     assert shm.names() == []
 
 
-def test_a_nursery_that_is_killed_leaves_nothing(job, shm):
+def test_a_killed_nursery_leaves_no_shared_memory(job, shm):
     launched = job("wait")
     launched.wait_for_lines("HELD", 2)
     [nursery] = [each.pid for each in launched.descendants() if each.command.startswith("worker-nursery")]

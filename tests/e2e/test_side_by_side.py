@@ -165,7 +165,9 @@ def flat(value, path=""):
     ("arguments", "body", "env", "code"),
     [*QUICK, *(pytest.param(*each.values, id=each.id, marks=pytest.mark.slow) for each in SLOW)],
 )
-def test_both_launchers_agree(launch, worker_script, tmp_path, arguments, body, env, code):
+def test_elasticrun_and_torchrun_give_the_same_results(
+    launch, worker_script, tmp_path, arguments, body, env, code
+):
     arguments = [argument.replace("{port}", str(ports.free())) for argument in arguments]
     theirs, their_stderr = show(launch, worker_script, tmp_path, "torchrun", arguments, body, env)
     assert theirs["code"] == code, their_stderr

@@ -56,21 +56,21 @@ def test_a_signal_is_forwarded_to_all_workers(running, signum):
     assert re.search(rf"{signum.name} received|got signal: {signum.value}\b", launched.stderr)
 
 
-def test_other_signals_are_handled_on_request(running):
+def test_signals_named_in_signals_to_handle_stop_the_job(running):
     launched, _ = running(TALKATIVE, "--signals-to-handle", "SIGUSR1,SIGUSR2")
     launched.signal(signal.SIGUSR2)
     launched.exits(1)
     launched.wait_for_lines("GOT SIGUSR2", N)
 
 
-def test_a_signal_costs_no_restart(running):
+def test_a_stop_signal_causes_no_restart(running):
     launched, _ = running(TALKATIVE, "--max-restarts", "3")
     launched.signal(signal.SIGTERM)
     launched.exits(1)
     assert launched.stdout.count("READY") == N
 
 
-def test_workers_that_ignore_the_signal_are_killed_when_their_grace_is_over(running):
+def test_workers_that_ignore_sigterm_are_killed_after_the_shutdown_timeout(running):
     launched, _ = running(STUBBORN, "--shutdown-timeout", "1")
     launched.signal(signal.SIGTERM)
     launched.exits(1)
@@ -78,7 +78,7 @@ def test_workers_that_ignore_the_signal_are_killed_when_their_grace_is_over(runn
 
 
 @pytest.mark.beyond_torchrun
-def test_a_second_interrupt_kills_at_once(running):
+def test_a_second_sigint_kills_the_workers_at_once(running):
     # The grace period is much longer than a test may take, so only the second signal can stop the workers.
     launched, _ = running(STUBBORN, "--shutdown-timeout", "3000")
     launched.signal(signal.SIGINT)
@@ -106,7 +106,7 @@ SAVES = """
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_signals_that_come_together_are_one_request(running, second):
+def test_signals_in_quick_succession_are_one_stop_request(running, second):
     # Two signals arrive together if `timeout` and a wrapper both send SIGTERM, if systemd uses SendSIGHUP, or
     # if a terminal closes while a scheduler stops the job. This test may be slower than they are, so the
     # launcher waits longer for the second signal.
@@ -122,7 +122,7 @@ def test_signals_that_come_together_are_one_request(running, second):
 @pytest.mark.parametrize(
     ("second", "saves"), [(signal.SIGHUP, True), (signal.SIGTERM, False), (signal.SIGQUIT, False)]
 )
-def test_a_later_signal_shortens_the_grace_only_if_a_person_asks_again(running, second, saves):
+def test_a_later_sigterm_or_sigquit_ends_the_grace_period_but_sighup_does_not(running, second, saves):
     launched, _ = running(SAVES.replace("0.3)", "3000)" if not saves else "0.5)"))
     launched.signal(signal.SIGTERM)
     launched.wait_for_lines("SAVING", N)
@@ -133,7 +133,7 @@ def test_a_later_signal_shortens_the_grace_only_if_a_person_asks_again(running, 
 
 
 @pytest.mark.beyond_torchrun
-def test_a_signal_before_there_are_workers_is_handled(launch, worker_script):
+def test_a_signal_before_the_workers_start_stops_the_launcher(launch, worker_script):
     launched = launch("--nproc-per-node", str(N), worker_script(TALKATIVE))
     procs.wait_until(lambda: _catches(launched.pid, signal.SIGTERM))
     launched.signal(signal.SIGTERM)
@@ -142,7 +142,7 @@ def test_a_signal_before_there_are_workers_is_handled(launch, worker_script):
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("module", ["elasticrs", "elasticrs.launch"])
-def test_an_interrupt_before_there_are_handlers_leaves_no_traceback(launch, worker_script, tmp_path, module):
+def test_sigint_before_handlers_are_installed_prints_no_traceback(launch, worker_script, tmp_path, module):
     # This module shadows the standard `signal` module, and is imported before the launcher can catch an
     # exception.
     (tmp_path / "signal.py").write_text("import os; os.write(1, b'IMPORTS\\n'); os.read(0, 1)\n")
@@ -163,7 +163,7 @@ def _catches(pid, signum):
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGUSR1])
-def test_workers_do_not_outlive_a_launcher_that_is_killed(running, signum):
+def test_workers_do_not_outlive_a_killed_launcher(running, signum):
     launched, pids = running(STUBBORN, "--signals-to-forward=")
     launched.signal(signum)
     launched.exits(-signum)
@@ -184,7 +184,7 @@ PASSES_ON = """
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("how", [(), ("--run-path", "--start-method", "fork")])
-def test_a_request_for_a_checkpoint_is_passed_on_and_the_job_goes_on(running, how):
+def test_sigusr1_and_sigusr2_are_forwarded_and_the_job_continues(running, how):
     launched, _ = running(PASSES_ON, *how)
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         launched.signal(signum)
@@ -195,7 +195,7 @@ def test_a_request_for_a_checkpoint_is_passed_on_and_the_job_goes_on(running, ho
 
 
 @pytest.mark.beyond_torchrun
-def test_a_signal_is_held_until_the_worker_has_a_handler(running, tmp_path):
+def test_sigusr1_is_held_until_the_worker_has_a_handler(running, tmp_path):
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     launched, _ = running(
@@ -217,7 +217,7 @@ def test_a_signal_is_held_until_the_worker_has_a_handler(running, tmp_path):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_signal_for_a_worker_that_never_has_a_handler_is_dropped_with_a_line(running, tmp_path):
+def test_sigusr1_for_workers_without_a_handler_is_dropped_and_reported(running, tmp_path):
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     launched, _ = running(f"""
@@ -233,7 +233,7 @@ def test_a_signal_for_a_worker_that_never_has_a_handler_is_dropped_with_a_line(r
 
 
 @pytest.mark.beyond_torchrun
-def test_signals_without_pause_kill_no_worker_at_its_start_or_end(launch, worker_script):
+def test_a_stream_of_sigusr1_kills_no_worker_at_its_start_or_end(launch, worker_script):
     launched = launch(
         *("--nproc-per-node=2", "--max-restarts=2"),
         worker_script("""
@@ -254,7 +254,7 @@ def test_signals_without_pause_kill_no_worker_at_its_start_or_end(launch, worker
 
 
 @pytest.mark.beyond_torchrun
-def test_a_signal_without_running_workers_is_ignored(launch, worker_script):
+def test_sigusr1_without_running_workers_is_ignored(launch, worker_script):
     meeting = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
     launched = launch(*meeting, worker_script("print('never')"))
     procs.wait_until(lambda: _catches(launched.pid, signal.SIGUSR1))
@@ -266,7 +266,7 @@ def test_a_signal_without_running_workers_is_ignored(launch, worker_script):
 
 
 @pytest.mark.beyond_torchrun
-def test_ctrl_z_stops_the_workers_and_the_launcher_and_fg_resumes_them(running):
+def test_ctrl_z_pauses_the_workers_and_the_launcher_and_fg_resumes_them(running):
     launched, pids = running("""
         import os, signal
         signals = [signal.SIGCONT, signal.SIGTERM]
@@ -286,7 +286,7 @@ def test_ctrl_z_stops_the_workers_and_the_launcher_and_fg_resumes_them(running):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_stopped_worker_is_reported_and_can_still_be_ended(running):
+def test_a_worker_paused_by_sigstop_is_reported_and_can_be_terminated(running):
     launched, pids = running(TALKATIVE)
     os.kill(pids[1], signal.SIGSTOP)
     launched.wait_for_line(str(pids[1]), "stderr")

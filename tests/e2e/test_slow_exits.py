@@ -67,9 +67,7 @@ def program(body, saves, save):
 
 
 @pytest.mark.parametrize("how", SAVES)
-def test_the_exit_of_a_rank_that_raised_is_not_cut_off_while_it_makes_progress(
-    launch, worker_script, tmp_path, how
-):
+def test_a_rank_that_raised_may_exit_slowly_while_it_makes_progress(launch, worker_script, tmp_path, how):
     script = worker_script(program(RAISES, 1, SAVES[how]))
     launched = launch("--nproc-per-node=2", "--exit-timeout=1", script).exits(1)
     assert (tmp_path / "saved.1").read_text() == "whole"
@@ -109,7 +107,7 @@ def messages_of_kills(events):
 
 
 @pytest.mark.parametrize("on_failure", ["restart", "replace"])
-def test_a_slow_exit_that_outlasts_the_grace_is_not_reported_as_stalled(
+def test_a_slow_exit_beyond_the_shutdown_timeout_is_not_reported_as_stalled(
     launch, worker_script, tmp_path, on_failure
 ):
     save = """
@@ -128,7 +126,7 @@ def test_a_slow_exit_that_outlasts_the_grace_is_not_reported_as_stalled(
     assert ["still exiting" in message for message in messages_of_kills(events)] == [True]
 
 
-def test_a_save_that_is_cut_off_is_reported(launch, worker_script, tmp_path):
+def test_workers_killed_after_the_shutdown_timeout_are_reported(launch, worker_script, tmp_path):
     script = worker_script("""
         import os, signal
         reader, writer = os.pipe()
@@ -148,7 +146,7 @@ def test_a_save_that_is_cut_off_is_reported(launch, worker_script, tmp_path):
     assert ["1 s after SIGTERM" in message for message in messages_of_kills(events)] == [True, True]
 
 
-def test_a_second_request_to_stop_reports_no_cut_off(launch, worker_script):
+def test_a_kill_by_a_second_stop_signal_is_not_reported_as_a_timeout(launch, worker_script):
     script = worker_script("""
         import os, signal
         reader, writer = os.pipe()

@@ -40,7 +40,7 @@ def test_one_job_survives_200_kills(launch, tmp_path, rng):
 
 
 @pytest.mark.parametrize("batch", range(5))
-def test_a_launcher_killed_at_any_moment_leaves_nothing(launch, tmp_path, rng, batch):
+def test_a_launcher_killed_at_a_random_moment_leaves_no_processes(launch, tmp_path, rng, batch):
     for number in range(20):
         folder = tmp_path / str(number)
         folder.mkdir()

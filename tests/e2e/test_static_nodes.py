@@ -151,7 +151,7 @@ def line_of(agent, *texts):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
-def test_ranks_are_those_that_were_given_in_any_order_of_start(launch, order):
+def test_nodes_get_their_given_ranks_in_any_start_order(launch, order):
     nodes = Nodes(launch, 3)
     agents = {rank: nodes.start(rank, "--nproc-per-node=2", "--role=r") for rank in order}
     for rank in range(3):
@@ -166,7 +166,7 @@ def test_ranks_are_those_that_were_given_in_any_order_of_start(launch, order):
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_ipv6_address_with_and_without_brackets(launch, host):
+def test_an_ipv6_master_address_works_with_and_without_brackets(launch, host):
     nodes = Nodes(launch, 2, host=host)
     agents = [nodes.start(rank) for rank in (1, 0)]
     for agent in agents:
@@ -176,7 +176,7 @@ def test_an_ipv6_address_with_and_without_brackets(launch, host):
     assert nodes.codes() == [0, 0]
 
 
-def test_an_endpoint_in_place_of_address_and_port(launch):
+def test_rdzv_endpoint_can_replace_master_addr_and_master_port(launch):
     port = ports.free()
     argv = ("--nnodes=2", "--rdzv-backend=static", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=job")
     agents = [launch(*argv, f"--node-rank={rank}", RANKS) for rank in (0, 1)]
@@ -214,7 +214,7 @@ def test_rank_0_hosts_the_store_of_the_workers(launch, worker_script):
 
 
 @pytest.mark.beyond_torchrun
-def test_ten_restarts_on_the_same_port(launch, worker_script):
+def test_workers_restart_ten_times_on_the_same_port(launch, worker_script):
     nodes = Nodes(launch, 3, worker_script(MEET), restarts=10)
     agents = [nodes.start(rank) for rank in (2, 1, 0)]
     assert nodes.codes() == [0, 0, 0], agents[-1].stderr
@@ -226,7 +226,7 @@ def test_ten_restarts_on_the_same_port(launch, worker_script):
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.beyond_torchrun
-def test_three_restarts_of_a_process_group(launch, worker_script):
+def test_a_process_group_forms_again_in_three_restarts(launch, worker_script):
     nodes = Nodes(launch, 2, worker_script(GLOO), restarts=3, env={"FAILURES": "3"})
     agents = [nodes.start(rank) for rank in (1, 0)]
     assert [agent.wait(120) for agent in agents] == [0, 0], agents[1].stderr
@@ -235,7 +235,7 @@ def test_three_restarts_of_a_process_group(launch, worker_script):
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_killed_agent_comes_back(launch, lost):
+def test_a_killed_agent_can_rejoin_with_its_rank(launch, lost):
     nodes = Nodes(launch, 3, conf=QUICK)
     agents = {rank: nodes.start(rank) for rank in range(3)}
     for agent in agents.values():
@@ -253,7 +253,7 @@ def test_a_killed_agent_comes_back(launch, lost):
 
 
 @pytest.mark.beyond_torchrun
-def test_the_job_ends_with_the_agent_of_rank_0(launch):
+def test_the_job_fails_if_the_agent_of_rank_0_is_killed(launch):
     nodes = Nodes(launch, 2, conf={**QUICK, "settle": 4, "store_lost_timeout": 1})
     first, second = nodes.start(0), nodes.start(1)
     ready(first)
@@ -268,7 +268,7 @@ def test_the_job_ends_with_the_agent_of_rank_0(launch):
 
 
 @pytest.mark.beyond_torchrun
-def test_two_nodes_with_the_same_rank(launch):
+def test_one_of_two_nodes_with_the_same_rank_is_refused(launch):
     nodes = Nodes(launch, 3, conf=QUICK)
     first, second = nodes.start(0), nodes.start(1)
     again = nodes.start(1)
@@ -289,7 +289,7 @@ def test_two_nodes_with_the_same_rank(launch):
 
 @pytest.mark.torch
 @pytest.mark.beyond_torchrun
-def test_a_surplus_node_gets_the_reason_that_it_cannot_join(launch, worker_script):
+def test_a_surplus_node_is_refused_with_the_reason(launch, worker_script):
     nodes = Nodes(launch, 2, worker_script(STORE), conf=QUICK)
     agents = [nodes.start(rank) for rank in (0, 1)]
     pids = [int(agent.wait_for_line(r"^READY (\d+)$")[1]) for agent in agents]
@@ -302,21 +302,21 @@ def test_a_surplus_node_gets_the_reason_that_it_cannot_join(launch, worker_scrip
 
 
 @pytest.mark.beyond_torchrun
-def test_an_address_without_a_listener_is_named(launch):
+def test_a_master_address_without_a_listener_is_named_in_the_error(launch):
     nodes = Nodes(launch, 2, conf={"join_timeout": 1})
     found = line_of(nodes.start(1), f"127.0.0.1:{nodes.port} ", " 1 s", "refused")
     assert re.search("--master-addr.*--master-port", found), "options that were given, not those of c10d"
 
 
 @pytest.mark.beyond_torchrun
-def test_rank_0_is_not_where_the_others_look_for_it(launch):
+def test_rank_0_reports_a_master_address_that_is_not_its_own(launch):
     nodes = Nodes(launch, 2, host="192.0.2.1", conf={"join_timeout": 1})
     line_of(nodes.start(0), "1 of at least 2", " 1 s", "node rank 1")
     assert "192.0.2.1" in nodes.agents[0].stderr
 
 
 @pytest.mark.beyond_torchrun
-def test_missing_ranks_are_named(launch):
+def test_missing_node_ranks_are_named_in_the_error(launch):
     nodes = Nodes(launch, 4, conf={"join_timeout": 5})
     agents = [nodes.start(rank) for rank in (0, 2)]
     for agent in agents:
@@ -324,14 +324,14 @@ def test_missing_ranks_are_named(launch):
 
 
 @pytest.mark.beyond_torchrun
-def test_the_port_is_taken(launch):
+def test_a_taken_master_port_is_named_in_the_error(launch):
     nodes = Nodes(launch, 2)
     with listening(nodes.port):
         line_of(nodes.start(0), f"127.0.0.1:{nodes.port}: ", os.strerror(errno.EADDRINUSE), "--master-port")
 
 
 @pytest.mark.beyond_torchrun
-def test_a_rank_beyond_the_last(launch):
+def test_a_node_rank_beyond_the_last_is_a_usage_error(launch):
     agent = Nodes(launch, 2).start(2)
     line_of(agent, "--node-rank: got 2")
     assert agent.wait() == 2

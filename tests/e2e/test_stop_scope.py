@@ -76,7 +76,9 @@ def let_go(fifo):
         (("--run-path", "--start-method", "forkserver"), ()),
     ],
 )
-def test_helpers_of_a_worker_are_stopped_when_it_has_ended(launch, worker_script, fifos, options, prefix):
+def test_helper_processes_are_stopped_after_their_worker_has_exited(
+    launch, worker_script, fifos, options, prefix
+):
     fifo, _ = fifos
     launched = launch("--nproc-per-node", "2", *options, worker_script(WORKER), str(fifo), prefix=prefix)
     launched.wait_for_lines("READY", 2)
@@ -89,7 +91,7 @@ def test_helpers_of_a_worker_are_stopped_when_it_has_ended(launch, worker_script
     launched.exits(1)
 
 
-def test_a_stopped_worker_saves_with_its_data_loaders(launch, worker_script, fifos):
+def test_a_stopped_worker_saves_while_its_helper_processes_run(launch, worker_script, fifos):
     fifo, other = fifos
     launched = launch("--nproc-per-node", "2", worker_script(WORKER), str(fifo), str(other))
     launched.wait_for_lines("READY", 2)
@@ -109,7 +111,7 @@ def test_a_stopped_worker_saves_with_its_data_loaders(launch, worker_script, fif
         (("--no-python", sys.executable), {}),
     ],
 )
-def test_the_whole_group_is_signalled_on_request_and_with_no_python(launch, worker_script, options, env):
+def test_stop_scope_group_or_no_python_signals_the_whole_process_group(launch, worker_script, options, env):
     launched = launch("--nproc-per-node", "2", *options, worker_script(WORKER), "helper", env=env)
     launched.wait_for_lines("READY", 2)
     launched.signal(signal.SIGTERM)
@@ -117,7 +119,7 @@ def test_the_whole_group_is_signalled_on_request_and_with_no_python(launch, work
     launched.exits(1)
 
 
-def test_a_signal_reaches_functions_before_6_9(launch, worker_script, fifos):
+def test_a_stop_signal_reaches_function_workers_before_linux_6_9(launch, worker_script, fifos):
     # Before Linux 6.9, only the keeper (the parent process of these workers) may signal their groups.
     fifo, _ = fifos
     options = ("--nproc-per-node", "2", "--run-path", "--start-method", "fork", "--stop-scope", "group")

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.beyond_torchrun
 
 
 @pytest.mark.parametrize("options", [(), ("--warm=json",)], ids=["cold", "warm"])
-def test_workers_do_not_outlive_an_agent_whose_nurseries_are_stopped(launch, worker_script, options):
+def test_workers_die_with_a_killed_agent_whose_nurseries_are_paused(launch, worker_script, options):
     script = worker_script("import os, signal\nos.write(1, b'HERE\\n')\nsignal.pause()")
     launched = launch("--nproc-per-node=2", *options, script)
     launched.wait_for_lines("HERE", 2)

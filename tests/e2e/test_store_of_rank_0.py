@@ -48,7 +48,7 @@ def two_nodes(launch, worker_script):
 
 
 @pytest.mark.beyond_torchrun
-def test_rank_0_listens_on_the_port_of_the_round(two_nodes):
+def test_rank_0_hosts_the_store_on_a_new_port_in_each_round(two_nodes):
     started = two_nodes(WORKER)
     assert [each.wait() for each in started] == [0, 0], started[0].stderr
     told = started[0].wait_for_lines(r"^USE False (\d+)$", 2)
@@ -59,7 +59,7 @@ def test_rank_0_listens_on_the_port_of_the_round(two_nodes):
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.torch
-def test_workers_of_torch_train(two_nodes):
+def test_torch_workers_train_with_the_store_of_rank_0(two_nodes):
     started = two_nodes(TRAINING)
     assert [each.wait(60) for each in started] == [0, 0], started[0].stderr
     for each in started:

@@ -29,7 +29,7 @@ def logs_folder(stderr):
     return folder
 
 
-def test_a_restart_names_rank_exception_place_and_restarts_left(launch, worker_script):
+def test_a_restart_message_names_rank_exception_line_and_restarts_left(launch, worker_script):
     job = launch("--nproc-per-node=3", "--max-restarts=3", worker_script(RAISES)).exits(0)
     lines = re.findall(
         r"rank 1 \(pid \d+\): FileNotFoundError: data\.bin \(worker\.py:(\d+)\);"
@@ -45,7 +45,7 @@ def test_a_restart_names_rank_exception_place_and_restarts_left(launch, worker_s
     assert job.stdout == ""
 
 
-def test_the_output_of_stopped_ranks_follows_a_line_about_the_stop(launch, worker_script, tmp_path):
+def test_output_of_stopped_ranks_comes_after_the_stop_message(launch, worker_script, tmp_path):
     go = tmp_path / "go"
     os.mkfifo(go)
     script = worker_script("""
@@ -91,16 +91,14 @@ BLAMES_THE_FIRST = """
 """
 
 
-def test_the_line_that_stops_the_others_names_the_exception_of_the_first_rank(
-    launch, worker_script, tmp_path
-):
+def test_the_stop_message_names_the_exception_of_the_first_failed_rank(launch, worker_script, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     job = launch("--nproc-per-node=3", worker_script(BLAMES_THE_FIRST), tmp_path / "fifo").exits(1)
     (line,) = re.findall(r"^elasticrs: (.*); stopping the other 2 ranks", job.stderr, re.MULTILINE)
     assert re.fullmatch(r"rank 1 \(pid \d+\): FileNotFoundError: data\.bin \(worker\.py:\d+\)", line)
 
 
-def test_the_root_cause_is_the_line_above_the_report_and_part_of_the_last_line(launch, worker_script):
+def test_the_root_cause_is_printed_above_the_report_and_in_the_last_line(launch, worker_script):
     job = launch("--nproc-per-node=3", "--max-restarts=1", worker_script(RAISES)).exits(1)
     before, _, report = job.stderr.partition("\n======")
     root = r"rank 1 of 3: FileNotFoundError: data\.bin \(worker\.py:\d+\)"
@@ -111,7 +109,7 @@ def test_the_root_cause_is_the_line_above_the_report_and_part_of_the_last_line(l
     assert re.search(r"attempt 0: rank 1: FileNotFoundError: data\.bin \(worker\.py:\d+\)$", earlier)
 
 
-def test_equal_causes_of_earlier_attempts_are_one_line(launch, worker_script):
+def test_equal_causes_of_consecutive_attempts_share_one_line(launch, worker_script):
     script = worker_script("""
         import os
         raise KeyError(os.environ["TORCHELASTIC_RESTART_COUNT"] == "2")
@@ -123,7 +121,7 @@ def test_equal_causes_of_earlier_attempts_are_one_line(launch, worker_script):
     assert earlier == [("from attempt 0 to 1", "False"), ("in attempt 2", "True"), ("in attempt 3", "False")]
 
 
-def test_the_folder_of_logs_is_named_at_the_start_and_after_a_failure(launch, worker_script, tmp_path):
+def test_the_log_folder_is_named_at_the_start_and_after_a_failure(launch, worker_script, tmp_path):
     env = {"TMPDIR": str(tmp_path)}
     job = launch("-r", "3", worker_script("raise ValueError"), env=env).exits(1)
     assert job.stderr.count("logs in ") == 2
@@ -133,13 +131,13 @@ def test_the_folder_of_logs_is_named_at_the_start_and_after_a_failure(launch, wo
     assert re.search(r"elasticrs: failed after [\d.]+ s: .*; 0 of 0 ", job.stderr)
 
 
-def test_a_folder_without_files_is_neither_named_nor_kept(launch, worker_script, tmp_path):
+def test_an_empty_log_folder_is_neither_named_nor_kept(launch, worker_script, tmp_path):
     job = launch(worker_script("import os; os._exit(3)"), env={"TMPDIR": str(tmp_path)}).exits(1)
     assert "logs in" not in job.stderr
     assert list(tmp_path.glob("elasticrs_*")) == []
 
 
-def test_a_stop_ends_with_how_long_it_ran(launch, worker_script):
+def test_a_stopped_job_reports_its_duration(launch, worker_script):
     job = launch(worker_script("import os, signal; os.write(1, b'READY\\n'); signal.pause()"))
     job.wait_for_line("READY")
     job.signal(signal.SIGTERM)
@@ -150,12 +148,12 @@ def test_a_stop_ends_with_how_long_it_ran(launch, worker_script):
 @pytest.mark.parametrize(
     ("level", "is_quiet"), [("WARNING", True), ("40", True), ("INFO", False), ("", False)]
 )
-def test_a_job_that_goes_well_can_be_silent(launch, worker_script, level, is_quiet):
+def test_a_successful_job_is_silent_at_log_level_warning(launch, worker_script, level, is_quiet):
     job = launch("-r", "3", worker_script("pass"), env={"LOGLEVEL": level}).exits(0)
     assert (job.stderr == "") == is_quiet
 
 
-def test_a_program_that_launches_speaks_of_success_itself(worker_script, tmp_path):
+def test_elastic_launch_prints_nothing_on_success(worker_script, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "from elasticrs.launcher.api import LaunchConfig, elastic_launch\n"
@@ -166,7 +164,7 @@ def test_a_program_that_launches_speaks_of_success_itself(worker_script, tmp_pat
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_agents_of_one_host_have_different_prefixes(launch, worker_script):
+def test_agents_on_one_host_have_different_message_prefixes(launch, worker_script):
     arguments = (*meeting(), "--max-restarts=3")
     agents = [launch(*arguments, worker_script(RAISES)) for _ in range(2)]
     assert [agent.wait() for agent in agents] == [0, 0]
@@ -198,7 +196,7 @@ def test_every_node_names_the_exception_when_it_stops_its_workers(launch, worker
         assert re.search(rf"failed after .* rank 1 of 6( on node \S+)?: {root}; ", agent.stderr)
 
 
-def test_a_round_has_one_name_on_all_nodes_even_on_one_that_came_later(launch, worker_script, tmp_path):
+def test_a_round_has_the_same_log_folder_name_on_all_nodes(launch, worker_script, tmp_path):
     conf = "--rdzv-conf=last_call_timeout=0,scale_up_delay=0"
     arguments = (*meeting("1:2"), "--redirects=2", conf)
     script = worker_script("""

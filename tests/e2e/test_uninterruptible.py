@@ -44,7 +44,7 @@ def fifo(tmp_path):
     return path
 
 
-def test_the_job_fails_without_a_restart(launch, worker_script, fifo):
+def test_a_worker_in_uninterruptible_sleep_fails_the_job_without_a_restart(launch, worker_script, fifo):
     script = worker_script(SLEEPER)
     options = ("--nproc-per-node=2", "--max-restarts=3", "--shutdown-timeout=0.2")
     launched = launch(*options, script, fifo, env=LIMIT).exits(1)
@@ -56,7 +56,7 @@ def test_the_job_fails_without_a_restart(launch, worker_script, fifo):
     assert {*launched.stdout.splitlines()} | {"ATTEMPT 0 0"} == {"ATTEMPT 0 0", "ATTEMPT 1 0"}
 
 
-def test_the_state_is_not_checked_by_default(launch, worker_script, fifo):
+def test_a_negative_limit_disables_the_check_for_uninterruptible_sleep(launch, worker_script, fifo):
     script = worker_script(SLEEPER)
     launched = launch("--nproc-per-node=2", script, fifo, env={**LIMIT, next(iter(LIMIT)): "-1"})
     launched.wait_for_lines("ATTEMPT", 2)
@@ -67,7 +67,7 @@ def test_the_state_is_not_checked_by_default(launch, worker_script, fifo):
     assert "uninterruptible" not in launched.stderr
 
 
-def test_agents_that_look_fail_as_well(launch, worker_script, fifo):
+def test_a_polling_agent_also_fails_if_a_worker_is_in_uninterruptible_sleep(launch, worker_script, fifo):
     import sys
 
     agent, script = worker_script(AGENT, "agent.py"), worker_script(SLEEPER)

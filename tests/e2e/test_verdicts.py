@@ -111,7 +111,7 @@ def test_a_permanent_failure_ends_the_job_without_a_restart(run, script, options
         "check is off",
     ],
 )
-def test_any_other_failure_is_restarted_until_the_budget_is_used_up(run, script, options):
+def test_other_failures_are_restarted_until_the_budget_is_used_up(run, script, options):
     ended = run(script, "--exit-codes", "verdict", *options, nproc=1)
     assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "failed", 3)
 
@@ -121,7 +121,7 @@ def test_the_third_equal_failure_ends_the_job(run):
     assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "permanent", 2)
 
 
-def test_a_victim_of_the_first_failure_does_not_hide_it(run):
+def test_a_stopped_rank_does_not_hide_the_first_failure(run):
     ended = run(MARKED)
     assert ended.report["root_cause"] == 1
     first, other = sorted(ended.report["failures"], key=lambda each: each["was_stopped"])
@@ -129,12 +129,12 @@ def test_a_victim_of_the_first_failure_does_not_hide_it(run):
     assert (other["rank"], other["was_stopped"], other["signal"]) == (0, True, "SIGTERM")
 
 
-def test_the_window_limits_the_restarts(run):
+def test_a_restart_window_limits_the_restarts(run):
     ended = run("import sys; sys.exit(1)", "--max-restarts", "2/1h")
     assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "failed", 2)
 
 
-def test_a_delay_comes_before_each_restart_and_a_signal_ends_it(launch, worker_script):
+def test_a_signal_during_the_restart_delay_ends_the_job(launch, worker_script):
     script = worker_script("import sys; sys.exit(1)")
     launched = launch("--max-restarts", "5", "--restart-delay", "1h", script)
     launched.wait_for_line(r"restarting in \d+ min")
@@ -153,16 +153,16 @@ def test_a_delay_comes_before_each_restart_and_a_signal_ends_it(launch, worker_s
         ("verdict:7,8", "import there_is_no_such_module", 7),
     ],
 )
-def test_the_exit_code_is_the_chosen_one(launch, worker_script, codes, how, code):
+def test_the_exit_codes_option_sets_the_exit_code(launch, worker_script, codes, how, code):
     script = worker_script(f"import os, sys\n{how}\n")
     launch("--exit-codes", codes, script).exits(code)
 
 
-def test_the_variable_chooses_the_exit_codes(launch, worker_script):
+def test_pet_exit_codes_sets_the_exit_code(launch, worker_script):
     launch(worker_script("raise SystemExit(7)"), env={"PET_EXIT_CODES": "worker"}).exits(7)
 
 
-def test_a_job_that_succeeds_or_is_stopped_has_a_report_too(run, launch, worker_script, tmp_path):
+def test_successful_and_stopped_jobs_also_write_a_report(run, launch, worker_script, tmp_path):
     ended = run("pass")
     assert (ended.code, ended.report["outcome"], ended.report["verdict"]) == (0, "succeeded", None)
     report = tmp_path / "stopped.json"
@@ -195,7 +195,9 @@ class TestTerminationLog:
         assert len(text) <= 4096
 
     @pytest.mark.parametrize("how", ["success", "no file", "empty", "error file"])
-    def test_nothing_is_written_if_nothing_should(self, launch, worker_script, log, how):
+    def test_no_verdict_is_written_on_success_or_without_a_separate_file(
+        self, launch, worker_script, log, how
+    ):
         script = worker_script("pass" if how == "success" else "raise ValueError('x')")
         env = {"ELASTICRS_TERMINATION_LOG": "" if how == "empty" else str(log)}
         if how == "no file":
@@ -218,13 +220,13 @@ class TestNodeCheck:
     """
     OPTIONS = ("--max-restarts", "1", "--exit-codes", "verdict", "--node-check")
 
-    def test_a_node_that_is_unfit_from_the_start_runs_no_worker(self, launch, worker_script, tmp_path):
+    def test_a_node_that_is_unfit_at_the_start_runs_no_worker(self, launch, worker_script, tmp_path):
         script = worker_script("open('ran', 'w')")
         launched = launch(*self.OPTIONS, "sh -c 'echo row remap failure; exit 4'", script).exits(193)
         assert "row remap failure" in launched.stderr
         assert not (tmp_path / "ran").exists()
 
-    def test_a_node_that_has_become_unfit_is_not_used_for_a_restart(self, launch, worker_script):
+    def test_a_node_that_became_unfit_is_not_used_for_a_restart(self, launch, worker_script):
         once = "sh -c 'test ! -e checked; code=$?; touch checked; exit $code'"
         launched = launch(*self.OPTIONS, once, worker_script(self.FAILS_ONCE)).exits(193)
         assert "Root Cause" in launched.stderr
@@ -232,12 +234,12 @@ class TestNodeCheck:
     @pytest.mark.parametrize(
         ("check", "limit"), [("true", "60"), ("sleep 600", "0.37")], ids=["fit", "hangs"]
     )
-    def test_a_fit_node_and_a_check_that_hangs_cost_no_restart(self, launch, worker_script, check, limit):
+    def test_a_passing_or_hanging_check_does_not_prevent_a_restart(self, launch, worker_script, check, limit):
         options = (*self.OPTIONS, check, "--node-check-timeout", limit)
         launched = launch(*options, worker_script(self.FAILS_ONCE)).exits(0)
         assert ("within 0.37 s" in launched.stderr) == (check != "true")
 
-    def test_each_source_has_its_line_and_one_unfit_source_is_enough(self, launch, worker_script):
+    def test_each_check_is_reported_and_one_failed_check_makes_the_node_unfit(self, launch, worker_script):
         options = (*self.OPTIONS, "true", "--node-check", "gpud:http://127.0.0.1:1")
         launched = launch(*options, worker_script("pass")).exits(0)
         assert "gpud: http://127.0.0.1:1 does not answer" in launched.stderr
@@ -246,7 +248,9 @@ class TestNodeCheck:
         assert "the node check exited with code 1" in launched.stderr
 
     @pytest.mark.parametrize("when", ["before joining", "after a failure"])
-    def test_a_signal_ends_the_check_and_the_job(self, launch, worker_script, tmp_path, when):
+    def test_a_signal_during_a_node_check_ends_the_check_and_the_job(
+        self, launch, worker_script, tmp_path, when
+    ):
         first = "test -e checked" if when == "after a failure" else "true"
         check = f"sh -c '{first} || {{ touch checked; exit 0; }}; echo $$ >pid; echo >fifo; sleep 600'"
         os.mkfifo(tmp_path / "fifo")
@@ -261,20 +265,20 @@ class TestNodeCheck:
         procs.reap_adopted()
 
 
-def test_a_report_that_cannot_be_written_is_named_and_changes_nothing(launch, worker_script, tmp_path):
+def test_an_unwritable_report_file_is_reported_and_does_not_fail_the_job(launch, worker_script, tmp_path):
     path = tmp_path / "missing" / "report.json"
     launched = launch("--report", f"file:{path}", worker_script("pass")).exits(0)
     assert str(path) in launched.stderr
     assert os.strerror(2) in launched.stderr
 
 
-def test_a_pipe_without_a_reader_delays_nothing(launch, worker_script, tmp_path):
+def test_a_report_pipe_without_a_reader_does_not_block_the_job(launch, worker_script, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     launched = launch("--report", f"file:{tmp_path / 'pipe'}", worker_script("pass")).exits(0)
     assert os.strerror(errno.ENXIO) in launched.stderr
 
 
-def test_a_supervisor_that_fails_leaves_a_report(tmp_path):
+def test_a_supervisor_failure_writes_a_report(tmp_path):
     path, said = tmp_path / "report.json", []
     job = JobConfig(1, "job42", name="train.py", report=f"file:{path}")
     assert conclude_stopped(job, JobResult(), "no free file descriptor", said.append) == 1
@@ -283,7 +287,7 @@ def test_a_supervisor_that_fails_leaves_a_report(tmp_path):
     assert not said
 
 
-def test_no_text_shows_more_restarts_than_are_allowed(run):
+def test_charged_restarts_are_shown_with_the_limit_per_window(run):
     script = """
         import os, select, sys
         select.select([], [], [], 0.3)  # Longer than the window.

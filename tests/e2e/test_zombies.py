@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.beyond_torchrun
 
 
-def test_a_worker_that_adopts_orphans_and_does_not_reap_them_is_reported(launch, worker_script):
+def test_a_worker_with_unreaped_zombie_children_is_reported_once(launch, worker_script):
     # With --on-failure replace a worker is a child subreaper, so it adopts the orphans of its descendants.
     script = worker_script("""
         import os, signal

@@ -93,7 +93,7 @@ FILES: list[Any] = [
 
 @pytest.mark.parametrize("content", FILES, ids=range(len(FILES)))
 @pytest.mark.parametrize("exitcode", [0, 1, 137, -11, -99])
-def test_failures_are_equal(both, content, exitcode):
+def test_process_failures_match_torch(both, content, exitcode):
     def fields(errors: Any, folder: Path) -> dict[str, Any]:
         path = folder / "worker.json"
         if content is not None:
@@ -125,12 +125,12 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize("error", ENDINGS, ids=map(repr, ENDINGS))
-def test_endings_of_a_recorded_function_are_equal(both, error):
+def test_the_outcome_of_a_recorded_function_matches_torch(both, error):
     theirs, ours = both(lambda errors, folder: (outcome(errors.record(raising(error))), written(folder)))
     assert ours == theirs
 
 
-def test_results_pass_whatever_the_callable(both):
+def test_record_returns_the_result_of_any_callable(both):
     theirs, ours = both(lambda errors, _: outcome(errors.record(partial(max, 1, 2))))
     assert ours == theirs == ("returned", 2)
 
@@ -147,7 +147,7 @@ def child_failed(errors: Any, folder: Path, content: Any) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("content", [{"message": "text", "timestamp": "10"}, NESTED, None])
-def test_a_passed_on_error_file_is_equal(both, content):
+def test_a_forwarded_error_file_matches_torch(both, content):
     theirs, ours = both(
         lambda errors, folder: (
             outcome(errors.record(child_failed(errors, folder, content))),
@@ -174,7 +174,7 @@ def told(errors: Any, calls: list[Any]) -> Any:
 
 @pytest.mark.parametrize("how", ["returns", "raises", "a child failed", "raises SystemExit"])
 @pytest.mark.parametrize("swapped", [False, True])
-def test_the_same_hooks_are_called_in_the_same_order(both, how, swapped):
+def test_error_handler_hooks_are_called_in_the_same_order_as_in_torch(both, how, swapped):
     def calls_of(errors: Any, folder: Path) -> list[Any]:
         calls: list[Any] = []
         handler = told(errors, calls)
@@ -195,7 +195,7 @@ def test_the_same_hooks_are_called_in_the_same_order(both, how, swapped):
     assert "initialize" in [name for name, *_ in ours]
 
 
-def test_the_report_of_one_failure_is_equal(both):
+def test_the_report_of_one_failure_matches_torch(both):
     def report(errors: Any, folder: Path) -> list[str]:
         path = folder / "worker.json"
         path.write_text(json.dumps(NESTED))

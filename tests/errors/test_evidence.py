@@ -45,7 +45,7 @@ TWICE = V2 + "700 23 0:24 /job /run/job rw - cgroup2 cgroup2 rw\n"
         ("garbage\n0::\n", V2 + "garbage - x\n", []),
     ],
 )
-def test_the_counters_are_found_through_the_mounts(cgroups, mountinfo, files):
+def test_oom_kill_counters_are_found_through_the_mounts(cgroups, mountinfo, files):
     assert evidence.memory_counters(cgroups, mountinfo) == files
 
 
@@ -60,12 +60,12 @@ def test_the_counters_are_found_through_the_mounts(cgroups, mountinfo, files):
         ("", None),
     ],
 )
-def test_the_count_is_read(text, count):
+def test_the_oom_kill_count_is_parsed(text, count):
     assert evidence.parse_oom_kill(text) == count
 
 
 @given(cgroups=st.text(), mountinfo=st.text(alphabet="\\ -/a7\n"), counter=st.text())
-def test_no_text_makes_the_parsers_raise(cgroups, mountinfo, counter):
+def test_oom_kill_parsers_raise_no_exception_for_any_text(cgroups, mountinfo, counter):
     evidence.memory_counters(cgroups, mountinfo)
     evidence.memory_counters(cgroups, V1)
     evidence.memory_counters("0::/a\n4:memory:/b\n", mountinfo)
@@ -93,13 +93,13 @@ STRUCK = {"/cg/memory.events": 4, evidence.VMSTAT: 11}
         (-9, None, QUIET, {}, False),
     ],
 )
-def test_a_sigkill_that_we_did_not_send_and_a_rise_are_the_evidence(
+def test_an_external_sigkill_and_a_higher_count_indicate_an_oom_kill(
     exitcode, sent_signal, before, after, probable
 ):
     assert evidence.probably_oom(exitcode, sent_signal, before, after) is probable
 
 
-def test_the_notes_say_what_was_counted():
+def test_oom_notes_name_the_counter_and_give_advice():
     note = evidence.oom_note(-9, None, QUIET, STRUCK)
     assert note is not None
     assert "oom_kill rose by 1 in /cg/memory.events" in note
@@ -114,13 +114,13 @@ def test_the_notes_say_what_was_counted():
     assert evidence.oom_note(-9, None, QUIET, QUIET) is None
 
 
-def test_the_machine_has_counters():
+def test_the_machine_has_oom_kill_counters():
     counts = evidence.oom_kills([os.getpid(), 2**22 + 1])
     assert counts[evidence.VMSTAT] >= 0
     assert evidence.read_counters(counts).keys() == counts.keys()
 
 
-def test_a_plain_kill_is_not_taken_for_it():
+def test_a_plain_sigkill_is_not_taken_for_an_oom_kill():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as worker:
         before = evidence.oom_kills([worker.pid])
         worker.kill()

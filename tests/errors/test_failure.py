@@ -22,7 +22,7 @@ def write(directory: Path, content: object) -> str:
     return str(path)
 
 
-def test_failures_do_not_share_their_data():
+def test_failures_do_not_share_error_file_data():
     ProcessFailure(0, 1, 1, "")
     assert ProcessFailure(0, 1, -9, "").error_file_data == {"message": "<NONE>"}
 
@@ -46,7 +46,7 @@ MALFORMED: list[object] = [
 
 @pytest.mark.parametrize("content", MALFORMED, ids=range(len(MALFORMED)))
 @pytest.mark.parametrize("exitcode", [1, -9])
-def test_a_malformed_file_is_reported_not_raised(tmp_path, content, exitcode):
+def test_a_malformed_error_file_is_reported_without_an_exception(tmp_path, content, exitcode):
     path = write(tmp_path, content)
     failure = ProcessFailure(0, 5, exitcode, path)
     assert failure.error_file == path
@@ -57,7 +57,7 @@ def test_a_malformed_file_is_reported_not_raised(tmp_path, content, exitcode):
 @pytest.mark.parametrize(
     ("exitcode", "how"), [(1, "exit code 1"), (-9, "Signal 9 (SIGKILL)"), (None, "unknown")]
 )
-def test_an_empty_file_could_not_be_written(tmp_path, exitcode, how):
+def test_an_empty_error_file_is_reported_as_empty(tmp_path, exitcode, how):
     failure = ProcessFailure(0, 5, exitcode, write(tmp_path, ""))
     before, _, after = failure.message.partition("; ")
     assert before.startswith(how)
@@ -65,7 +65,7 @@ def test_an_empty_file_could_not_be_written(tmp_path, exitcode, how):
     assert "empty" in after
 
 
-def test_a_huge_file_does_not_take_the_agents_memory(tmp_path):
+def test_a_huge_error_file_is_not_read_into_memory(tmp_path):
     path = tmp_path / "error.json"
     with path.open("wb") as file:
         file.truncate(1 << 40)
@@ -73,14 +73,14 @@ def test_a_huge_file_does_not_take_the_agents_memory(tmp_path):
     assert "(more than 64 MiB)" in str(failure.message)
 
 
-def test_an_unseen_exit_has_no_code():
+def test_an_unobserved_exit_has_no_exit_code():
     failure = ProcessFailure(0, 5, None, "", seen_ns=1, cause="unknown")
     assert failure.exitcode is None
     assert (failure.signal_number(), failure.signal_name()) == (0, "<N/A>")
     assert failure.message == "unknown"
 
 
-def test_a_file_of_other_bytes_is_reported(tmp_path):
+def test_an_error_file_with_invalid_utf8_is_reported(tmp_path):
     path = tmp_path / "error.json"
     path.write_bytes(b"\xff\xfe{")
     assert "error file" in str(ProcessFailure(0, 5, 1, str(path)).message)
@@ -95,7 +95,7 @@ json_values = st.recursive(
 
 
 @given(content=json_values | st.text(), exitcode=st.sampled_from([1, -11]))
-def test_no_file_makes_the_agent_raise(tmp_path_factory, content, exitcode):
+def test_no_error_file_content_raises_an_exception(tmp_path_factory, content, exitcode):
     path = tmp_path_factory.getbasetemp() / "error.json"
     path.write_text(
         content if isinstance(content, str) else json.dumps(content), encoding="utf-8", errors="replace"
@@ -104,13 +104,13 @@ def test_no_file_makes_the_agent_raise(tmp_path_factory, content, exitcode):
     assert failure.message
 
 
-def test_what_the_worker_recorded_beside_torchs_fields_is_read(tmp_path):
+def test_elasticrs_fields_in_an_error_file_are_read(tmp_path):
     ours = {"time_ns": 1, "monotonic_ns": 77, "pid": 5, "written_by": "hook"}
     failure = ProcessFailure(0, 5, 1, write(tmp_path, {**NESTED, "elasticrs": ours}))
     assert (failure.recorded_ns, failure.recorded_pid) == (77, 5)
 
 
-def test_the_stack_of_a_fault_is_the_last_one(tmp_path):
+def test_the_last_stack_in_a_fault_file_is_used(tmp_path):
     path = str(tmp_path / "error.json")
     Path(fault_file(path)).write_text(
         "Fatal Python error: of a child\n\nFatal Python error: own\n\n  File x\n\nExtension modules: a, b\n"
@@ -131,14 +131,14 @@ def test_only_empty_fault_files_are_discarded(tmp_path):
     assert Path(fault_file(path)).exists()
 
 
-def test_the_wall_time_follows_from_the_monotonic_stamp():
+def test_the_wall_time_is_derived_from_the_monotonic_time():
     second = 1_000_000_000
     failure = ProcessFailure(0, 5, -9, "", seen_ns=time.monotonic_ns() - 3600 * second)
     assert abs(time.time_ns() - 3600 * second - failure.wall_ns) < second
     assert failure.timestamp == failure.wall_ns // second
 
 
-def test_it_behaves_as_a_value(tmp_path):
+def test_process_failures_compare_and_pickle_by_value(tmp_path):
     path = write(tmp_path, NESTED)
     failure, same = ProcessFailure(0, 5, 1, path, note="n"), ProcessFailure(0, 5, 1, path)
     assert failure == same
@@ -166,7 +166,7 @@ MARKS = [
 
 
 @pytest.mark.parametrize("content", MARKS, ids=range(len(MARKS)))
-def test_a_mark_counts_as_text_and_without_a_valid_message(tmp_path, content):
+def test_retryable_false_in_an_error_file_is_accepted_in_every_form(tmp_path, content):
     failure = ProcessFailure(0, 5, 1, write(tmp_path, content))
     assert not failure.is_retryable
     assert not failure.more_notes
@@ -176,7 +176,7 @@ def test_a_mark_counts_as_text_and_without_a_valid_message(tmp_path, content):
     ("value", "is_clear"),
     [(True, True), ("True", True), ("no", False), (0, False), (None, False), ([], False)],
 )
-def test_a_mark_that_is_unclear_is_reported_and_ignored(tmp_path, value, is_clear):
+def test_an_invalid_retryable_value_is_reported_and_ignored(tmp_path, value, is_clear):
     failure = ProcessFailure(0, 5, 1, write(tmp_path, {"message": "m", "timestamp": 1, "retryable": value}))
     assert failure.is_retryable
     assert [repr(value) in note for note in failure.more_notes] == ([] if is_clear else [True])

@@ -58,7 +58,7 @@ def stuck(tmp_path):
     return evidence
 
 
-def test_the_files_of_all_ranks_name_the_culprit(stuck):
+def test_flight_records_of_all_ranks_identify_the_culprit(stuck):
     (culprit,) = stuck.diagnosis.culprits
     assert (culprit.ranks, culprit.confidence) == ((5,), Confidence.CERTAIN)
     assert "rank 5 did not enter it: it is in " in stuck.diagnosis.summary
@@ -80,7 +80,7 @@ def leave_a_folder(path):
 
 @pytest.mark.parametrize("leave", [leave_a_fifo, leave_a_link, leave_a_folder])
 @pytest.mark.parametrize("has_thread", [True, False])
-def test_what_is_no_plain_file_is_not_read(stuck, leave, has_thread):
+def test_a_flight_record_that_is_not_a_regular_file_is_not_read(stuck, leave, has_thread):
     stuck.record(5).unlink()
     leave(stuck.record(5))
     if has_thread:
@@ -110,13 +110,13 @@ def test_what_is_no_plain_file_is_not_read(stuck, leave, has_thread):
         ([b'{"groups": {}}', b" " * MAX_BYTES], NoRecord.DAMAGED),
     ],
 )
-def test_a_file_that_is_no_record_counts_as_none(stuck, lines, reason):
+def test_an_invalid_flight_record_counts_as_missing(stuck, lines, reason):
     stuck.write(5, *lines)
     assert stuck.diagnosis.no_record == {reason: (5,)}
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6), st.text(max_size=80))
-def test_no_content_raises_an_exception(tmp_path_factory, lines, stacks):
+def test_no_flight_record_content_raises_an_exception(tmp_path_factory, lines, stacks):
     evidence = Evidence(tmp_path_factory.mktemp("any"), 2)
     for rank in range(2):
         evidence.write(rank, *lines)
@@ -148,20 +148,20 @@ def aborted(tmp_path):
     return evidence
 
 
-def test_the_dumps_of_nccls_watchdog_name_the_culprit(aborted):
+def test_dumps_of_the_nccl_watchdog_identify_the_culprit(aborted):
     assert is_collective_failure(aborted.attempt)
     found = diagnosis_of_failure(aborted.attempt)
     assert [(culprit.ranks, culprit.confidence) for culprit in found.culprits] == [((5,), Confidence.CERTAIN)]
     assert found.collectives[0].backend == "nccl"
 
 
-def test_a_dump_that_runs_code_when_unpickled_counts_as_none(aborted):
+def test_a_dump_that_would_run_code_when_unpickled_is_rejected(aborted):
     path = Path(f"{flight_dumps(aborted.files[5])}5")
     path.write_bytes(b"\x80\x02cos\nmkdir\nX\x01\0\0\0a\x85R.")
     assert diagnosis_of_failure(aborted.attempt).no_record == {NoRecord.DAMAGED: (5,)}
 
 
-def test_an_old_dump_is_not_used(aborted):
+def test_an_outdated_nccl_dump_is_not_used(aborted):
     path = f"{flight_dumps(aborted.files[5])}5"
     os.utime(path, (1, 1))
     assert diagnosis_of_failure(aborted.attempt).no_record == {NoRecord.LATE: (5,)}
@@ -224,14 +224,14 @@ def test_a_running_job_is_diagnosed_without_its_stacks(stuck):
     assert "rank 5 did not enter it" in found.summary
 
 
-def test_a_worker_whose_thread_does_not_wait_is_not_waited_for(stuck):
+def test_diagnosis_does_not_wait_for_a_worker_that_reads_no_requests(stuck):
     with Answers(stuck, [rank for rank in range(8) if rank != 3]):
         os.mkfifo(flight_requests_file(stuck.files[3]))
         found = diagnosed(stuck, [3])
     assert found.no_record == {NoRecord.LATE: (3,)}
 
 
-def test_a_worker_that_does_not_answer_costs_no_more_than_the_time_limit(stuck):
+def test_diagnosis_of_an_unresponsive_worker_stops_at_the_time_limit(stuck):
     os.mkfifo(flight_requests_file(stuck.files[3]))
     # The worker's thread waits for requests, but it does not get the GIL to answer one.
     reader = os.open(flight_requests_file(stuck.files[3]), os.O_RDONLY | os.O_NONBLOCK)
@@ -239,12 +239,12 @@ def test_a_worker_that_does_not_answer_costs_no_more_than_the_time_limit(stuck):
     os.close(reader)
 
 
-def test_the_files_of_a_rank_that_had_exited_are_not_used(stuck):
+def test_flight_records_of_an_exited_rank_are_not_used(stuck):
     stuck.attempt.exits[5] = SimpleNamespace(local_rank=5)
     assert stuck.diagnosis.no_record == {NoRecord.EXITED: (5,)}
 
 
-def test_nothing_is_said_without_any_record_or_with_ranks_on_other_nodes(tmp_path, stuck):
+def test_no_diagnosis_is_made_without_records_or_with_ranks_on_other_nodes(tmp_path, stuck):
     (tmp_path / "bare").mkdir()
     assert Evidence(tmp_path / "bare", 2).diagnosis is None
     (tmp_path / "part").mkdir()

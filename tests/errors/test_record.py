@@ -53,7 +53,7 @@ class Calls(ErrorHandler):
         self.calls.append("success")
 
 
-def test_a_result_passes_through(error_file):
+def test_record_returns_the_result_of_the_function(error_file):
     calls = Calls()
 
     def double(number: int, *, by: int = 2) -> int:
@@ -81,7 +81,7 @@ def test_an_exception_is_recorded_and_raised(error_file):
     assert data["elasticrs"]["written_by"] == "record"
 
 
-def test_an_exception_of_record_success_is_not_the_functions():
+def test_an_exception_in_record_success_is_raised_but_not_recorded():
     class Failing(Calls):
         def record_success(self) -> None:
             raise RuntimeError("telemetry")
@@ -92,7 +92,7 @@ def test_an_exception_of_record_success_is_not_the_functions():
     assert not any(call.startswith("exception") for call in handler.calls)
 
 
-def test_without_a_variable_nothing_is_written(monkeypatch, error_file):
+def test_no_error_file_is_written_without_the_environment_variable(monkeypatch, error_file):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     with pytest.raises(ZeroDivisionError):
         record(lambda: 1 / 0)()
@@ -103,7 +103,7 @@ def raise_child_failure(error_file: Path) -> None:
     raise ChildFailedError("train.py", {0: ProcessFailure(0, 997, 3, str(error_file))})
 
 
-def test_the_error_file_of_the_root_cause_is_handed_on(tmp_path, error_file):
+def test_the_error_file_of_the_root_cause_is_forwarded_with_its_exit_code(tmp_path, error_file):
     of_worker = tmp_path / "worker.json"
     extra = {"py_callstack": "stack", "timestamp": "10"}
     of_worker.write_text(json.dumps({"message": {"message": "E", "extraInfo": extra}}))
@@ -116,7 +116,7 @@ def test_the_error_file_of_the_root_cause_is_handed_on(tmp_path, error_file):
 
 
 @pytest.mark.parametrize("content", [None, "", '{"message": {"mess', "[1]", "[" * 100_000])
-def test_a_missing_or_malformed_file_does_not_hide_the_failure(tmp_path, error_file, content):
+def test_a_missing_or_malformed_error_file_does_not_hide_the_failure(tmp_path, error_file, content):
     of_worker = tmp_path / "worker.json"
     if content is not None:
         of_worker.write_text(content)
@@ -125,7 +125,7 @@ def test_a_missing_or_malformed_file_does_not_hide_the_failure(tmp_path, error_f
     assert not error_file.exists()
 
 
-def test_a_flat_error_file_is_handed_on_without_a_code(tmp_path, error_file, caplog):
+def test_a_flat_error_file_is_forwarded_without_an_error_code(tmp_path, error_file, caplog):
     of_worker = tmp_path / "worker.json"
     of_worker.write_text('{"message": "text", "timestamp": 10}')
     ErrorHandler().dump_error_file(str(of_worker), 3)
@@ -133,7 +133,7 @@ def test_a_flat_error_file_is_handed_on_without_a_code(tmp_path, error_file, cap
     assert "no place for error code 3" in caplog.text
 
 
-def test_without_an_own_error_file_the_workers_is_logged(tmp_path, monkeypatch, caplog):
+def test_the_error_file_of_a_worker_is_logged_if_it_cannot_be_forwarded(tmp_path, monkeypatch, caplog):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     of_worker = tmp_path / "worker.json"
     of_worker.write_text('{"message": "text"}')
@@ -141,7 +141,7 @@ def test_without_an_own_error_file_the_workers_is_logged(tmp_path, monkeypatch, 
     assert '"message": "text"' in caplog.text
 
 
-def test_the_logger_is_one():
+def test_record_success_is_logged_only_with_an_entrypoint_name():
     assert isinstance(error_handler.logger, logging.Logger)
     assert isinstance(get_error_handler(), ErrorHandler)
     with mock.patch.object(error_handler.logger, "debug") as debug:
@@ -153,7 +153,7 @@ def test_the_logger_is_one():
         debug.assert_called_once()
 
 
-def test_a_fault_handler_that_cannot_be_enabled_is_a_warning(monkeypatch):
+def test_a_fault_handler_that_cannot_be_enabled_causes_a_warning(monkeypatch):
     monkeypatch.setattr("faulthandler.enable", mock.Mock(side_effect=RuntimeError("no stderr")))
     with pytest.warns(UserWarning, match="no stderr"):
         ErrorHandler().initialize()
@@ -162,7 +162,7 @@ def test_a_fault_handler_that_cannot_be_enabled_is_a_warning(monkeypatch):
 # --- the file ---
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path):
+def test_an_error_file_is_replaced_atomically(tmp_path):
     path = tmp_path / "error.json"
     path.write_text("old")
     held = path.open()
@@ -173,7 +173,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
     assert os.listdir(tmp_path) == ["error.json"]
 
 
-def test_a_file_that_cannot_be_replaced_is_written_in_place(tmp_path):
+def test_an_error_file_that_cannot_be_replaced_is_written_in_place(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -220,13 +220,13 @@ def special(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
         assert '"message"' in (tmp_path / "target").read_text()
 
 
-def test_a_special_file_is_written_in_place(special, monkeypatch):
+def test_a_pipe_or_device_as_error_file_is_written_in_place(special, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(special))
     with pytest.raises(ValueError, match="no"):
         record(fail)()
 
 
-def test_a_special_file_is_not_removed(special, tmp_path, monkeypatch):
+def test_a_pipe_or_device_as_error_file_is_not_removed(special, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(special))
     of_worker = tmp_path / "worker.json"
     of_worker.write_text('{"message": "text"}')
@@ -234,7 +234,7 @@ def test_a_special_file_is_not_removed(special, tmp_path, monkeypatch):
         record(raise_child_failure)(of_worker)
 
 
-def test_the_hook_creates_nothing_beside_a_special_file(special):
+def test_the_worker_hook_creates_no_file_beside_a_pipe_or_device(special):
     hook = Path(_worker.__file__).with_name("hook")
     env = {"PYTHONPATH": str(hook), "TORCHELASTIC_ERROR_FILE": str(special)}
     done = subprocess.run(
@@ -245,7 +245,7 @@ def test_the_hook_creates_nothing_beside_a_special_file(special):
     assert b"elasticrs:" not in done.stderr
 
 
-def test_an_import_in_a_worker_brings_nothing_heavy():
+def test_importing_the_errors_package_loads_no_heavy_modules():
     heavy = "json logging dataclasses typing traceback socket signal inspect re torch"
     program = (
         "import sys, elasticrs.multiprocessing.errors as e; f = e.record(lambda: 1); f();"

@@ -41,7 +41,7 @@ def recorded_in(directory: Path, name: str, monotonic_ns: int, pid: int, callsta
     return str(path)
 
 
-def test_whole_reports(tmp_path, golden):
+def test_failure_reports_match_the_golden_file(tmp_path, golden):
     def report(name: str, *failures: ProcessFailure) -> str:
         return str(ChildFailedError(name, {failure.local_rank: failure for failure in failures})).lstrip("\n")
 
@@ -92,7 +92,7 @@ def test_whole_reports(tmp_path, golden):
     golden("failure-report", texts)
 
 
-def test_the_lines_can_be_drawn_otherwise():
+def test_format_msg_accepts_other_delimiters():
     error = ChildFailedError("bash", {0: ProcessFailure(0, 1, -15, "")})
     assert "\n" + "*" * 48 in error.format_msg(boarder_delim="*", section_delim=".")
 
@@ -115,7 +115,7 @@ def raised(directory: Path, rank: int, raised_ns: int, ended_ns: int) -> Process
     return ProcessFailure(rank, 100 + rank, 1, path, seen_ns=ended_ns)
 
 
-def test_the_times_of_exceptions_decide_the_order_of_failures(tmp_path):
+def test_failures_are_ordered_by_the_times_of_their_exceptions(tmp_path):
     failures = {
         0: raised(tmp_path, 0, NOW + 5 * MS, NOW + 20 * MS),
         1: raised(tmp_path, 1, NOW, NOW + 40 * MS),
@@ -131,7 +131,7 @@ def test_the_times_of_exceptions_decide_the_order_of_failures(tmp_path):
     assert "first observed" in text
 
 
-def test_a_root_cause_that_was_not_observed_first_is_not_called_so():
+def test_a_root_cause_not_observed_first_is_not_labelled_first_observed():
     failures = {rank: ProcessFailure(rank, rank, 1, "", seen_ns=NOW + rank * MS) for rank in range(2)}
     failures[1].is_first = True
     text = str(ChildFailedError("train.py", failures))
@@ -148,7 +148,7 @@ def test_a_worker_with_captured_stderr_gets_no_hint_to_capture_it():
     assert "--capture-stderr" not in text
 
 
-def test_an_equal_traceback_is_shown_once(tmp_path):
+def test_identical_tracebacks_are_shown_once(tmp_path):
     callstack = "Traceback:\n a\n b\n c\nE: x\n"
     failures = {
         rank: ProcessFailure(rank, rank, 1, recorded(tmp_path, str(rank), callstack), seen_ns=NOW + rank)
@@ -159,7 +159,7 @@ def test_an_equal_traceback_is_shown_once(tmp_path):
     assert len(re.findall(r"  traceback : .*\[0\]\n", text)) == 2
 
 
-def test_ranks_that_failed_alike_share_one_entry(tmp_path):
+def test_ranks_with_the_same_failure_share_one_entry(tmp_path):
     def failure(rank: int, callstack: str) -> ProcessFailure:
         return ProcessFailure(rank, rank, 1, recorded(tmp_path, str(rank), callstack), seen_ns=NOW + rank)
 
@@ -175,7 +175,7 @@ def test_ranks_that_failed_alike_share_one_entry(tmp_path):
     ]
 
 
-def test_the_error_handler_may_add_to_a_signals_message(tmp_path):
+def test_the_error_handler_can_extend_the_message_of_a_signal_failure(tmp_path):
     handler = mock.MagicMock()
     handler.maybe_enrich_signal_failure_message.side_effect = lambda message, _: message + "\n[device fault]"
     failure = ProcessFailure(0, 997, -6, "")
@@ -186,7 +186,7 @@ def test_the_error_handler_may_add_to_a_signals_message(tmp_path):
     handler.maybe_enrich_signal_failure_message.assert_called_once_with(mock.ANY, "<N/A>")
 
 
-def test_an_error_handler_that_fails_does_not_cost_the_report():
+def test_a_failing_error_handler_does_not_prevent_the_report():
     handler = mock.MagicMock()
     handler.maybe_enrich_signal_failure_message.side_effect = RuntimeError("of the handler")
     with mock.patch.object(errors, "get_error_handler", return_value=handler):
@@ -195,18 +195,18 @@ def test_an_error_handler_that_fails_does_not_cost_the_report():
     assert "of the handler" in text
 
 
-def test_an_error_needs_a_failure():
+def test_child_failed_error_requires_a_failure():
     with pytest.raises(AssertionError):
         ChildFailedError("train.py", {})
 
 
-def test_the_error_survives_pickling():
+def test_child_failed_error_survives_pickling():
     error = ChildFailedError("train.py", {0: ProcessFailure(0, 1, -9, "")})
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.name, copy.failures, str(copy)) == (error.name, error.failures, str(error))
 
 
-def test_an_unseen_exit_is_shown_as_unknown():
+def test_an_unobserved_exit_is_shown_as_unknown():
     attempt = Attempt(0, 0, Plan(assign([NodeShare("default", 1)], 0), "localhost", 1))
     gone = SimpleNamespace(local_rank=0, pid=100, exitcode=None, sent_signal=None, seen_ns=NOW)
     attempt.exits[0] = cast("Any", gone)
@@ -226,7 +226,7 @@ def test_an_unseen_exit_is_shown_as_unknown():
         ("OSError: [Errno 2] No such file or directory: 'a.pt'", None),
     ],
 )
-def test_an_error_of_the_machine_gets_a_note(tmp_path, exception, advice):
+def test_a_full_disk_or_port_conflict_gets_a_note_with_advice(tmp_path, exception, advice):
     path = recorded(tmp_path, "a", f"Traceback (most recent call last):\n  File x\n{exception}\n")
     text = str(ChildFailedError("x", {0: ProcessFailure(0, 100, 1, path, seen_ns=NOW)}))
     notes = re.findall(r"  note      : (.*)", text)
@@ -236,7 +236,7 @@ def test_an_error_of_the_machine_gets_a_note(tmp_path, exception, advice):
 @pytest.mark.parametrize(
     ("sent_signal", "note", "has_note"), [(None, None, True), (9, None, False), (None, "OOM", False)]
 )
-def test_a_sigkill_from_outside_is_called_that(sent_signal, note, has_note):
+def test_a_sigkill_from_outside_gets_a_note(sent_signal, note, has_note):
     failure = ProcessFailure(0, 100, -9, "", seen_ns=NOW, sent_signal=sent_signal, note=note)
     text = str(ChildFailedError("x", {0: failure}))
     assert ("batch system" in text) is has_note

@@ -7,7 +7,7 @@ import re
 from helpers.procs import HANG
 
 
-def test_a_rank_without_a_record_comes_before_the_peer_that_lost_it(launch, worker_script, tmp_path):
+def test_an_exit_without_an_error_record_is_the_cause_of_a_lost_peer_error(launch, worker_script, tmp_path):
     os.mkfifo(tmp_path / "recorded")
     script = worker_script(f"""
         import atexit, os, signal
@@ -31,7 +31,7 @@ def test_a_rank_without_a_record_comes_before_the_peer_that_lost_it(launch, work
     assert "  rank      : 1 (local_rank: 1)\n" in root
 
 
-def test_the_timeline_is_written(launch, worker_script, tmp_path):
+def test_the_timeline_file_is_written(launch, worker_script, tmp_path):
     timeline = tmp_path / "timeline.jsonl"
     script = worker_script('import os; os._exit(3) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0')
     env = {"ELASTICRS_TIMELINE": str(timeline)}
@@ -52,7 +52,7 @@ def test_the_timeline_is_written(launch, worker_script, tmp_path):
     assert events[6]["restart_count"] == 1
 
 
-def test_an_error_file_that_could_not_be_written_is_no_missing_one(launch, worker_script, tmp_path):
+def test_an_error_file_that_could_not_be_written_is_reported_as_empty(launch, worker_script, tmp_path):
     # The worker can open the error file but not write to it, as on a full disk.
     script = worker_script(
         """
@@ -68,7 +68,7 @@ def test_an_error_file_that_could_not_be_written_is_no_missing_one(launch, worke
     assert error_file.read_text() == ""
 
 
-def test_an_exception_text_cannot_control_the_terminal(launch, worker_script):
+def test_control_characters_in_an_exception_text_are_escaped(launch, worker_script):
     script = worker_script("""
         raise ValueError("\\x1b]0;title\\x07\\x1b[2J")
     """)

@@ -35,23 +35,23 @@ def failure(
     return made
 
 
-def test_nanoseconds_decide():
+def test_the_earliest_exit_in_nanoseconds_is_the_root_cause():
     assert root_cause({0: failure(NOW + 1), 1: failure(NOW), 2: failure(NOW + 2)}) == 1
 
 
-def test_of_one_batch_the_first_in_the_mapping_is_first():
+def test_the_first_failure_in_the_mapping_is_the_cause_at_equal_times():
     assert root_cause({3: failure(NOW), 1: failure(NOW), 2: failure(NOW)}) == 3
 
 
-def test_those_that_we_signalled_are_victims_even_if_seen_first():
+def test_a_worker_signalled_by_the_agent_is_a_victim_even_if_it_exits_first():
     assert root_cause({0: failure(NOW, sent_signal=15), 1: failure(NOW + 5)}) == 1
 
 
-def test_when_all_were_signalled_the_first_seen_is_named():
+def test_the_first_exit_is_the_cause_if_all_workers_were_signalled():
     assert root_cause({0: failure(NOW + 1, sent_signal=15), 1: failure(NOW, sent_signal=15)}) == 1
 
 
-def test_an_error_recorded_before_the_first_end_is_the_cause():
+def test_an_error_recorded_before_the_first_exit_is_the_root_cause():
     slow = failure(NOW + 20 * MS, sent_signal=15, recorded_ns=NOW - 30 * MS)
     failures = {0: failure(NOW), 1: slow, 2: failure(NOW + 20 * MS, sent_signal=15)}
     assert root_cause(failures) == 1
@@ -63,13 +63,13 @@ def test_an_error_recorded_before_the_first_end_is_the_cause():
     [NOW + MS, NOW + 20 * MS - RECORD_WINDOW_NS - 1, NOW + 21 * MS],
     ids=["after the first end", "long before", "after its own end"],
 )
-def test_other_records_excuse_no_victim(recorded_ns):
+def test_an_error_recorded_at_another_time_does_not_make_a_victim_the_cause(recorded_ns):
     other = failure(NOW + 20 * MS, sent_signal=15, recorded_ns=recorded_ns)
     assert root_cause({0: other, 1: failure(NOW)}) == 1
     assert victims({0: other, 1: failure(NOW)}) == [0]
 
 
-def test_the_record_of_another_process_is_no_evidence_of_the_time():
+def test_an_error_time_recorded_by_another_process_is_ignored():
     wrapper = failure(NOW + MS, recorded_ns=NOW - MS, recorded_pid=8)
     assert root_cause({0: wrapper, 1: failure(NOW)}) == 1
 
@@ -78,7 +78,7 @@ LOST = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by p
 
 
 @pytest.mark.parametrize("sent_signal", [None, 15], ids=["ended by itself", "stopped"])
-def test_a_rank_that_lost_a_peer_comes_after_one_without_a_record(sent_signal):
+def test_a_lost_peer_error_is_ordered_after_an_exit_without_an_error_record(sent_signal):
     lost = failure(NOW + 20 * MS, sent_signal, recorded_ns=NOW - MS, message=LOST)
     failures = {0: lost, 1: failure(NOW)}
     assert in_order(failures) == [1, 0]
@@ -96,7 +96,7 @@ def test_a_rank_that_lost_a_peer_comes_after_one_without_a_record(sent_signal):
     ],
     ids=["another error", "long before", "both lost a peer", "stopped"],
 )
-def test_other_ends_do_not_explain_a_lost_peer(lost, other):
+def test_a_lost_peer_error_is_the_cause_if_no_other_exit_explains_it(lost, other):
     first = failure(**{"seen_ns": NOW + 20 * MS, "recorded_ns": NOW - MS, "message": LOST, **lost})
     assert root_cause({0: first, 1: failure(**{"seen_ns": NOW, **other})}) == 0
 
@@ -110,12 +110,12 @@ def test_other_ends_do_not_explain_a_lost_peer(lost, other):
     ],
     ids=["of another process", "another error", "hung"],
 )
-def test_a_lost_peer_is_the_cause_only_if_nobody_else_failed(lost, other):
+def test_a_lost_peer_error_is_not_the_cause_if_another_rank_failed(lost, other):
     first = failure(**{"seen_ns": NOW + 20 * MS, "recorded_ns": NOW - MS, "message": LOST, **lost})
     assert root_cause({0: first, 1: failure(**{"seen_ns": NOW, **other})}) == 1
 
 
-def test_without_stamps_torchs_rule_stands(tmp_path):
+def test_failures_without_exit_times_are_ordered_as_in_torch(tmp_path):
     failures = {}
     for rank, timestamp in ((5, 12), (4, 10), (3, 10)):
         path = tmp_path / f"{rank}.json"
@@ -124,7 +124,7 @@ def test_without_stamps_torchs_rule_stands(tmp_path):
     assert ChildFailedError("train.py", failures).get_first_failure() == (4, failures[4])
 
 
-def test_no_failures_have_no_cause():
+def test_the_root_cause_of_no_failures_raises_an_error():
     with pytest.raises(ValueError, match="no failures"):
         root_cause({})
 
@@ -136,7 +136,7 @@ made = st.builds(
 
 
 @given(st.dictionaries(st.integers(0, 63), made, min_size=1))
-def test_the_cause_is_the_earliest_that_is_no_victim(failures):
+def test_the_root_cause_is_the_earliest_failure_that_is_not_a_victim(failures):
     root, spared, order = root_cause(failures), victims(failures), in_order(failures)
     assert sorted(order) == sorted(failures)
     assert all(failures[rank].sent_signal is not None for rank in spared)

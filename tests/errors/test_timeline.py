@@ -24,7 +24,7 @@ def failed_and_restarted() -> list[Attempt]:
     return [second, first]
 
 
-def test_events_come_in_the_order_of_their_times():
+def test_timeline_events_are_in_chronological_order():
     assert records(failed_and_restarted()) == [
         {
             "event": "started",
@@ -61,7 +61,7 @@ def test_events_come_in_the_order_of_their_times():
     ]
 
 
-def test_the_phases_of_a_restart_are_all_of_it():
+def test_restart_phases_cover_the_whole_restart():
     second, first = failed_and_restarted()
     second.stamps |= {"planned": 1_000_040, "imported": 7_000_040, "started": 9_000_020}
     assert phases(first, second) == {
@@ -80,7 +80,7 @@ def test_the_phases_of_a_restart_are_all_of_it():
     assert phases(first, second) == {}
 
 
-def test_the_file_has_a_line_for_each(tmp_path):
+def test_the_timeline_file_has_one_line_per_event(tmp_path):
     path = tmp_path / "timeline.jsonl"
     path.write_text("of an earlier job\n")
     attempts = failed_and_restarted()
@@ -91,14 +91,14 @@ def test_the_file_has_a_line_for_each(tmp_path):
 @pytest.mark.parametrize(
     ("delay", "found"), [(0.25, {"delay": 250.0, "rendezvous": 750.0}), (9.0, {"delay": 1000.0})]
 )
-def test_a_delay_of_the_restart_is_a_phase_of_its_own(delay, found):
+def test_a_restart_delay_is_a_separate_phase(delay, found):
     first, second = Attempt(1, 0, None), Attempt(2, 1, None)
     first.delay, first.stamps = delay, {"ended": 0}
     second.stamps = {"planned": 1_000_000_000}
     assert phases(first, second) == found
 
 
-def test_restarts_are_left_again_when_the_window_has_passed():
+def test_restarts_outside_the_window_do_not_reduce_the_restarts_left():
     now = time.monotonic()
     result = JobResult(read_history=lambda: FailureHistory(7, (now - 3601, now - 3599, now - 1)))
     assert result.restarts == 7

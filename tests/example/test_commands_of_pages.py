@@ -106,14 +106,14 @@ def with_free_ports(text):
 
 
 @pytest.mark.parametrize("block", RUN)
-def test_commands_run(folder, block):
+def test_documented_commands_run(folder, block):
     script = with_free_ports("\n".join(("set -eu", *block.commands)))
     done = run_program(["bash", "-c", script], cwd=folder, env=environment(), timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("block", SERVERS)
-def test_servers_run_until_they_are_stopped(folder, block):
+def test_documented_servers_run_until_they_are_stopped(folder, block):
     (command,) = block.commands
     argv = ["bash", "-c", f"exec {with_free_ports(command)}"]
     server = Launched(argv, env=environment(), cwd=folder)
@@ -125,7 +125,7 @@ def test_servers_run_until_they_are_stopped(folder, block):
         server.close()
 
 
-def test_markers_name_a_reason_or_a_file():
+def test_markers_on_pages_name_a_reason_or_a_file():
     for place, marker, commands in BLOCKS:
         kind, _, what = marker.partition(" ")
         assert kind in ("", "needs", "in", "until", "slow"), (place, marker)
@@ -154,7 +154,7 @@ def launches():
 
 
 @pytest.mark.parametrize(("place", "argv"), list(launches()))
-def test_options_exist(place, argv):
+def test_documented_elasticrun_options_exist(place, argv):
     try:
         parse(argv, {})
     except TextRequested:
@@ -163,7 +163,7 @@ def test_options_exist(place, argv):
         pytest.fail(f"{place}: {error}")
 
 
-def test_targets_of_make_exist():
+def test_documented_make_targets_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     commands = [command for block in BLOCKS for command in block.commands if command.startswith("make ")]
     assert len(commands) > 5
@@ -172,7 +172,7 @@ def test_targets_of_make_exist():
         assert named <= targets, command
 
 
-def test_commands_are_in_blocks_that_say_so():
+def test_commands_appear_only_in_blocks_with_a_language():
     """Blocks without a language and indented blocks contain no commands, because they would not be tested."""
     first = re.compile(
         r"\s*(?:\$ |elasticrun |torchrun |python3? |make |pip |curl |docker |kubectl |srun |sbatch )"

@@ -39,7 +39,7 @@ def good_records() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_account_of_a_good_run(demo, golden):
+def test_the_summary_of_a_good_run_matches_the_golden_file(demo, golden):
     story = demo.tell(0, good_lines(), good_records())
     assert story.broken == []
     golden("demo", {"account of a good run": "\n".join(story.account)})
@@ -70,7 +70,7 @@ BROKEN: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize(("complaint", "change"), BROKEN, ids=[complaint for complaint, _ in BROKEN])
-def test_every_broken_promise_is_named(demo, complaint, change):
+def test_the_summary_names_every_unexpected_result(demo, complaint, change):
     story = demo.tell(*change(good_lines(), good_records()))
     assert [each for each in story.broken if complaint in each]
 
@@ -78,7 +78,7 @@ def test_every_broken_promise_is_named(demo, complaint, change):
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.timeout(300)
-def test_the_demo_keeps_its_promises(run_demo, tmp_path):
+def test_the_demo_runs_as_documented(run_demo, tmp_path):
     printed = run_demo("ddp_digits/demo.py", "--keep", tmp_path)
     assert "stamp up" not in printed
     assert "  training resumed after epoch 2, from its checkpoint\n" in printed

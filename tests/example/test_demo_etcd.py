@@ -13,7 +13,7 @@ from helpers.procs import reap_adopted
     [(("--epochs=10",), (3, 2)), (("--epochs=16", "--hosted"), (3, 2, 3))],
     ids=["etcd of a site", "hosted"],
 )
-def test_an_agent_and_a_member_of_etcd_are_killed(run_demo, options, worlds):
+def test_training_continues_after_an_agent_and_an_etcd_member_are_killed(run_demo, options, worlds):
     if etcd.binary() is None:
         pytest.skip("needs etcd")
     printed = run_demo("ddp_multinode/demo_etcd.py", *options)

@@ -21,7 +21,7 @@ threads in the kernel: state, name, wait channel, stack
 """
 
 
-def test_a_good_run_is_told(demo):
+def test_the_summary_of_a_good_run_shows_the_hung_rank(demo):
     story = demo.tell(0, GOOD, EVIDENCE)
     assert story.broken == []
     assert '    File "train.py", line 94 in hang_if_told' in story.account
@@ -40,11 +40,11 @@ def test_a_good_run_is_told(demo):
         (0, 3, GOOD[3].replace("98.61", "95.00"), EVIDENCE, "the accuracy is not above 95.0 %"),
     ],
 )
-def test_a_broken_promise_is_named(demo, exitcode, line, instead, evidence, broken):
+def test_the_summary_names_an_unexpected_result(demo, exitcode, line, instead, evidence, broken):
     lines = [*GOOD[:line], instead, *GOOD[line + 1 :]]
     assert demo.tell(exitcode, lines, evidence).broken == [broken]
 
 
 @pytest.mark.slow
-def test_the_demo_keeps_its_promises(run_demo, tmp_path):
+def test_the_demo_runs_as_documented(run_demo, tmp_path):
     assert "in barrier" in run_demo("hang/demo.py", "--keep", tmp_path)

@@ -20,7 +20,7 @@ PLACES = [
 @pytest.mark.torch
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", PLACES)
-def test_a_host_is_cut_off_and_comes_back(run_demo, tmp_path, options):
+def test_training_continues_while_a_host_is_disconnected_and_rejoins(run_demo, tmp_path, options):
     if not options and (reason := hosts.why_not()):
         pytest.skip(reason)
     # Use the folder name of a fresh clone, because the project's name is then part of every script's path.

@@ -28,7 +28,7 @@ def tell(demo):
     return demo.tell
 
 
-def test_the_account_names_who_stayed_and_how_long_it_took(tell):
+def test_the_summary_names_the_surviving_workers_and_the_recovery_time(tell):
     account, broken = tell(FINAL, lines(*DEATH) + FINAL)
     assert broken == []
     assert any(re.search(r"\b1, 2, 3\b.*\b5\b", line) for line in account)
@@ -46,11 +46,11 @@ def test_the_account_names_who_stayed_and_how_long_it_took(tell):
     ],
     ids=["another end", "all were restarted", "a step was left out", "nobody died", "it failed"],
 )
-def test_a_broken_promise_is_reported(tell, stamps, end):
+def test_the_summary_reports_an_unexpected_result(tell, stamps, end):
     assert tell(FINAL, lines(*stamps) + end)[1]
 
 
 @pytest.mark.slow
-def test_the_demo_keeps_its_promises(run_demo):
+def test_the_demo_runs_as_documented(run_demo):
     text = run_demo("train_state/demo.py")
     assert re.search(r"[\d.]+ ms from the kill", text)

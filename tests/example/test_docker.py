@@ -29,7 +29,7 @@ def stages():
     return found
 
 
-def test_the_image_starts_a_valid_command_line_without_root_and_without_a_shell():
+def test_the_image_runs_a_valid_command_without_root_or_a_shell():
     *_, (*steps, entrypoint, command) = stages()
     image = dict(steps)
     assert (image["USER"], image["STOPSIGNAL"]) == ("train", "SIGTERM")
@@ -38,7 +38,7 @@ def test_the_image_starts_a_valid_command_line_without_root_and_without_a_shell(
     assert script in {Path(source).name for source in image["COPY"].split()[:-1]}
 
 
-def test_the_build_context_has_what_is_copied():
+def test_the_build_context_contains_all_copied_files():
     ignored = DOCKERFILE.with_suffix(".dockerignore").read_text(encoding="utf-8").splitlines()
     allowed = [line.removeprefix("!") for line in ignored if line.startswith("!")]
     copies = [arguments.split()[:-1] for stage in stages() for name, arguments in stage if name == "COPY"]

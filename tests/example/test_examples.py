@@ -34,7 +34,7 @@ def run_line(example):
 
 
 @pytest.mark.parametrize("example", SCRIPTS)
-def test_the_first_lines_have_a_valid_command_line(example):
+def test_each_example_starts_with_a_valid_command_line(example):
     args = parse([*run_line(example), str(EXAMPLES / example)], {})
     assert args.nnodes == (1, 1)
 
@@ -71,7 +71,7 @@ def test_fsdp2_resumes_with_another_number_of_ranks(train):
 
 
 @pytest.mark.timeout(180)
-def test_a_killed_data_loader_fails_its_rank_and_none_is_left(train):
+def test_a_killed_data_loader_fails_its_rank_and_no_loader_remains(train):
     options = ("--standalone", "--warm", "auto", "--nproc-per-node", "2", "--max-restarts", "1")
     output = train("data_loaders", *options, epochs=2, accident="1:24:loader")
     assert "resumed after epoch 1\n" in output
@@ -85,7 +85,7 @@ def test_a_killed_data_loader_fails_its_rank_and_none_is_left(train):
     "example",
     ["fsdp2", "data_loaders", *(pytest.param(each, marks=pytest.mark.frameworks) for each in FRAMEWORKS)],
 )
-def test_an_example_ends_the_same_with_and_without_an_accident(train, example):
+def test_an_example_gives_the_same_result_with_and_without_a_failure(train, example):
     options = run_line(f"{example}.py")
     calm = train(example, *options, checkpoints="calm")
     assert "resumed" not in calm

@@ -36,7 +36,7 @@ def epochs(job):
     return [int(number) for number in re.findall(r"^epoch (\d+): loss", job.stdout, re.MULTILINE)]
 
 
-def test_the_tutorial_has_a_run_a_failure_and_a_restart(launch, script):
+def test_the_tutorial_commands_succeed_fail_and_restart_as_described(launch, script):
     plain, failing, restarting = commands()
     env = {"OMP_NUM_THREADS": "1"}
     job = launch(*plain, script, env=env, cwd=script.parent).exits(0, timeout=120)
@@ -52,7 +52,7 @@ def test_the_tutorial_has_a_run_a_failure_and_a_restart(launch, script):
     assert epochs(job)[resumed - EPOCHS :] == list(range(resumed, EPOCHS))
 
 
-def test_the_quick_start_of_the_readme(launch, tmp_path):
+def test_the_quick_start_of_the_readme_runs(launch, tmp_path):
     text = (DOCS.parent / "README.md").read_text()
     script = tmp_path / "hello.py"
     script.write_text(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1])
@@ -67,7 +67,7 @@ def first_program(page):
     return re.search(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)[1]
 
 
-def test_the_program_that_trains_through_failures(launch, tmp_path):
+def test_the_first_program_in_train_md_runs(launch, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(first_program("train.md"))
     command, *_ = re.findall(
@@ -77,7 +77,7 @@ def test_the_program_that_trains_through_failures(launch, tmp_path):
     assert re.findall(r"^step (\d+): accuracy", job.stdout, re.MULTILINE) == ["200"]
 
 
-def test_the_program_that_launches_from_python(tmp_path):
+def test_the_first_program_in_python_md_runs(tmp_path):
     script = tmp_path / "launches.py"
     script.write_text(first_program("python.md"))
     done = run_program([sys.executable, script], timeout=120, env=clean_environment())

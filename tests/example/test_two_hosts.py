@@ -29,7 +29,7 @@ def host(tmp_path):
         each.close()
 
 
-def test_the_same_line_on_both(host):
+def test_the_same_command_line_on_two_hosts_forms_one_job(host):
     line = ("c10d", f"127.0.0.1:{ports.free()}", str(RANKS))
     agents = [host(*line), host(*line)]
     finish(agents, round_of(agents, [1, 1]))

@@ -49,7 +49,7 @@ def test_a_kernel_without_pidfds_is_refused_and_skips_the_other_checks(tmp_path)
     assert rows["count"]["outcome"] == "skipped"
 
 
-def test_the_wheel_is_what_is_tested_and_a_broken_one_fails(tmp_path):
+def test_the_checks_use_the_given_wheel_and_a_broken_wheel_fails(tmp_path):
     wheel = tmp_path / "elasticrs-0-py3-none-any.whl"
     info = "elasticrs-0.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
@@ -66,7 +66,7 @@ def test_the_wheel_is_what_is_tested_and_a_broken_one_fails(tmp_path):
     assert "ended before" in row["detail"]
 
 
-def test_a_machine_without_a_gpu_is_refused_in_one_line(tmp_path):
+def test_a_machine_without_a_gpu_is_refused(tmp_path):
     results = tmp_path / "results.json"
     done = run_kit(results, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 1

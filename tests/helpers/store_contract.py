@@ -22,14 +22,14 @@ class StoreContract:
         assert (one, none, pair(got), pair(found)) == (1, 0, ("k", b"1"), ("k", b"1"))
         assert found.create_revision == found.mod_revision == reply.revision
 
-    def test_a_transaction_whose_compares_fail_runs_the_other_operations(self, client: Any) -> None:
+    def test_a_transaction_whose_compares_fail_runs_the_else_operations(self, client: Any) -> None:
         made = client.put("k", b"v")
         compares = [("exists", "k"), ("value", "k", b"w")]
         reply = client.txn(compares, [("delete", "k")], [("get", "k"), ("get", "none")])
         found, none = reply.results
         assert (reply.ok, pair(found), found.create_revision, none) == (False, ("k", b"v"), made, None)
 
-    def test_compares(self, client: Any) -> None:
+    def test_each_compare_holds_or_fails_as_expected(self, client: Any) -> None:
         made, changed = client.put("k", b"1"), client.put("k", b"2")
         holds: list[Any] = [("create", "k", made), ("create", "none", 0), ("mod", "k", changed)]
         holds += [("mod", "none", 0), ("exists", "k"), ("missing", "none"), ("value", "k", b"2")]
@@ -50,19 +50,19 @@ class StoreContract:
         (found,) = client.txn(then=[("range", "a/", 1)]).results
         assert [each.key for each in found] == ["a/1"]
 
-    def test_the_predecessor_is_the_key_that_was_created_before(self, client: Any) -> None:
+    def test_the_predecessor_is_the_key_that_was_created_just_before(self, client: Any) -> None:
         for key in ("n/b", "n/a", "other", "n/c"):
             client.put(key)
         client.put("n/b", b"overwritten")
         found = client.txn(then=[("predecessor", "n/", key) for key in ("n/b", "n/a", "n/c", "none")])
         assert [each and each.key for each in found.results] == [None, "n/b", "n/a", None]
 
-    def test_the_last_by_name_of_keys_created_together_is_the_predecessor(self, client: Any) -> None:
+    def test_the_last_name_among_keys_created_together_is_the_predecessor(self, client: Any) -> None:
         client.txn(then=[("put", key, b"", False) for key in ("n/2", "n/3", "n/1")])
         found = client.txn(then=[("put", "n/0", b"", False), ("predecessor", "n/", "n/0")])
         assert found.results[1].key == "n/3"
 
-    def test_the_lease_ends_with_the_session(self, client: Any, other: Any) -> None:
+    def test_leased_keys_are_removed_when_the_session_closes(self, client: Any, other: Any) -> None:
         client.txn(then=[("put", f"mine/{n}", b"", n < 3) for n in (1, 2, 3)])
         found = other.watch("mine/", snapshot=True).results
         assert [each.key for each in found] == ["mine/1", "mine/2", "mine/3"]
@@ -75,14 +75,14 @@ class StoreContract:
         client.close()
         assert other.txn([("exists", "k")]).ok
 
-    def test_each_revision_is_reported_whole_once_and_in_order(self, client: Any, other: Any) -> None:
+    def test_each_revision_is_reported_completely_once_and_in_order(self, client: Any, other: Any) -> None:
         other.watch("a/")
         client.txn(then=[("put", key, key.encode(), False) for key in ("a/1", "x", "a/2")])
         client.put("a/1", b"3")
         assert sorted(other.changes()) == [("a/1", b"a/1"), ("a/2", b"a/2")]
         assert other.changes() == [("a/1", b"3")]
 
-    def test_a_watch_of_a_key_does_not_cover_longer_ones(self, client: Any, other: Any) -> None:
+    def test_an_exact_watch_does_not_cover_longer_keys(self, client: Any, other: Any) -> None:
         other.watch("k", exact=True)
         client.put("kk")
         client.put("k")
@@ -96,7 +96,7 @@ class StoreContract:
             found += [key for key, _ in other.changes()]
         assert found == [f"w/{index:02}" for index in range(20)]
 
-    def test_after_unwatch_nothing_is_reported(self, client: Any, other: Any) -> None:
+    def test_no_change_is_reported_after_unwatch(self, client: Any, other: Any) -> None:
         other.watch("k")
         other.inner.unwatch("k")
         other.watch("end")

@@ -75,7 +75,7 @@ def test_every_agent_reports_the_error_of_the_worker_that_failed_first(
     job.assert_empty()
 
 
-def test_restarts_are_counted_for_the_job_wherever_workers_fail(formed):
+def test_all_nodes_share_one_restart_budget(formed):
     job, agents, workers = formed(2, max_restarts=2)
     for count, agent in enumerate((agents[0], agents[1]), 1):
         job.tell(on(agent, workers), FAIL)
@@ -91,7 +91,7 @@ def test_restarts_are_counted_for_the_job_wherever_workers_fail(formed):
 # --- success ---
 
 
-def test_an_agent_may_die_after_its_workers_have_finished(formed):
+def test_killing_an_agent_after_its_workers_finished_does_not_fail_the_job(formed):
     job, agents, workers = formed(2)
     job.tell(on(agents[1], workers), SUCCEED)
     store = agents[0].host
@@ -101,7 +101,7 @@ def test_an_agent_may_die_after_its_workers_have_finished(formed):
     job.finish(agents[:1], on(agents[0], workers))
 
 
-def test_a_node_that_joins_while_the_host_of_the_store_lingers_learns_of_the_success(formed):
+def test_a_late_node_learns_of_the_success_while_the_store_host_waits(formed):
     job, agents, workers = formed(2)
     job.tell(on(agents[1], workers), SUCCEED)
     store = agents[0].host
@@ -122,7 +122,7 @@ def test_a_node_that_joins_while_the_host_of_the_store_lingers_learns_of_the_suc
     job.assert_empty()
 
 
-def test_a_finished_node_waits_no_longer_than_the_exit_barrier(formed):
+def test_a_finished_node_exits_after_the_exit_barrier_timeout(formed):
     job, agents, workers = formed(2, "--exit-barrier-timeout", "1")
     job.tell(on(agents[1], workers), SUCCEED)
     assert job.ended(agents[1]) == [0]
@@ -132,7 +132,7 @@ def test_a_finished_node_waits_no_longer_than_the_exit_barrier(formed):
     job.finish(agents[:1], on(agents[0], workers))
 
 
-def test_a_spare_reports_that_it_waits_until_the_job_ends(formed):
+def test_a_spare_node_reports_that_it_waits_until_the_job_ends(formed):
     job, agents, workers = formed(2)
     (spare,) = job.start(agents[1].host)
     job.line(spare, r"spare.* round 1 .* 2 nodes")

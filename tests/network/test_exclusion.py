@@ -37,7 +37,7 @@ def texts(job):
 
 
 @pytest.mark.parametrize("failing", ["node1", "node2"])
-def test_a_spare_takes_the_place_of_an_unfit_node_wherever_the_failure_was(with_spare, tmp_path, failing):
+def test_a_spare_replaces_an_unfit_node_wherever_the_failure_was(with_spare, tmp_path, failing):
     job, (first, unfit, spare), workers = with_spare(*OPTIONS)
     (tmp_path / "node2.bad").touch()
     job.tell([worker for worker in workers if worker.host == failing], FAIL)
@@ -51,7 +51,7 @@ def test_a_spare_takes_the_place_of_an_unfit_node_wherever_the_failure_was(with_
     job.finish((first, spare), again)
 
 
-def test_the_job_shrinks_if_there_is_no_spare(formed, tmp_path):
+def test_the_job_continues_without_an_unfit_node_if_there_is_no_spare(formed, tmp_path):
     job, (first, second, unfit), workers = formed(3, *OPTIONS, "--restart-delay", "0.5s", nnodes="2:3")
     (tmp_path / "node3.bad").touch()
     job.tell(workers[1:2], FAIL)
@@ -62,7 +62,7 @@ def test_the_job_shrinks_if_there_is_no_spare(formed, tmp_path):
     job.finish((first, second), again)
 
 
-def test_a_node_that_is_needed_stays_and_fails_with_the_code_of_an_unfit_node(formed, tmp_path):
+def test_an_unfit_node_that_is_needed_stays_and_exits_with_code_193(formed, tmp_path):
     job, (first, second), workers = formed(2, *OPTIONS, max_restarts=1)
     (tmp_path / "node2.bad").touch()
     job.tell(workers[1:], FAIL)
@@ -72,7 +72,7 @@ def test_a_node_that_is_needed_stays_and_fails_with_the_code_of_an_unfit_node(fo
         assert text.count(f"node2 {KEPT} (without it, fewer than 2 nodes") == 1, job.story("not said once")
 
 
-def test_nobody_is_excluded_if_most_nodes_are_unfit(formed, tmp_path):
+def test_no_node_is_excluded_if_most_nodes_are_unfit(formed, tmp_path):
     job, agents, workers = formed(3, *OPTIONS, nnodes="1:3")
     for name in ("node2", "node3"):
         (tmp_path / f"{name}.bad").touch()
@@ -85,7 +85,7 @@ def test_nobody_is_excluded_if_most_nodes_are_unfit(formed, tmp_path):
 
 
 @pytest.mark.parametrize("succeeds", [True, False])
-def test_the_host_of_the_store_stays_without_workers(formed, tmp_path, succeeds):
+def test_an_unfit_node_that_hosts_the_store_stays_without_workers(formed, tmp_path, succeeds):
     job, (host, *others), workers = formed(3, *OPTIONS, nnodes="2:3", max_restarts=2)
     (tmp_path / "node1.bad").touch()
     job.tell(workers[:1], FAIL)
@@ -112,7 +112,7 @@ def test_no_more_nodes_are_excluded_than_allowed(formed, tmp_path):
     job.finish(agents[:2], workers)
 
 
-def test_checks_that_hang_or_print_100_megabytes(hosts, multinode, tmp_path):
+def test_a_hanging_check_excludes_no_node_and_long_check_output_is_shortened(hosts, multinode, tmp_path):
     machines = hosts(3)
     job = multinode(machines[0], "2:3", "--exit-codes", "verdict", "--node-check-timeout", "20")
     hangs = "sh -c 'test ! -e node2.bad || exec sleep 600'"
@@ -135,9 +135,7 @@ def test_checks_that_hang_or_print_100_megabytes(hosts, multinode, tmp_path):
     job.finish(agents[:2], again)
 
 
-def test_a_node_that_alone_cannot_import_a_module_is_excluded_the_second_time(
-    hosts, multinode, worker_script
-):
+def test_a_node_that_alone_lacks_a_module_is_excluded_after_two_failures(hosts, multinode, worker_script):
     script = """
         import os, signal
         if os.uname().nodename == "node2":
@@ -156,7 +154,7 @@ def test_a_node_that_alone_cannot_import_a_module_is_excluded_the_second_time(
     job.assert_empty()
 
 
-def test_a_node_that_alone_cannot_execute_the_program_is_excluded_the_second_time(hosts, multinode, tmp_path):
+def test_a_node_that_alone_cannot_run_the_program_is_excluded_after_two_tries(hosts, multinode, tmp_path):
     good, broken = tmp_path / "good", tmp_path / "broken"
     good.write_text("#!/bin/sh\ntest $WORLD_SIZE = 1 || exec sleep 600\n")
     broken.write_text("#!/no/such/mount/python\n")

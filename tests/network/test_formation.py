@@ -19,7 +19,7 @@ def by_host(workers):
 
 
 @pytest.mark.parametrize("is_ipv6_only", [False, True], ids=["IPv4", "IPv6"])
-def test_two_nodes_form_and_finish(hosts, multinode, is_ipv6_only):
+def test_two_nodes_form_a_job_and_finish(hosts, multinode, is_ipv6_only):
     first, second = hosts(2, is_ipv6_only=is_ipv6_only)
     job = multinode(first, "2", "--role", "trainer", nproc=2)
     agents = job.start(second, first)
@@ -35,7 +35,7 @@ def test_two_nodes_form_and_finish(hosts, multinode, is_ipv6_only):
 
 
 @pytest.mark.beyond_torchrun
-def test_ranks_follow_the_natural_order_of_names_not_the_order_of_arrival(hosts, multinode):
+def test_ranks_follow_the_natural_order_of_host_names(hosts, multinode):
     machines = hosts(11)
     job = multinode(machines[0], "11")
     agents = job.start(*reversed(machines))
@@ -53,7 +53,7 @@ def test_nodes_may_have_different_numbers_of_workers(hosts, multinode):
     job.finish(agents, workers)
 
 
-def test_two_agents_on_one_host(hosts, multinode):
+def test_two_agents_on_one_host_join_the_same_job(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "3")
     agents = job.start(first, first, second)
@@ -62,7 +62,7 @@ def test_two_agents_on_one_host(hosts, multinode):
     job.finish(agents, workers)
 
 
-def test_the_store_may_come_last(hosts, multinode):
+def test_the_node_that_hosts_the_store_may_start_last(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2")
     with relay_on(second, first, PORT) as relay:
@@ -74,7 +74,7 @@ def test_the_store_may_come_last(hosts, multinode):
 
 @pytest.mark.slow
 @pytest.mark.beyond_torchrun
-def test_the_name_of_the_endpoint_may_become_known_late(network, multinode):
+def test_agents_wait_until_the_endpoint_name_can_be_resolved(network, multinode):
     net = network(2)
     job = multinode(net.hosts[0], "2")
     agents = job.start(*net.hosts, endpoint=f"late:{PORT}")
@@ -89,7 +89,7 @@ def test_the_name_of_the_endpoint_may_become_known_late(network, multinode):
 
 @pytest.mark.slow
 @pytest.mark.beyond_torchrun
-def test_the_name_of_the_endpoint_may_lead_elsewhere_at_first(network, multinode):
+def test_agents_follow_a_changed_address_of_the_endpoint_name(network, multinode):
     net = network(3)
     net.name(moving=net.hosts[2])
     job = multinode(net.hosts[0], "2")
@@ -102,7 +102,7 @@ def test_the_name_of_the_endpoint_may_lead_elsewhere_at_first(network, multinode
 
 @pytest.mark.slow
 @pytest.mark.beyond_torchrun
-def test_an_agent_that_becomes_the_host_late_ends_if_its_port_cannot_be_bound(network, multinode):
+def test_an_agent_that_becomes_store_host_late_fails_if_it_cannot_listen(network, multinode):
     net = network(1)
     job = multinode(net.hosts[0], "2", conf={"bind_addr": "10.77.0.99"})
     (agent,) = job.start(*net.hosts, endpoint=f"late:{PORT}")
@@ -112,7 +112,7 @@ def test_an_agent_that_becomes_the_host_late_ends_if_its_port_cannot_be_bound(ne
     job.line(agent, f"cannot listen on 10.77.0.99:{PORT}: ")
 
 
-def test_agents_need_not_reach_each_other_but_the_store(network, multinode):
+def test_agents_need_to_reach_only_the_store(network, multinode):
     net = network(3)
     net.separate(*net.hosts[1:])
     job = multinode(net.hosts[0], "3")
@@ -130,7 +130,7 @@ def fail_once(job, agents, workers):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_delay_of_200_ms(hosts, multinode, impair):
+def test_a_job_runs_over_a_network_with_200_ms_delay(hosts, multinode, impair):
     first, second = hosts(2)
     job = multinode(first, "2")
     impair(second, seed=1, delay=0.2, jitter=0.02)
@@ -141,7 +141,7 @@ def test_a_delay_of_200_ms(hosts, multinode, impair):
 
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("seed", range(3))
-def test_lost_repeated_and_reordered_packets(hosts, multinode, impair, seed):
+def test_a_job_runs_despite_lost_duplicated_and_reordered_packets(hosts, multinode, impair, seed):
     first, second, third = hosts(3)
     job = multinode(first, "3")
     relays = [
@@ -155,7 +155,7 @@ def test_lost_repeated_and_reordered_packets(hosts, multinode, impair, seed):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_slow_connection_to_the_store(hosts, multinode):
+def test_a_job_runs_over_a_slow_connection_to_the_store(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2")
     with relay_on(second, first, PORT) as relay:
@@ -168,7 +168,7 @@ def test_a_slow_connection_to_the_store(hosts, multinode):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_slow_node_delays_the_restart_and_is_part_of_it(hosts, multinode):
+def test_a_node_that_stops_slowly_takes_part_in_the_restart(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2", "--shutdown-timeout", "2")
     agents = job.start(first) + job.start(second, env={"STUBBORN": "1"})

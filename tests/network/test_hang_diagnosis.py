@@ -33,7 +33,7 @@ distributed.destroy_process_group()
 DIAGNOSIS = re.compile(r"round 1 hung: (.*)")
 
 
-def test_a_node_that_has_died_does_not_delay_the_others_and_is_named(hosts, multinode, worker_script):
+def test_the_other_nodes_name_a_dead_node_in_the_hang_diagnosis(hosts, multinode, worker_script):
     machines = hosts(3)
     script = worker_script(SCRIPT)
     job = multinode(machines[0], "2:3", "--hang-timeout=2", max_restarts=1, script=script)

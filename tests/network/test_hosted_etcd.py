@@ -32,7 +32,7 @@ def hosting(hosts, multinode):
     return job, machines, workers
 
 
-def test_the_machine_with_rank_0_is_lost_and_comes_back(hosting):
+def test_the_host_of_rank_0_can_be_lost_and_rejoin(hosting):
     job, machines, workers = hosting
     # If rank 0 runs on the node without an etcd member, power off the first node instead.
     by_name = {agent.host.name: agent for agent in job.agents[:3]}
@@ -55,7 +55,7 @@ def test_the_machine_with_rank_0_is_lost_and_comes_back(hosting):
     job.finish(agents, workers)
 
 
-def test_the_job_ends_and_names_the_majority_when_it_is_lost(hosting):
+def test_a_job_that_loses_the_etcd_majority_fails_with_that_reason(hosting):
     job, machines, _ = hosting
     left = [agent for agent in job.agents if agent.host not in machines[:2]]
     for machine in machines[:2]:

@@ -31,7 +31,7 @@ def test_hosts_reach_each_other_by_address_and_name(hosts, is_ipv6_only):
         assert "inet 10." not in first.run("ip", "address", "show").stdout
 
 
-def test_a_host_knows_nothing_of_the_machine(hosts):
+def test_a_simulated_host_is_isolated_from_the_machine(hosts):
     machine = socket.gethostname()
     (host,) = hosts(1)
     links = [
@@ -43,7 +43,7 @@ def test_a_host_knows_nothing_of_the_machine(hosts):
     assert "gaierror" in asked.stderr
 
 
-def test_a_cable_that_is_pulled_is_silent(hosts):
+def test_a_pulled_cable_delays_data_without_closing_connections(hosts):
     first, second = hosts(2)
     with serving(first) as server, connecting(second, first.address, peer=server) as client:
         second.link_down()
@@ -61,7 +61,7 @@ def test_a_cable_that_is_pulled_is_silent(hosts):
         assert first.can_reach(second)
 
 
-def test_a_program_that_dies_closes_its_connections_unless_the_whole_host_does(hosts):
+def test_a_killed_program_closes_its_connections_but_a_dead_host_does_not(hosts):
     first, second, third = hosts(3)
     with serving(first) as server, connecting(second, first.address, peer=server) as client:
         second.kill(client.pid)
@@ -72,7 +72,7 @@ def test_a_program_that_dies_closes_its_connections_unless_the_whole_host_does(h
         assert server.tell("peek 0.3") == "NOTHING"
 
 
-def test_only_processes_of_a_host_are_killed_through_it(hosts):
+def test_a_host_kills_only_its_own_processes(hosts):
     first, second = hosts(2)
     with serving(first) as server:
         with pytest.raises(AssertionError, match="does not run on node2"):
@@ -83,7 +83,7 @@ def test_only_processes_of_a_host_are_killed_through_it(hosts):
             assert [each.pid for each in second.processes()] == [client.pid]
 
 
-def test_hosts_can_be_separated_from_each_other_alone(network):
+def test_two_hosts_can_be_separated_without_affecting_a_third(network):
     net = network(3)
     first, second, third = net.hosts
     net.separate(second, third)
@@ -94,7 +94,7 @@ def test_hosts_can_be_separated_from_each_other_alone(network):
     assert third.can_reach(second)
 
 
-def test_two_networks_have_the_same_addresses_and_do_not_meet(network):
+def test_two_networks_with_the_same_addresses_are_isolated(network):
     one, other = network(2), network(2)
     with serving(one.hosts[0]) as server:
         refused = other.hosts[1].run(
@@ -116,7 +116,7 @@ def mounts_and_names():
     return Path("/proc/self/mounts").read_text(encoding="utf-8"), socket.gethostname()
 
 
-def test_a_network_leaves_nothing(tmp_path):
+def test_a_closed_network_leaves_nothing_behind(tmp_path):
     before = snapshot(), links_of_the_machine(), mounts_and_names()
     network = Network(tmp_path, 3)
     network.hosts[0].link_down()
@@ -129,7 +129,7 @@ def test_a_network_leaves_nothing(tmp_path):
     assert not namespaces & {network_of(each.pid) for each in procs.descendants(os.getpid())}
 
 
-def test_leftovers_of_a_test_on_a_host_are_named_and_killed(tmp_path):
+def test_leftover_processes_on_a_host_are_named_and_killed(tmp_path):
     network = Network(tmp_path, 1)
     (host,) = network.hosts
     with subprocess.Popen([*host.prefix(), "sleep", "1000"]) as left:
@@ -152,7 +152,7 @@ sys.stdin.read()
 """
 
 
-def test_nothing_outlives_a_killed_test_run(tmp_path):
+def test_no_process_of_a_network_outlives_a_killed_test_run(tmp_path):
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNER, tmp_path],

@@ -116,7 +116,7 @@ def pods(network, launch, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [of_job, of_job_set, of_train_job, of_pytorch_job])
-def test_the_pods_of_a_manifest_meet(pods, kind):
+def test_the_pods_of_a_manifest_form_one_job(pods, kind):
     launched, hosts = pods(kind)
     workers = round_of(launched, [1] * len(launched))
     assert [(each.rank, each.world) for each in workers] == [(n, len(hosts)) for n in range(len(hosts))]
@@ -127,7 +127,7 @@ def test_the_pods_of_a_manifest_meet(pods, kind):
 
 
 @pytest.mark.parametrize("kind", [of_train_job, of_pytorch_job])
-def test_a_lost_pod_of_kubeflow_is_replaced_without_a_restart(pods, kind):
+def test_the_other_kubeflow_pod_notices_a_lost_pod_and_waits_for_nodes(pods, kind):
     """The other pods notice the loss, which they would not do with torchrun's static rendezvous."""
     launched, hosts = pods(kind, "--rdzv-conf=keep_alive_interval=0.4")
     round_of(launched, [1, 1])
@@ -148,7 +148,7 @@ def test_a_job_set_continues_without_one_pod(pods):
     finish(launched[:3], workers)
 
 
-def test_ranks_of_a_worker_are_told_by_the_rendezvous(pods):
+def test_worker_ranks_come_from_the_rendezvous_and_not_from_the_pod(pods):
     # A PyTorchJob sets RANK and WORLD_SIZE, but they are meant for programs that run without a launcher.
     launched, _ = pods(of_pytorch_job, "--nproc-per-node=2")
     told = [Worker.parse(each[1]) for agent in launched for each in agent.wait_for_lines(READY.pattern, 2)]

@@ -15,7 +15,7 @@ def three(formed):
 
 
 @pytest.mark.parametrize(("which", "conf"), [(2, {"drain": "job"}), (0, {})], ids=["on request", "host"])
-def test_a_signal_ends_the_whole_job_if_that_is_wanted_or_the_node_hosts_the_store(three, which, conf):
+def test_sigterm_ends_the_whole_job_with_drain_job_or_on_the_store_host(three, which, conf):
     job, agents, workers = three(**conf)
     agents[which].signal(signal.SIGTERM)
     assert 0 not in job.ended()
@@ -27,7 +27,7 @@ def test_a_signal_ends_the_whole_job_if_that_is_wanted_or_the_node_hosts_the_sto
     job.assert_empty()
 
 
-def test_without_the_agent_that_hosts_the_store_every_agent_ends_and_names_it(three):
+def test_every_agent_ends_and_names_the_store_if_its_host_is_killed(three):
     job, agents, workers = three(store_lost_timeout=2, keep_alive_interval=0.4)
     agents[0].signal(signal.SIGKILL)
     codes = job.ended(*agents[1:])

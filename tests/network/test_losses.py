@@ -22,7 +22,7 @@ def test_a_killed_worker_restarts_all_nodes_together(formed):
     job.finish(agents, again)
 
 
-def test_failures_everywhere_at_once_cost_one_restart(formed):
+def test_simultaneous_failures_on_all_nodes_cost_one_restart(formed):
     job, agents, workers = formed(3)
     job.tell(workers, FAIL)
     again = job.formed(*agents)
@@ -30,7 +30,7 @@ def test_failures_everywhere_at_once_cost_one_restart(formed):
     job.finish(agents, again)
 
 
-def test_a_replacement_takes_the_ranks_of_a_lost_node(hosts, network, multinode):
+def test_a_new_node_takes_the_ranks_of_a_lost_node(hosts, network, multinode):
     net = network(3)
     first, second, third = net.hosts
     job = multinode(first, "3", nproc=2)
@@ -46,7 +46,7 @@ def test_a_replacement_takes_the_ranks_of_a_lost_node(hosts, network, multinode)
     job.finish(now, again)
 
 
-def test_a_spare_steps_in(hosts, multinode):
+def test_a_spare_replaces_a_lost_node(hosts, multinode):
     first, second, third = hosts(3)
     job = multinode(first, "2")
     agents = job.start(first, second)
@@ -61,7 +61,7 @@ def test_a_spare_steps_in(hosts, multinode):
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, KILL], ids=["SIGTERM", "SIGKILL"])
-def test_up_and_down_again(hosts, multinode, how):
+def test_a_job_grows_and_shrinks_without_charging_a_restart(hosts, multinode, how):
     first, second, third = hosts(3)
     job = multinode(first, "2:3")
     agents = job.start(first, second)
@@ -79,7 +79,7 @@ def test_up_and_down_again(hosts, multinode, how):
     job.finish(agents[:2], again)
 
 
-def test_a_node_that_is_done_waits_for_the_others_and_is_not_lost(formed):
+def test_a_finished_node_waits_for_the_others(formed):
     job, agents, workers = formed(2)
     job.tell(workers[1:], SUCCEED)
     procs.assert_gone(pids(workers[1:]))
@@ -87,7 +87,7 @@ def test_a_node_that_is_done_waits_for_the_others_and_is_not_lost(formed):
     job.finish(agents, workers[:1])
 
 
-def test_a_failure_after_a_node_was_done_restarts_that_node_too(formed):
+def test_a_failure_also_restarts_a_node_that_has_finished(formed):
     job, agents, workers = formed(2)
     job.tell(workers[1:], SUCCEED)
     procs.assert_gone(pids(workers[1:]))

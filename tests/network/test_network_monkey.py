@@ -97,7 +97,7 @@ class Monkey:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_job_recovers_from_everything(hosts, multinode, tmp_path, seed):
+def test_the_job_recovers_from_random_faults(hosts, multinode, tmp_path, seed):
     print(f"seed {seed}")
     monkey = Monkey(multinode, hosts(3), tmp_path, seed)
     for _ in range(ACTS):

@@ -42,13 +42,13 @@ signal.pause()
     ],
     ids=["no store", "no name", "no answer"],
 )
-def test_a_store_that_cannot_be_reached_is_named(hosts, multinode, endpoint, tokens):
+def test_an_unreachable_store_is_named_in_the_error(hosts, multinode, endpoint, tokens):
     first, second = hosts(2)
     job = multinode(first, "2", conf=SOON)
     says(job, *job.start(second, endpoint=endpoint), *tokens)
 
 
-def test_the_port_is_taken_on_the_host_of_the_store(hosts, multinode):
+def test_a_taken_port_on_the_store_host_is_named_in_the_error(hosts, multinode):
     (host,) = hosts(1)
     job = multinode(host, "2", conf=SOON)
     with serving(host, PORT):
@@ -62,14 +62,14 @@ def test_the_port_is_taken_on_the_host_of_the_store(hosts, multinode):
     [HTTP, pytest.param((sys.executable, "-c", TCPSTORE), marks=pytest.mark.torch)],
     ids=["http", "torch"],
 )
-def test_another_server_answers(hosts, multinode, server):
+def test_another_server_at_the_endpoint_is_reported(hosts, multinode, server):
     first, second = hosts(2)
     job = multinode(first, "2", conf=SOON)
     with running_on(first, *server):
         says(job, *job.start(second), "10.77.0.1:29400", "another program")
 
 
-def test_a_wrong_token(hosts, multinode):
+def test_an_agent_with_a_wrong_token_is_refused(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2")
     (right,) = job.start(first, env={"ELASTICRS_TOKEN": "correct"})
@@ -81,7 +81,7 @@ def test_a_wrong_token(hosts, multinode):
     job.finish((right, late), job.formed(right, late))
 
 
-def test_another_run(hosts, multinode):
+def test_an_agent_with_another_run_id_is_refused(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "2")
     (right,) = job.start(first)
@@ -91,7 +91,7 @@ def test_another_run(hosts, multinode):
     job.finish((right, late), job.formed(right, late))
 
 
-def test_too_few_nodes(hosts, multinode):
+def test_too_few_nodes_are_reported_after_the_join_timeout(hosts, multinode):
     first, second = hosts(2)
     job = multinode(first, "3", conf={"join_timeout": 2})
     for agent in job.start(first, second):

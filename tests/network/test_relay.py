@@ -61,7 +61,7 @@ def test_a_stalled_relay_keeps_the_connection_and_loses_nothing(relayed):
     assert server.tell("receive") == "RECEIVED b'hello'"
 
 
-def test_one_direction_alone_can_be_stalled(relayed):
+def test_one_direction_of_a_relay_can_be_stalled_alone(relayed):
     _, relay, server, client = relayed
     relay.set(is_stalled_up=True)
     assert client.tell("send hello") == "SENT"
@@ -78,7 +78,7 @@ def test_a_relay_resets_both_sides(relayed):
     assert relay.counts()["open"] == 0
 
 
-def test_a_relay_forwards_the_end_of_one_side(relayed):
+def test_a_relay_forwards_a_half_close(relayed):
     _, _, server, client = relayed
     assert client.tell("send-bulk 10 1").startswith("BULK")
     assert server.tell("receive-bulk").startswith("BULK 10 ")
@@ -86,7 +86,7 @@ def test_a_relay_forwards_the_end_of_one_side(relayed):
     assert client.tell("receive") == "RECEIVED b'hello'"
 
 
-def test_new_connections_are_refused_or_hang(relayed):
+def test_a_relay_can_refuse_new_connections_or_let_them_hang(relayed):
     client_host, relay, server, _ = relayed
     relay.set(new="refuse")
     source = "import socket, sys; s = socket.create_connection(('node2', int(sys.argv[1]))); "
@@ -106,13 +106,13 @@ def fates(seed, how, count=20_000):
     return [how.deliveries(chance) for _ in range(count)]
 
 
-def test_the_fate_of_packets_depends_on_the_seed_alone():
+def test_packet_impairments_depend_only_on_the_seed():
     how = Impairment(loss=0.05, duplicate=0.02, reorder=0.1, delay=0.1, jitter=0.01)
     assert fates("a", how) == fates("a", how)
     assert fates("a", how) != fates("b", how)
 
 
-def test_the_measured_shares_equal_the_settings():
+def test_the_measured_impairment_rates_match_the_settings():
     found = fates("a", Impairment(loss=0.05, duplicate=0.1, reorder=0.2, reorder_by=1.0, delay=0.5))
     assert len([each for each in found if not each]) == pytest.approx(1000, abs=200)
     arrived = [each for each in found if each]
@@ -121,12 +121,12 @@ def test_the_measured_shares_equal_the_settings():
     assert {each[0] for each in arrived} == {0.5, 1.5}
 
 
-def test_a_change_of_one_share_moves_no_other_fate():
+def test_changing_the_duplicate_rate_does_not_change_which_packets_are_lost():
     few, many = fates("a", Impairment(loss=0.05)), fates("a", Impairment(loss=0.05, duplicate=0.5))
     assert [not each for each in few] == [not each for each in many]
 
 
-def test_tcp_copes_with_loss_repetition_and_reordering(hosts, impair):
+def test_tcp_transfers_all_data_despite_loss_duplication_and_reordering(hosts, impair):
     first, second = hosts(2)
     relay = impair(second, seed=1, loss=0.05, duplicate=0.05, reorder=0.1, reorder_by=0.005)
     with serving(first) as server, connecting(second, first.address, peer=server) as client:
@@ -141,7 +141,7 @@ def test_tcp_copes_with_loss_repetition_and_reordering(hosts, impair):
 
 
 @pytest.mark.parametrize("is_ipv6_only", [False, True], ids=["IPv4", "IPv6"])
-def test_packets_are_delayed_and_the_cable_can_be_put_back(hosts, impair, is_ipv6_only):
+def test_a_packet_relay_delays_packets_and_can_be_removed(hosts, impair, is_ipv6_only):
     first, second = hosts(2, is_ipv6_only=is_ipv6_only)
     with serving(first) as server, connecting(second, first.address, peer=server) as client:
         server.order("echo")

@@ -48,7 +48,7 @@ def test_a_signal_to_the_first_agent_ends_its_node_alone(led, signum):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_first_agent_is_killed_at_a_random_moment_of_forming(led, seed):
+def test_the_job_forms_if_the_leader_is_killed_at_a_random_moment(led, seed):
     job, leader, others = led
     leader.launched.read_for(random.Random(seed).uniform(0.0, 1.5))
     leader.signal(KILL)
@@ -58,7 +58,7 @@ def test_the_first_agent_is_killed_at_a_random_moment_of_forming(led, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_first_agent_is_killed_while_a_restart_is_under_way(led, seed):
+def test_the_job_continues_if_the_leader_is_killed_during_a_restart(led, seed):
     job, leader, others = led
     job.tell(job.formed(leader, *others)[-1:], FAIL)
     leader.launched.read_for(random.Random(seed).uniform(0.0, 0.1))
@@ -71,7 +71,7 @@ def test_the_first_agent_is_killed_while_a_restart_is_under_way(led, seed):
     job.finish(others, again)
 
 
-def test_agents_are_replaced_one_at_a_time(apart):
+def test_all_agents_can_be_replaced_one_at_a_time(apart):
     job, machines, _ = apart
     agents = job.start(*machines)
     job.formed(*agents)
@@ -84,7 +84,7 @@ def test_agents_are_replaced_one_at_a_time(apart):
     job.finish(agents, workers)
 
 
-def test_the_host_of_the_store_is_cut_off_for_a_while(apart):
+def test_a_disconnected_store_host_stops_the_workers_until_it_returns(apart):
     job, machines, net = apart
     store_host = net.hosts[-1]
     agents = job.start(*machines)
@@ -98,7 +98,7 @@ def test_the_host_of_the_store_is_cut_off_for_a_while(apart):
     job.finish(agents, again)
 
 
-def test_all_agents_lose_each_other_but_not_the_store(apart):
+def test_a_job_continues_if_agents_can_reach_only_the_store(apart):
     job, machines, net = apart
     agents = job.start(*machines)
     workers = job.formed(*agents)
@@ -134,7 +134,7 @@ def test_all_agents_end_and_name_the_store_when_it_is_lost(hosts, multinode, bef
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
-def test_the_store_is_killed_at_a_random_moment(hosts, multinode, seed):
+def test_all_agents_fail_and_name_a_store_killed_at_a_random_moment(hosts, multinode, seed):
     *machines, store_host = hosts(3)
     job = multinode(store_host, "2", conf={**QUICK, "store_lost_timeout": 2, "join_timeout": 4})
     with store_on(store_host) as store:
@@ -149,7 +149,7 @@ def test_the_store_is_killed_at_a_random_moment(hosts, multinode, seed):
 
 
 @pytest.mark.slow
-def test_a_bad_network_between_the_nodes_and_the_store(hosts, multinode, impair):
+def test_a_job_restarts_over_a_bad_network_to_the_store(hosts, multinode, impair):
     *machines, store_host = hosts(3)
     impair(store_host, seed=1, delay=0.05, jitter=0.01, loss=0.05, duplicate=0.02)
     with store_on(store_host):

@@ -32,7 +32,7 @@ def takes_it_in_again(job, agents):
     job.finish(agents, again)
 
 
-def test_a_host_that_is_cut_off_is_given_up_fences_itself_and_comes_back(three):
+def test_a_disconnected_host_is_dropped_kills_its_workers_and_rejoins(three):
     job, agents, workers = three
     host = agents[2].host
     host.link_down()
@@ -43,7 +43,7 @@ def test_a_host_that_is_cut_off_is_given_up_fences_itself_and_comes_back(three):
     takes_it_in_again(job, agents)
 
 
-def test_a_short_cut_is_not_noticed(three):
+def test_a_short_disconnection_does_not_affect_the_job(three):
     job, agents, workers = three
     host = agents[2].host
     host.link_down()
@@ -52,7 +52,7 @@ def test_a_short_cut_is_not_noticed(three):
     job.finish(agents, workers)
 
 
-def test_a_host_that_loses_power_is_given_up(three):
+def test_a_host_that_loses_power_is_dropped_from_the_job(three):
     job, agents, _ = three
     agents[2].host.power_off()
     again = goes_on_with_two(job, agents)
@@ -61,7 +61,7 @@ def test_a_host_that_loses_power_is_given_up(three):
     job.finish(agents[:2], again)
 
 
-def test_below_the_minimum_the_others_stop_and_wait(formed):
+def test_workers_stop_and_wait_if_too_few_nodes_remain(formed):
     job, agents, workers = formed(2, conf=QUICK)
     agents[1].host.link_down()
     procs.assert_gone(pids(workers))
@@ -71,7 +71,7 @@ def test_below_the_minimum_the_others_stop_and_wait(formed):
     job.finish(agents, again)
 
 
-def test_a_stopped_agent_is_given_up_and_its_workers_are_killed_for_it(three):
+def test_a_paused_agent_is_dropped_and_its_workers_are_killed(three):
     job, agents, workers = three
     agents[2].signal(signal.SIGSTOP)
     agents[2].launched.wait_stopped()
@@ -94,7 +94,7 @@ def relayed(hosts, multinode):
 
 
 @pytest.mark.parametrize("stalled", [("up", "down"), ("up",), ("down",)], ids=" and ".join)
-def test_a_connection_that_is_half_open_or_works_one_way(relayed, stalled):
+def test_a_node_with_a_stalled_connection_is_dropped_and_rejoins(relayed, stalled):
     job, agents, workers, relay = relayed
     relay.set(**{f"is_stalled_{direction}": True for direction in stalled})
     goes_on_with_two(job, agents)
@@ -103,7 +103,7 @@ def test_a_connection_that_is_half_open_or_works_one_way(relayed, stalled):
     takes_it_in_again(job, agents)
 
 
-def test_a_connection_that_is_reset_costs_nothing(relayed):
+def test_connection_resets_do_not_affect_the_job(relayed):
     job, agents, workers, relay = relayed
     for number in range(1, 4):
         relay.reset()
@@ -111,7 +111,7 @@ def test_a_connection_that_is_reset_costs_nothing(relayed):
     job.finish(agents, workers)
 
 
-def test_new_connections_that_hang(relayed):
+def test_a_node_whose_reconnects_hang_is_dropped_and_rejoins(relayed):
     job, agents, _, relay = relayed
     relay.set(new="hang")
     relay.reset()

@@ -22,7 +22,7 @@ def hosts_by_rank(workers):
 
 
 @pytest.mark.parametrize("is_ipv6_only", [False, True], ids=["IPv4", "IPv6"])
-def test_ranks_are_given_and_the_address_is_that_of_rank_0(hosts, multinode, is_ipv6_only):
+def test_nodes_get_their_given_ranks_and_the_address_of_rank_0(hosts, multinode, is_ipv6_only):
     first, second, third = hosts(3, is_ipv6_only=is_ipv6_only)
     job = multinode(second, "3", conf={"join_timeout": 60})
     agents = [start(job, host, rank) for host, rank in ((third, 1), (first, 2), (second, 0))]
@@ -33,7 +33,7 @@ def test_ranks_are_given_and_the_address_is_that_of_rank_0(hosts, multinode, is_
 
 
 @pytest.mark.beyond_torchrun
-def test_a_host_that_was_cut_off_comes_back_with_its_rank(hosts, multinode):
+def test_a_disconnected_host_rejoins_with_its_rank(hosts, multinode):
     first, second, third = hosts(3)
     job = multinode(first, "3", conf=QUICK)
     agents = [start(job, host, rank) for host, rank in ((first, 0), (third, 1), (second, 2))]
@@ -48,7 +48,7 @@ def test_a_host_that_was_cut_off_comes_back_with_its_rank(hosts, multinode):
 
 
 @pytest.mark.beyond_torchrun
-def test_a_host_is_replaced_by_another_one_with_its_rank(network, multinode):
+def test_a_new_host_can_replace_a_lost_host_with_its_rank(network, multinode):
     net = network(3)
     first, second, third = net.hosts
     job = multinode(first, "3", conf=QUICK)

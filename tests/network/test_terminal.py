@@ -53,7 +53,7 @@ def foreground():
     os.close(ours)
 
 
-def test_ctrl_c_ends_the_job_on_both(foreground):
+def test_ctrl_c_ends_a_job_of_two_foreground_agents(foreground):
     foreground.until("READY ", 4)
     foreground.press(b"\x03")
     foreground.until("CODES 1 1")

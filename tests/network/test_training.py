@@ -56,7 +56,7 @@ class Training:
         self.job.assert_empty(*(agent.host for agent in agents))
 
 
-def test_an_agent_is_killed_and_replaced(network, multinode):
+def test_training_continues_after_an_agent_is_killed_and_replaced(network, multinode):
     net = network(3)
     training = Training(multinode, net.hosts, "3")
     step = training.goes_on(3)
@@ -67,7 +67,7 @@ def test_an_agent_is_killed_and_replaced(network, multinode):
     training.finish(agents)
 
 
-def test_up_and_down_again(hosts, multinode):
+def test_training_continues_when_a_node_joins_and_leaves(hosts, multinode):
     first, second, third = hosts(3)
     training = Training(multinode, (first, second), "2:3", "--warm=auto")
     step = training.goes_on(2)
@@ -79,7 +79,7 @@ def test_up_and_down_again(hosts, multinode):
     training.finish(training.agents)
 
 
-def test_lost_packets_and_a_killed_worker(hosts, multinode, impair):
+def test_training_continues_with_lost_packets_and_a_killed_worker(hosts, multinode, impair):
     first, second = hosts(2)
     impair(second, seed=1, loss=0.02, duplicate=0.02, reorder=0.05, delay=0.002)
     training = Training(multinode, (first, second), "2")

@@ -59,7 +59,7 @@ def test_a_permanent_failure_ends_the_job_on_all_nodes(
     job.assert_empty()
 
 
-def test_a_signal_during_a_restart_delay_does_not_hide_the_charge(hosts, multinode, worker_script):
+def test_a_signal_during_a_restart_delay_still_reports_the_charged_restart(hosts, multinode, worker_script):
     machines = hosts(2)
     options = ("--restart-delay", "1h", "--drain", "job")
     job = multinode(machines[0], "2", *options, script=worker_script(SAME_AGAIN))

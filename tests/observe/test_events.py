@@ -35,7 +35,7 @@ def listener(monkeypatch):
         logging.getLogger(f"torchelastic-events-{name}").removeHandler(listener)
 
 
-def test_an_event_survives_its_json():
+def test_an_event_survives_serialization_to_json():
     event = Event("a", EventSource.WORKER, 5, {"number": 1, "nothing": None, "text": "ü"})
     assert Event.deserialize(event.serialize()) == event
     assert Event.deserialize(event) is event
@@ -55,7 +55,7 @@ def test_an_invalid_event_is_refused(text, error):
 
 
 @pytest.mark.torch
-def test_names_signatures_and_json_are_torchs(torch_programs):
+def test_event_names_signatures_and_json_match_torch(torch_programs):
     names = (
         *("record", "record_rdzv_event", "construct_and_record_rdzv_event", "get_logging_handler"),
         *("Event", "RdzvEvent", "EventSource", "NodeState"),
@@ -71,7 +71,7 @@ print(events.Event("a", events.EventSource.AGENT, 5, {"x": [1, None], "u": "\\u0
     assert handlers._log_handlers.keys() >= {"console", "dynamic_rendezvous", "null"}
 
 
-def test_an_event_is_stamped_when_it_is_recorded(listener):
+def test_an_event_gets_its_timestamp_when_it_is_recorded(listener):
     handlers._log_handlers["mine"] = listener
     before = time.time_ns() // 1_000_000
     mine = Event("a", EventSource.AGENT)
@@ -83,12 +83,12 @@ def test_an_event_is_stamped_when_it_is_recorded(listener):
     assert mine.timestamp == 0
 
 
-def test_the_console_takes_bare_json(capsys):
+def test_the_console_handler_writes_bare_json(capsys):
     handlers.ConsoleHandler().handle(logging.makeLogRecord({"msg": "{}"}))
     assert capsys.readouterr().err == "{}\n"
 
 
-def test_a_line_of_a_file_is_one_write_and_a_failure_is_on_the_disk(listener, tmp_path, monkeypatch):
+def test_failure_events_in_a_file_are_synced_to_disk(listener, tmp_path, monkeypatch):
     path, synced = tmp_path / "events", []
     monkeypatch.setattr(os, "fsync", synced.append)
     destination = f"file:{path}"
@@ -104,7 +104,7 @@ def test_a_line_of_a_file_is_one_write_and_a_failure_is_on_the_disk(listener, tm
     handlers._log_handlers[destination].close()
 
 
-def test_a_full_file_is_reported_once(listener, caplog):
+def test_a_full_disk_under_an_event_file_is_reported_once(listener, caplog):
     destination = "file:/dev/full"
     for _ in range(3):
         events.record(Event("a", EventSource.AGENT, 5), destination)
@@ -114,7 +114,7 @@ def test_a_full_file_is_reported_once(listener, caplog):
     handlers._log_handlers[destination].close()
 
 
-def test_an_unread_fifo_is_refused_and_a_full_one_does_not_block(listener, tmp_path):
+def test_an_event_fifo_without_a_reader_is_refused_and_a_full_fifo_never_blocks(listener, tmp_path):
     path = tmp_path / "fifo"
     os.mkfifo(path)
     with pytest.raises(OSError, match="No such device"):
@@ -153,7 +153,7 @@ def lines_of(handler):
         return file.read().splitlines()
 
 
-def test_lines_that_a_thread_writes_keep_their_order_and_are_all_written(behind):
+def test_the_writer_thread_writes_all_event_lines_in_order(behind):
     for number in range(1000):
         behind.handle(logging.makeLogRecord({"msg": str(number)}))
     assert lines_of(behind) == []
@@ -165,7 +165,7 @@ def test_lines_that_a_thread_writes_keep_their_order_and_are_all_written(behind)
     assert lines_of(behind)[-1] == "last"
 
 
-def test_lines_beyond_the_queue_are_dropped_and_reported_once(behind, monkeypatch, caplog):
+def test_event_lines_beyond_the_queue_limit_are_dropped_and_reported_once(behind, monkeypatch, caplog):
     from elasticrs.events import behind as module
 
     monkeypatch.setattr(module, "MOST", 3)
@@ -177,7 +177,7 @@ def test_lines_beyond_the_queue_are_dropped_and_reported_once(behind, monkeypatc
     assert len([record for record in caplog.records if record.name == "elasticrs.events"]) == 1
 
 
-def test_a_forked_child_writes_by_itself(behind):
+def test_a_forked_child_writes_its_own_event_lines(behind):
     behind.handle(logging.makeLogRecord({"msg": "parent"}))
     child = os.fork()
     if child == 0:
@@ -192,7 +192,7 @@ def test_a_forked_child_writes_by_itself(behind):
     assert lines_of(behind) == ["child", "parent"]
 
 
-def test_the_first_of_two_agents_to_end_leaves_the_thread_to_the_other(behind):
+def test_the_writer_thread_runs_until_the_last_of_two_agents_ends(behind):
     behind.write_behind()
     os.close(os.open(behind.gate, os.O_RDONLY | os.O_NONBLOCK))
     behind.was_open = True
@@ -204,7 +204,7 @@ def test_the_first_of_two_agents_to_end_leaves_the_thread_to_the_other(behind):
     assert lines_of(behind) == ["a"]
 
 
-def test_an_event_of_a_rendezvous_names_its_caller(listener, monkeypatch):
+def test_a_rendezvous_event_names_its_caller(listener, monkeypatch):
     asked = []
     monkeypatch.setattr(events, "fq_hostname", lambda: asked.append(1) or "here")
     events.construct_and_record_rdzv_event("job", "nobody listens", NodeState.RUNNING)
@@ -221,7 +221,7 @@ def test_an_event_of_a_rendezvous_names_its_caller(listener, monkeypatch):
     assert "ValueError: lost" in event.error_trace
 
 
-def test_the_resolver_is_asked_once_and_not_for_long(monkeypatch):
+def test_the_host_name_is_resolved_once_with_a_time_limit(monkeypatch):
     monkeypatch.setattr(hostname, "_known", {})
     asked = []
     monkeypatch.setattr(socket, "getfqdn", lambda: asked.append(1) or "name.of.this.host")

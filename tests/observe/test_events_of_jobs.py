@@ -51,7 +51,7 @@ def of_console(text):
     return [line for line in text.splitlines() if line.startswith('{"name"')]
 
 
-def test_a_job_that_restarts_and_succeeds(launch, worker_script, tmp_path):
+def test_a_job_that_restarts_and_succeeds_records_the_expected_events(launch, worker_script, tmp_path):
     path = tmp_path / "events.jsonl"
     before = path.parent.stat().st_mtime
     launch(
@@ -81,7 +81,7 @@ def test_a_job_that_restarts_and_succeeds(launch, worker_script, tmp_path):
     assert {event["metadata"]["role"] for event in events} == {"trainer"}
 
 
-def test_a_worker_that_fails_and_one_that_is_stopped_for_it(launch, worker_script):
+def test_failed_and_stopped_workers_are_recorded_with_their_exit_codes(launch, worker_script):
     job = launch(
         "--nproc-per-node=2", worker_script(FAILS_AND_HANGS), env={"PET_EVENT_LOG_HANDLER": "console"}
     ).exits(1)
@@ -95,7 +95,7 @@ def test_a_worker_that_fails_and_one_that_is_stopped_for_it(launch, worker_scrip
     assert json.loads(failed["raw_error"])["message"]
 
 
-def test_a_job_that_is_stopped_by_a_signal(launch, worker_script):
+def test_a_job_stopped_by_a_signal_is_recorded_as_failed(launch, worker_script):
     job = launch(
         "--event-log-handler=console",
         worker_script("""
@@ -112,7 +112,7 @@ def test_a_job_that_is_stopped_by_a_signal(launch, worker_script):
     assert last["metadata"]["raw_error"] == "stopped by SIGTERM"
 
 
-def test_workers_that_cannot_be_started(launch, tmp_path):
+def test_a_failed_start_of_workers_is_recorded(launch, tmp_path):
     program = tmp_path / "program"
     program.write_text("#!/no/such/interpreter\n")
     program.chmod(0o755)
@@ -122,7 +122,7 @@ def test_workers_that_cannot_be_started(launch, tmp_path):
     assert "could not execute" in events[-1]["metadata"]["raw_error"]
 
 
-def test_a_timer_that_expires(launch, worker_script):
+def test_an_expired_timer_is_recorded(launch, worker_script):
     job = launch(
         "--event-log-handler=console",
         worker_script("""
@@ -146,7 +146,7 @@ def test_a_timer_that_expires(launch, worker_script):
     assert (inner["scope_id"], inner["signal"]) == ("epoch", str(int(signal.SIGKILL)))
 
 
-def test_a_worker_that_hangs(launch, worker_script):
+def test_a_hung_worker_is_recorded(launch, worker_script):
     job = launch(
         *("--event-log-handler=console", "--hang-timeout=1", "--max-restarts=1"),
         worker_script("""
@@ -166,7 +166,7 @@ def test_a_worker_that_hangs(launch, worker_script):
     assert json.loads(events[-2]["metadata"]["raw_error"])["message"] == told["message"]
 
 
-def test_what_failed_is_on_the_disk(launch, worker_script, tmp_path):
+def test_failure_events_of_a_job_are_synced_to_disk(launch, worker_script, tmp_path):
     program = """
         import os, runpy
         sync = os.fsync
@@ -211,7 +211,7 @@ def hanging_disk(launch, worker_script, tmp_path):
     return start
 
 
-def test_a_disk_that_hangs_does_not_hold_up_a_restart(hanging_disk, tmp_path):
+def test_a_hanging_disk_does_not_delay_a_restart(hanging_disk, tmp_path):
     job = hanging_disk(
         """
         import os, sys
@@ -228,13 +228,13 @@ def test_a_disk_that_hangs_does_not_hold_up_a_restart(hanging_disk, tmp_path):
     assert written[-2:] == ["WORKER SUCCEEDED", "AGENT SUCCEEDED"]
 
 
-def test_a_disk_that_hangs_for_good_does_not_keep_the_agent(hanging_disk, tmp_path):
+def test_a_permanently_hanging_disk_does_not_keep_the_agent_from_exiting(hanging_disk, tmp_path):
     job = hanging_disk("import sys; sys.exit(3)", "--nproc-per-node=2")
     assert job.wait() == 1
     assert f"{tmp_path / 'events.jsonl'}: " in job.stderr
 
 
-def test_an_unread_console_delays_nothing(launch, worker_script, tmp_path):
+def test_an_unread_console_does_not_delay_the_job(launch, worker_script, tmp_path):
     script = worker_script("""
         import os
         for _ in range(3):
@@ -268,13 +268,13 @@ class Handler(logging.Handler):
     return handled
 
 
-def test_a_handler_of_a_package(handled):
+def test_an_event_handler_from_a_package_is_used(handled):
     job = handled("os.write(1, b'mine: ' + record.getMessage().encode() + b'\\n')")
     lines = [line.removeprefix("mine: ") for line in job.stdout.splitlines() if line.startswith("mine: ")]
     assert names(read(lines))[-1] == "AGENT SUCCEEDED"
 
 
-def test_a_failing_handler_is_reported_once_and_the_job_continues(handled):
+def test_a_failing_event_handler_is_reported_once_and_the_job_continues(handled):
     job = handled("raise RuntimeError('no')")
     assert len(re.findall(r"EventRecorder .*RuntimeError\('no'\)", job.stderr)) == 1
 
@@ -289,7 +289,7 @@ def shape(value):
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("body", [FAILS_ONCE, FAILS_AND_HANGS])
-def test_keys_order_and_types_are_those_of_torchrun(worker_script, tmp_path, body):
+def test_event_keys_order_and_types_match_torchrun(worker_script, tmp_path, body):
     told = {}
     options = ["--nproc-per-node=2", "--max-restarts=1", "--event-log-handler=console"]
     for name, command in LAUNCHERS.items():

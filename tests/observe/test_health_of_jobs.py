@@ -74,7 +74,7 @@ RATES = """
 
 @pytest.mark.slow
 @pytest.mark.beyond_torchrun
-def test_rates_of_workers_and_the_slowest_one(launch, worker_script, samples_of):
+def test_status_shows_the_rates_of_workers_and_the_slowest_worker(launch, worker_script, samples_of):
     job = launch(
         *("--nproc-per-node=3", "--health-check-port=0", "--on-failure=replace", worker_script(RATES))
     )
@@ -108,7 +108,7 @@ def release(job, pids):
     assert job.wait() == 0, job.stderr
 
 
-def test_a_job_that_runs(launch, worker_script):
+def test_health_endpoints_describe_a_running_job(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS), "--role=trainer", "--max-restarts=3")
     code, health = get_json(port, "/healthz")
     assert (code, health["alive"], health["limit_seconds"]) == (200, True, 60.0)
@@ -131,7 +131,7 @@ def test_a_job_that_runs(launch, worker_script):
         get(port, "/healthz")
 
 
-def test_the_page_of_metrics_is_prometheus(launch, worker_script, samples_of):
+def test_the_metrics_page_contains_prometheus_samples_of_the_job(launch, worker_script, samples_of):
     run_id = 'a "quoted" \\ name'
     options = ("--tee=3", "--max-restarts=3", f"--rdzv-id={run_id}", "--rdzv-backend=c10d")
     job, port, pids = start(launch, worker_script(WAITS), *options, "--rdzv-endpoint=localhost:0")
@@ -154,7 +154,7 @@ def test_the_page_of_metrics_is_prometheus(launch, worker_script, samples_of):
     release(job, pids)
 
 
-def test_a_failure_and_a_restart(launch, worker_script, samples_of):
+def test_status_and_metrics_show_a_failure_and_a_restart(launch, worker_script, samples_of):
     job, port, pids = start(launch, worker_script(WAITS), "--tee=1", "--max-restarts=2/1h")
     status = status_of(port)
     assert (status["job"]["max_restarts"], status["job"]["restart_window"]) == (2, 3600)
@@ -192,7 +192,7 @@ FAILS_TWICE = """
 """
 
 
-def test_failures_with_their_exceptions_and_files(launch, worker_script, tmp_path):
+def test_status_shows_failures_with_exceptions_and_error_files(launch, worker_script, tmp_path):
     job = launch(
         *("--nproc-per-node=2", "--max-restarts=2", "--health-check-port=0", f"--log-dir={tmp_path}"),
         worker_script(FAILS_TWICE),
@@ -217,7 +217,7 @@ def test_failures_with_their_exceptions_and_files(launch, worker_script, tmp_pat
     ("modules", "is_warm", "why"),
     [("off", None, None), ("colorsys", True, None), ("auto", False, "nothing .*worker.py.*")],
 )
-def test_whether_workers_start_warm_and_why_not(launch, worker_script, modules, is_warm, why):
+def test_status_shows_whether_workers_start_warm_and_why_not(launch, worker_script, modules, is_warm, why):
     script = worker_script(WAITS if modules != "auto" else f"def main():\n{WAITS}\nmain()")
     job, port, pids = start(launch, script, f"--warm={modules}")
     status = status_of(port)
@@ -227,7 +227,7 @@ def test_whether_workers_start_warm_and_why_not(launch, worker_script, modules, 
     release(job, pids)
 
 
-def test_a_worker_that_is_paused(launch, worker_script):
+def test_status_shows_a_paused_worker(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS))
 
     def states():
@@ -243,7 +243,7 @@ def test_a_worker_that_is_paused(launch, worker_script):
     release(job, pids)
 
 
-def test_a_timer_that_expires_is_counted(launch, worker_script, samples_of):
+def test_status_and_metrics_count_an_expired_timer(launch, worker_script, samples_of):
     script = worker_script("""
         import os, signal
         from elasticrs import timer
@@ -280,7 +280,7 @@ BEATS = """
 """
 
 
-def test_a_worker_that_hangs(launch, worker_script, samples_of):
+def test_status_and_metrics_show_a_hung_worker(launch, worker_script, samples_of):
     job, port, pids = start(
         launch, worker_script(BEATS), "--hang-timeout=1", "--max-restarts=1", nproc=2, restart=1
     )
@@ -303,7 +303,7 @@ def test_a_worker_that_hangs(launch, worker_script, samples_of):
     release(job, pids)
 
 
-def test_a_runtime_that_hangs_is_no_live_agent(launch, worker_script):
+def test_an_agent_whose_runtime_thread_hangs_is_reported_as_not_alive(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS), "--health-check-timeout=0.2")
     wait_until_answers(port, "/healthz")
     with held(thread_of(job.pid, "elasticrs")):
@@ -320,7 +320,7 @@ def trickle(port):
     return client
 
 
-def test_clients_that_hang_hold_up_nothing(launch, worker_script):
+def test_hanging_clients_do_not_delay_the_health_server_or_the_job(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS), "--max-restarts=1")
     stuck = [trickle(port) for _ in range(200)]
     os.kill(pids[0], signal.SIGKILL)
@@ -334,7 +334,7 @@ def test_clients_that_hang_hold_up_nothing(launch, worker_script):
         client.close()
 
 
-def test_a_client_that_reads_nothing_is_dropped(launch, worker_script):
+def test_clients_that_read_nothing_do_not_block_the_health_server(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS))
     clients = []
     for _ in range(70):
@@ -349,7 +349,7 @@ def test_a_client_that_reads_nothing_is_dropped(launch, worker_script):
         client.close()
 
 
-def test_requests_that_are_not_a_plain_get(launch, worker_script):
+def test_unusual_http_requests_get_the_matching_status_code(launch, worker_script):
     job, port, pids = start(launch, worker_script(WAITS), nproc=1)
     for request, answer in (
         (b"POST /healthz HTTP/1.1\r\n\r\n", b"405"),
@@ -373,7 +373,7 @@ def test_requests_that_are_not_a_plain_get(launch, worker_script):
     release(job, pids)
 
 
-def test_it_listens_on_the_host_that_is_given(launch, worker_script):
+def test_the_health_server_listens_on_the_given_host(launch, worker_script):
     job = launch(
         *("--health-check-port=0", "--nproc-per-node=1", worker_script(WAITS)),
         env={"ELASTICRS_HEALTH_CHECK_HOST": "127.0.0.2"},
@@ -385,7 +385,7 @@ def test_it_listens_on_the_host_that_is_given(launch, worker_script):
     assert job.wait() == 0
 
 
-def test_torchs_variable_starts_the_server_and_a_taken_port_is_not_fatal(launch):
+def test_a_health_check_port_in_use_or_invalid_does_not_fail_the_job(launch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         job = launch("--no-python", "true", env={"TORCHELASTIC_HEALTH_CHECK_PORT": str(port)}).exits(0)
@@ -394,7 +394,7 @@ def test_torchs_variable_starts_the_server_and_a_taken_port_is_not_fatal(launch)
     assert "TORCHELASTIC_HEALTH_CHECK_PORT: got 'http'" in job.stderr
 
 
-def test_without_it_nothing_listens_and_nothing_is_loaded(launch, worker_script):
+def test_no_health_server_thread_runs_unless_requested(launch, worker_script):
     job = launch(worker_script(WAITS))
     line = job.wait_for_line(r"here 0 (\d+)")
     threads = [
@@ -406,7 +406,7 @@ def test_without_it_nothing_listens_and_nothing_is_loaded(launch, worker_script)
     assert job.wait() == 0
 
 
-def test_two_agents_of_a_job_each_have_their_own(launch, worker_script, samples_of):
+def test_each_agent_of_a_job_has_its_own_health_server(launch, worker_script, samples_of):
     command = (*meeting(), "--health-check-port=0", worker_script(WAITS))
     nodes = [launch(*command) for _ in range(2)]
     ports = [port_of(node) for node in nodes]

@@ -37,7 +37,7 @@ def serve():
 
 
 @pytest.mark.torch
-def test_names_and_arguments_are_torchs(torch_programs):
+def test_health_server_names_and_arguments_match_torch(torch_programs):
     names = ("HealthCheckServer", "create_healthcheck_server")
     ours = describe(health_check_server.__name__, *names)
     torchs = describe(TORCHS, *names, programs=torch_programs)
@@ -46,7 +46,7 @@ def test_names_and_arguments_are_torchs(torch_programs):
     assert [name for name, _, _ in ours["HealthCheckServer"][3:]] == ["host"]
 
 
-def test_it_starts_and_stops_any_number_of_times():
+def test_the_health_server_can_be_started_and_stopped_repeatedly():
     server = HealthCheckServer(time.time, 0, 60)
     server.stop()
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_it_starts_and_stops_any_number_of_times():
         assert server.alive_callback is time.time
 
 
-def test_progress_that_is_too_old_is_death(serve):
+def test_an_agent_with_outdated_progress_is_reported_as_not_alive(serve):
     server = serve(lambda: int(time.time()) - 100)
     code, health = get_json(server.port, "/healthz")
     assert (code, health["alive"]) == (503, False)
@@ -69,7 +69,7 @@ def test_progress_that_is_too_old_is_death(serve):
     assert " 10" in health["reason"]
 
 
-def test_a_callback_that_hangs_is_death_until_it_returns(serve):
+def test_an_agent_is_not_alive_while_its_alive_callback_hangs(serve):
     goes_on = threading.Event()
     called = threading.Event()
 
@@ -90,7 +90,7 @@ def test_a_callback_that_hangs_is_death_until_it_returns(serve):
     wait_until_answers(server.port, "/healthz")
 
 
-def test_a_callback_that_raises_is_death_and_is_called_once_for_each_question(serve, monkeypatch):
+def test_an_agent_is_not_alive_if_its_alive_callback_raises(serve, monkeypatch):
     asked, said = [], []
     # Do not keep log records: their tracebacks would hold the server's file descriptor open.
     monkeypatch.setattr(logging.getLogger("elasticrs.agent"), "exception", said.append)
@@ -107,7 +107,7 @@ def test_a_callback_that_raises_is_death_and_is_called_once_for_each_question(se
 
 
 @pytest.mark.parametrize("path", ["/status", "/metrics"])
-def test_status_is_served_only_under_names_of_this_machine(serve, path):
+def test_status_is_served_only_for_host_names_of_this_machine(serve, path):
     port = serve(time.time).port
     own = ("127.0.0.1", f"10.1.2.3:{port}", "[::1]:1", "localhost", "LOCALHOST.:80", socket.gethostname())
     for host in own:
@@ -118,13 +118,13 @@ def test_status_is_served_only_under_names_of_this_machine(serve, path):
         assert "--health-check-host" in text
 
 
-def test_probes_may_ask_under_any_name(serve):
+def test_health_probes_are_served_for_any_host_name(serve):
     port = serve(time.time).port
     assert get(port, "/healthz", host="job.cluster.example")[0] == 200
     assert get(port, "/readyz", host="job.cluster.example")[0] == 503
 
 
-def test_the_chosen_host_is_a_name_of_this_machine():
+def test_the_configured_host_counts_as_a_name_of_this_machine():
     # No hosts file contains `127.1`: the C library's resolver parses it as an address.
     server = _core.HealthServer("127.1", 0, 60.0)
     try:
@@ -134,7 +134,7 @@ def test_the_chosen_host_is_a_name_of_this_machine():
         server.close()
 
 
-def test_a_client_that_keeps_sending_is_closed_and_delays_no_other(serve):
+def test_a_client_that_keeps_sending_is_disconnected_and_delays_no_other(serve):
     port = serve(time.time).port
     with socket.create_connection(("127.0.0.1", port), timeout=HANG) as client:
         client.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
@@ -145,7 +145,7 @@ def test_a_client_that_keeps_sending_is_closed_and_delays_no_other(serve):
     assert get_json(port, "/healthz")[0] == 200
 
 
-def test_simultaneous_requests_wake_the_loop_once(serve):
+def test_simultaneous_requests_share_calls_of_the_alive_callback(serve):
     asked = []
     goes_on = threading.Event()
 
@@ -169,7 +169,7 @@ def test_simultaneous_requests_wake_the_loop_once(serve):
     assert len(asked) <= 3
 
 
-def test_an_invalid_status_is_refused():
+def test_invalid_values_for_the_status_page_are_refused():
     server = _core.HealthServer("127.0.0.1", 0, 60.0)
     with pytest.raises(ValueError, match="no JSON"):
         server.publish("HEALTHY", "{", None)
@@ -184,7 +184,7 @@ def test_an_invalid_status_is_refused():
     server.close()
 
 
-def test_a_forked_child_leaves_it_alone():
+def test_closing_the_server_in_a_forked_child_does_not_affect_the_parent():
     server = _core.HealthServer("127.0.0.1", 0, 60.0)
     pid = os.fork()
     if pid == 0:
@@ -247,7 +247,7 @@ def host(tmp_path):
         process.wait()
 
 
-def test_a_loop_that_hangs_turns_it_to_503(host, tmp_path):
+def test_the_health_check_returns_503_while_the_agent_loop_hangs(host, tmp_path):
     process = host("ours")
     with process.stdout:
         port = int(process.stdout.readline())
@@ -270,7 +270,7 @@ def test_a_loop_that_hangs_turns_it_to_503(host, tmp_path):
         assert process.wait() == 0
 
 
-def test_a_loop_that_is_already_stuck_is_503_at_the_first_request(host, tmp_path):
+def test_the_first_health_check_returns_503_if_the_agent_loop_already_hangs(host, tmp_path):
     process = host("stuck")
     with process.stdout:
         port = int(process.stdout.readline())
@@ -291,7 +291,7 @@ def test_a_loop_that_is_already_stuck_is_503_at_the_first_request(host, tmp_path
         assert process.wait() == 0
 
 
-def test_torchs_variable_serves_launches_from_python(tmp_path):
+def test_the_port_variable_of_torch_starts_the_server_for_python_launches(tmp_path):
     program = tmp_path / "host.py"
     program.write_text(
         "import json, os\n"

@@ -79,7 +79,7 @@ def release(job, pids):
     assert job.wait() == 0, job.stderr
 
 
-def test_bytes_of_all_attempts_are_counted(start, tmp_path):
+def test_log_bytes_of_all_attempts_are_counted(start, tmp_path):
     job, page = start("--nproc-per-node=2", "--redirects=3")
     page.until(stdout0=1000, stderr0=10, stdout1=2000, stderr1=10)
     assert page.samples("log_lines_total") == {}
@@ -97,7 +97,7 @@ def test_bytes_of_all_attempts_are_counted(start, tmp_path):
     release(job, pids)
 
 
-def test_streams_that_are_followed_are_counted_once_and_with_their_lines(start):
+def test_followed_streams_are_counted_once_and_with_their_lines(start):
     job, page = start("--nproc-per-node=2", "--redirects=3", "--tee=0:2")
     page.until(stdout0=1000, stderr0=10, stdout1=2000, stderr1=10)
     pids = page.workers()
@@ -105,7 +105,7 @@ def test_streams_that_are_followed_are_counted_once_and_with_their_lines(start):
     release(job, pids)
 
 
-def test_without_files_nothing_looks_at_them(start):
+def test_no_thread_measures_file_sizes_if_all_streams_are_followed(start):
     job, page = start("--nproc-per-node=1", "--tee=3")
     page.until(stdout0=1000, stderr0=10)
     pids = page.workers()
@@ -114,7 +114,7 @@ def test_without_files_nothing_looks_at_them(start):
     release(job, pids)
 
 
-def test_a_look_that_hangs_holds_up_neither_scrapes_nor_the_job(start):
+def test_a_hanging_size_check_delays_neither_scrapes_nor_the_job(start):
     job, page = start("--nproc-per-node=2", "--redirects=1", "--health-check-timeout=1000")
     page.until(stdout0=1000, stdout1=2000)
     pids = page.workers()
@@ -134,7 +134,7 @@ def test_a_look_that_hangs_holds_up_neither_scrapes_nor_the_job(start):
     release(job, pids)
 
 
-def test_a_look_that_hangs_does_not_keep_the_agent(start):
+def test_a_hanging_size_check_does_not_keep_the_agent_from_exiting(start):
     job, page = start("--nproc-per-node=1", "--redirects=3")
     page.until(stdout0=1000, stderr0=10)
     (pid,) = page.workers().values()
@@ -167,7 +167,7 @@ elastic_launch(config, sys.executable, server)(sys.argv[2])
 """
 
 
-def test_only_new_bytes_of_an_existing_file_count(launch, worker_script, tmp_path):
+def test_only_new_bytes_of_an_existing_log_file_are_counted(launch, worker_script, tmp_path):
     log = tmp_path / "own.log"
     log.write_bytes(b"-" * 100)
     waits = worker_script(WRITES.replace('os.write(1, b"x"', 'len(b"x"'))

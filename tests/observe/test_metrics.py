@@ -79,7 +79,7 @@ class Agent:
         return 5
 
 
-def test_a_group_has_a_handler_or_the_default(kept):
+def test_a_metric_group_uses_its_own_handler_or_the_default_handler(kept):
     other = Kept()
     metrics.configure(other, "mine")
     metrics.put_metric("a", 1)
@@ -90,13 +90,13 @@ def test_a_group_has_a_handler_or_the_default(kept):
     assert other.values[-1] == ("mine", "c", 3)
 
 
-def test_the_console_has_torchs_line(kept, capsys):
+def test_the_console_metric_handler_prints_the_same_line_as_torch(kept, capsys):
     data = metrics.MetricData(1.5, "group", "name", 7)
     metrics.ConsoleMetricHandler().emit(data)
     assert capsys.readouterr().out == "[1.5][group]: name=7\n"
 
 
-def test_a_function_is_measured_under_its_name(kept):
+def test_prof_measures_a_function_under_its_qualified_name(kept):
     assert fine(3) == 3
     assert fine.__doc__ == "Says so."
     names = [(group, name) for group, name, _ in kept.values]
@@ -105,14 +105,14 @@ def test_a_function_is_measured_under_its_name(kept):
     assert kept.values[2] == ("torchelastic", "Agent.work.success", 1)
 
 
-def test_a_failure_is_measured_and_raised(kept):
+def test_prof_measures_a_failure_and_raises_it_again(kept):
     with pytest.raises(ValueError, match="no"):
         broken()
     names = [(group, name) for group, name, _ in kept.values]
     assert names == [("mine", "test_metrics.broken.failure"), ("mine", "test_metrics.broken.duration.ms")]
 
 
-def test_what_is_deprecated_warns_and_works(kept):
+def test_deprecated_metric_functions_warn_and_work(kept):
     with pytest.warns(FutureWarning, match="Deprecated, use `put_metric"):
         metrics.publish_metric("mine", "a", 1)
     with pytest.warns(FutureWarning, match="Deprecated, use `@prof` instead"):
@@ -125,7 +125,7 @@ def test_what_is_deprecated_warns_and_works(kept):
     assert [name for _, name, _ in kept.values] == ["a", "measured.success", "measured.duration.ms"]
 
 
-def test_a_sink_gets_everything_beside_the_handlers(kept):
+def test_a_metric_sink_gets_every_value_in_addition_to_the_handlers(kept):
     got, others = [], []
     sinks = [lambda *value: got.append(value), lambda *value: others.append(value)]
     for sink in sinks:
@@ -142,7 +142,7 @@ def test_a_sink_gets_everything_beside_the_handlers(kept):
 
 
 @pytest.mark.torch
-def test_names_and_signatures_are_torchs(torch_programs):
+def test_metric_names_and_signatures_match_torch(torch_programs):
     for module, names in ((".api", api.__all__), ("", ["initialize_metrics"])):
         torchs = describe(f"{TORCHS}{module}", *names, programs=torch_programs)
         assert describe(f"elasticrs.metrics{module}", *names) == torchs
@@ -150,5 +150,5 @@ def test_names_and_signatures_are_torchs(torch_programs):
 
 
 @pytest.mark.torch
-def test_the_same_calls_emit_the_same(torch_programs):
+def test_the_same_calls_emit_the_same_metrics_as_in_torch(torch_programs):
     assert run(CALLS, "elasticrs.metrics") == run(CALLS, TORCHS, programs=torch_programs)

@@ -117,7 +117,7 @@ def test_the_lowest_step_is_reported_with_the_token_of_the_pod(job, authority):
 
 
 @pytest.mark.parametrize("cause", ["status", "authority", "token"])
-def test_a_report_that_fails_is_told_once_and_the_job_continues(job, authority, cause):
+def test_a_failed_progress_report_is_logged_once_and_the_job_continues(job, authority, cause):
     statuses = iter([403] * 5)
     with serving(authority.issue("kubeflow"), lambda: next(statuses, 200)) as (requests, port):
         # Pass an empty CA file, so that the certificate of the server cannot be verified.
@@ -141,7 +141,7 @@ def test_a_report_that_fails_is_told_once_and_the_job_continues(job, authority, 
         (b"", {"KUBEFLOW_TRAINER_SERVER_URL": "http://a\nb/"}, "InvalidURL"),
     ],
 )
-def test_every_failure_of_a_report_is_an_error_with_a_reason(tmp_path, answer, variables, said):
+def test_every_failed_progress_report_raises_an_error_with_a_reason(tmp_path, answer, variables, said):
     (tmp_path / "token").write_text("secret", encoding="ascii")
     with socket.create_server(("127.0.0.1", 0)) as server:
         environ = {
@@ -165,7 +165,7 @@ def test_every_failure_of_a_report_is_an_error_with_a_reason(tmp_path, answer, v
             thread.join()
 
 
-def test_a_server_that_does_not_answer_delays_nothing(job, authority):
+def test_an_unresponsive_progress_server_does_not_delay_the_job(job, authority):
     is_over = threading.Event()
 
     def hang():
@@ -190,7 +190,7 @@ def test_a_server_that_does_not_answer_delays_nothing(job, authority):
         ([2, 3], [7, 5], None),
     ],
 )
-def test_one_node_reports_what_it_knows(ranks, steps, metrics):
+def test_only_the_node_with_rank_0_reports_the_lowest_known_step(ranks, steps, metrics):
     attempt = SimpleNamespace(restarts=2, shown_ranks=lambda: dict(enumerate(ranks)))
     assert metrics_of(attempt, [SimpleNamespace(step=step) for step in steps]) == metrics
 
@@ -202,14 +202,14 @@ def test_one_node_reports_what_it_knows(ranks, steps, metrics):
         ([], {"KUBEFLOW_TRAINER_SERVER_URL": "https://a"}, "--hang-timeout"),
     ],
 )
-def test_a_line_says_why_nothing_is_reported(argv, variables, said):
+def test_a_notice_says_why_no_progress_is_reported(argv, variables, said):
     environ = {"ELASTICRS_KUBEFLOW_PROGRESS": "1", **variables}
     launched = resolve(parse([*argv, "-m", "this"], environ), {"PATH": "/bin", **environ})
     assert launched.observe.is_off
     assert any(said in line for line in launched.notices)
 
 
-def test_nothing_is_reported_unless_the_user_asks_for_it():
+def test_progress_is_reported_only_if_the_user_enables_it():
     for environ in ({}, {"ELASTICRS_KUBEFLOW_PROGRESS": "0"}):
         environ["KUBEFLOW_TRAINER_SERVER_URL"] = "https://a"
         launched = resolve(parse(["--hang-timeout=60", "-m", "this"], environ), {"PATH": "/bin", **environ})

@@ -55,7 +55,7 @@ def status_with(port, expected):
 SAMPLE = r'worker_cpu_seconds_total\{rank="(-?\d+)",local_rank="(\d+)"\}'
 
 
-def test_all_name_the_rank_of_the_last_meeting(launch, worker_script, tmp_path):
+def test_all_reports_name_the_rank_of_the_last_rendezvous(launch, worker_script, tmp_path):
     events = tmp_path / "events"
     job = launch(
         *("--nproc-per-node=2", "--max-restarts=2", "--on-failure=replace", "--health-check-port=0"),
@@ -83,7 +83,7 @@ def test_all_name_the_rank_of_the_last_meeting(launch, worker_script, tmp_path):
     assert found == [(5, str(pids[0]))]
 
 
-def test_a_worker_whose_rank_was_reassigned_shows_none(launch, worker_script):
+def test_a_worker_whose_rank_was_reassigned_is_shown_without_a_rank(launch, worker_script):
     job = launch(
         *("--nproc-per-node=2", "--on-failure=replace", "--health-check-port=0", worker_script(WORKER)),
         env={"SUM": "1"},
@@ -119,7 +119,7 @@ def test_the_report_distinguishes_two_workers_with_the_same_rank(launch, worker_
     assert re.search("^Stopped .*: rank 7 ", job.stderr, re.MULTILINE)
 
 
-def test_torchs_metrics_know_the_restarts_that_were_charged():
+def test_torch_metrics_count_the_restarts_that_were_used():
     values = {}
 
     def keep(_, name, value):

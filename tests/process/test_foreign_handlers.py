@@ -49,7 +49,7 @@ def start(folder: object, *scripts: str, tee: Std = Std.NONE) -> PContext:
     return start_processes("x", "sh", args, {rank: {"A": "b"} for rank in args}, specs)
 
 
-def test_a_factory_that_was_replaced_starts_the_programs(tmp_path, made, capsys):
+def test_a_replaced_subprocess_handler_factory_starts_the_programs(tmp_path, made, capsys):
     context = start(tmp_path, "echo $A", "true", tee=Std.OUT)
     assert isinstance(context, SubprocessContext)
     assert {rank: handler.proc.pid for rank, handler in context.subprocess_handlers.items()} == context.pids()
@@ -61,7 +61,7 @@ def test_a_factory_that_was_replaced_starts_the_programs(tmp_path, made, capsys)
     assert capsys.readouterr().out == "[x0]:b\n"
 
 
-def test_a_failure_stops_the_others_which_are_named(tmp_path):
+def test_a_failed_program_stops_the_others_and_reports_their_signals(tmp_path):
     context = start(tmp_path, "exec sleep 1000", "exit 3")
     result = context.wait(procs.HANG)
     assert result is not None
@@ -70,7 +70,7 @@ def test_a_failure_stops_the_others_which_are_named(tmp_path):
     procs.assert_gone(context.pids().values())
 
 
-def test_close_kills_a_worker_that_ignores_the_stop(tmp_path):
+def test_close_kills_a_worker_that_ignores_sigterm(tmp_path):
     ready = "trap '' TERM; : > $0; exec sleep 1000"
     gate = f"{tmp_path}/gate"
     os.mkfifo(gate)
@@ -83,7 +83,7 @@ def test_close_kills_a_worker_that_ignores_the_stop(tmp_path):
     assert (result.failures[0].exitcode, result.failures[0].sent_signal) == (-9, signal.SIGKILL)
 
 
-def test_a_start_that_fails_leaves_nothing():
+def test_a_failed_start_leaves_no_processes():
     before = {each.pid for each in procs.children()}
     args: dict[int, tuple[object, ...]] = {0: ("1000",), 1: (b"", 2)}
     with pytest.raises(TypeError):

@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("loop", ["events", "hooks"])
-def test_a_child_that_is_terminated_beside_an_agent_ends_alone(launch, loop):
+def test_terminating_a_forked_child_does_not_stop_the_agent(launch, loop):
     launched = launch("-c", HOST.replace("TIMES", str(TIMES)), loop, argv=[sys.executable]).exits(0)
     assert launched.stdout.splitlines() == ["CODES -15", "RESULT {0: None}"]
 
@@ -78,7 +78,7 @@ def code_of_a_terminated_child() -> int | None:
     return code
 
 
-def test_a_child_that_is_terminated_while_the_main_thread_waits_ends_alone():
+def test_terminating_a_forked_child_does_not_end_the_wait_of_the_main_thread():
     context = start_processes("x", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
     codes: list[int | None] = []
 
@@ -97,7 +97,7 @@ def test_a_child_that_is_terminated_while_the_main_thread_waits_ends_alone():
     assert codes == [-signal.SIGTERM] * TIMES
 
 
-def test_a_child_that_the_main_thread_terminates_at_once_ends():
+def test_a_forked_child_that_is_terminated_at_once_dies_by_sigterm():
     context = start_processes("x", "sleep", {0: ("1000",)}, {0: {}}, DefaultLogsSpecs(os.devnull))
     try:
         for _ in range(TIMES):
@@ -107,7 +107,7 @@ def test_a_child_that_the_main_thread_terminates_at_once_ends():
 
 
 @pytest.mark.parametrize("method", START_METHODS)
-def test_a_worker_that_starts_processes_handles_its_signals(method):
+def test_a_worker_that_starts_its_own_processes_still_handles_sigterm(method):
     specs = DefaultLogsSpecs(os.devnull)
     function = functions.be_signalled_beside_a_context
     context = start_processes("x", function, {0: ()}, {0: {}}, specs, start_method=method)
@@ -116,7 +116,7 @@ def test_a_worker_that_starts_processes_handles_its_signals(method):
     assert result.return_values == {0: "raised"}
 
 
-def test_a_wait_ends_beside_a_descriptor_that_is_always_ready():
+def test_a_wait_times_out_although_a_descriptor_is_always_ready():
     reader, writer = os.pipe()
     os.write(writer, b"x")
     group = SupervisedGroup()

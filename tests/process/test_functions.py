@@ -36,7 +36,7 @@ def host(host_program):
     return lambda main, functions="": host_program(HOST + functions, main, options=("-W", "default"))
 
 
-def test_arguments_of_any_size_and_queues_go_along(host):
+def test_large_arguments_queues_and_locks_reach_the_functions(host):
     functions = """
 def work(data, queue, lock):
     with lock:
@@ -51,7 +51,7 @@ tell(*sorted(queue.get(timeout=10) for _ in range(3)))
     assert told(host(main, functions)) == [[0, 1_000_000], [1, 1_000_000], [2, 1_000_000]]
 
 
-def test_a_silent_end_is_made_good_by_a_restart_and_observed(host):
+def test_an_exit_without_a_value_is_restarted_and_shown_in_health_and_metrics(host):
     functions = """
 def work():
     import http.client
@@ -81,7 +81,7 @@ tell(*launch(work, nproc=1, restarts=1)[0], Kept.values)
     assert "workers.default_role.succeeded" in metrics
 
 
-def test_a_function_that_cannot_be_sent_is_refused_and_leaves_no_descriptor(host):
+def test_an_unpicklable_function_is_refused_and_leaks_no_descriptor(host):
     main = """
 import multiprocessing.resource_tracker
 counts = []
@@ -101,7 +101,7 @@ tell(*counts, kind, said)
     assert "start_method='fork'" in said
 
 
-def test_the_hosts_children_descriptors_and_signals_are_left_alone(host):
+def test_a_launch_changes_no_children_descriptors_or_handlers_of_its_program(host):
     # The kernel lists a thread for a moment after it exits, so `leaks.new_threads` waits until it is gone.
     main = f"""
 sys.path.append({TESTS!r})
@@ -121,7 +121,7 @@ child.wait()
     assert told(host(main)) == [True, [], None, True]
 
 
-def test_a_thread_can_launch_but_not_catch_signals(host):
+def test_a_launch_from_a_thread_works_but_handles_no_signals(host):
     main = """
 values = []
 thread = threading.Thread(target=lambda: values.append(launch(own, "RANK")))
@@ -135,7 +135,7 @@ tell(*values[0].values())
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_each_worker_gets_its_local_rank_for_the_macro(host, method):
+def test_the_local_rank_macro_is_expanded_for_each_worker(host, method):
     functions = """
 def work(*arguments):
     return arguments
@@ -155,7 +155,7 @@ tell(*values.values())
         ("/etc", "PermissionError", os.strerror(errno.EACCES)),
     ],
 )
-def test_a_program_that_cannot_be_run_is_an_error_and_torchs(host, program, kind, why):
+def test_a_program_that_cannot_be_run_raises_an_error_compatible_with_torch(host, program, kind, why):
     main = f"""
 try:
     launch({program!r}, restarts=3)
@@ -168,7 +168,7 @@ except {kind} as error:
     assert why in text
 
 
-def test_a_health_check_server_ends_with_the_workers_and_an_empty_temporary_folder_is_removed(host):
+def test_a_launch_stops_its_health_check_server_and_removes_its_empty_folder(host):
     main = """
 from elasticrs.agent.server.health_check_server import HealthCheckServer
 said = []
@@ -198,12 +198,12 @@ tell(*said, os.listdir(temporary))
         ({"hang_startup_timeout": 5}, "hang_startup_timeout .*hang_timeout.*"),
     ],
 )
-def test_invalid_limits_of_heartbeats_are_refused(limits, problem):
+def test_invalid_heartbeat_limits_are_refused(limits, problem):
     with pytest.raises(ValueError, match=f"^{problem}$"):
         LaunchConfig(1, 1, 1, **limits)
 
 
-def test_a_program_that_is_no_file_is_refused_before_any_start():
+def test_a_function_of_a_program_on_stdin_is_refused():
     program = """
 from elasticrs import LaunchConfig, elastic_launch
 def function(): pass
@@ -236,7 +236,7 @@ tell(*(values[rank] for rank in sorted(values)))
 
 
 @pytest.mark.parametrize("how", ["", 'warm="json"'])
-def test_values_are_those_of_the_last_in_each_place(host, how):
+def test_return_values_come_from_the_last_replacement_of_each_rank(host, how):
     started = host(REPLACES.format(how=how), REPLACED)
     values = told(started)
     assert [life for life, _, _ in values] == [0, 2, 0], "the others were left alone"
@@ -258,7 +258,7 @@ def test_values_are_those_of_the_last_in_each_place(host, how):
         ),
     ],
 )
-def test_jobs_without_replacement_are_refused(host, functions, main, why):
+def test_an_unusable_on_failure_setting_is_refused(host, functions, main, why):
     attempt = f"try:\n    {main}\nexcept ValueError as error:\n    tell(str(error))"
     (message,) = told(host(attempt, functions))
     assert why in message

@@ -79,7 +79,7 @@ def let_workers_go_on(port):
     store.close()
 
 
-def test_values_come_back_by_global_rank_on_every_node(nodes):
+def test_each_node_returns_the_values_of_its_ranks_by_global_rank(nodes):
     functions = """
 def work(base):
     store = os.environ["TORCHELASTIC_USE_AGENT_STORE"]
@@ -92,7 +92,7 @@ def work(base):
     ]
 
 
-def test_programs_return_nothing_by_global_rank(nodes):
+def test_programs_return_none_for_each_global_rank(nodes):
     main = """
 config = LaunchConfig(
     2, 2, 2, rdzv_backend="elasticrs", rdzv_endpoint=ENDPOINT, run_id="job", rdzv_configs=CONFIG
@@ -105,7 +105,7 @@ tell(values=list(elastic_launch(config, "/bin/true")().items()))
     ]
 
 
-def test_every_node_reports_the_first_cause_of_the_job(nodes):
+def test_every_node_reports_the_same_first_failure(nodes):
     functions = """
 def work():
     meet()
@@ -123,7 +123,7 @@ except ChildFailedError as error:
     assert all_told(nodes(functions, main, 0, 1)) == [{"rank": 3, "text": True, "code": 1}] * 2
 
 
-def test_a_silent_end_is_the_first_cause_on_every_node(nodes):
+def test_every_node_reports_an_exit_without_a_value_as_first_failure(nodes):
     functions = """
 def work():
     meet()
@@ -143,7 +143,7 @@ except ChildFailedError as error:
         each.wait_for_line(rf"rank 3 .*on node .* {SILENT}")
 
 
-def test_a_restart_has_fresh_values_on_all_nodes(nodes):
+def test_all_nodes_return_new_values_after_a_restart(nodes):
     functions = """
 def work():
     meet()
@@ -157,7 +157,7 @@ def work():
     assert all_told(nodes(functions, main, 0, 1)) == [{"0": 1, "1": 1}, {"2": 1, "3": 1}]
 
 
-def test_a_spare_returns_nothing(nodes, port):
+def test_a_spare_node_returns_no_values(nodes, port):
     functions = """
 def work():
     wait_for_the_test()
@@ -173,7 +173,7 @@ def work():
     assert all_told(first + second) == [{"values": [[0, 7]]}, {"values": []}]
 
 
-def test_a_signal_to_one_host_program_is_raised_there(nodes):
+def test_a_signal_to_one_host_program_raises_signal_exception_only_there(nodes):
     functions = """
 def work():
     meet()
@@ -196,7 +196,7 @@ except RendezvousError as error:
     assert all_told(started) == [{"error": "RendezvousTimeoutError"}, {"signal": "SIGTERM"}]
 
 
-def test_the_group_is_up_to_date_and_an_agent_runs_again(nodes):
+def test_an_agent_can_run_again_and_its_worker_group_is_up_to_date(nodes):
     functions = """
 def work():
     return own("RANK")
@@ -240,7 +240,7 @@ except RendezvousClosedError:
     ]
 
 
-def test_a_finished_node_waits_as_long_as_it_was_told(nodes, port):
+def test_a_finished_node_exits_after_the_exit_barrier_timeout(nodes, port):
     functions = """
 def work():
     meet()
@@ -258,7 +258,7 @@ def work():
     assert all_told([first, second]) == [{"values": [[0, 0]]}, {"values": [[1, 1]]}]
 
 
-def test_static_nodes_have_the_ranks_that_were_given(nodes):
+def test_static_nodes_have_their_given_ranks(nodes):
     functions = """
 def work():
     return [own("RANK"), own("GROUP_RANK"), os.environ["TORCHELASTIC_USE_AGENT_STORE"], own("MASTER_PORT")]
@@ -301,7 +301,7 @@ def work(*args):
     ids=["logs-specs", "pickle"],
 )
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_start_that_the_user_s_code_fails_ends_the_job_everywhere(
+def test_an_error_of_user_code_at_the_start_ends_the_job_on_all_nodes(
     nodes, functions, argument, kind, said, failing
 ):
     main = f"""
@@ -328,7 +328,7 @@ except Exception as error:
 
 @pytest.mark.slow
 @pytest.mark.torch
-def test_functions_meet_those_of_other_nodes_and_one_is_replaced(nodes):
+def test_functions_train_across_nodes_and_a_killed_worker_is_replaced(nodes):
     functions = """
 def work():
     from elasticrs.train import AgentCoordinator, State, train

@@ -85,7 +85,7 @@ def work(code):
 """
 
 
-def test_every_hook_of_a_subclass_is_called_in_torchs_order(host):
+def test_agent_hooks_are_called_in_the_order_of_torch(host):
     main = """
 made = agent(spec(handler(), work, 3, restarts=1), Hooked)
 result = made.run()
@@ -120,7 +120,7 @@ tell(result.is_failed(), sorted(result.failures), first.exitcode, first.message[
     assert told(host(functions, main)) == [True, [0, 1], 1, "ValueError: first", [0, 1]]
 
 
-def test_a_hook_may_be_replaced_in_an_object_or_in_the_class(host):
+def test_a_hook_may_be_replaced_on_an_instance_or_a_class(host):
     main = """
 from unittest.mock import patch
 made = agent(spec(handler(), "true", nproc=1))
@@ -137,7 +137,7 @@ tell(*found)
     assert told(host("", main)) == [{"0": "mine"}, "not today", {"0": None, "1": None}]
 
 
-def test_a_program_that_is_not_there_is_torchs_error_in_its_loop_too(host):
+def test_a_missing_program_raises_file_not_found_error_in_an_agent_with_hooks(host):
     main = """
 try:
     agent(spec(handler(), "/no/such"), Hooked).run()
@@ -149,7 +149,7 @@ except FileNotFoundError as error:
     assert "`/no/such`" in text
 
 
-def test_ids_that_are_not_ours_are_an_error(host):
+def test_unknown_process_ids_from_a_hook_are_an_error(host):
     functions = """
 class Confused(LocalElasticAgent):
     def _start_workers(self, group):
@@ -187,7 +187,7 @@ except SignalException as error:
     assert "PASSED ON" in started.stdout
 
 
-def test_a_node_by_itself_has_a_store_as_well(host):
+def test_a_single_node_agent_also_has_a_store(host):
     functions = """
 class Sharing(LocalElasticAgent):
     def _initialize_workers(self, group):
@@ -210,7 +210,7 @@ tell(*found)
     assert told(host(functions, main)) == ["here", "here", "later"]
 
 
-def test_two_nodes_meet_by_a_handler_of_the_users_own(host):
+def test_two_nodes_rendezvous_through_a_user_defined_handler(host):
     functions = """
 def work():
     # Of both nodes; told by the rank exchange over the handler's store.
@@ -226,7 +226,7 @@ tell(result.return_values, mine.shutdown())
     assert told(second) == [{"1": [1, 3, 1, 1], "2": [2, 3, 1, 2]}, True]
 
 
-def test_a_signal_while_nodes_meet_ends_the_agent(host):
+def test_a_signal_during_the_rendezvous_ends_the_agent(host):
     functions = """
 class Waiting(Own):
     def next_rendezvous(self):
@@ -245,7 +245,7 @@ except SignalException as error:
     assert told(started) == ["SIGINT"]
 
 
-def test_a_second_stop_request_kills_at_once(host):
+def test_a_second_stop_signal_kills_the_workers_at_once(host):
     functions = """
 def work():
     signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"DEAF\\n"))
@@ -283,7 +283,7 @@ def work():
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_two_nodes_meet_by_torchs_own_handler(host):
+def test_two_nodes_rendezvous_through_a_handler_of_torch(host):
     main = """
 import torch.distributed.elastic.rendezvous.registry as registry
 from torch.distributed.elastic.rendezvous import RendezvousParameters as Parameters
@@ -343,7 +343,7 @@ tell(*CALLS[0])
 @pytest.mark.parametrize(
     ("code", "restarts", "last"), [("0", "0", "SUCCEEDED"), ("3", "0", "FAILED"), ("3", "1", "SUCCEEDED")]
 )
-def test_the_last_health_report_is_the_outcome(host, code, restarts, last):
+def test_the_last_health_state_is_the_outcome_of_the_job(host, code, restarts, last):
     functions = """
 from elasticrs.agent.job_health import HealthObserver
 from elasticrs.agent.server.health_check_server import HealthCheckServer
@@ -366,7 +366,7 @@ tell(STATES[0], STATES[-1])
     assert told(host(functions, main, more=[code, restarts])) == ["INIT", last]
 
 
-def test_the_watchdogs_events_are_recorded_beside_torchs(host):
+def test_watchdog_events_are_recorded_with_the_events_of_torch(host):
     functions = """
 def work():
     from elasticrs import timer
@@ -408,17 +408,17 @@ except (KeyError, SignalException) as error:
 
 
 @pytest.mark.parametrize("attempt", ["0", "1"])
-def test_an_error_before_a_start_ends_the_agent(host, attempt):
+def test_an_error_of_the_logs_specs_before_a_start_ends_the_agent(host, attempt):
     started = host(FAILS_TO_START, RUN_AND_FAIL_TO_START, more=[attempt, "left alone"])
     assert told(started) == ["KeyError", "NoneType", "shutdown"]
 
 
-def test_a_signal_before_a_start_that_fails_is_heard(host):
+def test_a_signal_before_a_failed_start_is_raised(host):
     started = host(FAILS_TO_START, RUN_AND_FAIL_TO_START, more=["0", "signalled"])
     assert told(started) == ["SignalException", "KeyError", "shutdown"]
 
 
-def test_a_function_that_cannot_be_sent_ends_the_agent(host):
+def test_an_unpicklable_function_ends_the_agent(host):
     main = """
 try:
     agent(spec(handler(), lambda: 1), Hooked).run()
@@ -428,7 +428,7 @@ except Exception as error:
     assert told(host("", main)) == ["PicklingError", "shutdown"]
 
 
-def test_looking_ends_beside_descriptors_that_are_ready(host):
+def test_polling_the_workers_returns_although_descriptors_are_ready(host):
     functions = """
 class Looking(LocalElasticAgent):
     def _monitor_workers(self, group):

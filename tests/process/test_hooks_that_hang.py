@@ -109,7 +109,7 @@ def host(launch, tmp_path):
     ("where", "told"),
     [("_monitor_workers", ""), ("num_nodes_waiting", ""), ("_start_workers", 0), ("_rendezvous", 0)],
 )
-def test_a_hook_that_hangs_is_no_live_agent_until_it_returns(host, where, told):
+def test_a_hanging_hook_makes_the_agent_unhealthy_until_it_returns(host, where, told):
     agent = host(where, told=told)
     agent.launched.wait_for_line(f"IN {where}")
     said = next(health for health in agent.answers() if "progress" in (health["reason"] or ""))
@@ -131,7 +131,7 @@ def test_a_hook_that_hangs_is_no_live_agent_until_it_returns(host, where, told):
         ("_monitor_workers", 1000, 0.01),
     ],
 )
-def test_a_hook_that_may_take_long_is_no_dead_agent(host, where, told, interval):
+def test_a_hook_that_may_take_long_keeps_the_agent_healthy(host, where, told, interval):
     agent = host(where, interval, told)
     agent.launched.wait_for_line(f"IN {where}")
     until = agent.uptime() + 3 * LIMIT
@@ -144,7 +144,7 @@ def test_a_hook_that_may_take_long_is_no_dead_agent(host, where, told, interval)
     agent.end()
 
 
-def test_a_runtime_that_hangs_is_no_live_agent(host):
+def test_a_hanging_runtime_makes_the_agent_unhealthy(host):
     agent = host("nowhere")
     while get_json(agent.port, "/readyz")[0] != 200:
         pass

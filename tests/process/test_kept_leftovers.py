@@ -35,7 +35,7 @@ def leave(launch, worker_script, method):
 
 @METHODS
 @pytest.mark.parametrize("linger", ["0", "0.1"])
-def test_it_is_ended_by_name_after_the_time_that_it_has(leave, linger):
+def test_a_leftover_process_is_killed_and_named_after_the_linger_time(leave, linger):
     launched, _, left = leave(f"--linger={linger}")
     launched.exits(0)
     assert f": {left} (sleep)\n" in launched.stderr
@@ -43,7 +43,7 @@ def test_it_is_ended_by_name_after_the_time_that_it_has(leave, linger):
 
 
 @METHODS
-def test_a_kept_process_may_run_forever(leave):
+def test_keep_descendants_lets_a_leftover_process_keep_running(leave):
     launched, _, left = leave("--keep-descendants")
     launched.exits(0)
     assert "sleep 300" not in launched.stderr
@@ -64,7 +64,7 @@ FORKS = """
 
 
 @METHODS
-def test_one_that_has_all_descriptors_of_its_worker_is_not_waited_for(launch, worker_script, method):
+def test_the_launcher_does_not_wait_for_a_kept_process_with_open_descriptors(launch, worker_script, method):
     options = ("--run-path", f"--start-method={method}", "--keep-descendants", "--redirects=2")
     launched = launch(*options, worker_script(FORKS), stdin=subprocess.DEVNULL)
     left = int(launched.wait_for_line(r"LEFT (\d+)")[1])
@@ -77,7 +77,7 @@ def test_one_that_has_all_descriptors_of_its_worker_is_not_waited_for(launch, wo
 
 
 @METHODS
-def test_a_signal_ends_its_time(leave):
+def test_a_signal_kills_a_lingering_process(leave):
     launched, worker, left = leave("--linger=1000")
     procs.assert_gone([worker])
     assert os.path.exists(f"/proc/{left}")
@@ -88,7 +88,7 @@ def test_a_signal_ends_its_time(leave):
 
 
 @METHODS
-def test_the_end_of_the_launcher_ends_it(leave):
+def test_killing_the_launcher_kills_a_lingering_process(leave):
     launched, worker, left = leave("--linger=1000")
     procs.assert_gone([worker])
     launched.signal(signal.SIGKILL)

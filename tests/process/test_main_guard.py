@@ -34,7 +34,7 @@ assert not failures, failures
 @pytest.mark.beyond_torchrun
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.parametrize("program", [LAUNCH, CONTEXT], ids=["launch", "context"])
-def test_a_launch_without_a_guard_is_refused_with_one_line_for_each_worker(tmp_path, program, method):
+def test_a_launch_without_a_main_guard_is_refused_without_worker_tracebacks(tmp_path, program, method):
     script = tmp_path / "script.py"
     script.write_text(program.format(method=method))
     done = run_program([sys.executable, script], env=clean_environment())

@@ -166,7 +166,7 @@ def round_with(node, size):
     return told
 
 
-def test_ranks_are_agreed_on_and_all_finish(node):
+def test_polling_agents_agree_on_ranks_and_finish(node):
     first, second = node(0, nproc=2), node(1, nproc=1)
     one, other = first.round(), second.round()
     assert ranks(one) == (["0/2", "0/2"], [(0, 0, 0, 3, 3), (1, 1, 1, 3, 3)])
@@ -179,7 +179,7 @@ def test_ranks_are_agreed_on_and_all_finish(node):
     assert (first.result(), second.result()) == ("SUCCEEDED", "SUCCEEDED")
 
 
-def test_identical_workers_need_no_store(node):
+def test_agents_with_identical_workers_get_the_right_ranks(node):
     identical = {"TORCH_ELASTIC_WORKER_IDENTICAL": "1"}
     started = [node(number, nproc=2, env=identical) for number in (0, 1)]
     assert ranks(started[0].round())[1] == [(0, 0, 0, 4, 4), (1, 1, 1, 4, 4)]
@@ -190,7 +190,7 @@ def test_identical_workers_need_no_store(node):
 
 
 @KINDS
-def test_after_a_failure_of_one_all_run_again_on_another_port(node):
+def test_a_failure_on_one_node_restarts_all_nodes_on_another_port(node):
     first, second = node(0), node(1)
     before = first.round()
     second.round()
@@ -205,7 +205,7 @@ def test_after_a_failure_of_one_all_run_again_on_another_port(node):
 
 
 @KINDS
-def test_a_node_that_has_finished_runs_again_when_another_one_fails(node):
+def test_a_finished_node_restarts_if_another_node_fails(node):
     first, second = node(0), node(1)
     first.round()
     second.round()
@@ -219,7 +219,7 @@ def test_a_node_that_has_finished_runs_again_when_another_one_fails(node):
 
 
 @KINDS
-def test_a_newcomer_is_let_in_and_costs_no_restart(node):
+def test_a_new_node_joins_without_costing_a_restart(node):
     first = node(0, "1:3")
     assert ranks(first.round())[0] == ["0/1"]
     second = node(1, "1:3")
@@ -232,7 +232,7 @@ def test_a_newcomer_is_let_in_and_costs_no_restart(node):
 
 
 @KINDS
-def test_a_lost_node_ends_the_round_for_the_others(node, kind):
+def test_the_remaining_nodes_start_a_new_round_after_a_node_is_lost(node, kind):
     nodes = [node(number, "2:3") for number in range(3)]
     before = [round_with(each, 3) for each in nodes]
     assert [ranks(told)[0] for told in before] == [["0/3"], ["1/3"], ["2/3"]]
@@ -250,7 +250,7 @@ def test_a_lost_node_ends_the_round_for_the_others(node, kind):
     assert [each.result() for each in nodes] == ["SUCCEEDED"] * 2
 
 
-def test_a_node_without_restarts_ends_the_job(node):
+def test_a_failing_node_without_restarts_left_ends_the_job(node):
     first, second = node(0), node(1)
     for _ in range(2):
         first.round()
@@ -259,7 +259,7 @@ def test_a_node_without_restarts_ends_the_job(node):
     assert (second.result(), first.result()) == ("FAILED", "closed")
 
 
-def test_a_spare_ends_well_when_the_job_has_succeeded(node):
+def test_a_spare_node_succeeds_when_the_job_succeeds(node):
     first = node(0, "1:1")
     first.round()
     second = node(1, "1:1")

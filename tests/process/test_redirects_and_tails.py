@@ -15,7 +15,7 @@ from elasticrs.multiprocessing.redirects import redirect, redirect_stderr, redir
 from elasticrs.multiprocessing.tail_log import TailLog, tail_logfile
 
 
-def test_python_c_and_children_are_redirected_and_come_back(tmp_path, capfd):
+def test_output_of_python_c_code_and_children_is_redirected_and_restored(tmp_path, capfd):
     path = tmp_path / "out"
     path.write_text("old")
     with redirect_stdout(str(path)):
@@ -28,7 +28,7 @@ def test_python_c_and_children_are_redirected_and_come_back(tmp_path, capfd):
     assert capfd.readouterr().out == "back\n"
 
 
-def test_the_streams_are_apart(tmp_path):
+def test_stdout_and_stderr_are_redirected_separately(tmp_path):
     out, err = tmp_path / "out", tmp_path / "err"
     with redirect_stdout(str(out)), redirect_stderr(str(err)):
         os.write(1, b"1")
@@ -36,19 +36,19 @@ def test_the_streams_are_apart(tmp_path):
     assert (out.read_text(), err.read_text()) == ("1", "2")
 
 
-def test_the_stream_comes_back_after_an_error(tmp_path, capfd):
+def test_a_redirected_stream_is_restored_after_an_error(tmp_path, capfd):
     with pytest.raises(RuntimeError), redirect_stdout(str(tmp_path / "out")):
         raise RuntimeError
     os.write(1, b"back")
     assert capfd.readouterr().out == "back"
 
 
-def test_other_names_are_errors(tmp_path):
+def test_redirecting_an_unknown_stream_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="<stdfoo>"), redirect("stdfoo", str(tmp_path / "x")):
         pytest.fail("redirected")
 
 
-def test_a_tail_shows_whole_lines_of_files_that_come_later(tmp_path):
+def test_a_tail_shows_whole_lines_of_files_created_later(tmp_path):
     paths = {index: str(tmp_path / str(index)) for index in range(3)}
     screen = io.StringIO()
     tail = TailLog("w", paths, screen, {2: "two "}, interval_sec=0.001).start()
@@ -79,13 +79,13 @@ def test_a_tail_shows_a_line_before_it_is_stopped(tmp_path):
         tail.stop()
 
 
-def test_a_tail_without_files_or_place_is_none():
+def test_a_tail_without_files_or_destination_does_nothing():
     for tail in (TailLog("w", {}, sys.stdout), TailLog("w", {0: "/no/such"}, None)):
         tail.start().stop()
         assert tail.stopped()
 
 
-def test_an_unreadable_file_is_logged_and_the_others_are_shown(tmp_path, caplog):
+def test_a_tail_logs_an_unreadable_file_and_shows_the_others(tmp_path, caplog):
     (tmp_path / "good").write_text("x\n")
     screen = io.StringIO()
     with caplog.at_level(logging.ERROR):
@@ -94,7 +94,7 @@ def test_an_unreadable_file_is_logged_and_the_others_are_shown(tmp_path, caplog)
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-def test_a_filter_chooses_lines(tmp_path):
+def test_a_tail_shows_only_lines_that_pass_its_filter(tmp_path):
     (tmp_path / "log").write_text("yes\nno\n")
     screen = io.StringIO()
     finished = threading.Event()

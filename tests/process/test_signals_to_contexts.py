@@ -107,27 +107,27 @@ def start_under_signals(stride: int, opcodes: bool, how: Callable[[], PContext])
         assert known() <= before, f"step {tries * stride}"
 
 
-def test_a_signal_at_any_line_of_a_start_leaves_nothing(caught):
+def test_a_signal_at_any_line_of_a_start_leaks_nothing(caught):
     assert start_under_signals(23, False, lambda: start(1, "sleep", "1000")) > 10
     assert caught.wait(0) is None
 
 
 @pytest.mark.slow
-def test_a_signal_at_any_instruction_of_a_start_leaves_nothing(caught):
+def test_a_signal_at_any_instruction_of_a_start_leaks_nothing(caught):
     assert start_under_signals(19, True, lambda: start(1, "sleep", "1000")) > 10
     assert caught.wait(0) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", START_METHODS)
-def test_a_signal_at_any_line_of_a_start_of_functions_leaves_nothing(caught, method):
+def test_a_signal_at_any_line_of_a_start_of_functions_leaks_nothing(caught, method):
     made = start_under_signals(11, False, lambda: start(2, functions.wait_for_signal, method=method))
     assert made > 10
     assert caught.wait(0) is None
 
 
 @pytest.mark.parametrize("method", ["program", *START_METHODS])
-def test_a_signal_at_any_line_of_waiting_and_closing_is_reported_once(caught, method):
+def test_a_signal_at_any_line_of_wait_and_close_is_raised_once(caught, method):
     before, step, is_through = known(), 0, False
     while not is_through:
         context = (
@@ -160,7 +160,7 @@ def stop_and_close(context: PContext) -> None:
 @pytest.mark.parametrize(
     ("echo", "answer", "exitcode"), [(0, "", -signal.SIGKILL), (1e9, "exit 7", 7)], ids=["again", "echo"]
 )
-def test_a_second_signal_raises_nothing_in_the_clean_up_after_the_first(monkeypatch, echo, answer, exitcode):
+def test_a_second_signal_raises_nothing_during_the_cleanup_of_the_first(monkeypatch, echo, answer, exitcode):
     monkeypatch.setattr(stop_requests, "ECHO", echo)
     reader, writer = os.pipe()
     # On SIGTERM, the worker sends this process the second signal, and then exits with code 7 or keeps
@@ -179,7 +179,7 @@ def test_a_second_signal_raises_nothing_in_the_clean_up_after_the_first(monkeypa
         multiprocessing.api._terminate_process_handler(signal.SIGTERM, None)
 
 
-def test_what_a_handler_wants_just_before_a_wait_ends_that():
+def test_a_callback_requested_just_before_a_wait_ends_the_wait():
     told: list[str] = []
     with interrupts.held():
         interrupts.when_safe(lambda: told.append("done"))
@@ -189,7 +189,7 @@ def test_what_a_handler_wants_just_before_a_wait_ends_that():
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_functions_whose_keeper_is_killed_have_failed(method):
+def test_functions_fail_if_their_keeper_is_killed(method):
     context = start(2, functions.wait_for_signal, method=method)
     pids = context.pids()
     worker = procs.process(pids[0])

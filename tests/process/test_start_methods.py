@@ -84,7 +84,7 @@ def host(request, host_program, tmp_path):
     )
 
 
-def test_functions_run_again_and_return(host):
+def test_functions_are_restarted_and_return_values(host):
     launched = host(
         "tell(**{str(rank): len(value) for rank, value in launch(work, 300_000, restarts=1).items()})"
     )
@@ -92,7 +92,7 @@ def test_functions_run_again_and_return(host):
     assert "[trainer1]:here 1" in launched.stdout
 
 
-def test_an_exception_is_the_cause(host):
+def test_an_exception_is_reported_as_the_first_failure(host):
     launched = host("""
 try:
     launch(work, 1)
@@ -104,7 +104,7 @@ except ChildFailedError as error:
     assert told(launched) == {"name": "work", "rank": 1, "code": 1, "text": text}
 
 
-def test_a_signal_ends_them_and_what_they_started(host):
+def test_a_signal_ends_functions_and_their_child_processes(host):
     launched = host("""
 try:
     launch(wait)
@@ -118,7 +118,7 @@ except SignalException as error:
     procs.assert_gone(int(pid) for line in lines for pid in line.groups())
 
 
-def test_an_exit_without_a_value_is_a_failure_that_a_restart_may_mend(host):
+def test_an_exit_without_a_value_is_a_failure_and_can_be_restarted(host):
     launched = host("""
 tell(values=sorted(launch(leave_once, restarts=1).values()))
 try:
@@ -133,7 +133,7 @@ except ChildFailedError as error:
     assert re.search(SILENT + r"; restarting\D* 0 of 1\b", launched.stderr)
 
 
-def test_nothing_of_an_attempt_stays_open(host):
+def test_an_attempt_leaks_no_descriptors_or_processes(host):
     launched = host("""
 launch(work, 1, restarts=1)  # multiprocessing's resource tracker comes with the first one, and stays
 before = possessions()
@@ -144,7 +144,7 @@ tell(before=before, after=possessions())
     assert found["after"] == found["before"]
 
 
-def test_workers_that_cannot_start_are_a_failed_start(host):
+def test_workers_that_cannot_start_fail_the_launch_without_leaks(host):
     launched = host(
         """
 launch(work, 1, restarts=1)
@@ -194,7 +194,7 @@ if __name__ == "__mp_main__":
 
 @FORKSERVER
 @pytest.mark.parametrize("trouble", ["stopped", "deaf"])
-def test_a_fork_server_that_does_not_exit_blocks_no_exit(host, trouble):
+def test_a_stuck_fork_server_does_not_block_the_exit(host, trouble):
     launched = host(
         """
 try:
@@ -227,7 +227,7 @@ if __name__ == "__mp_main__":
 
 
 @FORKSERVER
-def test_a_fork_server_that_imports_ends_with_its_program(host):
+def test_a_fork_server_that_is_importing_dies_with_its_program(host):
     launched = host(
         "launch(work, 1)",
         """
@@ -244,7 +244,7 @@ if __name__ == "__mp_main__":
 
 
 @FORKSERVER
-def test_a_module_that_cannot_be_imported_is_a_failed_start(host):
+def test_a_module_that_cannot_be_imported_fails_the_launch(host):
     launched = host(
         """
 before = possessions()[0]
@@ -265,7 +265,7 @@ if __name__ == "__mp_main__":
     assert found["leaked"] == 0
 
 
-def test_a_worker_that_hangs_has_failed(host):
+def test_a_hung_function_worker_fails(host):
     launched = host(
         """
 from elasticrs.timer import heartbeat
@@ -295,7 +295,7 @@ def hang():
     assert "in hang" in found["stack"]
 
 
-def test_a_worker_that_raised_and_does_not_end_has_failed(host):
+def test_a_function_worker_that_raised_but_does_not_exit_fails(host):
     launched = host(
         """
 try:

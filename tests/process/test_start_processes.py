@@ -38,14 +38,14 @@ def start(tmp_path, entrypoint, *args, n=2, tee=Std.NONE, redirects=Std.NONE, **
     return start_processes("echo", entrypoint, of_rank, envs, specs, **how)
 
 
-def test_the_names_of_the_start_methods_are_those_that_there_are():
+def test_start_methods_lists_the_implemented_methods():
     assert tuple(BY_METHOD) == START_METHODS
 
 
 # --- programs ---
 
 
-def test_programs_get_arguments_as_text_and_their_environment(tmp_path):
+def test_programs_get_text_arguments_and_their_own_environment(tmp_path):
     context = start(tmp_path, "sh", "-c", "echo $0 $1 $NAME; exit 0", 1, [2], redirects=Std.OUT)
     assert isinstance(context, SubprocessContext)
     result = context.wait()
@@ -53,7 +53,7 @@ def test_programs_get_arguments_as_text_and_their_environment(tmp_path):
     assert [Path(result.stdouts[rank]).read_text() for rank in range(2)] == ["1 [2] n0\n", "1 [2] n1\n"]
 
 
-def test_a_failed_program_stops_the_others_which_are_named(tmp_path):
+def test_a_failed_program_stops_the_others_and_reports_their_signals(tmp_path):
     context = start(tmp_path, "sh", args_by_rank={0: ("-c", "exec sleep 1000"), 1: ("-c", "exit 3")})
     failures = context.wait().failures
     assert {rank: failure.exitcode for rank, failure in failures.items()} == {1: 3, 0: -15}
@@ -61,7 +61,7 @@ def test_a_failed_program_stops_the_others_which_are_named(tmp_path):
     assert (failures[1].sent_signal, failures[0].sent_signal) == (None, signal.SIGTERM)
 
 
-def test_a_program_that_is_not_there_is_named(tmp_path):
+def test_a_missing_program_is_named_in_the_error(tmp_path):
     with pytest.raises(RuntimeError, match="no-such-program") as raised:
         start(tmp_path, "no-such-program")
     # torch raises the same exception type.
@@ -71,7 +71,7 @@ def test_a_program_that_is_not_there_is_named(tmp_path):
         start(tmp_path, "/etc")
 
 
-def test_the_handlers_are_like_popen(tmp_path):
+def test_subprocess_handlers_behave_like_popen(tmp_path):
     context = start(tmp_path, "sleep", "1000")
     process = context.subprocess_handlers[1].proc
     assert process.pid == context.pids()[1]
@@ -83,7 +83,7 @@ def test_the_handlers_are_like_popen(tmp_path):
     assert context.wait().failures[1].exitcode == -signal.SIGINT
 
 
-def test_a_handler_stands_alone(tmp_path):
+def test_a_subprocess_handler_works_without_a_context(tmp_path):
     out = tmp_path / "out"
     handler = get_subprocess_handler("sh", ("-c", "echo $A; exit 4"), {"A": "b"}, str(out), None, 3)
     assert isinstance(handler, SubprocessHandler)
@@ -93,7 +93,7 @@ def test_a_handler_stands_alone(tmp_path):
     assert handler.proc.wait(procs.HANG) == -signal.SIGTERM
 
 
-def test_a_handler_does_not_wait_for_what_its_program_left(tmp_path, monkeypatch):
+def test_a_subprocess_handler_does_not_wait_for_leftover_processes(tmp_path, monkeypatch):
     # Let leftover processes run for as long as this test takes.
     monkeypatch.setattr(_core, "GroupSpec", functools.partial(_core.GroupSpec, linger=1000.0))
     before = os.listdir("/proc/self/fd")
@@ -115,7 +115,7 @@ def test_a_handler_does_not_wait_for_what_its_program_left(tmp_path, monkeypatch
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_an_unreferenced_handler_releases_everything():
+def test_an_unreferenced_handler_kills_its_process_and_leaks_no_descriptor():
     before = os.listdir("/proc/self/fd")
     handler = SubprocessHandler("sleep", (1000,), {}, None, None, 0)
     pid = handler.proc.pid
@@ -128,7 +128,7 @@ def test_an_unreferenced_handler_releases_everything():
 
 
 @methods
-def test_values_of_any_size_come_back(tmp_path, method):
+def test_large_return_values_are_returned(tmp_path, method):
     context = start(tmp_path, functions.repeat, b"x", 20_000_000, start_method=method)
     assert isinstance(context, MultiprocessContext)
     values = context.wait().return_values
@@ -136,7 +136,7 @@ def test_values_of_any_size_come_back(tmp_path, method):
 
 
 @methods
-def test_functions_have_their_environment_and_their_files(tmp_path, method):
+def test_functions_have_their_own_environment_and_log_files(tmp_path, method):
     context = start(tmp_path, functions.say, "hello", start_method=method, redirects=Std.OUT)
     result = context.wait()
     assert result.return_values == {0: "n0", 1: "n1"}
@@ -144,7 +144,7 @@ def test_functions_have_their_environment_and_their_files(tmp_path, method):
 
 
 @methods
-def test_an_exception_that_cannot_be_pickled_ends_everything(tmp_path, method):
+def test_an_unpicklable_exception_ends_all_workers_and_their_descendants(tmp_path, method):
     reader, writer = os.pipe()
     with open(reader, encoding="ascii") as pids:
         # Only a forked worker inherits the descriptor.
@@ -161,7 +161,7 @@ def test_an_exception_that_cannot_be_pickled_ends_everything(tmp_path, method):
 
 
 @methods
-def test_a_value_that_cannot_be_pickled_and_none_at_all_are_failures(tmp_path, method):
+def test_unpicklable_and_missing_return_values_are_failures(tmp_path, method):
     failures = start(tmp_path, functions.unloadable, n=1, start_method=method).wait().failures
     assert "pickle" in failures[0].message["message"]
     failures = start(tmp_path, functions.leave_silently, n=1, start_method=method).wait().failures
@@ -170,7 +170,7 @@ def test_a_value_that_cannot_be_pickled_and_none_at_all_are_failures(tmp_path, m
 
 
 @methods
-def test_close_has_one_deadline_for_all(tmp_path, method):
+def test_close_has_one_deadline_for_all_workers(tmp_path, method):
     markers = [tmp_path / f"m{rank}" for rank in range(4)]
     arguments = {rank: (str(marker),) for rank, marker in enumerate(markers)}
     context = start(tmp_path, functions.ignore_term, args_by_rank=arguments, start_method=method)
@@ -183,7 +183,7 @@ def test_close_has_one_deadline_for_all(tmp_path, method):
 
 
 @methods
-def test_a_function_does_not_inherit_our_handlers(tmp_path, method):
+def test_a_function_does_not_inherit_signal_handlers(tmp_path, method):
     assert start(tmp_path, functions.signals_of_mine, start_method=method).wait().return_values == {
         0: True,
         1: True,
@@ -191,12 +191,12 @@ def test_a_function_does_not_inherit_our_handlers(tmp_path, method):
 
 
 @methods
-def test_a_function_has_a_parent_process_that_lives(tmp_path, method):
+def test_parent_process_in_a_function_is_the_launching_program(tmp_path, method):
     found = start(tmp_path, functions.parent_of_mine, n=1, start_method=method).wait()
     assert found.return_values == {0: (os.getpid(), True)}
 
 
-def test_a_forked_function_may_be_anything(tmp_path):
+def test_a_forked_function_need_not_be_picklable(tmp_path):
     seen = []
     context = start(tmp_path, lambda: seen.append(1) or len(seen), start_method="fork")
     assert context.wait().return_values == {0: 1, 1: 1}
@@ -216,7 +216,7 @@ def test_a_worker_outlives_the_thread_that_started_it(tmp_path, method):
 
 
 @methods
-def test_children_of_the_program_are_left_alone(tmp_path, method):
+def test_other_children_of_the_program_are_not_affected(tmp_path, method):
     child = subprocess.Popen(["sleep", "1000"])
     start(tmp_path, functions.repeat, b"x", 1, start_method=method).wait()
     assert child.poll() is None
@@ -224,7 +224,7 @@ def test_children_of_the_program_are_left_alone(tmp_path, method):
     assert child.wait() == -signal.SIGKILL
 
 
-def test_a_start_that_fails_leaves_nothing(tmp_path):
+def test_unpicklable_functions_and_unknown_start_methods_are_refused(tmp_path):
     for method in ("spawn", "forkserver"):
         with pytest.raises(Exception, match="pickle"):
             start(tmp_path, lambda: None, start_method=method)
@@ -234,13 +234,13 @@ def test_a_start_that_fails_leaves_nothing(tmp_path):
 
 @pytest.mark.slow
 @methods
-def test_many_processes(tmp_path, method):
+def test_sixty_four_processes_return_their_values(tmp_path, method):
     context = start(tmp_path, functions.repeat, b"x", 2, n=64, start_method=method)
     assert context.wait().return_values == dict.fromkeys(range(64), b"xx")
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_a_traced_function_blocks_no_other(tmp_path, method):
+def test_a_traced_function_does_not_block_other_functions(tmp_path, method):
     context = start(tmp_path, functions.wait_for_signal, start_method=method)
     group, (traced, other) = context._group, context.pids().values()
     held.trace(traced)
@@ -293,7 +293,7 @@ def _host(tmp_path, method, n):
 
 
 @methods
-def test_nothing_outlives_a_killed_program(tmp_path, method):
+def test_no_process_outlives_a_killed_program(tmp_path, method):
     host, pids = _host(tmp_path, method, 3)
     with pids, host.stdout:
         workers = host.stdout.readline().split()
@@ -310,7 +310,7 @@ def test_nothing_outlives_a_killed_program(tmp_path, method):
 
 
 @pytest.mark.slow
-def test_a_program_killed_while_it_starts_leaves_nothing(tmp_path):
+def test_a_program_killed_while_starting_workers_leaves_no_processes(tmp_path):
     for method in START_METHODS:
         host, pids = _host(tmp_path, method, 32)
         with pids, host.stdout:
@@ -347,7 +347,7 @@ def start_with_gate(tmp_path, name):
     return context, go
 
 
-def test_wait_returns_none_in_time(tmp_path):
+def test_wait_returns_none_after_its_timeout(tmp_path):
     context = start(tmp_path, "sleep", "1000")
     assert context.wait(timeout=0) is None
     assert context.wait(timeout=0.01, period=1000) is None
@@ -355,7 +355,7 @@ def test_wait_returns_none_in_time(tmp_path):
     assert {failure.exitcode for failure in context.wait().failures.values()} == {-signal.SIGINT}
 
 
-def test_a_signal_raises_in_wait_and_the_handlers_come_back(tmp_path):
+def test_wait_raises_on_a_signal_and_close_restores_the_handlers(tmp_path):
     mine = signal.signal(signal.SIGHUP, lambda *_: None)
     before = signal.getsignal(signal.SIGHUP)
     outer = start(tmp_path, "sleep", "1000", n=1)
@@ -370,7 +370,7 @@ def test_a_signal_raises_in_wait_and_the_handlers_come_back(tmp_path):
     signal.signal(signal.SIGHUP, mine)
 
 
-def test_the_signals_are_those_of_the_environment(tmp_path, monkeypatch):
+def test_an_environment_variable_sets_the_handled_signals(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGUSR2,SIGNOSUCH")
     term = signal.getsignal(signal.SIGTERM)
     context = start(tmp_path, "sleep", "1000", n=1)
@@ -381,7 +381,7 @@ def test_the_signals_are_those_of_the_environment(tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 
-def test_a_keyboard_interrupt_in_wait_leaves_the_processes_to_close(tmp_path, monkeypatch):
+def test_close_ends_the_processes_after_a_keyboard_interrupt_in_wait(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM")
     context, go = start_with_gate(tmp_path, "INT")
     with pytest.raises(KeyboardInterrupt):
@@ -390,7 +390,7 @@ def test_a_keyboard_interrupt_in_wait_leaves_the_processes_to_close(tmp_path, mo
     procs.assert_gone(context.pids().values())
 
 
-def test_several_threads_may_wait(tmp_path):
+def test_several_threads_can_wait_for_the_same_context(tmp_path):
     context = start(tmp_path, "sleep", "1000")
     results = []
     threads = [threading.Thread(target=lambda: results.append(context.wait())) for _ in range(3)]
@@ -403,7 +403,7 @@ def test_several_threads_may_wait(tmp_path):
 
 
 @pytest.mark.parametrize("redirects", [Std.NONE, Std.OUT])
-def test_a_temporary_folder_without_files_is_removed(tmp_path, monkeypatch, redirects):
+def test_an_empty_temporary_log_folder_is_removed(tmp_path, monkeypatch, redirects):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     specs = DefaultLogsSpecs(redirects=redirects)
     for _ in range(2):
@@ -414,7 +414,7 @@ def test_a_temporary_folder_without_files_is_removed(tmp_path, monkeypatch, redi
     assert len(files) == 4 * (redirects is Std.OUT)
 
 
-def test_ranks_have_to_match(tmp_path):
+def test_arguments_and_environments_must_have_the_same_ranks(tmp_path):
     with pytest.raises(RuntimeError, match="envs, local rank mapping mismatch"):
         start_processes("x", "true", {0: (), 1: ()}, {0: {}}, DefaultLogsSpecs(str(tmp_path)))
 
@@ -422,13 +422,13 @@ def test_ranks_have_to_match(tmp_path):
 # --- output ---
 
 
-def test_lines_go_to_the_descriptor(tmp_path, capfd):
+def test_tee_writes_lines_to_the_stdout_descriptor(tmp_path, capfd):
     start(tmp_path, "sh", "-c", "printf 'a\\nb'", tee=Std.ALL, log_line_prefixes={1: "one: "}).wait()
     lines = capfd.readouterr().out.splitlines()
     assert sorted(lines) == ["[echo0]:a", "[echo0]:b", "one: a", "one: b"]
 
 
-def test_lines_go_to_a_standard_output_that_is_no_descriptor(tmp_path, monkeypatch):
+def test_tee_writes_lines_to_a_replaced_sys_stdout(tmp_path, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stdout", screen)
     start(tmp_path, "sh", "-c", "printf 'a\\nb'", tee=Std.ALL).wait()
@@ -437,14 +437,14 @@ def test_lines_go_to_a_standard_output_that_is_no_descriptor(tmp_path, monkeypat
     ]
 
 
-def test_bytes_are_unchanged_in_files(tmp_path):
+def test_bytes_in_log_files_are_unchanged(tmp_path):
     result = start(tmp_path, "printf", r"\377\000\r\n\376", n=12, redirects={11: Std.OUT}).wait()
     with open(result.stdouts[11], "rb") as file:
         assert file.read() == b"\xff\x00\r\n\xfe"
     assert result.stdouts[10] == ""
 
 
-def test_lines_that_contain_a_text_are_copied(tmp_path):
+def test_lines_matching_a_filter_are_copied_to_the_filtered_file(tmp_path):
     context = start(tmp_path, "printf", r"loss 1\nother\n", tee=Std.OUT, duplicate_stdout_filters=["loss"])
     context.wait()
     assert context.filtered_stdout.closed
@@ -452,7 +452,7 @@ def test_lines_that_contain_a_text_are_copied(tmp_path):
         assert sorted(file) == ["[echo0]:loss 1\n", "[echo1]:loss 1\n"]
 
 
-def test_the_null_device_has_no_files_even_with_filters(tmp_path):
+def test_a_dev_null_log_dir_creates_no_files_even_with_filters(tmp_path):
     specs = DefaultLogsSpecs(os.devnull, tee=Std.ALL)
     context = start(tmp_path, "true", specs=specs, duplicate_stdout_filters=["loss"])
     assert context.wait().stdouts == {0: "", 1: ""}
@@ -474,7 +474,7 @@ class OneFile(LogsSpecs):
         return LogsDest({0: f"{self._path}/out"}, {0: ""}, {}, {}, {0: f"{self._path}/error.json"})
 
 
-def test_classes_of_users_say_where_output_goes(tmp_path):
+def test_a_user_defined_logs_specs_class_chooses_the_output_file(tmp_path):
     result = start(tmp_path, "echo", "x", n=1, specs=OneFile(tmp_path)).wait()
     assert (tmp_path / "out").read_text() == "x\n"
     assert result.stdouts == {0: f"{tmp_path}/out"}

@@ -45,7 +45,7 @@ def harm(cluster, chance, seconds, agents):
 
 
 @pytest.mark.torch
-def test_training_continues_while_members_of_etcd_die(job, etcd_cluster, tmp_path):
+def test_training_continues_while_etcd_members_fail(job, etcd_cluster, tmp_path):
     server, steps = etcd_cluster.server, tmp_path / "steps"
     agents = job(STEPS, PATIENT, PACE="0.02")
     for agent in agents:
@@ -64,7 +64,7 @@ def test_training_continues_while_members_of_etcd_die(job, etcd_cluster, tmp_pat
         assert agent.stdout.count("TRAINING") == 1, "its worker has been restarted"
 
 
-def test_agents_kill_their_workers_without_a_quorum_and_start_others_with_it(job, etcd_cluster, tmp_path):
+def test_workers_are_killed_without_etcd_quorum_and_started_when_it_returns(job, etcd_cluster, tmp_path):
     server, done = etcd_cluster.server, tmp_path / "done"
     agents = job(RANKS, QUICK, DONE=str(done))
     for agent in agents:

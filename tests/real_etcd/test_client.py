@@ -30,13 +30,13 @@ class TestContract(StoreContract):
     """Run the store contract tests with etcd."""
 
 
-def test_a_session_starts_with_its_lease_and_the_address_of_its_host(etcd, connect):
+def test_a_new_session_reports_its_lease_and_local_address(etcd, connect):
     connected = connect(ttl=3.2).next(_core.Connected)
     assert (connected.ttl, connected.local_address) == (4.0, "127.0.0.1")
     assert str(connected.session) in etcd.server.leases()
 
 
-def test_a_key_that_another_session_overwrites_keeps_its_lease(etcd, client, other):
+def test_a_key_overwritten_by_another_session_keeps_its_lease(etcd, client, other):
     client.txn(then=[("put", f"mine/{n}", b"", n < 3) for n in (1, 2, 3)])
     # A key that another session overwrites keeps the lease of its owner.
     other.put("mine/1", b"new")
@@ -49,7 +49,7 @@ def test_a_key_that_another_session_overwrites_keeps_its_lease(etcd, client, oth
     assert all(each.create_revision == made[each.key] for each in changes)
 
 
-def test_a_closed_session_leaves_nothing(etcd, client, other):
+def test_a_closed_session_removes_its_keys_and_lease(etcd, client, other):
     client.put("k", leased=True)
     leases = etcd.server.leases()
     client.close()
@@ -58,7 +58,7 @@ def test_a_closed_session_leaves_nothing(etcd, client, other):
     assert len(etcd.server.leases()) == len(leases) - 2
 
 
-def test_keys_without_a_lease_get_that_of_the_job(etcd, connect):
+def test_unleased_keys_get_the_lease_of_the_job(etcd, connect):
     job = (abs(hash(etcd.prefix)) | 1, 3600.0)
     first, second = connect(job_lease=job).connected(), connect(job_lease=job).connected()
     first.put("job", b"1")
@@ -70,7 +70,7 @@ def test_keys_without_a_lease_get_that_of_the_job(etcd, connect):
     assert etcd.keys() == {}
 
 
-def test_a_missing_lease_of_the_job_is_created_again(etcd, connect):
+def test_a_missing_job_lease_is_recreated(etcd, connect):
     job = (abs(hash(etcd.prefix)) | 1, 3600.0)
     client = connect(job_lease=job).connected()
     etcd.server.ask("lease/revoke", ID=job[0])
@@ -78,14 +78,14 @@ def test_a_missing_lease_of_the_job_is_created_again(etcd, connect):
     assert str(job[0]) in etcd.server.leases()
 
 
-def test_requests_before_the_end_are_carried_out(etcd, client):
+def test_requests_sent_before_close_are_executed(etcd, client):
     for index in range(20):
         client.inner.txn(index, [], [("put", f"k{index}", b"", False)])
     client.close()
     assert len(etcd.keys()) == 20
 
 
-def test_markers_of_sessions_are_hidden(client, other):
+def test_session_markers_are_hidden_from_watches_and_ranges(client, other):
     other.watch("", snapshot=True)
     client.put("k", leased=True)
     client.close()
@@ -93,7 +93,7 @@ def test_markers_of_sessions_are_hidden(client, other):
     assert other.txn(then=[("range", "", 0)]).results == [[]]
 
 
-def test_requests_that_are_too_large_are_not_sent(client):
+def test_a_request_that_is_too_large_is_not_sent(client):
     with pytest.raises(ValueError, match=f"{1 << 20}"):
         client.inner.txn(1, [], [("put", "k", bytes(2 << 20), True)])
     client.put("k", bytes(500_000))
@@ -118,12 +118,12 @@ def test_a_transaction_beyond_the_limits_of_etcd_ends_the_session(client):
     assert (lost.kind, "too many operations" in lost.message) == ("limit", True)
 
 
-def test_etcd_has_no_clock(client):
+def test_the_etcd_client_has_no_clock(client):
     client.put("k")
     assert client.inner.clock() is None
 
 
-def test_a_session_leaves_no_descriptor_and_no_thread(connect):
+def test_a_closed_session_leaves_no_descriptor_and_no_thread(connect):
     def ours():
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 

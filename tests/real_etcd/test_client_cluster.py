@@ -33,7 +33,9 @@ def own_cluster(tmp_path, etcd_program):
         pytest.param(False, "kill", marks=pytest.mark.slow),
     ],
 )
-def test_members_fail_in_the_middle_of_traffic(own_cluster, connect_etcd, harm, is_leader):
+def test_transactions_are_applied_and_reported_once_while_members_fail(
+    own_cluster, connect_etcd, harm, is_leader
+):
     """Each transaction is applied once, and the watches report all transactions once and in order."""
     server, prefix = own_cluster.server, f"{own_cluster.prefix}/"
     ends = server.endpoints
@@ -64,7 +66,7 @@ def test_members_fail_in_the_middle_of_traffic(own_cluster, connect_etcd, harm, 
     wait_until(lambda: len(own_cluster.keys()), lambda found: found == count + len(clients) + 1)
 
 
-def test_the_fence_holds_without_a_majority(etcd_cluster, connect_etcd):
+def test_a_session_ends_if_a_majority_of_members_stops_answering(etcd_cluster, connect_etcd):
     server = etcd_cluster.server
     client = connect_etcd(server.endpoints, f"{etcd_cluster.prefix}/", ttl=3.0).connected()
     client.put("mine", leased=True)

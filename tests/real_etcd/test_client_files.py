@@ -70,7 +70,7 @@ def wait_until_it_hangs():
     wait_until(lambda: READER in names_of_threads(), bool)
 
 
-def test_exits_stops_and_deadlines_are_served_while_a_certificate_cannot_be_read(
+def test_the_lease_expires_and_workers_stop_while_a_certificate_read_hangs(
     etcd_tls, relay, certificate, connect_etcd, group
 ):
     supervisor = group.supervisor
@@ -106,7 +106,7 @@ def test_the_session_continues_when_the_certificate_can_be_read_again(
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["a session", "the first connection"])
-def test_close_returns_while_a_certificate_cannot_be_read(etcd_tls, relay, certificate, begun):
+def test_close_returns_while_a_certificate_read_hangs(etcd_tls, relay, certificate, begun):
     if not begun:
         certificate.hang()
     client = EtcdClient([relay.endpoint], f"{etcd_tls.prefix}/", ttl=120.0, **certificate.options)
@@ -121,7 +121,7 @@ def test_close_returns_while_a_certificate_cannot_be_read(etcd_tls, relay, certi
     assert not closing.is_alive()
 
 
-def test_a_session_that_cannot_start_names_the_file_that_hangs(etcd_tls, certificate, connect_etcd):
+def test_a_connect_timeout_names_the_certificate_file_that_hangs(etcd_tls, certificate, connect_etcd):
     certificate.hang()
     client = connect_etcd(
         etcd_tls.server.endpoints, f"{etcd_tls.prefix}/", connect_timeout=0.5, **certificate.options

@@ -58,30 +58,30 @@ def test_a_restored_backup_ends_an_idle_session(lonely_etcd, tmp_path, connect_e
     assert (lost.kind in ("timeout", "silent"), "backup" in lost.message) == (True, True)
 
 
-def test_endpoints_without_a_server_are_refused():
+def test_endpoints_without_a_server_are_reported_as_refused():
     lost = refusal([("127.0.0.1", ports.free()), ("127.0.0.1", ports.free())])
     assert lost.kind == "refused"
     assert lost.message.count("connection refused") == 2
 
 
-def test_a_name_without_an_address():
+def test_an_unresolvable_host_name_is_reported():
     assert refusal([("no-such-host.invalid", 2379)]).kind == "resolve"
 
 
-def test_a_dead_endpoint_is_passed_over(etcd, connect_etcd):
+def test_a_dead_endpoint_is_skipped(etcd, connect_etcd):
     endpoints = [("127.0.0.1", ports.free()), *etcd.server.endpoints]
     for _ in range(5):
         connect_etcd(endpoints, f"{etcd.prefix}/").connected()
 
 
-def test_an_http_server_is_not_etcd():
+def test_an_http_server_is_not_accepted_as_etcd():
     with answering(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n") as endpoint:
         lost = refusal([endpoint])
     assert lost.kind == "not_ours"
     assert "API v2" in lost.message
 
 
-def test_a_store_of_torch():
+def test_a_torch_store_is_not_accepted_as_etcd():
     store = _core.WorkerStore()
     store.serve()
     lost = refusal([("127.0.0.1", store.port)], connect_timeout=3.0)
@@ -89,14 +89,14 @@ def test_a_store_of_torch():
     assert lost.kind in ("not_ours", "closed")
 
 
-def test_a_server_that_never_answers_is_a_timeout():
+def test_a_server_that_never_answers_causes_a_timeout():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         lost = refusal([listener.getsockname()], connect_timeout=0.3)
     assert lost.kind == "timeout"
     assert "0.3 s" in lost.message
 
 
-def test_endpoints_of_two_clusters(etcd, small, connect_etcd):
+def test_endpoints_of_different_clusters_are_refused(etcd, small, connect_etcd):
     client = connect_etcd([*etcd.server.endpoints, *small.endpoints], f"{etcd.prefix}/").connected()
     lost = client.lost()
     assert (lost.kind, "different clusters" in lost.message) == ("not_ours", True)
@@ -110,7 +110,7 @@ def tls(files, **more):
     return {"is_tls": True, **{name: path and str(path) for name, path in options.items()}, **more}
 
 
-def test_a_client_with_a_certificate_is_served(etcd_tls, authority, connect_etcd):
+def test_a_client_with_a_certificate_can_connect(etcd_tls, authority, connect_etcd):
     files = authority.issue("client")
     client = connect_etcd(etcd_tls.server.endpoints, f"{etcd_tls.prefix}/", **tls(files)).connected()
     client.put("k", b"v")
@@ -128,7 +128,7 @@ def serving_tls(cert, key=None):
         yield address
 
 
-def test_the_certificate_of_an_authority_is_refused_as_that_of_a_server(tmp_path):
+def test_a_ca_certificate_is_refused_as_a_server_certificate(tmp_path):
     ca = trustme.CA()
     file, pem = tmp_path / "ca.pem", tmp_path / "both.pem"
     ca.cert_pem.write_to_path(str(file))
@@ -147,7 +147,7 @@ DAY = datetime.timedelta(days=1)
     [({"not_before": TODAY + DAY}, "yet"), ({"not_after": TODAY - DAY}, "expired")],
     ids=["early", "expired"],
 )
-def test_a_certificate_outside_of_its_time_is_refused_on_both_sides(etcd_tls, authority, when, says):
+def test_a_certificate_outside_its_validity_period_is_refused_by_both_sides(etcd_tls, authority, when, says):
     # A wrong clock on either side would have the same effect.
     files = authority.issue(f"wrong time {says}", **when)
     with serving_tls(files.cert, files.key) as endpoint:
@@ -169,7 +169,7 @@ def test_wrong_or_missing_certificates_are_refused(etcd_tls, authority, other_au
         assert (lost.kind, token in lost.message) == ("tls", True), lost.message
 
 
-def test_files_without_certificates_are_named(tmp_path, authority):
+def test_files_without_certificates_are_named_in_the_error(tmp_path, authority):
     files = authority.issue("client")
     nothing = tmp_path / "nothing.pem"
     assert str(nothing) in refusal([("127.0.0.1", 1)], **tls(files, ca_cert=str(nothing))).message
@@ -179,7 +179,7 @@ def test_files_without_certificates_are_named(tmp_path, authority):
         assert (lost.kind, "nothing.pem" in lost.message) == ("tls", True)
 
 
-def test_tls_on_one_side_only_is_named(etcd, etcd_tls, authority):
+def test_tls_on_only_one_side_is_reported(etcd, etcd_tls, authority):
     for server, options in ((etcd, tls(authority.issue("client"))), (etcd_tls, {})):
         lost = refusal(server.server.endpoints, **options)
         assert (lost.kind, "TLS" in lost.message) == ("tls", True), lost.message
@@ -188,7 +188,7 @@ def test_tls_on_one_side_only_is_named(etcd, etcd_tls, authority):
 # --- authentication ---
 
 
-def test_a_user_is_served_below_its_prefix(etcd_auth, connect_etcd):
+def test_a_user_can_access_keys_below_its_prefix(etcd_auth, connect_etcd):
     user = etcd_auth.server.user
     who = {"user": user.name, "password": user.password}
     client = connect_etcd(etcd_auth.server.endpoints, f"{etcd_auth.prefix}/", **who).connected()
@@ -201,7 +201,7 @@ def test_a_user_is_served_below_its_prefix(etcd_auth, connect_etcd):
     assert client.changes() == [("k", b"w")]
 
 
-def test_wrong_users_and_keys_are_denied(etcd_auth):
+def test_wrong_credentials_and_foreign_prefixes_are_denied(etcd_auth):
     user, endpoints = etcd_auth.server.user, etcd_auth.server.endpoints
     assert refusal(endpoints).kind == "denied"
     assert refusal(endpoints, user=user.name, password="wrong").kind == "denied"
@@ -237,7 +237,7 @@ def jwt_etcd(tmp_path_factory):
         yield server
 
 
-def test_a_signed_token_that_has_run_out_is_renewed(jwt_etcd, connect_etcd):
+def test_an_expired_jwt_is_renewed(jwt_etcd, connect_etcd):
     user = jwt_etcd.user
     who = {"user": user.name, "password": user.password}
     client = connect_etcd(jwt_etcd.endpoints, "/mine/", **who).connected()
@@ -261,7 +261,7 @@ def small(tmp_path_factory):
     yield from serving_etcd(tmp_path_factory.mktemp("small"), 1, None, *limits)
 
 
-def test_a_request_beyond_the_limit_of_the_server_ends_the_session(small, connect_etcd):
+def test_a_request_larger_than_the_server_limit_ends_the_session(small, connect_etcd):
     client = connect_etcd(small.endpoints, "large/").connected()
     send(client, ("put", "k", bytes(450_000), True))
     lost = client.lost()
@@ -297,7 +297,7 @@ def send(client, *ops, compares=()):
     client.inner.txn(client.tag, list(compares), list(ops), [])
 
 
-def test_a_write_whose_answer_is_lost_is_done_once(etcd, relay, client):
+def test_a_write_whose_response_is_lost_is_applied_once(etcd, relay, client):
     client.put("seen", b"old")
     client.put("gone/1")
     relay.set(is_stalled_down=True)
@@ -317,7 +317,7 @@ def test_a_write_whose_answer_is_lost_is_done_once(etcd, relay, client):
     assert client.txn([("missing", "k")]).ok is False
 
 
-def test_a_write_that_never_arrived_is_done_once(etcd, relay, client):
+def test_a_write_that_never_arrived_is_applied_once(etcd, relay, client):
     relay.set(is_stalled_up=True)
     send(client, ("put", "k", b"v", True), compares=[("missing", "k")])
     relay.reset()
@@ -326,7 +326,7 @@ def test_a_write_that_never_arrived_is_done_once(etcd, relay, client):
     assert etcd.keys()["/k"] == b"v"
 
 
-def test_a_watch_continues_without_gap_or_repeat(etcd, relay, client, connect_etcd):
+def test_a_watch_has_no_gaps_or_repeats_after_connection_resets(etcd, relay, client, connect_etcd):
     other = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/").connected()
     client.watch("w", snapshot=True)
     told = []
@@ -363,7 +363,7 @@ def test_a_watch_reports_the_differences_after_a_compaction(etcd, relay, client,
     assert client.changes() == [("w/new", b"4")]
 
 
-def test_a_session_is_given_up_before_its_lease_ends(etcd, relay, connect_etcd):
+def test_an_unanswered_session_ends_before_its_lease_expires(etcd, relay, connect_etcd):
     # The client gives up a fifth of the lease before its end. The test has to look at the key in this time.
     client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=6.0).connected()
     client.put("mine", leased=True)
@@ -373,14 +373,14 @@ def test_a_session_is_given_up_before_its_lease_ends(etcd, relay, connect_etcd):
     wait_until(lambda: not etcd.keys())
 
 
-def test_a_close_ends_soon_without_an_answer(etcd, relay, client):
+def test_close_returns_soon_without_a_response(etcd, relay, client):
     relay.set(is_stalled_up=True)
     begun = time.monotonic()
     client.close()
     assert time.monotonic() - begun < HANG / 2
 
 
-def test_a_request_without_an_answer_in_time(etcd, relay, connect_etcd):
+def test_a_request_without_a_response_in_time_ends_the_session(etcd, relay, connect_etcd):
     client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=0.5).connected()
     relay.set(is_stalled_up=True)
     send(client, ("get", "k"))
@@ -388,7 +388,7 @@ def test_a_request_without_an_answer_in_time(etcd, relay, connect_etcd):
     assert (lost.kind, "within 0.5 s" in lost.message) == ("timeout", True)
 
 
-def test_a_request_waits_for_an_etcd_that_is_away_as_long_as_the_lease_lasts(etcd, relay, connect_etcd):
+def test_a_request_waits_for_an_unreachable_etcd_while_the_lease_is_valid(etcd, relay, connect_etcd):
     client = connect_etcd([relay.endpoint], f"{etcd.prefix}/", ttl=60.0, read_timeout=0.5).connected()
     relay.set(is_stalled_up=True)
     relay.reset()
@@ -399,7 +399,7 @@ def test_a_request_waits_for_an_etcd_that_is_away_as_long_as_the_lease_lasts(etc
     assert client.reply().ok
 
 
-def test_a_client_whose_program_takes_no_events_loses_its_lease(etcd, connect_etcd):
+def test_a_client_whose_events_are_not_read_loses_its_lease(etcd, connect_etcd):
     client = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/", ttl=2.0, stall_timeout=0.2).connected()
     client.put("mine", leased=True)
     wait_until(lambda: not etcd.keys())

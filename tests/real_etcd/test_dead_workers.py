@@ -52,14 +52,14 @@ def job(launch, worker_script, etcd):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_agent_of_a_killed_worker_reports_its_death(job, victim):
+def test_the_death_of_a_worker_is_reported_by_its_own_agent(job, victim):
     os.kill(job[victim][1], signal.SIGKILL)
     line = job[1 - victim][0].wait_for_line(r"CHANGED planned=(\w+)", "stdout")
     assert line[1] == "False"
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_other_agent_reports_the_death_of_a_killed_agents_worker(job, victim):
+def test_the_death_of_a_killed_agents_worker_is_reported_by_the_other_agent(job, victim):
     agent, other = job[victim][0], job[1 - victim][0]
     agent.signal(signal.SIGKILL)
     agent.wait()
@@ -67,7 +67,7 @@ def test_the_other_agent_reports_the_death_of_a_killed_agents_worker(job, victim
     assert other.wait_for_line(r"CHANGED planned=(\w+)", "stdout")[1] == "False"
 
 
-def test_workers_have_no_links_so_a_refused_connection_cannot_end_their_sessions(job, etcd):
+def test_only_agents_and_no_workers_register_links(job, etcd):
     cards = [key for key, _ in etcd.keys().items() if key.startswith("~sessions/links/")]
     assert {key.rpartition("/")[0] for key in cards} == {"~sessions/links/elasticrs/job"}
     assert len(cards) == len(job)

@@ -156,7 +156,7 @@ def round_of(agents, numbers):
     return found
 
 
-def test_two_of_three_are_enough_to_start_and_a_late_member_counts(job):
+def test_a_job_starts_with_two_of_three_members_and_a_late_member_joins(job):
     agents = [job.agent(nnodes="2") for _ in range(2)]
     round_of(agents, [1, 1])
     assert len(job.programs()) == 2
@@ -171,7 +171,7 @@ def test_two_of_three_are_enough_to_start_and_a_late_member_counts(job):
     assert (listening, programs, len(folders)) == ([], [], 1)
 
 
-def test_agents_that_are_killed_in_turn_come_back_as_the_same_members(job):
+def test_agents_killed_in_turn_rejoin_as_the_same_members(job):
     (agents, workers), numbers = job.start(), [1, 1, 1]
     before = job.names()
     for turn in range(3):
@@ -189,7 +189,7 @@ def test_agents_that_are_killed_in_turn_come_back_as_the_same_members(job):
     job.ends(agents, workers)
 
 
-def test_an_agent_that_left_in_order_comes_back_as_the_same_member(job):
+def test_an_agent_that_left_on_sigterm_rejoins_as_the_same_member(job):
     agents, _ = job.start()
     leaver = agents.pop(0)
     leaver.signal(signal.SIGTERM)
@@ -203,7 +203,7 @@ def test_an_agent_that_left_in_order_comes_back_as_the_same_member(job):
     job.ends(agents, workers)
 
 
-def test_without_a_majority_the_job_ends_and_names_it(job):
+def test_a_job_that_loses_the_etcd_majority_fails_with_that_reason(job):
     agents, _ = job.start(conf=",store_lost_timeout=3", ttl=4)
     for agent in agents[:2]:
         job.lose(agent)
@@ -214,7 +214,7 @@ def test_without_a_majority_the_job_ends_and_names_it(job):
     reap_adopted()
 
 
-def test_a_job_whose_agents_were_all_killed_continues_in_the_same_cluster(job):
+def test_a_job_restarted_after_all_agents_were_killed_keeps_its_cluster(job):
     agents, _ = job.start(nnodes="3", ttl=4)
     before = job.names()
     for agent in agents:
@@ -224,7 +224,7 @@ def test_a_job_whose_agents_were_all_killed_continues_in_the_same_cluster(job):
     job.ends(agents, workers)
 
 
-def test_a_member_that_exits_is_restarted_without_its_workers(job):
+def test_a_killed_etcd_member_is_restarted_without_restarting_workers(job):
     agents, workers = job.start(nnodes="3")
     assert {folder.stat().st_mode & 0o777 for folder in job.folders()} == {0o700}
     before = job.names()
@@ -253,7 +253,7 @@ def kill_program(agent):
     wait_until(lambda: not any(each.pid == killed for each in descendants(agent.pid)))
 
 
-def test_a_member_whose_program_is_killed_comes_back_and_no_worker_is_restarted(job):
+def test_a_killed_etcd_host_program_is_restarted_without_restarting_workers(job):
     agents, workers = job.start()
     before = job.names()
     kill_program(agents[0])
@@ -264,7 +264,7 @@ def test_a_member_whose_program_is_killed_comes_back_and_no_worker_is_restarted(
     job.ends(agents, workers)
 
 
-def test_a_program_that_is_killed_repeatedly_is_given_up(job):
+def test_an_etcd_host_program_killed_repeatedly_is_not_restarted(job):
     agents, workers = job.start()
     for _ in range(3):
         kill_program(agents[0])
@@ -275,7 +275,7 @@ def test_a_program_that_is_killed_repeatedly_is_given_up(job):
     assert len(job.folders()) == 1
 
 
-def test_an_agent_takes_over_from_the_program_of_its_predecessor(job):
+def test_a_new_agent_takes_over_from_the_etcd_host_program_of_a_killed_agent(job):
     agents, _ = job.start()
     before = job.names()
     lost = agents.pop(0)
@@ -315,7 +315,7 @@ def command_of(pid):
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
-def test_old_data_of_a_node_that_missed_the_end_of_the_job_are_discarded(job):
+def test_old_data_of_a_node_that_missed_the_end_of_its_job_are_discarded(job):
     agents, _ = job.start()
     before = job.names()
     job.lose(agents.pop(0))
@@ -332,7 +332,7 @@ def test_old_data_of_a_node_that_missed_the_end_of_the_job_are_discarded(job):
     job.ends(agents, workers)
 
 
-def test_the_folders_of_a_job_that_was_killed_are_removed_by_the_next_one(job):
+def test_the_next_job_removes_the_data_folders_of_a_killed_job(job):
     agents, _ = job.start(nnodes="3")
     old = job.folders()
     for agent in agents:
@@ -349,7 +349,7 @@ def test_a_second_job_at_the_same_endpoint_is_refused(job):
     job.ends(first, workers)
 
 
-def test_a_folder_that_others_may_access_is_refused(job, tmp_path):
+def test_a_data_folder_that_other_users_may_access_is_refused(job, tmp_path):
     first = job.agent()
     (made,) = wait_until(job.folders)
     first.signal(signal.SIGKILL)
@@ -370,7 +370,7 @@ def test_a_signal_ends_an_agent_that_waits_for_a_quorum(job):
     job.stop(agent)
 
 
-def test_an_agent_that_is_alone_reports_the_majority(job):
+def test_a_lone_agent_reports_the_missing_majority(job):
     agent = job.agent(conf=",join_timeout=3")
     agent.exits(1)
     assert "2 of 3" in agent.stderr
@@ -384,7 +384,7 @@ def secured(files):
     return f",protocol=https,ca_cert={files.ca},ssl_cert={files.cert},ssl_cert_key={files.key}"
 
 
-def test_members_and_agents_identify_each_other_by_certificates(launch, tmp_path, authority):
+def test_members_and_agents_authenticate_by_certificate(launch, tmp_path, authority):
     files = authority.issue("node")
     job = Job(launch, tmp_path, files)
     agents, _ = job.start(conf=secured(files))
@@ -404,7 +404,7 @@ def test_members_and_agents_identify_each_other_by_certificates(launch, tmp_path
 NO_CONNECTION = r"127\.0\.0\.1:\d+: (.*certificate.*);.* ca_cert and ssl_cert"
 
 
-def test_certificates_of_two_authorities_are_reported(launch, tmp_path, authority, other_authority):
+def test_certificates_from_different_authorities_are_reported(launch, tmp_path, authority, other_authority):
     files = authority.issue("node")
     job = Job(launch, tmp_path, files)
     first = job.agent(conf=secured(files))
@@ -428,7 +428,7 @@ def test_a_certificate_for_another_host_is_reported(launch, tmp_path, authority)
 # --- with a token ---
 
 
-def test_a_token_on_some_agents_only_is_refused(job):
+def test_a_token_set_on_only_some_agents_is_refused(job):
     agents, workers = job.start()
     late = job.agent(env={"ELASTICRS_TOKEN": "secret"}).exits(1)
     line_with(late.stderr, "--rdzv-id and token")
@@ -485,13 +485,13 @@ def refused(agent, *says):
         assert each in lines[0]
 
 
-def test_an_agent_without_etcd_names_the_package(job):
+def test_an_agent_without_an_etcd_binary_names_the_package(job):
     agent = job.agent(env={"TORCHELASTIC_ETCD_BINARY_PATH": "/no/etcd"})
     refused(agent, "'/no/etcd'", "etcd-server")
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["for clients", "for members"])
-def test_a_port_of_another_program_is_named(job, which):
+def test_a_port_taken_by_another_program_is_named_in_the_error(job, which):
     with socket.create_server(("127.0.0.1", job.ports[0] + which)) as other:
         agent = job.agent()
         port = other.getsockname()[1]
@@ -500,7 +500,7 @@ def test_a_port_of_another_program_is_named(job, which):
     job.is_gone()
 
 
-def test_an_etcd_of_another_owner_is_refused(job, etcd):
+def test_an_etcd_that_is_not_of_this_job_is_refused(job, etcd):
     # The agent expects an etcd member of its own job at this address.
     port = etcd.server.members[0].peers
     agent = job.agent(last=[f"localhost:{port - 1}"])

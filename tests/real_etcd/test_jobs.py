@@ -63,7 +63,7 @@ def left(etcd):
 # --- a job ---
 
 
-def test_agents_form_restart_together_and_leave_little(agent, etcd):
+def test_agents_form_and_restart_together_and_leave_only_job_and_head_keys(agent, etcd):
     agents = [agent(), agent()]
     workers = formed(agents)
     assert {each.run for each in workers} == {"a/job"}
@@ -75,7 +75,7 @@ def test_agents_form_restart_together_and_leave_little(agent, etcd):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_the_others_act_at_once_when_an_agent_ends(agent, etcd, signum):
+def test_the_other_agent_starts_a_new_round_at_once_when_an_agent_ends(agent, etcd, signum):
     agents = [agent(nnodes="1:2"), agent(nnodes="1:2")]
     formed(agents)
     wait_until(lambda: etcd.are_linked("elasticrs/a%2Fjob", 2, is_held=True))
@@ -87,7 +87,7 @@ def test_the_others_act_at_once_when_an_agent_ends(agent, etcd, signum):
     reap_adopted()
 
 
-def test_the_others_act_when_the_lease_of_a_killed_machine_ends(agent):
+def test_the_other_agent_starts_a_new_round_when_a_lease_expires(agent):
     # Choose a lease long enough that the other agent keeps its own on a loaded machine.
     agents = [agent(nnodes="1:2", lease_ttl=8, store_lost_timeout=60) for _ in range(2)]
     formed(agents)
@@ -104,7 +104,7 @@ def test_the_others_act_when_the_lease_of_a_killed_machine_ends(agent):
 # --- another job with the same id ---
 
 
-def test_other_settings_are_refused_while_the_job_lives(agent):
+def test_an_agent_with_different_settings_is_refused_while_the_job_runs(agent):
     agents = [agent(), agent()]
     workers = formed(agents)
     stranger = agent("--max-restarts=9").exits(1)
@@ -112,7 +112,7 @@ def test_other_settings_are_refused_while_the_job_lives(agent):
     finish(agents, workers)
 
 
-def test_an_id_is_taken_until_a_node_starts_with_fresh(agent):
+def test_a_used_job_id_is_refused_unless_a_node_sets_fresh(agent):
     (first,) = formed([one := agent(nnodes="1")])
     finish([one], [first])
     late = agent(nnodes="1").exits(1)
@@ -151,13 +151,13 @@ def refused(launch, worker_script):
     return refused
 
 
-def test_an_endpoint_where_no_etcd_runs_is_named(refused):
+def test_an_endpoint_without_etcd_is_named_in_the_error(refused):
     with get_socket_with_port() as dead:
         endpoint = f"127.0.0.1:{dead.getsockname()[1]}"
         refused(endpoint, endpoint, "5 s", "refused", join_timeout=5)
 
 
-def test_a_store_of_elasticrs_is_not_etcd(refused, tmp_path):
+def test_an_elasticrs_store_is_not_accepted_as_etcd(refused, tmp_path):
     server = Server([("127.0.0.1", 0)], run_id="job")
     try:
         refused(f"127.0.0.1:{server.port}", "elasticrs' own", "--rdzv-endpoint")
@@ -168,7 +168,7 @@ def test_a_store_of_elasticrs_is_not_etcd(refused, tmp_path):
 TLS = "ssl_cert_key in --rdzv-conf"
 
 
-def test_the_wrong_scheme_or_no_certificate_names_the_settings(refused, etcd, etcd_tls, authority):
+def test_a_wrong_scheme_or_missing_certificate_names_the_settings(refused, etcd, etcd_tls, authority):
     refused(f"https://{etcd.endpoint}", TLS, " TLS")
     refused(etcd_tls.endpoint, TLS)
     secure, files = f"https://{etcd_tls.endpoint}", etcd_tls.server.files
@@ -177,7 +177,7 @@ def test_the_wrong_scheme_or_no_certificate_names_the_settings(refused, etcd, et
     refused(secure, "in --rdzv-conf", ca_cert=authority.ca, join_timeout=5)
 
 
-def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_path):
+def test_an_expired_etcd_certificate_ends_the_job_only_after_a_reconnect(agent, refused, authority, tmp_path):
     (tmp_path / "etcd").mkdir()
     files = authority.issue("etcd")
     for server in serving(tmp_path / "etcd", 1, files, "--client-cert-auth"):
@@ -205,7 +205,7 @@ def test_etcds_certificate_expires_under_a_job(agent, refused, authority, tmp_pa
     assert_gone([worker.pid])
 
 
-def test_this_nodes_certificate_expires_under_a_job_and_is_renewed(agent, etcd_tls, authority, relay_to):
+def test_a_job_survives_an_expired_node_certificate_that_is_renewed(agent, etcd_tls, authority, relay_to):
     ca, cert, key = authority.issue("node")
     relay = relay_to(etcd_tls.server.endpoints[0])
     conf = {"ca_cert": ca, "ssl_cert": cert, "ssl_cert_key": key}
@@ -234,7 +234,7 @@ def password(tmp_path):
     return password
 
 
-def test_a_user_needs_a_password_and_may_use_the_keys_of_its_role(agent, refused, etcd_auth, password):
+def test_an_etcd_user_needs_a_password_and_can_use_only_its_own_prefix(agent, refused, etcd_auth, password):
     user, endpoint = etcd_auth.server.user, etcd_auth.endpoint
     todo = "user and password_file in --rdzv-conf"
     refused(endpoint, todo, etcd_prefix=etcd_auth.prefix)
@@ -247,7 +247,7 @@ def test_a_user_needs_a_password_and_may_use_the_keys_of_its_role(agent, refused
     assert left(etcd_auth) == FOR_GOOD
 
 
-def test_a_user_who_loses_a_permission_is_told_the_settings_to_change(agent, etcd_auth, password):
+def test_a_revoked_etcd_permission_fails_the_job_and_names_the_settings(agent, etcd_auth, password):
     server, user = etcd_auth.server, etcd_auth.server.user
     conf = {"store_lost_timeout": 1, "user": user.name, "password_file": password(user.password)}
     one = agent(nnodes="1", endpoint=etcd_auth.endpoint, prefix=etcd_auth.prefix, **conf)

@@ -150,13 +150,13 @@ def here(etcd):
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_killed_agent_is_noticed_whichever_it_is(etcd, begin, victim):
+def test_any_killed_agent_is_removed_before_its_lease_expires(etcd, begin, victim):
     sessions = begin(("a", "nursery"), ("b", "nursery"), ("c", "nursery"))
     sessions[victim].kill()
     wait_until(lambda: here(etcd), lambda found: found == {"a", "b", "c"} - {"abc"[victim]})
 
 
-def test_an_agent_lives_on_in_etcd_until_its_nursery_is_done(etcd, begin):
+def test_a_killed_agent_stays_in_etcd_until_its_nursery_finishes(etcd, begin):
     first, _, third = begin(("a", "nursery"), ("b", "nursery"), ("c", "nursery"))
     nursery = first.nursery()
     # Hold the nursery with ptrace, because a nursery that SIGSTOP stopped would be resumed when its agent
@@ -184,7 +184,7 @@ def test_a_live_session_that_accepts_no_connections_is_not_ended(etcd, begin, op
     assert first.program.poll() is None
 
 
-def test_only_its_lease_proves_the_end_of_a_program_without_a_nursery(etcd, begin):
+def test_a_killed_program_without_a_nursery_stays_until_its_lease_expires(etcd, begin):
     first, second, third = begin(("a",), ("b", "nursery"), ("c", "nursery"))
     first.kill()
     third.kill()
@@ -194,13 +194,13 @@ def test_only_its_lease_proves_the_end_of_a_program_without_a_nursery(etcd, begi
     assert second.program.poll() is None
 
 
-def test_a_member_that_exits_in_order_is_removed_at_once(etcd, begin):
+def test_a_program_that_closes_its_session_is_removed_at_once(etcd, begin):
     first, _ = begin(("a", "close"), ("b",))
     first.program.stdin.close()
     wait_until(lambda: here(etcd), lambda found: found == {"b"})
 
 
-def test_a_stranger_ends_no_session(etcd, begin):
+def test_a_foreign_connection_to_a_link_port_ends_no_session(etcd, begin):
     begin(("a", "nursery"), ("b", "nursery"))
     (lease, _), (_, port) = etcd.cards(SCOPE)
     hello = b"\x93ERSLNK\x01" + int(lease, 16).to_bytes(8, "big") + bytes(16)

@@ -29,7 +29,7 @@ def server(program, tmp_path):
     made.stop()
 
 
-def test_it_starts_and_stops(server, tmp_path):
+def test_etcd_server_starts_stops_and_restarts(server, tmp_path):
     assert server.get_port() == -1
     server.start(stderr=subprocess.DEVNULL)
     assert server.get_endpoint() == f"{server.get_host()}:{server.get_port()}"
@@ -65,7 +65,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("how", ["exit", "SIGKILL"])
-def test_it_ends_with_the_program(program, tmp_path, how):
+def test_etcd_server_ends_with_its_program(program, tmp_path, how):
     data = tmp_path / "data"
     with subprocess.Popen(
         [sys.executable, "-c", KILLED, str(data)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -82,7 +82,7 @@ def test_it_ends_with_the_program(program, tmp_path, how):
     reap_adopted()
 
 
-def test_it_ends_with_its_keeper(server):
+def test_etcd_server_ends_with_its_keeper(server):
     server.start(stderr=subprocess.DEVNULL)
     client = server.get_client()
     os.kill(server._etcd_proc.pid, signal.SIGKILL)
@@ -105,7 +105,7 @@ def test_it_ends_with_its_keeper(server):
         ("/no/etcd", ("'/no/etcd' (TORCHELASTIC_ETCD_BINARY_PATH)", "etcd-server")),
     ],
 )
-def test_a_server_without_etcd_names_the_package(monkeypatch, tmp_path, given, tokens):
+def test_etcd_server_without_an_etcd_binary_names_the_package(monkeypatch, tmp_path, given, tokens):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("TORCHELASTIC_ETCD_BINARY_PATH", raising=False)
     if given is not None:
@@ -130,13 +130,13 @@ def test_a_server_that_exits_is_retried_and_then_reported(monkeypatch, tmp_path,
     assert not (tmp_path / "data").exists()
 
 
-def test_a_server_that_does_not_answer_is_given_up(monkeypatch, tmp_path):
+def test_a_server_that_does_not_answer_times_out(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ETCD_BINARY_PATH", script(tmp_path, "exec sleep 1000"))
     with pytest.raises(TimeoutError, match=r"etcd was not ready within 0.2 s"):
         EtcdServer(str(tmp_path / "data")).start(timeout=0.2, num_retries=1)
 
 
-def test_a_free_port_is_reserved():
+def test_find_free_port_reserves_the_port():
     with find_free_port() as held, find_free_port() as other:
         port = held.getsockname()[1]
         assert port != other.getsockname()[1]
@@ -151,7 +151,7 @@ UNUSABLE = (socket.AF_INET, socket.SOCK_STREAM, 9999, "", ())  # no such protoco
 
 
 @pytest.mark.parametrize("addresses", [[IPV6, GOOD], [UNUSABLE, GOOD], [UNUSABLE, IPV6, GOOD]])
-def test_every_address_of_localhost_is_tried_for_a_free_port_ipv4_first(monkeypatch, addresses):
+def test_find_free_port_tries_all_addresses_of_localhost_ipv4_first(monkeypatch, addresses):
     with monkeypatch.context() as patched:
         # Replace only the list of addresses, because this machine may have a single address.
         patched.setattr(socket, "getaddrinfo", lambda *_, **__: addresses)
@@ -161,12 +161,12 @@ def test_every_address_of_localhost_is_tried_for_a_free_port_ipv4_first(monkeypa
         assert held.getsockname()[0] == "127.0.0.1"
 
 
-def test_a_machine_without_a_usable_address_has_no_free_port(monkeypatch):
+def test_find_free_port_fails_without_a_usable_address(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [UNUSABLE] * 2)
     with pytest.raises(RuntimeError, match="Failed to create a socket") as caught:
         find_free_port()
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_nothing_to_stop_is_no_error(tmp_path):
+def test_stop_etcd_without_a_server_is_no_error(tmp_path):
     stop_etcd(None, str(tmp_path / "none"))

@@ -177,7 +177,7 @@ def world():
         each.close()
 
 
-def test_a_job_on_etcd_leaves_nothing_but_its_end(etcd, world):
+def test_a_finished_job_leaves_only_its_outcome_in_etcd(etcd, world):
     job = world(etcd, 4)
     assert job.until(lambda: job.runs(4))
     for agent in job.running:
@@ -198,7 +198,7 @@ def fail(agent):
     agent.tell(m.WorkerFailed({"node": agent.name, "time_ns": 1, "message": "boom"}))
 
 
-def test_rounds_follow_failures_ends_and_newcomers(etcd, world):
+def test_a_new_round_follows_each_failure_departure_and_arrival(etcd, world):
     job, chance = world(etcd, 3), random.Random(1)
     assert job.until(lambda: job.runs(3))
     for _ in range(20):
@@ -234,7 +234,7 @@ def moments(chance, seconds):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_members_come_and_go_and_no_node_is_lost(etcd_cluster, world):
+def test_no_node_is_lost_while_etcd_members_fail_and_return(etcd_cluster, world):
     server, chance = etcd_cluster.server, random.Random(2)
     job = world(etcd_cluster, 4)
     assert job.until(lambda: job.runs(4))
@@ -259,7 +259,7 @@ def test_members_come_and_go_and_no_node_is_lost(etcd_cluster, world):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_all_agents_fence_themselves_without_a_quorum_and_come_back_with_it(etcd_cluster, world):
+def test_all_agents_stop_without_etcd_quorum_and_rejoin_when_it_returns(etcd_cluster, world):
     server = etcd_cluster.server
     job = world(etcd_cluster, 3, ttl=QUICK)
     assert job.until(lambda: job.runs(3))

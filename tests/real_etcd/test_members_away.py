@@ -30,7 +30,7 @@ def workers(agents, number):
     return found
 
 
-def test_one_member_of_three_is_not_missed(agents, etcd_cluster):
+def test_a_job_continues_without_one_of_three_etcd_members(agents, etcd_cluster):
     # The lease outlasts a leader election on a loaded machine, because no lease may expire here.
     job = agents(lease_ttl=30)
     first = workers(job, 1)
@@ -41,7 +41,7 @@ def test_one_member_of_three_is_not_missed(agents, etcd_cluster):
     finish(job, second)
 
 
-def test_members_with_a_slow_disk_stop_no_worker(agents, etcd_cluster):
+def test_slow_etcd_members_stop_no_worker(agents, etcd_cluster):
     job, server = agents(), etcd_cluster.server
     first = workers(job, 1)
     # Stop members for as long as an fsync can take on a busy disk: first the leader, then all, as if they
@@ -60,7 +60,7 @@ def test_members_with_a_slow_disk_stop_no_worker(agents, etcd_cluster):
         assert "lost etcd" not in agent.stderr
 
 
-def test_nodes_join_again_when_most_members_come_back(agents, etcd_cluster):
+def test_nodes_rejoin_when_the_etcd_majority_returns(agents, etcd_cluster):
     job = agents(store_lost_timeout=60, settle=60)
     first = workers(job, 1)
     for index in (0, 1):
@@ -74,7 +74,7 @@ def test_nodes_join_again_when_most_members_come_back(agents, etcd_cluster):
     finish(job, second)
 
 
-def test_a_job_ends_when_most_members_stay_away(agents, etcd_cluster):
+def test_a_job_fails_if_the_etcd_majority_stays_down(agents, etcd_cluster):
     job = agents(store_lost_timeout=1)
     workers(job, 1)
     for index in (0, 1):
@@ -86,7 +86,7 @@ def test_a_job_ends_when_most_members_stay_away(agents, etcd_cluster):
         says(line, "lost etcd", "most of its members")
 
 
-def test_a_second_signal_waits_for_no_answer_of_etcd(agents, etcd_cluster):
+def test_a_second_signal_ends_agents_without_waiting_for_etcd(agents, etcd_cluster):
     job = agents(lease_ttl=60, close_timeout=600)
     first = workers(job, 1)
     for index in (0, 1):

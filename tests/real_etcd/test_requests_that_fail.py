@@ -158,7 +158,7 @@ def notice_and_end(client: EtcdClient, text: str) -> tuple[_core.StoreNotice, _c
 
 
 @each_failure
-def test_a_request_that_always_fails_ends_the_session_after_its_time(client, proxy):
+def test_a_request_that_always_fails_ends_the_session_after_the_timeout(client, proxy):
     client.put("k")
     proxy.is_failing = True
     client.inner.txn(client.tag + 1, [], [("put", POISON.decode(), b"", False)])
@@ -173,7 +173,7 @@ def test_a_request_that_always_fails_ends_the_session_after_its_time(client, pro
     ids=[name for name, failure in FAILURES.items() if failure is not None],
     indirect=True,
 )
-def test_a_watch_that_always_fails_ends_the_session_after_its_time(client, proxy):
+def test_a_watch_that_always_fails_ends_the_session_after_the_timeout(client, proxy):
     client.watch(POISON.decode())
     proxy.is_failing = True
     proxy.break_connections()
@@ -185,7 +185,7 @@ def test_a_watch_that_always_fails_ends_the_session_after_its_time(client, proxy
 
 
 @each_failure
-def test_a_request_that_fails_for_a_moment_is_carried_out_once(connect, proxy, etcd):
+def test_a_request_that_fails_temporarily_is_applied_once(connect, proxy, etcd):
     client = connect(HANG)
     proxy.is_failing = True
     client.inner.txn(1000, [], [("put", POISON.decode(), b"v", False)])
@@ -196,7 +196,7 @@ def test_a_request_that_fails_for_a_moment_is_carried_out_once(connect, proxy, e
     assert etcd.keys()[f"/{POISON.decode()}"] == b"v"
 
 
-def test_an_answer_that_is_too_large_ends_the_session_at_once(etcd, connect_etcd):
+def test_a_response_that_is_too_large_ends_the_session_at_once(etcd, connect_etcd):
     writer = connect_etcd(etcd.server.endpoints, f"{etcd.prefix}/").connected()
     for number in range(70):
         writer.put(f"large/{number}", bytes(1_000_000), leased=True)

@@ -56,7 +56,7 @@ def store(client, new_store):
         yield made
 
 
-def test_the_store_has_torchs_methods(store):
+def test_etcd_store_has_the_methods_of_a_torch_store(store):
     store.set("a", "1")
     store.set("b", b"\xff")
     assert (store.get("a"), store.get("b"), store.check(["a", "b"]), store.check(["c"])) == (
@@ -78,7 +78,7 @@ def test_the_store_has_torchs_methods(store):
     assert store.has_extended_api()
 
 
-def test_the_store_waits(store):
+def test_etcd_store_waits_for_keys_until_its_timeout(store):
     thread = threading.Timer(0.05, store.set, ("late", "x"))
     thread.start()
     store.wait(["late"])
@@ -91,13 +91,13 @@ def test_the_store_waits(store):
         store.get("never")
 
 
-def test_names_and_values_are_those_of_torch_in_etcd(store, etcd):
+def test_keys_and_values_in_etcd_are_encoded_as_in_torch(store, etcd):
     store.set("k", "v")
     assert etcd.keys()["/store/aw=="] == b"dg=="
 
 
 @pytest.mark.torch
-def test_the_store_is_one_of_torch(store):
+def test_etcd_store_is_an_instance_of_torch_store(store):
     from torch.distributed import PrefixStore, Store
 
     assert isinstance(store, Store)
@@ -107,7 +107,7 @@ def test_the_store_is_one_of_torch(store):
     assert store.get("p/k") == b"v"
 
 
-def test_a_client_of_python_etcd_has_an_address(etcd, new_store):
+def test_a_python_etcd_client_can_be_passed_to_the_store(etcd, new_store):
     host, port = etcd.server.endpoints[0]
     theirs = SimpleNamespace(host=host, port=port, protocol="http")
     prefix = f"{etcd.prefix}/theirs"
@@ -126,7 +126,7 @@ def backend(client):
         yield made
 
 
-def test_the_state_and_its_token(backend, etcd):
+def test_set_state_succeeds_only_with_the_current_token(backend, etcd):
     assert backend.get_state() is None
     assert backend.set_state(b"0", "invalid") is None
     _, first, has_set = backend.set_state(b"a")
@@ -141,7 +141,7 @@ def test_the_state_and_its_token(backend, etcd):
     assert backend.name == "etcd-v2"
 
 
-def test_an_object_that_is_no_state_is_refused(backend, client):
+def test_a_corrupt_state_and_an_empty_run_id_are_refused(backend, client):
     client.write("/state/job", "no base64")
     with pytest.raises(RendezvousStateError, match="corrupt"):
         backend.get_state()
@@ -149,7 +149,7 @@ def test_an_object_that_is_no_state_is_refused(backend, client):
         EtcdRendezvousBackend(client, "")
 
 
-def test_the_dynamic_rendezvous_runs_over_it(client, new_store):
+def test_the_dynamic_rendezvous_works_with_the_etcd_backend(client, new_store):
     def meet(number):
         backend = EtcdRendezvousBackend(client, "dynamic", "/state")
         store = new_store(client, "/store")
@@ -168,7 +168,7 @@ def test_the_dynamic_rendezvous_runs_over_it(client, new_store):
     assert {(info.rank, info.world_size) for info in found.values()} == {(0, 2), (1, 2)}
 
 
-def test_a_back_end_from_parameters(etcd):
+def test_an_etcd_v2_backend_is_created_from_parameters(etcd):
     endpoint = f"http://{etcd.endpoint}"
     backend, store = create_backend(
         params("etcd-v2", endpoint, protocol="hTTp", read_timeout="10", etcd_prefix=etcd.prefix)
@@ -195,7 +195,7 @@ def test_invalid_parameters_are_refused():
 # --- the handler ---
 
 
-def test_the_first_rendezvous_of_torch(client, etcd):
+def test_the_legacy_etcd_rendezvous_of_torch_works(client, etcd):
     meeting = EtcdRendezvous(client, f"{etcd.prefix}/p2p", 1, 1, 1, 60, 30)
     handler = EtcdRendezvousHandler(meeting, None)
     assert (handler.get_backend(), handler.get_run_id()) == ("etcd", "1")
@@ -211,7 +211,7 @@ def test_the_first_rendezvous_of_torch(client, etcd):
     late.shutdown()
 
 
-def test_a_handler_from_parameters(etcd):
+def test_an_etcd_rendezvous_handler_is_created_from_parameters(etcd):
     handler = create_rdzv_handler(params("etcd", etcd.endpoint, etcd_prefix=etcd.prefix))
     assert handler.get_backend() == "etcd"
     assert handler.next_rendezvous().world_size == 1

@@ -49,7 +49,7 @@ SCRIPT = """
 """
 
 
-def test_workers_train_as_a_user_who_cannot_read_the_keys_of_agents(launch, worker_script, etcd_program):
+def test_workers_use_an_etcd_user_that_cannot_read_the_keys_of_agents(launch, worker_script, etcd_program):
     (port,) = ports.pairs(1)
     if binary() is None:
         pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")

@@ -38,7 +38,7 @@ def ranks(*agents):
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_group_ranks_are_node_ranks_in_any_order(order):
+def test_group_ranks_equal_node_ranks_in_any_join_order(order):
     cluster = Static(3)
     agents = {node_rank: cluster.rank(node_rank) for node_rank in order}
     starts = [agents[node_rank].starts[-1] for node_rank in range(3)]
@@ -48,7 +48,7 @@ def test_group_ranks_are_node_ranks_in_any_order(order):
     assert not any(agent.all(m.BindStore) for agent in agents.values())
 
 
-def test_all_restarts_have_the_same_port_and_ranks():
+def test_restarts_keep_the_same_port_and_ranks():
     cluster = Static(2)
     b, a = cluster.rank(1), cluster.rank(0)
     for number in range(1, 4):
@@ -63,7 +63,7 @@ def test_all_restarts_have_the_same_port_and_ranks():
 
 @pytest.mark.parametrize("lost", [(1,), (2,), (1, 2)])
 @pytest.mark.parametrize("is_reversed", [False, True])
-def test_a_node_that_comes_back_gets_its_own_rank(lost, is_reversed):
+def test_a_returning_node_gets_its_own_rank(lost, is_reversed):
     cluster = Static(4)
     agents = [cluster.rank(node_rank) for node_rank in range(4)]
     for node_rank in lost:
@@ -78,7 +78,7 @@ def test_a_node_that_comes_back_gets_its_own_rank(lost, is_reversed):
     assert {agent.starts[-1].round for agent in agents} == {2}
 
 
-def test_a_rank_that_two_nodes_have_is_refused_with_the_names_of_both():
+def test_a_duplicate_node_rank_is_refused_with_the_names_of_both_nodes():
     cluster = Static(3)
     cluster.rank(0)
     b = cluster.rank(1)
@@ -93,7 +93,7 @@ def test_a_rank_that_two_nodes_have_is_refused_with_the_names_of_both():
     assert not again.starts
 
 
-def test_the_rank_of_a_node_that_died_is_free_when_its_lease_has_ended():
+def test_the_rank_of_a_dead_node_is_free_after_its_lease_has_ended():
     cluster = Static(2)
     cluster.rank(0)
     b = cluster.rank(1)
@@ -107,7 +107,7 @@ def test_the_rank_of_a_node_that_died_is_free_when_its_lease_has_ended():
     assert "rank" not in again.timers
 
 
-def test_an_agent_takes_its_rank_over_from_its_own_earlier_registration():
+def test_an_agent_takes_over_its_rank_from_its_own_earlier_registration():
     cluster = Static(3)
     cluster.rank(0)
     b = cluster.rank(1)
@@ -126,7 +126,7 @@ def test_an_agent_takes_its_rank_over_from_its_own_earlier_registration():
     assert ranks(b, c) == [1, 2]
 
 
-def test_ranks_are_given_back_at_the_end():
+def test_node_ranks_are_released_when_the_job_ends():
     cluster = Static(2)
     a, b = cluster.rank(0), cluster.rank(1)
     for agent in (a, b):
@@ -135,7 +135,7 @@ def test_ranks_are_given_back_at_the_end():
     assert not cluster.store.under(cluster.keys.ranks)
 
 
-def test_missing_and_present_ranks_are_named():
+def test_the_join_timeout_error_names_missing_and_present_ranks():
     cluster = Static(4, join_timeout=5)
     cluster.rank(3)
     b = cluster.rank(1)
@@ -145,7 +145,7 @@ def test_missing_and_present_ranks_are_named():
     ends(b.outcome, "timeout", "2", "4", "5 s (join_timeout)", *names)
 
 
-def test_a_lent_port_is_retried_and_reported_once():
+def test_connecting_to_a_lent_port_is_retried_and_reported_once():
     member = agents.member("01", "a", backend="static", host="h", port=PORT, join_timeout=5, node_rank=1)
     step(member, m.Begin())
     told = []
@@ -162,7 +162,7 @@ def test_a_lent_port_is_retried_and_reported_once():
     assert member.phase is Phase.EXIT
 
 
-def test_workers_that_cannot_have_the_port_end_the_job():
+def test_workers_that_cannot_bind_the_port_fail_the_job():
     cluster = Static(2)
     a, b = cluster.rank(0), cluster.rank(1)
     a.send(m.StartFailed("port 29500", False))

@@ -78,7 +78,7 @@ kinds_and_values = st.sampled_from(sorted(READERS)).flatmap(
 
 
 @given(kinds_and_values)
-def test_bytes_are_a_record_or_damage(kind_and_value):
+def test_any_bytes_are_decoded_or_reported_as_damaged(kind_and_value):
     kind, value = kind_and_value
     wrong = ""
     try:
@@ -104,7 +104,7 @@ def test_a_valid_record_is_read(kind):
 
 
 @pytest.mark.parametrize("round_", [1e308, 10**400, -1, "1", None, True, [1]])
-def test_a_round_is_a_number_of_rounds(round_):
+def test_an_invalid_round_number_is_reported_as_damaged(round_):
     head = {**json.loads(VALID["head"]), "round": round_}
     with pytest.raises(DamagedError):
         Head.decode(in_json(head))
@@ -115,7 +115,7 @@ def write(cluster, key, value):
     cluster.run()
 
 
-def test_a_damaged_head_ends_the_job_on_all_nodes_and_is_named():
+def test_a_damaged_head_record_fails_the_job_on_all_nodes():
     cluster, (a, b) = running(2, max_restarts=3)
     write(cluster, cluster.keys.head, b"\xff")
     end_all([a, b])
@@ -127,7 +127,7 @@ def test_a_damaged_head_ends_the_job_on_all_nodes_and_is_named():
     assert cluster.keys.head in late.outcome.message
 
 
-def test_a_job_with_a_damaged_head_can_be_closed():
+def test_a_job_with_a_damaged_head_record_can_be_closed():
     cluster, (a, b) = running(2)
     b.conn.watches.clear()
     a.conn.watches.clear()
@@ -137,7 +137,7 @@ def test_a_job_with_a_damaged_head_can_be_closed():
     assert cluster.keys.head in a.outcome.message
 
 
-def test_a_damaged_slot_of_a_running_member_is_ignored():
+def test_a_damaged_slot_record_of_a_running_node_is_ignored():
     cluster, (a, b) = running(2, max_restarts=1)
     key = cluster.keys.slot(b.member.registration.member)
     write(cluster, key, b"\xff")
@@ -150,7 +150,7 @@ def test_a_damaged_slot_of_a_running_member_is_ignored():
 
 
 @pytest.mark.parametrize("slot", [b"\xff", b'[1,"FORM",5,5,0,2]', b'[1,"FORM",1,1,0,1e308]'])
-def test_a_node_whose_slot_is_damaged_before_the_start_joins_again(slot):
+def test_a_node_with_a_damaged_slot_record_before_the_start_joins_again(slot):
     cluster = Cluster(min_nodes=2, max_nodes=2)
     a = cluster.add("a")
     apply, forms = cluster.store.apply, []
@@ -172,7 +172,7 @@ def test_a_node_whose_slot_is_damaged_before_the_start_joins_again(slot):
     assert a.starts[-1].round == b.starts[0].round == 2
 
 
-def test_a_damaged_registration_stays_what_it_was():
+def test_a_node_with_a_damaged_registration_stays_in_the_job():
     cluster, (a, b) = running(2, max_restarts=1)
     key = b.key
     write(cluster, key, b'{"nproc": "many"}')
@@ -183,7 +183,7 @@ def test_a_damaged_registration_stays_what_it_was():
     assert [start.round for start in b.starts] == [1, 2]
 
 
-def test_a_new_leader_waits_for_a_member_whose_registration_it_cannot_read():
+def test_a_new_leader_waits_for_a_node_with_a_damaged_registration():
     cluster = Cluster(min_nodes=2, max_nodes=3, last_call_timeout=1)
     a, b, c = (cluster.add(name) for name in "abc")
     assert len(c.starts) == 1
@@ -197,7 +197,7 @@ def test_a_new_leader_waits_for_a_member_whose_registration_it_cannot_read():
     assert {start.ranks.first_rank for start in (b.starts[-1], c.starts[-1])} == {0, 1}
 
 
-def test_an_overwritten_registration_still_ends_with_its_node():
+def test_the_loss_of_a_node_with_an_overwritten_registration_is_detected():
     cluster, (_, b) = running(2, max_restarts=1)
     write(cluster, b.key, b"\xff")
     b.kill()
@@ -206,7 +206,7 @@ def test_an_overwritten_registration_still_ends_with_its_node():
 
 @pytest.mark.parametrize("name", ["junk", "a/b", "a/", "x/-1", "x/\N{DEVANAGARI DIGIT ONE}", "x/1e3"])
 @pytest.mark.parametrize("kind", ["nodes", "slots", "dones", "tables", "farewells"])
-def test_invalid_names_are_ignored(kind, name):
+def test_records_with_invalid_key_names_are_ignored(kind, name):
     cluster = Cluster(min_nodes=2, max_nodes=2)
     cluster.store.apply([Put(getattr(cluster.keys, kind) + name, b"\xff", False)], None)
     a, b = cluster.add("a"), cluster.add("b")
@@ -217,7 +217,7 @@ def test_invalid_names_are_ignored(kind, name):
 
 
 @pytest.mark.parametrize("name", ["1/1", "1/7", "1/-1", "1/01", "x/y", "1"])
-def test_an_invalid_done_record_is_no_success(name):
+def test_an_invalid_done_record_does_not_count_as_success(name):
     cluster, (a, b) = running(2)
     value = b"\xff" if name == "1/1" else b"{}"
     write(cluster, cluster.keys.dones + name, value)
@@ -227,7 +227,7 @@ def test_an_invalid_done_record_is_no_success(name):
     assert (a.outcome.kind, b.outcome.kind) == ("succeeded", "succeeded")
 
 
-def test_a_done_record_that_is_written_over_still_counts():
+def test_an_overwritten_done_record_still_counts_as_success():
     cluster, (a, b) = running(2)
     b.send(m.WorkersDone())
     write(cluster, cluster.keys.done(1, 1), b"\xff")
@@ -235,7 +235,7 @@ def test_a_done_record_that_is_written_over_still_counts():
     assert (a.outcome.kind, b.outcome.kind) == ("succeeded", "succeeded")
 
 
-def test_the_table_of_a_round_is_written_once():
+def test_an_overwritten_round_table_is_ignored():
     cluster, (_, b) = running(2, max_restarts=1)
     (key,) = [key for key in cluster.store.entries if key.startswith(cluster.keys.tables)]
     write(cluster, key, encode([("77/1", "x", "10.9.9.9")]))
@@ -244,7 +244,7 @@ def test_the_table_of_a_round_is_written_once():
 
 
 @pytest.mark.parametrize("value", [b"\xff", encode([["77/1", "x", "y"]]), encode([["01/1", "x"]])])
-def test_a_leader_that_does_not_know_the_members_ends_the_job(value):
+def test_a_new_leader_with_a_damaged_round_table_fails_the_job(value):
     cluster = Cluster(min_nodes=2, max_nodes=3, last_call_timeout=1)
     a, b, c = (cluster.add(name) for name in "abc")
     (key,) = [key for key in cluster.store.entries if key.startswith(cluster.keys.tables)]
@@ -256,7 +256,7 @@ def test_a_leader_that_does_not_know_the_members_ends_the_job(value):
         assert cluster.keys.tables in agent.outcome.message
 
 
-def test_a_damaged_job_record_refuses_nodes_that_join():
+def test_a_joining_node_is_refused_if_the_job_record_is_damaged():
     cluster = Cluster(min_nodes=1, max_nodes=2)
     cluster.add("a")
     write(cluster, cluster.keys.job, b"[[1]]")
@@ -265,7 +265,7 @@ def test_a_damaged_job_record_refuses_nodes_that_join():
     assert cluster.keys.job in b.outcome.message
 
 
-def test_a_damaged_node_rank_is_somebodys():
+def test_a_damaged_node_rank_record_counts_as_taken():
     cluster = Cluster(min_nodes=2, max_nodes=2, node_rank=0, order_hint=0, backend="static", port=29500)
     cluster.store.apply([Put(cluster.keys.rank(0), b"\xff", False)], None)
     a = cluster.add("a")
@@ -284,7 +284,7 @@ happenings = st.one_of(
 
 
 @given(st.lists(happenings, max_size=12))
-def test_no_damage_raises_or_gives_a_rank_twice(course):
+def test_no_damage_raises_an_exception_or_assigns_a_rank_twice(course):
     cluster = Cluster(min_nodes=2, max_nodes=3, max_restarts=2, last_call_timeout=1)
     agents = [cluster.add(name) for name in "abc"]
     for what, *rest in course:

@@ -50,7 +50,7 @@ def told(agents):
 
 @given(st.permutations(range(NODES)))
 @settings(max_examples=25, deadline=None)
-def test_every_node_tells_the_same_whatever_the_order_of_the_reports(order):
+def test_every_node_prints_the_same_diagnosis_in_any_order_of_reports(order):
     cluster, agents = running(NODES, max_restarts=1)
     hang(agents, order)
     assert cluster.head.state == "RUNNING"
@@ -60,7 +60,7 @@ def test_every_node_tells_the_same_whatever_the_order_of_the_reports(order):
     assert all(agent.starts[-1].earlier.endswith(line.removeprefix("round 1 hung: ")) for agent in agents)
 
 
-def test_the_leader_waits_for_no_evidence():
+def test_the_leader_does_not_wait_for_missing_evidence():
     cluster, agents = running(NODES, max_restarts=1)
     hang(agents, range(NODES), [None, *EVIDENCE[1:]])
     assert cluster.head.state == "RUNNING", "the node without evidence is idle"
@@ -68,13 +68,13 @@ def test_the_leader_waits_for_no_evidence():
 
 
 @pytest.mark.parametrize("bad", [b"", b"\0" * 99, b"x" * 99])
-def test_damaged_evidence_counts_as_none(bad):
+def test_damaged_evidence_counts_as_missing(bad):
     _, agents = running(NODES, max_restarts=1)
     hang(agents, range(NODES), [*EVIDENCE[:7], bad])
     assert "(the node did not answer)" in told(agents)[0]
 
 
-def test_a_job_that_ends_has_the_diagnosis_in_its_cause():
+def test_the_failure_cause_of_a_job_contains_the_hang_diagnosis():
     cluster, agents = running(NODES, max_restarts=0)
     hang(agents, range(NODES))
     assert cluster.head.state == "CLOSED"
@@ -83,7 +83,7 @@ def test_a_job_that_ends_has_the_diagnosis_in_its_cause():
         assert "blame" not in agent.outcome.cause["diagnosis"]
 
 
-def test_the_text_says_if_heartbeats_and_records_blame_different_ranks():
+def test_the_diagnosis_says_if_heartbeats_and_flight_records_disagree():
     _, agents = running(NODES, max_restarts=1)
     hang(agents, range(NODES), rank=3)
     assert told(agents)[0].endswith("the heartbeats blame rank 3, but the flight records blame rank 5")
@@ -91,7 +91,7 @@ def test_the_text_says_if_heartbeats_and_records_blame_different_ranks():
 
 @given(st.permutations(range(NODES)))
 @settings(max_examples=25, deadline=None)
-def test_the_rank_that_the_records_blame_is_the_cause_if_it_has_hung_too(order):
+def test_a_hung_rank_blamed_by_flight_records_is_the_failure_cause(order):
     """Each node has a single rank, so the heartbeats show only which rank has been silent the longest."""
     cluster, agents = running(NODES, max_restarts=0)
     hung = [{**HUNG, "rank": rank, "ground": "oldest", "time_ns": 9 + rank} for rank in range(NODES)]
@@ -104,7 +104,7 @@ def test_the_rank_that_the_records_blame_is_the_cause_if_it_has_hung_too(order):
         assert "blame" not in agent.outcome.cause["diagnosis"]
 
 
-def test_evidence_is_removed_when_the_next_round_starts():
+def test_hang_evidence_is_removed_when_the_next_round_starts():
     cluster, agents = running(NODES, max_restarts=2)
     hang(agents, range(NODES))
     assert cluster.head.round == 2
@@ -118,7 +118,7 @@ def test_evidence_is_removed_when_the_next_round_starts():
     assert len(told(agents)) == NODES
 
 
-def test_the_diagnosis_is_bounded():
+def test_the_length_of_the_diagnosis_is_limited():
     names = "n" * 500
     _, agents = running(NODES, max_restarts=1)
     facts = [observe(each._replace(node=f"{names}{each.rank}")) for each in recorded("wrong_size")]

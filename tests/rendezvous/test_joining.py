@@ -32,7 +32,7 @@ def test_a_node_whose_settings_differ_is_refused(name, theirs, ours):
     assert not cluster.store.under(cluster.keys.nodes + b.member.agent.agent)
 
 
-def test_a_node_whose_settings_differ_is_named_by_an_address_that_others_know():
+def test_a_refused_node_is_named_by_an_address_that_other_nodes_know():
     cluster = Cluster(min_nodes=2, max_nodes=2)
     cluster.add("a", local_addr="a.test")
     for name, local in (("b", "127.0.0.1"), ("c", "::1")):
@@ -41,7 +41,7 @@ def test_a_node_whose_settings_differ_is_named_by_an_address_that_others_know():
 
 
 @pytest.mark.parametrize("homogeneous", [False, True])
-def test_different_nodes_are_refused_only_when_asked_for(homogeneous):
+def test_a_node_with_a_different_nproc_is_refused_only_if_homogeneous_is_set(homogeneous):
     cluster = Cluster(min_nodes=2, max_nodes=2, homogeneous=homogeneous)
     cluster.add("a", nproc=2)
     b = cluster.add("b", nproc=4)
@@ -51,7 +51,7 @@ def test_different_nodes_are_refused_only_when_asked_for(homogeneous):
         assert b.starts
 
 
-def test_a_node_is_refused_by_a_closed_job():
+def test_a_node_that_joins_a_closed_job_is_refused():
     cluster, (a,) = running(1)
     a.send(m.WorkersDone())
     late = cluster.add("late")
@@ -60,14 +60,14 @@ def test_a_node_is_refused_by_a_closed_job():
     assert late.outcome == m.Outcome("closed", text)
 
 
-def test_a_fresh_job_forgets_the_closed_one():
+def test_the_fresh_setting_replaces_a_closed_job():
     cluster, (a,) = running(1)
     a.send(m.WorkersDone())
     late = cluster.add("late", fresh=True)
     assert late.starts[0].round == 1
 
 
-def test_a_fresh_job_forgets_the_settings_of_dead_agents():
+def test_the_fresh_setting_discards_the_settings_of_dead_agents():
     cluster = Cluster(min_nodes=2, max_nodes=2)
     cluster.add("a").kill()
     ends(cluster.add("b", max_restarts=5).outcome, "refused", "max_restarts=0", "fresh=1")
@@ -76,7 +76,7 @@ def test_a_fresh_job_forgets_the_settings_of_dead_agents():
     assert cluster.add("d", max_restarts=5).starts
 
 
-def test_an_agent_registers_again_if_the_job_started_over():
+def test_an_agent_registers_again_if_the_job_was_replaced():
     cluster = Cluster(min_nodes=2, max_nodes=2)
     a = cluster.add("a")
     keys, store = cluster.keys, cluster.store
@@ -89,7 +89,7 @@ def test_an_agent_registers_again_if_the_job_started_over():
     assert (a.starts[0].round, b.starts[0].round) == (1, 1)
 
 
-def test_fresh_does_not_touch_a_job_with_nodes():
+def test_the_fresh_setting_does_not_affect_a_job_with_nodes():
     cluster, (a,) = running(1)
     late = cluster.add("late", fresh=True)
     assert late.outcome is None
@@ -106,7 +106,7 @@ def test_a_job_continues_with_new_agents_after_all_of_its_agents_died():
 
 
 @pytest.mark.parametrize("removed", ["head", "job"])
-def test_a_removed_record_ends_the_job(removed):
+def test_a_removed_head_or_job_record_ends_the_job(removed):
     cluster, (a, b) = running(2)
     cluster.store.apply([Delete(getattr(cluster.keys, removed))], None)
     cluster.run()
@@ -135,14 +135,14 @@ def test_connecting_is_retried_with_growing_delays():
 
 
 @pytest.mark.parametrize("kind", ["version", "token", "not_ours", "run"])
-def test_an_error_that_waiting_cannot_cure_is_final(kind):
+def test_a_permanent_connection_error_is_not_retried(kind):
     member = agents.member("01", "a")
     step(member, m.Begin())
     _, actions = step(member, ConnectionLost(kind, NOT_OURS))
     assert m.Exit(m.Outcome("refused", NOT_OURS)) in actions
 
 
-def test_a_fenced_agent_kills_its_workers_before_it_comes_back():
+def test_a_fenced_agent_stops_its_workers_before_it_reconnects():
     cluster, (a, b) = running(2, min_nodes=1)
     b.lose()
     assert b.member.phase is Phase.FENCED
@@ -158,7 +158,7 @@ def test_a_fenced_agent_kills_its_workers_before_it_comes_back():
     assert (a.starts[-1].group_rank, b.starts[-1].group_rank) == (0, 1)
 
 
-def test_a_node_that_comes_back_keeps_its_rank():
+def test_a_reconnected_node_keeps_its_rank():
     _, (a, b, c) = running(3)
     b.lose()
     for agent in (a, c, b):
@@ -166,7 +166,7 @@ def test_a_node_that_comes_back_keeps_its_rank():
     assert [agent.starts[-1].group_rank for agent in (a, b, c)] == [0, 1, 2]
 
 
-def test_a_lost_store_ends_the_agent_after_a_while():
+def test_an_agent_without_its_store_exits_after_store_lost_timeout():
     _, (a,) = running(1)
     a.refuses = ("refused", "connection refused")
     a.lose("closed", "connection reset")
@@ -177,7 +177,7 @@ def test_a_lost_store_ends_the_agent_after_a_while():
     ends(a.outcome, "lost", "head:29400", "round 1", "10 s", "elasticrs.store")
 
 
-def test_a_store_that_has_forgotten_the_job_ends_the_agent():
+def test_an_agent_exits_if_the_store_no_longer_has_the_job():
     cluster, (a,) = running(1)
     a.disconnect()
     cluster.store.entries.clear()
@@ -186,7 +186,7 @@ def test_a_store_that_has_forgotten_the_job_ends_the_agent():
     ends(a.outcome, "lost", "no longer")
 
 
-def test_an_agent_gives_up_alone():
+def test_an_agent_gives_up_by_itself_after_its_own_time_limit():
     cluster = Cluster(min_nodes=2, max_nodes=2, join_timeout=3)
     a = cluster.add("a")
     # The limit includes the 30 s of the last call, which starts once there are enough nodes.
@@ -195,7 +195,7 @@ def test_an_agent_gives_up_alone():
     assert a.outcome.kind == "timeout"
 
 
-def test_a_last_call_may_be_longer_than_the_time_to_join():
+def test_the_last_call_may_be_longer_than_the_join_timeout():
     cluster = Cluster(min_nodes=1, max_nodes=2, join_timeout=3, last_call_timeout=10)
     a = cluster.add("a")
     assert "join/0" not in a.timers
@@ -204,7 +204,7 @@ def test_a_last_call_may_be_longer_than_the_time_to_join():
     assert (cluster.head.state, cluster.head.size) == ("RUNNING", 1)
 
 
-def test_draining_one_node_ends_the_round_at_once_and_the_others_continue():
+def test_draining_a_node_ends_the_round_and_other_nodes_continue():
     cluster, (a, b) = running(2, min_nodes=1)
     b.send(m.Leave("SIGTERM"))
     assert (cluster.head.end["kind"], cluster.head.end["message"]) == ("left", "SIGTERM")
@@ -218,7 +218,7 @@ def test_draining_one_node_ends_the_round_at_once_and_the_others_continue():
     says(a.texts[-1], "round 2", "1 node")
 
 
-def test_a_drained_leader_is_not_lost():
+def test_a_drained_leader_does_not_count_as_lost():
     cluster, (a, b) = running(2, min_nodes=1, max_node_losses=0, max_restarts=1)
     b.fail(end=False)
     a.send(m.Leave("SIGTERM"))
@@ -238,7 +238,7 @@ def test_an_agent_that_cannot_connect_reports_the_cause_and_the_limit():
     assert actions == [m.Announce(text)]
 
 
-def test_nothing_is_reported_about_connecting_while_connected():
+def test_connection_attempts_are_not_reported_while_connected():
     _, (a,) = running(1)
     assert "connect_news" not in a.timers
     _, actions = step(a.member, m.TimerFired("connect_news"))
@@ -256,7 +256,7 @@ def test_a_lost_connection_is_reported_with_and_without_workers():
     says(a.all(m.Stop)[-1].why, "node b", "lost")
 
 
-def test_a_member_of_the_round_that_is_about_to_end_is_not_called_a_spare():
+def test_a_member_of_an_ending_round_is_not_called_a_spare():
     _, lost = running(3)
     for agent in lost:
         agent.disconnect()
@@ -281,7 +281,7 @@ def test_leaving_does_not_wait_for_a_silent_store():
 
 
 @pytest.mark.parametrize("connected", [False, True])
-def test_leaving_before_there_is_anything(connected):
+def test_an_agent_can_leave_before_it_has_registered(connected):
     member = agents.member("01", "a")
     step(member, m.Begin())
     if connected:
@@ -290,7 +290,7 @@ def test_leaving_before_there_is_anything(connected):
     assert actions[-1] == m.Exit(m.Outcome("left", "SIGINT"))
 
 
-def test_closing_ends_the_job_for_all():
+def test_closing_ends_the_job_for_all_nodes():
     cluster, (a, b) = running(2)
     spare = cluster.add("z")
     a.send(m.Leave(SIGNAL, close=True))
@@ -311,13 +311,13 @@ def test_a_closed_job_stays_closed_if_the_store_exits_before_the_workers():
     ends(b.outcome, "aborted", SIGNAL)
 
 
-def test_a_node_without_a_port_leaves():
+def test_a_node_that_finds_no_free_port_leaves_the_job():
     member = agents.member("01", "a")
     step(member, m.Begin())
     _, actions = step(member, m.StorePortFailed("all of 29500-29510 are used"))
     ends(actions[-1].outcome, "failed", "node a", "no port", "29500-29510")
 
 
-def test_an_unknown_event_is_an_error():
+def test_an_unknown_event_raises_an_error():
     with pytest.raises(KeyError):
         step(agents.member("01", "a"), "hello")

@@ -39,7 +39,7 @@ def keys_of_the_newest(cluster, agent):
     return [cluster.store.get(key(newest)) for key in (cluster.keys.node, cluster.keys.slot)]
 
 
-def test_a_late_registration_deletes_earlier_ones_alone():
+def test_a_late_registration_does_not_delete_a_newer_registration():
     cluster, agent, late = registers_twice()
     before = keys_of_the_newest(cluster, agent)
     assert None not in before
@@ -48,7 +48,7 @@ def test_a_late_registration_deletes_earlier_ones_alone():
     assert keys_of_the_newest(cluster, agent) == before
 
 
-def test_deleting_by_agent_would_take_the_newest():
+def test_deleting_by_agent_would_also_delete_a_newer_registration():
     with rule_off("registration_deletes_by_agent"):
         cluster, agent, late = registers_twice()
         assert None not in keys_of_the_newest(cluster, agent)

@@ -41,14 +41,14 @@ previous = st.lists(st.integers(0, 15).map(str), unique=True, max_size=10)
 
 
 @given(previous, offers(), st.integers(1, 12))
-def test_each_offered_seat_is_taken_once(last, candidates, size):
+def test_each_candidate_gets_at_most_one_rank(last, candidates, size):
     seats = seat(last, candidates, size)
     assert len(set(seats)) == len(seats) == min(size, len(candidates))
     assert set(seats) <= {each.agent for each in candidates}
 
 
 @given(previous, offers())
-def test_survivors_keep_their_place_when_the_size_stays(last, candidates):
+def test_surviving_nodes_keep_their_ranks_if_the_size_is_unchanged(last, candidates):
     size = len(last)
     seats = seat(last, candidates, max(size, 1))
     if len(seats) == size:
@@ -57,7 +57,7 @@ def test_survivors_keep_their_place_when_the_size_stays(last, candidates):
 
 
 @given(previous, offers(), st.integers(1, 12))
-def test_survivors_keep_their_order_and_go_first(last, candidates, size):
+def test_surviving_nodes_keep_their_order_and_are_preferred_to_new_nodes(last, candidates, size):
     seats = seat(last, candidates, size)
     offered = {each.agent for each in candidates}
     stay = [agent for agent in last if agent in offered][:size]
@@ -65,23 +65,23 @@ def test_survivors_keep_their_order_and_go_first(last, candidates, size):
 
 
 @given(offers(), st.randoms(use_true_random=False))
-def test_seats_do_not_depend_on_the_order_of_the_offer(candidates, random):
+def test_ranks_do_not_depend_on_the_order_of_the_candidates(candidates, random):
     mixed = list(candidates)
     random.shuffle(mixed)
     assert seat([], mixed, 5) == seat([], candidates, 5)
 
 
-def test_the_first_round_is_sorted_naturally():
+def test_nodes_of_the_first_round_are_sorted_in_natural_order():
     candidates = [Candidate(str(i), i, None, name) for i, name in enumerate(["node10", "node2", "node1"])]
     assert seat([], candidates, 3) == ["2", "1", "0"]
 
 
-def test_an_order_hint_goes_before_the_name():
+def test_an_order_hint_takes_precedence_over_the_node_name():
     candidates = [Candidate("a", 0, None, "n1"), Candidate("b", 1, 1, "n3"), Candidate("c", 2, 0, "n4")]
     assert seat([], candidates, 3) == ["c", "b", "a"]
 
 
-def test_first_come_first_served():
+def test_the_first_candidates_to_arrive_are_chosen():
     candidates = [Candidate("a", 9, None, "n1"), Candidate("b", 1, None, "n3"), Candidate("c", 2, None, "n2")]
     assert seat([], candidates, 2) == ["c", "b"]
 
@@ -121,7 +121,7 @@ def node(address, host="h1", **differs):
         ([node("127.0.0.1", fallback_addr="head"), node("127.0.0.1")], "127.0.0.1"),
     ],
 )
-def test_the_master_is_where_all_can_reach_it(nodes, expected):
+def test_the_master_address_is_reachable_by_all_nodes(nodes, expected):
     assert master_addr(nodes) == expected
 
 
@@ -133,7 +133,7 @@ causes = st.dictionaries(
 
 
 @given(causes)
-def test_a_cause_is_bounded(cause):
+def test_the_size_of_a_failure_cause_is_limited(cause):
     bounded = bound_cause(cause)
     assert len(encode(bounded)) <= MAX_CAUSE
     if len(encode(cause)) <= 300:
@@ -152,7 +152,7 @@ as_written = st.fixed_dictionaries(
 
 
 @given(as_written, texts, texts, texts)
-def test_a_head_is_bounded_and_comes_back(cause, reason, message, name):
+def test_a_head_record_is_limited_in_size_and_decodes_to_the_same_data(cause, reason, message, name):
     head = Head(
         "CLOSED",
         2**31,
@@ -182,7 +182,7 @@ def test_a_head_is_bounded_and_comes_back(cause, reason, message, name):
 
 
 @given(texts, st.integers(10, 500))
-def test_a_cut_text_fits(text, limit):
+def test_a_cut_text_fits_its_size_limit(text, limit):
     assert len(encode(cut(text, limit))) <= limit + 4
 
 
@@ -193,6 +193,6 @@ def test_records_are_decoded_as_they_were_encoded():
     assert Node.decode(full.encode()) == full
 
 
-def test_no_job_sees_the_keys_of_another():
+def test_the_keys_of_different_jobs_do_not_overlap():
     assert not Keys("a/b").job.startswith(Keys("a").prefix)
     assert Keys("a%2Fb").job != Keys("a/b").job

@@ -10,7 +10,7 @@ from elasticrs.store.coordination import Txn
 from rendezvous.cluster import Cluster, end_all, ends, running
 
 
-def test_the_last_of_max_nodes_starts_the_first_round():
+def test_the_first_round_starts_when_max_nodes_have_joined():
     cluster, (a, b) = running(2)
     assert cluster.head.state == "RUNNING"
     (start_a,), (start_b,) = a.starts, b.starts
@@ -26,7 +26,7 @@ def test_the_last_of_max_nodes_starts_the_first_round():
     )
 
 
-def test_nodes_with_different_roles_and_sizes():
+def test_nodes_with_different_roles_and_sizes_get_correct_ranks():
     cluster = Cluster(min_nodes=3, max_nodes=3)
     agents = [
         cluster.add("a", role="reader", nproc=2),
@@ -40,7 +40,7 @@ def test_nodes_with_different_roles_and_sizes():
     assert {each.world_size for each in ranks} == {7}
 
 
-def test_the_first_round_has_a_last_call():
+def test_the_first_round_waits_for_last_call_timeout():
     cluster = Cluster(min_nodes=2, max_nodes=4, last_call_timeout=7)
     a, b = cluster.add("a"), cluster.add("b")
     assert not a.starts
@@ -49,7 +49,7 @@ def test_the_first_round_has_a_last_call():
     assert (len(a.starts), len(b.starts)) == (1, 1)
 
 
-def test_a_restart_has_no_last_call():
+def test_a_restart_does_not_wait_for_last_call_timeout():
     cluster = Cluster(min_nodes=1, max_nodes=4, max_restarts=1)
     a = cluster.add("a")
     a.fire("last_call/0")
@@ -66,7 +66,7 @@ def test_a_failure_is_reported_before_the_workers_are_stopped():
     assert a.all(m.Stop)[0].fenced is False
 
 
-def test_a_failure_is_charged_when_all_members_have_stopped():
+def test_a_failure_uses_a_restart_after_all_nodes_have_stopped():
     cluster, (a, b) = running(2, max_restarts=1)
     b.fail()
     assert cluster.head.state == "ENDED"
@@ -79,7 +79,7 @@ def test_a_failure_is_charged_when_all_members_have_stopped():
         says(agent.all(m.Stop)[0].why, "node b")
 
 
-def test_the_error_of_a_traceback_is_reported_with_the_next_round():
+def test_the_exception_of_a_failure_is_reported_with_the_next_round():
     _, (a, b) = running(2, max_restarts=1)
     cause = {"node": "b", "rank": 1, "pid": 7, "exitcode": 1, "time_ns": 9}
     b.send(m.WorkerFailed(cause))
@@ -91,7 +91,7 @@ def test_the_error_of_a_traceback_is_reported_with_the_next_round():
         assert agent.texts == [f"rank 1 (pid 7) on node b: ValueError: boom; {starts}"]
 
 
-def test_a_node_that_reported_its_own_failure_is_notified_of_the_first_one():
+def test_a_node_that_reported_a_failure_is_notified_of_the_first_failure():
     _, (a, b) = running(2, max_restarts=1)
     early = {"node": "a", "rank": 0, "exitcode": 1, "time_ns": 4}
     b.send(m.WorkerFailed({"node": "b", "rank": 1, "exitcode": 1, "time_ns": 9}))
@@ -102,7 +102,7 @@ def test_a_node_that_reported_its_own_failure_is_notified_of_the_first_one():
         says(line, "rank 0 on node a", "round 2")
 
 
-def test_a_failure_beyond_the_budget_fails_the_job_with_one_cause():
+def test_a_failure_beyond_the_restart_budget_fails_the_job_with_one_cause():
     cluster, (a, b) = running(2, max_restarts=0)
     b.fail(time_ns=5)
     a.send(m.GroupEnded())
@@ -137,14 +137,14 @@ def in_step_7(ground, time_ns):
         ({"time_ns": 4}, in_step_7("behind", 9), "b"),
     ],
 )
-def test_the_first_cause_is_the_same_for_all(reported_by_b, reported_by_a, first):
+def test_all_nodes_report_the_same_first_failure_cause(reported_by_b, reported_by_a, first):
     _, (a, b) = running(2, max_restarts=0)
     b.fail(**reported_by_b)
     a.send(m.GroupEnded({"node": "a", **reported_by_a}))
     assert a.outcome.cause["node"] == b.outcome.cause["node"] == first
 
 
-def test_a_node_that_stops_for_a_hang_elsewhere_gets_its_duration():
+def test_a_node_stopped_for_a_hang_elsewhere_gets_the_hang_duration():
     _, (a, b) = running(2, max_restarts=1)
     hung = {
         "node": "b",
@@ -171,7 +171,7 @@ def test_a_crash_starts_no_search_for_hung_workers():
     assert a.all(m.Stop)[0].hung is None
 
 
-def test_details_of_a_failure_that_come_later_are_reported():
+def test_failure_details_that_arrive_later_are_reported():
     _, (a, b) = running(2, max_restarts=0)
     b.fail(time_ns=9, end=False)
     a.send(m.GroupEnded())
@@ -179,14 +179,14 @@ def test_details_of_a_failure_that_come_later_are_reported():
     assert a.outcome.cause["lines"] == ["last"]
 
 
-def test_the_loss_of_a_node_is_free_even_when_a_failure_is_reported_first():
+def test_a_node_loss_uses_no_restart_even_if_a_failure_is_reported_first():
     cluster, (a, b) = running(2, min_nodes=1, max_restarts=0)
     a.fail()
     b.kill()
     assert (cluster.head.state, cluster.head.used, cluster.head.size) == ("RUNNING", 0, 1)
 
 
-def test_a_finished_node_that_has_left_explains_no_failure():
+def test_a_failure_after_a_finished_node_has_left_uses_a_restart():
     cluster, (a, b) = running(2, min_nodes=1, max_restarts=1)
     b.send(m.WorkersDone())
     b.fire("barrier")
@@ -203,7 +203,7 @@ def test_a_lost_node_ends_the_round():
     assert [start.ranks.group_world_size for start in a.starts] == [3, 2]
 
 
-def test_the_next_in_line_leads():
+def test_the_next_node_becomes_leader_if_the_leader_is_lost():
     cluster, (a, b, c) = running(3, min_nodes=2)
     a.kill()
     end_all([b, c])
@@ -212,7 +212,7 @@ def test_the_next_in_line_leads():
     assert b.starts[-1].serves_store
 
 
-def test_a_spare_replaces_a_lost_node_and_the_others_keep_their_ranks():
+def test_a_spare_replaces_a_lost_node_and_other_nodes_keep_their_ranks():
     cluster, (a, b, c) = running(3)
     spare = cluster.add("z")
     assert not spare.starts
@@ -223,7 +223,7 @@ def test_a_spare_replaces_a_lost_node_and_the_others_keep_their_ranks():
     assert [agent.starts[-1].group_rank for agent in (a, spare, c)] == [0, 1, 2]
 
 
-def test_a_waiting_node_ends_the_round_after_a_while():
+def test_a_waiting_node_ends_the_round_after_scale_up_delay():
     cluster = Cluster(min_nodes=1, max_nodes=2, scale_up_delay=3)
     a = cluster.add("a")
     a.fire("last_call/0")
@@ -235,7 +235,7 @@ def test_a_waiting_node_ends_the_round_after_a_while():
     assert (len(b.starts), a.starts[-1].ranks.group_world_size) == (1, 2)
 
 
-def test_a_requested_round_costs_nothing_and_includes_all_nodes():
+def test_a_requested_round_uses_no_restart_and_includes_all_nodes():
     cluster, (a, b) = running(2, min_nodes=1, max_short_losses=1)
     b.send(m.AskForRound("a checkpoint"))
     b.send(m.AskForRound("a checkpoint"))
@@ -249,7 +249,7 @@ def test_a_requested_round_costs_nothing_and_includes_all_nodes():
     assert [agent.starts[-1].group_rank for agent in (a, b)] == [0, 1]
 
 
-def test_a_round_is_not_requested_while_none_runs():
+def test_a_round_request_is_ignored_while_no_round_runs():
     cluster, (a, _) = running(2)
     a.fail()
     before = cluster.head
@@ -257,7 +257,7 @@ def test_a_round_is_not_requested_while_none_runs():
     assert cluster.head == before
 
 
-def test_no_scale_up_against_the_setting_nor_when_a_node_has_finished():
+def test_scale_up_does_not_happen_if_disabled_or_if_a_node_has_finished():
     cluster = Cluster(min_nodes=1, max_nodes=2, scale_up=False)
     a = cluster.add("a")
     a.fire("last_call/0")
@@ -270,7 +270,7 @@ def test_no_scale_up_against_the_setting_nor_when_a_node_has_finished():
     assert "scale/1" not in a.timers
 
 
-def test_a_restart_waits_for_a_replacement_for_restart_call_timeout():
+def test_a_restart_waits_restart_call_timeout_for_a_replacement_node():
     cluster, (a, b) = running(2, min_nodes=1, restart_call_timeout=9)
     b.kill()
     a.send(m.GroupEnded())
@@ -279,7 +279,7 @@ def test_a_restart_waits_for_a_replacement_for_restart_call_timeout():
     assert c.starts[-1].ranks.group_world_size == 2
 
 
-def test_a_slow_member_is_waited_for_until_settle():
+def test_a_restart_waits_for_a_slow_node_until_the_settle_timeout():
     cluster, (a, b) = running(2, min_nodes=1, max_restarts=1)
     a.fail()
     assert cluster.head.state == "ENDED"
@@ -289,7 +289,7 @@ def test_a_slow_member_is_waited_for_until_settle():
     assert "scale/2" in a.timers
 
 
-def test_success_when_all_are_done():
+def test_the_job_succeeds_when_all_nodes_are_done():
     cluster, (a, b) = running(2)
     a.send(m.WorkersDone())
     assert cluster.head.state == "RUNNING"
@@ -297,21 +297,21 @@ def test_success_when_all_are_done():
     assert (a.outcome.kind, b.outcome.kind) == ("succeeded", "succeeded")
 
 
-def test_a_spare_of_a_job_that_has_succeeded():
+def test_a_spare_exits_as_a_spare_when_the_job_succeeds():
     cluster, (a,) = running(1)
     spare = cluster.add("z")
     a.send(m.WorkersDone())
     assert spare.outcome.kind == "spare"
 
 
-def test_the_failure_of_another_restarts_a_finished_node():
+def test_a_failure_on_another_node_restarts_a_finished_node():
     _, (a, b) = running(2, max_restarts=1)
     a.send(m.WorkersDone())
     b.fail()
     assert [start.round for start in a.starts] == [1, 2]
 
 
-def test_a_finished_node_that_dies_is_not_lost():
+def test_a_finished_node_that_dies_does_not_count_as_lost():
     cluster, (a, b) = running(2)
     b.send(m.WorkersDone())
     b.kill()
@@ -320,7 +320,7 @@ def test_a_finished_node_that_dies_is_not_lost():
     assert a.outcome.kind == "succeeded"
 
 
-def test_rank_0_and_the_host_of_the_store_stay_to_the_end():
+def test_rank_0_and_the_store_host_stay_until_all_nodes_are_done():
     cluster = Cluster(min_nodes=3, max_nodes=3)
     first, _, other = cluster.add("a"), cluster.add("b"), cluster.add("c")
     other.send(m.WorkersDone())
@@ -338,7 +338,7 @@ def test_rank_0_and_the_host_of_the_store_stay_to_the_end():
     assert "barrier" not in late.timers
 
 
-def test_a_transient_start_failure_is_retried_without_a_charge():
+def test_a_transient_start_failure_is_retried_without_using_a_restart():
     cluster, (a, b) = running(2, max_restarts=0)
     for attempt in range(4):
         assert cluster.head.round == attempt + 1
@@ -348,14 +348,14 @@ def test_a_transient_start_failure_is_retried_without_a_charge():
     ends(a.outcome, "failed", "node b", "no memory")
 
 
-def test_a_permanent_start_failure_ends_the_job_at_once():
+def test_a_permanent_start_failure_fails_the_job_immediately():
     _, (a, b) = running(2, max_restarts=3)
     b.send(m.StartFailed("missing: train.py"))
     a.send(m.GroupEnded())
     ends(a.outcome, "failed", "node b", "missing: train.py")
 
 
-def test_too_many_lost_nodes_end_the_job():
+def test_more_lost_nodes_than_max_node_losses_end_the_job():
     _, (a, b, c) = running(3, min_nodes=1, max_node_losses=0)
     c.kill()
     end_all([a, b])
@@ -363,7 +363,7 @@ def test_too_many_lost_nodes_end_the_job():
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_short_lost_rounds_in_a_row_end_the_job(is_long):
+def test_consecutive_short_rounds_ended_by_node_losses_end_the_job(is_long):
     cluster, (a, b) = running(2, min_nodes=1, max_short_losses=2, scale_up_delay=0)
     b.kill()
     a.send(m.GroupEnded())
@@ -391,7 +391,7 @@ def test_too_few_nodes_at_the_join_timeout_end_the_job():
     )
 
 
-def test_too_few_nodes_after_a_loss_names_the_lost():
+def test_a_join_timeout_after_a_node_loss_names_the_lost_node():
     _, (a, b, c) = running(3)
     c.kill()
     end_all([a, b])
@@ -399,7 +399,7 @@ def test_too_few_nodes_after_a_loss_names_the_lost():
     ends(a.outcome, "timeout", "a (10.0.0.1)", "b (10.0.0.2)", "round 1: c")
 
 
-def test_waiting_for_nodes_is_reported_with_the_names_of_those_that_joined():
+def test_the_waiting_message_names_the_nodes_that_have_joined():
     cluster = Cluster(min_nodes=3, max_nodes=3)
     a = cluster.add("a")
     cluster.add("b")
@@ -408,7 +408,7 @@ def test_waiting_for_nodes_is_reported_with_the_names_of_those_that_joined():
     says(text, "2", "3", "a (10.0.0.1), b (10.0.0.2)")
 
 
-def test_the_last_call_is_reported_at_once_with_its_limit():
+def test_the_last_call_is_reported_immediately_with_its_time_limit():
     cluster = Cluster(min_nodes=2, max_nodes=4)
     a = cluster.add("a")
     b = cluster.add("b")
@@ -419,7 +419,7 @@ def test_the_last_call_is_reported_at_once_with_its_limit():
     assert b.texts == []
 
 
-def test_every_round_has_a_fresh_listener_and_others_keep_theirs():
+def test_rank_0_opens_a_new_port_each_round_and_other_nodes_keep_theirs():
     _, (a, b) = running(2, max_restarts=1)
     first, kept = a.member.listener.port, b.member.listener.port
     a.fail()
@@ -430,19 +430,19 @@ def test_every_round_has_a_fresh_listener_and_others_keep_theirs():
     assert not b.all(m.CloseStore)
 
 
-def test_a_fixed_port_is_bound_on_starting():
+def test_a_fixed_port_is_not_bound_before_the_workers_start():
     _, (a, b) = running(2, backend="static", port=29500)
     assert not a.all(m.BindStore)
     assert {a.starts[0].master_port, b.starts[0].master_port} == {29500}
 
 
-def test_the_death_of_the_nursery_is_a_failure():
+def test_the_loss_of_the_nursery_process_counts_as_a_worker_failure():
     cluster, (a,) = running(1, max_restarts=1)
     a.send(m.GroupEnded())
     assert (cluster.head.round, cluster.head.used) == (2, 1)
 
 
-def test_stuck_workers_take_their_node_out_of_the_job():
+def test_a_node_with_stuck_workers_leaves_the_job():
     cluster, (a, b) = running(2, min_nodes=1, max_restarts=1)
     b.fail(end=False)
     b.send(m.GroupEnded(stuck="local rank(s) 0"))
@@ -476,7 +476,7 @@ def in_a_restart_delay():
     return cluster, agents
 
 
-def test_a_node_lost_during_a_restart_delay_does_not_make_the_failure_free():
+def test_a_failure_uses_a_restart_even_if_a_node_is_lost_during_the_delay():
     cluster, (a, b, c) = in_a_restart_delay()
     c.kill()
     assert cluster.head.state == "ENDED"
@@ -485,7 +485,7 @@ def test_a_node_lost_during_a_restart_delay_does_not_make_the_failure_free():
     assert [start.restarts for start in b.starts] == [0, 1]
 
 
-def test_a_new_leader_does_not_judge_again_during_a_restart_delay():
+def test_a_new_leader_does_not_count_a_failure_again_during_the_delay():
     cluster, (a, b, c) = in_a_restart_delay()
     a.kill()
     assert (cluster.head.state, cluster.head.used) == ("ENDED", 1)
@@ -497,7 +497,7 @@ def test_a_new_leader_does_not_judge_again_during_a_restart_delay():
         assert sum("(restart delay)" in text for text in agent.texts) == 1
 
 
-def test_a_window_is_named_instead_of_a_number_of_restarts_that_are_left():
+def test_the_restart_message_names_the_window_instead_of_restarts_left():
     policy = RestartSettings(1, window=60.0)
     cluster, (a, b) = running(2, policy=policy)
     for _ in range(2):

@@ -59,7 +59,7 @@ choices = st.lists(st.integers(0, (1 << 16) - 1), max_size=400)
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(PARTS))
-def test_no_schedule_breaks_a_rule(part):
+def test_no_random_schedule_breaks_an_invariant(part):
     totals = soak.play(range(part * 1_000_000, part * 1_000_000 + PER_PART))
     assert totals["rounds"] > PER_PART / 2
     if IS_THOROUGH:
@@ -67,14 +67,14 @@ def test_no_schedule_breaks_a_rule(part):
 
 
 @pytest.mark.parametrize(("how", "end"), [({"asks": True}, "asked"), ({"delay": 5.0}, "failure")])
-def test_no_rule_is_broken_where_rounds_are_requested_or_delayed(how, end):
+def test_no_schedule_with_requested_or_delayed_rounds_breaks_an_invariant(how, end):
     totals = Counter()
     for seed in range(PER_PART):
         totals.update(schedules.play(seed, **how).stats)
     assert totals[f"ENDED {end}"] > PER_PART / 10
 
 
-def test_no_rule_is_broken_where_nodes_are_unfit():
+def test_no_schedule_with_unfit_nodes_breaks_an_invariant():
     totals = Counter()
     for seed in range(PER_PART):
         totals.update(schedules.play(seed, delay=5.0 * (seed % 2), unfit=0.4).stats)
@@ -96,14 +96,14 @@ def test_the_outcome_does_not_depend_on_the_clocks():
 
 @pytest.mark.timeout(900)
 @hypothesis.given(choices)
-def test_no_schedule_of_choices_breaks_a_rule(numbers):
+def test_no_schedule_generated_by_hypothesis_breaks_an_invariant(numbers):
     schedules.play_choices(numbers)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", RULES)
-def test_the_checker_sees_that_a_rule_is_off(name):
+def test_the_checker_detects_that_a_rule_is_disabled(name):
     with rule_off(name):
         first, how = RARELY_SEEN.get(name, 0), {"unfit": 0.4} if name in UNFIT else {}
         for seed in range(first, first + RULE_LIMIT):
@@ -122,7 +122,7 @@ def breaks_a_rule(numbers):
     return False
 
 
-def test_a_failing_schedule_shrinks():
+def test_hypothesis_shrinks_a_failing_schedule():
     settings = hypothesis.settings(max_examples=500, database=None, deadline=None, derandomize=True)
     with rule_off("the_listener_is_kept"):
         smallest = hypothesis.find(choices, breaks_a_rule, settings=settings)

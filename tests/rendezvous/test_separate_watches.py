@@ -50,14 +50,14 @@ def idle_of(actions):
     return [put.key for put in puts]
 
 
-def test_a_head_may_come_before_its_slot():
+def test_workers_start_if_the_head_record_arrives_before_the_slot_record():
     b = Told()
     assert not actions_of(m.Start, b.head(102, "1.1"))
     assert len(actions_of(m.Start, b.slot(101, "1.1"))) == 1
 
 
 @pytest.mark.parametrize("watch_is_first", [False, True])
-def test_a_slot_of_a_dropped_proposal_is_not_answered_while_another_may_come(watch_is_first):
+def test_an_agent_with_an_outdated_slot_waits_for_the_slot_of_the_new_head(watch_is_first):
     b = Told()
     b.slot(101, "1.1")
     asked = b.head(103, "1.2")
@@ -70,14 +70,14 @@ def test_a_slot_of_a_dropped_proposal_is_not_answered_while_another_may_come(wat
         assert not b.slot(102, "1.2")
 
 
-def test_an_agent_that_the_final_proposal_leaves_out_reports_that_it_is_idle():
+def test_an_agent_left_out_of_the_final_proposal_reports_that_it_is_idle():
     b = Told()
     b.slot(101, "1.1")
     told = b.answer(b.head(103, "1.2"), 103, b.slot_entry(101, "1.1"))
     assert len(idle_of(told)) == 1
 
 
-def test_an_answer_from_before_a_newer_head_does_not_count_for_that():
+def test_a_slot_reply_from_before_a_newer_head_record_is_ignored():
     b = Told()
     b.slot(101, "1.1")
     first = b.head(103, "1.2")
@@ -87,7 +87,7 @@ def test_an_answer_from_before_a_newer_head_does_not_count_for_that():
     assert actions_of(m.Announce, b.answer(again, 106, b.slot_entry(101, "1.1")))
 
 
-def test_an_agent_that_starts_is_not_called_a_spare():
+def test_an_agent_that_starts_workers_is_not_called_a_spare():
     b = Told()
     asked = b.head(102, "1.1")
     assert not actions_of(m.Announce, asked)
@@ -102,7 +102,7 @@ def test_an_agent_without_a_slot_is_called_a_spare():
     says(line.text, "spare", "round 1", "3 nodes")
 
 
-def test_workers_are_stopped_if_only_the_next_round_was_reported():
+def test_workers_are_stopped_if_the_end_of_their_round_was_not_reported():
     b = Told()
     b.slot(101, "1.1")
     b.head(102, "1.1")
@@ -111,7 +111,7 @@ def test_workers_are_stopped_if_only_the_next_round_was_reported():
     says(stop.why, "more nodes")
 
 
-def test_an_agent_that_leads_has_one_watch():
+def test_the_leader_has_a_single_watch():
     cluster, (a, b) = running(2)
     assert list(a.conn.watches) == [(cluster.keys.prefix, False)]
     assert len(a.all(Unwatch)) == 3

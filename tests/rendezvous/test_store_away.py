@@ -37,7 +37,7 @@ def a_job(**settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"backend": "static", "port": 29500}])
-def test_requests_may_be_carried_out_twice(settings):
+def test_a_job_succeeds_even_if_every_request_is_applied_twice(settings):
     cluster, nodes = a_job(**settings)
     assert [[start.round for start in each.starts] for each in nodes] == [[1]] * 3
     nodes[1].fail()
@@ -49,7 +49,7 @@ def test_requests_may_be_carried_out_twice(settings):
     assert [each.outcome for each in nodes] == [m.Outcome("succeeded")] * 3
 
 
-def test_a_registration_carried_out_twice_is_that_of_the_first_time():
+def test_a_registration_applied_twice_keeps_its_first_revision():
     cluster, nodes = a_job()
     for each in nodes:
         entry = cluster.store.get(each.key)
@@ -58,14 +58,14 @@ def test_a_registration_carried_out_twice_is_that_of_the_first_time():
         assert not a_job()[1][0].starts
 
 
-def test_an_agent_is_not_refused_by_its_own_registration():
+def test_with_the_rule_disabled_an_agent_is_refused_by_its_own_registration():
     with rule_off("refused_by_itself"):
         _, nodes = a_job(backend="static", port=29500)
         assert not any(each.starts for each in nodes)
 
 
 @pytest.mark.parametrize(("granted", "settle"), [(0.0, 45.0), (5.0, 45.0), (15.0, 65.0)])
-def test_settle_covers_the_leases_that_the_store_grants(granted, settle):
+def test_the_settle_timeout_covers_the_leases_granted_by_the_store(granted, settle):
     cluster, (a, b) = running(2)
     for each in (a, b):
         each.member.joining.ttl = granted
@@ -74,14 +74,14 @@ def test_settle_covers_the_leases_that_the_store_grants(granted, settle):
     assert cluster.head.state == "ENDED"
 
 
-def test_the_store_sets_the_length_of_a_lease():
+def test_the_store_sets_the_lease_duration():
     member = agents.member("01", "a")
     step(member, m.Begin())
     step(member, Connected(1, "10.0.0.1", 15.0))
     assert member.more_lease == 10.0
 
 
-def test_another_store_is_not_waited_for():
+def test_an_agent_exits_if_it_finds_a_different_store():
     _, (a, _) = running(2)
     a.refuses = ("other", WHY)
     a.lose("other", WHY)
@@ -91,14 +91,14 @@ def test_another_store_is_not_waited_for():
     assert a.outcome == m.Outcome("lost", WHY)
 
 
-def test_another_store_ends_a_node_without_workers():
+def test_a_node_without_workers_exits_if_it_finds_a_different_store():
     cluster = Cluster(min_nodes=2, max_nodes=2)
     a = cluster.add("a")
     a.lose("other", WHY)
     assert a.actions[-1] == m.Exit(m.Outcome("lost", WHY))
 
 
-def test_an_older_copy_of_the_state_is_another_store():
+def test_an_older_copy_of_the_state_counts_as_a_different_store():
     cluster, (a, b) = running(2)
     before = cluster.store.revision - 1
     for each in (a, b):
@@ -111,7 +111,7 @@ def test_an_older_copy_of_the_state_is_another_store():
     ends(a.outcome, "lost", "head:29400", "older copy")
 
 
-def test_another_store_refuses_a_node_that_has_not_joined():
+def test_a_node_that_has_not_joined_is_refused_by_a_different_store():
     member = agents.member("01", "a")
     step(member, m.Begin())
     _, actions = step(member, ConnectionLost("other", WHY))

@@ -53,7 +53,7 @@ tables = st.lists(st.lists(members, unique=True, min_size=1, max_size=3), min_si
 
 
 @given(tables, st.lists(batches, max_size=30))
-def test_the_view_equals_a_new_one(orders, revisions):
+def test_an_updated_view_equals_a_newly_computed_view(orders, revisions):
     store = {
         f"{KEYS.table(form)}0": Entry(f"{KEYS.table(form)}0", table(order), 1, 1)
         for form, order in zip("fg", orders, strict=True)

@@ -51,7 +51,7 @@ def names(told):
     return [event.name.partition(":")[2].split(".") for event in told]
 
 
-def test_a_round_and_its_end_are_recorded_by_torchs_names(told, tmp_path):
+def test_a_round_and_its_end_are_recorded_under_the_names_of_torch(told, tmp_path):
     handler = create_handler(FileStore(str(tmp_path / "store")), MemoryBackend(), params())
     handler.next_rendezvous()
     assert handler.shutdown()
@@ -70,7 +70,7 @@ def test_a_round_and_its_end_are_recorded_by_torchs_names(told, tmp_path):
     assert told[-1].node_state is NodeState.SUCCEEDED
 
 
-def test_an_error_is_recorded_with_its_traceback(told, tmp_path):
+def test_a_rendezvous_error_is_recorded_with_its_traceback(told, tmp_path):
     backend = MemoryBackend()
     backend.value, backend.token = b"[]", 1
     handler = create_handler(FileStore(str(tmp_path / "store")), backend, params())
@@ -81,7 +81,7 @@ def test_an_error_is_recorded_with_its_traceback(told, tmp_path):
     assert told[-1].error_trace.startswith("Traceback")
 
 
-def test_a_handler_that_cannot_be_created_is_recorded(told, tmp_path):
+def test_a_failure_to_create_a_handler_or_backend_is_recorded(told, tmp_path):
     with pytest.raises(ValueError, match="join_timeout"):
         create_handler(None, MemoryBackend(), params(join_timeout="soon"))
     parameters = RendezvousParameters("c10d", str(tmp_path / "none" / "file"), "job", 1, 1, store_type="file")
@@ -115,7 +115,7 @@ def test_the_host_of_a_store_is_recorded(told, tmp_path, monkeypatch):
         (Action.KEEP_ALIVE, Place.WAITING, "_keep_alive"),
     ],
 )
-def test_each_change_has_torchs_name(told, action, place, name):
+def test_each_state_change_has_the_event_name_of_torch(told, action, place, name):
     node = Node("a", 1, 2)
     state = State(nodes={} if place is None else {node: Standing(place, 1)})
     Recorder("job", node).acts(action, state)
@@ -130,7 +130,7 @@ def test_nodes_that_missed_their_keep_alives_are_recorded_once(told):
     says(event.message, "b_3_4, c_5_6", "removed")
 
 
-def test_no_logger_is_created_without_a_handler(tmp_path):
+def test_no_event_logger_is_created_without_a_log_handler(tmp_path):
     backend = MemoryBackend()
     backend.trouble = ["refused"]
     handler = create_handler(FileStore(str(tmp_path / "store")), backend, params())

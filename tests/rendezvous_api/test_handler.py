@@ -62,7 +62,7 @@ def test_each_round_has_its_own_keys_and_a_fresh_store(make):
         handler.next_rendezvous()
 
 
-def test_rank_0_hosts_the_store_when_torchs_variable_says_so(make, monkeypatch):
+def test_disabled_store_sharing_makes_rank_0_host_the_store(make, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     handler = make(MemoryBackend())
     assert not handler.use_agent_store
@@ -70,7 +70,7 @@ def test_rank_0_hosts_the_store_when_torchs_variable_says_so(make, monkeypatch):
     assert handler.shutdown()
 
 
-def test_a_short_loss_of_the_back_end_is_no_end_of_the_round(make):
+def test_a_short_loss_of_the_backend_does_not_end_the_round(make):
     backend = MemoryBackend()
     handler = make(backend, keep_alive_interval=30)
     handler.next_rendezvous()
@@ -94,7 +94,7 @@ class MuteBackend(MemoryBackend):
         super().set_state(state, token)
 
 
-def test_a_back_end_that_answers_none_is_read_again(make):
+def test_a_backend_whose_set_state_returns_none_is_read_again(make):
     backend = MuteBackend()
     handler = make(backend, last_call_timeout=0.1)
     assert handler.next_rendezvous().rank == 0
@@ -102,7 +102,7 @@ def test_a_back_end_that_answers_none_is_read_again(make):
     assert handler.shutdown()
 
 
-def test_a_keep_alive_without_an_answer_is_sent_once(make):
+def test_a_keep_alive_without_a_reply_is_sent_once(make):
     backend = MuteBackend()
     handler = make(backend, last_call_timeout=0.1)
     handler.next_rendezvous()
@@ -122,7 +122,7 @@ class ForgetfulBackend(MuteBackend):
         self.writes += 1
 
 
-def test_a_back_end_that_keeps_nothing_is_polled_with_pauses():
+def test_a_backend_that_stores_nothing_is_retried_with_pauses():
     backend = ForgetfulBackend()
     settings = RendezvousSettings("job", 1, 1, RendezvousTimeout(), timedelta(seconds=5), 3)
     shared = SharedState(backend, settings, Node("here", 1, 0))
@@ -150,7 +150,7 @@ def pair(make):
     return handlers
 
 
-def test_a_job_that_has_failed_elsewhere_is_over_here(pair):
+def test_a_job_that_failed_on_another_node_is_closed_on_this_node(pair):
     first, second = pair
     first.set_failed("rank 0: exit code 3")
     assert first.shutdown()
@@ -162,7 +162,7 @@ def test_a_job_that_has_failed_elsewhere_is_over_here(pair):
 
 
 @pytest.mark.parametrize("has_succeeded", [True, False])
-def test_a_node_that_only_leaves_ends_nobodys_work(pair, has_succeeded):
+def test_a_leaving_node_does_not_end_the_round_of_other_nodes(pair, has_succeeded):
     first, second = pair
     if has_succeeded:
         first.set_succeeded()
@@ -170,7 +170,7 @@ def test_a_node_that_only_leaves_ends_nobodys_work(pair, has_succeeded):
     assert (second.is_closed(), second.num_nodes_waiting()) == (True, 0)
 
 
-def test_a_node_outside_of_the_round_cannot_end_it(make):
+def test_a_node_outside_the_round_cannot_end_the_round(make):
     backend = MemoryBackend()
     inside, outside = make(backend), make(backend)
     inside.next_rendezvous()
@@ -192,14 +192,14 @@ def test_a_node_outside_of_the_round_cannot_end_it(make):
         (b" " * (MAX_BYTES + 1), f"{MAX_BYTES + 1} bytes"),
     ],
 )
-def test_a_state_that_is_not_ours_is_refused(make, data, text):
+def test_a_backend_state_of_another_program_is_refused(make, data, text):
     backend = MemoryBackend()
     backend.value, backend.token = data, 1
     with pytest.raises(RendezvousStateError, match=text):
         make(backend).next_rendezvous()
 
 
-def test_a_state_is_read_as_it_was_written():
+def test_a_backend_state_decodes_as_it_was_encoded():
     nodes = {Node("a", 1, 2): Standing(Place.PARTICIPANT, 3, 0), Node("b", 4, 5): Standing(Place.WAITING, 6)}
     state = State(7, 1, None, 8, "why", nodes, has_failed=True)
     assert decode(encode(state)) == state
@@ -219,12 +219,12 @@ def test_a_state_is_read_as_it_was_written():
         ({"cas_backoff_max_seconds": "nan"}, "cas_backoff_max_seconds.*nan"),
     ],
 )
-def test_bad_settings_are_refused(make, config, text):
+def test_invalid_settings_are_refused(make, config, text):
     with pytest.raises(ValueError, match=text):
         make(MemoryBackend(), **config)
 
 
-def test_settings_may_be_parts_of_seconds(make):
+def test_timeouts_accept_fractions_of_seconds(make):
     settings = make(MemoryBackend(), last_call_timeout="0.25", keep_alive_interval=0.5).settings
     assert settings.timeout.last_call == timedelta(seconds=0.25)
     assert settings.keep_alive_interval == timedelta(seconds=0.5)
@@ -240,7 +240,7 @@ def test_a_node_that_waits_for_a_full_round_becomes_a_spare():
     assert actions.waiting(view.state, settings) == 0
 
 
-def test_ranks_follow_numbers_in_names():
+def test_ranks_follow_the_natural_order_of_node_names():
     settings = RendezvousSettings("job", 3, 3, RendezvousTimeout(), timedelta(seconds=5), 3)
     state = State()
     for name in ("node10", "node9", "node2"):

@@ -147,7 +147,7 @@ def test_all_live_nodes_end_up_in_one_round(low, more, steps):
     assert all(player.error is None for player in world.alive())
 
 
-def test_a_last_call_lasts_as_long_as_its_setting():
+def test_the_last_call_lasts_for_last_call_timeout():
     world = World(2, 3)
     for _ in range(2):
         world.add()
@@ -159,7 +159,7 @@ def test_a_last_call_lasts_as_long_as_its_setting():
     assert world.now - begun < LAST_CALL + 1
 
 
-def test_the_last_one_that_fits_ends_the_call():
+def test_the_last_call_ends_when_max_nodes_have_joined():
     world = World(2, 3)
     for _ in range(3):
         world.add()
@@ -196,7 +196,7 @@ def test_a_node_becomes_a_spare_when_the_round_fills_without_it():
     assert {second.alive, third.alive} == {True}
 
 
-def test_too_few_nodes_give_up_and_leave_nothing_behind():
+def test_too_few_nodes_time_out_and_leave_no_state_behind():
     world = World(2, 2)
     world.add()
     world.run(JOIN + 1)
@@ -204,7 +204,7 @@ def test_too_few_nodes_give_up_and_leave_nothing_behind():
     assert decode(world.backend.value).nodes == {}
 
 
-def test_a_slow_node_is_not_dead():
+def test_a_slow_reader_does_not_consider_other_nodes_dead():
     """A node is dead only if its keep-alives are late by the reader's own clock. A late reader does not make
     it dead.
     """
@@ -220,7 +220,7 @@ def test_a_slow_node_is_not_dead():
 
 
 @pytest.mark.parametrize("trouble", ["lost", "refused", "overtaken"])
-def test_one_write_that_goes_wrong_is_made_up_for(trouble):
+def test_a_node_recovers_from_a_failed_write(trouble):
     world = World(1, 1)
     player = world.add()
     world.backend.trouble = [None, None, trouble]

@@ -42,7 +42,7 @@ def store(tmp_path):
     return FileStore(str(tmp_path / "store"), timedelta(seconds=0.05))
 
 
-def test_a_file_holds_keys_and_values(store):
+def test_a_file_store_holds_keys_and_values(store):
     store.set("a", "1")
     other = FileStore(store.path)
     assert (other.get("a"), other.check(["a"]), other.check(["a", "b"])) == (b"1", True, False)
@@ -54,7 +54,7 @@ def test_a_file_holds_keys_and_values(store):
         store.wait(["x", "y"])
 
 
-def test_a_barrier_of_a_file_holds_until_all_have_arrived(store):
+def test_a_file_store_barrier_waits_for_all_participants(store):
     other = FileStore(store.path)
     store.set_timeout(timedelta(seconds=procs.HANG))
     with ThreadPoolExecutor(1) as pool:
@@ -67,7 +67,7 @@ def test_a_barrier_of_a_file_holds_until_all_have_arrived(store):
         store.barrier("c", 2, timedelta(milliseconds=10))
 
 
-def test_only_what_is_expected_is_replaced(store):
+def test_compare_set_replaces_only_the_expected_value(store):
     assert store.compare_set("k", "x", "new") == b"x"
     assert not store.check(["k"])
     assert store.compare_set("k", "", "new") == b"new"
@@ -75,7 +75,7 @@ def test_only_what_is_expected_is_replaced(store):
     assert store.compare_set("k", b"new", "newer") == b"newer"
 
 
-def test_nothing_is_lost_between_writers(store):
+def test_concurrent_writers_of_a_file_store_lose_no_update(store):
     def count():
         mine = FileStore(store.path)
         for _ in range(25):
@@ -90,7 +90,7 @@ def test_nothing_is_lost_between_writers(store):
 
 
 @pytest.mark.parametrize("data", [b"x", b"[]", b'{"format":"elasticrs.file_store","version":2,"values":{}}'])
-def test_a_file_that_is_not_ours_is_left_alone(tmp_path, data):
+def test_a_file_that_is_not_a_file_store_is_refused_and_left_unchanged(tmp_path, data):
     path = tmp_path / "file"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=re.escape(str(path))):
@@ -103,7 +103,7 @@ def test_a_file_that_is_not_ours_is_left_alone(tmp_path, data):
     assert set(tmp_path.iterdir()) == {path, folder}
 
 
-def test_a_back_end_replaces_only_the_state_of_its_token(store):
+def test_a_backend_replaces_a_state_only_with_its_current_token(store):
     backend = C10dRendezvousBackend(store, "job")
     assert backend.get_state() is None
     assert backend.set_state(b"one", token=7) is None
@@ -119,7 +119,7 @@ def test_a_back_end_replaces_only_the_state_of_its_token(store):
         C10dRendezvousBackend(store, "")
 
 
-def test_a_store_that_fails_is_no_connection():
+def test_a_failing_store_raises_a_connection_error():
     class Broken:
         def compare_set(self, *_):
             raise RuntimeError("gone")
@@ -157,11 +157,11 @@ else:
 
 
 @pytest.mark.torch
-def test_the_stores_that_programs_make_are_torchs(tmp_path, torch_programs):
+def test_stores_created_by_programs_are_torch_stores(tmp_path, torch_programs):
     torch_programs.checked(TORCH_STORES, f"localhost:{ports.free()}", str(tmp_path / "file"))
 
 
-def test_a_temporary_file_is_removed_with_its_store(tmp_path, monkeypatch):
+def test_a_temporary_store_file_is_removed_with_its_store(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     backend, store = create_file_backend(params(endpoint="", store_type="file"))
     assert backend.set_state(b"x")[2]
@@ -184,12 +184,12 @@ def test_a_temporary_file_is_removed_with_its_store(tmp_path, monkeypatch):
         ({"read_timeout": 0}, "read timeout"),
     ],
 )
-def test_bad_settings_are_refused(config, text):
+def test_invalid_settings_are_refused(config, text):
     with pytest.raises(ValueError, match=text):
         create_backend(params(**config))
 
 
-def test_c10d_in_a_file_is_a_handler_over_a_back_end(tmp_path):
+def test_c10d_with_a_file_store_uses_the_dynamic_handler(tmp_path):
     handler = get_rendezvous_handler(params(endpoint=str(tmp_path / "file"), store_type=" FILE "))
     assert isinstance(handler, DynamicRendezvousHandler)
     assert handler.next_rendezvous().world_size == 1
@@ -228,20 +228,20 @@ def handler_named(name):
 
 
 @pytest.mark.parametrize("group", ["torchrun.handlers", "elasticrs.rendezvous_handlers"])
-def test_packages_bring_handlers(installed, group):
+def test_packages_can_provide_rendezvous_handlers(installed, group):
     made = handler_named("theirs")
     installed[group, "theirs"] = lambda: lambda _: made
     assert get_rendezvous_handler(params("theirs")) is made
 
 
-def test_our_group_goes_first(installed):
+def test_the_elasticrs_entry_point_group_takes_precedence(installed):
     mine = handler_named("both")
     installed["torchrun.handlers", "both"] = lambda: None
     installed["elasticrs.rendezvous_handlers", "both"] = lambda: lambda _: mine
     assert get_rendezvous_handler(params("both")) is mine
 
 
-def test_all_packages_are_asked_at_once_as_in_torch(installed, caplog):
+def test_register_out_of_tree_handlers_loads_all_packages_as_in_torch(installed, caplog):
     made = handler_named("theirs")
     installed["torchrun.handlers", "theirs"] = lambda: lambda _: made
     installed["torchrun.handlers", "broken"] = lambda: 1 / 0
@@ -258,7 +258,7 @@ def test_all_packages_are_asked_at_once_as_in_torch(installed, caplog):
 @pytest.mark.parametrize(
     ("name", "config"), [("FileStore", {"store_type": "file"}), ("TCPStore", {"is_host": False})]
 )
-def test_classes_of_stores_are_replaced_where_torch_has_them(tmp_path, monkeypatch, name, config):
+def test_store_classes_can_be_replaced_in_the_same_module_as_in_torch(tmp_path, monkeypatch, name, config):
     made = []
 
     def replaced(*args, **_):
@@ -271,18 +271,18 @@ def test_classes_of_stores_are_replaced_where_torch_has_them(tmp_path, monkeypat
     assert made == [("localhost:7",) if name == "FileStore" else ("localhost", 7)]
 
 
-def test_a_package_that_is_broken_is_named(installed):
+def test_a_broken_handler_package_is_named(installed):
     installed["torchrun.handlers", "broken"] = lambda: 1 / 0
     with pytest.raises(ValueError, match=r"'broken' .*package:name: ZeroDivisionError"):
         get_rendezvous_handler(params("broken"))
 
 
-def test_the_registry_knows_ours_without_more_imports():
+def test_built_in_backends_are_registered_without_further_imports():
     for name in ("c10d", "static"):
         assert rendezvous_handler_registry.is_registered(name)
 
 
-def test_static_needs_a_rank_and_a_port():
+def test_the_static_backend_requires_a_rank_an_address_and_a_port():
     with pytest.raises(ValueError, match="--node-rank"):
         create_rdzv_handler(params("static", "host:1"))
     with pytest.raises(ValueError, match="--master-addr"):

@@ -17,7 +17,7 @@ from elasticrs.workers.warm.modules import Preload
 SLEEP = ["sleep", "1234"]
 
 
-def test_another_process_replaces_a_failed_one(group):
+def test_a_failed_worker_is_replaced_by_a_new_process(group):
     pids = group.start(SLEEP, SLEEP, replaces=True)
     os.kill(pids[1], signal.SIGKILL)
     swept = group.until(_core.WorkerSwept)
@@ -45,7 +45,7 @@ def test_a_running_worker_cannot_be_replaced(group):
     group.end()
 
 
-def test_workers_of_other_groups_are_not_replaced(group):
+def test_workers_of_a_group_started_without_replaces_cannot_be_replaced(group):
     group.start(SLEEP)
     with pytest.raises(_core.SupervisorError, match="replaced"):
         group.supervisor.replace(_core.ProcessSpec(0, SLEEP, env=dict(os.environ)))
@@ -53,7 +53,7 @@ def test_workers_of_other_groups_are_not_replaced(group):
     group.end()
 
 
-def test_a_failed_replacement_gives_the_reason(group):
+def test_a_failed_replacement_reports_the_reason(group):
     pids = group.start(SLEEP, replaces=True)
     os.kill(pids[0], signal.SIGKILL)
     group.until(_core.WorkerSwept)
@@ -80,7 +80,7 @@ signal.pause()
 """
 
 
-def test_a_replacement_has_its_own_heartbeats(group, tmp_path):
+def test_a_replacement_worker_has_its_own_heartbeats(group, tmp_path):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     group.supervisor.watch_hangs(600.0)
@@ -106,7 +106,7 @@ signal.pause()
 """
 
 
-def test_a_replacement_reports_its_own_exception(group):
+def test_a_replacement_worker_reports_its_own_exception(group):
     name = group.supervisor.watch_exits()
     [pid] = group.start(python(RAISES, name), replaces=True)
     for _ in range(2):
@@ -155,7 +155,7 @@ def forking(tmp_path):
     del group.supervisor
 
 
-def test_a_fork_replaces_a_fork(forking, tmp_path):
+def test_a_forked_worker_is_replaced_by_another_fork(forking, tmp_path):
     group, worker = forking
 
     def daemon_of(local_rank, pid):

@@ -46,7 +46,7 @@ def suspects(group):
     return [event for event in group.events if isinstance(event, _core.WorkerHung)]
 
 
-def test_a_worker_that_is_behind_is_reported_long_before_its_limit(group, beating):
+def test_a_worker_that_lags_behind_is_reported_before_its_hang_limit(group, beating):
     group.supervisor.watch_hangs(600.0)
     beating(8, 7, 8)
     group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
@@ -56,14 +56,14 @@ def test_a_worker_that_is_behind_is_reported_long_before_its_limit(group, beatin
 
 
 @pytest.mark.parametrize(("hung_for", "step"), [(0.0, None), (10_000.0, 8)])
-def test_no_worker_is_blamed_without_a_reason(group, beating, hung_for, step):
+def test_no_worker_is_blamed_without_evidence(group, beating, hung_for, step):
     group.supervisor.watch_hangs(600.0)
     beating(8, 7)
     group.supervisor.stop(POLICY, hung_for=hung_for, hung_step=step)
     assert suspects(group) == []
 
 
-def test_a_harder_stop_does_not_wait_for_the_evidence(group, beating):
+def test_a_stop_with_sigkill_does_not_wait_for_evidence(group, beating):
     group.supervisor.watch_hangs(600.0)
     beating(7)
     group.supervisor.stop(POLICY, hung_for=0.0, hung_step=8)
@@ -74,6 +74,6 @@ def test_a_harder_stop_does_not_wait_for_the_evidence(group, beating):
     assert [event.local_rank for event in group.events if isinstance(event, _core.WorkerHung)] == [0]
 
 
-def test_an_invalid_span_is_refused(group):
+def test_an_invalid_hang_duration_is_refused(group):
     with pytest.raises(ValueError, match="hung_for"):
         group.supervisor.stop(POLICY, hung_for=-1.0)

@@ -20,7 +20,7 @@ from elasticrs import _core
 LEAVE_A_DAEMON = "x=$(setsid sh -c 'echo x; exec sleep 1234 >/dev/null' &)"
 
 
-def test_exits_carry_code_signal_and_usage(group):
+def test_exit_events_contain_exit_code_signal_and_time(group):
     group.start(["sh", "-c", "exit 0"], ["sh", "-c", "exit 0"])
     group.end()
     exited = [e for e in group.events if isinstance(e, _core.WorkerExited)]
@@ -29,7 +29,7 @@ def test_exits_carry_code_signal_and_usage(group):
     assert all(e.seen_ns <= group.events[-1].ended_ns for e in exited)
 
 
-def test_a_failure_names_the_first_and_marks_its_victims(group):
+def test_a_failure_names_the_failed_worker_and_the_signalled_siblings(group):
     pids = group.start(["sleep", "100"], ["sleep", "100"])
     os.kill(pids[1], signal.SIGSEGV)
     assert group.end().outcome == "failed"
@@ -40,7 +40,7 @@ def test_a_failure_names_the_first_and_marks_its_victims(group):
     assert sent == {0: signal.SIGTERM, 1: None}
 
 
-def test_a_worker_runs_on_its_cpus_alone(group, tmp_path):
+def test_a_worker_runs_only_on_its_assigned_cpus(group, tmp_path):
     cpu = max(os.sched_getaffinity(0))
     show = ["grep", "Cpus_allowed_list", "/proc/self/status"]
     group.start(show, cpus=[cpu], stdout=str(tmp_path / "out"))
@@ -48,7 +48,7 @@ def test_a_worker_runs_on_its_cpus_alone(group, tmp_path):
     assert (tmp_path / "out").read_text().split() == ["Cpus_allowed_list:", str(cpu)]
 
 
-def test_cpus_that_are_not_there_are_a_clear_error(group):
+def test_nonexistent_cpus_fail_the_start_with_a_clear_error(group):
     specs = [_core.ProcessSpec(0, ["true"], env=dict(os.environ), cpus=[60000])]
     group.supervisor.start(_core.GroupSpec(specs, on_failure=_core.StopPolicy(15, 1)))
     failed = group.until(_core.StartFailed)
@@ -68,7 +68,7 @@ def test_siblings_are_signalled_while_python_holds_the_gil(group):
     assert group.end().outcome == "failed"
 
 
-def test_other_threads_run_while_one_waits_for_an_event(group):
+def test_other_threads_run_while_a_thread_waits_for_an_event(group):
     ran = threading.Event()
     thread = threading.Thread(target=lambda: (ran.set(), group.supervisor.stop(_core.StopPolicy(9, 0))))
     group.start(["sleep", "100"])
@@ -78,7 +78,7 @@ def test_other_threads_run_while_one_waits_for_an_event(group):
     thread.join()
 
 
-def test_a_watched_descriptor_wakes_the_waiter(group):
+def test_a_readable_watched_descriptor_wakes_the_waiting_thread(group):
     reader, writer = os.pipe()
     group.supervisor.watch_fd(reader)
     threading.Timer(0, os.write, (writer, b"x")).start()
@@ -91,7 +91,7 @@ def test_a_watched_descriptor_wakes_the_waiter(group):
     os.close(writer)
 
 
-def test_descendants_are_ended_and_named(group):
+def test_leftover_descendants_are_killed_and_named(group):
     group.start(["sh", "-c", LEAVE_A_DAEMON], linger=0.2)
     ended = group.end()
     assert ended.outcome == "succeeded"
@@ -99,7 +99,7 @@ def test_descendants_are_ended_and_named(group):
     assert_gone(d.pid for d in ended.ended)
 
 
-def test_kept_descendants_live_on_and_belong_to_init(tmp_path):
+def test_kept_descendants_outlive_the_agent_and_are_reparented(tmp_path):
     program = textwrap.dedent("""
         import os
         from elasticrs import _core
@@ -127,19 +127,19 @@ def test_kept_descendants_live_on_and_belong_to_init(tmp_path):
         (["/"], "execute", errno.EACCES, "/"),
     ],
 )
-def test_a_start_that_fails_says_what_and_why(start_failure, argv, stage, number, subject):
+def test_a_failed_start_reports_stage_errno_and_program(start_failure, argv, stage, number, subject):
     failure = start_failure(["sleep", "100"], argv)
     assert (failure.local_rank, failure.stage, failure.errno, failure.subject) == (1, stage, number, subject)
     assert failure.message.endswith(os.strerror(number))
 
 
-def test_a_start_in_a_missing_directory_names_it(start_failure, tmp_path):
+def test_a_start_in_a_missing_directory_names_the_directory(start_failure, tmp_path):
     failure = start_failure(["true"], cwd=tmp_path / "nowhere")
     assert "working directory" in failure.stage
     assert failure.subject == str(tmp_path / "nowhere")
 
 
-def test_output_goes_only_to_the_files(group, tmp_path):
+def test_worker_stdout_and_stderr_go_to_their_files(group, tmp_path):
     group.start(["sh", "-c", "echo out; echo err >&2"], stdout=tmp_path / "o", stderr=tmp_path / "e")
     group.end()
     assert (tmp_path / "o").read_text() == "out\n"
@@ -166,12 +166,12 @@ def test_output_goes_only_to_the_files(group, tmp_path):
         ),
     ],
 )
-def test_invalid_values_are_refused(build, message):
+def test_invalid_supervisor_arguments_are_refused(build, message):
     with pytest.raises(ValueError, match=message):
         build()
 
 
-def test_a_descriptor_that_is_not_open_cannot_be_passed(group):
+def test_a_closed_descriptor_cannot_be_passed_to_workers(group):
     reader, writer = os.pipe()
     os.close(reader)
     os.close(writer)
@@ -180,20 +180,20 @@ def test_a_descriptor_that_is_not_open_cannot_be_passed(group):
     assert caught.value.errno == errno.EBADF
 
 
-def test_nothing_can_be_asked_of_a_closed_supervisor(group):
+def test_a_closed_supervisor_refuses_requests(group):
     group.supervisor.close()
     group.supervisor.close()
     with pytest.raises(_core.SupervisorError, match="has ended"):
         group.supervisor.stop(_core.StopPolicy(15, 1.0))
 
 
-def test_a_nursery_that_cannot_be_started_is_an_error(monkeypatch):
+def test_a_nursery_process_that_cannot_be_started_raises_an_error(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(_core.SupervisorError, match="nursery"):
         _core.Supervisor(nursery="interpreter")
 
 
-def test_an_interpreter_serves_as_nursery_where_memory_files_cannot_be_executed():
+def test_a_python_interpreter_can_serve_as_the_nursery_process():
     group = Group(_core.Supervisor(nursery="interpreter"))
     group.start(["sh", "-c", f"{LEAVE_A_DAEMON}; exit 3"], ["sleep", "100"])
     ended = group.end()
@@ -226,7 +226,7 @@ def test_ctrl_c_interrupts_the_wait_and_leaves_the_supervisor_usable():
     assert printed == "interrupted None\n"
 
 
-def test_a_forked_child_is_refused_and_harmless():
+def test_a_forked_child_cannot_use_or_harm_the_supervisor():
     printed = run_python("""
         import os
         from elasticrs import _core
@@ -252,7 +252,7 @@ def test_a_forked_child_is_refused_and_harmless():
     assert refused.endswith(f" pid {pid}")
 
 
-def test_an_agent_that_ends_without_closing_leaves_nothing():
+def test_an_agent_that_exits_without_closing_leaves_no_processes():
     printed = run_python("""
         import os
         from elasticrs import _core
@@ -268,7 +268,7 @@ def test_an_agent_that_ends_without_closing_leaves_nothing():
     assert os.waitpid(nursery, 0)[1] == 0
 
 
-def test_a_passed_fence_ends_the_group_as_stopped(group):
+def test_an_expired_fence_deadline_kills_the_group_but_reports_no_failure(group):
     group.start(["sh", "-c", "trap '' TERM; sleep 100"], ["sleep", "100"])
     assert group.supervisor.fence_at(3600.0)
     assert group.supervisor.fence_at(0.0)
@@ -286,7 +286,7 @@ def test_a_passed_fence_ends_the_group_as_stopped(group):
         group.supervisor.fence_at(float("nan"))
 
 
-def test_the_nursery_holds_a_duplicate_of_the_connection(group):
+def test_the_nursery_process_keeps_a_guarded_connection_open_until_its_release(group):
     ours, peer = socket.socketpair()
     with peer:
         with ours:

@@ -23,6 +23,6 @@ def hostnames(tmp_path_factory):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(host_lists())
-def test_the_hosts_are_those_of_scontrol(hostnames, made):
+def test_expanded_host_lists_match_scontrol(hostnames, made):
     text, hosts = made
     assert expand(text) == hostnames(text) == hosts

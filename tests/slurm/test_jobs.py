@@ -46,7 +46,7 @@ def ended(slurm, job):
     return procs.wait_until(lambda: slurm.job(job)["JobState"], lambda state: state not in running)
 
 
-def test_srun_elasticrun_and_nothing_else(submit):
+def test_srun_elasticrun_forms_a_job_without_further_options(submit):
     slurm, job = submit(2, "srun", "-N2", "elasticrun", RANKS)
     found = workers(job, 2)
     # The ranks follow the order of Slurm's nodes.
@@ -61,7 +61,7 @@ def test_srun_elasticrun_and_nothing_else(submit):
 
 
 @pytest.mark.slow
-def test_the_other_nodes_continue_without_a_lost_one(submit):
+def test_the_other_nodes_continue_without_a_lost_node(submit):
     slurm, job = submit(
         3,
         *("srun", "-N3", "--no-kill", "elasticrun"),
@@ -78,7 +78,7 @@ def test_the_other_nodes_continue_without_a_lost_one(submit):
     assert "--no-kill" not in job.stderr
 
 
-def test_a_step_with_fewer_nodes_than_the_job(submit):
+def test_a_step_may_use_fewer_nodes_than_its_slurm_job(submit):
     script = f"#!/bin/sh\nsrun -N1 elasticrun {RANKS}; srun -N2 -r1 elasticrun --max-restarts=1 {RANKS}\n"
     _, job = submit(3, "salloc", "-N3", "sh", "-c", script)
     (alone,) = workers(job, 1)
@@ -92,7 +92,7 @@ def test_a_step_with_fewer_nodes_than_the_job(submit):
     job.exits(0)
 
 
-def test_two_jobs_on_the_same_nodes(submit, launch, tmp_path):
+def test_two_jobs_on_the_same_nodes_do_not_interfere(submit, launch, tmp_path):
     slurm, first = submit(2, "srun", "-N2", "elasticrun", RANKS)
     second = launch(argv=slurm.prefix("srun", "-N2", "elasticrun", RANKS), env=slurm.env, cwd=tmp_path)
     found = [workers(job, 2) for job in (first, second)]
@@ -106,7 +106,7 @@ def test_two_jobs_on_the_same_nodes(submit, launch, tmp_path):
         job.exits(0)
 
 
-def test_components_of_a_heterogeneous_job_are_nodes_of_one_job(submit):
+def test_components_of_a_heterogeneous_job_form_one_elasticrun_job(submit):
     _, job = submit(2, "srun", "-N1", "elasticrun", RANKS, ":", "-N1", "elasticrun", RANKS)
     found = workers(job, 2)
     assert [(each.host, each.world) for each in found] == [("node2", 2), ("node3", 2)]
@@ -114,14 +114,14 @@ def test_components_of_a_heterogeneous_job_are_nodes_of_one_job(submit):
     job.exits(0)
 
 
-def test_several_tasks_on_a_node_are_a_mistake(submit):
+def test_several_tasks_on_a_node_are_a_usage_error(submit):
     _, job = submit(2, "srun", "-N2", "--ntasks-per-node=2", "elasticrun", RANKS)
     job.exits(2)
     assert job.stderr.count("SLURM_STEP_TASKS_PER_NODE=2(x2)") == 4
     assert "--ntasks-per-node=1" in job.stderr
 
 
-def test_without_srun_nothing_is_assumed(submit):
+def test_a_slurm_allocation_is_not_used_without_srun(submit):
     _, job = submit(2, "salloc", "-N2", "elasticrun", RANKS)
     (alone,) = workers(job, 1)
     assert (alone.host, alone.world) == ("node1", 1)
@@ -139,7 +139,7 @@ def test_a_batch_script_without_srun_uses_one_node(cluster, tmp_path):
     assert "Slurm job 1 has 2 nodes, but only this one is used: start elasticrun with srun" in text
 
 
-def test_a_signal_before_the_time_limit_reaches_all_workers_once_they_handle_it(submit, worker_script):
+def test_a_signal_from_slurm_reaches_each_worker_once_it_has_a_handler(submit, worker_script):
     script = worker_script("""
         import os, signal, sys
 
@@ -170,7 +170,7 @@ def test_a_signal_before_the_time_limit_reaches_all_workers_once_they_handle_it(
     job.exits(0)
 
 
-def test_a_cancelled_job_leaves_nothing(submit):
+def test_a_cancelled_job_leaves_no_processes(submit):
     slurm, job = submit(2, "srun", "-N2", "elasticrun", "--nproc-per-node=2", RANKS)
     workers(job, 4)
     slurm.run("scancel", "1")
@@ -209,7 +209,7 @@ class TestBatchScripts:
         assert len(re.findall("^TRAINED$", text, re.MULTILINE)) == 3, text + slurm.logs()
 
     @pytest.mark.slow
-    def test_the_next_task_of_an_array_continues(self, cluster, worker_script, tmp_path):
+    def test_the_next_array_task_runs_after_a_stopped_task(self, cluster, worker_script, tmp_path):
         slurm = cluster(2)
         # The first two jobs are stopped as if they had reached their time limit. The third one finishes.
         worker_script(

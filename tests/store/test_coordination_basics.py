@@ -50,7 +50,7 @@ def test_a_transaction_may_write_a_key_twice(client):
     assert entry(last) == ("k", b"2", 1, 1)
 
 
-def test_a_revision_is_reported_with_its_order_and_before_its_reply(client, other):
+def test_changes_of_a_revision_arrive_in_order_and_before_its_reply(client, other):
     other.watch("a/")
     other.watch("a/b/")
     other.watch("a/b/c", exact=True)
@@ -64,7 +64,7 @@ def test_a_revision_is_reported_with_its_order_and_before_its_reply(client, othe
     assert other.next(_core.Reply).revision == 3
 
 
-def test_a_wait_without_a_limit_sees_a_signal_that_another_thread_took(server: Server) -> None:
+def test_a_wait_without_a_limit_handles_a_signal_taken_by_another_thread(server: Server) -> None:
     waiting = f"""
         import signal, sys, threading
         from elasticrs import _core

@@ -70,7 +70,7 @@ def put_of(size: int) -> bytes:
     [(150, put_of(REQUEST)[:-1], {}), (30, 30 * transaction(get("large")), {"receive_buffer": 4096})],
     ids=["requests that never end", "unread answers"],
 )
-def test_data_of_clients_stay_within_the_limit(store, count, sent, options):
+def test_client_data_stay_within_the_memory_limit(store, count, sent, options):
     store.client.put("large", bytes(REQUEST // 2))
     clients = [RawClient(store.port, **options).connected() for _ in range(count)]
     for client in clients:
@@ -83,7 +83,7 @@ def test_data_of_clients_stay_within_the_limit(store, count, sent, options):
     store.gives_memory_back()
 
 
-def test_a_partly_sent_request_must_be_completed_in_time():
+def test_an_incomplete_request_times_out():
     with serving(request_timeout=0.2) as store:
         whole = store.client()
         client = store.raw().connected()
@@ -101,7 +101,7 @@ def test_an_invalid_request_timeout_is_refused(timeout):
         pass
 
 
-def test_watches_count_and_the_largest_holder_is_disconnected():
+def test_watches_count_as_memory_and_the_largest_client_is_disconnected():
     with serving(max_bytes=1 << 20) as store:
         small = store.client()
         small.watch("k")
@@ -115,7 +115,7 @@ def test_watches_count_and_the_largest_holder_is_disconnected():
         assert small.changes() == [("k", b"v")]
 
 
-def test_connections_count_and_strangers_end_no_session():
+def test_connections_count_as_memory_and_unknown_peers_end_no_session():
     with serving(max_bytes=40_000) as store:
         first = store.client()
         clients = [store.raw() for _ in range(40)]
@@ -129,7 +129,7 @@ def test_connections_count_and_strangers_end_no_session():
         first.put("k", bytes(500))
 
 
-def test_values_leave_room_for_what_is_on_its_way():
+def test_stored_values_leave_memory_for_requests_in_transit():
     with serving(max_bytes=1_000_000) as store:
         client = store.client()
         client.put("a", bytes(590_000))

@@ -90,7 +90,7 @@ def everything(store: Any, reader: Any) -> list[Any]:
     return seen
 
 
-def test_calls_return_what_torch_returns(pair):
+def test_store_calls_return_the_same_values_as_in_torch(pair):
     one, other = pair.stores
     seen = everything(one, other)
     assert seen[:4] == [b"abc", 5, -2, b"-2"]
@@ -103,7 +103,7 @@ def test_calls_return_what_torch_returns(pair):
 
 
 @pytest.mark.torch
-def test_torch_returns_the_same(pair, torch_programs):
+def test_torch_tcpstore_returns_the_same_values(pair, torch_programs):
     script = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parent.parent), *sys.path]}\n"
         "import datetime, torch.distributed as dist\n"
@@ -117,7 +117,7 @@ def test_torch_returns_the_same(pair, torch_programs):
     assert torch_programs.checked(script) == f"{everything(*pair.stores)}\n"
 
 
-def test_a_key_that_does_not_come_is_torchs_error(pair):
+def test_waiting_for_a_missing_key_raises_the_error_of_torch(pair):
     store = pair.stores[0]
     store.set_timeout(SOON)
     with pytest.raises(DistStoreError, match=r"^wait timeout after 50ms, keys: x$"):
@@ -130,7 +130,7 @@ def test_a_key_that_does_not_come_is_torchs_error(pair):
     assert store.get("word") == b"w"
 
 
-def test_a_queue_gives_each_value_to_one_and_its_errors_are_torchs(pair):
+def test_a_queue_gives_each_value_to_one_client_and_raises_torch_errors(pair):
     one, other = pair.stores
     with ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(store.queue_pop, "q") for store in (one, other, one.clone(), other.clone())]
@@ -150,7 +150,7 @@ def test_a_queue_gives_each_value_to_one_and_its_errors_are_torchs(pair):
             one.queue_len("word")
 
 
-def test_a_barrier_holds_until_all_have_arrived_and_can_be_reused(pair):
+def test_a_barrier_waits_for_all_participants_and_can_be_reused(pair):
     one, other = pair.stores
     with ThreadPoolExecutor(1) as pool:
         for _ in range(2):
@@ -162,7 +162,7 @@ def test_a_barrier_holds_until_all_have_arrived_and_can_be_reused(pair):
         one.barrier("c", 2, SOON)
 
 
-def test_a_waiter_is_woken_by_the_last_key(pair):
+def test_a_waiting_client_is_woken_by_the_last_missing_key(pair):
     one, other = pair.stores
     with ThreadPoolExecutor(3) as pool:
         waits = [
@@ -178,7 +178,7 @@ def test_a_waiter_is_woken_by_the_last_key(pair):
         assert waits[1].result(procs.HANG) == b"2"
 
 
-def test_prefixes_are_apart(pair):
+def test_stores_with_different_prefixes_have_separate_keys(pair):
     store = pair.stores[0]
     inner = store.with_prefix("q/")
     inner.set("k", "inner")
@@ -189,7 +189,7 @@ def test_prefixes_are_apart(pair):
     whole.close()
 
 
-def test_many_threads_count_right(pair):
+def test_concurrent_adds_and_appends_lose_no_update(pair):
     start = threading.Barrier(8)
 
     def count(number: int) -> None:
@@ -204,7 +204,7 @@ def test_many_threads_count_right(pair):
     assert pair.stores[1].get("a") == b"x" * 200
 
 
-def test_a_lost_store_wakes_everybody():
+def test_a_lost_store_wakes_all_waiting_calls():
     with serving() as server:
         store = connect("127.0.0.1", server.port, RUN)
         with ThreadPoolExecutor(4) as pool:
@@ -228,7 +228,7 @@ def test_a_closed_store_refuses_requests(pair):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_store_program_requires_its_token_and_ends_on_a_signal(tmp_path, signum):
+def test_a_store_program_requires_its_token_and_exits_on_a_signal(tmp_path, signum):
     # Only the final newline, which editors add, is removed. Everything else belongs to the token, as it does
     # for agents.
     (tmp_path / "token").write_bytes(b"secret \n")
@@ -253,7 +253,7 @@ def test_a_store_program_requires_its_token_and_ends_on_a_signal(tmp_path, signu
     assert closing == f"elasticrs store: {signum.name}: closing (sessions: 1)"
 
 
-def test_a_store_program_survives_nohup_and_a_lost_terminal():
+def test_a_store_program_handles_nohup_and_a_lost_terminal():
     serve = [sys.executable, "-m", "elasticrs.store", "--port", "0"]
     with subprocess.Popen(
         ["nohup", *serve], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -280,7 +280,7 @@ def test_a_store_program_survives_nohup_and_a_lost_terminal():
         assert process.wait(procs.HANG) == 0
 
 
-def test_a_store_program_raises_its_limit_of_descriptors():
+def test_a_store_program_raises_its_descriptor_limit():
     command = ["prlimit", "--nofile=100:300", sys.executable, "-m", "elasticrs.store", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
@@ -308,7 +308,7 @@ def test_a_store_program_raises_its_limit_of_descriptors():
         (["--state", "x", "--grace", "nan"], "--grace"),
     ],
 )
-def test_a_bad_argument_is_named_in_one_line(arguments, says):
+def test_an_invalid_argument_of_the_store_program_is_named_in_one_line(arguments, says):
     command = [sys.executable, "-m", "elasticrs.store", *arguments]
     ended = run_program(command)
     assert (ended.returncode, ended.stdout) == (2, "")

@@ -66,7 +66,7 @@ def member() -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def test_a_killed_process_is_gone_at_once(member):
+def test_leased_keys_of_a_killed_process_are_deleted_immediately(member):
     with serving() as store:
         watcher = store.client()
         process = member(store.port)
@@ -75,7 +75,7 @@ def test_a_killed_process_is_gone_at_once(member):
         assert watcher.changes() == [("member", None)]
 
 
-def test_a_stopped_process_loses_its_lease_and_detects_it_first(member):
+def test_a_process_paused_by_sigstop_loses_its_lease_and_reports_the_loss(member):
     with serving() as store:
         watcher = store.client()
         process = member(store.port)
@@ -103,7 +103,7 @@ def server_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
         assert process.wait(procs.HANG) == 0
 
 
-def test_a_store_that_was_stopped_ends_no_lease_too_early(server_process):
+def test_a_store_that_was_paused_does_not_end_leases_too_early(server_process):
     process, port = server_process
     with contextlib.ExitStack() as clients:
 
@@ -138,7 +138,7 @@ def test_a_store_that_was_stopped_ends_no_lease_too_early(server_process):
         assert time.monotonic() - continued > 2.0 - used - 0.1
 
 
-def test_a_slow_watcher_is_dropped_and_the_others_get_all_changes():
+def test_a_slow_watcher_is_disconnected_and_other_watchers_get_all_changes():
     with serving() as store:
         writer = store.client()
         watcher = store.client()
@@ -156,7 +156,7 @@ def test_a_slow_watcher_is_dropped_and_the_others_get_all_changes():
         assert "8 MiB" in slow.refusal("slow")
 
 
-def test_a_client_whose_program_takes_no_events_loses_its_lease():
+def test_a_client_whose_program_reads_no_events_loses_its_lease():
     with serving() as store:
         stalled = store.client(interval=0.1, attempts=15, stall_timeout=0.2)
         assert procs.wait_readable(stalled.inner.fd)
@@ -165,14 +165,14 @@ def test_a_client_whose_program_takes_no_events_loses_its_lease():
         stalled.close()
 
 
-def test_a_waiting_client_is_not_stalled():
+def test_a_client_that_waits_for_events_does_not_count_as_stalled():
     with serving() as store:
         waiting = store.client(interval=0.1, attempts=10, stall_timeout=0.2)
         assert not waiting.inner.wait(1.5)
         assert waiting.put("k") == 1
 
 
-def test_a_store_that_closes_is_a_closed_connection():
+def test_closing_the_store_is_reported_as_a_closed_connection():
     with serving() as store:
         client = Client(store.port).connected()
     found = client.lost()
@@ -181,7 +181,7 @@ def test_a_store_that_closes_is_a_closed_connection():
     client.close()
 
 
-def test_a_closed_session_reports_nothing_more():
+def test_a_closed_session_reports_no_further_events():
     with serving() as store:
         client = store.client()
         client.inner.close()
@@ -190,7 +190,7 @@ def test_a_closed_session_reports_nothing_more():
         client.inner.txn(1, [], [])
 
 
-def test_connections_are_retried_while_no_store_listens():
+def test_a_store_that_stops_listening_keeps_its_sessions_and_can_resume():
     with serving() as store:
         client = store.client()
         store.inner.stop_listening()
@@ -213,7 +213,7 @@ def has_ended(connection: socket.socket) -> bool:
     return False
 
 
-def test_one_answer_of_any_length_may_be_on_its_way():
+def test_a_single_reply_larger_than_the_queue_limit_is_sent():
     with serving() as server:
         writer = Client(server.port).connected()
         for number in range(9):
@@ -228,7 +228,7 @@ def test_one_answer_of_any_length_may_be_on_its_way():
         writer.close()
 
 
-def test_a_session_that_is_lost_does_not_end_its_connection_before_the_workers_have(group):
+def test_the_connection_of_a_lost_session_stays_open_until_its_release(group):
     supervisor = group.supervisor
     with socket.create_server(("127.0.0.1", 0)) as listener:
         client = Client(listener.getsockname()[1], supervisor=supervisor)
@@ -255,7 +255,7 @@ def test_a_session_that_is_lost_does_not_end_its_connection_before_the_workers_h
             continue
 
 
-def test_the_clocks_of_one_machine_are_the_same():
+def test_the_clock_offset_on_one_machine_is_within_its_error_bound():
     with serving() as store:
         client = store.client()
         client.put("k")
@@ -265,7 +265,7 @@ def test_the_clocks_of_one_machine_are_the_same():
         assert abs(offset) <= error
 
 
-def test_a_thousand_join_and_the_leader_sees_each_once():
+def test_a_watcher_sees_each_of_1000_clients_join_and_leave_once():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
@@ -288,7 +288,7 @@ def test_a_thousand_join_and_the_leader_sees_each_once():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_supervisor_runs_both_sides():
+def test_a_supervisor_can_run_both_a_store_and_its_client():
     supervisor = _core.Supervisor()
     try:
         with serving(supervisor=supervisor) as store:

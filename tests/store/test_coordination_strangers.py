@@ -53,7 +53,7 @@ def lost(port: int, **options: object) -> _core.ConnectionLost:
         ({"max_connections": 0}, {}, "limit", "0 connections"),
     ],
 )
-def test_a_client_that_does_not_belong_here_gets_the_cause(server, client, kind, says):
+def test_a_refused_client_gets_the_reason(server, client, kind, says):
     with serving(**server) as store:
         found = lost(store.port, **client)
         assert found.kind == kind
@@ -66,7 +66,7 @@ SCOPE = "/own/"
 SCOPED = {"token": _core.scoped_token(TOKEN, SCOPE).encode(), "scope": SCOPE}
 
 
-def test_the_token_of_a_scope_opens_the_keys_of_that_scope():
+def test_a_scoped_token_gives_access_to_the_keys_of_its_scope():
     with serving(token=TOKEN) as store:
         agent, worker = store.client(token=TOKEN), store.client(**SCOPED)
         agent.put("/own/a", b"1")
@@ -86,7 +86,7 @@ def test_the_token_of_a_scope_opens_the_keys_of_that_scope():
         lambda client: client.watch("/"),
     ],
 )
-def test_a_session_ends_when_it_reaches_out_of_its_scope(reach):
+def test_a_scoped_session_ends_on_access_outside_its_scope(reach):
     with serving(token=TOKEN) as store:
         agent, worker = store.client(token=TOKEN), store.client(**SCOPED)
         agent.put("/other/a", b"1")
@@ -98,19 +98,19 @@ def test_a_session_ends_when_it_reaches_out_of_its_scope(reach):
 @pytest.mark.parametrize(
     "client", [{"token": SCOPED["token"]}, {**SCOPED, "scope": "/"}, {**SCOPED, "scope": "/own"}]
 )
-def test_the_token_of_a_scope_opens_nothing_else(client):
+def test_a_scoped_token_is_refused_for_any_other_scope(client):
     with serving(token=TOKEN) as store:
         assert lost(store.port, **client).kind == "token"
 
 
-def test_a_store_without_a_run_serves_any():
+def test_a_store_without_a_run_id_serves_any_run():
     with serving(run_id=None) as store:
         clients = [store.client(run_id=run) for run in ("A", "B")]
         clients[0].put("k", b"v")
         assert clients[1].txn(then=[("get", "k")]).results[0].value == b"v"
 
 
-def test_a_client_of_another_version_gets_both_versions():
+def test_a_version_mismatch_error_names_both_versions():
     with serving() as store:
         client = store.raw()
         client.hello(major=7)
@@ -138,7 +138,7 @@ def test_another_program_on_the_port_is_recognised(answer, is_closed, kind, toke
 
 
 @pytest.mark.torch
-def test_the_store_of_torch_is_another_program():
+def test_a_torch_tcpstore_is_recognised_as_another_program():
     script = (
         "import sys, torch.distributed as dist\n"
         "options = {'is_master': True, 'wait_for_workers': False}\n"
@@ -168,7 +168,7 @@ def test_a_refused_connection_is_reported_with_the_endpoint():
     says(found.message, f"127.0.0.1:{port}", "connection refused")
 
 
-def test_a_name_that_does_not_exist():
+def test_an_unresolvable_host_name_is_reported():
     found = lost(29400, host="no-such-host.invalid")
     assert found.kind == "resolve"
     assert "`no-such-host.invalid`" in found.message
@@ -187,7 +187,7 @@ def test_a_name_that_does_not_exist():
         (MAGIC + b"\x05\x00\x00\x00\x01\x04\x00\x00\x00", "frame"),
     ],
 )
-def test_strangers_are_closed_with_one_notice_each(sent, notice):
+def test_each_unknown_peer_is_disconnected_with_one_notice(sent, notice):
     with serving() as store:
         client = store.client()
         stranger = socket.create_connection(("127.0.0.1", store.port), timeout=30)
@@ -200,7 +200,7 @@ def test_strangers_are_closed_with_one_notice_each(sent, notice):
         client.put("still", b"there")
 
 
-def test_a_client_that_gets_no_answer_to_its_first_question_is_no_stranger():
+def test_a_peer_that_sends_only_the_client_greeting_causes_no_notice():
     # A client sends only these bytes if the store is stopped for a while.
     with serving() as store:
         asking = socket.create_connection(("127.0.0.1", store.port), timeout=30)
@@ -222,7 +222,7 @@ def test_a_refused_client_that_keeps_sending_is_disconnected():
             client.socket.sendall(much)
 
 
-def test_a_supervisor_reports_strangers_by_itself():
+def test_a_supervisor_reports_unknown_peers_as_events():
     supervisor = _core.Supervisor()
     server = _core.CoordinationServer([("127.0.0.1", 0)], run_id=None, supervisor=supervisor)
     try:
@@ -237,7 +237,7 @@ def test_a_supervisor_reports_strangers_by_itself():
         supervisor.close()
 
 
-def test_a_flood_of_strangers_costs_a_few_lines():
+def test_notices_about_unknown_peers_are_rate_limited():
     with serving() as store:
         for _ in range(30):
             with socket.create_connection(("127.0.0.1", store.port), timeout=30) as stranger:
@@ -262,7 +262,7 @@ def test_garbage_in_a_session_ends_that_session_only():
         assert client.changes() == [("rude", None)]
 
 
-def test_a_request_that_is_too_large_is_not_sent():
+def test_a_request_that_is_too_large_or_malformed_is_not_sent():
     with serving() as store:
         client = store.client()
         with pytest.raises(ValueError, match="1048576"):
@@ -278,20 +278,20 @@ def test_a_request_that_is_too_large_is_not_sent():
         assert client.put("k", bytes((1 << 20) - 100)) == 1
 
 
-def test_ipv6():
+def test_a_store_can_be_served_over_ipv6():
     with serving(host="::1") as store:
         client = Client(store.port, host="::1")
         assert client.next(_core.Connected).local_address == "::1"
         client.close()
 
 
-def test_an_empty_host_is_all_interfaces():
+def test_a_store_with_an_empty_host_listens_on_all_interfaces():
     with serving(host="") as store:
         for host in ("127.0.0.1", "::1", "localhost"):
             store.client(host=host)
 
 
-def test_a_port_that_is_taken_is_an_error_that_names_it():
+def test_a_port_in_use_raises_an_error_that_names_the_port():
     with (
         serving() as store,
         pytest.raises(OSError, match=f"127.0.0.1:{store.port}: {os.strerror(errno.EADDRINUSE)}"),

@@ -36,7 +36,7 @@ def descriptors(process, is_enough):
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_connections_never_take_the_last_descriptors(kind):
+def test_client_connections_never_use_the_last_file_descriptors(kind):
     command = [sys.executable, "-c", SERVE.format(store=STORES[kind])]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -70,7 +70,7 @@ health.close()
 """
 
 
-def test_a_full_store_leaves_the_health_check_its_descriptors():
+def test_a_full_store_leaves_file_descriptors_for_the_health_check():
     command = [sys.executable, "-c", SERVE_HEALTH]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -17,7 +17,7 @@ json.dump({"figures": figures, "picture": drawn, "table": table}, sys.stdout)
 """
 
 
-def test_fifty_agents_form_fail_and_lose_two_and_each_costs_no_more_than_one_of_ten():
+def test_messages_per_agent_do_not_grow_from_10_to_50_agents():
     # The program waits for all agents at each stage. That it finishes shows that all of them started, learned
     # of the failure, restarted, saw an agent and the leader die, and left after success.
     done = subprocess.run(

@@ -130,7 +130,7 @@ def everything(client: Client) -> list[tuple[str, bytes, int, int]]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_keys_and_revisions_are_those_of_before(keep, signum):
+def test_keys_and_revisions_survive_a_store_restart(keep, signum):
     store = keep()
     with closing(store.client()) as client:
         client.put("a", b"1")
@@ -147,7 +147,7 @@ def test_keys_and_revisions_are_those_of_before(keep, signum):
         assert client.put("c") == 6
 
 
-def test_leased_keys_stay_for_the_time_of_their_sessions_and_end_in_one_revision(keep):
+def test_leased_keys_survive_a_store_restart_until_their_leases_expire(keep):
     store = keep(grace=2.0)
     assert entered(hello(store, interval_ms=100)).ttl_ms == 2000
     clients = [Client(store.port, interval=0.1).connected() for _ in "ab"]
@@ -165,7 +165,7 @@ def test_leased_keys_stay_for_the_time_of_their_sessions_and_end_in_one_revision
         assert time.monotonic() - begun >= 2.0
 
 
-def test_a_session_is_taken_up_again_and_ends_with_its_connection(keep):
+def test_a_session_resumes_after_a_store_restart_and_ends_on_disconnect(keep):
     store = keep()
     first = entered(hello(store))
     first.client.socket.sendall(transaction(put("mine", leased=True)))
@@ -187,7 +187,7 @@ def test_a_session_is_taken_up_again_and_ends_with_its_connection(keep):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
-def test_a_client_that_may_resume_has_lost_nothing(keep, signum):
+def test_a_resumed_client_loses_no_request_watch_or_lease(keep, signum):
     # No other test uses this address, so its port is free when the store comes back.
     host = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.1"
     store = keep("--host", host)
@@ -209,7 +209,7 @@ def test_a_client_that_may_resume_has_lost_nothing(keep, signum):
             assert watcher.changes() == [("mine", None)]
 
 
-def test_a_pending_request_survives_the_absence_of_the_store(keep):
+def test_a_pending_request_is_answered_after_a_store_restart(keep):
     host = f"127.{100 + os.getpid() % 100}.{os.getpid() // 100 % 250}.2"
     store, heard = keep("--host", host), []
 
@@ -229,7 +229,7 @@ def test_a_pending_request_survives_the_absence_of_the_store(keep):
         assert reply.result(procs.HANG).ok
 
 
-def test_a_store_that_starts_empty_or_from_a_copy_is_not_the_one_that_was_met(keep, state, tmp_path):
+def test_a_store_started_empty_or_from_a_copy_counts_as_a_different_store(keep, state, tmp_path):
     keep().end()
     copy = tmp_path / "copy"
     shutil.copy(state, copy)
@@ -246,7 +246,7 @@ def test_a_store_that_starts_empty_or_from_a_copy_is_not_the_one_that_was_met(ke
     entered(hello(store, confirmed=met.ids[1]))
 
 
-def test_confirmed_writes_survive_any_kill(keep):
+def test_confirmed_writes_survive_a_killed_store(keep):
     answered = 0
     values: dict[str, bytes] = {}
     for round_ in range(12):
@@ -276,7 +276,7 @@ def fails(keep: Callable[..., Kept], *options: str, **how: Path) -> str:
     return said.removeprefix("elasticrs store: ").rstrip("\n")
 
 
-def test_a_file_that_cannot_be_the_state_is_named_and_kept(keep, state, tmp_path):
+def test_an_invalid_state_file_is_named_and_left_unchanged(keep, state, tmp_path):
     store = keep("--run-id", RUN)
     says(fails(keep, "--run-id", RUN), "running", str(state))
     with closing(store.client()) as client:
@@ -303,7 +303,7 @@ def test_a_file_that_cannot_be_the_state_is_named_and_kept(keep, state, tmp_path
     assert sorted(each.name for each in tmp_path.iterdir()) == ["other", "state"]
 
 
-def test_a_disk_that_is_full_ends_the_store_and_damages_nothing(keep, state):
+def test_a_full_disk_stops_the_store_without_damaging_its_state(keep, state):
     store = keep()
     with closing(store.client()) as client:
         client.put("a", b"1")
@@ -319,7 +319,7 @@ def test_a_disk_that_is_full_ends_the_store_and_damages_nothing(keep, state):
         assert everything(client) == [("a", b"1", 1, 1)]
 
 
-def test_partial_records_are_left_out_and_reported(keep, state):
+def test_partial_records_in_the_state_file_are_skipped_and_reported(keep, state):
     store = keep()
     with closing(store.client()) as client:
         client.put("a", b"1")

@@ -27,7 +27,7 @@ sys.stdin.read()
 """
 
 
-def test_a_client_that_leaves_without_its_answers_ends_no_other_session():
+def test_a_client_that_disconnects_before_its_replies_ends_no_other_session():
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         port = int(program.stdout.readline())
@@ -56,7 +56,7 @@ def blocked_signals() -> dict[str, int]:
     return found
 
 
-def test_no_signal_is_delivered_to_a_thread_of_ours():
+def test_the_threads_of_elasticrs_block_signals():
     supervisor = _core.Supervisor()
     store = _core.WorkerStore()
     store.serve()
@@ -93,7 +93,7 @@ supervisor.close()
 """
 
 
-def test_a_store_that_is_busy_does_not_hold_up_the_workers_of_its_agent():
+def test_a_busy_store_does_not_delay_supervision_of_the_workers():
     command = [sys.executable, "-c", AGENT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
         pids = [int(pid) for pid in agent.stdout.readline().split()]
@@ -117,7 +117,7 @@ def ask(port: int) -> None:
         assert client.recv(4) == PING[1:]
 
 
-def test_the_thread_of_an_agents_stores_starts_with_the_first_client_and_stays():
+def test_the_store_thread_starts_with_the_first_client_and_keeps_running():
     own = os.getpid()
     supervisor = _core.Supervisor()
     try:

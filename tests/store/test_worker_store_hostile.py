@@ -34,7 +34,7 @@ def is_closed_by_the_other_side(connection):
 
 
 @pytest.mark.torch
-def test_a_stopped_reader_delays_no_writer(connect, store):
+def test_a_client_that_does_not_read_delays_no_other_client(connect, store):
     client = connect()
     client.call("set", "large", bytes(1 << 20))
     with raw(store) as stopped:
@@ -45,7 +45,7 @@ def test_a_stopped_reader_delays_no_writer(connect, store):
     assert store.take_notices() == []
 
 
-def test_a_store_that_a_supervisor_serves_reports_through_it():
+def test_a_worker_store_reports_problems_through_its_supervisor():
     supervisor = _core.Supervisor()
     store = _core.WorkerStore()
     store.serve(supervisor)
@@ -61,7 +61,7 @@ def test_a_store_that_a_supervisor_serves_reports_through_it():
         store.serve()
 
 
-def test_it_goes_with_its_supervisor():
+def test_a_worker_store_closes_with_its_supervisor():
     supervisor = _core.Supervisor()
     store = _core.WorkerStore()
     store.serve(supervisor)
@@ -74,7 +74,7 @@ def test_it_goes_with_its_supervisor():
     store.close()
 
 
-def test_a_forked_child_leaves_the_parents_store_alone():
+def test_closing_the_store_in_a_forked_child_does_not_affect_the_parent():
     program = """
 import os
 from elasticrs import _core
@@ -110,7 +110,7 @@ def test_a_port_that_cannot_be_bound_is_named():
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**32))
-def test_random_requests_never_end_the_store(seed):
+def test_random_requests_never_stop_the_store(seed):
     rng = random.Random(seed)
     store = _core.WorkerStore()
     store.serve()

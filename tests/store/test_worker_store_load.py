@@ -16,18 +16,18 @@ def mixed(fork, store, clients, operations):
     assert workers[0].call("add", "shared", 0) == added
 
 
-def test_many_clients_get_what_a_model_says(fork, store):
+def test_16_clients_get_the_results_of_a_reference_model(fork, store):
     mixed(fork, store, 16, 500)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_64_clients_do_10000_operations_each(fork, store):
+def test_64_clients_with_10000_operations_match_the_reference_model(fork, store):
     mixed(fork, store, 64, 10_000)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
-def test_a_process_group_forms(fork, store, size):
+def test_a_torch_process_group_can_be_created(fork, store, size):
     ranks = fork(size)
     for number, rank in enumerate(ranks):
         rank.begin("process_group", number, size, store.port)

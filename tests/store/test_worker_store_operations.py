@@ -25,7 +25,7 @@ def test_other_clients_see_a_set_value(client, connect):
     assert other.call("get", "key") == b"value"
 
 
-def test_a_clone_is_a_connection_of_its_own(client):
+def test_a_cloned_client_reads_the_same_values(client):
     client.call("set", "key", "value")
     if not client.ask("can", "clone"):
         pytest.skip("this torch cannot clone")
@@ -52,7 +52,7 @@ def test_numbers_are_added_and_stored_as_text(client):
         (b"old", "", b"old", b"old"),
     ],
 )
-def test_compare_set(client, before, expected, reply, after):
+def test_compare_set_replaces_only_the_expected_value(client, before, expected, reply, after):
     if before is not None:
         client.call("set", "key", before)
     assert client.call("compare_set", "key", expected, "new") == reply
@@ -77,7 +77,7 @@ def test_keys_are_checked_counted_listed_and_deleted(client):
     assert client.call("num_keys") == 2
 
 
-def test_a_queue_is_first_in_first_out_and_separate_from_a_value_of_its_name(client):
+def test_a_queue_is_fifo_and_separate_from_a_value_with_the_same_name(client):
     client.call("set", "q", "value")
     for value in ("one", "", "three"):
         client.call("queue_push", "q", value)
@@ -90,7 +90,7 @@ def test_a_queue_is_first_in_first_out_and_separate_from_a_value_of_its_name(cli
         client.call("queue_pop", "q", False)
 
 
-def test_a_pop_waits_for_a_push(client, connect, wait_for_waiters):
+def test_queue_pop_waits_for_queue_push(client, connect, wait_for_waiters):
     poppers = [connect(), connect()]
     for popper in poppers:
         popper.begin_call("queue_pop", "q")
@@ -100,7 +100,7 @@ def test_a_pop_waits_for_a_push(client, connect, wait_for_waiters):
     assert sorted(popper.result() for popper in poppers) == [b"one", b"two"]
 
 
-def test_a_wait_is_over_when_the_last_key_is_there(client, connect, store, wait_for_waiters):
+def test_a_wait_ends_when_the_last_key_has_been_set(client, connect, store, wait_for_waiters):
     waiter = connect()
     waiter.begin_call("wait", ["a", "b", "b"])
     wait_for_waiters(1)
@@ -123,7 +123,9 @@ def test_a_wait_is_over_when_the_last_key_is_there(client, connect, store, wait_
         ("queue_push", ("k", "v")),
     ],
 )
-def test_every_kind_of_write_wakes_all_waiters_of_a_key(client, connect, wait_for_waiters, method, args):
+def test_every_kind_of_write_wakes_the_clients_that_wait_for_the_key(
+    client, connect, wait_for_waiters, method, args
+):
     # A push wakes only one consumer.
     waiters = [connect() for _ in range(1 if method == "queue_push" else 3)]
     for waiter in waiters:
@@ -134,7 +136,7 @@ def test_every_kind_of_write_wakes_all_waiters_of_a_key(client, connect, wait_fo
         waiter.result()
 
 
-def test_a_wait_that_times_out_leaves_a_usable_client(client, connect, store):
+def test_a_client_is_usable_after_a_wait_has_timed_out(client, connect, store):
     other = connect()
     for _ in range(3):
         with pytest.raises(ClientError, match=r"DistStoreError.*wait timeout after 50ms"):
@@ -154,7 +156,7 @@ def test_waiting_clients_and_their_keys_are_listed(client, wait_for_waiters):
     assert sorted(keys) == ["//deep/key", "/other"]
 
 
-def test_prefixes_nest(client, connect):
+def test_nested_prefixes_apply_to_store_operations(client, connect):
     inner = connect(prefixes=("in", "out"))
     inner.call("set", "key", "value")
     assert client.call("get", "in/out/key") == b"value"
@@ -169,7 +171,7 @@ def test_prefixes_nest(client, connect):
 
 
 @pytest.mark.parametrize("prefixes", [(), ("p",)])
-def test_a_barrier_opens_for_all_at_once(connect, wait_for_waiters, prefixes):
+def test_a_barrier_releases_all_clients_when_the_last_one_arrives(connect, wait_for_waiters, prefixes):
     clients = [connect(prefixes=prefixes) for _ in range(4)]
     for client in clients[:3]:
         client.begin_call("barrier", "b", 4)
@@ -180,7 +182,7 @@ def test_a_barrier_opens_for_all_at_once(connect, wait_for_waiters, prefixes):
         client.result()
 
 
-def test_every_worker_is_counted_in_init_and_does_not_wait(connect):
+def test_connecting_with_wait_for_workers_counts_workers_without_waiting(connect):
     clients = [connect(world_size=3, wait_for_workers=True) for _ in range(3)]
     assert clients[0].call("num_keys") == 1
     # Workers are counted in a key without a leading slash, so that no client can name it.
@@ -188,7 +190,7 @@ def test_every_worker_is_counted_in_init_and_does_not_wait(connect):
 
 
 @pytest.mark.parametrize("size", [1, 70_000, 8 * 1024 * 1024])
-def test_values_may_be_large(client, connect, size):
+def test_large_values_are_stored(client, connect, size):
     value = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
     client.call("set", "large", value)
     client.call("queue_push", "q", value)
@@ -198,7 +200,7 @@ def test_values_may_be_large(client, connect, size):
     assert other.call("multi_get", ["large", "large"]) == [value, value]
 
 
-def test_many_keys_in_one_request(client):
+def test_one_request_can_contain_many_keys(client):
     keys = [f"key/{number}" for number in range(20_000)]
     client.call("multi_set", keys, keys)
     assert client.call("check", keys)
@@ -206,7 +208,7 @@ def test_many_keys_in_one_request(client):
     assert len(client.call("list_keys")) == 20_000
 
 
-def test_the_end_of_the_store_ends_a_wait(connect, store, wait_for_waiters):
+def test_closing_the_store_ends_a_wait(connect, store, wait_for_waiters):
     waiter = connect()
     waiter.begin_call("wait", ["never"])
     wait_for_waiters(1)

@@ -87,7 +87,7 @@ def rounds(agent):
     return len(READY.findall(agent.stdout))
 
 
-def test_no_worker_ends_and_the_job_succeeds(store, job):
+def test_a_job_succeeds_without_a_restart_while_its_store_is_killed_repeatedly(store, job):
     store.start()
     agents = job()
     found = workers(agents, 1)
@@ -103,7 +103,7 @@ def test_no_worker_ends_and_the_job_succeeds(store, job):
         assert "killed" not in agent.stderr
 
 
-def test_the_store_dies_while_nodes_meet(store, job):
+def test_a_job_starts_although_its_store_is_killed_while_nodes_join(store, job):
     store.start()
     agents = job()
     chance = random.Random(2)
@@ -116,7 +116,7 @@ def test_the_store_dies_while_nodes_meet(store, job):
     finish(agents, found)
 
 
-def test_the_store_dies_while_a_restart_is_under_way(store, job):
+def test_a_job_restarts_although_its_store_is_killed_during_the_restart(store, job):
     store.start()
     agents = job()
     chance = random.Random(3)
@@ -139,7 +139,7 @@ def test_a_store_reports_whether_its_state_is_empty(store):
         store.kill()
 
 
-def test_a_store_that_exits_in_order_comes_back_as_well(store, job):
+def test_a_job_continues_after_its_store_exits_cleanly_and_is_restarted(store, job):
     store.start()
     agents = job()
     found = workers(agents, 1)
@@ -152,7 +152,7 @@ def test_a_store_that_exits_in_order_comes_back_as_well(store, job):
 
 
 @pytest.mark.parametrize("state", [None, "another"])
-def test_a_store_that_is_started_empty_is_refused(store, job, state):
+def test_agents_refuse_a_store_that_was_restarted_without_its_state(store, job, state):
     store.start()
     agents = job()
     found = workers(agents, 1)
@@ -165,7 +165,7 @@ def test_a_store_that_is_started_empty_is_refused(store, job, state):
     procs.assert_gone([each.pid for each in found])
 
 
-def test_a_copy_of_the_state_is_refused_after_the_original_was_met(store, job, tmp_path):
+def test_agents_refuse_a_store_that_was_started_from_an_outdated_copy(store, job, tmp_path):
     store.start()
     agents = job()
     found = workers(agents, 1)
@@ -184,7 +184,7 @@ def test_a_copy_of_the_state_is_refused_after_the_original_was_met(store, job, t
     store.program.wait_for_line("another", "stderr")
 
 
-def test_a_store_that_stays_away_ends_the_job_in_order(store, job):
+def test_a_store_that_does_not_return_ends_the_job_cleanly(store, job):
     store.start(grace=2)
     agents = job(keep_alive_interval=0.4, store_lost_timeout=1)
     found = workers(agents, 1)

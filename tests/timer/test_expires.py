@@ -32,13 +32,13 @@ def client(monkeypatch):
     return recorder
 
 
-def test_without_a_client_the_error_names_configure(monkeypatch):
+def test_expires_without_a_client_names_configure_in_the_error(monkeypatch):
     monkeypatch.setattr(api, "_timer_client", None)
     with pytest.raises(RuntimeError, match="configure"), timer.expires(after=1):
         pass
 
 
-def test_the_scope_is_the_callers_line(client):
+def test_the_default_scope_is_the_line_of_the_caller(client):
     with timer.expires(after=5):
         assert client.calls[0][0].startswith(f"{__file__}#")
     line = int(client.calls[0][0].rpartition("#")[2])
@@ -46,13 +46,13 @@ def test_the_scope_is_the_callers_line(client):
         assert "timer.expires(after=5)" in source.readlines()[line - 1]
 
 
-def test_blocks_nest(client):
+def test_expires_blocks_can_be_nested(client):
     with timer.expires(after=50, scope="outer"), timer.expires(after=10, scope="inner"):
         pass
     assert client.calls == [("outer", 50), ("inner", 10), ("inner", None), ("outer", None)]
 
 
-def test_the_same_scope_again_keeps_the_earliest_deadline(client):
+def test_a_nested_block_of_the_same_scope_keeps_the_earliest_deadline(client):
     with timer.expires(after=10, scope="a"):
         with timer.expires(after=50, scope="a"):
             pass
@@ -83,7 +83,7 @@ def test_a_replaced_acquire_of_the_file_client_is_called(monkeypatch):
     assert told == ["a"]
 
 
-def test_a_function_may_call_itself(client):
+def test_a_decorated_function_may_call_itself(client):
     @timer.expires(after=20, scope="f")
     def countdown(n):
         """Down."""
@@ -95,13 +95,13 @@ def test_a_function_may_call_itself(client):
     assert api._live == {}
 
 
-def test_exceptions_pass_and_the_timer_is_released(client):
+def test_an_exception_propagates_and_the_timer_is_released(client):
     with pytest.raises(KeyError), timer.expires(after=5, scope="a"):
         raise KeyError
     assert client.calls[-1] == ("a", None)
 
 
-def test_a_client_that_fails_leaves_no_trace(client, monkeypatch):
+def test_a_failing_client_leaves_no_live_timer(client, monkeypatch):
     def refuse(scope_id, expiration_time):
         raise BrokenPipeError
 
@@ -111,7 +111,7 @@ def test_a_client_that_fails_leaves_no_trace(client, monkeypatch):
     assert api._live == {}
 
 
-def test_threads_in_the_same_block_release_it_once(client):
+def test_threads_in_the_same_scope_release_it_once(client):
     inside, leave = threading.Barrier(3), threading.Event()
 
     def work():
@@ -151,7 +151,7 @@ def test_one_block_in_several_threads_keeps_the_deadline_of_the_remaining_thread
     assert client.calls[-1] == ("shared", None)
 
 
-def test_a_forked_child_has_timers_of_its_own(client):
+def test_a_forked_child_has_its_own_timers(client):
     reader, writer = os.pipe()
     with timer.expires(after=10, scope="a"):
         pid = os.fork()

@@ -63,7 +63,7 @@ def client(fifo, monkeypatch):
     client.close()
 
 
-def test_a_record_holds_torchs_fields_and_under_our_agent_more(fifo, client):
+def test_records_under_an_elasticrs_agent_extend_the_fields_of_torch(fifo, client):
     with expires(after=60, scope='the "é" step', client=client):
         (acquire,) = fifo.records()
     (release,) = fifo.records()
@@ -78,7 +78,7 @@ def test_a_record_holds_torchs_fields_and_under_our_agent_more(fifo, client):
     assert release == {**common, "signal": 0, "expiration_time": -1}
 
 
-def test_elsewhere_it_writes_what_torch_writes_and_keeps_nothing_open(fifo):
+def test_without_an_agent_the_client_writes_the_same_records_as_torch(fifo):
     client = FileTimerClient(fifo.path, signal=0)
     client.acquire("a", 1700000000.25)
     client._send_request(FileTimerRequest(7, "b", -1))
@@ -93,7 +93,7 @@ def test_elsewhere_it_writes_what_torch_writes_and_keeps_nothing_open(fifo):
     assert client._fd == -1
 
 
-def test_odd_times_and_long_names(fifo, client):
+def test_an_infinite_time_is_accepted_but_nan_and_long_scopes_are_refused(fifo, client):
     client.acquire("never", math.inf)
     assert fifo.records()[0]["expiration_time"] > time.time() + 1e9
     with pytest.raises(ValueError, match="expiration"):
@@ -127,9 +127,7 @@ def test_a_full_pipe_blocks_no_caller_and_loses_no_release(fifo, client, caplog)
 
 
 @pytest.mark.parametrize("room", [4096, 1 << 20])
-def test_records_of_several_threads_are_whole_in_order_and_none_is_live_in_the_end(
-    fifo, client, room, request
-):
+def test_records_of_several_threads_are_whole_and_in_order(fifo, client, room, request):
     threads, blocks = 8, 500
     # Switch threads as often as possible, even in the middle of a request.
     request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
@@ -171,7 +169,7 @@ def test_records_of_several_threads_are_whole_in_order_and_none_is_live_in_the_e
     assert fifo.records() == []
 
 
-def test_a_dead_agent_does_no_harm(fifo, client):
+def test_timer_calls_do_not_fail_if_the_agent_is_dead(fifo, client):
     client.acquire("a", time.time() + 60)
     fifo.close()
     client.release("a")
@@ -181,13 +179,13 @@ def test_a_dead_agent_does_no_harm(fifo, client):
     assert client.dropped == 3
 
 
-def test_the_first_request_without_a_server_fails_as_torchs(tmp_path, monkeypatch):
+def test_the_first_request_without_a_server_fails_as_in_torch(tmp_path, monkeypatch):
     monkeypatch.setattr(file_based_local_timer, "_PAUSE", 0)
     with pytest.raises(BrokenPipeError, match="timer server"):
         FileTimerClient(str(tmp_path / "nothing")).acquire("a", 1.0)
 
 
-def test_a_forked_child_writes_in_its_own_name(fifo, client):
+def test_a_forked_child_writes_records_with_its_own_pid(fifo, client):
     client.acquire("a", time.time() + 60)
     with client._lock:  # as if another thread held the lock
         pid = os.fork()
@@ -198,7 +196,7 @@ def test_a_forked_child_writes_in_its_own_name(fifo, client):
     assert [(r["pid"], r["scope_id"]) for r in fifo.records()] == [(os.getpid(), "a"), (pid, "b")]
 
 
-def test_a_descriptor_that_became_another_file_is_left_alone(fifo, client, tmp_path):
+def test_a_descriptor_reused_for_another_file_is_not_written_to(fifo, client, tmp_path):
     client.acquire("a", time.time() + 60)
     with open(tmp_path / "precious", "wb") as other:
         os.dup2(other.fileno(), client._fd)
@@ -215,7 +213,7 @@ def run(source, *args):
     return run_program(program)
 
 
-def test_torchs_server_takes_our_records(tmp_path, torch_programs):
+def test_the_timer_server_of_torch_accepts_records_of_this_client(tmp_path, torch_programs):
     program = """
         import sys, time
         from torch.distributed.elastic.timer import FileTimerServer
@@ -233,7 +231,7 @@ def test_torchs_server_takes_our_records(tmp_path, torch_programs):
     assert output == "3 [('b', 15)]\n"
 
 
-def test_importing_it_costs_a_worker_next_to_nothing():
+def test_importing_elasticrs_timer_loads_no_heavy_modules():
     done = run("import sys; import elasticrs.timer; print(*sys.modules)")
     loaded = set(done.stdout.split())
     heavy = {

@@ -87,7 +87,7 @@ def evidence(tmp_path):
 
 
 @pytest.mark.parametrize("how", HANGS)
-def test_a_rank_that_hangs_is_found_and_the_group_restarts(run, tmp_path, how, evidence):
+def test_a_hung_rank_is_named_and_the_group_restarts(run, tmp_path, how, evidence):
     launched = run(training(HANGS[how]), 1, "--max-restarts=1", nproc=3).exits(0)
     assert launched.stdout.count("DONE\n") == 3
     line = line_with(launched.stderr, "rank 1 (pid ", "hung", "limit 1 s", "step 1,204", "1 step behind")
@@ -102,7 +102,7 @@ def test_a_rank_that_hangs_is_found_and_the_group_restarts(run, tmp_path, how, e
     assert not list(tmp_path.glob("logs/*/attempt_0/*/error.json.fault"))
 
 
-def test_the_report_has_the_stack_and_the_last_heartbeats(run):
+def test_the_report_of_a_hang_has_the_stack_and_the_last_heartbeats(run):
     source = training("def read_batch(): os.read(reader, 1)\nread_batch()")
     launched = run(source, 1, nproc=3).exits(1)
     line_with(launched.stderr, "traceback : hung: ", " s")
@@ -201,7 +201,7 @@ def py_spy():
 
 @pytest.mark.parametrize("how", ["sleep", "stopped"])
 @pytest.mark.usefixtures("py_spy")
-def test_the_real_py_spy_names_the_place(run, tmp_path, how, evidence):
+def test_the_real_py_spy_names_the_function_of_the_hung_rank(run, tmp_path, how, evidence):
     # The hung rank does not report its stacks, because its handler is in Python or because it is stopped.
     body = "signal.signal(signal.SIGRTMIN + 12, lambda *_: None)\nclass Loader:\n    def read_batch(self):\n"
     source = training(body + textwrap.indent(HANGS[how], " " * 8) + "\nLoader().read_batch()")
@@ -214,13 +214,13 @@ def test_the_real_py_spy_names_the_place(run, tmp_path, how, evidence):
 
 
 @pytest.mark.parametrize("limit", ["1e-9", "1e-300"])
-def test_a_limit_of_nearly_nothing_does_not_occupy_the_agent(run, limit):
+def test_a_tiny_hang_timeout_does_not_break_the_job(run, limit):
     launched = run("import os; os.write(1, b'UP\\n')", limit).exits(0)
     assert launched.stdout == "UP\n"
 
 
 @pytest.mark.parametrize("what", ["error.json.fault", "hang.txt"])
-def test_a_fifo_in_place_of_a_file_costs_only_that_file(run, what, evidence):
+def test_a_fifo_in_place_of_an_evidence_file_loses_only_that_file(run, what, evidence):
     source = f"""{textwrap.indent(MEET, "    ")}
         pipe = os.pipe()
         folder = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
@@ -241,7 +241,7 @@ def test_a_fifo_in_place_of_a_file_costs_only_that_file(run, what, evidence):
     assert ("could not be written" in launched.stderr) == (what == "hang.txt")
 
 
-def test_py_spy_does_not_outlive_an_agent_that_is_killed(run, tmp_path):
+def test_py_spy_does_not_outlive_a_killed_agent(run, tmp_path):
     told = tmp_path / "told"
     os.mkfifo(told)
     spied = launcher_with_py_spy(tmp_path, f"echo $$ > {told}; exec sleep 1000", ELASTICRS_TRACEBACKS="0")
@@ -289,7 +289,7 @@ TRAINED = """
 
 
 @pytest.mark.parametrize("how", EXITS)
-def test_a_slow_exit_after_the_program_has_returned_is_no_hang(run, how):
+def test_a_slow_exit_after_the_program_has_returned_is_not_a_hang(run, how):
     hold = textwrap.indent(textwrap.dedent(EXITS[how]), " " * 4)
     launched = run(TRAINED.format(waits_for=[], hold=f"\n{hold}"), 1, nproc=2).exits(0)
     assert launched.stdout.count("UPLOADED\n") == 2
@@ -297,14 +297,14 @@ def test_a_slow_exit_after_the_program_has_returned_is_no_hang(run, how):
     says(launched.stderr, "still exiting", "1 s", "1800 s")
 
 
-def test_an_exit_that_exceeds_its_own_limit_is_a_hang(run):
+def test_an_exit_that_exceeds_hang_exit_timeout_is_a_hang(run):
     hold = textwrap.indent(textwrap.dedent(EXITS["atexit"]), " " * 4)
     body = TRAINED.format(waits_for="pipe[:1]", hold=f"\n{hold}")
     launched = run(body.replace("[], [], 3)", "[], [])"), 60, "--hang-exit-timeout=1").exits(1)
     says(launched.stderr, "hung", "returned", "limit 1 s", "step 7", "in upload")
 
 
-def test_a_section_without_a_limit_and_a_worker_without_heartbeats_are_left_alone(run):
+def test_an_unlimited_section_or_a_worker_without_heartbeats_is_not_a_hang(run):
     source = """
         import os
         from elasticrs.timer import heartbeat
@@ -322,7 +322,7 @@ def test_a_section_without_a_limit_and_a_worker_without_heartbeats_are_left_alon
     launched.exits(0)
 
 
-def test_a_worker_without_activity_since_its_start_hangs_after_the_startup_limit(run):
+def test_a_worker_inactive_since_its_start_is_hung_after_the_startup_timeout(run):
     source = """
         import os
         from elasticrs.timer import heartbeat
@@ -339,7 +339,7 @@ WITHOUT_AN_END = {"a line": "one line\\n", "a bar": "\\r 20%|###", "a prompt": "
 
 
 @pytest.mark.parametrize("what", WITHOUT_AN_END)
-def test_without_heartbeats_silence_of_all_followed_ranks_is_a_hang(run, what):
+def test_silence_of_all_ranks_without_heartbeats_is_a_hang(run, what):
     source = f"""
         import os
         pipe = os.pipe()
@@ -350,7 +350,7 @@ def test_without_heartbeats_silence_of_all_followed_ranks_is_a_hang(run, what):
     says(launched.stderr, "hung", "no rank", "limit 0.5 s")
 
 
-def test_a_limit_is_learned_from_the_steps(run):
+def test_hang_timeout_auto_learns_the_limit_from_the_steps(run):
     source = f"""{MEET}
     pipe = os.pipe()
     for step in range(20):

@@ -49,7 +49,7 @@ def run(launch, worker_script, tmp_path):
 
 
 @pytest.mark.torch
-def test_the_report_says_so_if_heartbeats_and_records_blame_different_ranks(run):
+def test_the_report_notes_if_heartbeats_and_records_blame_different_ranks(run):
     # Rank 2 is a step behind, but it waits for rank 1.
     source = step("heartbeat(8); load_batch()", f"rank == 2 or heartbeat(8); {REDUCE}")
     launched = run(source).exits(1)
@@ -64,7 +64,7 @@ def test_a_rank_that_holds_the_gil_has_no_record(run):
     says(launched.stderr, "2 of 3 ranks wait in all_reduce #2", "rank 1", "no answer in time")
 
 
-def test_without_torch_the_report_stays_as_it_is(run, tmp_path):
+def test_the_report_contains_no_flight_record_diagnosis_without_torch(run, tmp_path):
     source = """
         import threading
         from elasticrs.timer import heartbeat
@@ -78,7 +78,7 @@ def test_without_torch_the_report_stays_as_it_is(run, tmp_path):
 
 
 @pytest.mark.torch
-def test_the_rank_that_did_not_enter_is_named_from_the_records_of_its_attempt(run, tmp_path):
+def test_the_missing_rank_is_named_from_the_records_of_its_own_attempt(run, tmp_path):
     # In the second attempt, another rank does not enter, and the collective has a different number.
     source = f"""{STEP}
     if attempt == 1:
@@ -137,7 +137,7 @@ def test_the_rank_that_made_a_collective_time_out_is_named(run):
 
 
 @pytest.mark.torch
-def test_a_record_that_is_written_before_the_exception_is_recorded_counts(run):
+def test_a_flight_record_written_before_the_exception_is_used(run):
     reduce = "    distributed.all_reduce(ones)\n"
     raises_late = f"""    try:
     {reduce}    except RuntimeError:

@@ -76,7 +76,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_all_nodes_name_the_same_rank(nodes, fault):
+def test_all_nodes_name_the_same_faulty_rank(nodes, fault):
     of_culprit, said = FAULTS[fault]
     job = nodes(step(3, of_culprit), 2, 2, "--max-restarts=1")
     job.exits(0)
@@ -85,13 +85,13 @@ def test_all_nodes_name_the_same_rank(nodes, fault):
         says(job.diagnosis, "; rank 3 did not enter it: it is in wait (threading.py:", "called at worker.py:")
 
 
-def test_one_rank_on_each_node(nodes):
+def test_a_missing_rank_is_named_in_a_job_with_one_rank_per_node(nodes):
     job = nodes(step(1, "load_batch()"), 3, 1, "--max-restarts=1")
     job.exits(0)
     says(job.diagnosis, "2 of 3 ranks wait in all_reduce #2", "; rank 1 did not enter it: it is in wait")
 
 
-def test_the_report_of_a_job_that_ends_has_the_diagnosis(nodes):
+def test_the_report_of_a_failed_job_contains_the_diagnosis(nodes):
     job = nodes(step(0, "load_batch()"), 2, 1, "--max-restarts=0")
     job.exits(1)
     says_so = r"rank 1 waits in all_reduce #2 .*; rank 0 did not enter it: it is in .* at worker.py:\d+"
@@ -106,7 +106,7 @@ def test_the_report_of_a_job_that_ends_has_the_diagnosis(nodes):
     assert len(told) == 1, job.story
 
 
-def test_a_node_that_would_find_the_hang_later_gives_its_evidence_at_once(nodes):
+def test_a_node_with_a_longer_hang_timeout_gives_its_evidence_at_once(nodes):
     job = nodes(step(3, "load_batch()"), 2, 2, "--max-restarts=1", timeouts=(3, 600))
     job.exits(0)
     says(job.diagnosis, "3 of 4 ranks wait in all_reduce #2", "; rank 3 did not enter it: it is in wait")

@@ -149,11 +149,11 @@ def play(launch, tmp_path, count):
         assert not procs.adopted(), [game.story for game in games]
 
 
-def test_the_hung_rank_is_named_and_no_process_is_left(launch, tmp_path):
+def test_random_hangs_name_a_hung_rank_and_leave_no_processes(launch, tmp_path):
     play(launch, tmp_path, AT_ONCE)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_hung_rank_is_named_and_no_process_is_left_in_many_games(launch, tmp_path):
+def test_many_random_hangs_name_a_hung_rank_and_leave_no_processes(launch, tmp_path):
     play(launch, tmp_path, 6 * AT_ONCE)

@@ -82,7 +82,7 @@ def has_restarted_once(job, named, budget):
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_the_rank_behind_is_named_on_both_nodes(launch, worker_script, tmp_path, host):
+def test_the_rank_a_step_behind_is_named_on_both_nodes(launch, worker_script, tmp_path, host):
     job = Job(launch, tmp_path, 2, 2, "--hang-timeout=1", "--max-restarts=2", host=host)
     script = worker_script(TRAINING)
     for _ in range(2):
@@ -117,7 +117,7 @@ def test_a_node_with_a_long_limit_names_the_rank_that_the_other_node_waits_for(
     says(job.nodes[1].stderr, "limit 600 s", "another node")
 
 
-def test_the_rank_that_stands_elsewhere_in_the_same_step_is_named(launch, worker_script, tmp_path):
+def test_the_rank_at_another_place_in_the_same_step_is_named(launch, worker_script, tmp_path):
     job = Job(launch, tmp_path, 2, 2, "--max-restarts=1", hung=2, step=1204, BY_NODE="1")
     script = worker_script(TRAINING)
     job.start(script, "--hang-timeout=2")
@@ -129,7 +129,7 @@ def test_the_rank_that_stands_elsewhere_in_the_same_step_is_named(launch, worker
     assert re.search(r"rank 2 .* in read_batch \(worker.py:\d+\), rank 3 in wait_for_peers", job.story)
 
 
-def test_metrics_of_three_nodes_name_the_hung_rank(launch, worker_script, tmp_path):
+def test_metrics_count_a_hang_as_worker_hung_on_exactly_one_node(launch, worker_script, tmp_path):
     job = Job(launch, tmp_path, 3, 2, "--max-restarts=1", "--health-check-port=0", host=1, STAY="1")
     script = worker_script(TRAINING)
     # The hung rank belongs to the last node, whose limit is too long to find the hang.
@@ -186,7 +186,7 @@ LEARNS = """
 """
 
 
-def test_learned_limits_find_a_hang_and_restart_both_nodes(launch, worker_script, tmp_path):
+def test_a_learned_hang_limit_detects_a_hang_and_both_nodes_restart(launch, worker_script, tmp_path):
     job = Job(launch, tmp_path, 2, 1, "--hang-timeout=auto:0.5", "--max-restarts=1")
     for _ in range(2):
         job.start(worker_script(LEARNS))
@@ -196,7 +196,7 @@ def test_learned_limits_find_a_hang_and_restart_both_nodes(launch, worker_script
 
 
 @pytest.mark.parametrize("hung", [0, 1])
-def test_ranks_without_heartbeats_are_not_named(launch, worker_script, tmp_path, hung):
+def test_ranks_without_heartbeats_are_not_named_as_hung(launch, worker_script, tmp_path, hung):
     """Whichever rank keeps the other waiting, only the one that sends heartbeats can be found."""
     job = Job(launch, tmp_path, 2, 1, "--hang-timeout=1", "--max-restarts=1", hung=hung)
     silent = TRAINING.replace("from elasticrs.timer import heartbeat", "heartbeat = id")
@@ -226,7 +226,7 @@ CRASHES = """
 
 
 @pytest.mark.parametrize("budget", [0, 1])
-def test_a_crash_and_a_hang_at_once_are_one_failure(launch, worker_script, tmp_path, budget):
+def test_a_simultaneous_crash_and_hang_count_as_one_failure(launch, worker_script, tmp_path, budget):
     job = Job(launch, tmp_path, 2, 1, "--hang-timeout=1", f"--max-restarts={budget}")
     for _ in range(2):
         job.start(worker_script(CRASHES))

@@ -48,7 +48,7 @@ def page(monkeypatch):
     os.close(page.fd)
 
 
-def test_a_heartbeat_leaves_its_time_and_step(page):
+def test_a_heartbeat_writes_its_time_and_step(page):
     before = time.monotonic_ns()
     heartbeats.heartbeat(0)
     heartbeats.heartbeat(41)
@@ -61,7 +61,7 @@ def test_a_heartbeat_leaves_its_time_and_step(page):
     assert all(each & 1 for each in times)
 
 
-def test_a_section_is_marked_and_its_outer_section_afterwards(page):
+def test_the_outer_section_is_restored_after_an_inner_section(page):
     heartbeat = heartbeats.heartbeat
     with heartbeat.section("epoch", limit=60):
         with heartbeat.section("ckpt" * 30, limit=None):
@@ -80,18 +80,18 @@ def test_a_section_is_marked_and_its_outer_section_afterwards(page):
 @pytest.mark.parametrize(
     ("step", "error"), [(-2, ValueError), (2**64, ValueError), ("7", TypeError), (0.5, TypeError)]
 )
-def test_an_object_that_is_no_step_is_refused(page, step, error):
+def test_an_invalid_step_is_refused(page, step, error):
     with pytest.raises(error):
         heartbeats.heartbeat(step)
 
 
 @pytest.mark.parametrize("limit", [0, -1, float("nan")])
-def test_an_invalid_limit_is_refused(limit):
+def test_an_invalid_section_limit_is_refused(limit):
     with pytest.raises(ValueError, match="more than 0 seconds"):
         heartbeats.heartbeat.section("x", limit=limit)
 
 
-def test_a_forked_child_gives_no_sign_of_life(page):
+def test_heartbeats_of_a_forked_child_are_ignored(page):
     heartbeats.heartbeat(1)
     child = os.fork()
     if child == 0:
@@ -106,13 +106,13 @@ def test_a_forked_child_gives_no_sign_of_life(page):
 PROGRAM = "import sys; from elasticrs.timer import heartbeat; heartbeat(5); assert 'mmap' in sys.modules"
 
 
-def test_another_process_takes_no_page_that_has_an_owner(page):
+def test_another_process_cannot_take_a_page_that_has_an_owner(page):
     heartbeats.heartbeat(1)
     subprocess.run([sys.executable, "-c", PROGRAM], pass_fds=[page.fd], check=True, timeout=30)
     assert (page.word(PID), page.word(STEP)) == (os.getpid(), 2)
 
 
-def test_the_page_of_an_exited_process_can_be_taken(page):
+def test_the_heartbeat_page_of_an_exited_process_can_be_taken_over(page):
     for _ in range(2):
         subprocess.run([sys.executable, "-c", PROGRAM], pass_fds=[page.fd], check=True, timeout=30)
     # Two heartbeats were counted: one in the second program, and one when it returned.

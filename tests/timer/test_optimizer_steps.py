@@ -40,7 +40,7 @@ def job(launch, worker_script):
     return start
 
 
-def test_a_slow_exit_after_the_last_step_is_no_hang(job):
+def test_a_slow_exit_after_the_last_step_is_not_a_hang(job):
     source = [
         "import atexit",
         "atexit.register(select.select, [], [], [], 6)",
@@ -50,7 +50,7 @@ def test_a_slow_exit_after_the_last_step_is_no_hang(job):
     says(launched.stderr, "still exiting", "3 s")
 
 
-def test_steps_are_silent_from_the_first_heartbeat_of_the_program_on(job):
+def test_optimizer_steps_do_not_count_after_an_explicit_heartbeat(job):
     source = [
         *SHOW_HOOKS,
         *("train(5)", "from elasticrs.timer import heartbeat", "heartbeat(700)", "train(5)", STUCK),
@@ -60,7 +60,7 @@ def test_steps_are_silent_from_the_first_heartbeat_of_the_program_on(job):
     says(launched.stderr, "hung", "step 700;")
 
 
-def test_a_hung_script_is_reported_with_its_own_last_step_while_a_forked_child_trains(job):
+def test_optimizer_steps_of_a_forked_child_do_not_hide_a_hung_script(job):
     source = [
         "train(5)",
         "if os.fork() == 0:",
@@ -95,7 +95,7 @@ def test_a_rank_that_is_not_watched_is_reported_once(job, why):
     assert "hung" not in launched.stderr
 
 
-def test_without_the_option_torch_has_no_hook_and_the_import_no_finder(job):
+def test_no_optimizer_hook_or_import_finder_is_installed_without_hang_timeout(job):
     launched = job(SHOW_HOOKS).exits(0, timeout=120)
     assert launched.stdout == "HOOKS 0 False False\n"
 
@@ -116,6 +116,6 @@ for _ in range(5):
 
 
 @pytest.mark.slow
-def test_compiled_steps_are_traced_without_a_word():
+def test_compiled_optimizer_steps_are_traced_without_a_warning():
     done = run_program([sys.executable, "-c", COMPILED], timeout=120, check=True)
     assert "Python extension" not in done.stderr

@@ -48,7 +48,7 @@ def run(launch, worker_script):
     return run
 
 
-def test_a_hung_rank_of_torchs_client_is_restarted_and_the_agent_lives(run):
+def test_a_rank_whose_torch_timer_expired_is_restarted(run):
     # The nursery imports torch once for both workers and both attempts.
     warm = "--warm=torch.distributed.elastic.timer"
     launched = run(TORCH_CLIENT, warm, "--max-restarts=1", nproc=2).exits(0)
@@ -57,7 +57,7 @@ def test_a_hung_rank_of_torchs_client_is_restarted_and_the_agent_lives(run):
     assert re.search(line + r"(; 1 other stopped)?; restarting\D* 0 of 1\b", launched.stderr)
 
 
-def test_the_report_names_the_timer_whatever_the_worker_exits_with(run):
+def test_the_report_names_the_expired_timer_whatever_the_exit_code(run):
     source = BY_HAND + """
     if os.environ["RANK"] == "1":
         signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
@@ -70,7 +70,9 @@ def test_the_report_names_the_timer_whatever_the_worker_exits_with(run):
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
 
 
-def test_evidence_is_collected_although_the_request_lets_a_sibling_exit(launch, worker_script, tmp_path):
+def test_evidence_of_an_expired_timer_is_collected_although_another_rank_exits(
+    launch, worker_script, tmp_path
+):
     body = "echo \"seen in state $(cut -d ' ' -f 3 /proc/$4/stat)\""
     # Rank 1 catches the request for its stacks without answering it, so the agent runs `py-spy` after 1.2 s.
     script = worker_script(BY_HAND + """
@@ -142,14 +144,14 @@ def refusal_of(launch, worker_script, path):
     return line
 
 
-def test_an_existing_file_is_kept_and_refused(launch, worker_script, tmp_path):
+def test_an_existing_timer_file_is_kept_and_refused(launch, worker_script, tmp_path):
     path = tmp_path / "timers"
     path.write_text("precious")
     says(refusal_of(launch, worker_script, path), f"elasticrs: TORCHELASTIC_TIMER_FILE='{path}'", "exists")
     assert path.read_text() == "precious"
 
 
-def test_only_a_private_fifo_without_a_reader_is_taken_over(launch, worker_script, tmp_path):
+def test_only_a_private_timer_fifo_without_a_reader_is_reused(launch, worker_script, tmp_path):
     path = tmp_path / "timers"
     os.mkfifo(path)
     os.chmod(path, 0o666)
@@ -163,7 +165,7 @@ def test_only_a_private_fifo_without_a_reader_is_taken_over(launch, worker_scrip
     assert not path.exists()
 
 
-def test_a_path_without_its_directory_is_refused(launch, worker_script, tmp_path):
+def test_a_timer_file_in_a_missing_directory_is_refused(launch, worker_script, tmp_path):
     line = refusal_of(launch, worker_script, tmp_path / "missing" / "timers")
     assert os.strerror(errno.ENOENT) in line
 
@@ -206,7 +208,7 @@ except ChildFailedError as error:
     assert ("log_debug_info_for_expired_timers failed" in ran.stderr) == ("raise" in body)
 
 
-def test_the_fifo_of_the_user_is_removed_at_the_end(launch, worker_script, tmp_path):
+def test_a_timer_fifo_at_a_path_of_the_user_is_removed_at_the_end(launch, worker_script, tmp_path):
     path = tmp_path / "timers"
     script = worker_script("""
         import os, stat
@@ -223,7 +225,7 @@ def test_the_fifo_of_the_user_is_removed_at_the_end(launch, worker_script, tmp_p
 
 
 @pytest.mark.slow
-def test_only_the_stopped_ones_of_64_workers_are_reported(launch, worker_script):
+def test_only_the_paused_workers_of_64_are_reported(launch, worker_script):
     script = worker_script("""
         import os, signal
         from elasticrs import timer
@@ -315,7 +317,7 @@ def test_the_report_has_the_stack_of_a_worker_whose_timer_expired(run, tmp_path)
         assert "in <module>" in file.read()
 
 
-def test_a_step_of_the_clock_neither_expires_nor_delays_a_timer(run):
+def test_a_wall_clock_jump_neither_expires_nor_delays_a_timer(run):
     # Write records as if the clock had been changed by an hour between writing and reading them.
     source = BY_HAND + """
     def acquire_at(scope, wall, after_ns):

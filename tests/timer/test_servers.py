@@ -56,7 +56,7 @@ LOCAL = """
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
-def test_a_hung_process_of_multiprocessing_is_killed(tmp_path, method):
+def test_a_hung_multiprocessing_process_is_killed(tmp_path, method):
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(LOCAL))
     before = [child.pid for child in procs.children()]
@@ -115,7 +115,7 @@ RECYCLED = """
 
 
 @pytest.mark.privileged
-def test_a_process_without_its_main_thread_has_not_ended():
+def test_a_process_without_its_main_thread_still_counts_as_running():
     from elasticrs.timer.descendants import descends_from_us
 
     with subprocess.Popen([sys.executable, "-c", procs.HEADLESS], stdout=subprocess.PIPE) as headless:
@@ -126,14 +126,14 @@ def test_a_process_without_its_main_thread_has_not_ended():
         assert not descends_from_us(headless.pid)
 
 
-def test_a_process_that_got_the_pid_of_another_one_is_left_alone():
+def test_a_process_with_a_reused_pid_is_not_killed():
     namespace = ("unshare", "--pid", "--fork", "--mount-proc")
     done = run_program([*namespace, sys.executable, "-c", textwrap.dedent(RECYCLED)])
     assert done.stdout == "None\n-9\n", done.stderr
 
 
 @pytest.mark.parametrize("step", [-10_000, 10_000])
-def test_a_step_of_the_clock_neither_expires_nor_delays(monkeypatch, step):
+def test_a_wall_clock_jump_neither_expires_nor_delays_a_timer(monkeypatch, step):
     server = timer.LocalTimerServer(queue.Queue())
     wall = time.time
     server.register_timers([timer.TimerRequest(1, "before", wall() + 100)])
@@ -176,7 +176,7 @@ class UsersServer(timer.TimerServer):
         return True
 
 
-def test_a_users_own_server_runs():
+def test_a_user_defined_timer_server_runs():
     requests = queue.Queue()
     server = UsersServer(requests)
     requests.put(timer.TimerRequest("late", "a", time.time() - 1))
@@ -221,7 +221,7 @@ def next_of(events, name):
     return event[1]
 
 
-def test_torchs_client_is_served_and_this_process_lives(server, path, events):
+def test_the_timer_client_of_torch_is_served(server, path, events):
     child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(TORCH_CLIENT), path])
     assert child.wait(60) == -signal.SIGTERM
     request = next_of(events, "kill worker process")
@@ -265,7 +265,7 @@ JUNK = st.one_of(
 @given(junk=st.lists(JUNK, min_size=1, max_size=8), together=st.booleans())
 @example(junk=[RECORD.replace("5.0", "1" + 400 * "0").encode()], together=True)
 @example(junk=[RECORD.replace("4", str(2**31)).encode()], together=True)
-def test_junk_destroys_no_record(path_factory, junk, together):
+def test_invalid_lines_do_not_affect_valid_records(path_factory, junk, together):
     server = timer.FileTimerServer(path_factory(), "run")
     good = [timer.FileTimerRequest(4, f"good {number}", -1.0, 0) for number in range(len(junk))]
     lines = [
@@ -292,7 +292,7 @@ def test_an_existing_file_is_an_error_and_is_kept(path):
         assert file.read() == "precious"
 
 
-def test_a_foreign_fifo_is_an_error_and_is_kept(path):
+def test_a_fifo_that_other_users_may_read_is_an_error_and_is_kept(path):
     os.mkfifo(path)
     os.chmod(path, 0o640)
     with pytest.raises(FileExistsError):
@@ -303,7 +303,7 @@ def test_a_foreign_fifo_is_an_error_and_is_kept(path):
     assert not os.path.exists(path)
 
 
-def test_a_server_that_is_never_used_ends_at_once(path, events):
+def test_an_unused_server_stops_at_once_and_removes_its_fifo(path, events):
     server = timer.FileTimerServer(path, "run", max_interval=1000)
     server.start()
     server.stop()

@@ -47,7 +47,7 @@ def ends(job, *names, size=SIZE):
     return found
 
 
-def test_1_a_normal_run(job_of):
+def test_1_a_normal_run_completes_all_steps(job_of):
     job = job_of(*FIXED)
     start(job, abcd={})
     for told in ends(job, *"abcd"):
@@ -67,7 +67,7 @@ def test_2_a_missing_worker_fails_the_others_at_the_join_timeout(job_of, how):
     job.fails(*("abc" if how == BY_HAND else "abcd"))
 
 
-def test_3_a_straggler_is_known(job_of):
+def test_3_a_straggler_is_detected_by_its_rate(job_of):
     job = job_of(*FIXED)
     start(job, abc={"rate": 100, "monitor": 3}, d={"rate": 42, "monitor": 3})
     told = ends(job, *"abcd")
@@ -75,7 +75,7 @@ def test_3_a_straggler_is_known(job_of):
     assert [each["relative_rate"] for each in told] == [1, 1, 1, 0.42]
 
 
-def test_4_a_start_with_the_fewest(job_of):
+def test_4_a_job_starts_with_the_minimum_number_of_workers(job_of):
     # Under a single agent, the two workers are one node, and a second node could join.
     job = job_of(*FLEXIBLE, **AT_ONCE)
     start(job, ab={})
@@ -84,14 +84,14 @@ def test_4_a_start_with_the_fewest(job_of):
     assert {told["world"] for told in job.of("met")} == {2}
 
 
-def test_5_a_meeting_after_every_step(job_of):
+def test_5_workers_can_rendezvous_after_every_step(job_of):
     job = job_of(*FIXED)
     start(job, abcd={"always": True})
     ends(job, *"abcd")
     assert len(job.of("met", "a")) >= 6
 
 
-def test_6_uneven_data_end_the_job_and_a_late_worker_gets_no_state(job_of, how):
+def test_6_training_ends_with_the_shortest_data_and_a_late_worker_gets_no_state(job_of, how):
     job = job_of(*FIXED)
     start(job, meets=True, abc={}, d={"own_end": 3})
     job.wait_until(lambda: len(job.of("finished")) == 4)
@@ -111,7 +111,7 @@ def test_6_uneven_data_end_the_job_and_a_late_worker_gets_no_state(job_of, how):
         assert {told["name"] for told in job.of("up")} == {*"abcd"}
 
 
-def test_7_two_fail_once_and_one_step_is_repeated(job_of):
+def test_7_two_workers_fail_once_and_one_step_is_repeated(job_of):
     job = job_of(*FIXED)
     start(job, ab={}, cd=fails("retryable"))
     for told in ends(job, *"abcd"):
@@ -120,7 +120,7 @@ def test_7_two_fail_once_and_one_step_is_repeated(job_of):
     assert len(job.of("met")) in {12, 16}
 
 
-def test_8_an_error_that_is_fatal_for_two_workers_is_not_for_the_others(job_of, how):
+def test_8_fatal_errors_of_two_workers_do_not_end_the_others(job_of, how):
     job = job_of(*with_replacements(how), **AT_ONCE)
     start(job, ab={}, cd=fails("fatal"))
     ends(job, *"ab", *job.after(*"cd"))
@@ -139,14 +139,14 @@ def test_9_two_workers_that_always_fail_give_up_and_the_others_finish(job_of, ho
     ends(job, *"ab", *job.after(*"cd"))
 
 
-def test_10_a_sync_that_fails(job_of):
+def test_10_a_failed_sync_is_retried(job_of):
     job = job_of(*FIXED)
     start(job, abc={}, d=fails("retryable", 0, times=2, **{"in": "sync"}))
     ends(job, *"abcd")
     assert len(job.of("does", "d")) == 2
 
 
-def test_11_a_new_run_continues_from_the_checkpoint_of_a_killed_one(job_of, how, tmp_path):
+def test_11_a_new_run_continues_from_the_checkpoint_of_a_killed_run(job_of, how, tmp_path):
     # With agents, the new run consists of the replacements that the agents start.
     with_checkpoints = {"checkpoints": str(tmp_path / "checkpoints")}
     job = job_of(*FIXED)
@@ -164,7 +164,7 @@ def test_11_a_new_run_continues_from_the_checkpoint_of_a_killed_one(job_of, how,
         job.replaced(name, -9)
 
 
-def test_12_two_kill_themselves(job_of, how):
+def test_12_training_finishes_after_two_workers_are_killed(job_of, how):
     # If each worker has its own node, two nodes are lost.
     job = job_of(*FLEXIBLE, **AT_ONCE)
     start(job, ab={}, cd=fails("hold" if how == NODES else "kill"))
@@ -180,7 +180,7 @@ def test_12_two_kill_themselves(job_of, how):
     assert job.of("met", "a")[-1]["world"] == (4 if how == ONE_NODE else 2)
 
 
-def test_13_two_hang_for_ever(job_of, how):
+def test_13_two_hung_workers_exit_and_the_others_finish(job_of, how):
     job = job_of(*with_replacements(how), **AT_ONCE, stuck_timeout=3)
     # Only one of them spins, because it takes the time of a whole processor.
     start(
@@ -195,14 +195,14 @@ def test_13_two_hang_for_ever(job_of, how):
     says(job.stderr_text(), "in hold")
 
 
-def test_14_without_snapshots(job_of):
+def test_14_a_failed_step_is_repeated_without_snapshots(job_of):
     job = job_of(*FIXED)
     start(job, abc={"rollback": False}, d={"rollback": False, **fails("retryable")})
     for told in ends(job, *"abcd"):
         assert told["done"] == [1, 2, 3, 4, 5]
 
 
-def test_15_two_workers_join_in_the_middle(job_of, tmp_path):
+def test_15_two_workers_join_during_training_and_no_step_is_repeated(job_of, tmp_path):
     # Under agents, the new workers are one node of two workers, or two nodes.
     job = job_of(*FLEXIBLE, **AT_ONCE)
     all_are_here = tmp_path / "all are here"

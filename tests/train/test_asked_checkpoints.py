@@ -62,7 +62,7 @@ class Job:
         return found
 
 
-def test_one_worker_is_asked_and_all_save_once_at_one_step(trainers, tmp_path):
+def test_a_checkpoint_request_to_one_worker_makes_all_workers_save_once(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path)
     job.run(*NAMES)
     job.trainers.kill("b", signal.SIGUSR1)
@@ -77,7 +77,7 @@ def test_one_worker_is_asked_and_all_save_once_at_one_step(trainers, tmp_path):
     assert [each[0] for each in job.saved()] == [SIZE // 20, step]
 
 
-def test_requests_that_come_together_share_a_checkpoint(trainers, tmp_path):
+def test_simultaneous_requests_share_a_checkpoint(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path)
     job.run(*NAMES)
     for name in NAMES:
@@ -89,7 +89,7 @@ def test_requests_that_come_together_share_a_checkpoint(trainers, tmp_path):
     )
 
 
-def test_a_request_without_a_manager_is_reported_and_has_no_other_effect(trainers, tmp_path):
+def test_a_request_without_a_checkpoint_manager_is_reported_and_ignored(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path, checkpoints=None)
     job.run(*NAMES)
     job.trainers.kill("c", signal.SIGUSR1)
@@ -98,7 +98,7 @@ def test_a_request_without_a_manager_is_reported_and_has_no_other_effect(trainer
     line_with(job.trainers.stderr.read_text(), "checkpoint", "set_checkpoint_manager")
 
 
-def test_a_worker_that_leaves_without_a_manager_reports_that_once(trainers, tmp_path):
+def test_a_missing_checkpoint_manager_is_reported_once_when_a_worker_leaves(trainers, tmp_path):
     job = Job(trainers(FLEXIBLE + "&keep_alive_interval=5"), tmp_path, checkpoints=None)
     job.run(*NAMES)
     job.trainers.kill("c", signal.SIGTERM)
@@ -107,7 +107,7 @@ def test_a_worker_that_leaves_without_a_manager_reports_that_once(trainers, tmp_
     line_with(job.trainers.stderr.read_text(), "checkpoint", "set_checkpoint_manager")
 
 
-def test_a_request_is_not_lost_with_the_worker_that_dies_in_the_save(trainers, tmp_path):
+def test_a_request_is_not_lost_if_a_worker_dies_while_saving(trainers, tmp_path):
     job = Job(trainers(FLEXIBLE), tmp_path)
     fault = {"in": "save", "at": 0, "do": "kill", "once": str(tmp_path / "has died")}
     job.run(*NAMES, faults=[fault])
@@ -122,7 +122,7 @@ def test_a_request_is_not_lost_with_the_worker_that_dies_in_the_save(trainers, t
     job.ends(*left)
 
 
-def test_a_worker_that_gets_sigterm_saves_with_the_others_and_leaves_in_order(trainers, tmp_path):
+def test_rank_0_saves_on_sigterm_and_leaves_without_interrupting_the_others(trainers, tmp_path):
     job = Job(trainers(FLEXIBLE), tmp_path)
     # Rank 0 leaves while the others still read from it. It must not exit before they have finished.
     job.run(*NAMES, reads_late=True)
@@ -137,7 +137,7 @@ def test_a_worker_that_gets_sigterm_saves_with_the_others_and_leaves_in_order(tr
     assert "interrupted by" not in job.trainers.stderr.read_text()
 
 
-def test_all_workers_leave_on_request_and_the_next_run_continues_at_that_step(trainers, tmp_path):
+def test_the_next_run_continues_at_the_step_saved_on_sigterm(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path)
     job.run(*NAMES)
     for name in NAMES:
@@ -151,7 +151,7 @@ def test_all_workers_leave_on_request_and_the_next_run_continues_at_that_step(tr
         assert told["done"] == list(range(step + 1, SIZE // 20 + 1))
 
 
-def test_a_leaving_worker_does_not_wait_long_for_a_round(trainers, tmp_path):
+def test_a_leaving_worker_does_not_wait_long_for_missing_workers(trainers, tmp_path):
     job = Job(trainers(FIXED), tmp_path, meeting_limit=0.5)
     job.run(*NAMES)
     job.trainers.kill("d")

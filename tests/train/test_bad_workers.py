@@ -12,7 +12,7 @@ from .test_acceptance import ends, fails, start
 pytestmark = [pytest.mark.torch]
 
 
-def test_a_sync_that_never_returns_costs_its_worker_only(trainers):
+def test_a_sync_that_never_returns_ends_only_its_own_worker(trainers):
     job = trainers("min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0&stuck_timeout=2")
     quick = {"timeout": 1000}
     start(job, a=quick | fails("retryable"), bc=quick, d=quick | fails("hold", 1, **{"in": "sync"}))
@@ -21,7 +21,7 @@ def test_a_sync_that_never_returns_costs_its_worker_only(trainers):
     assert "in hold" in job.stderr_text(), "it says where it was"
 
 
-def test_a_save_may_take_any_time_though_another_worker_dies(trainers, tmp_path):
+def test_a_long_save_survives_the_death_of_another_worker(trainers, tmp_path):
     job = trainers("min_workers=2&max_workers=4&last_call_timeout=1&scale_up_delay=0&stuck_timeout=2")
     released = tmp_path / "released"
     # One worker hangs, and exits when its stuck timeout expires. The worker that saves must survive that
@@ -40,7 +40,7 @@ def test_a_save_may_take_any_time_though_another_worker_dies(trainers, tmp_path)
 
 
 @pytest.mark.parametrize("savers", [[0], [1, 2]])
-def test_different_answers_about_checkpoints_end_all_workers(trainers, tmp_path, savers):
+def test_disagreement_on_saving_a_checkpoint_ends_all_workers(trainers, tmp_path, savers):
     job = trainers("min_workers=3&max_workers=3")
     start(job, abc={"timeout": 1000, "checkpoints": str(tmp_path / "checkpoints"), "savers": savers})
     for told in job.wait("stuck", 3):
@@ -48,7 +48,7 @@ def test_different_answers_about_checkpoints_end_all_workers(trainers, tmp_path,
         says(told["error"], "should_save_checkpoint", asked, "step 1 of")
 
 
-def test_a_child_that_a_step_forks_is_no_worker(trainers):
+def test_a_child_forked_in_a_step_does_not_count_as_a_worker(trainers):
     job = trainers("min_workers=4&max_workers=4")
     start(job, abc={}, d=fails("fork"))
     for told in ends(job, *"abcd"):
@@ -57,7 +57,7 @@ def test_a_child_that_a_step_forks_is_no_worker(trainers):
     assert "forked" in told["error"]
 
 
-def test_an_error_of_a_worker_counts_against_it_even_if_it_quotes_gloo(trainers):
+def test_a_worker_error_that_quotes_gloo_counts_against_that_worker(trainers):
     job = trainers("min_workers=1&max_workers=2&last_call_timeout=1&scale_up_delay=0")
     start(job, a={}, b={"max_failures": 3, **fails("words_of_gloo", times=1000)})
     (told,) = job.wait("gave up")
@@ -67,7 +67,7 @@ def test_an_error_of_a_worker_counts_against_it_even_if_it_quotes_gloo(trainers)
     assert "in words_of_gloo" in job.stderr_text(), "the first error is shown with its traceback"
 
 
-def test_a_meeting_that_cannot_succeed_is_not_blamed_on_others(trainers):
+def test_a_failed_group_creation_counts_as_the_workers_own_failure(trainers):
     job = trainers("min_workers=1&max_workers=2&last_call_timeout=1&scale_up_delay=0")
     # Creating a group fails, because PyTorch's packages are built without MPI.
     start(job, ab={"backend": "mpi", "max_failures": 3})

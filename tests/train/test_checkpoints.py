@@ -45,7 +45,7 @@ def folder(manager):
     return Path(manager.directory)
 
 
-def test_the_newest_is_the_one_that_was_committed_last(manager):
+def test_the_newest_checkpoint_is_the_last_committed(manager):
     assert manager.get_latest_checkpoint() is None
     assert manager.list_checkpoints() == []
     for number in range(3):
@@ -73,7 +73,7 @@ def test_an_uncommitted_checkpoint_is_not_listed(manager):
     assert os.listdir(manager.directory) == ["0"]
 
 
-def test_streams_have_any_name(manager):
+def test_stream_names_may_contain_any_characters(manager):
     for key in ("model/layer 1", "..", "ä"):
         assert read(write(manager, b"x", key), key) == b"x"
     assert sorted(os.listdir(manager.directory)) == ["0", "1", "2"]
@@ -92,7 +92,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_leftovers_of_a_dead_writer_are_removed_by_the_next_one(manager):
+def test_the_next_writer_removes_the_leftovers_of_a_dead_writer(manager):
     alive = manager.create_checkpoint()
     subprocess.run([sys.executable, "-c", DIES, manager.directory], check=False)
     assert len(os.listdir(manager.directory)) == 2
@@ -144,7 +144,7 @@ DAMAGES = (cut, flip, lose_stream, lose_manifest, cut_manifest, other_manifest, 
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_one_is_named_and_passed_over(manager, caplog, damage):
+def test_a_damaged_checkpoint_is_named_and_skipped(manager, caplog, damage):
     write(manager, b"old")
     write(manager, b"new")
     damage(folder(manager) / "1")
@@ -202,7 +202,7 @@ def saving(manager):
     set_checkpoint_manager(None)
 
 
-def test_no_worker_is_asked_without_a_manager():
+def test_a_state_is_not_asked_to_save_without_a_checkpoint_manager():
     assert get_checkpoint_manager() is None
     states = []
 
@@ -214,13 +214,13 @@ def test_no_worker_is_asked_without_a_manager():
     assert states[0].asked == ()
 
 
-def test_rank_0_saves_when_it_is_due(saving):
+def test_rank_0_saves_due_checkpoints_and_the_final_state(saving):
     assert train_sums(3, state=Saved) == [(10, 550)] * 3
     # The newest checkpoint, of step 10, has the final state.
     assert [json.loads(read(each))[0] for each in saving.list_checkpoints()] == [10, 8, 4]
 
 
-def test_checkpoints_in_a_loop_without_train(saving):
+def test_checkpoint_util_works_in_a_loop_without_train(saving):
     write(saving, json.dumps([6, 210]).encode())
 
     def work(name, coordinator):
@@ -260,7 +260,7 @@ def test_a_new_run_continues_from_the_newest_checkpoint_and_loads_it_once(saving
     assert loads == [(0, ("load", 6))]
 
 
-def test_the_platform_may_ask_for_one(saving):
+def test_the_coordinator_can_request_a_checkpoint(saving):
     class Quiet(Saved):
         due = frozenset()
 
@@ -272,7 +272,7 @@ def test_the_platform_may_ask_for_one(saving):
     assert len(saving.list_checkpoints()) == 2, "the last one is that of the final state"
 
 
-def test_a_checkpoint_that_cannot_be_read_ends_all_with_one_error_each(saving, caplog):
+def test_an_unreadable_checkpoint_ends_every_worker_with_one_error(saving, caplog):
     write(saving, b"")
     cut_manifest(folder(saving) / "0")
     first, second = train_sums(2, state=Saved)
@@ -306,7 +306,7 @@ def with_a_cause(_, stream):
 
 
 @pytest.mark.parametrize("save", [None, as_torch_save_does, with_a_cause])
-def test_a_full_disk_costs_the_checkpoint_only(saving, monkeypatch, caplog, save):
+def test_a_full_disk_loses_the_checkpoint_but_not_the_training(saving, monkeypatch, caplog, save):
     set_checkpoint_manager(FullDisk(saving.directory))
     if save is not None:
         monkeypatch.setattr(Saved, "save", save)
@@ -331,13 +331,13 @@ def caused_by_itself(*_):
 
 
 @pytest.mark.parametrize("save", [while_an_error_is_handled, caused_by_itself])
-def test_a_mistake_in_save_is_no_failure_of_the_disk(saving, monkeypatch, save):
+def test_an_error_in_save_is_not_treated_as_a_disk_failure(saving, monkeypatch, save):
     monkeypatch.setattr(Saved, "save", save)
     (found,) = train_sums(state=Saved)
     assert isinstance(found, ValueError)
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_does_not_void_the_new_one(tmp_path, caplog):
+def test_a_failed_removal_of_an_old_checkpoint_keeps_the_new_one(tmp_path, caplog):
     manager = FileSystemCheckpointManager(tmp_path, keep=1)
     # Removing "0" fails because it is a file. The manager first renames it over an empty directory, which
     # works only for directories.
@@ -348,19 +348,19 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_void_the_new_one(tmp_
     says(record.getMessage(), f"{tmp_path}/1", f"{tmp_path}/0")
 
 
-def test_a_state_that_cannot_be_saved_is_refused_with_a_manager(saving):
+def test_a_state_that_cannot_be_saved_is_refused_if_a_manager_is_set(saving):
     (found,) = train_sums(state=Sum)
     assert isinstance(found, TypeError)
     assert "Sum has neither state_dict nor save and neither load_state_dict nor load" in str(found)
 
 
-def test_a_finished_job_that_runs_again_writes_no_further_checkpoint(saving):
+def test_rerunning_a_finished_job_writes_no_further_checkpoint(saving):
     for _ in range(2):
         assert train_sums(2, state=Saved) == [(10, 550)] * 2
     assert len(saving.list_checkpoints()) == 3
 
 
-def test_a_manager_on_some_workers_only_is_named(manager, monkeypatch):
+def test_ranks_without_a_checkpoint_manager_are_named_in_the_error(manager, monkeypatch):
     votes = [Vote(True, False, False, 1), Vote(False, False, False, 2), Vote(False, False, False, 3)]
     says(disagreement(votes), "set_checkpoint_manager", "rank 0", "ranks 1, 2")
     assert disagreement(votes[:1]) is disagreement(votes[1:]) is None
@@ -370,7 +370,7 @@ def vote(**fields):
     return Vote(True, True, False, 5, **fields)
 
 
-def test_workers_in_the_same_save_did_not_differ():
+def test_votes_from_different_moments_of_one_save_are_no_disagreement():
     saving = vote(last_round=7, asked=4, said_yes=4, is_saving=True)
     for other in (
         # The other worker has already left the save and continued, possibly into the next save.

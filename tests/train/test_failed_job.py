@@ -24,7 +24,7 @@ for _ in range(2):
 """
 
 
-def test_too_few_came():
+def test_a_worker_that_joins_a_timed_out_job_fails_with_the_reason():
     done = run_program([sys.executable, "-c", PROGRAM], check=True)
     first, late = done.stdout.splitlines()
     says(first, "False", "1", "2", "join_timeout")

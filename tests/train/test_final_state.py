@@ -46,7 +46,7 @@ def send_slowly(connection):
         select.select([connection], [], [], 0.1)
 
 
-def test_a_slow_peer_does_not_delay_the_others(monkeypatch, server):
+def test_a_download_skips_a_slow_peer(monkeypatch, server):
     monkeypatch.setattr(final_state, "TRANSFER_TIMEOUT", 1.0)
     monkeypatch.setattr(final_state.random, "shuffle", lambda _: None)
     with peer(send_slowly) as slow:
@@ -56,7 +56,7 @@ def test_a_slow_peer_does_not_delay_the_others(monkeypatch, server):
     assert near == ("127.0.0.1", urlsplit(server).port)
 
 
-def test_the_one_living_peer_of_many_is_found(server):
+def test_the_only_live_peer_among_many_is_found(server):
     closed = socket.create_server(("127.0.0.1", 0))
     dead = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
     closed.close()
@@ -66,7 +66,7 @@ def test_the_one_living_peer_of_many_is_found(server):
     assert final_state._fetch(seats)[0] == CONTENT
 
 
-def test_a_peer_with_another_content_is_passed_over(monkeypatch, server):
+def test_a_peer_with_different_content_is_skipped(monkeypatch, server):
     monkeypatch.setattr(final_state.random, "shuffle", lambda _: None)
     wrong = seat(server, b"another state")
     assert final_state._fetch([wrong]) == (None, None)
@@ -86,7 +86,7 @@ class Told(logging.Handler):
         self.is_there.set()
 
 
-def test_a_download_that_is_cut_off_is_one_line_in_the_log(capfd):
+def test_a_download_reset_by_the_client_is_logged_in_one_line(capfd):
     told, log = Told(), logging.getLogger("elasticrs.train")
     log.addHandler(told)
     try:
@@ -116,5 +116,5 @@ def test_a_download_that_is_cut_off_is_one_line_in_the_log(capfd):
         ("::1", "::1", ("::1", "::1")),
     ],
 )
-def test_other_machines_get_an_address_that_they_can_reach(near, local, expected):
+def test_the_serving_address_is_reachable_from_other_machines(near, local, expected):
     assert final_state.serving_address(near, local) == expected

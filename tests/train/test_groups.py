@@ -49,7 +49,7 @@ def close(*sockets):
         each.close()
 
 
-def test_recorded_connections_end_and_others_do_not():
+def test_only_recorded_connections_are_shut():
     connections = Connections()
     before = pair()
     with connections.recorded():
@@ -84,7 +84,7 @@ def test_connections_of_other_threads_are_shut_only_as_a_last_resort():
     close(*before, *inside, *group)
 
 
-def test_the_client_of_the_store_is_shut_whatever_its_options_are():
+def test_the_store_client_is_shut_whatever_its_socket_options():
     listener = socket.create_server(("127.0.0.1", 0))
     connections = Connections(listener.getsockname()[1])
     with connections.recorded():
@@ -94,7 +94,7 @@ def test_the_client_of_the_store_is_shut_whatever_its_options_are():
     close(listener, client)
 
 
-def test_other_connections_are_intact_when_the_group_is():
+def test_are_intact_checks_only_the_connections_of_the_group():
     connections = Connections()
     with connections.recorded():
         inside, group = plain_pair(), pair()
@@ -104,7 +104,7 @@ def test_other_connections_are_intact_when_the_group_is():
     assert not connections.are_intact()
 
 
-def test_a_listener_stays_open():
+def test_a_listener_stays_open_after_shut():
     connections = Connections()
     with connections.recorded():
         listener, one, other = pair()
@@ -122,7 +122,7 @@ def test_a_listener_stays_open():
     close(listener, one, other, late, accepted, idle, datagrams)
 
 
-def test_connections_end_while_they_are_being_made():
+def test_connections_can_be_shut_while_the_group_is_being_created():
     connections = Connections()
     with connections.recorded():
         listener, one, other = pair()
@@ -131,7 +131,7 @@ def test_connections_end_while_they_are_being_made():
     close(listener, one, other)
 
 
-def test_a_thread_that_reads_is_woken():
+def test_shutting_a_connection_wakes_a_reading_thread():
     connections = Connections()
     with connections.recorded():
         listener, one, other = pair()
@@ -144,7 +144,7 @@ def test_a_thread_that_reads_is_woken():
     close(listener, one, other)
 
 
-def test_a_worker_that_waits_for_peers_is_visited_once_in_their_place():
+def test_knock_connects_to_a_gloo_listener_once_for_each_peer():
     connections = Connections()
     before = socket.create_server(("127.0.0.1", 0))
     with connections.recorded():
@@ -167,7 +167,7 @@ def test_a_worker_that_waits_for_peers_is_visited_once_in_their_place():
     close(before, listener, after)
 
 
-def test_no_peer_is_visited_with_few_descriptors_or_another_transport(monkeypatch):
+def test_knock_does_nothing_with_few_descriptors_or_another_transport(monkeypatch):
     connections = Connections()
     with connections.recorded(), gloo_listener():
         assert connections.knock(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) == 0
@@ -224,13 +224,13 @@ os._exit(0)
 
 
 @pytest.mark.torch
-def test_creating_a_group_stops_when_a_peer_died_before_it_connected(torch_programs):
+def test_group_creation_stops_if_a_peer_died_before_connecting(torch_programs):
     # Gloo itself would wait for five times its timeout, which is longer than this test may take.
     made = torch_programs.run(MAKES_A_GROUP_WITH_ONE_THAT_IS_GONE)
     assert made.stdout.startswith("OUT "), made
 
 
-def test_a_number_that_was_used_again_is_not_shut():
+def test_a_reused_descriptor_number_is_not_shut():
     connections = Connections()
     with connections.recorded():
         listener, one, other = pair()
@@ -244,7 +244,7 @@ def test_a_number_that_was_used_again_is_not_shut():
     close(*again)
 
 
-def test_a_forked_child_gives_up_its_copies():
+def test_a_forked_child_closes_its_copies_of_the_connections():
     connections = Connections()
     with connections.recorded():
         listener, one, other = pair()
@@ -272,7 +272,7 @@ def test_a_forked_child_gives_up_its_copies():
     close(listener, other, *unrelated, by_port[0], by_port[2])
 
 
-def test_a_lost_store_is_not_waited_for_when_the_round_is_over():
+def test_connect_does_not_wait_for_a_lost_store_after_the_round_ended():
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     listener.close()
@@ -281,7 +281,7 @@ def test_a_lost_store_is_not_waited_for_when_the_round_is_over():
 
 
 @pytest.mark.torch
-def test_each_group_gives_back_the_hook_for_uncaught_exceptions(torch_programs):
+def test_destroying_a_group_restores_sys_excepthook(torch_programs):
     """Torch replaces the hook for each group. If elasticrs did not restore it, each group would add a prefix
     to each line.
     """
@@ -300,7 +300,7 @@ for _ in range(3):
 
 
 @pytest.mark.torch
-def test_a_store_that_ends_just_before_it_is_connected_to_is_given_up_soon(torch_programs):
+def test_connect_gives_up_soon_if_the_store_closes_the_connection(torch_programs):
     program = """
 import socket, threading, time
 from torch import distributed

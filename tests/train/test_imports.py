@@ -7,7 +7,7 @@ from helpers.procs import run_program
 from elasticrs import train
 
 
-def test_torch_is_not_imported():
+def test_importing_elasticrs_train_does_not_import_torch():
     shown = "import sys, elasticrs.train; print('torch' in sys.modules)"
     done = run_program([sys.executable, "-c", shown], check=True)
     assert done.stdout == "False\n"

@@ -9,7 +9,7 @@ from .test_acceptance import ends, start
 pytestmark = [pytest.mark.torch]
 
 
-def test_a_late_worker_gets_the_final_state_and_a_rank_of_its_own(trainers, tmp_path):
+def test_a_late_worker_gets_the_final_state_and_its_own_rank(trainers, tmp_path):
     job = trainers("min_workers=2&max_workers=2")
     order = {"stays_until": str(tmp_path / "never")}
     start(job, ab=order)
@@ -27,7 +27,7 @@ def test_a_late_worker_gets_the_final_state_and_a_rank_of_its_own(trainers, tmp_
     assert later["env"] == ["3", "4"]
 
 
-def test_a_process_does_not_train_twice_in_one_job(trainers):
+def test_a_process_cannot_train_twice_in_one_job(trainers):
     job = trainers("min_workers=2&max_workers=2")
     start(job, ab={"twice": True})
     for told in job.wait("stuck", 2):

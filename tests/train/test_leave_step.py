@@ -34,7 +34,7 @@ class Worker:
 
 @settings(deadline=None, max_examples=500)
 @given(seed=st.integers(0), size=st.integers(1, 5), is_coupled=st.booleans(), told_after=st.integers(0, 20))
-def test_all_leave_at_one_step(seed, size, is_coupled, told_after):
+def test_all_workers_leave_a_round_at_the_same_step(seed, size, is_coupled, told_after):
     chance = Random(seed)
     workers = [Worker() for _ in range(size)]
     published: dict[int, int] = {}
@@ -71,18 +71,18 @@ def test_all_leave_at_one_step(seed, size, is_coupled, told_after):
 
 
 @given(at=st.integers(1, 2**60), saves=st.booleans())
-def test_what_is_said_is_heard(at, saves):
+def test_an_encoded_leave_step_decodes_to_the_same_value(at, saves):
     assert heard(said(at, saves=saves)) == (at, saves)
 
 
-def test_a_cap_is_set_once():
+def test_set_cap_keeps_the_first_cap():
     step = LeaveStep()
     assert step.set_cap() == AHEAD
     step.done = 1
     assert step.set_cap() == AHEAD
 
 
-def test_a_broken_round_is_left_at_the_next_boundary():
+def test_a_broken_round_is_left_at_the_next_step_boundary():
     step = LeaveStep(done=3)
     assert step.verdict() == "go"
     step.at = AT_ONCE

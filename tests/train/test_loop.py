@@ -23,7 +23,7 @@ AFTER = {
 
 
 @given(st.data(), st.integers(1, 5))
-def test_rules_hold_whatever_happens(data, max_failures):
+def test_the_loop_rules_hold_for_every_sequence_of_events(data, max_failures):
     loop, event, failures, broken_off = Loop(max_failures), Event.BEGIN, 0, 0
     is_synced = knows_the_end = False
     for _ in range(60):
@@ -56,7 +56,7 @@ def test_rules_hold_whatever_happens(data, max_failures):
         event = data.draw(st.sampled_from(AFTER[actions[-1]]))
 
 
-def test_progress_resets_failures():
+def test_a_completed_step_resets_the_failure_count():
     loop = Loop(3)
     for _ in range(10):
         for event in (Event.FAILED, Event.BROKEN_OFF, Event.FAILED, Event.MET, Event.SYNCED, Event.STEPPED):
@@ -74,7 +74,7 @@ def test_progress_resets_failures():
         (2, Event.BROKEN_OFF, 2 * OF_OTHERS),
     ],
 )
-def test_it_gives_up_after_so_many(failures, event, times):
+def test_the_loop_gives_up_after_the_maximum_number_of_failures(failures, event, times):
     loop = Loop(failures)
     for _ in range(times - 1):
         loop, actions = step(loop, event)
@@ -200,7 +200,7 @@ class World:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 12))
-def test_no_step_is_committed_by_some_and_lost_by_others(seed, size, length):
+def test_no_step_is_committed_by_some_workers_and_lost_by_others(seed, size, length):
     world = World(seed, size, length)
     world.run()
     (final,) = {worker.state for worker in world.workers}

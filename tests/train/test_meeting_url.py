@@ -7,7 +7,7 @@ from elasticrs.train.meeting_url import parse
 from elasticrs.train.rendezvous import RendezvousParameters
 
 
-def test_ours():
+def test_an_elasticrs_url_is_parsed():
     place = parse(
         "elasticrs://node7:29500/a%2Fb?min_workers=2&max_workers=4&last_call_timeout=3&stuck_timeout=20", {}
     )
@@ -20,7 +20,7 @@ def test_ours():
     assert rendezvous.settings.max_short_losses == 2**31 - 1, "lost rounds in a row do not end the job"
 
 
-def test_etcd_as_in_2019():
+def test_an_etcd_url_in_torchelastic_0_1_format_is_parsed():
     url = "etcd://etcd7:2379/job7?min_workers=2&timeout=60&last_call_timeout=5&etcd_prefix=/x&protocol=http"
     rendezvous = parse(url, {}).rendezvous
     assert rendezvous.etcd is not None
@@ -29,17 +29,17 @@ def test_etcd_as_in_2019():
     assert rendezvous.settings.join_timeout == 60
 
 
-def test_the_token_is_the_environments():
+def test_the_token_comes_from_the_environment():
     place = parse("elasticrs://localhost:1/j?min_workers=1", {"ELASTICRS_TOKEN": "secret"})
     assert place.rendezvous.settings.token == b"secret"
 
 
-def test_a_worker_of_an_agent_hosts_nothing():
+def test_a_worker_of_an_agent_never_hosts_the_store():
     place = parse("elasticrs://localhost:1/j?min_workers=1&is_host=1", {}, may_host=False)
     assert place.rendezvous.settings.is_host is False
 
 
-def test_the_smaller_maximum_counts():
+def test_the_smaller_maximum_number_of_workers_applies():
     assert parse("elasticrs://h:1/j?min_workers=1&max_workers=8", {}, 4).rendezvous.max_nodes == 4
 
 
@@ -71,7 +71,7 @@ def test_an_invalid_url_is_refused_in_one_line(url, said):
     assert "\n" not in str(raised.value)
 
 
-def test_the_name_of_a_job_may_have_any_characters():
+def test_a_job_name_may_contain_any_characters():
     name = "a#b?c/d e%20"
     made = RendezvousParameters("elasticrs", "localhost:1234", name, 2, 4)
     assert parse(made.url, {}).rendezvous.run_id == name

@@ -19,7 +19,7 @@ from elasticrs.workers.node_page import VARIABLE, AgentPage, page_of
 URL = "elasticrs://localhost:1/job?min_workers=2&max_workers=4"
 
 
-def test_a_coordinator_starts_with_the_fields_of_2019():
+def test_a_new_coordinator_has_the_fields_of_torchelastic_0_1():
     coordinator = CoordinatorP2P("gloo", URL, 3)
     assert (coordinator.rank, coordinator.world_size) == (-1, 0)
     assert (coordinator.is_worker_straggler, coordinator.stop_training) == (False, False)
@@ -28,12 +28,12 @@ def test_a_coordinator_starts_with_the_fields_of_2019():
 
 
 @pytest.mark.parametrize(("one", "all_"), [(10000, 10000), (0, 10), (20, 10)])
-def test_the_time_for_the_others_exceeds_that_of_a_collective(one, all_):
+def test_coordinator_pg_timeout_must_exceed_process_group_timeout(one, all_):
     with pytest.raises(ValueError, match="coordinator_pg_timeout"):
         CoordinatorP2P("gloo", URL, 4, one, all_)
 
 
-def test_a_group_needs_a_round():
+def test_group_calls_before_the_first_rendezvous_are_refused():
     coordinator = CoordinatorP2P("gloo", URL, 4)
     for ask in (coordinator.init_process_group, coordinator.barrier, lambda: coordinator.exchange([1])):
         with pytest.raises(RuntimeError, match=r"rendezvous_barrier\(\) first"):
@@ -41,14 +41,14 @@ def test_a_group_needs_a_round():
     assert coordinator.should_rendezvous(None), "who is in no round has to ask for one"
 
 
-def test_without_an_agent_the_error_names_the_option_to_use(monkeypatch):
+def test_the_error_without_an_agent_names_the_on_failure_option(monkeypatch):
     monkeypatch.delenv("ELASTICRS_TRAIN", raising=False)
     for make in (lambda: AgentCoordinator("gloo"), on_change):
         with pytest.raises(RuntimeError, match=r"ELASTICRS_TRAIN.*--on-failure replace"):
             make()
 
 
-def test_an_agent_passes_the_endpoint_and_the_token(monkeypatch):
+def test_agent_coordinator_takes_url_and_token_from_the_environment(monkeypatch):
     monkeypatch.setenv("ELASTICRS_TRAIN", URL)
     monkeypatch.setenv("ELASTICRS_TRAIN_TOKEN", "secret")
     settings = AgentCoordinator("gloo")._member._handler.rendezvous.settings
@@ -56,13 +56,13 @@ def test_an_agent_passes_the_endpoint_and_the_token(monkeypatch):
     assert settings.is_host is False
 
 
-def test_a_bad_url_of_the_agent_names_the_variable(monkeypatch):
+def test_an_invalid_url_from_the_agent_names_its_variable(monkeypatch):
     monkeypatch.setenv("ELASTICRS_TRAIN", "elasticrs://h:1/j")
     with pytest.raises(ValueError, match="ELASTICRS_TRAIN: min_workers is missing"):
         AgentCoordinator("gloo")
 
 
-def test_each_step_is_counted_for_the_agent_with_its_rate():
+def test_steps_and_their_rate_are_reported_to_the_agent():
     coordinator = CoordinatorP2P("gloo", URL, 3)
     with closing(AgentPage(1)) as page:
         coordinator._member.page = page_of({VARIABLE: page.variable, "LOCAL_RANK": "0"})
@@ -81,7 +81,7 @@ def test_each_step_is_counted_for_the_agent_with_its_rate():
         coordinator._member.page = None
 
 
-def test_a_child_takes_no_part():
+def test_a_forked_child_cannot_join_a_rendezvous():
     place = parse(URL, {})
     member = Membership(place.rendezvous, place.backend)
     pid = os.fork()
@@ -144,7 +144,7 @@ print("threads", threading.active_count())
 """
 
 
-def test_the_watching_thread_survives_a_lack_of_descriptors():
+def test_the_watch_thread_survives_a_lack_of_descriptors():
     done = run_program([sys.executable, "-c", IN_A_ROUND + WITHOUT_DESCRIPTORS], timeout=120, check=True)
     told, *rest = done.stdout.splitlines()
     assert "round 1" in told
@@ -165,7 +165,7 @@ print("port", listener.getsockname()[1])
 """
 
 
-def test_the_creation_of_a_group_over_unknown_connections_is_aborted_with_a_warning():
+def test_a_hanging_group_creation_over_unknown_connections_is_aborted():
     done = run_program([sys.executable, "-c", IN_A_ROUND + HANGING_CREATION], timeout=120, check=True)
     warning, ended, port = done.stdout.splitlines()
     assert warning.startswith("WARNING rank 0: ")

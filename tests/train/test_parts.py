@@ -19,7 +19,7 @@ from elasticrs.train.rendezvous import RendezvousParameters, get_rendezvous
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=6),
     st.booleans(),
 )
-def test_no_sample_is_lost_or_seen_twice_while_workers_come_and_go(size, batch, worlds, shuffle):
+def test_no_sample_is_lost_or_repeated_when_workers_join_or_leave(size, batch, worlds, shuffle):
     seen, position = [], 0
     for place, (world, steps) in enumerate(worlds):
         ranks = [
@@ -38,7 +38,7 @@ def test_no_sample_is_lost_or_seen_twice_while_workers_come_and_go(size, batch, 
     assert sorted(seen) == list(range(size))
 
 
-def test_the_order_is_that_of_the_epoch():
+def test_the_sample_order_depends_on_epoch_and_seed():
     assert list(Shares(5, 2, 1, 0, shuffle=False)) == [[0, 1], [2, 3], [4]]
     orders = {str(list(Shares(20, 20, 1, 0, epoch=epoch, seed=seed))) for epoch in (0, 1) for seed in (0, 1)}
     assert len(orders) == 4
@@ -53,12 +53,12 @@ def test_the_order_is_that_of_the_epoch():
         ((5, 1, 2, 1, 6), "start: got 6, expected 0 to 5"),
     ],
 )
-def test_shares_that_make_no_sense(arguments, message):
+def test_invalid_data_shares_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Shares(*arguments)
 
 
-def test_the_data_helpers_of_torchelastic_are_there():
+def test_the_data_helpers_of_torchelastic_are_available():
     from elasticrs.utils.data import CyclingIterator
 
     assert data.CyclingIterator is CyclingIterator
@@ -79,7 +79,7 @@ def told(monkeypatch):
     event_logger.configure(event_logger.NullEventLogHandler())
 
 
-def test_events_go_to_their_handler_and_to_a_destination(told, monkeypatch):
+def test_events_go_to_the_handler_and_the_configured_destination(told, monkeypatch):
     recorded = []
     monkeypatch.setattr("elasticrs.events.record", lambda *arguments: recorded.append(arguments))
     monkeypatch.setenv("ELASTICRS_TRAIN_EVENTS", "console")
@@ -100,7 +100,7 @@ def test_events_are_not_logged_by_default(monkeypatch, capsys):
     assert capsys.readouterr().out == "event: x, message: {}\n"
 
 
-def test_a_rate_may_be_unknown():
+def test_a_progress_rate_may_be_none():
     assert SimpleWorkerStats(4.5).get_progress_rate() == 4.5
     assert SimpleWorkerStats(None).get_progress_rate() is None
 
@@ -113,7 +113,7 @@ threading.Event().wait(60)
 """
 
 
-def test_a_worker_dies_by_chance():
+def test_fault_injection_kills_a_worker():
     assert subprocess.run([sys.executable, "-c", KILLED], check=False, timeout=60).returncode == -9
 
 
@@ -124,7 +124,7 @@ def test_a_worker_dies_by_chance():
         ((1, 0), "interval_in_sec: got 0, expected more than 0"),
     ],
 )
-def test_chances_that_make_no_sense(arguments, message):
+def test_invalid_fault_injection_settings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         fault_injection.start_fault_injection_thread(*arguments)
 
@@ -196,7 +196,7 @@ def test_states_are_saved_and_loaded(torch_programs, which, expected):
 
 
 @pytest.mark.torch
-def test_content_that_needs_unpickling_is_loaded_with_a_warning(torch_programs):
+def test_a_state_that_needs_unpickling_is_loaded_with_a_warning(torch_programs):
     first, warning, second, *_ = saves(torch_programs, "fraction")
     assert (first, second) == ("4", "1/3")
     assert "unpickled" in warning
@@ -206,7 +206,7 @@ def saves(programs, which):
     return programs.checked(SAVES, which).splitlines()
 
 
-def test_the_address_may_be_given_in_parts():
+def test_rendezvous_parameters_are_combined_into_a_url():
     made = RendezvousParameters("elasticrs", "localhost:1234", "job", 2, 4, "last_call_timeout=5")
     assert made.url == "elasticrs://localhost:1234/job?min_workers=2&max_workers=4&last_call_timeout=5"
     handler = get_rendezvous(made)
@@ -224,7 +224,7 @@ class Half(State):
         raise AssertionError("not called")
 
 
-def test_a_state_with_half_of_the_methods_is_refused():
+def test_a_state_with_snapshots_but_no_apply_snapshot_is_refused():
     assert Half().capture_snapshot() is None
     Half().apply_snapshot(None)
     with pytest.raises(NotImplementedError, match="Half has capture_snapshot, but no apply_snapshot"):
@@ -258,7 +258,7 @@ print(loaded.weights.tolist(), loaded.weights.device)
 
 
 @pytest.mark.torch
-def test_tensors_from_the_gpu_of_another_rank_are_loaded_where_this_rank_may_use_them(torch_programs):
+def test_gpu_tensors_of_another_rank_are_loaded_on_a_device_of_this_rank(torch_programs):
     done = torch_programs.run(OTHER_GPU)
     device = "cuda:0" if "cuda:0" in done.stdout else "cpu"
     assert done.stdout == f"[1.0, 1.0] {device}\n", done.stderr

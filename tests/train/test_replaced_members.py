@@ -25,7 +25,7 @@ def handler():
     server.close()
 
 
-def test_a_replacement_takes_the_place_of_its_predecessor_at_once(handler):
+def test_a_replacement_gets_the_rank_of_its_predecessor_at_once(handler):
     before, after = handler(member="a"), handler(member="b", replaces="a")
     first, second = before.next_rendezvous(), after.next_rendezvous()
     assert (first.rank, second.rank, second.world_size) == (0, 0, 1)

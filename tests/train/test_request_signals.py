@@ -45,7 +45,7 @@ def defaults():
 
 
 @pytest.mark.usefixtures("defaults")
-def test_signals_are_taken_while_it_trains_and_given_back():
+def test_request_signals_are_handled_only_during_training():
     coordinator = Asked()
     with RequestSignals(coordinator):
         for signum in (signal.SIGUSR1, signal.SIGTERM):
@@ -56,7 +56,7 @@ def test_signals_are_taken_while_it_trains_and_given_back():
 
 
 @pytest.mark.usefixtures("defaults")
-def test_handlers_of_the_program_stay():
+def test_handlers_of_the_program_are_not_replaced():
     coordinator, got = Asked(), []
     signal.signal(signal.SIGTERM, lambda signum, _: got.append(signum))
     with RequestSignals(coordinator):
@@ -65,7 +65,7 @@ def test_handlers_of_the_program_stay():
 
 
 @pytest.mark.usefixtures("defaults")
-def test_handlers_that_python_does_not_know_of_stay():
+def test_handlers_installed_outside_python_are_not_replaced():
     with open(os.devnull, "w") as sink:
         faulthandler.register(signal.SIGUSR1, file=sink)
         try:
@@ -77,7 +77,7 @@ def test_handlers_that_python_does_not_know_of_stay():
 
 
 @pytest.mark.usefixtures("defaults")
-def test_a_coordinator_without_requests_changes_no_handler():
+def test_a_coordinator_that_takes_no_requests_changes_no_handler():
     coordinator = Asked()
     coordinator.takes_requests = False
     with RequestSignals(coordinator):
@@ -97,7 +97,7 @@ from train.test_request_signals import Asked, RequestSignals
     return done.stdout.split(), done.returncode
 
 
-def test_a_child_made_by_fork_ends_by_sigterm():
+def test_a_forked_child_dies_by_sigterm():
     # Send SIGTERM at once, so that some of the signals arrive before the child has restored its handlers.
     program = """
     with RequestSignals(Asked()):
@@ -111,7 +111,7 @@ def test_a_child_made_by_fork_ends_by_sigterm():
     assert run(program) == ([str(-signal.SIGTERM)] * 50, 0)
 
 
-def test_a_second_sigterm_ends_a_worker_at_once():
+def test_a_second_sigterm_kills_a_worker_at_once():
     program = """
     with RequestSignals(Asked()):
         signal.raise_signal(signal.SIGTERM)

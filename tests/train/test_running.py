@@ -42,7 +42,7 @@ def once(error, when):
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_train_step_becomes_a_generator(size):
+def test_to_generator_turns_a_train_step_into_a_generator(size):
     steps = to_generator(once(RuntimeError("a step that fails"), 4))
 
     def work(name, coordinator):
@@ -52,7 +52,7 @@ def test_a_train_step_becomes_a_generator(size):
     assert Job(size).run(work) == [DONE] * size
 
 
-def test_generators_step_too():
+def test_run_train_starts_a_new_generator_after_each_rendezvous():
     made = []
 
     def steps(state):
@@ -75,7 +75,7 @@ def test_generators_step_too():
     assert made == [0, "closed", 6, "closed"]
 
 
-def test_an_error_of_another_type_is_fatal_for_its_worker():
+def test_an_error_that_is_not_retryable_is_fatal_for_its_worker():
     def work(name, coordinator):
         step = once(NameError("no_such_name"), 4) if name in {1, 2} else add
         try:
@@ -90,12 +90,12 @@ def test_an_error_of_another_type_is_fatal_for_its_worker():
 
 
 @pytest.mark.parametrize("error", [NotImplementedError("x"), RecursionError("x"), NonRetryableException("x")])
-def test_mistakes_are_not_tried_again(error):
+def test_programming_errors_are_not_retried(error):
     assert train_sums(step=once(error, 0)) == [error]
 
 
 @pytest.mark.parametrize("code", [0, None])
-def test_a_program_that_ends_in_the_middle_has_not_succeeded(code):
+def test_an_exit_with_0_during_training_is_an_error(code):
     (found,) = train_sums(step=once(SystemExit(code), 3))
     assert isinstance(found, NonRetryableException)
 
@@ -109,7 +109,7 @@ def test_retryable_errors_can_be_chosen():
     assert isinstance(found, RuntimeError)
 
 
-def test_the_first_own_error_is_logged_in_full(caplog):
+def test_only_the_first_own_error_is_logged_with_a_traceback(caplog):
     train_sums(step=always(RuntimeError("wrong shape")), max_failures=3)
     told = [record for record in caplog.records if "wrong shape" in record.message]
     assert [bool(record.exc_info) for record in told] == [True, False, False]
@@ -141,7 +141,7 @@ def always(error):
     return step
 
 
-def test_the_first_worker_without_data_ends_the_job_and_all_return_one_state():
+def test_the_first_worker_without_data_ends_the_job_and_all_states_are_equal():
     found = Job(4).run(lambda name, coordinator: train_sum(coordinator, length=10 + name))
     assert found == [DONE] * 4
 
@@ -184,13 +184,13 @@ def test_a_late_worker_returns_the_final_state():
         (FinalState(b"torn", False, ""), Saved, "cannot be loaded: ValueError"),
     ],
 )
-def test_a_late_worker_never_returns_its_own_initial_state(final, state, reason):
+def test_a_late_worker_fails_if_it_cannot_get_the_final_state(final, state, reason):
     found = late(final, state)
     assert isinstance(found, NonRetryableException)
     assert reason in str(found)
 
 
-def test_a_job_that_is_closed_before_the_first_sync_returns_no_state():
+def test_a_job_closed_before_the_first_sync_is_an_error():
     class Closed(Sum):
         def sync(self, *_):
             raise StopException
@@ -212,7 +212,7 @@ METHODS = (
         st.tuples(st.integers(0, 3), st.sampled_from(METHODS), st.integers(0, 12), st.booleans()), max_size=4
     ),
 )
-def test_any_call_may_fail_at_any_time(size, faults):
+def test_training_completes_if_any_call_fails_at_any_time(size, faults):
     def work(name, coordinator):
         state = Sum(coordinator, 10)
 
@@ -247,7 +247,7 @@ def failing(plain, when, is_late):
     return call
 
 
-def test_the_job_may_end_in_the_middle_of_a_step():
+def test_a_stop_during_a_step_returns_the_state_before_that_step():
     def step(state):
         done = add(state)
         if state.steps > 4:
@@ -264,7 +264,7 @@ class Unfit(Sum):
         raise RuntimeError("torn")
 
 
-def test_a_rollback_that_fails_is_fatal():
+def test_a_failed_rollback_is_fatal():
     (found,) = train_sums(step=once(RuntimeError("x"), 2), state=Unfit)
     assert str(found) == "torn"
 
@@ -287,7 +287,7 @@ def test_a_step_must_return_a_state_and_stats(result, message):
     assert message in str(found)
 
 
-def test_worker_stats_are_none_or_worker_stats():
+def test_worker_stats_must_be_a_worker_stats_object_or_none():
     (found,) = train_sums(step=lambda state: (state, 5))
     assert str(found) == "worker_stats: got 5, expected a WorkerStats or None"
 
@@ -310,7 +310,7 @@ def test_a_generator_must_yield_a_state_and_stats(steps, message):
     assert str(found) == message
 
 
-def test_arguments_have_their_types():
+def test_arguments_of_train_are_type_checked():
     def work(name, coordinator):
         state = Sum(coordinator, 1)
         with pytest.raises(TypeError, match="coordinator: got 1, expected a Coordinator"):
@@ -332,12 +332,12 @@ class MakesLoaders(Sum):
             raise ValueError("no data are left")
 
 
-def test_torchelastic_programs_return_without_a_sync_if_their_data_end_together(monkeypatch):
+def test_torchelastic_programs_skip_the_last_sync_if_all_data_end_together(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchelastic", elasticrs.train)
     assert train_sums(3, state=MakesLoaders) == [DONE] * 3
 
 
-def test_torchelastic_programs_return_without_a_sync_if_only_one_has_noticed_the_end(monkeypatch):
+def test_torchelastic_programs_skip_the_last_sync_if_only_one_sees_the_end(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchelastic", elasticrs.train)
 
     def step(state):
@@ -362,7 +362,7 @@ def test_torchelastic_programs_return_without_a_sync_if_only_one_has_noticed_the
         ([(7, 0, True), (7, 0, True)], False),
     ],
 )
-def test_only_equal_ends_of_one_round_need_no_sync(ends, is_together):
+def test_have_ended_together_requires_the_same_round_and_step(ends, is_together):
     votes = [
         votes_of_workers.Vote(False, True, at_the_end, 1, last_round=last, next_step=step)
         for last, step, at_the_end in ends
@@ -370,7 +370,7 @@ def test_only_equal_ends_of_one_round_need_no_sync(ends, is_together):
     assert votes_of_workers.have_ended_together(votes) is is_together
 
 
-def test_a_sync_that_always_fails_reaches_the_cap():
+def test_a_sync_that_always_fails_reaches_max_failures():
     class Broken(Sum):
         def sync(self, world_size, rank):
             if rank == 0:
@@ -402,7 +402,7 @@ print("exit", os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-def test_a_child_that_a_step_forks_is_no_worker(pytestconfig):
+def test_a_child_forked_in_a_step_does_not_count_as_a_worker(pytestconfig):
     done = run_program(
         [sys.executable, "-c", FORKS, str(pytestconfig.rootpath / "tests")], env=clean_environment()
     )

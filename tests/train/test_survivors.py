@@ -42,7 +42,7 @@ def met_in_one_round(job: ByHand, names: str, timeout: float = HANG) -> list[Tol
     return last()
 
 
-def test_an_undisturbed_job_has_no_error_in_the_end(trainers):
+def test_an_undisturbed_job_ends_without_errors(trainers):
     job = trainers(FIXED)
     job.start(*NAMES, steps=3)
     job.wait("done", 4)
@@ -71,7 +71,7 @@ def test_a_new_worker_ends_at_the_same_step_as_the_others(trainers, loop):
     assert True not in [planned for each in job.of("raised") for planned in each.get("planned", ())]
 
 
-def test_newcomers_are_let_in_at_a_step_boundary(trainers):
+def test_new_workers_are_admitted_at_a_step_boundary(trainers):
     job = trainers(FLEXIBLE + "&keep_alive_interval=5")
     job.start("a", "b", pause=0.005)
     job.wait("stepped", 2)
@@ -84,7 +84,7 @@ def test_newcomers_are_let_in_at_a_step_boundary(trainers):
 
 
 @pytest.mark.parametrize("subgroup", [False, True], ids=["default group", "further group"])
-def test_collectives_with_a_stopped_worker_are_broken_off_when_its_lease_ends(trainers, subgroup):
+def test_collectives_with_a_paused_worker_are_aborted_when_its_lease_expires(trainers, subgroup):
     job = trainers(FIXED + SHORT_LEASE)
     job.start(*NAMES, timeout=60000, subgroup=subgroup)
     job.wait("stepped", 4)
@@ -97,9 +97,7 @@ def test_collectives_with_a_stopped_worker_are_broken_off_when_its_lease_ends(tr
 
 
 @pytest.mark.parametrize("dies_in_creation", [True, False])
-def test_a_connection_that_another_thread_opens_while_a_group_is_created_stays_open(
-    trainers, dies_in_creation
-):
+def test_a_connection_of_another_thread_during_group_creation_stays_open(trainers, dies_in_creation):
     job = trainers(FIXED)
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(HANG)
@@ -121,7 +119,7 @@ def test_a_connection_that_another_thread_opens_while_a_group_is_created_stays_o
             assert connection.recv(1) == b"x"
 
 
-def test_a_worker_that_comes_after_the_end_returns_at_once(trainers):
+def test_a_worker_that_starts_after_the_end_returns_at_once(trainers):
     job = trainers("min_workers=2&max_workers=2")
     job.start("a", "b", steps=5)
     job.wait_until(lambda: len(job.of("done")) + len(job.of("stopped")) == 2)
@@ -129,7 +127,7 @@ def test_a_worker_that_comes_after_the_end_returns_at_once(trainers):
     assert job.wait("stopped", name="late")[0]["step"] == -1
 
 
-def test_a_child_that_a_worker_has_forked_does_not_keep_its_place(trainers):
+def test_a_forked_child_does_not_keep_the_place_of_a_killed_worker(trainers):
     # With these settings, only the closed connection can show in time that the worker is gone.
     job = trainers(FIXED + "&keep_alive_interval=30&keep_alive_max_attempt=5&settle=300")
     job.start("a", "b", "c", timeout=300_000)
@@ -155,6 +153,6 @@ def test_a_straggler_is_found_by_its_rate(trainers):
     assert {each["name"] for each in job.of("straggles")} == {"d"}
 
 
-def test_kills_in_the_middle_of_a_recovery(trainers, tmp_path):
+def test_training_survives_kills_during_a_recovery(trainers, tmp_path):
     job = trainers(FIXED)
     soak(job, 12, 0, tmp_path / "end")

@@ -47,7 +47,7 @@ SCRIPT = """
         {"token": "secret", "conf": "max_node_losses=0,scale_up=0"},
     ],
 )
-def test_the_worker_of_another_node_stays_when_one_dies(launch, worker_script, how):
+def test_a_worker_keeps_running_if_a_worker_of_another_node_dies(launch, worker_script, how):
     env = {"ELASTICRS_TOKEN": how["token"]} if "token" in how else {}
     node = (
         *((f"--rdzv-conf={how['conf']}",) if "conf" in how else ()),

@@ -47,7 +47,7 @@ def test_each_setting_is_either_for_workers_or_for_nodes():
     ("backend", "token", "conf"),
     [("c10d", "secret", {}), ("c10d", None, {}), ("etcd", None, {}), ("etcd", "secret", {"host": 1})],
 )
-def test_agents_remove_the_registration_that_a_worker_made(backend, token, conf):
+def test_agents_remove_the_registration_of_a_worker(backend, token, conf):
     environ = {} if token is None else {"ELASTICRS_TOKEN": token}
     nodes, _ = describe(backend, "10.0.0.1:29400", "a/job", (2, 3), conf, environ)
     worker = place_of(backend, token, **conf)
@@ -63,7 +63,7 @@ def test_agents_remove_the_registration_that_a_worker_made(backend, token, conf)
         assert not any((prefixes[1] + key).startswith(prefixes[0] + each.prefix) for each in other)
 
 
-def test_workers_have_none_of_the_limits_of_nodes():
+def test_limits_for_nodes_do_not_apply_to_workers():
     found = place_of(max_node_losses=1, scale_up=0, scale_up_delay=60, drain="job", connect_timeout=3)
     assert (found.min_nodes, found.max_nodes, found.job) == (8, 12, "a/job#workers.17")
     own = found.settings
@@ -71,7 +71,7 @@ def test_workers_have_none_of_the_limits_of_nodes():
     assert own.connect_timeout == 3
 
 
-def test_workers_get_a_token_for_their_own_keys_alone():
+def test_workers_get_a_token_for_only_their_own_keys():
     found = place_of()
     assert found.scope == "/elasticrs/a%2Fjob#workers"
     assert len(found.settings.token) == 64
@@ -81,21 +81,21 @@ def test_workers_get_a_token_for_their_own_keys_alone():
 
 
 @pytest.mark.parametrize("conf", [{}, {"protocol": "https", "ca_cert": "/dev/null", "ssl_cert": "/dev/null"}])
-def test_workers_are_a_user_of_their_own_in_an_etcd_that_agents_host(conf):
+def test_workers_have_their_own_user_in_an_etcd_hosted_by_agents(conf):
     found = place_of("etcd", host=1, peer_port=1234, **conf).etcd
     assert (found.user, len(found.password), found.is_tls) == ("elasticrs-workers", 64, bool(conf))
     assert found.seats == ()
     assert found.prefix.startswith("/torchelastic/p2p/workers/")
 
 
-def test_workers_are_the_user_of_their_agents_in_an_etcd_of_the_site(tmp_path):
+def test_workers_use_the_agents_user_in_an_external_etcd(tmp_path):
     (tmp_path / "password").write_text("secret")
     (tmp_path / "password").chmod(0o600)
     found = place_of("etcd", user="job", password_file=str(tmp_path / "password"))
     assert (found.etcd.user, found.etcd.password) == ("job", "secret")
 
 
-def test_an_address_with_a_scheme_keeps_it():
+def test_an_https_etcd_endpoint_keeps_tls_in_the_url_for_workers():
     nodes, _ = describe("etcd", "https://10.0.0.1:2379", "job", (2, 2), {"timeout": 7}, {})
     url = variables_of_members(among_workers(nodes, JOB), POINT, 1)["ELASTICRS_TRAIN"]
     assert urlsplit(url).scheme == "etcd"

@@ -47,12 +47,12 @@ def spec(handler, **changes):
 
 
 @pytest.mark.parametrize("changes", [{"local_world_size": 0}, {"monitor_interval": 0}, {"entrypoint": None}])
-def test_a_spec_that_makes_no_sense_is_refused(handler, changes):
+def test_a_worker_spec_with_invalid_values_is_refused(handler, changes):
     with pytest.raises(AssertionError):
         spec(handler, **changes)
 
 
-def test_the_old_name_of_the_entrypoint_still_works(handler):
+def test_the_deprecated_fn_argument_still_sets_the_entrypoint(handler):
     with pytest.warns(DeprecationWarning, match="use entrypoint"):
         old = spec(handler, entrypoint=None, fn=entrypoint)
     assert old.entrypoint is entrypoint
@@ -60,7 +60,7 @@ def test_the_old_name_of_the_entrypoint_still_works(handler):
     assert spec(handler, entrypoint="/bin/echo").get_entrypoint_name() == "echo"
 
 
-def test_a_group_starts_without_ranks(handler):
+def test_workers_of_a_new_worker_group_have_no_ranks(handler):
     group = WorkerGroup(spec(handler))
     assert group.state is WorkerState.INIT
     assert str(group.workers[1]) == (
@@ -69,7 +69,7 @@ def test_a_group_starts_without_ranks(handler):
     assert str(Worker(0, 1)) == repr(Worker(0, 1))
 
 
-def test_states_say_whether_processes_are_there():
+def test_only_healthy_and_unhealthy_states_count_as_running():
     running = {state for state in WorkerState if WorkerState.is_running(state)}
     assert running == {WorkerState.HEALTHY, WorkerState.UNHEALTHY}
     assert not RunResult(WorkerState.UNHEALTHY).is_failed()
@@ -98,7 +98,7 @@ class Scripted(SimpleElasticAgent):
         self.calls.append("shutdown")
 
 
-def test_the_hooks_of_a_subclass_run_in_torchs_order(handler):
+def test_hooks_of_a_subclass_run_in_the_same_order_as_in_torch(handler):
     agent = Scripted(spec(handler), [WorkerState.HEALTHY, WorkerState.FAILED, WorkerState.SUCCEEDED])
     assert agent.run().state is WorkerState.SUCCEEDED
     assert agent.calls == [("start", [0, 1]), "stop", ("start", [0, 1]), "shutdown"]
@@ -110,14 +110,14 @@ def test_the_hooks_of_a_subclass_run_in_torchs_order(handler):
     assert group.store.get("key") == b"value"
 
 
-def test_a_subclass_fails_when_its_restarts_are_used_up(handler):
+def test_an_agent_subclass_fails_when_its_restarts_are_used_up(handler):
     agent = Scripted(spec(handler), [WorkerState.FAILED, WorkerState.UNHEALTHY])
     # torch does not treat an unhealthy end as a failure.
     assert agent.run().is_failed()
     assert agent.calls[-2:] == ["stop", "shutdown"]
 
 
-def test_hooks_that_take_too_long_are_no_progress(handler):
+def test_an_agent_hook_is_overdue_after_its_own_time_limit(handler):
     clock, seen = [0.0], {}
 
     class Slow(Scripted):
@@ -181,14 +181,14 @@ def test_hooks_that_take_too_long_are_no_progress(handler):
     assert time.time() - agent._get_alive_time() < 1e5
 
 
-def test_an_unknown_state_is_an_error(handler):
+def test_an_unknown_worker_state_raises_an_error(handler):
     agent = Scripted(spec(handler), [WorkerState.UNKNOWN])
     with pytest.raises(RuntimeError, match="UNKNOWN"):
         agent.run()
     assert agent.calls[-1] == "shutdown"
 
 
-def test_a_server_that_was_there_before_the_agent_asks_it(tmp_path):
+def test_a_health_check_server_can_be_created_before_its_agent(tmp_path):
     alive = _AliveCallbackProxy()
     before = time.time()
     assert alive() >= before
@@ -199,7 +199,7 @@ def test_a_server_that_was_there_before_the_agent_asks_it(tmp_path):
     assert alive() == 17
 
 
-def test_another_start_method_is_refused(handler, tmp_path):
+def test_an_unknown_start_method_is_refused(handler, tmp_path):
     with pytest.raises(ValueError, match=r"got 'thread'.*spawn, fork, forkserver"):
         LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)), start_method="thread")
 
@@ -209,7 +209,7 @@ def config(tmp_path):
     return lambda **changes: LaunchConfig(1, 1, 1, logs_specs=DefaultLogsSpecs(str(tmp_path)), **changes)
 
 
-def test_a_launch_config_has_torchs_defaults(config, monkeypatch):
+def test_launch_config_defaults_match_torch(config, monkeypatch):
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     monkeypatch.delenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", raising=False)
     made = config()
@@ -220,7 +220,7 @@ def test_a_launch_config_has_torchs_defaults(config, monkeypatch):
     assert config(rdzv_configs={"timeout": 7}).rdzv_configs == {"timeout": 7}
 
 
-def test_times_come_from_the_environment(config, monkeypatch):
+def test_timeout_defaults_come_from_environment_variables(config, monkeypatch):
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "4")
     monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "9")
     assert (config().shutdown_timeout, config().exit_barrier_timeout) == (4, 9)
@@ -238,12 +238,12 @@ def test_times_come_from_the_environment(config, monkeypatch):
         ({"rdzv_configs": {"exit_barrier_timeout": "x"}}, "^rdzv_configs: exit_barrier_timeout: got 'x'"),
     ],
 )
-def test_invalid_values_are_refused(config, changes, text):
+def test_invalid_timeouts_are_refused(config, changes, text):
     with pytest.raises(ValueError, match=text):
         config(**changes)
 
 
-def test_the_name_of_a_job_is_its_script_or_function():
+def test_the_entrypoint_name_is_the_script_or_function_name():
     import sys
 
     assert _get_entrypoint_name(entrypoint, []) == "entrypoint"
@@ -287,7 +287,7 @@ class Interrupted(Scripted):
             raise SignalException("stopped again", signal.SIGTERM)
 
 
-def test_hooks_of_older_releases_get_what_they_take(handler):
+def test_hooks_for_older_torch_releases_get_only_parameters_they_accept(handler):
     agent = Older(spec(handler), [WorkerState.FAILED, WorkerState.FAILED])
     assert agent.run().is_failed()
     term = signal.SIGTERM
@@ -295,28 +295,28 @@ def test_hooks_of_older_releases_get_what_they_take(handler):
     assert agent.calls[-3:] == [("stop", False), ("shutdown", term, False), ("shutdown", term, False)]
 
 
-def test_hooks_that_take_anything_get_what_torch_passes_now(handler):
+def test_hooks_that_accept_any_arguments_get_the_arguments_of_torch(handler):
     agent = Forwarding(spec(handler), [WorkerState.FAILED, WorkerState.SUCCEEDED])
     agent.run()
     assert agent.calls[1] == ("stop", 1, {})
     assert agent.calls[-1] == ("shutdown", (), {"timeout": 30})
 
 
-def test_a_signal_is_passed_on_once(handler):
+def test_a_signal_calls_the_shutdown_hook_once(handler):
     agent = Interrupted(spec(handler), ["ended"])
     with pytest.raises(SignalException, match=r"stopped$"):
         agent.run()
     assert agent.calls[1:] == [(signal.SIGINT, 30)]
 
 
-def test_a_second_stop_request_kills_at_once(handler):
+def test_a_second_signal_kills_the_workers_immediately(handler):
     agent = Interrupted(spec(handler), ["again", "ended"])
     with pytest.raises(SignalException, match="stopped again"):
         agent.run()
     assert agent.calls[1:] == [(signal.SIGINT, 30), (signal.SIGKILL, 0)]
 
 
-def test_agents_exchange_torchs_records():
+def test_role_instance_info_serializes_and_compares_as_in_torch():
     info = _RoleInstanceInfo("trainer", 1, 4)
     again = _RoleInstanceInfo.deserialize(info.serialize())
     assert (again.role, again.rank, again.local_world_size) == ("trainer", 1, 4)
@@ -339,7 +339,7 @@ def recorded(monkeypatch):
     return events, numbers
 
 
-def test_events_and_metrics_are_torchs(handler, recorded):
+def test_agent_events_and_metrics_match_torch(handler, recorded):
     events, numbers = recorded
     made = spec(handler, event_log_handler="console")
     Scripted(made, [WorkerState.FAILED, WorkerState.SUCCEEDED]).run()
@@ -367,7 +367,7 @@ def test_events_and_metrics_are_torchs(handler, recorded):
 
 
 @pytest.mark.parametrize("destination", ["null", "console"])
-def test_names_are_resolved_only_if_events_are_recorded(handler, recorded, monkeypatch, destination):
+def test_the_host_name_is_resolved_only_if_events_are_recorded(handler, recorded, monkeypatch, destination):
     asked = []
     monkeypatch.setattr(job_events, "fq_hostname", lambda: asked.append(1) or "by.the.resolver")
     agent = Scripted(spec(handler, event_log_handler=destination), [WorkerState.SUCCEEDED])
@@ -378,14 +378,14 @@ def test_names_are_resolved_only_if_events_are_recorded(handler, recorded, monke
     }[destination]  # fmt: skip
 
 
-def test_a_worker_that_was_stopped_for_another_is_reported_as_stopped(handler, recorded):
+def test_workers_stopped_because_of_a_failure_are_recorded_as_terminated(handler, recorded):
     events, numbers = recorded
     Scripted(spec(handler, max_restarts=0), [WorkerState.FAILED]).run()
     assert [event.metadata["state"] for event, _ in events[-2:]] == ["TERMINATED"] * 2
     assert numbers["workers.trainer.flakiness"] == [100]
 
 
-def test_a_value_of_some_workers_alone_is_an_error(handler):
+def test_a_run_result_without_a_value_for_each_worker_raises_an_error(handler):
     agent = Scripted(spec(handler), [])
     result = RunResult(WorkerState.SUCCEEDED, {0: "value"})
     agent._initialize_workers(agent.get_worker_group())
@@ -413,7 +413,7 @@ class Metered(LocalElasticAgent):
         """Record no metrics."""
 
 
-def test_torchs_loop_runs_if_a_hook_is_replaced(handler, tmp_path):
+def test_an_overridden_hook_or_custom_handler_selects_the_polling_loop(handler, tmp_path):
     def waits(kind, its_handler):
         return why_hooks_decide(kind(spec(its_handler), DefaultLogsSpecs(str(tmp_path)))) is None
 
@@ -443,7 +443,7 @@ def test_torchs_loop_runs_if_a_hook_is_replaced(handler, tmp_path):
         ),
     ],
 )
-def test_torchs_loop_names_the_settings_of_the_policy_that_it_ignores(
+def test_the_polling_loop_reports_the_policy_settings_that_it_ignores(
     handler, tmp_path, caplog, changes, named
 ):
     wanted = spec(handler, entrypoint="/bin/true", local_world_size=1, **changes)
@@ -453,7 +453,7 @@ def test_torchs_loop_names_the_settings_of_the_policy_that_it_ignores(
     assert caplog.messages == [f"{name} {why}" for name in named]
 
 
-def test_a_replaced_progress_hook_is_called(handler, tmp_path, monkeypatch):
+def test_the_health_check_server_calls_an_overridden_get_alive_time(handler, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
 
     class Stalled(LocalElasticAgent):
@@ -470,7 +470,7 @@ def test_a_replaced_progress_hook_is_called(handler, tmp_path, monkeypatch):
         server.stop()
 
 
-def test_a_replaced_health_check_is_used_alone(handler, tmp_path, monkeypatch):
+def test_an_overridden_setup_healthcheck_replaces_the_built_in_server(handler, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_HEALTH_CHECK_PORT", "0")
     asked = []
 
@@ -500,7 +500,9 @@ def test_a_replaced_health_check_is_used_alone(handler, tmp_path, monkeypatch):
         (entrypoint, "group", "group"),
     ],
 )
-def test_a_stop_reaches_the_worker_or_its_group(handler, tmp_path, program, asked, found):
+def test_the_default_stop_scope_is_worker_for_python_and_group_otherwise(
+    handler, tmp_path, program, asked, found
+):
     how = spec(handler, entrypoint=program, stop_scope=asked)
     agent = LocalElasticAgent(how, DefaultLogsSpecs(str(tmp_path)))
     assert agent._local.config().stop_scope == found
@@ -511,7 +513,7 @@ def test_an_unknown_stop_scope_is_refused():
         LaunchConfig(1, 1, 1, stop_scope="all")
 
 
-def test_signals_that_cannot_be_passed_on_are_refused(handler, tmp_path):
+def test_signals_that_cannot_be_forwarded_are_refused(handler, tmp_path):
     with pytest.raises(ValueError, match=r"signals_to_forward must be names .*not SIGSTOP.*, got 'STOP'"):
         LaunchConfig(1, 1, 1, signals_to_forward="STOP")
     how = spec(handler, signals_to_forward="USR1,TERM")
@@ -519,7 +521,7 @@ def test_signals_that_cannot_be_passed_on_are_refused(handler, tmp_path):
         LocalElasticAgent(how, DefaultLogsSpecs(str(tmp_path)))
 
 
-def test_a_programs_own_handler_for_such_a_signal_stays(handler, tmp_path):
+def test_a_signal_that_the_program_handles_itself_is_not_forwarded(handler, tmp_path):
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         agent = LocalElasticAgent(spec(handler), DefaultLogsSpecs(str(tmp_path)))

@@ -65,7 +65,7 @@ def test_a_job_whose_workers_exit_0_succeeds():
     assert actions == [Rendezvous(1), Start(1, 0), Exit(0)]
 
 
-def test_a_failure_within_the_budget_restarts():
+def test_a_failure_within_the_restart_budget_restarts_the_job():
     state, actions = play(UP + FAILURE + AGAIN + SUCCESS)
     assert state.phase is Phase.SUCCEEDED
     assert actions[2:] == [
@@ -77,7 +77,7 @@ def test_a_failure_within_the_budget_restarts():
     ]
 
 
-def test_a_failure_beyond_the_budget_fails_the_job():
+def test_a_failure_beyond_the_restart_budget_fails_the_job():
     state, actions = play(UP + FAILURE + AGAIN + FAILURE)
     assert state.phase is Phase.FAILED
     assert actions[-3:] == [CollectEvidence(), ReportFailure(), Exit(1)]
@@ -86,7 +86,7 @@ def test_a_failure_beyond_the_budget_fails_the_job():
 PERMANENT = Evidence((Cause(permanence="non_retryable", permanent_rank=3, permanent_sign="BadConfig"),))
 
 
-def test_a_permanent_failure_fails_the_job_whatever_the_budget():
+def test_a_permanent_failure_fails_the_job_despite_unused_restarts():
     state, actions = play([*UP, FailureSeen(1), GroupEnded("failed", evidence=PERMANENT)], max_restarts=9)
     assert (state.phase, state.restarts) == (Phase.FAILED, 0)
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
@@ -95,7 +95,7 @@ def test_a_permanent_failure_fails_the_job_whatever_the_budget():
 
 
 @pytest.mark.parametrize("replacing", [[], [WorkerExited(0, 1)]], ids=["charged", "shares a charge"])
-def test_a_permanent_failure_of_a_replaceable_worker_stops_all_and_fails_the_job(replacing):
+def test_a_permanent_failure_fails_the_job_even_if_workers_are_replaceable(replacing):
     failure = WorkerExited(1, 1, evidence=PERMANENT)
     state, actions = play([*UP, *replacing, failure], max_restarts=9, replaces=True)
     assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE, is_announced=True))
@@ -104,10 +104,10 @@ def test_a_permanent_failure_of_a_replaceable_worker_stops_all_and_fails_the_job
     assert (state.phase, report.verdict) == (Phase.FAILED, Verdict.PERMANENT)
 
 
-class TestDelay:
+class TestRestartDelay:
     SLOW = RestartSettings(9, first_delay=4.0, longest_delay=60.0)
 
-    def test_the_next_attempt_starts_when_the_delay_is_over(self):
+    def test_the_next_attempt_starts_after_the_delay(self):
         state, actions = play([*UP, *FAILURE], policy=self.SLOW)
         assert actions[-2:] == [AnnounceRestart(8, delay=4.0), Delay(4.0)]
         state, actions = step(state, RendezvousCompleted())
@@ -117,18 +117,18 @@ class TestDelay:
         _, actions = step(state, DelayOver())
         assert actions == []
 
-    def test_a_signal_ends_the_delay_and_the_job(self):
+    def test_a_signal_during_the_delay_stops_the_job(self):
         state, actions = play([*UP, *FAILURE, SignalReceived(SIGTERM), DelayOver()], policy=self.SLOW)
         assert (state.phase, actions[-1]) == (Phase.STOPPED, Exit(1))
 
 
-def test_the_death_of_the_nursery_is_charged_once():
+def test_the_loss_of_the_nursery_process_uses_one_restart():
     state, actions = play([*UP, GroupEnded("lost")])
     assert state.restarts == 1
     assert Rendezvous(2) in actions
 
 
-def test_stuck_workers_end_the_job_whatever_the_budget():
+def test_workers_that_survive_sigkill_fail_the_job_despite_unused_restarts():
     state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", stuck_ranks=(0, 2))], max_restarts=9)
     assert state.phase is Phase.FAILED
     (report,) = [action for action in actions if isinstance(action, ReportFailure)]
@@ -136,47 +136,47 @@ def test_stuck_workers_end_the_job_whatever_the_budget():
     assert re.search(r"SIGKILL .*local rank\(s\) 0, 2; ", report.message)
 
 
-def test_workers_that_hung_in_the_kernel_end_the_job_whatever_the_budget():
+def test_workers_that_hang_in_the_kernel_fail_the_job_despite_unused_restarts():
     state, actions = play([*UP, GroupEnded("stopped", unfit="asleep")], max_restarts=9)
     assert state.phase is Phase.FAILED
     (message,) = [action.message for action in actions if isinstance(action, ReportFailure)]
     assert message.startswith("asleep; ")
 
 
-def test_a_port_conflict_is_not_charged():
+def test_a_port_conflict_uses_no_restart():
     state, actions = play([*UP, FailureSeen(0), GroupEnded("failed", port_conflict=True)], max_restarts=0)
     assert state.phase is Phase.RENDEZVOUS
     assert (state.restarts, state.round) == (0, 2)
     assert actions[-2:] == [AnnounceRestart(0, charged=False), Rendezvous(2)]
 
 
-def test_port_conflicts_without_end_fail():
+def test_too_many_port_conflicts_fail_the_job():
     conflict = [FailureSeen(0), GroupEnded("failed", port_conflict=True)]
     state, _ = play(UP + (conflict + AGAIN) * (MAX_PORT_RETRIES + 1), max_restarts=0)
     assert state.phase is Phase.FAILED
 
 
-def test_the_first_signal_is_passed_on_with_the_grace():
+def test_the_first_signal_is_forwarded_with_the_grace_period():
     state, actions = play([*UP, SignalReceived(SIGINT)])
     assert state.phase is Phase.STOPPING
     assert actions[-1] == Stop(SIGINT, GRACE)
 
 
-def test_the_second_signal_kills():
+def test_the_second_signal_kills_the_workers():
     state, actions = play([*UP, SignalReceived(SIGTERM), SignalReceived(SIGINT), GroupEnded("stopped")])
     assert state.phase is Phase.STOPPED
     assert actions[-3:] == [Stop(SIGKILL, 0.0), CollectEvidence(), Exit(1)]
 
 
 @pytest.mark.parametrize("before", [[], [Begin()]])
-def test_a_signal_before_there_are_workers_ends_the_agent_at_once(before):
+def test_a_signal_before_workers_exist_stops_the_agent_immediately(before):
     state, actions = play([*before, SignalReceived(SIGTERM)])
     assert state.phase is Phase.STOPPED
     assert actions[-1] == Exit(1)
 
 
 @pytest.mark.parametrize("answer", [StartFailed("no", transient=True), GroupEnded("stopped")])
-def test_a_signal_while_workers_start_stops_them(answer):
+def test_a_signal_during_the_start_stops_the_workers(answer):
     starting = [Begin(), RendezvousCompleted(), SignalReceived(SIGTERM)]
     state, actions = play(starting)
     assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE))
@@ -184,29 +184,29 @@ def test_a_signal_while_workers_start_stops_them(answer):
     assert (state.phase, actions[-1]) == (Phase.STOPPED, Exit(1))
 
 
-def test_a_nursery_lost_during_the_start_is_charged():
+def test_a_nursery_process_lost_during_the_start_uses_a_restart():
     state, _ = play([Begin(), RendezvousCompleted(), GroupEnded("lost")])
     assert (state.phase, state.restarts) == (Phase.RENDEZVOUS, 1)
 
 
-def test_a_signal_during_a_failure_prevents_the_restart():
+def test_a_signal_after_a_worker_failure_prevents_the_restart():
     state, actions = play([*UP, FailureSeen(0), SignalReceived(SIGTERM), GroupEnded("failed")])
     assert state.phase is Phase.STOPPED
     assert actions[-1] == Exit(1)
 
 
-def test_a_program_that_cannot_be_executed_is_not_tried_again():
+def test_a_program_that_cannot_be_executed_is_not_retried():
     state, actions = play([Begin(), RendezvousCompleted(), StartFailed("no")], max_restarts=5)
     assert state.phase is Phase.FAILED
     assert actions[-2:] == [ReportFailure("no", Verdict.PERMANENT), Exit(1)]
 
 
-def test_a_start_that_failed_for_want_of_memory_is_tried_again():
+def test_a_transient_start_failure_is_retried():
     state, _ = play([Begin(), RendezvousCompleted(), StartFailed("no", transient=True)], max_restarts=1)
     assert (state.phase, state.restarts) == (Phase.RENDEZVOUS, 1)
 
 
-def test_success_is_not_believed_when_a_worker_failed():
+def test_a_successful_group_with_a_failed_worker_fails_the_job():
     state, _ = play([*UP, WorkerExited(0, None), GroupEnded("succeeded")], max_restarts=0)
     assert state.phase is Phase.FAILED
 
@@ -214,13 +214,13 @@ def test_success_is_not_believed_when_a_worker_failed():
 REPLACED = [WorkerExited(1, -9), WorkerSwept(1), WorkerReplaced(1)]
 
 
-def test_a_worker_is_replaced_when_nothing_of_it_is_left():
+def test_a_worker_is_replaced_after_its_processes_are_cleaned_up():
     state, actions = play([*UP, *REPLACED, *SUCCESS], replaces=True)
     assert (state.phase, state.restarts) == (Phase.SUCCEEDED, 1)
     assert actions[2:] == [Replace(1, 1), Exit(0)]
 
 
-def test_workers_that_fail_together_cost_one_restart():
+def test_workers_that_fail_together_use_one_restart():
     both = [WorkerExited(1, -9), WorkerExited(2, 1), WorkerSwept(2), WorkerSwept(1)]
     state, actions = play([*UP, *both, WorkerReplaced(1), WorkerReplaced(2)], replaces=True)
     assert (state.phase, state.restarts, state.replacing) == (Phase.RUNNING, 1, frozenset())
@@ -231,39 +231,39 @@ MET = (7, 7, 7)
 
 
 @pytest.mark.parametrize(("met", "used"), [(MET, 1), ((8, 8, 8), 2), ((None, 7, None), 2), ((), 2)], ids=str)
-def test_workers_that_have_not_met_again_cost_nothing_more(met, used):
+def test_a_failure_before_workers_rendezvous_again_uses_no_further_restart(met, used):
     first = [WorkerExited(0, -9, MET), WorkerSwept(0), WorkerReplaced(0)]
     _, actions = play([*UP, *first, WorkerExited(2, 1, met), WorkerSwept(2)], 2, replaces=True)
     assert actions[-1] == Replace(2, used)
 
 
-def test_a_place_that_fails_again_is_charged_again():
+def test_a_replacement_worker_that_fails_uses_another_restart():
     twice = 2 * [WorkerExited(0, -9, MET), WorkerSwept(0), WorkerReplaced(0)]
     state, _ = play([*UP, *twice], 2, replaces=True)
     assert state.restarts == 2
 
 
-def test_without_a_restart_left_all_are_stopped_and_the_job_fails():
+def test_a_worker_failure_without_restarts_left_fails_the_job():
     state, actions = play([*UP, *REPLACED, WorkerExited(0, 1)], replaces=True)
     assert (state.phase, actions[-1]) == (Phase.STOPPING, Stop(SIGTERM, GRACE, is_announced=True))
     state, actions = step(state, GroupEnded("stopped"))
     assert (state.phase, actions[-1]) == (Phase.FAILED, Exit(1))
 
 
-def test_all_start_again_when_a_place_stays_empty():
+def test_a_failed_replacement_restarts_all_workers():
     failed = [WorkerExited(1, -9), WorkerSwept(1), ReplaceFailed(1), GroupEnded("stopped")]
     state, actions = play([*UP, *failed], max_restarts=2, replaces=True)
     assert (state.phase, state.restarts) == (Phase.RENDEZVOUS, 2)
     assert actions[-2:] == [AnnounceRestart(0), Rendezvous(2)]
 
 
-def test_a_worker_that_was_ended_has_failed_though_it_exits_with_0():
+def test_a_worker_stopped_as_failed_is_replaced_even_if_it_exits_with_0():
     state, actions = play([*UP, WorkerExited(1, 0), WorkerSwept(1), WorkerReplaced(1)], replaces=True)
     assert (state.phase, state.restarts) == (Phase.RUNNING, 1)
     assert actions[-1:] == [Replace(1, 1)]
 
 
-def test_a_worker_of_which_something_is_stuck_is_not_replaced():
+def test_a_worker_with_a_stuck_process_is_not_replaced():
     stuck = [WorkerExited(1, -9), WorkerSwept(1, is_stuck=True), GroupEnded("stopped", unfit="stuck")]
     state, actions = play([*UP, *stuck], max_restarts=9, replaces=True)
     assert state.phase is Phase.FAILED
@@ -301,7 +301,7 @@ moves = st.one_of(st.just(RendezvousCompleted()), st.just(Started()), events, ev
 
 
 @given(st.lists(moves, max_size=60), st.integers(0, 3), st.booleans(), st.sampled_from([0.0, 1.0]))
-def test_invariants_hold_for_every_sequence(sequence, max_restarts, replaces, delay):
+def test_invariants_hold_for_every_event_sequence(sequence, max_restarts, replaces, delay):
     policy = RestartSettings(max_restarts, first_delay=delay)
     state = AgentState(policy, GRACE, replaces=replaces)
     group_exists = False
@@ -378,7 +378,7 @@ def test_invariants_hold_for_every_sequence(sequence, max_restarts, replaces, de
 
 
 @given(st.lists(moves, max_size=40))
-def test_a_signal_always_leads_to_the_exit(sequence):
+def test_a_signal_always_leads_to_exactly_one_exit(sequence):
     state, actions = play([Begin(), *sequence, SignalReceived(SIGTERM), GroupEnded("stopped")])
     assert state.phase.is_terminal
     assert [type(action) for action in actions].count(Exit) == 1

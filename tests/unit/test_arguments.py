@@ -30,7 +30,7 @@ def test_short_options_take_their_value_in_every_form(argv):
 
 
 @pytest.mark.parametrize("variable", [{}, {"PET_NODE_CHECK": "false"}])
-def test_an_option_that_repeats_collects_its_values_in_place_of_the_variable(variable, monkeypatch):
+def test_a_repeated_option_collects_its_values_and_overrides_its_variable(variable, monkeypatch):
     argv = ["--node-check", "true", "--node-check=sh -c 'exit 0'", "x.py"]
     values = ("true", "sh -c 'exit 0'")
     assert parse(argv, variable).node_check == values
@@ -43,13 +43,13 @@ def test_an_option_that_repeats_collects_its_values_in_place_of_the_variable(var
 
 
 @pytest.mark.parametrize("text", ["a=1,b=2", "'a=1,b=2'", '"a=1,b=2"', " 'a=1,b=2' "])
-def test_quotes_around_all_of_rdzv_conf_are_taken_off(text):
+def test_quotes_around_the_whole_rdzv_conf_are_removed(text):
     # In a YAML list of arguments, such quotes become part of the argument.
     assert parse([f"--rdzv-conf={text}", "x.py"], {}).rdzv_conf == {"a": "1", "b": "2"}
 
 
 @pytest.mark.parametrize("text", ["'a=1", "a='1'", "'a'='1'"])
-def test_other_quotes_in_rdzv_conf_stay(text):
+def test_quotes_inside_rdzv_conf_are_kept(text):
     key, _, value = text.partition("=")
     assert parse([f"--rdzv-conf={text}", "x.py"], {}).rdzv_conf == {key: value}
 
@@ -58,31 +58,31 @@ def test_the_last_of_several_values_counts():
     assert parse(["--max-restarts=3", "--max-r=2", "x.py"], {}).max_restarts == 2
 
 
-def test_two_dashes_end_the_options():
+def test_a_double_dash_ends_the_options():
     assert parse(["--", "--script"], {}).training_script == "--script"
 
 
-def test_an_argument_wins_over_its_variable():
+def test_an_option_overrides_its_environment_variable():
     environ = {"PET_MAX_RESTARTS": "3", "PET_STANDALONE": "1", "PET_MODULE": "0", "PET_ROLE": "r"}
     args = parse(["--max-restarts=1", "x.py"], environ)
     assert (args.max_restarts, args.standalone, args.module, args.role) == (1, True, False, "r")
 
 
-def test_a_variable_is_not_looked_at_when_its_option_is_given():
+def test_an_invalid_variable_is_ignored_if_its_option_is_given():
     assert parse(["--max-restarts=1", "x"], {"PET_MAX_RESTARTS": "many"}).max_restarts == 1
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("1", True), ("2", True), ("-1", True), ("0", False), (" 1 ", True)]
 )
-def test_a_flags_variable_is_a_number(text, value):
+def test_the_environment_variable_of_a_flag_is_read_as_a_number(text, value):
     assert parse(["x"], {"PET_RUN_PATH": text}).run_path is value
 
 
 @pytest.mark.parametrize(
     "option", [option for option in OPTIONS if option.has_variable], ids=lambda o: o.name
 )
-def test_every_option_has_its_variable(option):
+def test_every_option_can_be_set_by_its_environment_variable(option):
     texts = ["1", "2", "bad", "SIGTERM", "fork", "node", "k=v", "worker", "replace", "time", "file:x"]
     found = [value for text in texts if (value := _default_by(option, text)) is not option]
     assert found
@@ -109,7 +109,7 @@ def _default_by(option, text):
         (["--stop-scope=group"], "group"),
     ],
 )
-def test_a_stop_reaches_the_worker_or_its_group(options, scope, script):
+def test_the_default_stop_scope_is_worker_for_python_and_group_otherwise(options, scope, script):
     program = "true" if "--no-python" in options else script
     assert launch(*options, program).job.stop_scope == scope
 
@@ -123,23 +123,23 @@ def test_a_stop_reaches_the_worker_or_its_group(options, scope, script):
         (["--signals-to-handle", "SIGTERM,SIGUSR1"], [signal.SIGUSR2]),
     ],
 )
-def test_which_signals_are_passed_on(options, signals, script):
+def test_the_forwarded_signals_follow_the_signal_options(options, signals, script):
     assert list(launch(*options, script).job.forwarded) == signals
 
 
-def test_abbreviations_that_torchrun_knows_stay_clear():
+def test_abbreviations_accepted_by_torchrun_stay_unambiguous():
     assert parse(["--e", "null", "x"], {}).event_log_handler == "null"
     assert parse(["--v", "x"], {}).virtual_local_rank
     assert parse(["--exit", "3", "x"], {}).exit_barrier_timeout == 3
 
 
-def test_two_commas_are_one_that_belongs_to_the_filter():
+def test_a_double_comma_in_a_filter_is_a_literal_comma():
     args = parse(["--duplicate-stdout-filters", "a,,b,c,", "x"], {"PET_DUPLICATE_STDERR_FILTERS": "loss"})
     assert args.duplicate_stdout_filters == ("a,b", "c")
     assert args.duplicate_stderr_filters == ("loss",)
 
 
-def test_filters_without_tee_are_reported(script):
+def test_duplicate_filters_without_tee_are_reported(script):
     argv = ("--duplicate-stdout-filters=a", "--duplicate-stderr-filters=a", script)
     assert [notice.split()[0] for notice in launch("--tee=0:1,1:0", *argv).notices] == [
         "--duplicate-stderr-filters"
@@ -148,7 +148,7 @@ def test_filters_without_tee_are_reported(script):
     assert launch("--tee=1", "--capture-stderr", *argv).notices == []
 
 
-def test_run_path_wins_over_no_python(script):
+def test_run_path_overrides_no_python(script):
     made = launch("--run-path", "--no-python", script, "a", PYTHON_EXEC="/no/python")
     assert made.runs_path
     assert made.command == [script, "a"]
@@ -158,31 +158,31 @@ def test_run_path_wins_over_no_python(script):
         launch("--run-path", "/no/script.py")
 
 
-def test_too_few_devices_for_virtual_local_ranks(script):
+def test_virtual_local_rank_with_too_few_devices_is_refused(script):
     argv = ("--virtual-local-rank", "--nproc-per-node=3", script)
     assert launch(*argv, CUDA_VISIBLE_DEVICES="0,1,2").job.virtual_local_rank
     with pytest.raises(UsageError, match=r"--virtual-local-rank.*HIP_VISIBLE_DEVICES=4,5"):
         launch(*argv, CUDA_VISIBLE_DEVICES="0,1,2", HIP_VISIBLE_DEVICES="4,5")
 
 
-def test_ranks_of_two_digits_can_be_named():
+def test_tee_accepts_ranks_with_two_digits():
     assert parse(["-t", "0:1,12:3", "x.py"], {}).tee == {0: 1, 12: 3}
 
 
-def test_a_folder_runs_if_it_has_a_main_file(tmp_path):
+def test_a_folder_can_be_run_only_if_it_contains_a_main_file(tmp_path):
     with pytest.raises(UsageError, match=r"__main__\.py"):
         launch(str(tmp_path))
     (tmp_path / "__main__.py").touch()
     assert launch(str(tmp_path)).command[-1] == str(tmp_path)
 
 
-def test_the_command_is_an_unbuffered_python(script):
+def test_the_worker_command_runs_python_unbuffered(script):
     assert launch(script, "-a").command == [sys.executable, "-u", script, "-a"]
     assert launch("-m", "json.tool").command == [sys.executable, "-u", "-m", "json.tool"]
     assert launch("--no-python", "ls", "-l").command == ["ls", "-l"]
 
 
-def test_each_worker_gets_one_thread_by_default(script):
+def test_each_of_several_workers_gets_one_openmp_thread_by_default(script):
     several = launch("--nproc-per-node=2", script)
     assert several.variables["OMP_NUM_THREADS"] == "1"
     assert len(several.notices) == 1
@@ -198,7 +198,7 @@ def test_far_more_workers_than_cpus_are_reported(script, monkeypatch):
     assert re.search(r"--nproc-per-node\b.*\b65\b.*\b2 CPUs", notice)
 
 
-def test_addresses_follow_torchs_rules(script):
+def test_run_ids_and_master_addresses_follow_the_rules_of_torch(script):
     def where(*argv):
         job = launch(*argv, script).job
         return job.run_id, job.master_addr, job.master_port
@@ -216,7 +216,7 @@ def test_addresses_follow_torchs_rules(script):
     assert where("--standalone", "--local-addr=10.0.0.1")[1:] == ("10.0.0.1", None)
 
 
-def test_the_time_to_stop_comes_from_the_option_then_the_variable_then_the_default(script):
+def test_the_shutdown_timeout_option_overrides_its_environment_variable(script):
     assert launch(script).job.shutdown_timeout == 30
     assert launch(script, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="7").job.shutdown_timeout == 7
     assert (
@@ -224,21 +224,21 @@ def test_the_time_to_stop_comes_from_the_option_then_the_variable_then_the_defau
     )
 
 
-def test_signals_are_numbers_and_workers_get_their_names(script):
+def test_handled_signals_are_parsed_and_passed_to_workers_by_name(script):
     job = launch("--signals-to-handle=SIGTERM,SIGUSR1", script)
     assert job.job.signals == (signal.SIGTERM, signal.SIGUSR1)
     assert job.variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGUSR1"
     assert launch(script).job.signals == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
-def test_descendants_may_linger_or_stay(script):
+def test_linger_is_configurable_and_off_with_keep_descendants(script):
     assert launch(script).job.linger == 5
     assert launch("--linger=0", script).job.linger == 0
     assert launch("--keep-descendants", script).job.linger is None
 
 
 @pytest.mark.parametrize("argv", [["-h"], ["--help"], ["--he"], ["--h"], ["--role", "x", "-h"], ["-mh"]])
-def test_help_is_asked_for(argv):
+def test_every_spelling_of_the_help_option_requests_help(argv):
     with pytest.raises(TextRequested):
         parse(argv, {})
 
@@ -253,7 +253,7 @@ def test_help_is_asked_for(argv):
         (["-hrdzv"], ("rdzv",)),
     ],
 )
-def test_help_may_have_a_topic(argv, topic):
+def test_the_help_option_accepts_a_topic(argv, topic):
     with pytest.raises(TextRequested) as request:
         parse(argv, {})
     assert (request.value.what, request.value.words) == ("help", topic)
@@ -275,7 +275,7 @@ def test_help_rdzv_has_a_row_for_every_setting():
     assert heads_in(help_text("x", "rdzv")) == sorted(settings)
 
 
-def test_help_names_every_option_and_fits_a_screen_and_a_half():
+def test_help_names_every_option_in_at_most_80_lines():
     text = help_text("elasticrun")
     assert all(option.flag in text for option in OPTIONS)
     assert {f"--{name}" for name in COMMON} < set(heads_in(text))
@@ -283,22 +283,22 @@ def test_help_names_every_option_and_fits_a_screen_and_a_half():
 
 
 @pytest.mark.parametrize("topic", ["", *TOPICS])
-def test_help_fits_a_terminal_and_breaks_lines_between_words(topic):
+def test_help_lines_are_at_most_80_columns_wide(topic):
     assert max(map(len, help_text("elasticrun", topic).splitlines())) <= WIDTH == 80
 
 
-def test_help_contains_the_text_of_every_option():
+def test_help_contains_the_help_text_of_every_option():
     flat = " ".join((help_text("elasticrun", "all") + help_text("elasticrun", "rdzv")).split())
     for entry in (*OPTIONS, *(key for key in KEYS if key.is_stored)):
         assert entry.help in flat, entry.name
 
 
-def test_help_marks_what_torchrun_does_not_have():
+def test_help_marks_options_that_torchrun_does_not_have():
     marked = set(re.findall(r"(?m)^\* (--[\w-]+)", help_text("x", "all")))
     assert marked == {option.flag for option in OPTIONS if option.group == OURS}
 
 
-def test_the_examples_of_help_are_commands(script):
+def test_the_examples_in_help_are_valid_commands(script):
     text = help_text("elasticrun").replace("\\\n", "")
     examples = re.findall(r"(?m)^  elasticrun (.*)$", text)
     assert len(examples) == 2
@@ -306,7 +306,7 @@ def test_the_examples_of_help_are_commands(script):
         assert parse(example.split(), {}).training_script == "train.py"
 
 
-def test_help_says_what_torchs_settings_do():
+def test_help_names_every_rdzv_setting_and_those_without_effect():
     flat = " ".join(help_text("x", "rdzv").split())
     assert all(key.name in flat for key in KEYS)
     without_effect = re.search(r"Torch's ([^.]*) are accepted", flat)[1]
@@ -315,12 +315,12 @@ def test_help_says_what_torchs_settings_do():
     assert "timeout" not in without_effect.replace("_timeout", "")
 
 
-def test_options_of_the_command_line_are_known_from_defaults():
+def test_options_given_on_the_command_line_are_recorded():
     args = parse(["--nnodes=1", "-r3", "--standalone", "x.py"], {"PET_ROLE": "a"})
     assert args.given == {"nnodes", "redirects", "standalone"}
 
 
-def test_a_rank_may_hang_for_a_fixed_or_a_learned_time(script):
+def test_hang_timeouts_can_be_fixed_or_automatic(script):
     assert launch(script).job.hang_timeout is None
     assert launch(script).job.exit_timeout == 10.0
     assert launch("--exit-timeout", "0", script).job.exit_timeout == 0.0

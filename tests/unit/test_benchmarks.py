@@ -41,7 +41,7 @@ TCP6 = """\
         (TCP.splitlines()[0], 29400, Connections(is_listening=False, established=0)),
     ],
 )
-def test_the_connections_of_a_port_are_counted_on_its_own_side(text, port, found):
+def test_connections_are_counted_by_their_local_port(text, port, found):
     assert connections(text, port) == found
 
 
@@ -54,7 +54,7 @@ def channel(tmp_path):
     reports.close()
 
 
-def test_reports_are_chosen_by_event_attempt_and_process(channel):
+def test_reports_are_selected_by_event_attempt_and_process(channel):
     reports, writer = channel
     os.write(writer, b"up 0 0 11 100\nup 1 0 12 110\ndown 1 0 12 120\nup 0 1 13 1")
     assert reports.take("up", 1, pids={12}) == [Report("up", 1, 0, 12, 110)]
@@ -67,7 +67,7 @@ def test_reports_are_chosen_by_event_attempt_and_process(channel):
     assert reports.take("down", 1)[0].at_ns == 120
 
 
-def test_waiting_for_reports_ends_when_none_can_come(tmp_path):
+def test_waiting_for_reports_stops_when_an_agent_has_exited(tmp_path):
     def check():
         raise RuntimeError("an agent ended")
 
@@ -88,7 +88,7 @@ def test_an_agent_that_exits_is_reported_with_its_last_line(tmp_path):
     made.reports.close()
 
 
-def test_nothing_is_left_of_a_job_whatever_its_state():
+def test_stopped_and_orphaned_processes_of_a_job_are_killed():
     # Leave a stopped child that has a child in another session, and an orphaned grandchild.
     program = (
         "import os, signal, subprocess\n"
@@ -114,7 +114,7 @@ def test_nothing_is_left_of_a_job_whatever_its_state():
         each.poll()
 
 
-def test_a_failed_benchmark_leaves_nothing_either():
+def test_processes_of_a_failed_benchmark_are_killed():
     started = None
 
     def fail():
@@ -130,7 +130,7 @@ def test_a_failed_benchmark_leaves_nothing_either():
     started.poll()
 
 
-def test_what_never_happened_is_a_bound_in_the_table():
+def test_an_event_that_never_happened_is_shown_as_a_lower_bound():
     samples = Samples(BOTH)
     samples.add_limit(A, 20_000)
     samples.add(B, 8.0, 12.0)
@@ -143,7 +143,7 @@ def test_what_never_happened_is_a_bound_in_the_table():
     assert line == "| lost | > 20000 ms | 10.0 ms | > 2000 | N = 2; 1 and 2 samples |"
 
 
-def test_a_median_below_the_limit_is_a_figure_though_one_sample_reached_it():
+def test_a_median_below_the_limit_is_exact_even_if_a_sample_reached_it():
     samples = Samples(BOTH)
     samples.add(A, 1.0, 2.0)
     samples.add_limit(A, 50.0)
@@ -151,7 +151,7 @@ def test_a_median_below_the_limit_is_a_figure_though_one_sample_reached_it():
     assert samples.rows("x", "ms", "", max)[0].is_bound
 
 
-def test_the_ratio_of_a_bound_below_says_nothing():
+def test_a_ratio_with_a_lower_bound_as_divisor_is_not_shown():
     rows = [
         Row("x", "a", 30.0, "ms", "N", samples=3),
         Row("x", "b", 50.0, "ms", "N", samples=3, is_bound=True),
@@ -165,7 +165,7 @@ def test_a_percentile_is_one_of_the_values():
     assert percentile([7.0], 50) == 7.0
 
 
-def test_a_time_box_gives_one_sample_at_least():
+def test_a_time_box_yields_at_least_one_sample():
     assert list(time_box(0.0, 5)) == [0]
     assert list(time_box(60.0, 3)) == [0, 1, 2]
 
@@ -177,7 +177,7 @@ def test_a_benchmark_without_etcd_says_that_it_is_skipped(measure, monkeypatch, 
     assert "is skipped: no etcd" in capsys.readouterr().err
 
 
-def test_agents_run_the_etcd_beside_python_without_a_path_to_it(monkeypatch, tmp_path):
+def test_etcd_next_to_python_is_used_if_none_is_on_the_path(monkeypatch, tmp_path):
     monkeypatch.setenv(etcd.PROGRAM, "")
     monkeypatch.setenv("PATH", "")
     beside = tmp_path / "etcd"

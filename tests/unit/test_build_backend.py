@@ -33,7 +33,7 @@ def line_of(hook):
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("cargo", [None, "cargo 1.63.0 (fd9c4297c 2022-07-01)"])
-def test_no_cargo_or_an_old_one(programs, hook, cargo):
+def test_a_missing_or_old_cargo_is_reported(programs, hook, cargo):
     programs("cc", "exit 1")
     if cargo is not None:
         programs("cargo", f"echo '{cargo}'")
@@ -42,12 +42,12 @@ def test_no_cargo_or_an_old_one(programs, hook, cargo):
     assert ("no cargo" if cargo is None else "cargo 1.63.0") in line
 
 
-def test_a_cargo_that_fails(programs):
+def test_the_error_of_a_failing_cargo_is_reported(programs):
     programs("cargo", "echo 'no default toolchain' >&2; exit 1")
     assert "no default toolchain" in line_of(build_backend.get_requires_for_build_wheel)
 
 
-def test_no_c_compiler(programs, monkeypatch):
+def test_a_missing_c_compiler_is_reported(programs, monkeypatch):
     programs("cargo", "echo 'cargo 99.0.0'")
     assert "'cc'" in line_of(build_backend.get_requires_for_build_wheel)
     monkeypatch.setenv("CC", "gcc-99 -m64")
@@ -55,7 +55,7 @@ def test_no_c_compiler(programs, monkeypatch):
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_nothing_is_missing(programs, hook):
+def test_a_complete_toolchain_is_accepted(programs, hook):
     programs("cargo", "echo 'cargo 99.0.0'")
     programs("cc", "exit 1")
     assert getattr(build_backend, hook)() == []

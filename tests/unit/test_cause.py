@@ -54,7 +54,7 @@ def attempt_of(exits, group_rank=1, paths=None):
     return attempt
 
 
-def test_a_node_whose_workers_were_only_stopped_has_no_cause():
+def test_a_node_whose_workers_were_only_stopped_has_no_failure_cause():
     assert own_cause(attempt_of([(0, -15, 15), (1, -15, 15)]), PLACE) is None
     assert own_cause(attempt_of([]), PLACE) is None
 
@@ -71,7 +71,7 @@ def test_the_xids_of_a_node_are_in_the_reports_of_all_nodes():
     assert "Xid 79 (GPU 2)" in shown
 
 
-def test_workers_that_end_with_their_nursery_are_a_cause():
+def test_the_failure_cause_names_a_crashed_or_hung_nursery_process():
     killed = attempt_of([(0, -9, 9), (1, -9, 9)])
     killed.first_failure, killed.nursery_exitcode = None, -9
     cause = own_cause(killed, PLACE)
@@ -87,7 +87,7 @@ def test_workers_that_end_with_their_nursery_are_a_cause():
     assert "nursery hung" in cause.message
 
 
-def test_a_cause_names_the_worker_and_is_small(tmp_path):
+def test_a_failure_cause_names_the_worker_and_is_limited_in_size(tmp_path):
     stderr = tmp_path / "stderr.log"
     stderr.write_text("".join(f"line {number} {'x' * 500}\n" for number in range(100)))
     error_file = tmp_path / "error.json"
@@ -104,7 +104,7 @@ def test_a_cause_names_the_worker_and_is_small(tmp_path):
     assert len(json.dumps(cause.encoded())) < 3072
 
 
-def test_times_are_sent_on_the_clock_of_the_store():
+def test_failure_times_are_sent_in_store_time_and_converted_back():
     fast, slow = Clock(offset_ns=5_000_000_000), Clock(offset_ns=-7_000_000_000)
     attempt = attempt_of([(0, 1, None)])
     seen = attempt.exits[0].seen_ns
@@ -119,7 +119,7 @@ def test_times_are_sent_on_the_clock_of_the_store():
     assert abs(back - seen) < 100_000_000
 
 
-def test_the_report_of_another_node_shows_the_first_cause_and_not_its_own_victims(golden):
+def test_a_report_shows_the_first_failure_of_another_node_not_local_victims(golden):
     cause = own_cause(attempt_of([(1, -9, None)]), PLACE.replaced(clock=Clock(error_ns=300_000)))
     result = JobResult()
     result.attempts = [attempt_of([(0, -15, 15), (1, -15, 15)], group_rank=0)]
@@ -166,7 +166,7 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
     return attempt
 
 
-def test_a_rank_that_hung_is_reported_with_the_evidence():
+def test_a_hung_rank_is_reported_with_its_evidence():
     clock = Clock()
     attempt = hung_attempt(1, 1, 7)
     place = PLACE.replaced(clock=clock)
@@ -177,7 +177,7 @@ def test_a_rank_that_hung_is_reported_with_the_evidence():
         assert failure_of(cause.encoded()) == f"rank 3 (pid 101) on node b: {told}"
 
 
-def test_a_rank_that_another_node_may_wait_for_is_a_cause_although_it_was_only_stopped():
+def test_a_stopped_rank_that_lagged_behind_is_a_failure_cause():
     cause = own_cause(hung_attempt(1, 1, 7, was_found_here=False), PLACE)
     assert cause is not None
     assert (cause.rank, cause.ground, cause.step) == (3, "behind", 7)
@@ -190,7 +190,7 @@ def report_of(attempt, cause):
     return others, root
 
 
-def test_the_cause_of_all_nodes_comes_before_the_first_failure_seen_here():
+def test_the_cause_agreed_by_all_nodes_overrides_the_first_local_failure():
     waits = hung_attempt(0, 0, 8)
     # This cause was found later than the failure of the rank that only waits for it.
     cause = own_cause(hung_attempt(1, 1, 7), PLACE)
@@ -205,12 +205,12 @@ def test_the_cause_of_all_nodes_comes_before_the_first_failure_seen_here():
     ("theirs", "ours", "shown"),
     [(300_000, 200_001, " 0.6 ms"), (0, 900, " 0.1 ms"), (None, 900, " not "), (900, None, " not ")],
 )
-def test_the_error_of_the_clocks_is_a_bound_or_unknown(theirs, ours, shown):
+def test_the_clock_error_is_shown_as_a_bound_or_as_unknown(theirs, ours, shown):
     cause = own_cause(attempt_of([(1, -9, None)]), PLACE.replaced(clock=Clock(error_ns=theirs)))
     assert shown in remote_failure(Cause.decoded(bound_cause(cause.encoded())), Clock(error_ns=ours)).note
 
 
-def test_the_failure_of_this_node_is_not_shown_twice():
+def test_a_local_failure_that_is_also_the_shared_cause_is_shown_once():
     result = JobResult()
     result.attempts = [attempt_of([(1, -9, None)])]
     result.first_cause = own_cause(result.attempts[0], PLACE)
@@ -218,7 +218,7 @@ def test_the_failure_of_this_node_is_not_shown_twice():
     assert all_failures(result)[3].host is None
 
 
-def test_a_node_without_a_part_in_the_last_round_shows_nothing_of_an_earlier_one():
+def test_a_node_outside_the_last_round_shows_no_failures_of_earlier_rounds():
     cause = own_cause(attempt_of([(1, -9, None)]), PLACE)
     result = JobResult()
     result.attempts = [attempt_of([(1, 7, None), (0, -15, 15)])]
@@ -229,13 +229,13 @@ def test_a_node_without_a_part_in_the_last_round_shows_nothing_of_an_earlier_one
     assert (failed[3].exitcode, failed[3].host) == (-9, "host-b")
 
 
-def test_a_node_that_could_not_start_its_workers_is_no_worker():
+def test_a_failed_start_of_workers_adds_no_worker_to_the_failures():
     result = JobResult()
     result.first_cause = not_started("no memory", PLACE)
     assert all_failures(result) == {}
 
 
-def test_workers_that_were_stopped_for_another_reason_are_no_failures():
+def test_workers_stopped_for_another_reason_are_not_listed_as_failures():
     result = JobResult()
     result.attempts = [attempt_of([(0, -9, 9), (1, -9, 9)])]
     result.message = "another reason"

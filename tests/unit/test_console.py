@@ -38,13 +38,13 @@ def fill(writer):
         os.close(other)
 
 
-def test_a_line_has_our_name_and_is_one_line(pipe):
+def test_a_message_is_one_line_with_the_elasticrs_prefix(pipe):
     reader, writer = pipe
     Console(writer).say("two\nlines")
     assert os.read(reader, 100) == b"elasticrs: two lines\n"
 
 
-def test_lines_wait_while_the_console_is_stuck(pipe):
+def test_lines_are_queued_while_the_console_is_blocked(pipe):
     reader, writer = pipe
     written = fill(writer)
     console = Console(writer)
@@ -57,7 +57,7 @@ def test_lines_wait_while_the_console_is_stuck(pipe):
     assert os.read(reader, 100) == b"elasticrs: first\nelasticrs: second\n"
 
 
-def test_a_console_that_is_gone_is_no_error(pipe):
+def test_a_closed_console_causes_no_error(pipe):
     reader, writer = pipe
     console = Console(writer)
     os.close(reader)
@@ -65,7 +65,7 @@ def test_a_console_that_is_gone_is_no_error(pipe):
     console.say("still nobody")
 
 
-def test_a_long_line_is_cut_to_what_a_pipe_takes_in_one_piece(pipe):
+def test_a_long_line_is_cut_to_the_atomic_write_size_of_a_pipe(pipe):
     reader, writer = pipe
     Console(writer).say("x" * 10_000)
     line = os.read(reader, 65536)
@@ -73,7 +73,7 @@ def test_a_long_line_is_cut_to_what_a_pipe_takes_in_one_piece(pipe):
     assert line.endswith(b"x\n")
 
 
-def test_text_of_others_cannot_control_the_terminal(pipe):
+def test_control_characters_in_messages_are_escaped(pipe):
     reader, writer = pipe
     console = Console(writer)
     console.say("node \x1b]0;title\x07\x9b2J\u202e was lost\r")
@@ -88,7 +88,7 @@ def test_text_of_others_cannot_control_the_terminal(pipe):
     st.none() | st.integers(0, 10**5),
 )
 @example(1_795_470_462_999_999_999, "node1:4711", 0)
-def test_a_prefix_begins_with_our_name_and_holds_what_is_known(time_ns, node, group_rank):
+def test_a_line_prefix_contains_the_known_time_node_and_group(time_ns, node, group_rank):
     group = "" if group_rank is None else f" group {group_rank}"
     found = re.fullmatch(r"elasticrs\[(\S+)\.(\d{3})Z(.*)\]: ", prefix(time_ns, node, group_rank))
     seconds = calendar.timegm(time.strptime(found[1], "%Y-%m-%dT%H:%M:%S"))

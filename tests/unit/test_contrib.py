@@ -55,20 +55,20 @@ COMMANDS = [
 VERDICT = ExitCodes("verdict")
 
 
-def test_there_is_a_manifest_of_each_kind():
+def test_contrib_has_a_manifest_of_each_kubernetes_kind():
     assert {"Service", "Job", "JobSet", "PyTorchJob", "TrainJob"} <= KINDS
     assert (len(JOBS), len(PODS), len(COMMANDS)) == (3, 2, 6)
 
 
 @pytest.mark.parametrize("document", PLAIN + JOBS + PODS, ids=lambda each: each["kind"])
-def test_a_manifest_has_the_published_schema(document):
+def test_a_kubernetes_manifest_matches_the_published_schema(document):
     kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
 @pytest.mark.parametrize(
     "document", [each for kind in CUSTOM for each in of_kind(kind)], ids=lambda each: each["kind"]
 )
-def test_a_manifest_of_another_kind_has_the_published_model(document):
+def test_a_custom_resource_manifest_matches_the_published_model(document):
     # This import takes long, and every process of pytest imports this file.
     from kubeflow_trainer_api import models
 
@@ -86,7 +86,7 @@ def test_a_permanent_failure_fails_the_job_and_a_disruption_is_ignored(job):
     assert failed["onExitCodes"]["containerName"] in names
 
 
-def test_containers_restart_in_place_except_after_a_verdict():
+def test_containers_restart_in_place_except_after_verdict_exit_codes():
     (job,) = [each for each in JOBS if "initContainers" in each["spec"]["template"]["spec"]]
     (trainer,) = job["spec"]["template"]["spec"]["containers"]
     (rule,) = trainer["restartPolicyRules"]
@@ -95,7 +95,7 @@ def test_containers_restart_in_place_except_after_a_verdict():
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_the_command_line_is_valid_and_asks_for_these_exit_codes(command):
+def test_the_command_line_is_valid_and_requests_verdict_exit_codes(command):
     program, *arguments = command
     args = parse(arguments, {})
     assert (program, args.exit_codes) == ("elasticrun", "verdict")
@@ -104,7 +104,7 @@ def test_the_command_line_is_valid_and_asks_for_these_exit_codes(command):
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_the_number_of_nodes_is_that_of_the_pods(job):
+def test_the_number_of_nodes_equals_the_number_of_pods(job):
     (container,) = job["spec"]["template"]["spec"]["containers"]
     args = parse(container["command"][1:], {})
     assert args.nnodes[1] == job["spec"]["parallelism"] == job["spec"]["completions"]

@@ -28,7 +28,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_option_is_named_and_no_other():
+def test_the_options_page_names_exactly_the_existing_options():
     lines = [line for line in PAGES["docs/options.md"].splitlines() if line.startswith("|")]
     named = re.findall(r"--?[a-z][a-z-]*", "\n".join(re.split(r"(?<!\\)\|", line)[1] for line in lines))
     assert set(named) == {SHORT.get(option.name, f"--{option.name}") for option in OPTIONS} - {
@@ -37,7 +37,7 @@ def test_every_option_is_named_and_no_other():
     }
 
 
-def test_defaults_of_numbers_are_those_of_the_options():
+def test_numeric_defaults_on_the_options_page_match_the_options():
     """The page shows a default in parentheses, at the end of the meaning: ``(10)`` or ``(10; 0: never)``."""
     options = {f"--{option.name}": option for option in OPTIONS if type(option.default) in (int, float)}
     rows = re.findall(r"^\| `(--[a-z-]+) [^|,]*`\s+\| (.*) \|$", PAGES["docs/options.md"], re.MULTILINE)
@@ -50,7 +50,7 @@ def test_defaults_of_numbers_are_those_of_the_options():
     assert shown == {name: options[name].default for name in shown}
 
 
-def test_every_metric_for_prometheus_is_named_and_no_other():
+def test_the_metrics_page_names_exactly_the_served_prometheus_metrics():
     source = (ROOT / "crates/elasticrs-health/src/metrics.rs").read_text(encoding="utf-8")
     served = set(re.findall(r'"(elasticrs_[a-z_]+)"', source.partition("#[cfg(test)]")[0]))
     suffixes = ("_sum", "_count", "_bucket")
@@ -76,7 +76,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
-def test_paths_exist(page):
+def test_paths_named_in_the_docs_exist(page):
     """A page may shorten a path to its last names, such as ``agent/loop.py``."""
     text = re.sub(r"\]\([^)]*\)", "]", without_code(PAGES[page]))
     files = re.findall(r"(?<![\w./<{-])([\w.-]+(?:/[\w.-]+)*\.(?:py|pyi|rs|toml|sh))(?![\w/])", text)
@@ -111,7 +111,7 @@ def is_defined(reference):
 
 
 @pytest.mark.parametrize("module", [name for name, text in SOURCES.items() if REFERENCE.search(text)])
-def test_references_of_docstrings_exist(module):
+def test_names_referenced_in_docstrings_exist(module):
     missing = [each for each in REFERENCE.findall(SOURCES[module]) if not is_defined(each)]
     assert not missing
 
@@ -124,7 +124,7 @@ SNIPPETS = [
 
 
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
-def test_python_compiles_and_its_imports_exist(page, snippet):
+def test_python_snippets_in_the_docs_compile_and_their_imports_exist(page, snippet):
     compile(snippet, page, "exec")
     for line in snippet.splitlines():
         if line.startswith(("import elasticrs", "from elasticrs")):
@@ -132,7 +132,7 @@ def test_python_compiles_and_its_imports_exist(page, snippet):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
+def test_relative_links_in_the_docs_have_existing_targets(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", without_code(PAGES[page])):
         if "://" in target:
             continue

@@ -31,24 +31,24 @@ def shown(value):
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def test_the_table_of_settings_is_that_of_the_program():
+def test_the_settings_table_matches_the_program():
     expected = [
         [f"`{key.name}`", shown(key.default)] for key in KEYS if key.is_stored or key.name == "store_grace"
     ]
     assert [row[:2] for row in rows("Settings")] == expected
 
 
-def test_the_table_of_etcds_settings_is_that_of_the_program():
+def test_the_etcd_settings_table_matches_the_program():
     expected = [[f"`{key.name}`", shown(key.default), key.help] for key in etcd_site.KEYS]
     assert rows("etcd") == expected
 
 
-def test_settings_without_effect_are_named():
+def test_every_setting_is_named_in_the_settings_section():
     for key in KEYS:
         assert f"`{key.name}`" in section("Settings")
 
 
-def test_time_outs_are_settings_or_options():
+def test_the_listed_timeouts_are_settings_or_options():
     known = {key.name for key in (*KEYS, *etcd_site.KEYS)} | {f"--{option.name}" for option in OPTIONS}
     named = {name for row in rows("Time-outs") for name in re.findall("`([^`]+)`", row[0])}
     assert named
@@ -70,7 +70,7 @@ def program():
 
 
 @pytest.mark.parametrize("message", [row[0].strip("`") for row in rows("What messages mean")])
-def test_messages_are_those_of_the_program(program, message):
+def test_the_documented_messages_exist_in_the_program(program, message):
     # The page shows the message in one piece. The program may split it into several literals, which are
     # joined here.
     assert message in program

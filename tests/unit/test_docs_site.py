@@ -24,7 +24,7 @@ def site(tmp_path):
     return tmp_path
 
 
-def test_a_site_without_problems(site):
+def test_a_site_without_problems_passes_the_check(site):
     assert list(problems(site)) == []
 
 
@@ -40,7 +40,7 @@ def test_a_site_without_problems(site):
         '<div style="background: url(https://example.com/x.png)">',
     ],
 )
-def test_outside_resources_are_found(site, element):
+def test_external_resources_in_html_are_reported(site, element):
     (site / "sub page.html").write_text(f'<h1 id="b">b</h1>{element}')
     (line,) = problems(site)
     assert line.startswith("sub page.html: ")
@@ -48,7 +48,7 @@ def test_outside_resources_are_found(site, element):
 
 
 @pytest.mark.parametrize("rule", ["@import 'https://example.com/x.css';", "a { src: url(//example.com/x) }"])
-def test_outside_resources_of_styles_are_found(site, rule):
+def test_external_resources_in_stylesheets_are_reported(site, rule):
     (site / "static/style.css").write_text(rule)
     assert [line.partition(":")[0] for line in problems(site)] == ["static/style.css"]
 
@@ -62,7 +62,7 @@ def test_outside_resources_of_styles_are_found(site, rule):
         ("#missing", "the page has no such anchor"),
     ],
 )
-def test_broken_links_are_found(site, link, why):
+def test_broken_links_are_reported(site, link, why):
     (site / "sub page.html").write_text(f'<h1 id="b">b</h1><a href="{link}">x</a>')
     assert list(problems(site)) == [f"sub page.html: {link}: {why}"]
 

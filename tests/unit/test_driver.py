@@ -15,28 +15,28 @@ def head(state, revision, **more):
     return Changes(revision, [Entry(HEAD, Head(state, 1, **more).encode(), 1, revision)])
 
 
-def test_without_a_loss_everything_counts():
+def test_no_event_is_dropped_without_a_connection_loss():
     events = [head("RUNNING", 2), Reply(1, True, 3)]
     assert drop_stale(events, HEAD) == events
     assert drop_stale([], HEAD) == []
 
 
-def test_after_a_loss_nothing_starts_workers_any_more():
+def test_events_before_a_connection_loss_are_dropped():
     assert drop_stale([Reply(1, True, 2), head("RUNNING", 3), LOST], HEAD) == [LOST]
 
 
-def test_the_end_of_the_job_is_reported_even_if_the_store_is_gone():
+def test_the_end_of_the_job_is_kept_despite_a_connection_loss():
     closed = head("CLOSED", 4, outcome="succeeded")
     assert drop_stale([head("ENDED", 3), closed, LOST], HEAD) == [closed, LOST]
 
 
-def test_changes_of_other_keys_are_no_end():
+def test_only_a_closed_head_record_counts_as_the_end_of_the_job():
     other = Changes(2, [Entry("/elasticrs/job/slot/a/1", b"{}", 2, 2)])
     deleted = Changes(3, [Entry(HEAD, None, 1, 3)])
     assert drop_stale([other, deleted, LOST], HEAD) == [LOST]
 
 
-def test_timers_come_in_the_order_of_their_deadlines_and_once():
+def test_due_timers_are_returned_once_in_order_of_their_deadlines():
     timers = Timers()
     assert timers.seconds_left(7.0) == 7.0
     timers.arm("late", 3600)
@@ -51,7 +51,7 @@ def test_timers_come_in_the_order_of_their_deadlines_and_once():
     assert 3500 < timers.seconds_left(1e9) <= 3600
 
 
-def test_a_timer_that_is_armed_again_has_the_new_deadline():
+def test_a_rearmed_timer_has_the_new_deadline():
     timers = Timers()
     timers.arm("one", -1)
     timers.arm("one", 3600)

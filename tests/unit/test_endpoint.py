@@ -20,7 +20,7 @@ from elasticrs.rendezvous.endpoint import parse_endpoint
         ("[fe80::1%eth0]:80", ("fe80::1%eth0", 80)),
     ],
 )
-def test_endpoints_are_split(endpoint, expected):
+def test_endpoints_are_split_into_host_and_port(endpoint, expected):
     assert parse_endpoint("--rdzv-endpoint", endpoint) == expected
 
 
@@ -47,13 +47,13 @@ ports = st.integers(0, 65535)
 
 
 @given(names | addresses, st.none() | ports)
-def test_what_is_written_is_read(host, port):
+def test_a_formatted_endpoint_parses_to_the_same_host_and_port(host, port):
     text = f"[{host}]" if ":" in host else host
     assert parse_endpoint("x", text if port is None else f"{text}:{port}") == (host, port)
 
 
 @given(st.text(max_size=30) | st.text("[]:019afx.%", max_size=30))
-def test_any_text_is_read_or_refused_in_one_line(text):
+def test_any_text_is_parsed_or_refused_with_a_one_line_error(text):
     line = None
     try:
         host, port = parse_endpoint("x", text)

@@ -8,7 +8,7 @@ from elasticrs._worker.error_file import give_notice
 READ_BY_AGENT = 4096  # bytes
 
 
-def test_notice_of_text_beyond_ascii_fits_into_what_the_agent_reads(tmp_path):
+def test_a_notice_with_non_ascii_text_fits_the_read_limit_of_the_agent(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"def f(n):\n    f(n - 1) if n else 1 / 0  # {'ü' * 900}\n", encoding="utf-8")
     names = {}

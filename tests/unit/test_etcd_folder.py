@@ -24,7 +24,7 @@ def claim(label="a", index=0, seats=SEATS):
     return folder
 
 
-def test_data_stay_for_the_next_agent():
+def test_etcd_data_are_kept_for_the_next_agent():
     folder = claim()
     assert folder.held() is None
     os.mkdir(folder.data("abc"))
@@ -38,14 +38,14 @@ def test_data_stay_for_the_next_agent():
     assert not os.path.exists(folder.path)
 
 
-def test_jobs_seats_and_endpoints_have_folders_of_their_own():
+def test_each_job_member_index_and_endpoint_list_has_its_own_etcd_folder():
     folders = [claim(), claim("b"), claim(index=1), claim(seats=SEATS[:1])]
     assert len({folder.path for folder in folders}) == len(folders)
     for folder in folders:
         folder.release(keep=False)
 
 
-def test_a_member_that_runs_keeps_others_out():
+def test_a_running_etcd_member_keeps_its_folder_locked():
     folder = claim()
     assert Folder.claim("a", SEATS, 0) is None
     # etcd inherits the lock, and may exit slightly later than the program that started it.
@@ -56,7 +56,7 @@ def test_a_member_that_runs_keeps_others_out():
     claim().release(keep=False)
 
 
-def test_a_folder_that_others_may_access_is_refused():
+def test_a_folder_that_other_users_can_access_is_refused():
     folder = claim()
     folder.release(keep=True)
     os.chmod(folder.path, 0o750)
@@ -74,7 +74,7 @@ def test_a_folder_of_another_user_is_refused():
         Folder.claim("a", SEATS, 0)
 
 
-def test_a_link_is_refused(root):
+def test_a_symbolic_link_in_place_of_the_folder_is_refused(root):
     folder = claim()
     folder.release(keep=False)
     (root / "elsewhere").mkdir(mode=0o700)
@@ -83,7 +83,7 @@ def test_a_link_is_refused(root):
         Folder.claim("a", SEATS, 0)
 
 
-def test_unused_folders_are_removed():
+def test_unused_etcd_folders_are_removed():
     same_endpoint, running, recent, old = claim("b"), claim("c"), claim("b", 1), claim("b", 2)
     for folder in (same_endpoint, recent, old):
         folder.release(keep=True)

@@ -43,14 +43,14 @@ def answering():
 
 
 @pytest.mark.parametrize(("label", "is_foreign"), [("job", False), ("jo", True), ("other", True)])
-def test_the_etcd_of_another_job_is_found(answering, label, is_foreign):
+def test_the_etcd_of_another_job_is_detected(answering, label, is_foreign):
     listed = '{"members":[{"ID":"7","name":"job-a-0"},{"ID":"8","name":"job-a-1"}]}'
     seat, asked = answering(reply(listed))
     assert Gateway().find_foreign([seat], label, 5) == (seat if is_foreign else None)
     assert asked[0].startswith(b"POST /v3/cluster/member/list HTTP/1.0\r\n")
 
 
-def test_a_refusal_has_etcds_own_words(answering):
+def test_a_rejected_request_raises_the_error_message_of_etcd(answering):
     text = '{"error":"etcdserver: no leader","code":14}'
     seat, _ = answering(refusal(text, "503 Service Unavailable"))
     with pytest.raises(GatewayError, match=r"^etcdserver: no leader$"):
@@ -84,13 +84,13 @@ def test_errors_of_etcd_are_identified_by_code_and_text(answering, body, error):
 @pytest.mark.parametrize(
     ("error", "is_protected"), [(EtcdError.AUTH_FAILED, True), (EtcdError.AUTH_DISABLED, False)]
 )
-def test_the_error_of_a_login_shows_whether_a_password_is_required(answering, error, is_protected):
+def test_the_login_error_shows_whether_etcd_requires_a_password(answering, error, is_protected):
     code, message = error.value
     seat, _ = answering(refusal(json.dumps({"code": code, "message": message})))
     assert Gateway((), "secret").is_protected([seat], 5) is is_protected
 
 
-def test_a_password_is_said_once(answering):
+def test_the_password_is_sent_once_and_its_token_is_reused(answering):
     seat, asked = answering(reply('{"token":"t.1"}'), reply("{}"), reply("{}"))
     gateway = Gateway((), "secret")
     gateway.ask(seat, "x", {}, 5)
@@ -109,7 +109,7 @@ def test_a_password_is_said_once(answering):
         reply('[{"id":1}]'),
     ],
 )
-def test_what_is_not_etcd(answering, answer):
+def test_a_response_that_is_not_from_etcd_raises_an_error(answering, answer):
     seat, _ = answering(answer if answer.startswith(b"HTTP") else answer + b"HTTP")
     # A response without a length, on a connection that stays open, leads to a timeout.
     with pytest.raises((GatewayError, TimeoutError)):

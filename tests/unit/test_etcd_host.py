@@ -26,7 +26,7 @@ def wait_for(fd):
     assert poll.poll(HANG * 1000)
 
 
-def test_a_program_that_exits_slowly_does_not_block_the_agent(monkeypatch):
+def test_an_etcd_host_program_that_exits_slowly_does_not_block_the_agent(monkeypatch):
     monkeypatch.setattr(etcd_host, "_PROGRAM", "import os, signal; os.close(1); signal.pause()")
     site = EtcdSite((("localhost", 2379),))
     host = EtcdHost(rendezvous("localhost", 2379, "etcd", etcd=site))
@@ -51,12 +51,12 @@ def run(parent, orders):
 
 
 @pytest.mark.parametrize("orders", [b"", b'{"seats": [["localhost", 23', b'{"seats": []}'])
-def test_orders_that_are_cut_off_are_no_error(orders):
+def test_truncated_orders_end_the_etcd_host_program_silently(orders):
     found = run(os.getpid(), orders)
     assert (found.returncode, found.stdout, found.stderr) == (1, b"", b"")
 
 
-def test_an_agent_that_has_been_killed_is_no_error():
+def test_a_killed_agent_ends_the_etcd_host_program_silently():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     for parent in (ended.pid, 1):
@@ -77,12 +77,12 @@ FATAL = '{"level":"fatal","msg":"discovery failed","error":"already bootstrapped
         (['{"level":"warn"}'], reason([])),
     ],
 )
-def test_the_reason_is_no_json(lines, expected):
+def test_the_failure_reason_of_etcd_is_shown_without_json(lines, expected):
     assert reason(lines) == expected
     assert "{" not in reason(lines)
 
 
-def test_nothing_is_created_in_the_folder_while_another_thread_may_remove_it(tmp_path, monkeypatch):
+def test_files_in_the_etcd_folder_are_created_only_under_the_lock(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     seats = [["127.0.0.1", 1, 2, "http"]]
     member = Member(Orders(seats, "job", None, [], None, None, "", 1.0))

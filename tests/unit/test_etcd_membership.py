@@ -66,7 +66,7 @@ def step(*answers, mine=0, waited=LONG, **more):
         ((None, listed("a", {0, 1, 2}), listed("b")), Adopt("b")),
     ],
 )
-def test_a_seat_without_data(answers, expected):
+def test_a_member_without_data_creates_or_adopts_a_cluster_or_waits(answers, expected):
     assert step(*answers) == expected
 
 
@@ -86,22 +86,22 @@ def test_a_seat_without_data(answers, expected):
         ((listed("b"), listed("a", {0, 1, 2}), listed("a", {0, 1, 2})), Lost(2)),
     ],
 )
-def test_a_seat_that_has_not_joined(answers, expected):
+def test_a_member_that_has_not_joined_stays_or_adopts_another_cluster(answers, expected):
     assert step(*answers, held="b") == expected
 
 
-def test_a_member_that_has_joined_continues():
+def test_a_member_that_has_joined_stays_in_its_cluster():
     others = [(None, None, None), (None, listed("c"), None), (None, listed("b", {0, 1}), listed("c", {2}))]
     for answers in others:
         assert step(*answers, held="b", has_joined=True) == Stay()
 
 
-def test_a_member_of_a_cluster_without_a_majority_starts_over():
+def test_a_member_adopts_the_cluster_that_has_the_majority():
     assert step(None, listed("a"), listed("a"), held="b", has_joined=True) == Adopt("a")
     assert step(None, listed("a", {1, 2}), listed("a"), held="b", has_joined=True) == Adopt("a")
 
 
-def test_the_first_seat_has_a_head_start():
+def test_only_the_first_member_creates_a_cluster_without_waiting():
     assert step(None, None, None, waited=0.0) == Create()
     assert step(None, None, None, mine=1, waited=0.1) == Wait()
     assert step(None, listed("a"), None, mine=2, waited=0.1) == Adopt("a")
@@ -113,27 +113,27 @@ def test_a_single_member_does_not_wait():
 
 
 @pytest.mark.parametrize("name", ["default", "", f"{LABEL}-0", name_of(label_of("k", "/p", None), "a", 1)])
-def test_an_etcd_of_another_job_is_refused(name):
+def test_an_etcd_member_of_another_job_is_refused(name):
     found = step(None, (Entry(name, ("http://n1:2380",), has_joined=True),), None)
     assert isinstance(found, Refuse)
     assert "n1:2380" in found.why
 
 
-def test_other_endpoints_are_a_mistake():
+def test_a_member_with_a_different_endpoint_list_is_refused():
     strange = Entry(name_of(LABEL, "a", 2), ("http://m2:2380",), has_joined=False)
     found = step(None, (*listed("a")[:2], strange), None)
     assert isinstance(found, Refuse)
     assert re.search(r"n1:2380 .*http://m2:2380", found.why)
 
 
-def test_the_label_tells_jobs_and_tokens_apart():
+def test_cluster_labels_differ_by_job_prefix_and_token():
     labels = {label_of("j", "/p", None), label_of("j", "/q", None), label_of("k", "/p", None)}
     labels |= {label_of("j", "/p", b"secret"), label_of("j", "/p", b"secret2")}
     assert len(labels) == 5
     assert all("secret" not in label for label in labels)
 
 
-def test_the_initial_cluster_names_all_seats():
+def test_the_initial_cluster_names_all_members():
     assert initial_cluster(seats(2), LABEL, "a") == (f"{LABEL}-a-0=http://n0:2380,{LABEL}-a-1=http://n1:2380")
     assert cluster_token(LABEL, "a") != cluster_token(LABEL, "b")
 
@@ -258,7 +258,7 @@ ACTS = ("come", "come", "act", "act", "act", "elect", "elect", "die", "toggle", 
 @settings(deadline=None)
 @given(st.sampled_from([1, 3, 5]), st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 4)), max_size=80))
 @example(3, [("come", 0), ("come", 1), ("act", 0), ("act", 1), ("elect", 0), ("wipe", 0), ("come", 0)])
-def test_no_member_comes_back_without_its_data(count, acts):
+def test_lost_data_never_lead_to_two_clusters_with_a_quorum(count, acts):
     world = World(count)
     for act, index in acts:
         getattr(world, act)(index % count)
@@ -279,7 +279,7 @@ def test_no_member_comes_back_without_its_data(count, acts):
     st.sampled_from([1, 3, 5]),
     st.lists(st.tuples(st.sampled_from(ACTS[:-1]), st.integers(0, 4)), max_size=80),
 )
-def test_while_no_data_are_lost_all_seats_meet_in_one_cluster(count, acts):
+def test_without_data_loss_all_members_join_one_cluster(count, acts):
     world = World(count)
     for act, index in acts:
         getattr(world, act)(index % count)
@@ -294,7 +294,7 @@ def test_while_no_data_are_lost_all_seats_meet_in_one_cluster(count, acts):
 
 @settings(deadline=None)
 @given(st.sampled_from([3, 5]), st.data())
-def test_a_majority_without_data_makes_a_new_cluster(count, data):
+def test_members_form_a_new_cluster_only_if_a_majority_has_lost_its_data(count, data):
     world = World(count)
     for index in range(count):
         world.come(index)

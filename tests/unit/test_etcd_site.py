@@ -54,12 +54,12 @@ def mistake(endpoint="a", **config):
         ("https://a,HTTPS://b:7,https://a", (True, ("a", 2379), ("b", 7))),
     ],
 )
-def test_endpoints(endpoint, found):
+def test_etcd_endpoints_are_parsed(endpoint, found):
     made = site(endpoint)
     assert (made.is_tls, *made.endpoints) == found
 
 
-def test_a_rendezvous_in_etcd():
+def test_an_etcd_rendezvous_has_the_expected_defaults():
     met, notices = described("a,[::1]:3")
     assert (met.backend, met.host, met.port, met.endpoint) == ("etcd", "a", 2379, "a:2379,[::1]:3")
     assert (met.store, met.etcd.prefix, met.etcd.read_timeout, notices) == (
@@ -71,7 +71,7 @@ def test_a_rendezvous_in_etcd():
     assert (met.settings.ttl, met.settings.join_timeout) == (5, 600)
 
 
-def test_torchs_names_of_both_back_ends(file):
+def test_setting_names_of_both_etcd_backends_of_torch_are_accepted(file):
     ca, cert, key = file("ca"), file("cert"), file("key")
     v2 = site(protocol="HTTPS", ca_cert=ca, ssl_cert=cert, ssl_cert_key=key, read_timeout="7")
     assert (v2.is_tls, v2.ca_cert, v2.cert, v2.key, v2.read_timeout) == (True, ca, cert, key, 7)
@@ -83,21 +83,21 @@ def test_torchs_names_of_both_back_ends(file):
     assert described(timeout=900, join_timeout=8)[0].settings.join_timeout == 8
 
 
-def test_every_back_end_of_etcd_is_the_same_one_and_v2_says_so():
+def test_all_etcd_backend_names_are_equivalent_and_v2_causes_a_notice():
     assert described(backend="etcd-v3") == described()
     met, (notice,) = described(backend="etcd-v2")
     assert met == described()[0]
     assert notice.startswith("rdzv_backend etcd-v2: ")
 
 
-def test_the_lease_follows_from_the_settings():
+def test_the_lease_ttl_follows_from_the_settings():
     met = described(lease_ttl="8")[0]
     assert (met.settings.ttl, met.etcd.ttl) == (8, 8)
     assert met.settings.settle == 30 + 2 * 8 + 5
     assert described(store_grace="8")[0].replaced(config=met.config) == met
 
 
-def test_a_user_and_the_password(file):
+def test_the_etcd_password_is_read_from_a_file_and_never_shown(file):
     path = file("password", b"p\xc3\xa4ss\r\n")
     met, notices = described("https://a", user="u", password_file=path)
     assert (met.etcd.user, met.etcd.password, notices) == ("u", "päss", [])
@@ -111,7 +111,7 @@ def test_a_user_and_the_password(file):
     assert shared.endswith(f"chmod o-rwx {path}")
 
 
-def test_lines_about_what_has_no_effect():
+def test_settings_without_effect_are_reported():
     _, notices = described(is_host=1, keep_alive_interval=5, keep_alive_max_attempt=3, token="t")
     settings, token = notices
     assert re.search("is_host, keep_alive_interval, keep_alive_max_attempt: .*lease_ttl", settings)
@@ -119,13 +119,13 @@ def test_lines_about_what_has_no_effect():
     assert described(environ={"ELASTICRS_TOKEN": "t"})[1] == notices[1:]
 
 
-def test_one_node_alone_needs_no_etcd():
+def test_a_single_node_needs_no_etcd():
     assert described("", nodes=(1, 1)) == (None, [])
     assert mistake("", nodes=(1, 1), protocol="ftp").startswith("rdzv_configs: protocol: got 'ftp'")
     assert described("a", nodes=(1, 1))[0].max_nodes == 1
 
 
-def test_the_lease_of_a_job():
+def test_each_job_has_its_own_positive_lease_id():
     assert lease_of("a") == lease_of("a") != lease_of("b")
     assert all(0 < lease_of(str(number)) < 2**63 for number in range(100))
 
@@ -155,7 +155,7 @@ def test_all_known_keys_are_named_once_each():
 # --- the same settings through all interfaces ---
 
 
-def test_the_command_line(tmp_path):
+def test_etcd_settings_are_read_from_the_command_line(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("")
     argv = ["--nnodes=1:2", "--rdzv-backend=etcd-v2", "--rdzv-endpoint=https://a,https://b", "--rdzv-id=j"]
@@ -168,7 +168,7 @@ def test_the_command_line(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["etcd", "etcd-v2", "etcd-v3"])
-def test_handlers(name):
+def test_every_etcd_backend_name_creates_a_rendezvous_handler(name):
     assert rendezvous_handler_registry.is_registered(name)
     parameters = RendezvousParameters(name, "a", "j", 1, 1, read_timeout=3)
     if name == "etcd-v2":
@@ -185,7 +185,7 @@ def test_handlers(name):
 # --- hosted by the agents ---
 
 
-def test_seats_have_two_ports():
+def test_each_hosted_etcd_member_has_a_client_port_and_a_peer_port():
     made = site("a,b:7000,[::1]", host=1)
     found = [("::1", 2379, 2380, "http"), ("a", 2379, 2380, "http"), ("b", 7000, 7001, "http")]
     assert [each.values() for each in made.seats] == found
@@ -198,14 +198,14 @@ def test_seats_have_two_ports():
     assert site("a,b,c").seats == site("a,b", host=0).seats == ()
 
 
-def test_the_address_of_hosted_members_can_be_set():
+def test_the_bind_address_of_hosted_members_can_be_set():
     met, notices = described("a", host=1, bind_addr="10.0.0.1", is_host=1)
     assert met.settings.bind_addr == "10.0.0.1"
     (notice,) = notices
     assert notice.startswith("rdzv_configs: is_host: ")
 
 
-def test_a_token_is_for_hosted_members():
+def test_the_token_sets_the_password_of_hosted_members():
     met, notices = described("a", host=1, token="secret")
     assert (notices, met.etcd.user) == ([], "root")
     assert met.etcd.password != described("a", host=1, token="other")[0].etcd.password

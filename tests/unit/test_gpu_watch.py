@@ -81,7 +81,7 @@ def watch(gpus):
     assert [each.close() for each in started] == [0] * len(started)
 
 
-def test_events_of_nvml_are_reported(watch, gpus):
+def test_xid_events_from_nvml_are_reported(watch, gpus):
     watched = watch()
     watched.begin()
     gpus.report_xid(0, 31)
@@ -118,7 +118,7 @@ def test_repeated_records_are_counted_and_not_reported_one_by_one(watch, gpus):
     assert [message["xid"]["count"] for message in watched.messages if "xid" in message] == [100]
 
 
-def test_a_flood_of_different_records_is_limited(watch, gpus):
+def test_at_most_64_different_xids_are_reported(watch, gpus):
     watched = watch()
     watched.begin()
     for code in range(200):
@@ -140,7 +140,7 @@ def test_a_new_attempt_has_no_earlier_xids(watch, gpus):
 
 
 @pytest.mark.parametrize(("pids", "is_named"), [(None, True), ("pid:[1]", False)])
-def test_the_ancestor_of_a_process_in_the_same_namespace_names_the_worker(watch, gpus, pids, is_named):
+def test_an_xid_names_the_worker_only_within_the_same_pid_namespace(watch, gpus, pids, is_named):
     watched = watch(pids=pids)
     watched.begin(os.getpid())
     gpus.log_xid(f"31, pid={watched.pid}, name=python3, channel 0x0000000a")
@@ -148,7 +148,7 @@ def test_the_ancestor_of_a_process_in_the_same_namespace_names_the_worker(watch,
     assert (xid["pids"], xid["workers"]) == ([watched.pid], [os.getpid()] if is_named else [])
 
 
-def test_gpus_of_other_jobs_are_not_watched(watch, gpus):
+def test_gpus_that_are_not_visible_to_the_job_are_not_watched(watch, gpus):
     gpus.set("count", 2)
     watched = watch(CUDA_VISIBLE_DEVICES="1")
     watched.begin()
@@ -159,7 +159,7 @@ def test_gpus_of_other_jobs_are_not_watched(watch, gpus):
     assert watched.settle() == {}
 
 
-def test_free_memory_is_reported_at_once(watch, gpus):
+def test_gpu_memory_near_its_baseline_counts_as_released(watch, gpus):
     gpus.set("gpu0/memory", 5 * GIB)
     watched = watch()
     watched.begin()
@@ -167,7 +167,7 @@ def test_free_memory_is_reported_at_once(watch, gpus):
     assert watched.settle() == {}
 
 
-def test_memory_that_is_still_held_is_reported_until_it_is_free(watch, gpus):
+def test_gpu_memory_that_is_still_held_is_reported_until_it_is_free(watch, gpus):
     watched = watch()
     watched.begin()
     gpus.set("gpu0/memory", f"{8 * GIB} 5")
@@ -176,7 +176,7 @@ def test_memory_that_is_still_held_is_reported_until_it_is_free(watch, gpus):
     assert gpus.path("gpu0/memory").read_text() == "0\n"
 
 
-def test_memory_of_a_living_process_is_not_waited_for(watch, gpus):
+def test_gpu_memory_of_an_unrelated_process_is_not_waited_for(watch, gpus):
     watched = watch()
     watched.begin()
     gpus.set("gpu0/processes", f"{os.getpid()} {8 * GIB}")
@@ -186,7 +186,7 @@ def test_memory_of_a_living_process_is_not_waited_for(watch, gpus):
     assert watched.settle() == {"0": GIB}
 
 
-def test_memory_of_a_worker_that_still_lives_is_waited_for(watch, gpus):
+def test_gpu_memory_of_a_running_worker_is_waited_for(watch, gpus):
     """The agent asks for the memory while it is still stopping the other workers."""
     watched = watch()
     watched.begin(os.getpid())
@@ -197,7 +197,7 @@ def test_memory_of_a_worker_that_still_lives_is_waited_for(watch, gpus):
     assert watched.wait("settled")["held"] == {}
 
 
-def test_the_memory_of_a_divided_gpu_is_not_watched(watch, gpus):
+def test_the_memory_of_a_gpu_with_mig_enabled_is_not_watched(watch, gpus):
     gpus.set("gpu0/mig", 1)
     watched = watch()
     watched.begin()
@@ -206,7 +206,7 @@ def test_the_memory_of_a_divided_gpu_is_not_watched(watch, gpus):
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetMigMode"])
-def test_a_version_without_a_function_is_good_enough(watch, gpus, function):
+def test_an_nvml_version_without_optional_functions_is_sufficient(watch, gpus, function):
     gpus.set("fails", f"{function} 13")
     watched = watch()
     watched.begin()
@@ -215,14 +215,14 @@ def test_a_version_without_a_function_is_good_enough(watch, gpus, function):
 
 
 @pytest.mark.parametrize(("function", "code"), [("nvmlInit_v2", 9), ("nvmlDeviceGetCount_v2", 999)])
-def test_without_nvml_one_message_says_so(watch, gpus, function, code):
+def test_an_nvml_initialization_failure_is_reported(watch, gpus, function, code):
     gpus.set("fails", f"{function} {code}")
     message = watch().wait("problem")
     assert message["is_blind"]
     assert function in message["problem"]
 
 
-def test_without_events_the_kernel_log_is_enough(watch, gpus):
+def test_the_kernel_log_is_used_if_nvml_events_are_not_available(watch, gpus):
     gpus.set("fails", "nvmlEventSetCreate 13")
     watched = watch()
     watched.begin()
@@ -231,7 +231,7 @@ def test_without_events_the_kernel_log_is_enough(watch, gpus):
     assert watched.wait("xid")["xid"]["code"] == 31
 
 
-def test_a_lost_gpu_ends_the_events(watch, gpus):
+def test_the_kernel_log_is_used_after_a_lost_gpu_ends_nvml_events(watch, gpus):
     watched = watch()
     watched.begin()
     gpus.path("events").write_text("lost\n")
@@ -240,7 +240,7 @@ def test_a_lost_gpu_ends_the_events(watch, gpus):
     assert watched.wait("xid")["xid"]["code"] == 79
 
 
-def test_an_unreadable_kernel_log_is_reported_once(watch, gpus):
+def test_an_unreadable_kernel_log_is_reported_and_nvml_is_still_used(watch, gpus):
     watched = watch(log="no such file")
     assert "no such file" in watched.wait("problem")["problem"]
     watched.begin()
@@ -248,7 +248,7 @@ def test_an_unreadable_kernel_log_is_reported_once(watch, gpus):
     assert watched.wait("xid")["xid"]["code"] == 31
 
 
-def test_a_call_that_hangs_is_reported_once_and_ends_with_the_program(watch, gpus):
+def test_a_hanging_nvml_call_is_reported_and_the_kernel_log_is_still_read(watch, gpus):
     gpus.set("hangs", "nvmlDeviceGetMemoryInfo_v2 2")
     program = list(command("elasticrs.host.gpu_watch"))
     program[program.index("-c") + 1] = program[program.index("-c") + 1].replace(

@@ -37,7 +37,7 @@ REDUCE = 'File "/lib/torch/distributed/distributed_c10d.py", line 2501 in all_re
 READ = 'File "/home of/train.py", line 41 in read'
 
 
-def test_lines_about_a_hang(golden):
+def test_hang_messages_match_the_golden_file(golden):
     ranks = [seen(n, beat(n, 71.0, 1204), REDUCE) for n in (0, 2, 3)]
     ranks.append(seen(1, beat(1, 40.0, 1204), READ))
     device, futex = {"state": "D", "wait_channel": "nfs_wait"}, {"wait_channel": "futex_do_wait"}
@@ -59,7 +59,7 @@ def test_lines_about_a_hang(golden):
     golden("hang", texts)
 
 
-def test_the_stack_is_that_of_the_thread_that_answered(tmp_path):
+def test_the_stack_of_the_current_thread_is_shown(tmp_path):
     path = tmp_path / "hang.txt"
     assert hangs.stack(str(path)) is None
     path.write_text("no activity\n\nno stacks\n")
@@ -75,7 +75,7 @@ def test_the_stack_is_that_of_the_thread_that_answered(tmp_path):
     assert len(lines) == hangs.MAX_FRAMES + 2
 
 
-def test_the_thread_that_waits_for_requests_is_left_out(tmp_path):
+def test_stacks_omit_the_thread_that_serves_diagnosis_requests(tmp_path):
     path = tmp_path / "hang.txt"
     own, other = (f'  File "{file}", line 1 in g\n' for file in (flight.__file__, "other.py"))
     header = "Thread 0x1 (most recent call first):\n"
@@ -112,7 +112,7 @@ Thread 7 (idle): "MainThread"
 """
 
 
-def test_the_stack_may_be_from_py_spy(tmp_path):
+def test_stacks_from_py_spy_are_parsed(tmp_path):
     path = tmp_path / "hang.txt"
     path.write_text(SPIED)
     assert (hangs.stack(str(path)) or "").split("\n")[1:] == [
@@ -128,7 +128,7 @@ def test_the_stack_may_be_from_py_spy(tmp_path):
 
 
 @given(st.text(max_size=300))
-def test_no_text_of_a_worker_breaks_a_line(text):
+def test_text_from_a_worker_is_made_printable_and_cut(text):
     for shown in (hangs.place(text), hangs.printable(text)):
         assert shown.isprintable()
         assert len(shown) <= 201

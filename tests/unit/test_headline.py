@@ -16,16 +16,16 @@ FileNotFoundError: [Errno 2] No such file or directory: 'a.pt'
 """
 
 
-def test_the_worker_and_the_agent_agree_on_what_belongs_to_the_program():
+def test_the_worker_and_the_agent_use_the_same_list_of_library_paths():
     """The list exists twice, because the module that runs in the worker must not import elasticrs."""
     assert error_file._LIBRARIES == LIBRARIES
 
 
-def test_the_place_is_in_the_code_of_the_user():
+def test_a_headline_names_the_last_line_in_user_code():
     assert headline(LIBRARY) == f"{LIBRARY.splitlines()[-1]} (load.py:7)"
 
 
-def test_a_place_in_a_library_is_better_than_none():
+def test_a_headline_names_a_library_line_if_there_is_no_user_code():
     only = LIBRARY.replace("/data/me", "/usr/lib/python3/dist-packages")
     assert headline(only).endswith("(serialization.py:1500)")
 
@@ -53,9 +53,9 @@ def test_a_place_in_a_library_is_better_than_none():
         ("\n", None),
     ],
 )  # fmt: skip
-def test_a_traceback_becomes_one_line(text, line):
+def test_a_traceback_is_summarized_in_one_line(text, line):
     assert headline(text) == line
 
 
-def test_a_long_message_is_cut():
+def test_a_long_exception_message_is_cut():
     assert len(headline("ValueError: " + "x" * 5000)) < 400

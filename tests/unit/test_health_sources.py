@@ -29,7 +29,7 @@ def ask(text, timeout=60.0):
     return result
 
 
-class TestForms:
+class TestSourceSyntax:
     @pytest.mark.parametrize(
         ("text", "source"),
         [
@@ -41,21 +41,21 @@ class TestForms:
             ("sh -c 'exit 1'", HealthSource("the node check", ("sh", "-c", "exit 1"))),
         ],
     )
-    def test_a_source_or_a_command(self, text, source):
+    def test_text_is_parsed_as_a_source(self, text, source):
         assert HealthSource.parse(text) == source
 
     @pytest.mark.parametrize(
         "text",
         ["", "nvml:0", "gpud:", "gpud:localhost", "gpud:ftp://x", "gpud:http://x:y", "nvhcd", "nvhcd:"],
     )
-    def test_another_form_is_refused(self, text):
+    def test_a_malformed_source_is_refused(self, text):
         with pytest.raises(ValueError, match="program" if not text else text[:4]):
             HealthSource.parse(text)
 
     @pytest.mark.parametrize(
         ("word", "name"), [("gdup", "gpud"), ("NVML", "nvml"), ("nvhdc:/x", "nvhcd"), ("true", None)]
     )
-    def test_a_misspelt_name_has_a_hint(self, word, name):
+    def test_a_misspelt_source_name_gets_a_hint(self, word, name):
         assert similar_source(word) == name
 
 
@@ -119,13 +119,13 @@ def suggested(*actions):
 
 class TestGpud:
     @pytest.mark.parametrize("gpud", ["https", "http"], indirect=True)
-    def test_healthy_and_degraded_components_are_fit(self, gpud):
+    def test_healthy_and_degraded_components_leave_the_node_fit(self, gpud):
         gpud.answer = components(disk=("Healthy", {}), xid=("Degraded", {}), ecc=("Initializing", {}))
         result = ask(gpud.url)
         assert (result.unfit, result.problem) == (None, None)
         assert gpud.paths == ["/v1/states"]
 
-    def test_an_unhealthy_component_is_unfit_with_its_repair_actions(self, gpud):
+    def test_an_unhealthy_component_makes_the_node_unfit_and_names_repairs(self, gpud):
         gpud.answer = components(
             ecc=("Unhealthy", suggested("REBOOT_SYSTEM", "HARDWARE_INSPECTION")), nfs=("Unhealthy", {})
         )
@@ -135,7 +135,7 @@ class TestGpud:
         assert result.unfit == f"gpud: {reasons}"
 
     @pytest.mark.parametrize("action", ["IGNORE_NO_ACTION_REQUIRED", "CHECK_USER_APP_AND_GPU"])
-    def test_a_problem_of_the_program_does_not_make_the_node_unfit(self, gpud, action):
+    def test_an_application_problem_does_not_make_the_node_unfit(self, gpud, action):
         gpud.answer = components(xid=("Unhealthy", suggested(action)))
         result = ask(gpud.url)
         assert (result.unfit, result.problem) == (None, None)
@@ -154,7 +154,7 @@ class TestGpud:
         ],
         ids=["status", "html", "deep", "object", "empty", "number", "null", "huge"],
     )
-    def test_nonsense_is_no_answer(self, gpud, answer, word):
+    def test_an_invalid_reply_counts_as_no_answer(self, gpud, answer, word):
         gpud.answer = answer
         result = ask(gpud.url)
         assert (result.unfit, result.lines) == (None, ())
@@ -167,12 +167,12 @@ class TestGpud:
         assert result.unfit is None
         assert "1 s" in result.problem
 
-    def test_no_service_gives_no_answer(self, gpud):
+    def test_a_missing_service_gives_no_answer(self, gpud):
         url = gpud.url.replace("https", "http")
         gpud.answer = None
         assert "does not answer" in ask(f"{url[: url.rindex(':')]}:1").problem
 
-    def test_text_that_is_no_unicode_is_shown_with_replacements(self, gpud):
+    def test_invalid_unicode_is_shown_with_replacement_characters(self, gpud):
         gpud.answer = components(ecc=("Unhealthy", {"reason": "a \ud800 b"}))
         assert ask(gpud.url).unfit == "gpud: ecc: a ? b"
 
@@ -256,7 +256,7 @@ class TestNvhcd:
         ],
         ids=["not run", "empty", "no end", "short", "group", "huge"],
     )
-    def test_nonsense_is_no_answer(self, daemon, reply, word):
+    def test_an_invalid_reply_counts_as_no_answer(self, daemon, reply, word):
         daemon.reply = reply
         result = ask(f"nvhcd:{daemon.path}")
         assert result.unfit is None
@@ -273,7 +273,7 @@ class TestNvhcd:
             assert nvhcd_check.report(reply) in (0, 1)
 
 
-class TestProgram:
+class TestHealthProgram:
     @pytest.fixture
     def source(self, tmp_path, monkeypatch):
         """Return a function that makes a module with this ``main`` function the source ``nvml``."""
@@ -287,11 +287,11 @@ class TestProgram:
         return make
 
     @pytest.mark.parametrize(("result", "code"), [(0, 0), (1, UNFIT)])
-    def test_the_result_becomes_the_exit_code(self, source, result, code):
+    def test_the_result_of_a_source_becomes_the_exit_code(self, source, result, code):
         source(f"def main(): return {result}")
         assert health_program.main("nvml") == code
 
-    def test_a_program_that_cannot_be_imported_is_no_answer(self, monkeypatch, tmp_path):
+    def test_an_import_error_counts_as_no_answer(self, monkeypatch, tmp_path):
         (tmp_path / "elasticrs").mkdir()
         (tmp_path / "elasticrs" / "__init__.py").touch()
         monkeypatch.setattr(elasticrs, "__path__", [str(tmp_path / "elasticrs")])
@@ -299,18 +299,18 @@ class TestProgram:
         assert result.unfit is None
         assert "ModuleNotFoundError" in result.problem
 
-    def test_an_exception_is_no_answer(self, source, capfdbinary):
+    def test_an_exception_in_a_source_counts_as_no_answer(self, source, capfdbinary):
         source("def main(): raise KeyError('x')")
         assert health_program.main("nvml") == NO_ANSWER
         sys.stdout.flush()
         assert capfdbinary.readouterr().out == b"KeyError: 'x'\n"
 
-    def test_a_source_that_is_not_there_is_unavailable(self, monkeypatch):
+    def test_a_source_with_a_missing_module_is_unavailable(self, monkeypatch):
         monkeypatch.setitem(health_program.MODULES, "nvml", "elasticrs.host.there_is_no_such_module")
         assert health_program.why_unavailable("nvml") is not None
         assert health_program.why_unavailable("gpud") is None
 
-    def test_a_missing_package_is_named(self):
+    def test_a_missing_package_is_named_with_its_pip_command(self):
         # Run without site packages, so that grpcio cannot be found.
         root = elasticrs.__path__[0].rpartition("/")[0]
         code = f"import sys; sys.path.append({root!r}); import elasticrs.host.health_program as it"

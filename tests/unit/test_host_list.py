@@ -25,12 +25,12 @@ from elasticrs.schedulers.host_list import MOST, expand
         ("b[1-2].example", "b1.example b2.example"),
     ],
 )  # fmt: skip
-def test_examples(text, hosts):
+def test_host_lists_are_expanded(text, hosts):
     assert expand(text) == hosts.split()
 
 
 @given(host_lists())
-def test_a_list_is_expanded_in_its_order(made):
+def test_a_host_list_is_expanded_in_its_order(made):
     text, hosts = made
     assert expand(text) == hosts
 
@@ -41,13 +41,13 @@ def test_a_list_is_expanded_in_its_order(made):
      "n[1-2,4-]", "n[1[2]]", "n[1-2-3]", "n[-1]", "n[1 - 2]", f"n[0-{MOST}]", "n[0-9999][0-9999]",
      "n[1-99999999999999999999]", f"n[{'9' * 5000}]", "n[" + ",".join(["0-999999"] * 1000) + "]"],
 )  # fmt: skip
-def test_anything_else_is_refused(text):
+def test_malformed_host_lists_are_refused(text):
     with pytest.raises(ValueError, match="host list"):
         expand(text)
 
 
 @given(st.text(alphabet="an1290,-[] \u0663", max_size=16))
-def test_no_text_does_more_harm_than_a_refusal(text):
+def test_any_text_is_expanded_or_refused(text):
     try:
         hosts = expand(text)
     except ValueError:

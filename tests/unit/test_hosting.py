@@ -65,14 +65,14 @@ def listens(host, machine, port=29400, **how):
 
 
 @pytest.mark.parametrize("host", ["node1", "NODE1", "node1.", "node1.cluster", "Node1.Cluster.", "10.0.0.1"])
-def test_the_host_that_the_endpoint_names_serves_all_interfaces(host):
+def test_the_host_named_by_the_endpoint_listens_on_all_interfaces(host):
     assert listens(host, NODE1) == (("::", 29400),)
     assert listens(host, Machine("node1", "node1.cluster", own=["10.0.0.1"], has_ipv6=False)) == (
         ("0.0.0.0", 29400),
     )
 
 
-def test_an_alias_is_known_by_its_address():
+def test_a_host_recognizes_its_alias_by_the_address():
     machine = Machine("node1", own=["10.0.0.1"], known={"head": ["192.0.2.9", "10.0.0.1"]})
     found = decide(rendezvous("head"), machine)
     assert found.listen == (("::", 29400),)
@@ -80,7 +80,7 @@ def test_an_alias_is_known_by_its_address():
 
 
 @pytest.mark.parametrize("host", ["localhost", "node1"])
-def test_with_etcd_no_agent_hosts_and_every_node_has_an_address(host):
+def test_with_etcd_no_agent_hosts_a_store_and_each_node_has_an_address(host):
     site = EtcdSite(((host, 2379),))
     machine = Machine("me", own=["10.0.0.7"], known={"me": ["127.0.1.1", "10.0.0.7"]})
     found = decide(rendezvous(host, 2379, "etcd", etcd=site), machine)
@@ -88,7 +88,7 @@ def test_with_etcd_no_agent_hosts_and_every_node_has_an_address(host):
     assert decide_again(found, rendezvous(host), machine) == found
 
 
-def test_others_are_clients():
+def test_agents_on_other_hosts_are_clients():
     found = decide(rendezvous("node1"), NODE2)
     assert found.listen == ()
     assert "node1 (10.0.0.1)" in found.reason
@@ -96,22 +96,22 @@ def test_others_are_clients():
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost", "localhost."])
-def test_a_loopback_name_is_served_on_loopback_of_both_kinds(host):
+def test_localhost_is_served_on_ipv4_and_ipv6_loopback(host):
     assert listens(host, NODE1) == (("127.0.0.1", 29400), ("::1", 29400))
     assert listens(host, Machine(has_ipv6=False)) == (("127.0.0.1", 29400),)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1"])
-def test_a_loopback_address_is_served_as_it_is(host):
+def test_a_loopback_address_is_served_on_that_address_only(host):
     assert listens(host, NODE1) == ((host, 29400),)
 
 
-def test_a_free_port_is_one_port():
+def test_port_0_is_bound_on_a_single_address():
     assert listens("localhost", NODE1, 0) == (("127.0.0.1", 0),)
     assert listens("node1", NODE1, 0) == (("::", 0),)
 
 
-def test_is_host_is_obeyed():
+def test_is_host_overrides_the_hosting_decision():
     told = decide(rendezvous("service", is_host=True), NODE1)
     assert (told.listen, told.is_explicit) == ((("::", 29400),), True)
     assert listens("node1", NODE1, is_host=False) == ()
@@ -121,13 +121,13 @@ def test_is_host_is_obeyed():
     assert decide(rendezvous("node1", is_host=False), NODE1).is_explicit
 
 
-def test_bind_addr_is_obeyed():
+def test_bind_addr_sets_the_listening_address():
     assert listens("node1", NODE1, bind_addr="10.0.0.1") == (("10.0.0.1", 29400),)
     assert listens("localhost", NODE1, bind_addr="10.0.0.1") == (("10.0.0.1", 29400),)
     assert listens("node1", NODE2, bind_addr="10.0.0.1") == ()
 
 
-def test_with_static_node_rank_0_hosts():
+def test_node_rank_0_hosts_the_store_with_the_static_backend():
     assert listens("node1", NODE2, backend="static", node_rank=0) == (("::", 29400),)
     assert listens("node1", NODE1, backend="static", node_rank=1) == ()
     assert listens("node1", NODE1, backend="static", node_rank=1, is_host=True) == (("::", 29400),)
@@ -145,7 +145,7 @@ def test_with_static_node_rank_0_hosts():
         ("nowhere", "'nowhere'"),
     ],
 )
-def test_rank_0_at_another_address_than_given_is_reported(host, doubt):
+def test_node_rank_0_at_another_address_than_given_is_reported(host, doubt):
     """A different address is not an error, because the agent may be reachable through the address of a
     service.
     """
@@ -158,7 +158,7 @@ def test_rank_0_at_another_address_than_given_is_reported(host, doubt):
 
 
 @pytest.mark.parametrize("how", [{}, {"is_host": False}, {"backend": "static", "node_rank": 1}])
-def test_a_name_that_is_not_known_yet_makes_a_client(how):
+def test_an_agent_is_a_client_if_the_endpoint_does_not_resolve_yet(how):
     found = decide(rendezvous("later", **how), NODE1)
     assert not found.may_host
     assert found.trouble == "Name or service not known"
@@ -168,11 +168,11 @@ def test_a_name_that_is_not_known_yet_makes_a_client(how):
     assert f"({found.trouble})" in line
 
 
-def test_its_own_name_need_not_be_known():
+def test_the_host_name_of_this_machine_need_not_be_resolvable():
     assert listens("lonely", Machine("lonely")) == (("::", 29400),)
 
 
-def test_a_free_port_of_another_host_cannot_be_known():
+def test_port_0_on_another_host_is_refused():
     for how, why in (
         ({"host": "node1"}, r"node1 \(10.0.0.1\)"),
         ({"host": "later"}, "later"),
@@ -184,7 +184,7 @@ def test_a_free_port_of_another_host_cannot_be_known():
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
-def test_all_interfaces_are_no_endpoint(host):
+def test_a_wildcard_address_is_refused_as_endpoint(host):
     with pytest.raises(UsageError, match=f"got '.*{host}.*'"):
         decide(rendezvous(host), NODE1)
 
@@ -201,7 +201,7 @@ flags = st.none() | st.booleans()
     st.none() | st.just("10.0.0.1"),
     st.sampled_from([NODE1, NODE2]),
 )
-def test_every_decision_holds_its_promises(host, port, is_host, bind_addr, machine):
+def test_every_hosting_decision_is_consistent(host, port, is_host, bind_addr, machine):
     how = {"is_host": is_host, "bind_addr": bind_addr}
     try:
         found = decide(rendezvous(host, port, **how), machine)
@@ -221,7 +221,7 @@ def test_every_decision_holds_its_promises(host, port, is_host, bind_addr, machi
 
 
 @given(hosts.filter(lambda host: not (is_loopback_name(host) or is_unspecified(host))))
-def test_at_most_one_of_two_machines_hosts(host):
+def test_at_most_one_of_two_machines_hosts_the_store(host):
     guesses = [decide(rendezvous(host), machine).may_host for machine in (NODE1, NODE2)]
     # Loopback addresses and wildcards are left out above: both machines have them, and no other machine can
     # use them.
@@ -243,7 +243,7 @@ def test_at_most_one_of_two_machines_hosts(host):
         (rendezvous("node1", backend="static", node_rank=1), None),
     ],
 )
-def test_an_address_can_be_chosen(endpoint, address):
+def test_the_node_address_comes_from_local_addr_or_the_static_endpoint(endpoint, address):
     assert endpoint.given_addr == address
 
 
@@ -269,11 +269,11 @@ def test_an_address_can_be_chosen(endpoint, address):
         (rendezvous("node1", is_host=False), NODE1, None),
     ],
 )
-def test_the_fallback_is_what_other_machines_reach(endpoint, machine, address):
+def test_the_fallback_address_is_reachable_from_other_machines(endpoint, machine, address):
     assert decide(endpoint, machine).fallback == address
 
 
-def test_what_a_name_stands_for_may_change():
+def test_hosting_is_decided_again_if_the_endpoint_resolves_differently():
     early = Machine("pod", own=["10.0.0.1"], known={"old": ["10.0.0.9"]})
     late = Machine("pod", own=["10.0.0.1"], known={"new": ["10.0.0.1"], "old": ["10.0.0.1"]})
     for name in ("new", "old"):
@@ -287,14 +287,14 @@ def test_what_a_name_stands_for_may_change():
         assert again.fallback == name
 
 
-def test_what_the_user_decided_stays():
+def test_an_explicit_is_host_is_not_decided_again():
     for is_host in (False, True):
         endpoint = rendezvous("new", is_host=is_host)
         first = decide(endpoint, NODE2)
         assert decide_again(first, endpoint, Machine("new", own=["10.0.0.2"])) is first
 
 
-def test_agents_that_share_loopback_are_on_one_host(tmp_path):
+def test_agents_with_the_same_loopback_have_the_same_host_identity(tmp_path):
     assert host_identity() == host_identity()
     ask = "from elasticrs.rendezvous.elastic.hosting import host_identity; print(host_identity())"
     done = run_program([sys.executable, "-c", ask], check=True)
@@ -326,13 +326,13 @@ def test_agents_that_share_loopback_are_on_one_host(tmp_path):
         ("node1", False, False),
     ],
 )
-def test_kinds_of_addresses(address, loopback, elsewhere):
+def test_loopback_and_externally_usable_addresses_are_recognized(address, loopback, elsewhere):
     assert (is_loopback(address), is_usable_elsewhere(address)) == (loopback, elsewhere)
     assert is_loopback_name(address) == (loopback or address in {"localhost", "[::1]"})
 
 
 @given(st.ip_addresses(v=4))
-def test_an_ipv4_address_is_the_same_in_both_forms(address):
+def test_an_ipv4_mapped_ipv6_address_equals_its_ipv4_address(address):
     assert packed(f"::ffff:{address}") == packed(str(address)) == address.packed
     assert is_loopback(f"::ffff:{address}") == address.is_loopback
     assert is_usable_elsewhere(str(address)) == (
@@ -343,7 +343,7 @@ def test_an_ipv4_address_is_the_same_in_both_forms(address):
 # --- this machine ---
 
 
-def test_this_machine_knows_itself():
+def test_the_system_resolver_recognizes_this_machine():
     machine = SystemResolver()
     assert os.uname().nodename in machine.host_names()
     assert machine.resolve("127.0.0.1") == ["127.0.0.1"]
@@ -366,7 +366,7 @@ print(*(SystemResolver().is_local(address) for address in sys.argv[1:]))
 
 
 @pytest.mark.privileged
-def test_an_address_that_can_be_bound_may_still_be_anothers():
+def test_a_bindable_address_of_another_machine_is_not_local():
     # `ip_nonlocal_bind`, which load balancers use, allows this. The third address has a route, and the fourth
     # has none.
     setup = """
@@ -382,13 +382,13 @@ def test_an_address_that_can_be_bound_may_still_be_anothers():
     assert done.stdout.split() == ["True", "True", "False", "False"]
 
 
-def test_a_name_that_cannot_be_one_is_not_resolved():
+def test_resolving_an_invalid_host_name_raises_an_error():
     for name in ("a..b", "x" * 64 + ".b", "node.invalid"):
         with pytest.raises(OSError, match=r"."):
             SystemResolver().resolve(name)
 
 
-def test_a_real_endpoint_is_decided():
+def test_hosting_is_decided_with_the_system_resolver():
     own_name = os.uname().nodename
     assert decide(rendezvous(own_name), SystemResolver()).may_host
     assert not decide(rendezvous("192.0.2.1"), SystemResolver()).may_host
@@ -413,10 +413,10 @@ def test_a_real_endpoint_is_decided():
         (NODE2, "10.0.0.1", None),
     ],
 )
-def test_where_a_member_listens(machine, host, address):
+def test_an_etcd_member_listens_only_on_addresses_of_its_own_machine(machine, host, address):
     assert listening_address(host, machine) == address
 
 
-def test_a_name_that_is_not_known_may_be_of_this_machine():
+def test_a_listening_address_that_does_not_resolve_raises_an_error():
     with pytest.raises(OSError, match="not known"):
         listening_address("node9", NODE1)

@@ -54,7 +54,7 @@ LEAKS = {
 }
 
 
-def test_each_leak_fails_its_own_test_and_is_named(pytester, monkeypatch):
+def test_each_leak_fails_the_test_that_caused_it_and_is_named(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(HELPERS))
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeconftest("from helpers.leaks import no_leaks\n")

@@ -40,7 +40,7 @@ def clock(monkeypatch):
     return time
 
 
-def test_it_goes_to_and_fro():
+def test_the_port_can_be_lent_and_taken_back_repeatedly():
     session = Session()
     port = LentPort(session)
     for _ in range(3):
@@ -61,7 +61,7 @@ def test_an_agent_that_hosts_no_store_lends_no_port():
     assert port.take_back()
 
 
-def test_a_taken_port_is_retried_less_and_less_often(clock):
+def test_a_port_in_use_is_retried_with_growing_pauses(clock):
     session = Session()
     port = LentPort(session)
     port.lend()
@@ -104,7 +104,7 @@ def accepts(port):
         return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_the_end_of_the_workers_is_reported_once_the_port_is_back(driver):
+def test_the_end_of_the_workers_is_reported_after_the_port_is_taken_back(driver):
     driver, port, told = driver
     assert accepts(port)
     assert driver.open_store() is None
@@ -136,7 +136,7 @@ def test_a_port_taken_by_another_program_is_reported_once(driver, monkeypatch):
         assert [type(event) for event in told] == [messages.GroupEnded]
 
 
-def test_success_does_not_wait_for_the_port(driver):
+def test_success_is_reported_without_waiting_for_the_port(driver):
     driver, port, told = driver
     assert driver.open_store() is None
     with socket.create_server(("", port)):

@@ -20,21 +20,21 @@ from elasticrs.workers.logs import (
 )
 
 
-def test_nothing_is_redirected_by_default():
+def test_no_stream_is_redirected_by_default():
     paths = layout(LogSettings(), "/d", 2)
     assert paths.stdouts == paths.stderrs == {0: "", 1: ""}
     assert paths.tee_stdouts == paths.tee_stderrs == {}
     assert paths.error_files == {0: "/d/0/error.json", 1: "/d/1/error.json"}
 
 
-def test_tee_writes_the_file_as_well():
+def test_tee_also_writes_the_log_file():
     paths = layout(LogSettings(redirects={1: 2}, tee=1), "/d", 2)
     assert paths.stdouts == paths.tee_stdouts == {0: "/d/0/stdout.log", 1: "/d/1/stdout.log"}
     assert paths.stderrs == {0: "", 1: "/d/1/stderr.log"}
     assert paths.tee_stderrs == {}
 
 
-def test_filtered_ranks_write_files_but_do_not_show():
+def test_filtered_ranks_write_log_files_but_no_console_lines():
     settings = LogSettings(redirects=2, tee=1, local_ranks_filter=frozenset({1}))
     paths = layout(settings, "/d", 2)
     assert paths.stdouts[0] == "/d/0/stdout.log"
@@ -44,7 +44,7 @@ def test_filtered_ranks_write_files_but_do_not_show():
     assert hidden.stdouts == hidden.stderrs == {0: os.devnull, 1: ""}
 
 
-def test_files_without_tee_are_not_followed():
+def test_log_files_without_tee_are_not_followed():
     settings = LogSettings(redirects={0: 3, 2: 1}, tee={1: 1}, local_ranks_filter=frozenset({0, 1}))
     paths = layout(settings, "/d", 3)
     written = [(0, 1, "/d/0/stdout.log"), (2, 1, "/d/2/stdout.log"), (0, 2, "/d/0/stderr.log")]
@@ -57,7 +57,7 @@ def test_files_without_tee_are_not_followed():
     assert not shared.are_new
 
 
-def test_stderr_is_captured_without_losing_the_console():
+def test_captured_stderr_is_still_shown_on_the_console():
     paths = layout(LogSettings(capture_stderr=True), "/d", 1)
     assert paths.stderrs == paths.tee_stderrs == {0: "/d/0/stderr.log"}
     assert paths.stdouts == {0: ""}
@@ -87,7 +87,7 @@ def test_each_run_and_each_attempt_has_its_own_directory(tmp_path):
         first.attempt("0", {})
 
 
-def test_an_unusable_log_dir_is_the_users_mistake(tmp_path):
+def test_an_unusable_log_dir_raises_a_usage_error(tmp_path):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(UsageError, match=r"--log-dir: .*file: "):
@@ -131,7 +131,7 @@ def temporary(request, tmp_path, monkeypatch):
     return attempt, folder
 
 
-def test_a_temporary_directory_that_was_cleaned_away_is_made_again_for_this_user_alone(temporary):
+def test_a_deleted_temporary_directory_is_recreated_with_mode_700(temporary):
     attempt, folder = temporary
     shutil.rmtree(folder)
     attempt()
@@ -151,7 +151,7 @@ def test_a_temporary_directory_of_another_user_is_refused(temporary):
     assert list(folder.iterdir()) == []
 
 
-def test_a_link_in_place_of_a_temporary_directory_is_refused(temporary, tmp_path):
+def test_a_symbolic_link_in_place_of_a_temporary_directory_is_refused(temporary, tmp_path):
     attempt, folder = temporary
     shutil.rmtree(folder)
     elsewhere = tmp_path / "elsewhere"
@@ -162,7 +162,7 @@ def test_a_link_in_place_of_a_temporary_directory_is_refused(temporary, tmp_path
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_directory_of_the_user_stays(tmp_path):
+def test_a_log_dir_given_by_the_user_is_not_removed(tmp_path):
     logs = RunLogs(LogSettings(log_dir=str(tmp_path)), "job", 1)
     logs.attempt("0", {})
     logs.remove_if_empty()
@@ -170,12 +170,12 @@ def test_a_directory_of_the_user_stays(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "4", "a", "0:", "0:4", ":1", "0:1,", "-1:1", "0:1:2", "²:1"])
-def test_malformed_streams_are_refused(text):
+def test_malformed_stream_selections_are_refused(text):
     with pytest.raises(ValueError, match="LOCAL_RANK"):
         parse_streams(text)
 
 
-def test_prefixes_follow_the_template():
+def test_line_prefixes_follow_the_template():
     nodes = [NodeShare("a\x1b[2J", 1), NodeShare("default", 2)]
     ranks, host = assign(nodes, 1), os.uname().nodename.split(".")[0]
     assert line_prefixes(None, ranks) == {0: "[default0]:", 1: "[default1]:"}
@@ -184,7 +184,7 @@ def test_prefixes_follow_the_template():
     assert coloured("[x]:", 0).startswith("\x1b[36m[x]:")
 
 
-def test_colour_is_for_terminals_without_no_color():
+def test_colour_is_used_only_on_terminals_without_no_color():
     reader, writer = os.pipe()
     main, tty = os.openpty()
     try:
@@ -199,7 +199,7 @@ def test_colour_is_for_terminals_without_no_color():
 @pytest.mark.parametrize("tee", [0, 1, 2, 3, {0: 1, 2: 3, 9: 3}, {1: 0}])
 @pytest.mark.parametrize("chosen", [None, {0, 1, 9}, set()])
 @pytest.mark.parametrize("capture", [False, True])
-def test_files_that_are_followed_are_those_that_are_laid_out(tee, chosen, capture):
+def test_the_number_of_followed_files_matches_the_layout(tee, chosen, capture):
     ranks = None if chosen is None else frozenset(chosen)
     settings = LogSettings(tee=tee, capture_stderr=capture, local_ranks_filter=ranks)
     paths = layout(settings, "logs", 4)

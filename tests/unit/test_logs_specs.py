@@ -12,19 +12,19 @@ def envs(count, number="0", restarts="0"):
     return {local_rank: dict(own) for local_rank in range(count)}
 
 
-def test_streams_are_read_from_text():
+def test_std_values_are_parsed_from_text():
     assert Std.from_str("3") == Std.ALL == Std.OUT | Std.ERR
     assert Std.from_str("0:1,12:2") == {0: Std.OUT, 12: Std.ERR}
     with pytest.raises(ValueError, match="4 does not match"):
         Std.from_str("4")
 
 
-def test_a_choice_becomes_one_for_each_rank():
+def test_to_map_expands_a_stream_selection_to_each_rank():
     assert to_map(Std.OUT, 2) == {0: Std.OUT, 1: Std.OUT}
     assert to_map({1: Std.ERR}, 2) == {0: Std.NONE, 1: Std.ERR}
 
 
-def test_the_layout_is_torchs(tmp_path):
+def test_the_log_layout_matches_torch(tmp_path):
     specs = DefaultLogsSpecs(str(tmp_path), redirects=Std.OUT, tee={1: Std.ERR})
     variables = envs(2)
     logs = specs.reify(variables)
@@ -37,14 +37,14 @@ def test_the_layout_is_torchs(tmp_path):
     assert os.path.isdir(os.path.dirname(logs.error_files[1]))
 
 
-def test_an_attempts_directory_is_never_used_again(tmp_path):
+def test_an_attempt_directory_is_never_reused(tmp_path):
     specs = DefaultLogsSpecs(str(tmp_path))
     names = [os.path.dirname(os.path.dirname(specs.reify(envs(1)).error_files[0])) for _ in range(3)]
     assert [os.path.basename(name) for name in names] == ["attempt_0", "attempt_0_r0", "attempt_0_r0_1"]
     assert all(os.path.isdir(name) for name in names)
 
 
-def test_rounds_that_cost_no_restart_have_their_own_directory(tmp_path):
+def test_rounds_with_the_same_restart_count_have_their_own_directories(tmp_path):
     specs = DefaultLogsSpecs(str(tmp_path))
     first = specs.reify(envs(1, number="3", restarts="1"))
     second = specs.reify(envs(1, number="4", restarts="1"))
@@ -52,20 +52,20 @@ def test_rounds_that_cost_no_restart_have_their_own_directory(tmp_path):
     assert "/attempt_1_r4/" in second.error_files[0]
 
 
-def test_the_null_device_means_no_files(tmp_path):
+def test_the_null_device_as_log_dir_disables_log_files(tmp_path):
     variables = envs(1)
     logs = DefaultLogsSpecs(os.devnull, tee=Std.ALL).reify(variables)
     assert logs.stdouts == {0: ""}
     assert variables[0]["TORCHELASTIC_ERROR_FILE"] == ""
 
 
-def test_a_file_is_no_directory(tmp_path):
+def test_a_file_as_log_dir_is_refused(tmp_path):
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(NotADirectoryError, match=str(file)):
         DefaultLogsSpecs(str(file))
 
 
-def test_equal_settings_are_equal(tmp_path):
+def test_logs_specs_with_equal_settings_are_equal(tmp_path):
     assert DefaultLogsSpecs(str(tmp_path), tee=Std.OUT) == DefaultLogsSpecs(str(tmp_path), tee=Std.OUT)
     assert DefaultLogsSpecs(str(tmp_path)) != DefaultLogsSpecs(str(tmp_path), tee=Std.OUT)

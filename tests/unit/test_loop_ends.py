@@ -62,7 +62,7 @@ class Raises(Wrapped):
         raise _core.SupervisorError("the nursery could not be ended")
 
 
-def test_everything_is_released_if_the_supervisor_cannot_be_closed(monkeypatch):
+def test_resources_are_released_even_if_closing_the_supervisor_fails(monkeypatch):
     monkeypatch.setattr(_core, "Supervisor", Raises)
     closed = []
     with pytest.raises(_core.SupervisorError, match="ended"):
@@ -70,7 +70,7 @@ def test_everything_is_released_if_the_supervisor_cannot_be_closed(monkeypatch):
     assert closed == ["workers", "rendezvous"]
 
 
-def test_events_at_the_end_are_reported_despite_an_unread_descriptor(monkeypatch, capfd):
+def test_final_events_are_reported_despite_an_unread_descriptor(monkeypatch, capfd):
     reader, writer = os.pipe()
     os.write(writer, b"x")
 
@@ -102,7 +102,7 @@ def test_events_at_the_end_are_reported_despite_an_unread_descriptor(monkeypatch
     os.close(writer)
 
 
-def test_a_worker_that_has_exited_is_not_looked_for_by_its_pid():
+def test_an_exited_worker_is_not_listed_as_running():
     attempt = Attempt(1, 0, Plan([], "a", 1))
     attempt.pids = [11, 12, 13]
     attempt.exits[1] = None

@@ -22,13 +22,13 @@ def run(*words, timeout=30.0):
     return result
 
 
-def test_a_command_that_succeeds_finds_the_node_fit():
+def test_a_check_command_that_succeeds_finds_the_node_fit():
     result = run("sh", "-c", "echo fine")
     assert (result.unfit, result.problem, result.lines) == (None, None, ("fine",))
 
 
 @pytest.mark.parametrize(("how", "word"), [("exit 3", "3"), ("kill -9 $$", "SIGKILL")])
-def test_a_command_that_fails_finds_the_node_unfit(how, word):
+def test_a_check_command_that_fails_finds_the_node_unfit(how, word):
     result = run("sh", "-c", f"echo out; echo err >&2; {how}")
     assert word in result.unfit
     assert (result.problem, result.lines) == (None, ("out", "err"))
@@ -50,7 +50,7 @@ def run_hanging(tmp_path, monkeypatch):
     return lambda script: (run("sh", "-c", script, fifo, timeout=0.1), pids[0])
 
 
-def test_a_command_that_hangs_proves_nothing_and_is_killed(run_hanging):
+def test_a_check_command_that_hangs_is_killed_and_inconclusive(run_hanging):
     result, pid = run_hanging('echo here; echo $$ >"$0"; sleep 600')
     assert result.unfit is None
     assert "0.1 s" in result.problem
@@ -58,7 +58,7 @@ def test_a_command_that_hangs_proves_nothing_and_is_killed(run_hanging):
     assert procs.wait_gone(pid)
 
 
-def test_a_command_that_is_cancelled_proves_nothing():
+def test_a_cancelled_check_command_is_inconclusive():
     check = NodeCheck([command("sleep", "600")] * 2, 600.0)
     check.cancel()
     for result in check.finish():
@@ -66,13 +66,13 @@ def test_a_command_that_is_cancelled_proves_nothing():
         assert result.problem is not None
 
 
-def test_a_command_that_does_not_exist_proves_nothing():
+def test_a_missing_check_command_is_inconclusive():
     result = run("/no/such/command")
     assert result.unfit is None
     assert os.strerror(2) in result.problem
 
 
-def test_a_process_that_keeps_the_output_open_delays_nothing_and_is_killed(tmp_path):
+def test_a_leftover_process_that_holds_output_open_is_killed_without_delay(tmp_path):
     result = run("sh", "-c", 'sleep 600 & echo $! >"$0"; exit 0', tmp_path / "pid")
     assert (result.unfit, result.problem) == (None, None)
     assert procs.wait_gone(int((tmp_path / "pid").read_text()))
@@ -82,7 +82,7 @@ def refuse(*_):
     raise PermissionError(1, os.strerror(1))
 
 
-def test_the_result_of_a_command_of_another_user_counts(monkeypatch):
+def test_the_result_of_a_check_command_run_as_another_user_is_used(monkeypatch):
     # As under sudo, the agent has no permission to signal the command, even after the command has exited.
     monkeypatch.setattr(node_check.os, "killpg", refuse)
     result = run("sh", "-c", "echo GPU 3 is broken; exit 3")
@@ -91,7 +91,7 @@ def test_the_result_of_a_command_of_another_user_counts(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning")
-def test_a_command_that_cannot_be_killed_does_not_hold_up_the_agent(monkeypatch, run_hanging):
+def test_a_check_command_that_cannot_be_killed_does_not_block_the_agent(monkeypatch, run_hanging):
     monkeypatch.setattr(node_check.os, "killpg", refuse)
     monkeypatch.setattr(node_check, "EXIT_LIMIT", 0.01)
     result, pid = run_hanging('echo $$ >"$0"; exec sleep 600')
@@ -101,7 +101,7 @@ def test_a_command_that_cannot_be_killed_does_not_hold_up_the_agent(monkeypatch,
     os.waitpid(pid, 0)
 
 
-def test_a_command_does_not_outlive_an_agent_that_is_killed(tmp_path):
+def test_a_check_command_does_not_outlive_a_killed_agent(tmp_path):
     program = """
 import sys
 from elasticrs.host import node_check
@@ -127,22 +127,22 @@ node_check.NodeCheck([source], 600.0).finish()
     procs.reap_adopted()
 
 
-def test_only_the_end_of_a_huge_output_is_kept():
+def test_only_the_end_of_a_huge_command_output_is_kept():
     result = run(sys.executable, "-c", "for n in range(200_000): print(n)")
     assert result.lines == tuple(str(200_000 - MAX_LINES + n) for n in range(MAX_LINES))
 
 
-def test_a_command_gets_signals_that_the_thread_blocks():
+def test_a_check_command_starts_without_blocked_signals():
     result = run("sh", "-c", "grep SigBlk /proc/self/status")
     assert int(result.lines[0].split()[1], 16) == 0
 
 
-def test_a_long_line_is_cut():
+def test_a_long_output_line_is_cut():
     result = run(sys.executable, "-c", "print('x' * 50_000)")
     assert result.lines == ("x" * MAX_LINE + "…",)
 
 
-def test_all_checks_run_at_the_same_time_and_each_has_its_own_result(tmp_path):
+def test_checks_run_concurrently_and_each_has_its_own_result(tmp_path):
     for name in "ab":
         os.mkfifo(tmp_path / name)
     # The commands wait for each other, because opening a FIFO blocks until the other end is opened.

@@ -25,7 +25,7 @@ def worker(page, local_rank):
     return found
 
 
-def test_the_facts_of_workers_are_read_by_local_rank(page):
+def test_worker_data_are_read_by_local_rank(page):
     assert page.standings() == []
     first, last = worker(page, 0), worker(page, 2)
     last.place(5, 8, 3)
@@ -51,7 +51,7 @@ def test_the_final_world_size_is_known_when_all_workers_have_finished(page):
     assert page.final_world_size() == 8
 
 
-def test_a_replacement_starts_with_empty_facts(page):
+def test_a_replacement_worker_starts_with_empty_data(page):
     worker(page, 1).tell_rate(9.0)
     worker(page, 1)
     (found,) = page.standings()
@@ -65,7 +65,7 @@ def test_a_cleared_slot_is_empty(page):
     assert [each.local_rank for each in page.standings()] == [0]
 
 
-def test_a_request_outlasts_the_worker_that_has_seen_it(page):
+def test_a_checkpoint_request_stays_open_for_a_replacement_worker(page):
     page.ask()
     assert worker(page, 0).is_asked
     again = worker(page, 0)
@@ -76,7 +76,7 @@ def test_a_request_outlasts_the_worker_that_has_seen_it(page):
 
 
 @given(st.lists(st.sampled_from(["ask", "begin", "end"]), max_size=30))
-def test_a_save_serves_the_requests_before_its_start(moves):
+def test_a_checkpoint_save_answers_only_requests_made_before_its_start(moves):
     with closing(AgentPage(1)) as page:
         own = worker(page, 0)
         asked = served = 0
@@ -104,11 +104,11 @@ def test_a_save_serves_the_requests_before_its_start(moves):
         {"LOCAL_RANK": "0", VARIABLE: f"1:{__file__}"},
     ],
 )
-def test_other_files_are_not_taken_for_a_page(environ):
+def test_an_invalid_page_variable_gives_no_page(environ):
     assert page_of(environ) is None
 
 
-def test_the_page_of_another_agent_or_for_fewer_workers_is_not_taken(page):
+def test_a_page_of_another_agent_or_with_too_few_slots_is_rejected(page):
     mark, _, path = page.variable.partition(":")
     assert page_of({VARIABLE: f"{int(mark) + 1}:{path}", "LOCAL_RANK": "0"}) is None
     assert page_of({VARIABLE: page.variable, "LOCAL_RANK": "3"}) is None
@@ -121,7 +121,7 @@ def requests():
         yield found, lines
 
 
-def test_requests_that_overlap_share_one_line(requests):
+def test_overlapping_checkpoint_requests_are_reported_in_one_line(requests):
     asking, lines = requests
     own = worker(asking.page, 0)
     asking.ask()
@@ -137,7 +137,7 @@ def test_requests_that_overlap_share_one_line(requests):
     assert re.match(r"checkpoint saved [\d.]+ ms ", line)
 
 
-def test_each_request_has_its_own_answer(requests):
+def test_each_checkpoint_request_has_its_own_answer(requests):
     asking, lines = requests
     own = worker(asking.page, 1)
     for result in ("failed", "no manager"):
@@ -147,7 +147,7 @@ def test_each_request_has_its_own_answer(requests):
     assert lines == [phrases.checkpoint_line("failed", 0), phrases.checkpoint_line("no manager", 0)]
 
 
-def test_a_request_that_no_worker_serves_is_reported_once(requests, monkeypatch):
+def test_a_checkpoint_request_that_no_worker_answers_is_reported_once(requests, monkeypatch):
     asking, lines = requests
     monkeypatch.setattr("elasticrs.agent.checkpoint_requests.PATIENCE", 0.0)
     asking.ask()

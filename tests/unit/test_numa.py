@@ -72,25 +72,25 @@ def machine(tmp_path_factory):
     return Machine(tmp_path_factory.mktemp("sys"), [1, 1, 1, 3, -1])
 
 
-def test_a_node_without_a_cpu_of_ours_is_in_no_socket(machine):
+def test_socket_mode_omits_numa_nodes_without_allowed_cpus(machine):
     assert machine.cpus("socket", 1, allowed=node(1)) == [node(1)]
 
 
-def test_exclusive_needs_a_core_for_each(machine):
+def test_exclusive_mode_requires_one_core_per_gpu(machine):
     with pytest.raises(ValueError, match=r"NUMA node 1\b.*\b2\b.*\b3 GPUs"):
         machine.cpus("exclusive", 1, allowed=[4, 5, 20])
 
 
-def test_visible_devices_are_counted_anew(machine):
+def test_gpu_indices_follow_cuda_visible_devices(machine):
     assert machine.cpus("node", 2, environ={"CUDA_VISIBLE_DEVICES": "3,0"}) == [node(3), node(1)]
 
 
-def test_more_workers_than_gpus_is_a_mistake(machine):
+def test_more_workers_than_gpus_raises_an_error(machine):
     with pytest.raises(ValueError, match=r"\b6, GPUs: 5\b"):
         machine.cpus("node", 6)
 
 
-def test_a_gpu_whose_cpus_are_all_forbidden_is_a_mistake(machine):
+def test_a_gpu_without_allowed_cpus_raises_an_error(machine):
     for mode in ("node", "socket", "core-complex"):
         with pytest.raises(ValueError, match=r"GPU 0 \(0000:10:00.0\)"):
             machine.cpus(mode, 1, allowed=[31])
@@ -106,7 +106,7 @@ def driver(folder, uuids):
     return str(folder)
 
 
-def test_the_driver_names_its_devices(tmp_path):
+def test_gpus_are_selected_by_the_uuids_that_the_driver_lists(tmp_path):
     at = driver(tmp_path / "gpus", ["GPU-aa11", "GPU-aa22", "GPU-bb33"])
 
     def shown(visible):
@@ -121,7 +121,7 @@ def test_the_driver_names_its_devices(tmp_path):
     assert shown("1,MIG-xyz") == ["GPU-aa22"]
 
 
-def test_amds_devices_are_found_by_their_compute_driver(tmp_path):
+def test_amd_gpus_are_found_through_the_kfd_driver(tmp_path):
     nodes = tmp_path / "class/kfd/kfd/topology/nodes"
     described = [
         "cpu_cores_count 64\nsimd_count 0\nlocation_id 0\ndomain 0\n",
@@ -191,6 +191,6 @@ print(compared)
 
 
 @pytest.mark.torch
-def test_torch_chooses_the_same(machine, torch_programs):
+def test_torch_chooses_the_same_cpus(machine, torch_programs):
     output = torch_programs.checked(AGAINST_TORCH, str(machine.root), "1,1,1,3,-1")
     assert int(output.split()[-1]) > 400

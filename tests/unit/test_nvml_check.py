@@ -50,14 +50,14 @@ def test_a_recovery_action_makes_the_node_unfit(check, gpus, action):
     assert RECOVERY_ACTIONS[action] in line
 
 
-def test_an_unknown_recovery_action_is_named_and_proves_nothing(check, gpus):
+def test_an_unknown_recovery_action_is_reported_and_leaves_the_gpu_fit(check, gpus):
     gpus.set("gpu0/field230", 93)
     code, (remark, last) = check()
     assert (code, last) == (0, "1 GPU is fit")
     assert "93" in remark
 
 
-def test_all_unfit_gpus_are_in_the_last_line(check, gpus):
+def test_the_last_line_names_all_unfit_gpus(check, gpus):
     gpus.set("count", 2)
     gpus.set("gpu0/field230", RESET)
     gpus.set("gpu1/field230", REBOOT)
@@ -78,7 +78,9 @@ def test_all_unfit_gpus_are_in_the_last_line(check, gpus):
         ({230: 0, 145: 1}, True, 0),
     ],
 )
-def test_memory_errors_count_where_the_driver_has_no_recovery_action(check, gpus, fields, is_unfit, remarks):
+def test_memory_errors_are_used_if_the_driver_reports_no_recovery_action(
+    check, gpus, fields, is_unfit, remarks
+):
     gpus.remove("gpu0/field230")
     for number, value in fields.items():
         gpus.set(f"gpu0/field{number}", value)
@@ -89,33 +91,33 @@ def test_memory_errors_count_where_the_driver_has_no_recovery_action(check, gpus
 
 @pytest.mark.parametrize(("code", "is_unfit"), [(15, True), (16, True), (999, False), (4, False)])
 @pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetFieldValues"])
-def test_a_gpu_that_is_lost_is_unfit_and_other_errors_prove_nothing(check, gpus, function, code, is_unfit):
+def test_a_lost_gpu_is_unfit_and_other_nvml_errors_are_inconclusive(check, gpus, function, code, is_unfit):
     gpus.set("fails", f"{function} {code}")
     exit_code, lines = check()
     assert exit_code == (UNFIT if is_unfit else NO_ANSWER)
     assert function in "\n".join(lines)
 
 
-def test_no_gpu_is_no_proof(check, gpus):
+def test_a_node_without_gpus_passes_the_check(check, gpus):
     gpus.set("count", 0)
     assert check()[0] == 0
 
 
 @pytest.mark.parametrize("code", [9, 13, 18, 999])
-def test_a_library_that_fails_proves_nothing(check, gpus, code):
+def test_an_nvml_initialization_failure_is_inconclusive(check, gpus, code):
     gpus.set("fails", f"nvmlInit_v2 {code}")
     exit_code, (line,) = check()
     assert exit_code == NO_ANSWER
     assert "NVML" in line or "NVIDIA" in line
 
 
-def test_a_missing_library_proves_nothing(check, tmp_path):
+def test_a_missing_nvml_library_is_inconclusive(check, tmp_path):
     code, (line,) = check(LD_LIBRARY_PATH=str(tmp_path))
     assert code == NO_ANSWER
     assert "libnvidia-ml.so.1" in line
 
 
-def test_a_library_without_a_function_proves_nothing(check, tmp_path):
+def test_an_nvml_library_without_a_required_function_is_inconclusive(check, tmp_path):
     """The C library is loaded in place of NVML, and it has none of NVML's functions."""
     with open("/proc/self/maps", encoding="ascii") as maps:
         libc = next(line.split()[-1] for line in maps if "/libc.so" in line or "/libc-" in line)
@@ -127,14 +129,14 @@ def test_a_library_without_a_function_proves_nothing(check, tmp_path):
 
 
 @pytest.mark.parametrize("function", ["nvmlInit_v2", "nvmlDeviceGetFieldValues"])
-def test_a_library_that_hangs_proves_nothing_and_is_named(gpus, function):
+def test_a_hanging_nvml_function_is_named_and_the_check_is_inconclusive(gpus, function):
     gpus.set("hangs", f"{function} 1")
     done = run_program((sys.executable, "-c", SHORT_LIMIT), env={**os.environ, **gpus.environment})
     assert (done.returncode, done.stderr) == (NO_ANSWER, "")
     assert function in done.stdout
 
 
-def test_what_is_known_before_the_library_hangs_counts(gpus):
+def test_an_unfit_gpu_found_before_nvml_hangs_is_reported(gpus):
     gpus.set("count", 2)
     gpus.set("gpu0/field230", RESET)
     gpus.set("hangs", "nvmlDeviceGetFieldValues 2")
@@ -143,7 +145,7 @@ def test_what_is_known_before_the_library_hangs_counts(gpus):
     assert "GPU 0" in done.stdout.splitlines()[-1]
 
 
-def test_the_machinery_of_node_checks_runs_it(gpus, monkeypatch):
+def test_the_nvml_check_runs_as_a_node_check(gpus, monkeypatch):
     for name, value in gpus.environment.items():
         monkeypatch.setenv(name, value)
     gpus.set("gpu0/field230", REBOOT)

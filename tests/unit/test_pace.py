@@ -23,7 +23,7 @@ rates = st.lists(st.none() | st.floats(0.1, 1000), max_size=8)
 
 
 @given(rates)
-def test_the_slowest_has_the_lowest_rate(found):
+def test_the_slowest_worker_has_the_lowest_rate(found):
     told = [each for each in found if each is not None]
     result = slowest(of(*found))
     if len(told) < 2:
@@ -51,7 +51,7 @@ def test_a_rank_that_is_slow_at_every_check_is_reported_once(looks):
         told |= long
 
 
-def test_a_slow_worker_is_reported_late_and_again_after_a_recovery():
+def test_a_slow_worker_is_reported_after_60_s_and_again_after_a_recovery():
     slow, well = of(10, 10, 10, 7), of(10, 10, 10, 9)
     watch, told = FIRST, []
     now = 0.0
@@ -63,7 +63,7 @@ def test_a_slow_worker_is_reported_late_and_again_after_a_recovery():
     assert told == [(60.0, 3), (165.0, 3)]
 
 
-def test_another_process_in_the_place_is_watched_anew():
+def test_slowness_of_a_worker_does_not_count_for_its_replacement():
     watch, _ = step(FIRST, of(10, 10, 1), 0.0)
     again = [*of(10, 10), standing(2, 1, pid=999)]
     _, news = step(watch, again, SPAN)
@@ -78,7 +78,7 @@ class Page:
         return self.looks.pop(0)
 
 
-def test_a_check_runs_when_it_is_due_and_is_reported(monkeypatch):
+def test_a_pace_check_runs_when_due_and_reports_the_slow_rank(monkeypatch):
     clock, lines, told = [0.0], [], []
     monkeypatch.setattr(pace.time, "monotonic", lambda: clock[0])
     page = Page([], *[of(10, 10, 5)] * 13)

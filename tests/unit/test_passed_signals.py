@@ -71,7 +71,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_each_signal_is_delivered_once_or_dropped_with_a_line(steps):
+def test_each_forwarded_signal_is_delivered_or_its_drop_is_logged(steps):
     node, pids = Node(), iter(range(100, 10_000))
     node.workers = {rank: next(pids) for rank in range(3)}
     asked: set[tuple[int, int]] = set()
@@ -96,7 +96,7 @@ def test_each_signal_is_delivered_once_or_dropped_with_a_line(steps):
     assert bool(asked - set(node.sent)) <= bool(dropped)
 
 
-def test_a_signal_that_is_held_twice_is_delivered_once():
+def test_a_signal_forwarded_twice_while_held_back_is_delivered_once():
     node = Node()
     node.workers = {0: 100}
     node.passed.pass_on(USR1, node.workers)
@@ -107,7 +107,7 @@ def test_a_signal_that_is_held_twice_is_delivered_once():
     assert node.sent == [(100, USR1)]
 
 
-def test_the_kernel_tells_which_signals_a_process_can_take():
+def test_can_take_detects_handled_ignored_and_blocked_signals():
     before = signal.getsignal(USR1)
     try:
         found = []
@@ -124,13 +124,13 @@ def test_the_kernel_tells_which_signals_a_process_can_take():
     assert found == [False, True, True, True, False]
 
 
-def test_a_process_takes_the_signals_that_it_waits_for(procs_that_wait):
+def test_can_take_detects_signals_that_a_process_waits_for(procs_that_wait):
     pid = procs_that_wait({USR1, signal.SIGTERM})
     wait_until(lambda: can_take(pid, USR1))
     assert not can_take(pid, USR2)
 
 
-def test_an_exited_process_takes_no_signal():
+def test_can_take_returns_none_for_an_exited_process():
     pid = os.posix_spawn("/bin/true", ["true"], {})
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert can_take(pid, USR1) is None

@@ -26,7 +26,7 @@ def port():
     reserved.close()
 
 
-def test_a_reserved_port_is_refused_to_others(port):
+def test_a_reserved_port_cannot_be_bound_by_other_sockets(port):
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))
 
@@ -37,7 +37,7 @@ def test_a_reserved_port_does_not_listen(port):
 
 
 @pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_a_store_that_reuses_addresses_can_listen_on_it(port, family):
+def test_a_store_with_so_reuseaddr_can_listen_on_a_reserved_port(port, family):
     with socket.socket(family) as store:
         store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
@@ -48,7 +48,7 @@ def test_a_store_that_reuses_addresses_can_listen_on_it(port, family):
             pass
 
 
-def test_closing_gives_the_port_back():
+def test_closing_releases_the_reserved_port():
     reserved = StorePort(is_served=False)
     reserved.close()
     reserved.close()
@@ -71,13 +71,13 @@ def test_closing_gives_the_port_back():
         ({"CUDA_VISIBLE_DEVICES": "GPU-1234,GPU-5678"}, 2),
     ],
 )
-def test_devices_are_counted_as_cuda_shows_them(tmp_path, environ, count):
+def test_the_gpu_count_follows_cuda_visible_devices(tmp_path, environ, count):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert cuda_device_count(environ, driver=str(tmp_path / "no"), dev=str(tmp_path)) == count
 
 
-def test_the_drivers_own_list_comes_first(tmp_path):
+def test_the_gpu_list_of_the_driver_takes_precedence_over_device_files(tmp_path):
     (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
     assert cuda_device_count({}, driver=str(tmp_path / "gpus"), dev=str(tmp_path)) == 1
     assert (
@@ -120,7 +120,7 @@ def ask(tmp_path, monkeypatch):
     return lambda word, **more: worker_count(word, {**environ, **more})
 
 
-def test_torch_is_asked_in_a_child_where_nothing_else_can_tell(ask):
+def test_torch_counts_devices_in_a_child_process_if_no_other_source_can(ask):
     source = ask("xpu").source
     assert "short-lived" in source
     assert ask("xpu") == Count(2, "xpu", source)
@@ -131,7 +131,7 @@ def test_torch_is_asked_in_a_child_where_nothing_else_can_tell(ask):
     assert ask("auto").number == ask("cpu").number == devices.cpu_count()
 
 
-def test_a_torch_that_is_slow_to_import_is_named_while_it_is_imported(ask, tmp_path, monkeypatch):
+def test_a_slow_import_of_torch_is_reported_while_it_runs(ask, tmp_path, monkeypatch):
     fifo = tmp_path / "continue"
     os.mkfifo(fifo)
     opened = []
@@ -154,7 +154,7 @@ def test_a_torch_that_is_slow_to_import_is_named_while_it_is_imported(ask, tmp_p
         os.close(opened[0])
 
 
-def test_a_torch_that_this_process_has_imported_is_asked_itself(ask, monkeypatch):
+def test_an_already_imported_torch_counts_devices_in_this_process(ask, monkeypatch):
     torch = types.ModuleType("torch")
     exec(TORCH, vars(torch))
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -180,13 +180,13 @@ def slices(tmp_path):
     ("visible", "expected"),
     [(None, True), ("", True), ("MIG-1,MIG-2", True), (" MIG-1", True), ("GPU-1,MIG-2", False), ("0", False)],
 )
-def test_slices_are_known_by_the_variable_or_the_driver(slices, visible, expected):
+def test_mig_slices_are_detected_by_the_variable_or_the_driver(slices, visible, expected):
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert devices.has_slices(environ, slices) == expected
     assert devices.has_slices(environ, slices + "/no") == (expected and bool(visible))
 
 
-def test_slices_are_torchs_to_count(ask, monkeypatch):
+def test_mig_slices_are_counted_by_torch(ask, monkeypatch):
     # The driver's files report 8 GPUs. If MIG slices are visible, torch's count must be used instead.
     monkeypatch.setattr(devices, "cuda_device_count", lambda _environ: 8)
     visible = {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}
@@ -199,7 +199,7 @@ def test_slices_are_torchs_to_count(ask, monkeypatch):
     assert "MIG slice" in count.source
 
 
-def test_the_working_directory_has_no_part_in_it(ask, tmp_path, monkeypatch):
+def test_a_torch_folder_in_the_working_directory_is_not_imported(ask, tmp_path, monkeypatch):
     (tmp_path / "here" / "torch").mkdir(parents=True)
     (tmp_path / "here" / "torch" / "__init__.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path / "here")
@@ -215,7 +215,7 @@ def test_missing_devices_are_reported(ask):
         ask("gpu", CUDA="x")
 
 
-def test_without_torch_only_cpus_are_left(monkeypatch):
+def test_without_torch_and_gpus_only_cpus_can_be_counted(monkeypatch):
     monkeypatch.setattr(devices, "cuda_device_count", lambda _environ: 0)
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     assert worker_count("auto", {}).number == devices.cpu_count()
@@ -225,7 +225,7 @@ def test_without_torch_only_cpus_are_left(monkeypatch):
         worker_count("npu", {})
 
 
-def test_nvml_is_asked_in_a_child_where_the_driver_has_no_files(ask, gpus, tmp_path, monkeypatch):
+def test_nvml_counts_gpus_in_a_child_process_on_wsl(ask, gpus, tmp_path, monkeypatch):
     gpus.set("count", 3)
     for name, value in gpus.environment.items():
         monkeypatch.setenv(name, value)
@@ -238,7 +238,7 @@ def test_nvml_is_asked_in_a_child_where_the_driver_has_no_files(ask, gpus, tmp_p
     assert ask("gpu", CUDA="1").source.startswith("torch")
 
 
-def test_nvml_is_not_asked_elsewhere(ask, gpus, monkeypatch):
+def test_nvml_does_not_count_gpus_outside_wsl(ask, gpus, monkeypatch):
     for name, value in gpus.environment.items():
         monkeypatch.setenv(name, value)
     assert ask("gpu", CUDA="1").source.startswith("torch")
@@ -263,7 +263,7 @@ print(json.dumps(counts))
 
 
 @pytest.mark.torch
-def test_devices_are_selected_as_torch_selects_them(torch_programs):
+def test_visible_gpus_are_selected_as_in_torch(torch_programs):
     lists = [entries for size in (1, 2, 3) for entries in itertools.product(ENTRIES, repeat=size)]
     cases = [(",".join(entries), count) for entries in lists for count in range(3)]
     output = torch_programs.checked(TORCHS_SELECTION, text=json.dumps(cases))

@@ -22,7 +22,7 @@ def clock():
     return Clock()
 
 
-def test_an_agent_outside_of_a_hook_may_be_silent(clock):
+def test_an_agent_outside_hooks_is_never_overdue(clock):
     progress = Progress(clock)
     clock.now += 1e6
     progress.tell()
@@ -30,7 +30,7 @@ def test_an_agent_outside_of_a_hook_may_be_silent(clock):
     assert progress.overdue() == (0, None)
 
 
-def test_the_limit_that_a_hook_sets_replaces_its_allowance(clock):
+def test_a_limit_set_by_a_hook_replaces_its_default_limit(clock):
     progress = Progress(clock)
     with progress.within("_start_workers", 600):
         progress.tell(300)
@@ -45,7 +45,7 @@ def test_the_limit_that_a_hook_sets_replaces_its_allowance(clock):
         assert progress.overdue() == (0, "_start_workers")
 
 
-def test_a_place_that_a_signal_has_left_is_left_with_the_one_around_it(clock):
+def test_leaving_a_hook_also_leaves_an_inner_hook_interrupted_by_a_signal(clock):
     progress = Progress(clock)
     with progress.within("_stop_workers", 30):
         # `__exit__` is never called, because the signal handler raised before the body of the `with`
@@ -63,7 +63,7 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=40))
-def test_silence_counts_from_the_last_sign_of_the_innermost_hook(steps):
+def test_overdue_time_counts_from_the_last_progress_of_the_innermost_hook(steps):
     clock = Clock()
     progress = Progress(clock)
     # Allowances of the active hooks, outermost first, and the deadline of the innermost hook.

@@ -52,7 +52,7 @@ def test_rank_0_assigns_ranks_from_all_roles():
     assert json.loads(store.values["torchelastic/assigned_ranks/2"]) == [3, 6, 2, 5]
 
 
-def test_the_last_one_opens_the_barrier():
+def test_the_last_agent_opens_the_exit_barrier():
     store = Store()
     last_key = rank_exchange.begin_exit_barrier(store, 2)
     assert not store.check([last_key])

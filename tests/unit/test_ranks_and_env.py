@@ -14,7 +14,7 @@ nodes = st.lists(
 
 
 @given(nodes)
-def test_global_and_role_ranks_are_bijections(shares):
+def test_global_and_role_ranks_are_unique_and_consecutive(shares):
     workers = [worker for group_rank in range(len(shares)) for worker in assign(shares, group_rank)]
     assert [worker.global_rank for worker in workers] == list(range(len(workers)))
     assert {worker.world_size for worker in workers} == {len(workers)}
@@ -39,7 +39,7 @@ def env_of(worker, inherited=()):
     return worker_env(worker, job, plan, round=2, restarts=1, inherited=dict(inherited))
 
 
-def test_a_worker_sees_torchs_variables():
+def test_a_worker_gets_the_environment_variables_of_torch():
     worker = assign([NodeShare("reader", 2), NodeShare("trainer", 4)], 1)[3]
     assert env_of(worker) == {
         "RANK": "5",
@@ -62,7 +62,7 @@ def test_a_worker_sees_torchs_variables():
     }
 
 
-def test_the_users_choice_for_nccl_is_kept():
+def test_nccl_error_handling_set_by_the_user_is_kept():
     worker = assign([NodeShare("trainer", 1)], 0)[0]
     inherited = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     assert env_of(worker, inherited)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"

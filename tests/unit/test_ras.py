@@ -89,7 +89,7 @@ def soon():
     return time.monotonic() + 30
 
 
-def test_the_answer_of_nccl_is_returned(service):
+def test_the_reply_of_the_ras_service_is_returned(service):
     fake = service(answers(b"SERVER PROTOCOL 2\n", b"OK\n", QUIET.encode()))
     assert query(fake.address, soon()) == QUIET
     assert fake.requests == [b"CLIENT PROTOCOL 2\nTIMEOUT 1\nVERBOSE STATUS\n"]
@@ -106,17 +106,17 @@ def test_the_answer_of_nccl_is_returned(service):
         [bytes(range(256)) * 9],
     ],
 )
-def test_what_is_no_answer_counts_as_none(service, parts):
+def test_an_invalid_ras_reply_counts_as_no_reply(service, parts):
     assert query(service(answers(*parts)).address, soon()) is None
 
 
-def test_a_service_that_hangs_costs_no_more_than_the_deadline(service):
+def test_a_query_to_a_hanging_ras_service_ends_at_the_deadline(service):
     assert query(service(hangs).address, time.monotonic() + 0.2) is None
     with socket.create_server(("127.0.0.1", 0)) as unused:
         assert query(unused.getsockname(), time.monotonic() - 1) is None
 
 
-def test_an_answer_that_stops_halfway_is_used(service):
+def test_a_partial_ras_reply_is_used(service):
     def play(connection, is_over):
         connection.sendall(BEGIN + b"NCCL version 2.28.9")
         is_over.wait()
@@ -124,7 +124,7 @@ def test_an_answer_that_stops_halfway_is_used(service):
     assert query(service(play).address, time.monotonic() + 2) == "NCCL version 2.28.9"
 
 
-def test_an_endless_answer_is_cut(service):
+def test_an_endless_ras_reply_is_cut(service):
     def play(connection, is_over):
         try:
             connection.sendall(BEGIN)
@@ -136,7 +136,7 @@ def test_an_endless_answer_is_cut(service):
     assert len(query(service(play).address, soon())) <= MAX_BYTES
 
 
-def test_no_process_listens():
+def test_a_ras_query_returns_none_if_no_process_listens():
     with socket.create_server(("127.0.0.1", 0)) as unused:
         address = unused.getsockname()
     assert query(address, soon()) is None
@@ -153,7 +153,7 @@ def notes(service, tmp_path):
     return notes
 
 
-def test_errors_and_warnings_are_in_the_report_and_the_rest_in_a_file(notes, tmp_path):
+def test_ras_errors_and_warnings_are_reported_and_the_reply_is_saved(notes, tmp_path):
     *found, where = notes(LOUD)
     assert found == [
         "NCCL's RAS: INCOMPLETE",
@@ -165,12 +165,12 @@ def test_errors_and_warnings_are_in_the_report_and_the_rest_in_a_file(notes, tmp
     assert (tmp_path / "nccl_ras.txt").read_text() == LOUD
 
 
-def test_an_answer_without_errors_is_only_named(notes):
+def test_only_the_file_of_a_ras_reply_without_errors_is_reported(notes):
     (where,) = notes(QUIET)
     assert "nccl_ras.txt" in where
 
 
-def test_the_report_stays_short_and_printable(notes):
+def test_ras_notes_are_short_and_printable(notes):
     lines = "\n".join(f"\x1b[31m {number} " + "y" * 900 for number in range(99))
     found = notes(ANSWER.format(errors=lines, warnings=""))
     assert len(found) == MAX_NOTES + 2
@@ -178,14 +178,14 @@ def test_the_report_stays_short_and_printable(notes):
     assert all(len(note) < 2 * ras.MAX_NOTE for note in found[:-1])
 
 
-def test_a_file_that_cannot_be_written_leaves_no_note(service, tmp_path):
+def test_a_ras_file_that_cannot_be_written_leaves_no_note(service, tmp_path):
     fake = service(answers(BEGIN, LOUD.encode()))
     asked = RasQuery(fake.address, str(tmp_path / "missing" / "nccl_ras.txt"))
     asked.close()
     assert asked.notes() == []
 
 
-def test_a_query_that_has_no_answer_yet_does_not_block(service, tmp_path, monkeypatch):
+def test_an_unanswered_ras_query_does_not_block(service, tmp_path, monkeypatch):
     monkeypatch.setattr(ras, "TIME_LIMIT", 0.2)
     asked = RasQuery(service(hangs).address, str(tmp_path / "nccl_ras.txt"))
     assert asked.notes() == []
@@ -197,7 +197,7 @@ def test_a_query_that_has_no_answer_yet_does_not_block(service, tmp_path, monkey
 # --- the address ---
 
 
-def test_each_job_gets_a_port_that_its_processes_can_share(tmp_path):
+def test_each_job_gets_a_ras_port_that_its_processes_can_share(tmp_path):
     one, other = RasAddress({}, driver=str(tmp_path)), RasAddress({}, driver=str(tmp_path))
     listeners = [socket.socket(), socket.socket()]
     try:
@@ -231,12 +231,12 @@ def test_each_job_gets_a_port_that_its_processes_can_share(tmp_path):
         ("localhost:x", None),
     ],
 )
-def test_an_address_of_the_user_is_kept(tmp_path, given, address):
+def test_a_ras_address_set_by_the_user_is_kept(tmp_path, given, address):
     own = RasAddress({"NCCL_RAS_ADDR": given}, driver=str(tmp_path))
     assert (own.address, own.variables) == (address, {})
     own.close()
 
 
-def test_without_a_driver_there_is_no_address(tmp_path):
+def test_no_ras_address_is_set_without_a_gpu_driver(tmp_path):
     own = RasAddress({}, driver=str(tmp_path / "missing"))
     assert (own.address, own.variables) == (None, {})

@@ -47,12 +47,12 @@ def members(components):
     }
 
 
-def test_crates_that_run_in_the_compiler_are_not_linked_in(crates):
+def test_build_time_crates_are_not_listed_as_linked(crates):
     assert {"elasticrs-python", "elasticrs-nursery", "tokio", "pyo3", "ring"} <= set(crates)
     assert not {"syn", "quote", "cc", "thiserror-impl", "pyo3-macros", "proptest"} & set(crates)
 
 
-def test_each_crate_of_others_has_its_licence_and_its_text(crates):
+def test_each_third_party_crate_has_a_licence_and_its_text(crates):
     foreign = [each for each in crates.values() if not each.name.startswith("elasticrs-")]
     assert all(each.licence and each.texts and "/" not in each.licence for each in foreign)
 
@@ -73,14 +73,14 @@ def test_a_crate_without_a_licence_text_is_rejected(tmp_path):
     assert [component.name for component in linked.crates(found)] == [linked.BINDINGS]
 
 
-def test_a_text_of_several_components_appears_once(components):
+def test_a_licence_text_shared_by_several_components_appears_once(components):
     document = linked.licence_texts(components)
     assert document.count("shared text") == 1
     assert document.count("other text") == 1
     assert "\nlibc 7: MIT OR ISC (text 1, text 2)\n" in document
 
 
-def test_the_bill_of_materials_connects_the_components(components):
+def test_the_bill_of_materials_lists_the_dependencies_of_components(components):
     bill = linked.bill_of_materials("1.0.0", components, {"rustc": "1"}, 0)
     used = {each["ref"]: each["dependsOn"] for each in bill["dependencies"]}
     assert used["pkg:pypi/elasticrs@1.0.0"] == ["pkg:cargo/elasticrs-python@1.0.0", "pkg:generic/libc@7"]
@@ -90,7 +90,7 @@ def test_the_bill_of_materials_connects_the_components(components):
     }
 
 
-def test_a_wheel_that_is_described_passes(members):
+def test_a_wheel_that_lists_all_its_components_passes(members):
     assert (
         wheel_checks.check_licences(members, EXTENSION)
         == members[f"{INFO}/sboms/elasticrs.cdx.json"].decode()
@@ -103,28 +103,28 @@ def rejected(members, image=EXTENSION):
     return str(raised.value)
 
 
-def test_a_licence_file_is_missing(members):
+def test_a_wheel_without_a_licence_file_is_rejected(members):
     del members[f"{INFO}/licenses/LICENSE"]
     assert "LICENSE" in rejected(members)
 
 
-def test_the_metadata_names_no_licences_of_others(members):
+def test_a_wheel_without_third_party_licences_in_its_metadata_is_rejected(members):
     members[f"{INFO}/METADATA"] = b"Name: elasticrs\nLicense-File: LICENSE\n"
     assert "licences" in rejected(members)
 
 
-def test_a_component_has_no_licence_text(members, components):
+def test_a_wheel_with_a_component_without_a_licence_text_is_rejected(members, components):
     texts = linked.licence_texts(components[:2])
     members[f"{INFO}/licenses/LICENSE-third-party.txt"] = texts.encode()
     assert "libc 7" in rejected(members)
 
 
-def test_a_crate_of_the_extension_is_not_in_the_bill_of_materials(members):
+def test_a_wheel_with_a_crate_missing_from_the_bill_of_materials_is_rejected(members):
     assert "other" in rejected(members, EXTENSION + b"cargo/other-2.0.0/src/main.rs")
     assert rejected(members, b"")
 
 
-def test_paths_and_hosts_in_an_image(tmp_path, monkeypatch):
+def test_paths_and_hosts_of_the_build_machine_in_a_binary_are_found(tmp_path, monkeypatch):
     registry = tmp_path / "registry" / "src" / "index.example.org-0123456789abcdef"
     registry.mkdir(parents=True)
     monkeypatch.setenv("CARGO_HOME", str(tmp_path))
@@ -146,7 +146,7 @@ def test_paths_and_hosts_in_an_image(tmp_path, monkeypatch):
         (["PyModExport__core", "PyCode_New"], {"PyType_Freeze": "3.14"}, ["PyCode_New", "PyType_Freeze"]),
     ],
 )
-def test_symbols_outside_of_the_stable_abi(tmp_path, symbols, future, foreign):
+def test_symbols_outside_the_stable_abi_are_found(tmp_path, symbols, future, foreign):
     wheel = tmp_path / "some.whl"
     result = {"non_abi3_symbols": symbols, "future_abi3_objects": future}
     report = json.dumps({"specs": {str(wheel): {"wheel": [{"result": result}]}}})
@@ -156,7 +156,7 @@ def test_symbols_outside_of_the_stable_abi(tmp_path, symbols, future, foreign):
     assert wheel_checks.symbols_outside_of_the_stable_abi(wheel, tmp_path / "python") == foreign
 
 
-def test_an_audit_without_a_report_ends_the_script(tmp_path):
+def test_an_abi_audit_without_a_report_stops_the_script(tmp_path):
     audit = tmp_path / "abi3audit"
     audit.write_text("#!/bin/sh\necho 'no such wheel' >&2\nexit 1\n")
     audit.chmod(0o755)

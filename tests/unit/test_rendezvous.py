@@ -25,22 +25,22 @@ def params(backend="c10d", endpoint="", min_nodes=1, max_nodes=1, **config):
 
 
 @pytest.mark.parametrize("value", [True, 1, "1", "true", "T", "Yes", "y"])
-def test_true_has_many_spellings(value):
+def test_get_as_bool_accepts_several_spellings_of_true(value):
     assert params(key=value).get_as_bool("key") is True
 
 
 @pytest.mark.parametrize("value", [False, 0, "0", "false", "F", "No", "n"])
-def test_so_has_false(value):
+def test_get_as_bool_accepts_several_spellings_of_false(value):
     assert params(key=value).get_as_bool("key", default=True) is False
 
 
 @pytest.mark.parametrize("value", ["", "on", 2, 1.0, "yess"])
-def test_anything_else_is_no_truth_value(value):
+def test_get_as_bool_refuses_other_values(value):
     with pytest.raises(ValueError, match="option 'key' does not represent a valid boolean value"):
         params(key=value).get_as_bool("key")
 
 
-def test_settings_have_defaults():
+def test_missing_parameters_return_their_defaults():
     empty = params()
     assert empty.get("key") is None
     assert empty.get("key", 7) == 7
@@ -58,12 +58,12 @@ def test_settings_have_defaults():
         (3, 2, r"maximum number of rendezvous nodes \(2\)"),
     ],
 )
-def test_bad_numbers_of_nodes_are_refused(low, high, text):
+def test_invalid_node_counts_are_refused(low, high, text):
     with pytest.raises(ValueError, match=text):
         params(min_nodes=low, max_nodes=high)
 
 
-def test_a_backend_is_registered_once():
+def test_a_backend_cannot_be_registered_with_two_creators():
     registry = RendezvousHandlerRegistry()
     registry.register("mine", OneNodeRendezvous)
     registry.register("mine", OneNodeRendezvous)
@@ -75,7 +75,7 @@ def test_a_backend_is_registered_once():
         registry.register("", OneNodeRendezvous)
 
 
-def test_a_creator_must_make_what_it_is_registered_for():
+def test_a_creator_that_returns_a_handler_of_another_backend_is_refused():
     registry = RendezvousHandlerRegistry()
     registry.register("mine", lambda _: OneNodeRendezvous(params("other")))
     with pytest.raises(RuntimeError, match=r"'other'.*'mine'"):
@@ -96,7 +96,7 @@ def test_every_round_has_a_fresh_store():
         socket.create_connection(("localhost", second))
 
 
-def test_rank_0_hosts_the_store_on_a_fresh_reserved_port_when_torchs_variable_says_so(monkeypatch):
+def test_disabled_store_sharing_gives_rank_0_a_fresh_reserved_port(monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     handler = get_rendezvous_handler(params())
     assert not handler.use_agent_store
@@ -114,7 +114,7 @@ def test_rank_0_hosts_the_store_on_a_fresh_reserved_port_when_torchs_variable_sa
 
 
 @pytest.mark.parametrize(("backend", "endpoint"), [("c10d", "localhost:0"), ("static", "localhost:1234")])
-def test_one_node_has_a_store_which_costs_nothing_until_it_is_used(backend, endpoint):
+def test_a_single_node_store_opens_no_descriptors_until_it_is_used(backend, endpoint):
     def descriptors():
         return len(os.listdir("/proc/self/fd"))
 
@@ -137,7 +137,7 @@ def test_one_node_has_a_store_which_costs_nothing_until_it_is_used(backend, endp
             store.get("key")
 
 
-def test_a_static_endpoint_is_used_as_it_is():
+def test_a_static_endpoint_is_used_unchanged():
     handler = get_rendezvous_handler(params("static", "[::1]:1234"))
     info = handler.next_rendezvous().bootstrap_store_info
     assert info == RendezvousStoreInfo("::1", 1234)
@@ -146,7 +146,7 @@ def test_a_static_endpoint_is_used_as_it_is():
     assert handler.use_agent_store is False
 
 
-def test_several_nodes_need_to_know_where_to_meet():
+def test_a_multi_node_rendezvous_requires_an_endpoint():
     with pytest.raises(ValueError, match="rdzv_endpoint"):
         get_rendezvous_handler(params(max_nodes=2))
     with pytest.raises(ValueError, match="1:2 nodes"):
@@ -154,7 +154,7 @@ def test_several_nodes_need_to_know_where_to_meet():
 
 
 @pytest.mark.parametrize("backend", ["c10d", "elasticrs", "static"])
-def test_several_nodes_get_a_handler_that_meets_them(backend):
+def test_a_multi_node_rendezvous_gets_an_elastic_handler(backend):
     handler = get_rendezvous_handler(params(backend, "node7:1234", min_nodes=2, max_nodes=2))
     assert isinstance(handler, ElasticRendezvousHandler)
     assert (handler.get_backend(), handler.get_run_id(), handler.use_agent_store) == (
@@ -169,7 +169,7 @@ def test_several_nodes_get_a_handler_that_meets_them(backend):
     assert handler.is_closed()
 
 
-def test_rank_0_publishes_the_address():
+def test_rank_0_publishes_the_master_address():
     class Store(dict):
         set = dict.__setitem__
 
@@ -178,5 +178,5 @@ def test_rank_0_publishes_the_address():
     assert RendezvousStoreInfo.build(1, store, None) == published == RendezvousStoreInfo("10.0.0.1", 7)
 
 
-def test_errors_form_one_tree():
+def test_rendezvous_graceful_exit_error_is_a_rendezvous_error():
     assert issubclass(RendezvousGracefulExitError, RendezvousError)

@@ -76,7 +76,7 @@ def wait_for_the_end(handler):
         pause.wait(0.005)
 
 
-def test_nodes_share_a_store_for_each_round(handlers):
+def test_nodes_share_a_new_store_in_each_round(handlers):
     first, second = handlers(2)
     one, other = meet([first, second])
     assert [(info.rank, info.world_size) for info in (one, other)] == [(0, 2), (1, 2)]
@@ -91,7 +91,7 @@ def test_nodes_share_a_store_for_each_round(handlers):
     assert again[0].bootstrap_store_info != one.bootstrap_store_info
 
 
-def test_a_call_while_the_round_runs_ends_it_for_all(handlers):
+def test_a_next_rendezvous_call_during_a_round_ends_the_round_for_all_nodes(handlers):
     first, second = handlers(2)
     meet([first, second])
     with together(1) as call:
@@ -100,13 +100,13 @@ def test_a_call_while_the_round_runs_ends_it_for_all(handlers):
         assert (first.next_rendezvous().rank, waiting.result(HANG).rank) == (0, 1)
 
 
-def test_the_store_of_the_workers_is_served(handlers):
+def test_the_worker_store_accepts_connections(handlers):
     (only,) = handlers(1, (1, 1))
     info = only.next_rendezvous().bootstrap_store_info
     socket.create_connection((info.master_addr, info.master_port)).close()
 
 
-def test_rank_0_gets_a_reserved_port_when_torchs_variable_says_so(handlers, monkeypatch):
+def test_disabled_store_sharing_gives_rank_0_a_reserved_port(handlers, monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     first, last = (port := ports.free()), port + 20
     (only,) = handlers(1, (1, 1), worker_port_range=f"{first}-{last}")
@@ -119,7 +119,7 @@ def test_rank_0_gets_a_reserved_port_when_torchs_variable_says_so(handlers, monk
         assert server.getsockname()[1] == info.master_port
 
 
-def test_closing_ends_a_round_and_calls_that_wait(handlers):
+def test_closing_ends_the_round_and_waiting_calls(handlers):
     first, second = handlers(2, (1, 1))
     first.next_rendezvous()
     with together(1) as call:
@@ -135,7 +135,7 @@ def test_closing_ends_a_round_and_calls_that_wait(handlers):
     assert second.is_closed()
 
 
-def test_another_thread_may_shut_down_while_one_waits(handlers):
+def test_shutdown_from_another_thread_ends_a_waiting_call(handlers):
     (alone,) = handlers(1)
     with together(1) as call:
         (waiting,) = call(lambda handler: handler.next_rendezvous(), [alone])
@@ -144,14 +144,14 @@ def test_another_thread_may_shut_down_while_one_waits(handlers):
             waiting.result(HANG)
 
 
-def test_too_few_nodes_are_a_timeout(handlers):
+def test_too_few_nodes_raise_a_timeout_error(handlers):
     (alone,) = handlers(1, join_timeout=0.3)
     with pytest.raises(RendezvousTimeoutError):
         alone.next_rendezvous()
 
 
 @pytest.mark.parametrize("either_store", ["own"], indirect=True)
-def test_a_port_that_is_taken_is_a_connection_error(handlers):
+def test_a_port_in_use_raises_a_connection_error(handlers):
     (alone,) = handlers(1, is_host=True)
     refused = pytest.raises(RendezvousConnectionError, match="cannot listen")
     with socket.create_server(("", alone.rendezvous.port)), refused:
@@ -162,7 +162,7 @@ class Asked(Exception):  # noqa: N818 -- raised by a signal
     pass
 
 
-def test_a_signal_interrupts_a_call_that_waits(handlers):
+def test_a_signal_interrupts_a_waiting_call(handlers):
     (alone,) = handlers(1)
 
     def ask(*_):
@@ -223,13 +223,13 @@ def interrupted(handlers, monkeypatch, request):
     return make
 
 
-def test_a_signal_may_meet_the_start_of_a_thread(interrupted):
+def test_a_signal_during_thread_start_does_not_break_the_next_call(interrupted):
     alone = interrupted(1, 1)
     assert alone.next_rendezvous().world_size == 1
     assert alone.shutdown()
 
 
-def test_a_signal_may_meet_the_start_of_a_thread_of_which_no_more_is_asked(interrupted):
+def test_shutdown_works_after_a_signal_during_thread_start(interrupted):
     interrupted(2, 2).shutdown()
 
 
@@ -245,13 +245,13 @@ def test_a_signal_may_meet_the_start_of_a_thread_of_which_no_more_is_asked(inter
         ("failed", RendezvousClosedError),
     ],
 )
-def test_each_end_is_an_error_of_torchs(kind, error):
+def test_each_outcome_raises_the_matching_error_of_torch(kind, error):
     assert type(error_of(Outcome(kind, "why"))) is error
     assert str(error_of(Outcome(kind, "why"))) == "why"
 
 
 @pytest.mark.filterwarnings("ignore:the static rendezvous is at")
-def test_static_ranks_are_those_that_were_given():
+def test_a_static_rendezvous_assigns_the_given_ranks():
     port = ports.free()
     made = [
         get_rendezvous_handler(

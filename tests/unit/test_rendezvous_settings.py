@@ -28,7 +28,7 @@ def mistake(environ=None, **given):
     return str(raised.value)
 
 
-def test_defaults():
+def test_settings_have_the_expected_defaults():
     made = settings()
     assert (made.join_timeout, made.last_call_timeout, made.close_timeout) == (600, 30, 30)
     assert (made.keep_alive_interval, made.keep_alive_max_attempt, made.ttl) == (1, 5, 5)
@@ -46,14 +46,14 @@ def test_defaults():
 
 
 @pytest.mark.parametrize(("given", "attempts"), [("15", 15), ("14.5", 15), ("1", 3)])
-def test_how_long_the_store_may_be_away_is_the_lease(given, attempts):
+def test_store_grace_sets_the_lease_duration(given, attempts):
     assert settings(store_grace=given) == settings(keep_alive_max_attempt=attempts)
     assert settings(store_grace=given, keep_alive_interval="2").ttl == 2 * max(3, (attempts + 1) // 2)
     assert "store_grace: got '0.5'" in mistake(store_grace="0.5")
     assert "keep_alive_max_attempt" in mistake(store_grace=given, keep_alive_max_attempt=5)
 
 
-def test_settle_is_the_longest_stop_two_leases_and_a_margin():
+def test_settle_defaults_to_grace_period_plus_two_leases_plus_margin():
     assert settings().settle == 30 + 2 * 5 + 5
     values = {"keep_alive_interval": "0.5", "keep_alive_max_attempt": 4}
     assert read_settings(values, {}, grace=7)[0].settle == 7 + 2 * 2 + 5
@@ -76,7 +76,7 @@ NO_EFFECT = {
 
 
 @pytest.mark.parametrize("name", sorted(ANY_SECONDS | SOME_SECONDS))
-def test_spans_have_fractions_and_limits(name):
+def test_durations_accept_fractions_and_reject_invalid_values(name):
     assert getattr(settings(**{name: "0.25"}), name) == 0.25
     assert getattr(settings(**{name: 3}), name) == 3.0
     bad = ["-1", "nan", "x", "", "1s", True, [1], None, "inf", "1e10", 2e9]
@@ -103,17 +103,17 @@ TORCHS = {
 ETCDS = ("protocol", "ssl_cert", "ssl_cert_key", "ca_cert", "etcd_prefix", "cert", "key", "cacert")
 
 
-def test_every_key_of_torchs_static_and_c10d_is_known():
+def test_every_static_and_c10d_setting_of_torch_is_accepted():
     made = settings(**TORCHS)
     assert (made.ttl, made.is_host, made.rank) == (15, True, 0)
 
 
 @pytest.mark.parametrize("name", ETCDS)
-def test_keys_of_etcd_are_refused(name):
+def test_etcd_settings_are_refused_by_other_backends(name):
     assert re.match(rf"--rdzv-conf: .*\b{name}\b", mistake(**{name: "x"}))
 
 
-def test_the_exit_barrier_has_four_sources():
+def test_the_exit_barrier_timeout_prefers_option_then_setting_then_variable():
     variable = {"TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT": "4"}
     key = {"exit_barrier_timeout": "3"}
 
@@ -132,7 +132,7 @@ def test_the_exit_barrier_has_four_sources():
 
 
 @pytest.mark.parametrize(("name", "value"), NO_EFFECT.items())
-def test_settings_that_only_torch_needs_have_no_effect(name, value):
+def test_settings_used_only_by_torch_have_no_effect(name, value):
     assert settings(**{name: value}) == settings()
     assert mistake(**{name: "inf"}).startswith(f"--rdzv-conf: {name}: got 'inf', expected ")
 
@@ -165,7 +165,7 @@ def test_settings_that_only_torch_needs_have_no_effect(name, value):
         ("token", "s=cret", b"s=cret"),
     ],
 )
-def test_values(name, text, value):
+def test_valid_values_are_parsed(name, text, value):
     found = getattr(settings(**{name: text}), name)
     assert found == value
     assert type(found) in (type(value), float)
@@ -191,21 +191,21 @@ def test_values(name, text, value):
         ("rank", True),
     ],
 )
-def test_bad_values(name, text):
+def test_invalid_values_are_refused(name, text):
     """Test the values that ``usage-errors-settings.txt`` does not contain."""
     assert mistake(**{name: text}).startswith(f"--rdzv-conf: {name}: got {text!r}, ")
 
 
-def test_an_unknown_key_is_a_mistake():
+def test_an_unknown_setting_is_refused_with_a_suggestion():
     before, _, known = mistake(jion_timeout="5").partition("known: ")
     assert re.search(r"jion_timeout \(.*\bjoin_timeout\b", before)
     assert set(known.split(", ")) == set(NAMES)
     assert "(" not in mistake(zzz="5")
 
 
-def test_no_key_is_untested_here():
+def test_every_setting_is_tested_in_this_file():
     tested = ANY_SECONDS | SOME_SECONDS | set(NO_EFFECT)
-    for test in (test_values, test_bad_values):
+    for test in (test_valid_values_are_parsed, test_invalid_values_are_refused):
         tested |= {case[0] for case in test.pytestmark[0].args[1]}
     assert tested | {"store_grace", "token_file"} == set(NAMES)
 
@@ -229,20 +229,20 @@ def test_the_token_comes_from_the_setting_the_file_or_the_environment(tmp_path):
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o604, 0o606, 0o602])
-def test_a_token_file_that_others_can_read_is_reported(tmp_path, mode):
+def test_a_token_file_that_other_users_can_access_is_reported(tmp_path, mode):
     path = token_file(tmp_path, mode=mode)
     _, notices = read_settings({"token_file": path}, {})
     assert [notice.endswith(f"chmod o-rwx {path}") for notice in notices] == [True] * bool(mode & 0o007)
 
 
-def test_files_that_hold_no_token(tmp_path):
+def test_files_without_a_valid_token_are_refused(tmp_path):
     missing = str(tmp_path / "none")
     for path in (missing, str(tmp_path), token_file(tmp_path, b"\n"), token_file(tmp_path, b"x" * 5000)):
         assert mistake(token_file=path).startswith(f"--rdzv-conf: token_file: {path!r}")
     assert settings(token_file=token_file(tmp_path, b"x" * 4096 + b"\n")).token == b"x" * 4096
 
 
-def test_the_token_is_in_no_text():
+def test_the_token_is_never_shown_in_text():
     assert "s3cret" not in repr(settings(token="s3cret"))
     assert "<secret>" in repr(settings(token="s3cret"))
     assert "token=None" in repr(settings())
@@ -264,7 +264,7 @@ anything = texts | st.floats() | st.integers() | st.booleans() | st.none() | st.
     st.dictionaries(st.sampled_from([name for name in NAMES if name != "token_file"]), anything, max_size=4)
 )
 @example({"keep_alive_max_attempt": "288230376151711728"})
-def test_any_settings_are_read_or_refused_in_one_line(given):
+def test_any_settings_are_accepted_or_refused_with_a_one_line_error(given):
     line = None
     try:
         made, _ = read_settings(given, {})
@@ -278,13 +278,13 @@ def test_any_settings_are_read_or_refused_in_one_line(given):
     assert all(math.isfinite(span) and span >= 0 for span in spans)
 
 
-def test_settings_are_values():
+def test_settings_compare_by_value():
     assert settings(drain="job") == Settings({"drain": "job"})
     assert settings(drain="job") != Settings()
     assert len({settings(), Settings()}) == 1
 
 
-def test_an_endpoint_is_written_as_it_is_read():
+def test_an_endpoint_is_formatted_as_host_and_port():
     def at(host):
         return Rendezvous("c10d", host, 7, run_id="j", min_nodes=1, max_nodes=3, settings=Settings())
 
@@ -293,12 +293,12 @@ def test_an_endpoint_is_written_as_it_is_read():
     assert at("node1").max_connections == 70
 
 
-def test_a_path_may_be_a_path(tmp_path):
+def test_the_token_file_may_be_a_path_object(tmp_path):
     path = token_file(tmp_path)
     assert settings(token_file=tmp_path / "token").token_file == os.fspath(path)
 
 
-def test_an_agent_has_its_own_times():
+def test_settings_adapt_to_the_timeouts_of_the_agent():
     made, _ = read_settings({"join_timeout": "7"}, {})
     adapted = made.adapted(grace=3, exit_barrier_timeout=2)
     assert (adapted.join_timeout, adapted.settle, adapted.exit_barrier_timeout) == (

@@ -54,7 +54,7 @@ def stops(found: list[RestartDecision]) -> tuple[int, StopKind | None]:
 
 
 class TestFailures:
-    def test_an_unknown_kind_of_another_release_is_no_reason_to_stop(self):
+    def test_an_unknown_failure_kind_from_another_release_does_not_stop_the_job(self):
         assert stops(decisions(PLENTY, [failure(permanence="curse")])) == (1, None)
 
     @pytest.mark.parametrize(
@@ -68,25 +68,25 @@ class TestFailures:
         ],
         ids=["exception", "place", "rank and step", "no exception", "no place"],
     )
-    def test_a_different_failure_starts_the_count_again(self, other):
+    def test_a_different_failure_resets_the_count_of_same_failures(self, other):
         same = failure(reached=7)
         assert stops(decisions(PLENTY, [same, same, other, same, same])) == (5, None)
 
     @pytest.mark.parametrize("exception", sorted(TRANSIENT))
-    def test_errors_of_connections_never_count_as_equal(self, exception):
+    def test_connection_errors_never_count_as_the_same_failure(self, exception):
         assert stops(decisions(PLENTY, [failure(exception=exception)] * 9)) == (9, None)
 
-    def test_an_attempt_of_unknown_duration_is_no_progress(self):
+    def test_an_attempt_of_unknown_duration_does_not_count_as_progress(self):
         assert stops(decisions(PLENTY, [failure()] * 9, ran=None)) == (2, StopKind.PERMANENT)
 
 
-class TestBudget:
+class TestRestartBudget:
     @pytest.mark.parametrize("most", [0, 1, 5])
     def test_the_job_stops_when_the_budget_is_used_up(self, most):
         found = decisions(RestartSettings(most), [Cause(exitcode=1)] * 10)
         assert stops(found) == (most, StopKind.EXHAUSTED)
 
-    def test_the_budget_of_a_window_returns_when_the_window_has_passed(self):
+    def test_restarts_become_available_again_after_the_window(self):
         settings = RestartSettings(3, window=10.0)
         assert stops(decisions(settings, [Cause()] * 50, seconds_apart=4.0)) == (50, None)
         assert stops(decisions(settings, [Cause()] * 50, seconds_apart=3.0)) == (3, StopKind.EXHAUSTED)
@@ -96,10 +96,10 @@ class TestBudget:
         assert [each.history.charged for each in found] == list(range(1, 21))
 
 
-class TestDelay:
+class TestRestartDelay:
     SLOW = RestartSettings(100, first_delay=1.0, longest_delay=60.0)
 
-    def test_the_delay_doubles_up_to_the_longest(self):
+    def test_the_delay_doubles_up_to_the_maximum(self):
         found = decisions(self.SLOW, [Cause()] * 9)
         assert [each.delay for each in found] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
@@ -110,11 +110,11 @@ class TestDelay:
     def test_there_is_no_delay_by_default(self):
         assert {each.delay for each in decisions(RestartSettings(9), [Cause()] * 9)} == {0}
 
-    def test_a_thousand_failures_overflow_nothing(self):
+    def test_a_thousand_failures_do_not_overflow_the_delay(self):
         assert decisions(self.SLOW.replaced(max_restarts=2000), [Cause()] * 1500)[-1].delay == 60
 
     @given(st.floats(0, 1), st.integers(1, 20))
-    def test_jitter_shortens_a_delay_by_at_most_a_half(self, jitter, failures):
+    def test_jitter_shortens_the_delay_by_at_most_half(self, jitter, failures):
         full = decisions(self.SLOW, [Cause()] * failures)[-1].delay
         assert full / 2 <= decisions(self.SLOW, [Cause()] * failures, jitter=jitter)[-1].delay <= full
 
@@ -145,18 +145,18 @@ def evidence(*unfit: str, nodes: int = 4, available: int = 4, **more: object) ->
     return Evidence(nodes=nodes, available=available, unfit=found, **known)
 
 
-class TestExclusion:
-    def test_a_node_that_its_check_found_unfit_is_excluded_at_once(self):
+class TestNodeExclusion:
+    def test_a_node_that_fails_its_check_is_excluded_immediately(self):
         decision = decide(LIMITED, FailureHistory(), evidence("node2"))
         assert (decision.exclude, decision.history.excluded, decision.history.charged) == ("node2", 1, 1)
         assert decision.note == "node node2 is excluded from the job: the check of node2 failed"
 
-    def test_a_node_that_alone_cannot_start_the_program_is_excluded_the_second_time(self):
+    def test_a_node_is_excluded_after_its_second_start_error(self):
         starts = evidence(causes=(failure(node="node3", exception=None, **BROKEN_MOUNT),))
         assert excluded(LIMITED, starts, starts) == [None, "node3"]
         assert "again" in decide(LIMITED, FailureHistory(), starts).note
 
-    def test_a_start_error_that_moves_to_another_node_is_permanent(self):
+    def test_the_same_start_error_on_two_nodes_is_permanent(self):
         one, other = (failure(node=node, **BROKEN_MOUNT) for node in ("node1", "node2"))
         history = decide(LIMITED, FailureHistory(), evidence(causes=(one,))).history
         decision = decide(LIMITED, history, evidence(causes=(other,)))
@@ -165,20 +165,20 @@ class TestExclusion:
         moved = failure(node="node2", **{**BROKEN_MOUNT, "permanent_sign": "exit code 2"})
         assert decide(LIMITED, history, evidence(causes=(moved,))).stop is None
 
-    def test_a_start_error_of_a_job_of_one_node_implicates_nobody(self):
+    def test_a_start_error_in_a_single_node_job_implicates_no_node(self):
         alone = evidence(nodes=1, causes=(failure(**BROKEN_MOUNT),))
         decision = decide(LIMITED, FailureHistory(), alone)
         assert (decision.stop, decision.history.implicated) == (StopKind.PERMANENT, ())
 
-    def test_of_several_unfit_nodes_one_is_excluded_and_one_implicated_twice_goes_first(self):
+    def test_one_node_is_excluded_at_a_time_preferring_one_implicated_twice(self):
         assert excluded(LIMITED, evidence("node2", "node1"), evidence("node3", "node2")) == ["node1", "node2"]
 
-    def test_a_check_goes_before_a_start_error(self):
+    def test_a_failed_check_takes_precedence_over_a_start_error(self):
         starts = evidence(causes=(failure(node="node1", exception=None, **BROKEN_MOUNT),))
         both = starts.replaced(unfit=(("node2", "the check failed"),))
         assert excluded(LIMITED, both, starts) == ["node2", "node1"]
 
-    def test_an_exclusion_starts_the_count_of_equal_failures_again(self):
+    def test_an_exclusion_resets_the_count_of_same_failures(self):
         unfit = evidence("node1", causes=(failure(),))
         fit = evidence(causes=(failure(),))
         assert excluded(LIMITED, fit, fit, unfit, fit, fit) == [None, None, "node1", None, None]
@@ -199,27 +199,27 @@ class TestExclusion:
         ],
         ids=["too few", "most", "both", "bound", "too many", "off"],
     )
-    def test_nobody_is_excluded_where_that_may_be_wrong(self, settings, found, word):
+    def test_no_node_is_excluded_beyond_the_limits_and_the_reason_is_noted(self, settings, found, word):
         decision = decide(settings, FailureHistory(), found)
         assert (decision.stop, decision.exclude, decision.history.excluded) == (None, None, 0)
         assert "node1" in decision.note
         assert word in decision.note
 
-    def test_many_unfit_nodes_are_counted(self):
+    def test_a_note_about_many_unfit_nodes_is_abbreviated(self):
         names = [f"node{number}" for number in range(1000)]
         note = decide(LIMITED, FailureHistory(), evidence(*names, nodes=1000, available=1000)).note
         assert "and 992 more" in note
         assert len(note) < 300
 
-    def test_another_unfit_node_goes_if_the_first_one_cannot(self):
+    def test_another_unfit_node_is_excluded_if_the_first_cannot_be(self):
         bound = (("node1", "2 agents have this name"),)
         assert excluded(LIMITED, evidence("node1", "node2", bound=bound)) == ["node2"]
 
-    def test_the_only_node_of_a_round_goes_if_there_is_a_spare(self):
+    def test_the_only_node_of_a_round_is_excluded_if_there_is_a_spare(self):
         assert excluded(LIMITED, evidence("node1", nodes=1, available=2)) == ["node1"]
 
     @pytest.mark.parametrize("settings", [PLENTY, LIMITED])
-    def test_a_job_that_stops_or_cannot_exclude_says_nothing(self, settings):
+    def test_no_note_is_written_if_the_job_stops_or_exclusion_is_off(self, settings):
         found = evidence("node1")
         if settings is LIMITED:
             found = found.replaced(causes=(failure(permanence="exit_code", permanent_sign="exit code 3"),))
@@ -245,7 +245,7 @@ CAUSES = st.builds(
     st.lists(CAUSES, max_size=4, unique_by=lambda cause: (cause.node, cause.permanent_rank)),
     st.data(),
 )
-def test_the_order_of_the_reports_does_not_matter(first, others, data):
+def test_the_decision_does_not_depend_on_the_order_of_reports(first, others, data):
     history = FailureHistory(charged=1, last=("builtins.ValueError", "train.py:8", 1, 2), same=2, reached=2)
     shuffled = data.draw(st.permutations(others))
     one, other = (
@@ -272,7 +272,7 @@ EVIDENCE = st.builds(
 
 
 @given(st.lists(EVIDENCE, min_size=1, max_size=12), st.integers(0, 4), st.randoms())
-def test_exclusions_stay_within_their_limits_in_any_order_of_the_reports(failures, most, random):
+def test_exclusions_stay_within_the_limits_in_any_order_of_reports(failures, most, random):
     settings = RestartSettings(1000, max_excluded_nodes=most)
     history, gone = FailureHistory(), 0
     for found in failures:
@@ -307,7 +307,7 @@ def test_restarts_are_counted_and_never_exceed_the_budget(causes, most):
 
 
 @given(st.integers(1, 5), st.floats(1, 100), st.lists(st.floats(0, 60), max_size=60))
-def test_no_span_as_long_as_the_window_contains_more_restarts_than_allowed(most, window, gaps):
+def test_no_window_contains_more_restarts_than_allowed(most, window, gaps):
     settings, history, now = RestartSettings(most, window=window), FailureHistory(), 1e9
     restarted: list[float] = []
     for gap in gaps:

@@ -28,7 +28,7 @@ from elasticrs.run import (
 ARGV = ["--nproc_per_node=2", "--max-restarts", "3", "-t", "0:1", "-m", "train", "--x", "1"]
 
 
-def test_both_parsers_agree(monkeypatch):
+def test_the_argparse_parser_and_the_built_in_parser_agree(monkeypatch):
     monkeypatch.delenv("PET_LOG_PREFIX")
     monkeypatch.setenv("PET_ROLE", "reader")
     monkeypatch.setenv("PET_STANDALONE", "1")
@@ -43,7 +43,7 @@ def test_both_parsers_agree(monkeypatch):
     assert (theirs["nproc_per_node"], theirs["role"], theirs["standalone"]) == (2, "reader", True)
 
 
-def test_a_namespace_holds_texts_where_torchruns_does():
+def test_a_namespace_holds_strings_where_torchrun_does():
     args = parse_args(["--nnodes=1:2", "--nproc-per-node=2", "-t", "0:1", "--rdzv-conf=a=1", "x"])
     assert (args.nnodes, args.nproc_per_node, args.tee, args.rdzv_conf) == ("1:2", "2", "0:1", "a=1")
 
@@ -58,7 +58,7 @@ def namespace(tmp_path):
     )
 
 
-def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
+def test_config_from_args_builds_a_launch_config(namespace, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     monkeypatch.delenv("PYTHON_EXEC", raising=False)
     given = {
@@ -95,12 +95,12 @@ def test_a_configuration_is_made_from_a_namespace(namespace, monkeypatch):
         ({"use_env": True}, (sys.executable, ["-u", "train.py", "--x"])),
     ],
 )
-def test_the_command_is_torchruns(namespace, monkeypatch, given, expected):
+def test_config_from_args_returns_the_same_command_as_torchrun(namespace, monkeypatch, given, expected):
     monkeypatch.delenv("PYTHON_EXEC", raising=False)
     assert config_from_args(namespace(**given))[1:] == expected
 
 
-def test_one_thread_for_each_of_several_workers(namespace, monkeypatch, capfd):
+def test_several_workers_get_one_openmp_thread_each(namespace, monkeypatch, capfd):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     config_from_args(namespace(nproc_per_node="1"))
     assert "OMP_NUM_THREADS" not in os.environ
@@ -122,17 +122,17 @@ def test_one_thread_for_each_of_several_workers(namespace, monkeypatch, capfd):
         ({"logs_specs": "mine"}, "--logs-specs: got 'mine', installed are"),
     ],
 )
-def test_a_mistake_in_a_namespace_is_named(namespace, given, text):
+def test_an_invalid_value_in_a_namespace_is_named(namespace, given, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         config_from_args(namespace(**given))
 
 
-def test_too_many_parts_of_nnodes_raise_what_torch_raises(namespace):
+def test_nnodes_with_three_parts_raises_runtimeerror_as_in_torch(namespace):
     with pytest.raises(RuntimeError, match="1:2:3"):
         config_from_args(namespace(nnodes="1:2:3"))
 
 
-def test_small_functions_are_torchs(namespace):
+def test_helper_functions_of_run_behave_as_in_torch(namespace):
     assert parse_min_max_nnodes("2") == (2, 2)
     assert parse_min_max_nnodes("1:4") == (1, 4)
     with pytest.raises(RuntimeError, match='nnodes=1:2:3 is not in "MIN:MAX" format'):
@@ -146,7 +146,7 @@ def test_small_functions_are_torchs(namespace):
     assert _get_logs_specs_class(None) is DefaultLogsSpecs
 
 
-def test_a_program_can_ask_for_the_health_check_server(launch, worker_script):
+def test_main_starts_the_health_check_server_on_request(launch, worker_script):
     # The worker blocks on the FIFO until the health check has been answered.
     script = worker_script("import os; os.open(os.environ['GO'], os.O_RDONLY)")
     go = script.parent / "go"
@@ -195,7 +195,7 @@ if __name__ == "__main__":
 """
 
 
-def test_programs_run_jobs_as_with_torchrun(launch, worker_script):
+def test_programs_can_run_jobs_through_the_api_of_torchrun(launch, worker_script):
     script = worker_script("""
         import os, sys
         os.write(1, "RANK {RANK} OF {WORLD_SIZE}\\n".format(**os.environ).encode())
@@ -212,7 +212,7 @@ def test_programs_run_jobs_as_with_torchrun(launch, worker_script):
 
 
 @pytest.mark.parametrize("module", ["elasticrs.run", "elasticrs.launch"])
-def test_main_without_arguments_is_the_command_line(launch, worker_script, module):
+def test_main_without_arguments_reads_the_command_line(launch, worker_script, module):
     script = worker_script("import sys; sys.exit(int(sys.argv[1]))")
     argv = [sys.executable, "-c", f"import {module} as module; module.main(); print('no failure')"]
     for code, expected in (("4", 1), ("0", 0)):
@@ -239,7 +239,7 @@ distrib_launch.launch(distrib_launch.parse_args(["--nproc-per-node=2", *options,
     ("options", "said"),
     [((), ["0 --local-rank=0 own", "1 --local-rank=1 own"]), (("--use-env",), ["0 own", "1 own"])],
 )
-def test_programs_run_jobs_as_with_the_launcher_before_torchrun(launch, worker_script, options, said):
+def test_programs_can_run_jobs_through_the_api_of_distributed_launch(launch, worker_script, options, said):
     script = worker_script("""
         import os, sys
         os.write(1, " ".join([os.environ["RANK"], *sys.argv[1:]]).encode() + b"\\n")
@@ -249,25 +249,25 @@ def test_programs_run_jobs_as_with_the_launcher_before_torchrun(launch, worker_s
     assert sorted(started.stdout.splitlines()) == said
 
 
-def test_the_launcher_before_torchrun_wants_to_know_where_the_local_rank_goes():
+def test_distributed_launch_with_no_python_requires_use_env():
     args = distrib_launch.parse_args(["--no-python", "true"])
     with pytest.raises(ValueError, match=r"--no-python .*--use-env"):
         distrib_launch.launch(args)
 
 
-def test_mistakes_are_named(capsys):
+def test_an_invalid_option_value_is_named(capsys):
     with pytest.raises(SystemExit):
         get_args_parser().parse_args(["--max-restarts=-1", "x"])
     assert "--max-restarts/--max_restarts: got '-1'" in capsys.readouterr().err
 
 
-def test_a_program_can_add_options_of_its_own():
+def test_a_program_can_add_its_own_options():
     parser = get_args_parser()
     parser.add_argument("--mine")
     assert parser.parse_args(["--mine=1", "train.py"]).mine == "1"
 
 
-def test_names_can_be_patched_where_torch_has_them(monkeypatch):
+def test_entry_points_can_be_patched_in_run_as_in_torch(monkeypatch):
     monkeypatch.setattr("elasticrs.run.metadata.entry_points", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         _get_logs_specs_class("mine")

@@ -51,14 +51,14 @@ MEETING = {
 }
 
 
-def test_a_step_of_slurm_and_no_option():
+def test_a_slurm_step_sets_the_rendezvous_options():
     args, notices = scheduled(**STEP)
     assert changed(**STEP) == MEETING
     assert notices == [f"Slurm job 4711: 4 nodes, this is number 2, meeting at node1:{PORT}"]
     assert args.nproc_per_node == 1
 
 
-def test_the_line_says_only_what_was_found():
+def test_the_notice_names_only_values_taken_from_slurm():
     assert scheduled("--master-port=29501", **STEP)[1] == [
         "Slurm job 4711: 4 nodes, this is number 2, meeting at node1:29501"
     ]
@@ -106,7 +106,7 @@ def test_the_first_node_hosts_the_store():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )  # fmt: skip
-def test_an_option_overrides_what_was_found(argv, without, more):
+def test_an_option_overrides_the_value_from_slurm(argv, without, more):
     kept = {name: value for name, value in MEETING.items() if name not in without}
     assert changed(*argv, **STEP) == {**kept, **more}
     # The variable of an option has the same effect as the option.
@@ -128,7 +128,7 @@ def test_an_option_overrides_what_was_found(argv, without, more):
         ({"SLURM_GPUS_ON_NODE": "4", "CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, "gpu"),
     ],
 )
-def test_there_is_a_worker_for_each_gpu(variables, workers):
+def test_nproc_per_node_defaults_to_the_number_of_gpus(variables, workers):
     for environ in (STEP, BATCH):
         assert scheduled(**environ, **variables)[0].nproc_per_node == workers
     assert scheduled("--nproc-per-node=3", **STEP, **variables)[0].nproc_per_node == 3
@@ -142,11 +142,11 @@ def test_there_is_a_worker_for_each_gpu(variables, workers):
         ({"SLURM_ARRAY_JOB_ID": "4700", "SLURM_ARRAY_TASK_ID": "11"}, "4700_11.0"),
     ],
 )
-def test_each_run_has_an_id_of_its_own(variables, run_id):
+def test_each_slurm_step_restart_and_array_task_has_its_own_run_id(variables, run_id):
     assert scheduled(**{**STEP, **variables})[0].rdzv_id == run_id
 
 
-def test_jobs_and_steps_on_one_node_meet_at_different_ports():
+def test_jobs_and_steps_on_one_node_use_different_rendezvous_ports():
     ports = [
         place_of({**STEP, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
         for job in range(4700, 4780)
@@ -156,21 +156,21 @@ def test_jobs_and_steps_on_one_node_meet_at_different_ports():
     assert {29400, 29500}.isdisjoint(ports)
 
 
-class TestOutsideOfAStep:
-    def test_a_batch_script_of_one_node(self):
+class TestOutsideSlurmStep:
+    def test_a_single_node_batch_script_runs_a_single_node_job(self):
         args, notices = scheduled(**BATCH, SLURM_GPUS_ON_NODE="2")
         assert (args.nnodes, args.rdzv_backend, args.nproc_per_node) == ((1, 1), "static", 2)
         assert notices == ["Slurm job 4711: 1 node, 2 workers on this node"]
 
-    def test_a_batch_script_of_several_nodes(self):
+    def test_a_multi_node_batch_script_gets_a_hint_to_use_srun(self):
         _, notices = scheduled(**{**BATCH, "SLURM_JOB_NUM_NODES": "3"})
         assert [("srun" in line) for line in notices] == [False, True]
 
-    def test_the_interactive_step_of_salloc(self):
+    def test_the_interactive_step_of_salloc_changes_no_option(self):
         environ = {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA), "SLURMD_NODENAME": "node1"}
         assert changed(**environ) == {}
 
-    def test_the_shell_of_salloc(self):
+    def test_the_shell_of_salloc_changes_no_option(self):
         environ = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_ON_NODE": "2"}
         assert changed(**environ) == {}
         assert "is not used" in scheduled(**environ)[1][0]
@@ -178,7 +178,7 @@ class TestOutsideOfAStep:
     @pytest.mark.parametrize(
         "argv", [["--standalone"], ["--nnodes=1"], ["--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=a"]]
     )
-    def test_nothing_is_said_if_the_user_has_said_how_the_nodes_meet(self, argv):
+    def test_no_notice_is_printed_if_rendezvous_options_are_given(self, argv):
         assert scheduled(*argv, SLURM_JOB_ID="4711", SLURM_JOB_NUM_NODES="3")[1] == []
 
 
@@ -194,8 +194,8 @@ class TestOutsideOfAStep:
         ({"SLURM_NODEID": "4"}, "SLURM_NODEID=4"),
     ],
 )
-class TestNodesThatCannotMeet:
-    def test_a_refusal_says_why_and_how_to_go_on(self, variables, said):
+class TestUnusableSlurmStep:
+    def test_the_refusal_names_the_reason_and_the_no_scheduler_option(self, variables, said):
         for argv in ([], ["--rdzv-endpoint=login"], ["--nnodes=4"]):
             with pytest.raises(UsageError, match="--no-scheduler") as refused:
                 scheduled(*argv, **{**STEP, **variables})
@@ -206,7 +206,7 @@ class TestNodesThatCannotMeet:
         [["--standalone"], ["--nnodes=1"], ["--nnodes=32", "--rdzv-backend=c10d", "--rdzv-endpoint=node1"],
          ["--nnodes=2", "--node-rank=1", "--master-addr=node1"]],
     )  # fmt: skip
-    def test_the_users_own_meeting_is_not_refused(self, variables, said, argv):  # noqa: ARG002
+    def test_explicit_rendezvous_options_are_not_refused(self, variables, said, argv):  # noqa: ARG002
         assert changed(*argv, **{**STEP, **variables}) == {}
 
 
@@ -216,7 +216,7 @@ values = st.sampled_from(
 
 
 @given(st.dictionaries(st.sampled_from([*STEP, *BATCH, "SLURM_GPUS_ON_NODE", "SLURM_RESTART_COUNT"]), values))
-def test_damaged_variables_are_refused_or_ignored(variables):
+def test_malformed_slurm_variables_are_refused_or_ignored(variables):
     for environ in (variables, {**STEP, **variables}):
         try:
             args, _ = scheduled(**environ)
@@ -225,7 +225,7 @@ def test_damaged_variables_are_refused_or_ignored(variables):
         assert args.nnodes[0] >= 1
 
 
-class TestLostNodes:
+class TestNodeLossWarnings:
     """By default, Slurm kills the whole job if it loses a node."""
 
     @pytest.mark.parametrize(
@@ -237,18 +237,18 @@ class TestLostNodes:
             ({"SLURM_NO_KILL": "set", "SLURM_KILL_BAD_EXIT": "0"}, []),
         ],
     )
-    def test_an_elastic_job_gets_a_line_for_each_reason(self, variables, words):
+    def test_an_elastic_job_gets_a_warning_for_each_harmful_slurm_setting(self, variables, words):
         environ = {**STEP, "SLURM_NODEID": "0", **variables}
         _, (_, *lines) = scheduled("--nnodes=2:4", **environ)
         assert len(lines) == len(words)
         assert all(word in line for word, line in zip(words, lines, strict=True))
 
-    def test_only_the_first_node_says_it_and_only_for_an_elastic_job(self):
+    def test_only_the_first_node_of_an_elastic_job_prints_warnings(self):
         assert len(scheduled("--nnodes=2:4", **STEP)[1]) == 1
         assert len(scheduled(**{**STEP, "SLURM_NODEID": "0"})[1]) == 1
 
 
-def test_no_module_about_schedulers_is_loaded_without_one(monkeypatch):
+def test_scheduler_modules_are_loaded_only_under_a_scheduler(monkeypatch):
     from elasticrs.launcher.arguments import resolve
 
     for name in [name for name in sys.modules if "schedule" in name and name.startswith("elasticrs")]:
@@ -261,6 +261,6 @@ def test_no_module_about_schedulers_is_loaded_without_one(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [name for name, value in STEP.items() if value.isdecimal()])
-def test_a_number_that_is_too_long_is_no_number(name):
+def test_a_slurm_number_with_too_many_digits_is_not_used(name):
     place = place_of({**STEP, name: "9" * 5000})
     assert FIRST_PORT <= place.port < FIRST_PORT + PORTS or not place.host

@@ -62,18 +62,18 @@ def meeting(args):
     ],
 )
 class TestKubeflow:
-    def test_its_nodes_meet_in_the_dynamic_rendezvous(self, environ, job, endpoint):
+    def test_nodes_use_the_c10d_rendezvous(self, environ, job, endpoint):
         args, notices = scheduled(**environ)
         assert meeting(args) == ((2, 2), "c10d", endpoint, "train", 1, {"is_host": "0"})
         assert args.nproc_per_node == 4
         assert notices == [f"{job}: 2 nodes, this is number 1, meeting at {endpoint}"]
 
-    def test_no_line_complains_about_its_variables(self, environ, job, endpoint):
+    def test_kubeflow_variables_are_not_reported_as_without_effect(self, environ, job, endpoint):
         launch = resolve(parse(["-m", "this"], environ), {"PATH": "/usr/bin:/bin", **environ})
         assert launch.rendezvous.endpoint == endpoint
         assert not [line for line in launch.notices if "has no effect" in line], job
 
-    def test_static_is_torchruns(self, environ, job, endpoint):  # noqa: ARG002
+    def test_an_explicit_static_rendezvous_works_as_in_torchrun(self, environ, job, endpoint):  # noqa: ARG002
         for argv, variables in (
             (["--rdzv-backend=static"], {}),
             ([], {"PET_RDZV_BACKEND": "static"}),
@@ -85,7 +85,7 @@ class TestKubeflow:
             host, port = environ["PET_MASTER_ADDR"], "29501" if "--master-port=29501" in argv else None
             assert found.endpoint == f"{host}:{port or environ['PET_MASTER_PORT']}"
 
-    def test_an_option_overrides_what_was_found(self, environ, job, endpoint):  # noqa: ARG002
+    def test_an_option_overrides_the_value_from_kubeflow(self, environ, job, endpoint):  # noqa: ARG002
         args, _ = scheduled("--nnodes=1:2", "--rdzv-id=mine", "--nproc-per-node=3", **environ)
         assert (args.nnodes, args.rdzv_id, args.nproc_per_node) == ((1, 2), "mine", 3)
         assert args.rdzv_endpoint == endpoint
@@ -102,18 +102,18 @@ class TestKubeflow:
             {"PET_NNODES": "1:2", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "train-worker-0:23456"},
         ],
     )
-    def test_variables_that_a_user_has_set_keep_their_meaning(self, environ, job, endpoint, change):  # noqa: ARG002
+    def test_variables_set_by_the_user_keep_their_meaning(self, environ, job, endpoint, change):  # noqa: ARG002
         changed = {**environ, **change, "JOB_COMPLETION_INDEX": ""}
         before = vars(parse(["train.py"], changed))
         assert vars(scheduled(**changed)[0]) == before
 
-    def test_a_job_of_one_node_does_not_meet_others(self, environ, job, endpoint):  # noqa: ARG002
+    def test_a_single_node_job_uses_no_rendezvous(self, environ, job, endpoint):  # noqa: ARG002
         args, notices = scheduled(**{**environ, "PET_NNODES": "1", "PET_NODE_RANK": "0", "RANK": "0"})
         assert (args.nnodes, args.rdzv_backend) == ((1, 1), "static")
         assert notices == [f"{job}: 1 node"]
 
 
-def test_a_static_job_by_hand_outside_of_kubeflow_is_not_touched():
+def test_a_manual_static_job_outside_kubeflow_is_unchanged():
     environ = {name: value for name, value in TRAIN_JOB.items() if name.startswith("PET_")}
     for more in ({}, {**POD, "PET_MASTER_ADDR": "node1"}):
         args = resolve(parse(["-m", "this"], {**environ, **more}), {"PATH": "/bin", **environ, **more})
@@ -121,28 +121,28 @@ def test_a_static_job_by_hand_outside_of_kubeflow_is_not_touched():
 
 
 class TestIndexedJob:
-    def test_the_number_of_nodes_is_all_it_needs(self):
+    def test_only_the_number_of_nodes_is_required(self):
         endpoint = "train-0.train.team.svc.cluster.local:29400"
         for argv, variables in ((["--nnodes=2:4"], {}), ([], {"PET_NNODES": "2:4"})):
             args, notices = scheduled(*argv, **INDEXED, **variables)
             assert meeting(args) == ((2, 4), "c10d", endpoint, "train", 2, {"is_host": "0"})
             assert notices == [f"Job train: this is number 2, meeting at {endpoint}"]
 
-    def test_a_pod_of_a_job_set(self, hosts):
+    def test_a_pod_of_a_job_set_gets_its_endpoint_and_run_id(self, hosts):
         name = "train-nodes-0-3"
         hosts.write_text(f"10.1.0.7\t{name}.train.team.svc.cluster.local\t{name}\n")
         args, _ = scheduled("--nnodes=4", **POD, HOSTNAME=name, JOB_COMPLETION_INDEX="3")
         assert args.rdzv_endpoint == "train-nodes-0-0.train.team.svc.cluster.local:29400"
         assert args.rdzv_id == "train-nodes-0"
 
-    def test_without_a_number_of_nodes_each_pod_is_a_job(self, hosts):
+    def test_without_a_number_of_nodes_each_pod_is_its_own_job(self, hosts):
         for text in (hosts.read_text(), "127.0.0.1 localhost\n"):
             hosts.write_text(text)
             before = vars(parse(["train.py"], INDEXED))
             args, notices = scheduled(**INDEXED)
             assert (vars(args), notices) == (before, [])
 
-    def test_pods_without_a_service_cannot_meet(self, hosts):
+    def test_pods_without_a_headless_service_are_refused(self, hosts):
         for missing in (False, True):
             if missing:
                 hosts.unlink()
@@ -157,7 +157,7 @@ class TestIndexedJob:
         ("devices", "workers"),
         [("GPU-1,GPU-2", 2), ("all", 1), ("void", 1), ("", 1), ("0,1", 1), ("MIG-1,MIG-2", "gpu")],
     )
-    def test_there_is_a_worker_for_each_gpu_of_the_device_plugin(self, devices, workers):
+    def test_nproc_per_node_is_the_number_of_gpus_from_the_device_plugin(self, devices, workers):
         args, _ = scheduled(**INDEXED, NVIDIA_VISIBLE_DEVICES=devices)
         assert args.nproc_per_node == workers
 
@@ -165,14 +165,14 @@ class TestIndexedJob:
         "change",
         [{"JOB_COMPLETION_INDEX": "x"}, {"JOB_COMPLETION_INDEX": "3"}, {"HOSTNAME": ""}, {"HOSTNAME": "-2"}],
     )
-    def test_another_pod_is_not_touched(self, change):
+    def test_a_pod_outside_an_indexed_job_is_unchanged(self, change):
         environ = {**INDEXED, **change, "PET_NNODES": "4"}
         before = vars(parse(["train.py"], environ))
         assert vars(scheduled(**environ)[0]) == before
 
 
 @pytest.mark.parametrize("name", ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT", "JOB_COMPLETION_INDEX"])
-def test_a_number_that_is_too_long_is_no_number(name):
+def test_a_kubernetes_number_with_too_many_digits_is_not_used(name):
     number = "9" * 5000
     of_kubeflow = name.startswith("PET_")
     environ = (

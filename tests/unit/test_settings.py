@@ -80,12 +80,12 @@ def handler():
 
 
 @pytest.mark.parametrize("kind", [LaunchConfig, WorkerSpec])
-def test_programs_have_every_setting_by_keyword(kind):
+def test_launch_config_and_worker_spec_have_every_setting_as_a_keyword(kind):
     found = {field.name: field for field in dataclasses.fields(kind) if field.kw_only}
     assert {name: field.default for name, field in found.items()} == DECLARED
 
 
-def test_every_setting_is_an_option_with_its_default():
+def test_every_setting_is_an_option_with_the_same_default():
     assert {name: BY_DEST[name].default for name in DECLARED} == DECLARED
     assert {name: JobConfig(1, "job").fields()[name] for name in defaults_of(WorkerSettings)} == defaults_of(
         WorkerSettings
@@ -100,19 +100,19 @@ def test_every_field_is_an_option_or_derived(kind):
         assert kind.defaults()[name] == BY_DEST[name].default, name
 
 
-def test_every_option_is_a_field_or_of_the_launcher_alone():
+def test_every_option_is_a_field_or_used_only_by_the_launcher():
     fields = {*DECLARED, *(name for kind in DERIVED for name in kind._names)}
     assert BY_DEST.keys() - fields == LAUNCHER
 
 
-def test_the_values_of_the_command_line_reach_the_job():
+def test_command_line_values_reach_the_job():
     assert VALUES.keys() == defaults_of(WorkerSettings).keys()
     argv = [f"--{name.replace('_', '-')}={value}" for name, value in VALUES.items()]
     job = resolve(parse([*argv, os.__file__], {}), {}).job
     assert {name: getattr(job, name) for name in VALUES} == VALUES
 
 
-def test_the_values_of_a_program_reach_the_job(handler, tmp_path):
+def test_launch_config_values_reach_the_job(handler, tmp_path):
     config = LaunchConfig(1, 1, 1, logs_specs=DefaultLogsSpecs(str(tmp_path)), **VALUES)
     passed = {name: getattr(config, name) for name in api._OF_WORKERS}
     assert passed.keys() >= DECLARED.keys()
@@ -122,7 +122,7 @@ def test_the_values_of_a_program_reach_the_job(handler, tmp_path):
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_a_program_is_told_which_setting_is_wrong(name):
+def test_launch_config_names_an_invalid_setting(name):
     with pytest.raises(ValueError, match=f"^{name} must be [^,]{{5}}.*, got <object object"):
         LaunchConfig(1, 1, 1, **{name: object()})
 
@@ -135,7 +135,7 @@ def test_a_program_is_told_which_setting_is_wrong(name):
     ],
     ids=["LaunchConfig", "WorkerSpec"],
 )
-def test_programs_pass_a_budget_with_a_window_as_text(make):
+def test_max_restarts_accepts_a_window_as_text(make):
     made = make(max_restarts="3/1h")
     assert (made.max_restarts, made.max_restarts.window) == (3, 3600)
     assert made.max_restarts - 1 == 2

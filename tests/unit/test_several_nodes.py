@@ -23,7 +23,7 @@ def launch(script):
     return launch
 
 
-def test_a_plain_launch_has_no_rendezvous(launch):
+def test_a_single_node_launch_has_no_rendezvous_by_default(launch):
     for argv in (
         (),
         ("--standalone",),
@@ -39,7 +39,7 @@ def test_a_plain_launch_has_no_rendezvous(launch):
 
 
 @pytest.mark.parametrize("backend", ["c10d", "elasticrs"])
-def test_nodes_meet_at_the_endpoint(launch, backend):
+def test_rendezvous_options_set_backend_endpoint_and_node_counts(launch, backend):
     argv = (
         "--nnodes=2:4",
         "--rdzv-backend",
@@ -57,13 +57,13 @@ def test_nodes_meet_at_the_endpoint(launch, backend):
     assert launch(*argv, "--rdzv-endpoint=[fd00::1]:7").rendezvous.endpoint == "[fd00::1]:7"
 
 
-def test_one_node_with_an_endpoint_may_be_met(launch):
+def test_one_node_with_backend_and_endpoint_has_a_rendezvous(launch):
     met = launch(*C10D).rendezvous
     assert (met.min_nodes, met.max_nodes, met.endpoint) == (1, 1, "node1:29400")
     assert launch("--rdzv-backend=c10d", "--rdzv-endpoint=localhost").rendezvous.port == 29400
 
 
-def test_settings_come_along(launch):
+def test_rendezvous_settings_are_read_from_options(launch):
     made = launch(
         *C10D,
         "--rdzv-conf=join_timeout=0.5,token=a=b",
@@ -83,7 +83,7 @@ def test_settings_come_along(launch):
     assert launch(*C10D, "--rdzv-conf=drain=job", "--drain=node").rendezvous.settings.drain == "node"
 
 
-def test_variables_say_the_same(launch):
+def test_rendezvous_settings_are_read_from_environment_variables(launch):
     job = launch(
         PET_NNODES="2:3",
         PET_RDZV_BACKEND="c10d",
@@ -104,7 +104,7 @@ def test_variables_say_the_same(launch):
     assert barrier.exit_barrier_timeout == 6
 
 
-def test_static_ranks_are_given_by_hand(launch):
+def test_static_options_set_the_node_rank_and_the_endpoint(launch):
     launched = launch("--nnodes=3", "--node-rank=2", "--master-addr=node1", "--master-port=7", "--rdzv-id=j")
     met = launched.rendezvous
     assert (met.backend, met.endpoint, met.node_rank, met.settings.order_hint) == ("static", "node1:7", 2, 2)
@@ -122,7 +122,7 @@ def test_static_ranks_are_given_by_hand(launch):
     )
 
 
-def test_notices_are_no_mistakes(launch):
+def test_questionable_options_cause_notices_instead_of_errors(launch):
     (loopback,) = launch("--nnodes=2").notices
     assert "static" in loopback
     assert "127.0.0.1" in loopback
@@ -137,7 +137,7 @@ def api(backend="c10d", endpoint="node1", nodes=(1, 2), node_rank=None, **config
     return describe(backend, endpoint, "j", nodes, config, {}, node_rank=node_rank, words=PYTHON)[0]
 
 
-def test_the_python_api_says_the_same_with_its_own_words():
+def test_the_python_api_reports_errors_with_its_own_setting_names():
     assert api(join_timeout=3, timeout=900).settings.join_timeout == 3
     assert api().settings.order_hint is None
     static = api("static", "node1:7", (2, 2), rank=1)
@@ -153,7 +153,7 @@ def test_the_python_api_says_the_same_with_its_own_words():
             api(**how)
 
 
-def test_handlers_check_their_settings():
+def test_rendezvous_handlers_refuse_invalid_settings():
     def handler(backend="c10d", **config):
         return get_rendezvous_handler(RendezvousParameters(backend, "", "j", 1, 1, **config))
 
@@ -164,7 +164,7 @@ def test_handlers_check_their_settings():
         handler("mine")
 
 
-def test_a_token_that_every_user_can_read_causes_a_warning(tmp_path):
+def test_a_world_readable_token_file_causes_a_warning(tmp_path):
     path = tmp_path / "token"
     path.write_text("secret")
     path.chmod(0o644)
@@ -177,18 +177,18 @@ def test_a_token_that_every_user_can_read_causes_a_warning(tmp_path):
     ("config", "seconds"),
     [({}, 900), ({"timeout": "30"}, 30), ({"timeout": 30, "join_timeout": 7}, 7), ({"join_timeout": 7}, 7)],
 )
-def test_the_timeout_of_static_is_that_of_joining(config, seconds):
+def test_timeout_sets_the_join_timeout_of_the_static_backend(config, seconds):
     config = {**config, "rank": 0}
     meeting = describe("static", "node1:29500", "j", (2, 2), config, {}, words=PYTHON)[0]
     assert meeting.settings.join_timeout == seconds
 
 
-def test_the_timeout_of_others_is_not():
+def test_timeout_does_not_set_the_join_timeout_of_c10d():
     meeting = describe("c10d", "node1:29500", "j", (2, 2), {"timeout": 30}, {}, words=PYTHON)[0]
     assert meeting.settings.join_timeout == 600
 
 
-def test_a_file_and_a_registered_backend_have_a_handler_of_their_own(launch):
+def test_a_file_store_or_a_registered_backend_gets_its_own_handler(launch):
     from elasticrs.rendezvous import rendezvous_handler_registry
 
     rendezvous_handler_registry.register("of_a_program", lambda _params: None)
@@ -214,7 +214,7 @@ def test_a_file_and_a_registered_backend_have_a_handler_of_their_own(launch):
 @pytest.mark.parametrize(
     "argv", [(), ("--standalone",), ("--standalone", "--rdzv-backend=c10d"), ("--nnodes=2", "--node-rank=1")]
 )
-def test_a_store_file_has_no_effect_without_c10d(launch, argv):
+def test_store_type_file_has_no_effect_without_c10d(launch, argv):
     launched = launch(*argv, "--rdzv-conf=store_type=file")
     assert launched.handler is None
     assert any("store_type=file" in notice for notice in launched.notices)
@@ -222,6 +222,6 @@ def test_a_store_file_has_no_effect_without_c10d(launch, argv):
         launch(*argv, "--rdzv-conf=store_type=tape")
 
 
-def test_a_usual_launch_has_no_handler(launch):
+def test_a_launch_with_a_built_in_backend_has_no_separate_handler(launch):
     for argv in ((), C10D, ("--standalone", "--rdzv-backend=c10d")):
         assert launch(*argv).handler is None

@@ -50,7 +50,7 @@ UP = [RoundBegan(1, 0)]
 NONE_MET = RoundEnded((None, None))
 
 
-def test_a_failure_is_reported_and_paid_for_by_the_next_round():
+def test_a_failed_worker_is_reported_and_replaced_in_the_next_round():
     _, done = play(*UP, WorkerFailed(1), NONE_MET, WorkerSwept(1), RoundBegan(2, 1))
     assert done == [Start(1, 0), Report(1), SayIdle(), Replace(1, 1)]
 
@@ -60,14 +60,14 @@ def test_a_failure_is_reported_and_paid_for_by_the_next_round():
     [((7, 7), [Replace(1, 1)]), ((7, 8), [Report(1)]), ((7, None), [Report(1)]), ((), [Report(1)])],
     ids=str,
 )
-def test_a_worker_that_has_not_met_again_fails_with_the_others(met, then):
+def test_a_failure_before_workers_rendezvous_again_shares_the_last_restart(met, then):
     state, _ = play(*UP, RoundEnded((7, 7)), RoundBegan(2, 1))
     state, done = step(state, WorkerFailed(1, met))
     state, more = step(state, WorkerSwept(1))
     assert done + more == then
 
 
-def test_one_that_began_since_does_not():
+def test_a_failure_of_a_replacement_worker_uses_its_own_restart():
     again = [
         WorkerFailed(1, (7, 7)),
         WorkerSwept(1),
@@ -79,33 +79,33 @@ def test_one_that_began_since_does_not():
     assert done[-2:] == [Replace(1, 1), Report(1)]
 
 
-def test_a_succeeded_worker_is_not_started_again():
+def test_succeeded_workers_are_not_started_again():
     _, done = play(*UP, GroupEnded("succeeded"), NONE_MET, RoundBegan(2, 1))
     assert done == [Start(1, 0), messages.WorkersDone(), SayIdle(), messages.WorkersDone()]
 
 
-def test_a_worker_whose_timer_expired_has_failed_though_it_exited_with_0():
+def test_a_worker_with_an_expired_timer_counts_as_failed_despite_exit_code_0():
     _, done = play(*UP, WorkerSwept(1), NONE_MET, RoundBegan(2, 1))
     assert done == [Start(1, 0), Report(1), SayIdle(), Replace(1, 1)]
 
 
-def test_workers_stop_before_the_job_ends():
+def test_running_workers_are_stopped_before_the_agent_finishes():
     state, done = play(*UP, WorkerFailed(1), NONE_MET, JobEnded(), GroupEnded("stopped"))
     assert done == [Start(1, 0), Report(1), SayIdle(), STOPPED, Finish()]
     assert step(state, RoundBegan(9, 9))[1] == []
 
 
-def test_a_job_without_workers_ends_without_a_stop():
+def test_an_agent_without_running_workers_finishes_immediately():
     _, done = play(*UP, GroupEnded("succeeded"), JobEnded())
     assert done == [Start(1, 0), messages.WorkersDone(), Finish()]
 
 
-def test_a_node_that_loses_its_lease_starts_over():
+def test_a_node_that_loses_its_lease_kills_and_restarts_its_workers():
     _, done = play(*UP, MustStop(SIGKILL, is_fence=True), GroupEnded("stopped"), RoundBegan(2, 0))
     assert done == [Start(1, 0), Stop(SIGKILL, 0.0, is_announced=True), SayEnded(), Start(2, 0)]
 
 
-def test_a_stuck_worker_makes_the_node_unfit_whenever_that_is_found():
+def test_a_stuck_worker_makes_the_node_unfit():
     stuck = GroupEnded("stopped", (1,))
     found = [WorkerFailed(1), WorkerSwept(1, is_stuck=True), stuck]
     assert play(*UP, *found)[1] == [Start(1, 0), Report(1), STOPPED, SayEnded(stuck.why_unfit)]
@@ -276,7 +276,7 @@ class Course:
 
 @settings(max_examples=300)
 @given(st.integers(1, 3), st.data())
-def test_share_1_to_4(size, data):
+def test_invariants_share_1_to_4_hold_in_random_jobs(size, data):
     course = Course(size)
     for _ in range(data.draw(st.integers(0, 40))):
         enabled = course.enabled()

@@ -196,7 +196,7 @@ def pausing():
     process.close()
 
 
-def test_a_process_stops_until_it_is_continued(pausing):
+def test_a_process_stays_stopped_until_sigcont(pausing):
     for _ in range(2):
         pausing.takes(signal.SIGTSTP)
         pausing.tell("stop")
@@ -205,7 +205,7 @@ def test_a_process_stops_until_it_is_continued(pausing):
         pausing.hears("GOES ON")
 
 
-def test_a_sigcont_before_the_stop_counts(pausing):
+def test_a_sigcont_before_the_stop_cancels_the_stop(pausing):
     pausing.takes(signal.SIGTSTP)
     pausing.signal(signal.SIGCONT)
     pausing.tell("stop")
@@ -216,7 +216,7 @@ def test_a_sigcont_before_the_stop_counts(pausing):
     pausing.is_stopped()
 
 
-def test_a_sigcont_after_the_last_look_counts(pausing):
+def test_a_sigcont_after_the_last_check_cancels_the_stop(pausing):
     pausing.tell("hold")
     pausing.hears("HELD")
     pausing.signal(signal.SIGCONT)
@@ -228,7 +228,7 @@ def test_a_sigcont_after_the_last_look_counts(pausing):
     pausing.is_stopped()
 
 
-def test_a_stop_request_during_a_stop_is_handled(pausing):
+def test_a_sigterm_during_a_stop_is_handled_after_sigcont(pausing):
     pausing.takes(signal.SIGTSTP)
     pausing.tell("stop")
     pausing.is_stopped()
@@ -240,7 +240,7 @@ def test_a_stop_request_during_a_stop_is_handled(pausing):
 
 
 @given(st.lists(st.sampled_from([signal.SIGTSTP, signal.SIGCONT, signal.SIGTERM]), max_size=12).map(bytes))
-def test_the_rest_of_a_pause_is_that_of_the_kernel(received):
+def test_a_sigtstp_is_kept_only_if_no_sigcont_follows(received):
     is_pending = False
     for signum in received:
         is_pending = signum == signal.SIGTSTP or (is_pending and signum != signal.SIGCONT)
@@ -258,7 +258,7 @@ def run(program):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_signals(case):
+def test_the_signal_pipe_catches_and_restores_signals(case):
     run(PRELUDE + "\n".join(line[8:] for line in CASES[case].splitlines()))
 
 
@@ -280,7 +280,7 @@ TERM, INT, HUP, QUIT = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQ
         ([(HUP, 0), (HUP, 1)], [HUP]),
     ],
 )
-def test_what_asks_again(came, new):
+def test_echoed_signals_do_not_count_as_new_stop_requests(came, new):
     requests = StopRequests()
     assert [signum for signum, now in came if requests.is_new(signum, 1000 + now)] == new
 
@@ -314,7 +314,7 @@ assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 
 
 @pytest.mark.parametrize("fork", ["fork()", "threading.Thread(target=fork).start()"])
-def test_a_signal_during_a_fork_is_raised_and_is_not_the_childs(fork):
+def test_a_signal_during_a_fork_is_raised_only_in_the_parent(fork):
     run(SIGNALLED_WHILE_FORKING.replace("{fork}", fork))
 
 
@@ -332,5 +332,5 @@ with raised_signals([signal.SIGTERM, signal.SIGHUP]):
 """
 
 
-def test_of_signals_that_come_together_one_is_raised():
+def test_a_second_signal_is_not_raised_while_the_first_is_handled():
     run(TWO_AT_ONCE)

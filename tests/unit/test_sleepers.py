@@ -18,7 +18,7 @@ LOOKS = st.lists(st.tuples(st.floats(0.01, 5), st.dictionaries(PIDS, st.sampled_
 
 
 @given(LOOKS, st.floats(-1, 10))
-def test_only_an_unbroken_stay_counts(looks, limit):
+def test_only_uninterrupted_time_in_d_state_counts(looks, limit):
     now, first_seen, streaks = 0.0, {}, {}
     for step, states in looks:
         now += step
@@ -33,7 +33,7 @@ def test_only_an_unbroken_stay_counts(looks, limit):
 
 
 @pytest.mark.parametrize("name", [b"(x)", b"(a) D (b", b"()", b"\xff\n) R"])
-def test_a_state_is_read_whatever_the_name(tmp_path, name):
+def test_the_process_state_is_read_for_any_process_name(tmp_path, name):
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "stat").write_bytes(b"7 (" + name + b") D 1 7 7 0\n")
     assert read_state(7, str(tmp_path)) == "D"
@@ -44,7 +44,7 @@ def test_a_missing_process_has_no_state():
     assert read_state(os.getpid()) == "R"
 
 
-def test_nothing_is_looked_at_without_a_limit(tmp_path):
+def test_no_process_is_checked_without_a_time_limit(tmp_path):
     off = Sleepers(0, str(tmp_path))
     assert off.interval == float("inf")
     assert off.look({0: 7}) == {}
@@ -67,7 +67,7 @@ def sleeper(tmp_path):
     procs.reap_adopted()
 
 
-def test_a_real_sleeper_is_found(sleeper):
+def test_a_real_process_in_d_state_is_found(sleeper):
     while read_state(sleeper.pid) != "D":
         assert sleeper.poll() is None
     sleepers = Sleepers(1e-6)

@@ -39,13 +39,13 @@ def last_line(phase, attempts, *, is_multi_node=True, began_s_ago=1):
         (3, 2, "2 restarts charged"),
     ],
 )
-def test_rounds_without_a_charge_are_changes_of_nodes(round_, restarts, said):
+def test_rounds_that_use_no_restart_count_as_node_changes(round_, restarts, said):
     assert last_line(Phase.SUCCEEDED, [attempt_of(round_, restarts)]).endswith(f"; {said}")
     failed = last_line(Phase.FAILED, [attempt_of(round_, restarts)])
     assert failed.endswith(said.replace(" restarts", " of 3 restarts"))
 
 
-def test_attempts_of_a_node_by_itself_are_no_changes_of_nodes():
+def test_attempts_of_a_single_node_job_are_not_node_changes():
     assert "nodes" not in last_line(Phase.SUCCEEDED, [attempt_of(4, 0)], is_multi_node=False)
 
 
@@ -57,7 +57,7 @@ def test_the_goodput_of_a_short_job_is_not_shown():
     assert "goodput 50.0 %" in line
 
 
-def test_imports_count_alike_whether_workers_are_warm_or_cold():
+def test_import_time_counts_as_productive_for_warm_and_cold_workers():
     cold = attempt_of(1, 0, planned=1 * S, started=2 * S, ended=100 * S)
     warm = attempt_of(1, 0, planned=1 * S, imported=30 * S, started=31 * S, ended=100 * S)
     assert productive_ns([cold]) == 98 * S

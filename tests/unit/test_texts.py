@@ -14,7 +14,7 @@ from elasticrs.report.phrases import (
 )
 
 
-def test_lines_about_restarts_and_stops(golden):
+def test_restart_and_stop_messages_match_the_golden_file(golden):
     ends = [how_it_ended(exitcode) for exitcode in (3, -9, -40, None)]
     nurseries = [how_the_nursery_ended(-9, hung=hung) for hung in (True, False)]
     restarts = [
@@ -39,10 +39,10 @@ def test_short_phases_of_a_restart_are_left_out():
     ("seconds", "text"),
     [(0.04, "0.0 s"), (59.9, "59.9 s"), (61, "1 min 1 s"), (3600 * 27 + 60 * 5, "27 h 5 min")],
 )
-def test_a_long_span_is_for_people(seconds, text):
+def test_durations_are_formatted_in_readable_units(seconds, text):
     assert duration(seconds) == text
 
 
-def test_small_things_are_readable():
+def test_signal_names_and_milliseconds_are_formatted():
     assert signal_name(11) == "SIGSEGV"
     assert milliseconds(12_345_678) == "12.3 ms"

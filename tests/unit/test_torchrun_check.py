@@ -36,7 +36,7 @@ def check(title):
     return torchrun_check.check(words, environ)
 
 
-def test_the_texts_and_the_exit_codes(folder, golden):
+def test_check_output_and_exit_codes_match_the_golden_file(folder, golden):
     texts = {}
     for title in golden.titles("check-torchrun"):
         text, code = check(title)
@@ -58,7 +58,7 @@ def test_every_difference_is_shown_for_some_command_line(folder, golden, monkeyp
     assert [each.text for each in torchrun_check._DIFFERENCES if each.text not in flat] == []
 
 
-def test_differences_name_options_that_exist():
+def test_differences_name_only_existing_options():
     named = {each.subject for each in torchrun_check._DIFFERENCES if each.subject.startswith("--")}
     # torch.distributed.launch adds `--local-rank` to the arguments of the script, so it is not an option of
     # elasticrun.
@@ -75,12 +75,12 @@ def test_differences_name_options_that_exist():
         "torchrun --check torchrun x",
     ],
 )
-def test_other_command_lines_are_refused(folder, title):
+def test_command_lines_that_start_no_torchrun_job_are_refused(folder, title):
     with pytest.raises(UsageError, match=r"^--check: "):
         check(title)
 
 
-def test_the_option_starts_nothing(folder, capfd):
+def test_the_check_option_starts_no_job(folder, capfd):
     assert command_line.main(["--check", "torchrun", "--log-dir", "logs", "train.py"]) == 0
     assert command_line.main(["--check=torchrun", "absent.py"]) == 2
     assert command_line.main(["--check", "train.py"]) == 2

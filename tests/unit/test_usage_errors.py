@@ -51,14 +51,14 @@ def line_of(words, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("kind", ["options", "nodes"])
-def test_mistakes_in_the_command_line(folder, monkeypatch, capfd, golden, kind):
+def test_invalid_command_lines_print_the_expected_line(folder, monkeypatch, capfd, golden, kind):
     name = f"usage-errors-{kind}"
     texts = {title: line_of(title.split()[1:], monkeypatch, capfd) for title in golden.titles(name)}
     golden(name, texts, {r"are more than .*": "are more than LIMIT"})
     assert sorted(os.listdir(folder)) == ["binary", "empty", "folder", "train.py"]
 
 
-def test_mistakes_in_the_settings_of_a_rendezvous(folder, golden):
+def test_invalid_rendezvous_settings_raise_the_expected_error(folder, golden):
     texts = {}
     for title in golden.titles("usage-errors-settings"):
         backend, endpoint, config = ast.literal_eval(title)

@@ -50,7 +50,7 @@ class Store:
             raise DistStoreError("too late")
 
 
-def test_rank_0_reads_all_and_waits_for_the_others():
+def test_rank_0_reads_all_values_and_waits_for_the_other_ranks():
     store = Store(p1=b"one", **{"p/finished/num_members": 1})
     assert store_util.synchronize(store, b"zero", 0, 2, "p", timeout=5) == [b"zero", b"one"]
     assert store.calls == [
@@ -67,7 +67,7 @@ def test_other_ranks_do_not_wait():
     ]  # fmt: skip
 
 
-def test_a_barrier_is_one_count_and_one_key():
+def test_a_barrier_uses_one_counter_and_one_key():
     store = Store()
     store_util.barrier(store, 1, "b", barrier_timeout=3)
     assert store.calls == [
@@ -88,7 +88,7 @@ def test_rank_0_names_the_missing_ranks():
     ]  # fmt: skip
 
 
-def test_other_ranks_point_to_rank_0():
+def test_other_ranks_refer_to_rank_0_for_the_missing_ranks():
     with pytest.raises(
         DistStoreError, match=r"missing_ranks=\[\[<check rank 0 \(0\) for missing rank info>\]\]"
     ):
@@ -100,23 +100,23 @@ def test_other_ranks_point_to_rank_0():
         store_util.barrier(Store(), 2, "b")
 
 
-def test_the_timeout_comes_back_after_an_error():
+def test_the_store_timeout_is_restored_after_an_error():
     store = Store()
     with pytest.raises(DistStoreError):
         store_util.barrier(store, 2, "b")
     assert store.timeout == timedelta(seconds=7)
 
 
-def test_a_decoder_needs_a_rank():
+def test_a_barrier_with_a_rank_decoder_requires_a_rank():
     with pytest.raises(AssertionError, match="rank information"):
         store_util.barrier(Store(), 1, "b", rank_tracing_decoder=str)
 
 
-def test_macros_are_replaced_in_text_only():
+def test_macros_are_replaced_only_in_strings():
     assert macros.substitute(["--r=${local_rank}", "$x", 3], "7") == ["--r=7", "$x", 3]
 
 
-def test_a_variable_has_to_be_there(monkeypatch):
+def test_a_missing_environment_variable_raises_an_error(monkeypatch):
     monkeypatch.setenv("SOME_NAME", "x")
     assert get_env_variable_or_raise("SOME_NAME") == "x"
     monkeypatch.delenv("SOME_NAME")
@@ -124,7 +124,7 @@ def test_a_variable_has_to_be_there(monkeypatch):
         get_env_variable_or_raise("SOME_NAME")
 
 
-def test_a_logger_is_named_after_its_module_and_has_the_level_of_the_environment(monkeypatch):
+def test_a_logger_has_its_module_name_and_the_level_from_loglevel(monkeypatch):
     monkeypatch.setenv("LOGLEVEL", "INFO")
     logger = get_logger()
     assert (logger.name, logger.level) == (__name__, 20)
@@ -132,7 +132,7 @@ def test_a_logger_is_named_after_its_module_and_has_the_level_of_the_environment
     assert get_logger("some.name").level == 30
 
 
-def test_a_bound_port_is_not_given_away():
+def test_a_bound_port_cannot_be_used_by_other_sockets():
     with get_socket_with_port() as bound, socket.socket() as other:
         with pytest.raises(OSError, match="in use"):
             other.bind(("", bound.getsockname()[1]))
@@ -141,14 +141,14 @@ def test_a_bound_port_is_not_given_away():
     assert 0 < get_free_port() < 65536
 
 
-def test_several_epochs_follow_each_other():
+def test_cycling_iterator_chains_several_epochs():
     epochs = {0: [1, 2], 1: [], 2: [3]}
     assert list(CyclingIterator(3, lambda epoch: iter(epochs[epoch]))) == [1, 2, 3]
     assert list(CyclingIterator(3, lambda epoch: iter(epochs[epoch]), start_epoch=2)) == [3]
     assert list(CyclingIterator(5000, lambda _: iter(()))) == []
 
 
-def test_the_state_of_a_process():
+def test_process_states_are_read_and_classified():
     assert read_proc_state(1) in set("RSDZTtIX")
     assert read_proc_state(2**22 + 1) is None
     assert [is_uninterruptible_state(state) for state in ("D", "D+", "S", None)] == [True, True, False, False]
@@ -204,11 +204,11 @@ refused(dist.DistStoreError, "missing_ranks=[1]", store_util.barrier, store, 2, 
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.parametrize("program", [SAMPLER, TCP_STORE], ids=["sampler", "store"])
-def test_with_torch_it_behaves_like_torchs(torch_programs, program):
+def test_utilities_behave_as_in_torch(torch_programs, program):
     torch_programs.checked(program)
 
 
-def test_no_torch_without_need():
+def test_utilities_do_not_import_torch():
     program = "import sys, elasticrs.utils.data, elasticrs.utils.store, elasticrs.utils.distributed\n"
     program += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

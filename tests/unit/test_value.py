@@ -41,7 +41,7 @@ class Checked(Record):
         self.size = len(text)
 
 
-def test_fields_come_by_position_by_name_and_by_default():
+def test_record_fields_are_set_by_position_by_name_or_by_default():
     assert Point(1, 2, colour="red") == Point(x=1, y=2, names=[], colour="red")
     assert repr(Point(1)) == "Point(x=1, y=0, names=[], colour=None)"
     assert (Above(1, 2, 3).z, Above(1).z, Above(1, names=["a"]).names) == (3, 7, ["a"])
@@ -78,7 +78,7 @@ def test_declared_fields_are_keyword_only_fields_of_records():
         Line(3, 1.0, "blue")
 
 
-def test_fields_are_taken_from_another_object():
+def test_taken_from_copies_fields_from_another_object():
     line = Line(3, width=5.0)
     assert Dot.taken_from(line, x=1, colour="blue") == Dot(1, width=5.0, colour="blue")
     with pytest.raises(TypeError, match="missing: x"):
@@ -87,7 +87,7 @@ def test_fields_are_taken_from_another_object():
         Dot.taken_from(line, x=1, z=2)
 
 
-def test_each_object_has_a_default_of_its_own():
+def test_mutable_defaults_are_not_shared_between_records():
     Point(1).names.append("a")
     assert Point(1).names == []
     assert Count(1).seen is not Count(1).seen
@@ -103,19 +103,19 @@ def test_each_object_has_a_default_of_its_own():
         ((1,), {"dimensions": 3}, "dimensions"),
     ],
 )
-def test_arguments_that_do_not_fit_are_named(args, given, word):
+def test_invalid_record_arguments_are_named(args, given, word):
     with pytest.raises(TypeError, match=word):
         Point(*args, **given)
 
 
-def test_a_copy_differs_where_it_is_told_to():
+def test_replaced_copies_a_record_with_changed_fields():
     point = Point(1, 2, names=["a"])
     assert point.replaced(y=3) == Point(1, 3, names=["a"])
     assert point.fields() == {"x": 1, "y": 2, "names": ["a"], "colour": None}
     assert point.values() == (1, 2, ["a"], None)
 
 
-def test_values_compare_by_type_and_fields_and_records_by_identity():
+def test_values_compare_by_type_and_fields_but_records_by_identity():
     assert Point(1, names=()) == Point(1, names=())
     assert hash(Point(1, names=())) == hash(Point(1, names=()))
     assert Point(1) != Point(2)
@@ -123,7 +123,7 @@ def test_values_compare_by_type_and_fields_and_records_by_identity():
     assert Count(1) != Count(1)
 
 
-def test_nothing_but_fields_can_be_set():
+def test_only_fields_of_a_record_can_be_assigned():
     count = Count(1)
     count.done = 2
     assert count.done == 2
@@ -132,6 +132,6 @@ def test_nothing_but_fields_can_be_set():
     assert Checked("abc").size == 3
 
 
-def test_copies_and_pickles_are_equal():
+def test_copied_and_unpickled_values_are_equal():
     point = Point(1, colour="red")
     assert copy.copy(point) == pickle.loads(pickle.dumps(point)) == point

@@ -63,7 +63,7 @@ def test_a_misspelled_variable_gets_a_hint(script):
     assert line.endswith("PET_MAX_RESTARTS?")
 
 
-def test_a_filter_without_a_match_is_reported(script):
+def test_a_local_ranks_filter_without_a_match_is_reported(script):
     (line,) = notices("--local-ranks-filter=7", script)
     assert line.startswith("--local-ranks-filter: ")
     assert "7" in line
@@ -121,7 +121,7 @@ def test_a_missing_module_is_a_usage_error(script, monkeypatch, name, said):
     assert said in str(raised.value)
 
 
-def test_a_module_in_a_zip_archive_is_left_to_the_worker(script, monkeypatch):
+def test_a_module_in_a_zip_archive_is_not_checked(script, monkeypatch):
     monkeypatch.chdir(os.path.dirname(script))
     with zipfile.ZipFile("archive.zip", "w") as archive:
         archive.writestr("zipped/__init__.py", "")

@@ -21,11 +21,11 @@ def commands():
     return "\n".join(step["run"] for step in STEPS if "run" in step)
 
 
-def test_there_are_two():
+def test_the_workflows_are_ci_and_release():
     assert list(WORKFLOWS) == ["ci", "release"]
 
 
-def test_their_targets_and_scripts_exist():
+def test_make_targets_and_scripts_used_by_workflows_exist():
     targets = re.findall(r"\bmake ([a-z-]+)", commands())
     assert {"wheel", "release", "rebuild", "try-release"} == set(targets)
     assert all(re.search(rf"^{target}:", MAKEFILE, re.MULTILINE) for target in targets)
@@ -34,17 +34,17 @@ def test_their_targets_and_scripts_exist():
 
 
 @pytest.mark.parametrize("action", sorted({step["uses"] for step in STEPS if "uses" in step}))
-def test_an_action_has_a_fixed_major_version(action):
+def test_each_action_is_pinned_to_a_major_version_or_commit(action):
     assert re.search(r"@(?:release/)?v[0-9]+$|@[0-9a-f]{40}$", action)
 
 
-def test_only_the_job_that_publishes_may_write():
+def test_only_the_publish_job_has_write_permissions():
     assert all(workflow["permissions"] == {"contents": "read"} for workflow in WORKFLOWS.values())
     assert [(file, name) for file, name, job in JOBS if "permissions" in job] == [("release", "publish")]
     assert WORKFLOWS["release"]["jobs"]["publish"]["needs"] == "try"
 
 
-def test_no_checkout_leaves_credentials():
+def test_no_checkout_step_persists_credentials():
     checkouts = [step for step in STEPS if step.get("uses", "").startswith("actions/checkout@")]
     assert checkouts
     assert all(step["with"]["persist-credentials"] is False for step in checkouts)

@@ -47,7 +47,7 @@ HERE = (0, 0, 6)
         ("NVRM: Xid (PCI:0000:00:06): 62", 62, None, ""),
     ],
 )
-def test_records_of_the_kernel_log_are_read(record, code, pid, detail):
+def test_xid_records_in_the_kernel_log_are_parsed(record, code, pid, detail):
     found = parse(record)
     assert (found.address, found.code, found.pid, found.detail) == (HERE, code, pid, detail)
 
@@ -56,20 +56,20 @@ def test_records_of_the_kernel_log_are_read(record, code, pid, detail):
     "record",
     ["", "NVRM: GPU at PCI:0000:00:06: GPU-37c6", "nvidia: Xid 31", "NVRM: Xid (PCI:zz): 31", "NVRM: Xid ("],
 )
-def test_other_records_are_not(record):
+def test_other_kernel_log_records_are_ignored(record):
     assert parse(record) is None
 
 
-def test_a_long_detail_is_cut():
+def test_a_long_xid_detail_is_cut():
     assert len(parse(f"NVRM: Xid (PCI:0000:00:06): 31, {'x' * 100_000}").detail) <= 200
 
 
-def test_nvml_and_the_kernel_write_the_same_address():
+def test_gpu_addresses_from_nvml_and_the_kernel_log_are_parsed_alike():
     assert xids.address_of("00000000:00:06.0") == parse("NVRM: Xid (PCI:0000:00:06): 31").address
     assert xids.address_of("0001:AF:10.0") == (1, 0xAF, 16)
 
 
-def test_the_catalog_is_complete_and_consistent():
+def test_the_xid_catalog_is_consistent():
     assert CATALOG["source"].startswith("https://docs.nvidia.com/")
     assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", CATALOG["date"])
     seen = []
@@ -102,7 +102,7 @@ def test_the_catalog_is_complete_and_consistent():
         (4096, "support"),
     ],
 )
-def test_each_code_has_an_action(code, action):
+def test_each_xid_code_has_the_expected_action(code, action):
     assert meaning(code).action == action
 
 
@@ -125,11 +125,11 @@ def test_each_code_has_an_action(code, action):
         (154, "", "driver"),
     ],
 )
-def test_the_detail_decides_where_the_code_alone_does_not(code, detail, action):
+def test_the_xid_detail_decides_the_action_of_ambiguous_codes(code, detail, action):
     assert meaning(code, detail).action == action
 
 
-def test_the_note_names_the_gpu_the_process_and_what_follows():
+def test_an_xid_note_names_the_gpu_the_process_and_the_action():
     note = Xid(31, 2, 1, (462,)).note()
     assert note.startswith("Xid 31 (GPU 2, pid 462): illegal memory access")
     assert note.endswith("restart here")

@@ -42,7 +42,7 @@ WITHOUT_TIMES = "ROOT-5"
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case["case"] for case in CASES])
-def test_every_node_comes_to_the_recorded_verdict_in_whatever_order_they_report(case, tmp_path):
+def test_every_node_reaches_the_recorded_verdict_in_any_report_order(case, tmp_path):
     for number, order in enumerate(orders(case)):
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -83,7 +83,7 @@ def test_errors_that_only_report_a_lost_peer_are_recognised(message, is_conseque
     assert root_cause.reports_lost_peer(message) is is_consequence
 
 
-def test_every_phrase_about_a_lost_peer_has_a_message():
+def test_every_phrase_about_a_lost_peer_has_an_example_message():
     messages = [message.lower() for message, is_consequence in CONSEQUENCES if is_consequence]
     assert [words for words in root_cause._LOST_PEER if not any(words in text for text in messages)] == []
 

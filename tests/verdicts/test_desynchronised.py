@@ -25,7 +25,7 @@ def named(groups, lost, folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_rank_that_loses_step_is_named(groups, kind, tmp_path):
+def test_the_desynchronised_rank_is_named(groups, kind, tmp_path):
     lost = drawn(SEEDS[kind])
     assert lost.kind == kind
     assert named(groups, lost, tmp_path) == {lost.culprit}
@@ -41,7 +41,7 @@ def test_neither_of_two_ranks_is_blamed_if_their_calls_differ(groups, kind, tmp_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_98_of_100_random_groups_name_the_rank_and_none_names_another_one(groups, tmp_path):
+def test_at_least_98_of_100_groups_name_the_right_rank_and_none_a_wrong_rank(groups, tmp_path):
     right = 0
     for seed in range(100):
         lost, folder = drawn(seed), tmp_path / str(seed)

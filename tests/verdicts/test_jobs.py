@@ -61,7 +61,7 @@ EATS = """
 
 
 @pytest.mark.privileged
-def test_the_kernel_kills_a_worker_that_takes_too_much_memory(run, memory_cgroup):
+def test_an_oom_kill_is_reported_as_the_root_cause(run, memory_cgroup):
     enter = ("sh", "-c", f'echo $$ >{memory_cgroup}/cgroup.procs && exec "$@"', "sh")
     ended = run(EATS, prefix=enter)
     assert (ended.code, ended.report["verdict"], ended.report["root_cause"]) == (1, "failed", 1)

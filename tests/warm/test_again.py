@@ -103,7 +103,7 @@ def job(launch, tmp_path, worker_script):
     return start
 
 
-def test_a_restart_after_the_import_is_warm_and_has_the_new_code(job):
+def test_a_restart_after_the_reimport_is_warm_and_runs_the_new_code(job):
     job = job()
     assert job.seen(0)[0] == "old"
     (first,) = job.nurseries()
@@ -112,7 +112,7 @@ def test_a_restart_after_the_import_is_warm_and_has_the_new_code(job):
     assert len(job.nurseries()) == 2
     assert job.fail(0) == "warm"
     assert job.seen(1)[0] == "newer"
-    procs.wait_gone(first)
+    assert procs.wait_gone(first)
     assert len(job.nurseries()) == 1
     assert job.fail(1) == "warm"
     assert job.seen(2)[0] == "newer"
@@ -120,7 +120,7 @@ def test_a_restart_after_the_import_is_warm_and_has_the_new_code(job):
     assert len(re.findall(r"own_library\.py has changed", job.launched.stderr)) == 1
 
 
-def test_a_restart_before_a_check_is_cold_and_has_the_new_code(job):
+def test_a_restart_before_the_change_check_is_cold_and_runs_the_new_code(job):
     job = job(LAUNCHERS["elasticrs"])
     job.seen(0)
     job.edit("newer")
@@ -130,7 +130,7 @@ def test_a_restart_before_a_check_is_cold_and_has_the_new_code(job):
     assert "own_library.py has changed" in job.launched.stderr
 
 
-def test_a_restart_before_the_import_is_cold_and_has_the_new_code(job):
+def test_a_restart_during_the_reimport_is_cold_and_runs_the_new_code(job):
     job = job()
     job.seen(0)
     job.edit("newer", WAITS)
@@ -144,7 +144,7 @@ def test_a_restart_before_the_import_is_cold_and_has_the_new_code(job):
     job.succeed(2)
 
 
-def test_a_change_during_the_import_is_noticed(job):
+def test_a_change_during_the_reimport_is_detected(job):
     job = job()
     job.seen(0)
     job.edit("newer", WAITS)
@@ -160,7 +160,7 @@ def test_a_change_during_the_import_is_noticed(job):
     job.succeed(2)
 
 
-def test_workers_start_cold_after_the_second_nursery_is_lost(job):
+def test_workers_start_cold_after_the_second_nursery_is_killed(job):
     job = job()
     job.seen(0)
     (first,) = job.nurseries()
@@ -178,7 +178,7 @@ def test_workers_start_cold_after_the_second_nursery_is_lost(job):
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("is_ready", [False, True], ids=["imports", "is ready"])
-def test_nothing_is_left_of_an_agent_that_ends_with_two_nurseries(job, signum, is_ready):
+def test_an_agent_with_two_nurseries_leaves_no_processes_or_shared_memory(job, signum, is_ready):
     job = job()
     pid = job.seen(0)[1]
     # Its name is not that of any memory of tests that run at the same time.

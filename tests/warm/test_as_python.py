@@ -51,7 +51,7 @@ def imported(root, *arguments):
 @given(
     st.fixed_dictionaries(dict.fromkeys(FILES, TEXTS)), st.sampled_from(("main.py", "pkg.run", "pkg.sub.c"))
 )
-def test_imports_of_python_are_found(files, program):
+def test_warm_auto_finds_exactly_the_modules_that_python_imports(files, program):
     files = {**files, **dict.fromkeys((f"site-packages/{name}.py" for name in LIBRARY), "")}
     with TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         for name, text in files.items():

@@ -25,7 +25,7 @@ def test_a_script_with_a_syntax_error_starts_cold(launch, worker_script):
     assert "SyntaxError: invalid syntax" in launched.stderr
 
 
-def test_a_module_beside_the_script_is_read_by_each_worker(launch, worker_script, tmp_path):
+def test_a_module_beside_the_script_is_imported_by_each_worker(launch, worker_script, tmp_path):
     (tmp_path / "mine.py").write_text("import os\nos.write(1, b'READ\\n')\n")
     script = worker_script(f"import mine\n{RUNS}")
     launched = launch("--nproc-per-node=2", "--warm=mine,colorsys", script).exits(0)
@@ -34,7 +34,7 @@ def test_a_module_beside_the_script_is_read_by_each_worker(launch, worker_script
     assert sorted(launched.stdout.split("\n")) == ["", "READ", "READ", "RUNS True", "RUNS True"]
 
 
-def test_an_interpreter_without_the_module(launch, worker_script, tmp_path):
+def test_a_module_missing_in_another_interpreter_is_left_out(launch, worker_script, tmp_path):
     venv.create(tmp_path / "bare", symlinks=True)
     env = {"PYTHON_EXEC": str(tmp_path / "bare/bin/python")}
     launched = launch("--warm=torch,colorsys", worker_script(RUNS), env=env).exits(0)

@@ -90,7 +90,7 @@ IMPORTS = "import a_library\nseen = a_library.MODE, a_library.BLAS, a_library.WH
 
 
 @pytest.mark.parametrize("how", KNOWN)
-def test_a_constant_is_set_before_the_import_and_not_before_the_script(compare, how):
+def test_a_scripts_environment_variables_apply_while_its_imports_are_preloaded(compare, how):
     mine = 'import os\nos.environ["LIBRARY_MODE"] = "fast"\n'
     shown, preloaded, remarks = compare(
         KNOWN[how] + IMPORTS,
@@ -133,7 +133,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("how", UNKNOWN)
-def test_nothing_is_preloaded_after_an_unknown_statement(compare, how):
+def test_imports_after_an_unknown_statement_are_not_preloaded(compare, how):
     _, preloaded, remarks = compare(
         f"import os, sys\n{UNKNOWN[how]}\n{IMPORTS}",
         env={"LIBRARY_MODE": "from outside"},
@@ -158,7 +158,7 @@ def test_imports_before_an_unknown_statement_are_preloaded(compare):
     assert "a_library" not in remarks[0].replace("b_library", "")
 
 
-def test_a_variable_that_an_import_changes_again_leaves_that_module_out(compare):
+def test_a_module_that_changes_a_script_variable_is_left_out(compare):
     text = "import os\nos.environ['LIBRARY_MODE'] = 'fast'\nimport changes, a_library\n"
     text += "seen = a_library.MODE, changes.before\n"
     library = "import os\nbefore = os.environ['LIBRARY_MODE']\nos.environ['LIBRARY_MODE'] = 'changed'\n"
@@ -167,7 +167,7 @@ def test_a_variable_that_an_import_changes_again_leaves_that_module_out(compare)
     assert any(has(remark, "changes ", "LIBRARY_MODE") for remark in remarks)
 
 
-def test_modules_that_are_named_see_the_variables_of_the_script(compare):
+def test_listed_modules_see_the_variables_of_the_script(compare):
     text = "import os\nos.environ['LIBRARY_MODE'] = 'fast'\nimport a_library\n"
     shown, preloaded, remarks = compare(text + "seen = a_library.MODE\n", modes=("off", "a_library"))
     assert "fast" in shown[0]
@@ -184,7 +184,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("how", PATHS)
-def test_modules_of_a_folder_that_the_script_adds_to_its_path_are_its_own(compare, how):
+def test_modules_in_a_folder_that_a_script_adds_to_sys_path_are_own_modules(compare, how):
     text = f"import os, sys\nfrom pathlib import Path\n{PATHS[how]}\nimport a_library, mine, b_library\n"
     files = {
         "more/mine": "import os\nos.environ['LIBRARY_MODE'] = 'fast'\n",
@@ -197,7 +197,7 @@ def test_modules_of_a_folder_that_the_script_adds_to_its_path_are_its_own(compar
     assert len(remarks) == (not is_known)
 
 
-def test_a_module_that_is_run(compare):
+def test_variables_set_by_the_package_of_the_main_module_are_respected(compare):
     files = {
         "pkg/__init__": "import os\nos.environ['LIBRARY_MODE'] = 'fast'\n",
         "pkg/run": "import os, a_library\nseen = a_library.MODE\n" + SHOW,
@@ -247,7 +247,7 @@ def needs(module):
     ],
     ids=["back end", "use", "one thread", "two threads", "many threads", "too late"],
 )
-def test_effects_on_real_libraries(compare, text, expected):
+def test_settings_before_imports_affect_matplotlib_and_numpy(compare, text, expected):
     shown, _, _ = compare(text)
     assert expected in shown[0]
 
@@ -255,7 +255,7 @@ def test_effects_on_real_libraries(compare, text, expected):
 @pytest.mark.torch
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_effects_on_torch(compare):
+def test_settings_before_imports_affect_torch(compare):
     text = (
         "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nos.environ['TORCH_COMPILE_DISABLE'] = '1'\n"
         "import torch\nthreads = torch.get_num_threads()\n"

@@ -30,11 +30,11 @@ def compare(launch, tmp_path):
     return run
 
 
-def test_each_attempt_fails_in_a_way_of_its_own(compare, counts):
+def test_every_kind_of_failure_has_the_same_outcome_warm_and_cold(compare, counts):
     failures, _ = counts
     compare(f"--max-restarts={failures}", ENDINGS, "fail", workers=failures + 1)
 
 
-def test_each_rank_succeeds_in_a_way_of_its_own(compare, counts):
+def test_every_kind_of_success_has_the_same_outcome_warm_and_cold(compare, counts):
     _, successes = counts
     compare(f"--nproc-per-node={successes}", ENDINGS, "succeed", workers=successes)

@@ -62,14 +62,14 @@ def importing(launch, tmp_path, worker_script):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
-def test_killed_while_it_imports(importing, signum):
+def test_workers_run_if_the_nursery_is_killed_while_importing(importing, signum):
     job = importing()
     os.kill(job.nursery, signum)
     job.go_on()
     assert [rank for rank, _ in job.runs()] == ["0", "1"]
 
 
-def test_stopped_and_continued_while_it_imports(importing):
+def test_workers_start_warm_if_the_nursery_is_paused_while_importing(importing):
     job = importing()
     os.kill(job.nursery, signal.SIGSTOP)
     procs.wait_state(job.nursery, "T")
@@ -78,7 +78,7 @@ def test_stopped_and_continued_while_it_imports(importing):
     assert job.runs() == [("0", "True"), ("1", "True")]
 
 
-def test_a_long_import_is_named_once_while_it_lasts(importing):
+def test_a_long_import_is_reported_once_while_it_runs(importing):
     job = importing()
     job.launched.wait_for_line(r"warm: slow .*5 s", "stderr")
     job.go_on()
@@ -105,7 +105,7 @@ if os.fork() == 0:
 
 
 @pytest.mark.parametrize("whose", ["nursery", "sentinel", "agent", "killed agent"])
-def test_processes_of_an_import_end_with_it(importing, whose):
+def test_processes_started_by_an_import_end_with_nursery_sentinel_or_agent(importing, whose):
     job = importing(text=f"{STARTS}{SLOW}")
     started = [child.pid for child in procs.children(job.nursery)]
     if whose == "sentinel":
@@ -129,7 +129,7 @@ def test_processes_of_an_import_end_with_it(importing, whose):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_the_agent_ends_while_it_is_stopped_in_an_import(importing, signum):
+def test_a_nursery_paused_while_importing_ends_with_its_agent(importing, signum):
     job = importing()
     os.kill(job.nursery, signal.SIGSTOP)
     procs.wait_state(job.nursery, "T")
@@ -152,7 +152,7 @@ NAMESPACE += ("sh", "-c", '"$@"; read line', "sh")
 
 
 @pytest.mark.privileged
-def test_processes_of_an_import_end_with_the_agent_if_its_guard_is_the_newest_process(
+def test_processes_of_an_import_end_with_the_agent_if_its_guard_started_last(
     launch, tmp_path, worker_script, library
 ):
     env = library(slow=STUBBORN + SLOW)
@@ -180,7 +180,7 @@ ctypes.CDLL(None).execv(os.fsencode(sys.executable), (ctypes.c_char_p * len(argu
 """
 
 
-def test_a_program_that_an_import_executes_does_not_run_the_script(importing):
+def test_a_program_executed_by_an_import_does_not_run_the_script(importing):
     job = importing(text=f"{SLOW}{EXECUTES}")
     os.kill(job.launched.pid, signal.SIGSTOP)
     procs.wait_state(job.launched.pid, "T")
@@ -203,7 +203,7 @@ said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text
 """
 
 
-def test_a_python_program_that_an_import_starts_runs_as_under_a_worker(launch, worker_script, library):
+def test_a_python_program_started_by_an_import_runs_as_in_a_cold_worker(launch, worker_script, library):
     env = library(starts_python=STARTS_PYTHON)
     script = worker_script("import os, starts_python\nos.write(1, starts_python.said.encode())")
     cold, warm = (launch(f"--warm={it}", script, env=env).exits(0) for it in ("off", "starts_python"))
@@ -214,7 +214,7 @@ def test_a_python_program_that_an_import_starts_runs_as_under_a_worker(launch, w
 WARM = ("--warm", "json,colorsys")
 
 
-def test_killed_at_each_restart(launch, tmp_path):
+def test_a_killed_worker_and_a_killed_nursery_cost_one_restart_each(launch, tmp_path):
     """The loss of a worker and the later loss of the nursery each cost exactly one restart."""
     restarts = 6
     job = SteadyJob(launch, tmp_path, 2, "--max-restarts", str(restarts), *WARM)
@@ -230,7 +230,7 @@ def test_killed_at_each_restart(launch, tmp_path):
     job.check_logs()
 
 
-def test_few_descriptors(launch, tmp_path, worker_script):
+def test_a_warm_start_works_with_few_descriptors(launch, tmp_path, worker_script):
     prefix = ("sh", "-c", 'ulimit -n 100; exec "$@"', "sh")
     script = worker_script("import sys; print('RUNS', 'colorsys' in sys.modules, flush=True)")
     launched = launch("--nproc-per-node=2", "--tee=3", *WARM, script, prefix=prefix).exits(0)
@@ -261,7 +261,7 @@ signal.pause()
 
 
 @pytest.mark.parametrize("where", ["before", "after_in_parent"])
-def test_the_agent_is_killed_while_a_fork_hangs_in_the_parent(
+def test_no_process_remains_if_the_agent_is_killed_while_a_fork_hangs(
     launch, tmp_path, worker_script, where, library
 ):
     env = library(hangs=HANGS.format(where=where))

@@ -43,12 +43,12 @@ def assert_is_warm(outcome, n=2):
 
 
 @pytest.mark.parametrize("modules", [MODULES, WIDE], ids=["few", "many"])
-def test_all_facts(launch, tmp_path, modules):
+def test_a_script_sees_the_same_environment_warm_and_cold(launch, tmp_path, modules):
     job = Job(launch, tmp_path, modules)
     assert_is_warm(job.compare("--nproc-per-node=2", *facts(modules=modules)))
 
 
-def test_imports_of_the_script_are_found(launch, tmp_path, worker_script):
+def test_warm_auto_preloads_the_imports_of_the_script(launch, tmp_path, worker_script):
     script = worker_script(f"""
         import sys
         IS_WARM = "{MARK}" in sys.modules
@@ -62,7 +62,7 @@ def test_imports_of_the_script_are_found(launch, tmp_path, worker_script):
     assert (tmp_path / "was_warm").read_text() == "True"
 
 
-def test_children_by_multiprocessing(job):
+def test_multiprocessing_children_are_the_same_warm_and_cold(job):
     assert_is_warm(job.compare(*facts("multiprocesses", "seen_first")), 1)
 
 
@@ -76,12 +76,12 @@ def test_children_by_multiprocessing(job):
     ],
     ids=" ".join,
 )
-def test_options(job, options):
+def test_launcher_options_have_the_same_effect_warm_and_cold(job, options):
     how = {"redirect": options[0] != "--tee", "env": {"CUDA_VISIBLE_DEVICES": "4,5"}}
     assert_is_warm(job.compare("--nproc-per-node=2", *options, *facts(*QUICK), **how))
 
 
-def test_arguments_that_differ_by_rank(job):
+def test_rank_specific_arguments_are_the_same_warm_and_cold(job):
     command = ("--nproc-per-node=2", *facts("interpreter", "process", "seen_first", "${local_rank}"))
     assert_is_warm(job.compare(*command))
 
@@ -101,25 +101,25 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_settings_of_the_interpreter(job, setting):
+def test_interpreter_settings_have_the_same_effect_warm_and_cold(job, setting):
     assert_is_warm(job.compare(*facts(*QUICK), env=SETTINGS[setting]), 1)
 
 
-def test_a_terminal(job):
+def test_a_terminal_looks_the_same_warm_and_cold(job):
     assert_is_warm(job.compare(*facts(*QUICK), redirect=False, prefix=(sys.executable, "-c", TERMINAL)), 1)
 
 
-def test_limits_and_masks_of_the_surroundings(job):
+def test_inherited_limits_and_masks_are_the_same_warm_and_cold(job):
     assert_is_warm(job.compare(*facts(*QUICK), prefix=("sh", "-c", LIMITS, "sh")), 1)
 
 
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
-def test_closed_descriptors(job, closed):
+def test_closed_descriptors_look_the_same_warm_and_cold(job, closed):
     prefix = ("sh", "-c", f'exec "$@" {closed}', "sh")
     assert_is_warm(job.compare(*facts(*QUICK), redirect=False, prefix=prefix), 1)
 
 
-def test_a_difference_is_noticed(job, tmp_path):
+def test_the_comparison_detects_a_difference(job, tmp_path):
     """The test harness finds the differences between two runs with a different environment variable and
     umask.
     """

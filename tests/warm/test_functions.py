@@ -81,7 +81,7 @@ def values(launch, tmp_path, worker_script):
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_facts(values, method):
+def test_functions_see_the_same_environment_warm_and_cold(values, method):
     cold, warm = (values(method, how, "see") for how in ("off", "json,colorsys"))
     if found := differences(flat(cold), flat(warm), ARGUED_HERE):
         pytest.fail("\n".join([f"{len(found)} facts differ:", *found]), pytrace=False)
@@ -89,6 +89,6 @@ def test_facts(values, method):
 
 
 @pytest.mark.parametrize("how", ["raise", "exit", "end"])
-def test_failures(values, how):
+def test_function_failures_are_the_same_warm_and_cold(values, how):
     cold, warm = (values("spawn", each, how) for each in ("off", "json,colorsys"))
     assert cold == warm

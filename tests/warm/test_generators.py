@@ -78,18 +78,18 @@ def draw(launch, library, worker_script):
     ],
     ids=["random", "numpy"],
 )
-def test_generators_without_a_seed_differ_between_workers_and_others_do_not(draw, libraries):
+def test_only_unseeded_generators_differ_between_workers(draw, libraries):
     for alike, drawn in draw(libraries):
         assert alike == ALIKE & drawn
 
 
 @needs_numpy
-def test_a_seed_that_an_import_gives_numpy_is_kept(draw):
+def test_a_numpy_seed_set_by_an_import_is_kept(draw):
     for alike, _ in draw({"rng_library": LIBRARY, "numpy_library": f"{NUMPY}\nnumpy.random.seed(9)\n"}):
         assert "shared" in alike
 
 
-def test_the_users_own_module_of_that_name_is_found(launch, tmp_path, worker_script):
+def test_a_module_of_the_user_named_random_is_found(launch, tmp_path, worker_script):
     (tmp_path / "random.py").write_text("mine = 1\n")
     script = worker_script(
         "import os, sys\nWARM = 'colorsys' in sys.modules\nimport colorsys, random\n"

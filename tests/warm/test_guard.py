@@ -97,7 +97,7 @@ def preload(launch, library, worker_script):
     return run
 
 
-def test_modules_that_leave_something_are_left_out_and_the_rest_is_preloaded(preload, tmp_path):
+def test_fork_unsafe_modules_are_left_out_and_the_rest_is_preloaded(preload, tmp_path):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     preloaded, left_out, stderr = preload(LEAVES, env={"TMPDIR": str(temporary)})
@@ -106,7 +106,7 @@ def test_modules_that_leave_something_are_left_out_and_the_rest_is_preloaded(pre
     assert list(left_out) == list(LEAVES), stderr
 
 
-def test_a_missing_module_is_left_out_if_its_package_leaves_something(launch, tmp_path, worker_script):
+def test_a_missing_module_is_left_out_if_its_package_leaves_a_thread(launch, tmp_path, worker_script):
     package = tmp_path / "modules" / "a_package"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(LEAVES["a_thread"])
@@ -122,7 +122,7 @@ def test_a_missing_module_is_left_out_if_its_package_leaves_something(launch, tm
     line_with(started.stderr, "warm: a_package.missing ", "thread")
 
 
-def test_shared_memory_of_a_module_that_is_left_out_is_removed(preload):
+def test_shared_memory_of_a_left_out_module_is_removed(preload):
     name = f"elasticrs-test-{os.getpid()}"
     module = f"from multiprocessing import shared_memory as m; kept = m.SharedMemory({name!r}, True, 8)"
     assert list(preload({"shared": module + procs.TRACKER_RUNS})[1]) == ["shared"]
@@ -169,14 +169,14 @@ def test_a_slow_resource_tracker_removes_the_shared_memory(launch, tmp_path, wor
         EXECUTES,
     ],
 )
-def test_the_script_runs_in_workers_alone(launch, tmp_path, worker_script, text, library):
+def test_the_script_runs_only_in_workers(launch, tmp_path, worker_script, text, library):
     env = library(breaks=text)
     script = worker_script("import os; open('ran', 'a').write(os.environ.get('RANK', 'nobody') + ' ')")
     launch("--warm=breaks", script, env=env, cwd=tmp_path).exits(0)
     assert (tmp_path / "ran").read_text() == "0 "
 
 
-def test_rank_zero_of_known_libraries_is_that_of_the_worker(launch, tmp_path, worker_script):
+def test_rank_zero_only_of_known_libraries_uses_the_rank_of_the_worker(launch, tmp_path, worker_script):
     folder = tmp_path / "modules"
     modules = {"torchmetrics.utilities.prints": "LOCAL_RANK", "lightning_fabric.utilities.rank_zero": "RANK"}
     for name, variable in modules.items():
@@ -202,7 +202,7 @@ def test_rank_zero_of_known_libraries_is_that_of_the_worker(launch, tmp_path, wo
     assert started.stdout.count("RUNS 2 True True") == 2, started.stderr
 
 
-def test_a_fork_that_ends_at_once_is_no_success(launch, worker_script, library):
+def test_a_worker_fork_that_exits_at_once_is_an_error(launch, worker_script, library):
     env = library(ends="import os; os.register_at_fork(after_in_child=lambda: os._exit(0))")
     started = launch("--warm=ends", worker_script(""), env=env).exits(1)
     says(started.stderr, "could not create", "local rank 0", "forked")
@@ -218,7 +218,7 @@ def test_modules_that_end_the_process_are_left_out_and_the_rest_is_preloaded(pre
         assert why in left_out[name]
 
 
-def test_a_nice_value_that_an_import_has_raised_is_raised_once(launch, worker_script, library):
+def test_a_nice_value_raised_by_an_import_is_raised_only_once(launch, worker_script, library):
     env = library(nicer="import os; os.nice(1)")
     script = worker_script("import os; import nicer; print('NICE', os.nice(0))")
     before = os.getpriority(os.PRIO_PROCESS, 0)
@@ -232,7 +232,7 @@ def test_an_audit_hook_that_refuses_forks_is_reported(launch, worker_script, lib
     says(started.stderr, "could not create", "local rank 0", "os.fork")
 
 
-def test_modules_that_leave_nothing_are_preloaded(preload):
+def test_fork_safe_modules_are_preloaded(preload):
     preloaded, left_out, stderr = preload(CLEAN)
     assert preloaded == sorted(["json", "colorsys", *CLEAN]), stderr
     assert not left_out
@@ -267,7 +267,7 @@ ARGUED_HERE = ARGUED | {
 }
 
 
-def test_changes_by_imports_hold_in_workers(launch, library, tmp_path):
+def test_state_changed_by_an_import_is_the_same_warm_and_cold(launch, library, tmp_path):
     """After the script's own ``import``, the worker's state is the same whether the module was preloaded or
     left out.
     """
@@ -296,7 +296,7 @@ int cuDeviceGetCount(int *count) {
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("state", ["up", "down"])
-def test_a_driver_that_is_up_is_noticed(preload, tmp_path, state):
+def test_a_module_that_initializes_the_cuda_driver_is_left_out(preload, tmp_path, state):
     library = tmp_path / "libcuda.so.1"
     subprocess.run(
         ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=DRIVER, text=True, check=True

@@ -18,7 +18,7 @@ os.close(os.open("never", os.O_RDONLY))
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["hangs", "is stopped"])
-def test_the_module_and_the_limit_are_named(launch, tmp_path, is_stopped):
+def test_an_import_over_the_time_limit_is_named_and_workers_start_cold(launch, tmp_path, is_stopped):
     (tmp_path / "slow.py").write_text(SLOW)
     os.mkfifo(tmp_path / "never")
     script = tmp_path / "script" / "worker.py"

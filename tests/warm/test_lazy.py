@@ -20,11 +20,11 @@ DYNAMO = "torch._dynamo"
         (b"re.compile(x)", []),
     ],
 )
-def test_words_of_a_source(source, names):
+def test_lazy_torch_imports_are_inferred_from_the_source(source, names):
     assert lazily_imported(source) == names
 
 
-def test_a_script_without_torch_preloads_nothing_of_it(tmp_path):
+def test_a_script_without_torch_preloads_no_torch_modules(tmp_path):
     from elasticrs.workers import warm
 
     script = tmp_path / "train.py"
@@ -105,7 +105,9 @@ optimizer.step()
     ],
     ids=["collectives", "ddp", "fsdp"],
 )
-def test_torch_imports_nothing_more(launch, worker_script, code, needs_dynamo, ranks):
+def test_torch_imports_only_the_expected_modules_at_the_first_step(
+    launch, worker_script, code, needs_dynamo, ranks
+):
     script = worker_script(BEGIN + code + END, "train.py")
     started = launch(f"--nproc-per-node={ranks}", worker_script(PROBE, "probe.py"), script)
     assert started.wait() == 0, started.stderr

@@ -41,7 +41,7 @@ def dead_disk(monkeypatch):
     answers.set()
 
 
-def test_an_edited_file_is_noticed(warming, own, ready):
+def test_an_edited_file_makes_the_nursery_outdated(warming, own, ready):
     warming.ends(ready, is_ready=True)
     assert warming.may_fork()
     own.write_text("VALUE = 'edited'")
@@ -66,7 +66,7 @@ def test_a_nursery_that_has_imported_nothing_is_never_outdated(warming, own, rea
     assert len(warming.said) == 1
 
 
-def test_a_check_that_hangs_keeps_the_nursery(warming, own, ready, dead_disk):
+def test_a_hanging_change_check_keeps_the_nursery_in_use(warming, own, ready, dead_disk):
     warming.ends(ready, is_ready=True)
     answers = dead_disk()
     own.write_text("VALUE = 'edited'")
@@ -80,7 +80,7 @@ def test_a_check_that_hangs_keeps_the_nursery(warming, own, ready, dead_disk):
     procs.wait_until(lambda: not warming.may_fork())
 
 
-def test_a_first_check_that_hangs_keeps_the_nursery(warming, ready, dead_disk):
+def test_a_hanging_first_change_check_keeps_the_nursery_in_use(warming, ready, dead_disk):
     dead_disk()
     warming.ends(ready, is_ready=True)
     assert warming.state.is_warm

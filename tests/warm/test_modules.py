@@ -61,7 +61,7 @@ def of_script(path, value="auto"):
         ("import a\0", None),
     ],
 )
-def test_imports_of_a_source(source, found):
+def test_imports_are_found_in_a_source(source, found):
     if found is None:
         with pytest.raises((SyntaxError, ValueError)):
             imports(source.encode())
@@ -75,7 +75,7 @@ HEADS = st.sampled_from((
 
 
 @given(st.lists(st.tuples(st.lists(HEADS, max_size=12), st.booleans()), max_size=8))
-def test_nested_imports_are_found_unless_something_hides_them(statements):
+def test_imports_are_not_found_in_functions_classes_and_type_checking(statements):
     lines, expected = [], []
     for number, (heads, is_from) in enumerate(statements):
         lines += [" " * depth + head for depth, head in enumerate(heads)]
@@ -89,17 +89,17 @@ def test_nested_imports_are_found_unless_something_hides_them(statements):
     assert imports("\n".join(lines).encode()) == list(dict.fromkeys(expected))
 
 
-def test_a_chain_of_branches_is_no_recursion():
+def test_a_long_elif_chain_does_not_exceed_the_recursion_limit():
     source = "if x: pass\n" + "elif x: pass\n" * 900 + "else:\n import a\n"
     assert imports(source.encode()) == ["a"]
 
 
-def test_warnings_of_a_source_are_its_workers(recwarn):
+def test_parsing_a_source_emits_no_warnings(recwarn):
     assert imports(b"import a\nx = '\\d'\nassert (x, y)\n1 is 1") == ["a"]
     assert not recwarn
 
 
-def test_a_script_without_its_own_modules(write):
+def test_the_users_own_modules_are_not_preloaded(write):
     write("model.py")
     write("lib/__init__.py")
     write("json/data.txt")
@@ -113,7 +113,7 @@ def test_a_script_without_its_own_modules(write):
     assert of_script(os.path.join(linked, "link.py")) == of_script(path)
 
 
-def test_the_imports_of_its_own_modules_count(write):
+def test_imports_of_the_users_own_modules_are_preloaded(write):
     write("model/__init__.py", "from . import layers\nfrom .deep.net import Net\nimport train")
     write("model/layers.py", "import csv\nfrom ..outside import x\nfrom model import deep")
     write("model/deep/net.py", "from ..losses import y\nfrom ... import z\nimport bz2")
@@ -126,7 +126,7 @@ def test_the_imports_of_its_own_modules_count(write):
     assert of_script(path).modules == expected
 
 
-def test_own_modules_are_read_to_a_limit(write):
+def test_own_modules_are_read_only_up_to_a_size_limit(write):
     for number in range(30):
         lines = f"import only{number}, own{number + 1}\n" + "# " + "x" * 50_000
         write(f"own{number}.py", lines)
@@ -136,7 +136,7 @@ def test_own_modules_are_read_to_a_limit(write):
     says(remark, "own11.py", " json ")
 
 
-def test_a_script_is_read_as_python_reads_it(write):
+def test_a_script_is_decoded_as_python_decodes_it(write):
     assert of_script(write("a.py", b"# coding: latin-1\nx = '\xe9'\nimport json\n")).modules == ("json",)
     assert of_script(write("b.py", b"\xef\xbb\xbfimport json\r\nimport os\r\n")).modules == ("json", "os")
 
@@ -148,14 +148,14 @@ def test_a_script_is_read_as_python_reads_it(write):
         *((text, "") for text in (b"x = '\xe9'", b"import a\0b", b"# coding: nope\n", "(" * 5000)),
     ],
 )
-def test_a_script_that_cannot_be_parsed_is_cold(write, text, why):
+def test_a_script_that_cannot_be_parsed_preloads_nothing(write, text, why):
     chosen = of_script(write("train.py", text))
     assert chosen.modules == ()
     [remark] = chosen.remarks
     says(remark, "train.py", "parsed", why)
 
 
-def test_a_script_that_cannot_be_read_is_cold(write, tmp_path):
+def test_a_script_that_cannot_be_read_preloads_nothing(write, tmp_path):
     missing = of_script(str(tmp_path / "no.py"))
     says(missing.remarks[0], "no.py", os.strerror(errno.ENOENT))
     os.mkfifo(tmp_path / "pipe")
@@ -165,7 +165,7 @@ def test_a_script_that_cannot_be_read_is_cold(write, tmp_path):
     says(alone.remarks[0], "train.py", "nothing")
 
 
-def test_a_folder_is_its_main_program(write, tmp_path):
+def test_the_main_program_of_a_folder_is_read(write, tmp_path):
     write("model.py")
     write("app/__main__.py", "import json, model, other")
     write("app/other.py")
@@ -185,7 +185,7 @@ def test_a_folder_is_its_main_program(write, tmp_path):
         (["-m", "json.tool"], ("json", "argparse", "sys")),
     ],
 )
-def test_the_program_of_an_interpreter_is_found(write, tmp_path, monkeypatch, arguments, modules):
+def test_the_program_in_a_python_command_line_is_found(write, tmp_path, monkeypatch, arguments, modules):
     write("train.py", "import json")
     write("pkg/__init__.py", "import heapq\nraise SystemExit('imported')")
     write("pkg/__main__.py", "import bz2")
@@ -198,7 +198,7 @@ def test_the_program_of_an_interpreter_is_found(write, tmp_path, monkeypatch, ar
     assert found.modules[: len(modules)] == modules, found
 
 
-def test_modules_of_an_installed_package_are_not_beside_it(write, tmp_path, monkeypatch):
+def test_modules_of_an_installed_package_are_not_own_modules(write, tmp_path, monkeypatch):
     write("site-packages/pkg/__init__.py")
     write("site-packages/pkg/run.py", "import pkg.model, other")
     write("site-packages/other.py")
@@ -224,7 +224,7 @@ def test_modules_of_an_installed_package_are_not_beside_it(write, tmp_path, monk
         ([sys.executable, "-S", "train.py"], "-S"),
     ],
 )
-def test_other_programs_and_isolated_interpreters_are_cold(command, why):
+def test_other_programs_and_isolated_interpreters_preload_nothing(command, why):
     found = warm.preload("torch", warm.entry_of_command(command))
     assert found == warm.Preload(remarks=found.remarks)
     (remark,) = found.remarks
@@ -239,7 +239,7 @@ def test_a_program_without_a_file_preloads_only_listed_modules(arguments):
     assert warm.preload("json", warm.entry_of_command([sys.executable, *arguments])).modules == ("json",)
 
 
-def test_a_list_is_taken_as_it_is(write):
+def test_listed_modules_are_preloaded_as_given(write):
     path = write("train.py", "import csv")
     found = warm.Preload(("json", "json.tool"), is_explicit=True, folders=(os.path.dirname(path),))
     assert of_script(path, "json, json.tool,json") == found
@@ -259,15 +259,15 @@ def test_a_listed_module_beside_the_script_is_left_out(write):
         says(remark, f"{name} ", path)
 
 
-def test_another_interpreter_may_have_what_this_one_lacks(write, monkeypatch):
+def test_a_listed_module_is_not_checked_for_another_interpreter(write, monkeypatch):
     path = write("train.py")
     monkeypatch.setenv("PYTHON_EXEC", "other-python")
     entry = warm.entry_of_command(["other-python", path])
     assert warm.preload("nosuch", entry).modules == ("nosuch",)
 
 
-def test_the_module_of_a_function():
-    entry = warm.entry_of_function(test_the_module_of_a_function, (), "spawn")
+def test_the_module_of_a_function_is_searched_for_imports():
+    entry = warm.entry_of_function(test_the_module_of_a_function_is_searched_for_imports, (), "spawn")
     assert entry.path == __file__
     assert {"os", "sys", "pytest"} <= set(warm.preload("auto", entry).modules)
     builtin = warm.entry_of_function(print, (), "spawn")
@@ -278,7 +278,7 @@ def test_the_module_of_a_function():
         says(cold.remarks[0], "no effect", "fork")
 
 
-def test_the_script_that_a_function_runs(write):
+def test_the_script_of_run_path_is_searched_for_imports(write):
     from elasticrs.run import run_script_path
 
     path = write("train.py", "import json")

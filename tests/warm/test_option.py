@@ -19,7 +19,7 @@ def script(tmp_path):
     return str(path)
 
 
-def test_off_is_the_default(script):
+def test_warm_is_off_by_default(script):
     assert preload(script) is preload("--warm=off", script) is None
     assert preload("--warm", "auto", script).modules == ("json",)
     assert preload("--warm=csv, json.tool", script).modules == ("csv", "json.tool")
@@ -30,7 +30,7 @@ def test_off_is_the_default(script):
 @pytest.mark.parametrize(
     "text", ["", ",", "a b", "json,", "json.", ".json", "a-b", "off,json", "json,auto", "1"]
 )
-def test_an_invalid_value_is_refused_with_its_source(script, text):
+def test_an_invalid_warm_value_is_refused_with_its_source(script, text):
     with pytest.raises(UsageError, match="--warm"):
         preload(f"--warm={text}", script)
     with pytest.raises(UsageError, match=f"^PET_WARM: got '{text}'"):
@@ -65,7 +65,7 @@ def test_a_warm_start_without_effect_is_reported_once(launch, script, options, p
         says(line_with(started.stderr, "warm: "), "no effect", token)
 
 
-def test_a_python_program_is_told_about_a_warm_start_without_effect(tmp_path, capfd):
+def test_elastic_launch_reports_a_warm_start_without_effect(tmp_path, capfd):
     from elasticrs.multiprocessing import DefaultLogsSpecs
 
     config = LaunchConfig(
@@ -81,7 +81,7 @@ def test_a_python_program_is_told_about_a_warm_start_without_effect(tmp_path, ca
     line_with(capfd.readouterr().err, "elasticrs: warm: no effect", "true ")
 
 
-def test_the_time_limit_of_imports_is_an_option(script):
+def test_the_time_limit_for_imports_can_be_set(script):
     job = resolve(parse(["--warm=json", script], {}), {"PATH": "/usr/bin:/bin"}).job
     assert job.warm_timeout == 120.0
     job = resolve(parse([script], {"PET_WARM_TIMEOUT": "2.5"}), {"PATH": "/usr/bin:/bin"}).job

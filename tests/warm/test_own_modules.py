@@ -11,7 +11,7 @@ os.write(1, f"{colorsys.__doc__} {a_library.colorsys.__doc__}\\n".encode())
 
 
 @pytest.mark.parametrize("is_beside", [True, False])
-def test_a_module_beside_the_script_wins_over_one_of_the_library(launch, worker_script, is_beside, library):
+def test_a_module_beside_the_script_wins_over_the_standard_library(launch, worker_script, is_beside, library):
     env = library(a_library="import json, colorsys")
     script = worker_script(SCRIPT)
     (script.parent / ("colorsys.py" if is_beside else "another.py")).write_text("'''mine'''")

@@ -39,7 +39,7 @@ def lines(records):
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
-def test_a_report_is_read_from_its_records():
+def test_an_import_report_is_read_from_its_records():
     found = import_report.read(lines(TOLD))
     assert [each.name for each in found.left_out] == ["deep_speedup", "broken", "ends"]
     assert found.left_out[:2] == (
@@ -52,7 +52,7 @@ def test_a_report_is_read_from_its_records():
 
 
 @given(st.integers(0, len(lines(TOLD))))
-def test_a_torn_line_is_ignored(size):
+def test_an_incomplete_last_line_is_ignored(size):
     data = lines(TOLD)
     whole = data[:size].count(b"\n")
     assert import_report.read(data[:size]) == import_report.read(lines(TOLD[:whole]))
@@ -68,7 +68,7 @@ RECORDS = st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3)
 
 
 @given(st.lists(RECORDS), st.binary())
-def test_nothing_in_the_file_is_trusted(records, junk):
+def test_arbitrary_report_content_gives_only_printable_text(records, junk):
     found = import_report.read(lines(records) + junk)
     if found.ready is not None:
         remember(found.ready.stamps, found.ready.prefixes, found.imported).changes()
@@ -76,7 +76,7 @@ def test_nothing_in_the_file_is_trusted(records, junk):
     assert all(line.isprintable() for line in (*shown, found.importing or "", *found.imported))
 
 
-def test_the_lines_about_warm_starts(warming):
+def test_an_import_report_is_printed_as_messages(warming):
     def told(records, **event):
         warming.said.clear()
         warming.ends(*records, **event)

@@ -32,7 +32,7 @@ def restarted(launch, folder, modules, *, loses_nursery=False, env=None):
     return job.launched, [event for event in events if event["restart_count"] == 1]
 
 
-def test_a_warm_restart(launch, tmp_path):
+def test_a_warm_restart_reports_its_duration_and_phases(launch, tmp_path):
     launched, events = restarted(launch, tmp_path, "colorsys")
     assert [event["event"] for event in events][:2] == ["planned", "started"]
     started = events[1]
@@ -43,7 +43,7 @@ def test_a_warm_restart(launch, tmp_path):
     assert float(span) == pytest.approx(sum(started["phases_ms"].values()), abs=0.06)
 
 
-def test_a_restart_that_waits_for_an_import(launch, tmp_path):
+def test_a_restart_that_waits_for_an_import_reports_the_import_time(launch, tmp_path):
     _, events = restarted(launch, tmp_path, "colorsys", loses_nursery=True)
     assert [event["event"] for event in events][:3] == ["planned", "imported", "started"]
     assert events[2]["warm"] is True
@@ -75,7 +75,7 @@ FAILS_ONCE = """
 
 
 @pytest.mark.parametrize(("rank", "since"), [("0", "the failure"), ("1", "to stop")])
-def test_the_first_of_several_nodes_reports_a_restart(launch, tmp_path, worker_script, rank, since):
+def test_only_the_first_node_reports_the_duration_of_a_restart(launch, tmp_path, worker_script, rank, since):
     options = (*meeting(), "--max-restarts=1")
     script, fifo = worker_script(FAILS_ONCE), tmp_path / "both run"
     os.mkfifo(fifo)
@@ -99,7 +99,7 @@ os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGKILL))
 """
 
 
-def test_a_nursery_that_dies_before_the_workers_run_is_named(launch, library, worker_script):
+def test_a_nursery_killed_before_the_workers_run_is_reported(launch, library, worker_script):
     env = library(killer=KILLER)
     launched = launch("--max-restarts=1", "--warm=killer", worker_script("pass"), env=env).exits(1)
     assert launched.stderr.count("the nursery died by SIGKILL") == 3, launched.stderr
@@ -117,7 +117,7 @@ sys.addaudithook(refuse)
 """
 
 
-def test_failures_before_the_workers_run_again_are_part_of_their_restart(launch, library, worker_script):
+def test_a_failed_restart_attempt_counts_toward_the_restart_duration(launch, library, worker_script):
     script = worker_script("import os\nos._exit(3 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' else 0)")
     options = ("--nproc-per-node=2", "--max-restarts=2", "--warm=scarce", script)
     launched = launch(*options, env=library(scarce=SCARCE)).exits(0)
@@ -156,7 +156,7 @@ def test_installed_files_cause_a_new_import_only_if_they_were_imported(launch, t
         send(pids[0], signal.SIGKILL)
         job.launched.wait_for_line(rf"attempt {attempt + 1} is running, .* warm$", "stderr")
         if changes_library:
-            procs.wait_gone(nursery)
+            assert procs.wait_gone(nursery)
         assert (job.nursery() != nursery) is changes_library
     send(job.ready(2)[0], EXIT_0)
     job.launched.exits(0)

@@ -77,19 +77,19 @@ def write(folder, name, text, encoding="utf-8"):
     ],
     ids=["plain", "shebang", "cookie", "bom", "no line feed"],
 )
-def test_files(same, tmp_path, name, text):
+def test_script_files_run_the_same_warm_and_cold(same, tmp_path, name, text):
     encoding = "latin-1" if "cookie" in name else "utf-8"
     same("--", write(tmp_path, name, text, encoding), "a", "--b", "", "ü")
 
 
-def test_paths(same, tmp_path):
+def test_linked_and_relative_scripts_run_the_same_warm_and_cold(same, tmp_path):
     write(tmp_path, "folder/real.py", SHOW)
     (tmp_path / "link.py").symlink_to("folder/real.py")
     for path in ("./link.py", "folder/../folder/real.py"):
         same(path)
 
 
-def test_folders_and_archives(same, tmp_path):
+def test_folders_and_zip_archives_run_the_same_warm_and_cold(same, tmp_path):
     write(tmp_path, "program/__main__.py", SHOW)
     same("program", "a")
     with zipfile.ZipFile(tmp_path / "program.zip", "w") as archive:
@@ -97,7 +97,7 @@ def test_folders_and_archives(same, tmp_path):
     same("program.zip", "a")
 
 
-def test_modules(same, tmp_path):
+def test_modules_run_the_same_warm_and_cold(same, tmp_path):
     write(tmp_path, "package/__main__.py", SHOW)
     write(tmp_path, "package/__init__.py", "print('the package', __name__)\n")
     write(tmp_path, "package/part.py", "from . import other\n" + SHOW)
@@ -121,14 +121,14 @@ def test_modules(same, tmp_path):
     ],
     ids=" ".join,
 )
-def test_a_script_that_cannot_run_fails_as_in_python(same, tmp_path, command):
+def test_a_script_that_cannot_run_fails_the_same_warm_and_cold(same, tmp_path, command):
     write(tmp_path, "broken.py", "x = 1\ndef broken(:\n")
     write(tmp_path, "nul.py", "x = '\0'\n")
     (tmp_path / "empty").mkdir()
     same(*command, is_warm=None)
 
 
-def test_a_module_beside_the_script_comes_first(same, tmp_path):
+def test_a_module_beside_the_script_takes_precedence(same, tmp_path):
     write(tmp_path, "colorsys.py", "mine = 'of the user'\n")
     outcome = same(write(tmp_path, "plain.py", SHOW.replace('"colorsys"', '"json"')))
     assert "of the user" in outcome.workers["0.0"].stdout
@@ -149,7 +149,7 @@ MODULE = [sys.executable, "-m", "elasticrs.launch"]
         ("sysconfig", MODULE),
     ],
 )
-def test_modules_of_the_nursery_hide_no_module_of_the_user(launch, tmp_path, name, launcher):
+def test_modules_loaded_by_the_nursery_do_not_hide_user_modules(launch, tmp_path, name, launcher):
     write(tmp_path, f"{name}.py", "mine = 'of the user'\n")
     script = write(tmp_path, "plain.py", f"import {name}, os\nos.write(1, {name}.mine.encode())\n")
     launched = launch("--warm", "colorsys", script, argv=launcher).exits(0)
@@ -157,11 +157,11 @@ def test_modules_of_the_nursery_hide_no_module_of_the_user(launch, tmp_path, nam
     line_with(launched.stderr, "warm: ", "cold", f": {name} ")
 
 
-def test_a_script_named_as_a_module(same, tmp_path):
+def test_a_script_may_be_named_like_a_preloaded_module(same, tmp_path):
     same(write(tmp_path, "folder/colorsys.py", SHOW.replace('"colorsys"', '"json"')))
 
 
-def test_a_module_in_pythonpath_comes_first(same, tmp_path):
+def test_a_module_in_pythonpath_takes_precedence(same, tmp_path):
     write(tmp_path, "mine/colorsys.py", "mine = 'of the user'\n")
     outcome = same(write(tmp_path, "plain.py", SHOW), env={"PYTHONPATH": "mine"})
     assert "of the user" in outcome.workers["0.0"].stdout
@@ -178,13 +178,13 @@ sys.stderr.write("customized %s %s\\n" % (os.getpid() == os.getsid(0), sys.argv)
 @pytest.mark.parametrize(
     "end", ["", "1 / 0\n", "import missing_module\n"], ids=["whole", "raises", "lacks a module"]
 )
-def test_the_users_own_sitecustomize(same, tmp_path, end):
+def test_the_users_sitecustomize_runs_the_same_warm_and_cold(same, tmp_path, end):
     write(tmp_path, "custom/sitecustomize.py", CUSTOM + end)
     outcome = same("--nproc-per-node=2", write(tmp_path, "plain.py", SHOW), env={"PYTHONPATH": "custom"})
     assert "customized True" in outcome.workers["0.1"].stderr
 
 
-def test_standard_input(job, tmp_path):
+def test_standard_input_is_the_same_warm_and_cold(job, tmp_path):
     script = write(tmp_path, "plain.py", SHOW + "print(input(), repr(sys.stdin.read()))\n")
     outcomes = []
     for is_warm in (False, True):
@@ -195,7 +195,7 @@ def test_standard_input(job, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_scripts_in_functions(job, tmp_path, method):
+def test_run_path_scripts_run_the_same_warm_and_cold(job, tmp_path, method):
     script = write(tmp_path, "plain.py", SHOW)
     argued = {r"[\d.]+/facts": "tells them apart"}
     command = ("--nproc-per-node=2", "--run-path", "--start-method", method, script, "a")
@@ -203,7 +203,7 @@ def test_scripts_in_functions(job, tmp_path, method):
     assert {worker.facts for worker in outcome.workers.values()} == {method == "spawn"}
 
 
-def test_another_interpreter(same, tmp_path):
+def test_another_interpreter_runs_scripts_the_same_warm_and_cold(same, tmp_path):
     same(write(tmp_path, "plain.py", SHOW), env={"PYTHON_EXEC": os.path.realpath(sys.executable)})
 
 
@@ -256,7 +256,7 @@ def pattern(outcome, name):
 @pytest.mark.parametrize(
     "modules", ["random,numpy", pytest.param("random,torch", marks=[pytest.mark.torch, pytest.mark.slow])]
 )
-def test_random_numbers_differ_where_they_would(launch, tmp_path, modules):
+def test_random_numbers_differ_between_warm_workers_as_between_cold_workers(launch, tmp_path, modules):
     job = Job(launch, tmp_path, modules, timeout=150)
     command = (
         "--nproc-per-node=2",

@@ -60,5 +60,5 @@ def test_workers_of_all_nodes_and_attempts_are_warm(check, backend):
     check(backend, f"127.0.0.1:{ports.free()}", "warm")
 
 
-def test_so_they_are_with_etcd(check, etcd):
+def test_workers_of_all_nodes_and_attempts_are_warm_with_etcd(check, etcd):
     check("etcd", etcd.endpoint, f"warm{os.getpid()}")

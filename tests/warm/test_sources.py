@@ -49,7 +49,7 @@ def later(path):
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1_000_000))
 
 
-def test_what_is_compared(tree):
+def test_own_files_installed_files_and_distributions_are_recorded(tree):
     found = look_at(tree)
     names = [
         [os.path.relpath(path, tree) for path in stamps]
@@ -60,14 +60,14 @@ def test_what_is_compared(tree):
     assert set(names[2]) == {"lib/python3", SITE, "lib/no-such-folder", record}
 
 
-def test_nothing_changed(tree):
+def test_in_place_edits_of_installed_files_are_not_reported(tree):
     sources = look_at(tree)
     (tree / "src/other.py").write_text("pass\n")
     (tree / SITE / "torch/__init__.py").write_text("edited in place\n")
     assert sources.changes() == {}
 
 
-def test_code_of_the_user_changes(tree):
+def test_edited_and_removed_user_files_are_reported(tree):
     sources, path = look_at(tree), tree / "src/own/model.py"
     before = path.stat()
     path.write_text("edited\n")
@@ -80,7 +80,7 @@ def test_code_of_the_user_changes(tree):
 
 
 @pytest.mark.parametrize("restores_time", [False, True])
-def test_a_distribution_changes(tree, restores_time):
+def test_files_of_a_changed_distribution_are_reported(tree, restores_time):
     site = tree / SITE
     before = site.stat()
     sources, path = look_at(tree), site / "torch/__init__.py"
@@ -93,7 +93,7 @@ def test_a_distribution_changes(tree, restores_time):
     assert [*sources.changes()] == [str(path)]
 
 
-def test_another_distribution_is_added(tree, monkeypatch):
+def test_adding_a_distribution_reports_no_change(tree, monkeypatch):
     sources, site = look_at(tree), tree / SITE
     torch, looked = str(site / "torch/__init__.py"), []
 
@@ -132,7 +132,7 @@ def test_all_files_that_differ_are_reported(before, changes):
     assert [*found.items()] == [(path, now[path]) for path in compared if now[path] != before[path]]
 
 
-def test_an_installed_file_that_changed_during_the_import_is_changed(tree):
+def test_an_installed_file_that_changed_during_the_import_is_reported(tree):
     path = tree / SITE / "torch/__init__.py"
     stamps = {str(path): (TOUCHED, path.stat().st_size), str(tree / SITE): stamp(str(tree / SITE))}
     found = remember(stamps, [str(tree / SITE)], ["torch"])
@@ -143,7 +143,7 @@ CHANGES = st.dictionaries(st.sampled_from(PATHS[:2]), STAMPS, max_size=2)
 
 
 @given(st.lists(CHANGES, max_size=30))
-def test_changes_have_settled_when_enough_checks_agree(checks):
+def test_changes_have_settled_when_enough_consecutive_checks_agree(checks):
     settling = Settling()
     for count, changes in enumerate(checks, 1):
         needed = CHECKS_IF_MISSING if None in changes.values() else 2
@@ -152,7 +152,7 @@ def test_changes_have_settled_when_enough_checks_agree(checks):
         assert settling.have_settled(changes) == (bool(changes) and agree)
 
 
-def test_an_unfinished_installation_gets_more_time():
+def test_missing_files_need_more_checks_to_settle():
     settling = Settling()
     settled = [settling.have_settled({"/lib/c": None}) for _ in range(CHECKS_IF_MISSING)]
     assert settled == [False] * (CHECKS_IF_MISSING - 1) + [True]

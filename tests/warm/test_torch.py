@@ -21,7 +21,7 @@ ARGUED_HERE = ARGUED | {
 
 
 @pytest.mark.parametrize("threads", ["1", "2", None])
-def test_facts(launch, tmp_path, threads):
+def test_torch_sees_the_same_environment_warm_and_cold(launch, tmp_path, threads):
     job = Job(launch, tmp_path, "torch", TIMEOUT)
     parts = ("torch", "process", "signals", "environment", "threads", "descriptors", "state", "seen_first")
     env = {} if threads is None else {"OMP_NUM_THREADS": threads}
@@ -105,7 +105,7 @@ if __name__ == "__main__":
 """
 
 
-def test_training_with_loaders_and_a_restart(launch, tmp_path, worker_script):
+def test_training_with_data_loaders_and_a_restart_is_the_same_warm_and_cold(launch, tmp_path, worker_script):
     script = worker_script(TRAINING)
     job = Job(launch, tmp_path, "auto", TIMEOUT)
     command = ("--nproc-per-node=2", "--max-restarts=1", script)
@@ -136,7 +136,7 @@ with open(f"facts/0.{os.environ['RANK']}.json", "w") as file:
 """
 
 
-def test_a_compiled_function(launch, tmp_path, worker_script):
+def test_a_compiled_function_works_the_same_warm_and_cold(launch, tmp_path, worker_script):
     if os.system("c++ --version >/dev/null 2>&1") != 0:
         pytest.skip("needs a C++ compiler")
     job = Job(launch, tmp_path, "torch,torch._dynamo", TIMEOUT)
@@ -146,7 +146,7 @@ def test_a_compiled_function(launch, tmp_path, worker_script):
     assert all(each.facts["warm"] for each in outcome.workers.values()), outcome.stderr
 
 
-def test_steps_of_an_optimizer_are_heartbeats(launch, worker_script):
+def test_optimizer_steps_are_heartbeats_in_warm_workers(launch, worker_script):
     """Optimizer steps are heartbeats even if the optimizers were imported before the worker got its heartbeat
     page.
     """

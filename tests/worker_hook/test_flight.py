@@ -109,7 +109,7 @@ def test_each_request_gets_the_newest_entries_and_the_groups(worker, error_file)
         (TORCH + "    del c10d_of_python._world", {}, "damaged"),
     ],
 )
-def test_a_worker_without_a_record_says_why(worker, error_file, source, env, reason):
+def test_a_worker_without_a_flight_record_reports_the_reason(worker, error_file, source, env, reason):
     process = worker(source, START, UP, REST, **env)
     assert request(error_file) == [{"no_record": reason}]
     process.communicate("")
@@ -119,7 +119,7 @@ def test_a_worker_without_a_record_says_why(worker, error_file, source, env, rea
 @pytest.mark.parametrize(
     "env", [{"ELASTICRS_TRACEBACKS": "0"}, {"TORCHELASTIC_ERROR_FILE": ""}, {"ELASTICRS_HEARTBEAT": ""}]
 )
-def test_no_thread_without_a_watch(worker, error_file, env):
+def test_no_thread_is_started_if_the_worker_is_not_watched(worker, error_file, env):
     threads = "print(len(os.listdir('/proc/self/task')), flush=True)"
     forget = "os.environ['ELASTICRS_HEARTBEAT'] or os.environ.pop('ELASTICRS_HEARTBEAT')"
     process = worker("import os, sys", forget, START, threads, REST, **env)
@@ -132,7 +132,7 @@ def test_no_fifo_is_created_next_to_a_device(worker):
     assert not os.path.exists("/dev/null.flight_requests")
 
 
-def test_the_waiting_thread_has_no_descriptor(worker, error_file):
+def test_the_waiting_thread_holds_no_descriptor(worker, error_file):
     process = worker(TORCH, START, START, UP, REST)
     request(error_file)
     wait_until(lambda: sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"])
@@ -158,7 +158,7 @@ def test_a_forked_child_does_not_answer_for_its_parent(worker, error_file):
     reap_adopted()
 
 
-def test_a_child_that_takes_over_the_heartbeats_answers(worker, error_file):
+def test_a_forked_child_that_takes_over_the_heartbeats_answers_requests(worker, error_file):
     # The parent forks when its thread waits for the parent's FIFO. A thread that opened the path later would
     # wait for the FIFO of the child.
     fork = """
@@ -178,7 +178,7 @@ def test_a_child_that_takes_over_the_heartbeats_answers(worker, error_file):
     assert process.wait(HANG) == 0
 
 
-def test_a_signal_for_which_the_program_waits_does_not_reach_the_thread(worker):
+def test_signals_awaited_by_the_program_are_not_delivered_to_the_flight_thread(worker):
     source = """
         import signal
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGTERM})
@@ -192,7 +192,7 @@ def test_a_signal_for_which_the_program_waits_does_not_reach_the_thread(worker):
     assert (process.returncode, output) == (0, f"{signal.SIGTERM:d} {signal.SIGUSR1:d}\n")
 
 
-def test_the_thread_ends_with_its_fifo(worker, error_file):
+def test_the_thread_exits_if_its_fifo_is_replaced(worker, error_file):
     """The thread exits if a regular file replaces its FIFO."""
     process = worker(TORCH, START, UP, REST)
     request(error_file)

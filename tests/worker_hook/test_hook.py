@@ -106,7 +106,7 @@ FAILING = """
 
 
 @pytest.mark.parametrize("python", interpreters())
-def test_an_uncaught_exception_is_recorded_and_printed_as_ever(worker, python):
+def test_an_uncaught_exception_is_recorded_and_printed_as_without_the_hook(worker, python):
     bare = worker.run(FAILING, hooked=False, python=python)
     assert not worker.error_file.exists()
     hooked = worker.run(FAILING, python=python)
@@ -119,7 +119,7 @@ def test_an_uncaught_exception_is_recorded_and_printed_as_ever(worker, python):
     assert all(isinstance(value, str) for value in message["extraInfo"].values())
 
 
-def test_the_record_says_when_and_by_whom(worker):
+def test_the_record_contains_time_pid_and_writer(worker):
     done = worker.run("import os, time; print(os.getpid(), time.monotonic_ns(), flush=True); 1 / 0")
     pid, before = map(int, done.stdout.split())
     ours = worker.error()["elasticrs"]
@@ -135,12 +135,12 @@ def test_errors_before_the_first_statement_are_recorded(worker, source):
     assert worker.callstack().rstrip().endswith(("SyntaxError: invalid syntax", "'missing_module_of_nobody'"))
 
 
-def test_an_exception_whose_text_cannot_be_made_is_recorded(worker):
+def test_an_exception_whose_str_fails_is_recorded(worker):
     worker.run("class Bad(Exception):\n def __str__(self): raise RuntimeError\nraise Bad")
     assert "Bad" in worker.callstack()
 
 
-def test_an_exception_that_is_no_exception_subclass_is_recorded(worker):
+def test_a_base_exception_is_recorded(worker):
     worker.run("class PanicException(BaseException): pass\nraise PanicException('native')")
     assert "PanicException: native" in worker.callstack()
 
@@ -157,7 +157,7 @@ def test_an_exception_that_is_no_exception_subclass_is_recorded(worker):
         ("try:\n 1 / 0\nexcept Exception: print()", 0),
     ],
 )
-def test_other_ends_keep_their_exit_code_and_record_nothing(worker, source, exitcode):
+def test_other_exits_keep_their_exit_code_and_record_nothing(worker, source, exitcode):
     bare = worker.run(source, hooked=False)
     hooked = worker.run(source)
     assert hooked.returncode == bare.returncode == exitcode
@@ -165,13 +165,13 @@ def test_other_ends_keep_their_exit_code_and_record_nothing(worker, source, exit
     assert not worker.error_file.exists()
 
 
-def test_a_replaced_excepthook_prints_alone_and_the_error_is_still_recorded(worker):
+def test_an_error_is_recorded_although_the_script_replaces_sys_excepthook(worker):
     done = worker.run("import sys; sys.excepthook = lambda *a: print('mine', file=sys.stderr); 1 / 0")
     assert done.stderr == "mine\n"
     assert "ZeroDivisionError" in worker.callstack()
 
 
-def test_a_chained_excepthook_works_on(worker):
+def test_a_chained_excepthook_keeps_working(worker):
     source = """
         import sys
         before = sys.excepthook
@@ -186,20 +186,20 @@ def test_a_chained_excepthook_works_on(worker):
     assert "ZeroDivisionError" in worker.callstack()
 
 
-def test_the_file_of_record_is_not_replaced(worker):
+def test_an_error_file_written_by_record_is_not_replaced(worker):
     by_record = json.dumps({"message": {"message": "m", "extraInfo": {"timestamp": "1"}}})
     worker.error_file.write_text(by_record)
     worker.run("1 / 0")
     assert worker.error_file.read_text() == by_record
 
 
-def test_a_later_error_replaces_one_that_the_hook_wrote(worker):
+def test_a_later_error_replaces_an_error_file_written_by_the_hook(worker):
     worker.run("1 / 0")
     worker.run("raise KeyError('later')")
     assert "KeyError: 'later'" in worker.callstack()
 
 
-def test_an_unwritable_file_is_reported_before_pythons_traceback(worker):
+def test_an_unwritable_error_file_is_reported_before_the_traceback(worker):
     lost = worker.directory / "missing" / "error.json"
     done = worker.run("1 / 0", TORCHELASTIC_ERROR_FILE=str(lost))
     assert done.returncode == 1
@@ -207,7 +207,7 @@ def test_an_unwritable_file_is_reported_before_pythons_traceback(worker):
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_no_file_stays_half_written(worker):
+def test_no_partial_error_file_remains(worker):
     worker.run("1 / 0")
     assert sorted(path.name for path in worker.directory.iterdir()) == [
         "error.json",
@@ -232,7 +232,7 @@ OURS = ["atexit", "faulthandler"]
 
 @pytest.mark.parametrize("python", interpreters())
 @pytest.mark.parametrize("pythonpath", [None, "", "/nonexistent/a", ":/nonexistent/a::/nonexistent/b:"])
-def test_the_state_of_the_interpreter_is_the_same(worker, python, pythonpath):
+def test_the_hook_does_not_change_the_state_of_the_interpreter(worker, python, pythonpath):
     env = {} if pythonpath is None else {"PYTHONPATH": pythonpath}
     states = []
     for hooked in (False, True):
@@ -250,7 +250,7 @@ WATCHED = {"ELASTICRS_HEARTBEAT": "9:9:9"}
 
 
 @pytest.mark.parametrize("python", interpreters())
-def test_a_finder_stands_before_the_others_only_where_heartbeats_are_watched(worker, python):
+def test_an_import_finder_is_installed_only_if_heartbeats_are_watched(worker, python):
     bare = worker.run(FINDERS, hooked=False, python=python).stdout
     assert worker.run(FINDERS, python=python).stdout == bare
     assert worker.run(FINDERS, python=python, **WATCHED).stdout == f"_OptimizerImport {bare}"  # HOOK-5
@@ -267,9 +267,7 @@ def optimizers(worker):
 
 
 @pytest.mark.parametrize("automatic", ["0", "1"])
-def test_the_import_starts_the_thread_for_flight_records_also_without_automatic_heartbeats(
-    worker, optimizers, automatic
-):
+def test_the_flight_record_thread_starts_even_without_automatic_heartbeats(worker, optimizers, automatic):
     optimizers.write_text("register_optimizer_step_post_hook = lambda hook: print('HOOK')")
     source = "import os, torch.optim.optimizer; print(*os.listdir())"
     done = worker.run(source, **WATCHED, ELASTICRS_AUTO_HEARTBEAT=automatic)
@@ -278,7 +276,7 @@ def test_the_import_starts_the_thread_for_flight_records_also_without_automatic_
 
 
 @pytest.mark.parametrize("python", interpreters())
-def test_the_finder_leaves_with_the_import_also_where_nothing_of_ours_can_be_had(worker, optimizers, python):
+def test_the_import_finder_removes_itself_even_if_elasticrs_is_missing(worker, optimizers, python):
     optimizers.write_text("print(__spec__.loader.name, 'exec_module' in vars(__loader__))")
     source = f"import sys; sys.modules['elasticrs'] = None; import torch.optim.optimizer; {FINDERS}"
     states = [worker.run(source, hooked=hooked, python=python, **WATCHED) for hooked in (False, True)]
@@ -287,7 +285,7 @@ def test_the_finder_leaves_with_the_import_also_where_nothing_of_ours_can_be_had
 
 
 @pytest.mark.parametrize("how", ["-m", "-c", "stdin"])
-def test_every_way_of_starting_works(worker, how):
+def test_errors_are_recorded_for_every_way_of_starting_python(worker, how):
     (worker.directory / "module.py").write_text("raise KeyError('here')")
     argv = {"-m": ["-m", "module"], "-c": ["-c", "raise KeyError('here')"], "stdin": ["-"]}[how]
     whole = hook_environment({**worker.plain, "TORCHELASTIC_ERROR_FILE": str(worker.error_file)})
@@ -307,7 +305,7 @@ def sitecustomize(worker: Worker, source: str) -> str:
 
 
 @pytest.mark.parametrize("python", interpreters())
-def test_the_users_sitecustomize_is_run_as_itself(worker, python):
+def test_the_users_sitecustomize_runs_with_its_own_name_and_path(worker, python):
     path = sitecustomize(worker, "import os\nprint('site', __name__, __file__, os.environ.get('PYTHONPATH'))")
     source = "import sitecustomize; print(sitecustomize.__file__, sitecustomize.__spec__.name)"
     bare = worker.run(source, hooked=False, python=python, PYTHONPATH=path)
@@ -319,14 +317,14 @@ def test_the_users_sitecustomize_is_run_as_itself(worker, python):
 @pytest.mark.parametrize(
     "source", ["1 / 0", "import missing_module_of_nobody", "def f(:", "import os; os._exit(4)"]
 )
-def test_errors_of_the_users_sitecustomize_behave_as_without_us(worker, source):
+def test_errors_in_the_users_sitecustomize_behave_as_without_the_hook(worker, source):
     path = sitecustomize(worker, source)
     bare = worker.run("print('main')", hooked=False, PYTHONPATH=path)
     hooked = worker.run("print('main')", PYTHONPATH=path)
     assert (hooked.stdout, hooked.stderr, hooked.returncode) == (bare.stdout, bare.stderr, bare.returncode)
 
 
-def test_an_interpreter_that_the_users_sitecustomize_ends_says_so_with_one_frame_more(worker):
+def test_system_exit_in_sitecustomize_only_adds_lines_to_the_traceback(worker):
     path = sitecustomize(worker, "raise SystemExit(3)")
     bare = worker.run("print('main')", hooked=False, PYTHONPATH=path)
     hooked = worker.run("print('main')", PYTHONPATH=path)
@@ -334,7 +332,7 @@ def test_an_interpreter_that_the_users_sitecustomize_ends_says_so_with_one_frame
     assert set(bare.stderr.splitlines()) < set(hooked.stderr.splitlines())
 
 
-def test_a_failed_sitecustomize_under_v_is_not_taken_for_the_workers_end(worker):
+def test_a_failed_sitecustomize_with_python_v_is_not_recorded_as_an_error(worker):
     path = sitecustomize(worker, "1 / 0")
     assert worker.run("print('main')", "-v", PYTHONPATH=path).returncode == 0
     assert not worker.error_file.exists()
@@ -356,32 +354,32 @@ def test_an_isolated_interpreter_works_without_a_record(worker, flag):
     assert not worker.error_file.exists()
 
 
-def test_a_program_that_is_not_python_sees_one_more_entry_of_a_path(worker):
+def test_a_non_python_program_sees_one_additional_pythonpath_entry(worker):
     done = worker.command(["/bin/sh", "-c", "echo $PYTHONPATH; exit 3"], PYTHONPATH="/a")
     assert (done.stdout, done.returncode) == (f"{HOOK}:/a\n", 3)
 
 
-def test_a_python_program_behind_a_shell_is_recorded(worker):
+def test_an_error_of_a_python_program_run_by_a_shell_is_recorded(worker):
     done = worker.command(["/bin/sh", "-c", f"{sys.executable} -c '1 / 0'; exit 9"])
     assert done.returncode == 9
     assert "ZeroDivisionError" in worker.callstack()
 
 
-def test_without_an_error_file_nothing_is_installed(worker):
+def test_the_hook_is_not_installed_without_an_error_file(worker):
     source = "import sys; print(sys.excepthook is sys.__excepthook__, sys.path)"
     done = worker.run(source, TORCHELASTIC_ERROR_FILE="")
     assert done.stdout.startswith("True")
     assert HOOK not in done.stdout
 
 
-def test_it_can_be_switched_off(worker):
+def test_elasticrs_tracebacks_0_disables_the_hook(worker):
     env = {"ELASTICRS_TRACEBACKS": "0", "A": "b"}
     assert hook_environment(env) == env
     worker.run("1 / 0", ELASTICRS_TRACEBACKS="0")
     assert not worker.error_file.exists()
 
 
-def test_the_given_environment_is_not_changed():
+def test_hook_environment_does_not_change_the_given_environment():
     env = {"PYTHONPATH": "/a"}
     assert hook_environment(env) == {"PYTHONPATH": f"{HOOK}:/a"}
     assert env == {"PYTHONPATH": "/a"}
@@ -429,7 +427,7 @@ CRASH = "import os, signal\ndef deep(): os.kill(os.getpid(), signal.{})\ndeep()"
 
 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL"])
-def test_a_fault_leaves_the_python_stack(worker, name):
+def test_a_fatal_signal_writes_the_python_stack(worker, name):
     done = worker.run(CRASH.format(name))
     assert done.returncode == -getattr(signal, name)
     assert done.stderr == ""
@@ -437,20 +435,20 @@ def test_a_fault_leaves_the_python_stack(worker, name):
 
 
 @pytest.mark.parametrize("how", [("-X", "faulthandler"), ("-X", "dev"), ("PYTHONFAULTHANDLER=1",)])
-def test_a_fault_handler_of_the_users_is_left_alone(worker, how):
+def test_a_faulthandler_enabled_by_the_user_is_kept(worker, how):
     program = [sys.executable, *how] if how[0].startswith("-") else ["/usr/bin/env", *how, sys.executable]
     done = worker.command([*program, "-c", CRASH.format("SIGSEGV")])
     assert "in deep" in done.stderr
     assert (worker.directory / "error.json.fault").read_text() == "", "it is for the agent's question alone"
 
 
-def test_a_fault_handler_that_the_script_enables_replaces_ours(worker):
+def test_a_faulthandler_enabled_by_the_script_replaces_that_of_the_hook(worker):
     done = worker.run("import faulthandler; faulthandler.enable()\n" + CRASH.format("SIGSEGV"))
     assert "in deep" in done.stderr
     assert (worker.directory / "error.json.fault").read_text() == ""
 
 
-def test_nothing_is_warned_about_at_the_end(worker):
+def test_the_hook_causes_no_warnings_at_exit(worker):
     assert worker.run("pass", "-X", "dev", "-W", "error").stderr == ""
 
 
@@ -467,6 +465,6 @@ def lone_copy(tmp_path: Path) -> Callable[[], str]:
     return copy
 
 
-def test_it_needs_nothing_else_of_the_package(worker, lone_copy):
+def test_the_hook_works_without_the_rest_of_the_package(worker, lone_copy):
     done = worker.run(FAILING, hooked=False, PYTHONPATH=lone_copy())
     assert worker.callstack() == done.stderr

@@ -40,7 +40,7 @@ MOMENTS = [
 
 
 @pytest.mark.parametrize(("event", "of"), MOMENTS)
-def test_an_uncaught_exception_is_recorded_though_handlers_raise_meanwhile(worker, event, of):
+def test_an_uncaught_exception_is_recorded_although_signal_handlers_raise(worker, event, of):
     train = "    def train(): raise ValueError('the cause')\n"
     done = worker.run(RAISES.format(event=event, of=of) + train + END)
     assert worker.callstack().endswith("ValueError: the cause\n")
@@ -50,7 +50,7 @@ def test_an_uncaught_exception_is_recorded_though_handlers_raise_meanwhile(worke
 
 
 @pytest.mark.parametrize(("event", "of"), MOMENTS[2:])
-def test_record_writes_though_handlers_raise_meanwhile(worker, event, of):
+def test_record_writes_the_error_although_signal_handlers_raise(worker, event, of):
     train = """
     from elasticrs.multiprocessing.errors import record
     @record
@@ -62,7 +62,7 @@ def test_record_writes_though_handlers_raise_meanwhile(worker, event, of):
     assert done.stdout == "[10, 15] True\n"
 
 
-def test_a_thread_that_records_leaves_handlers_alone(worker):
+def test_recording_in_a_thread_does_not_change_signal_handlers(worker):
     source = """
         import signal, threading
         from elasticrs.multiprocessing.errors import record
@@ -80,7 +80,7 @@ def test_a_thread_that_records_leaves_handlers_alone(worker):
 
 
 @pytest.mark.torch
-def test_the_cause_survives_the_handler_of_torch_for_data_loaders(worker):
+def test_the_error_is_recorded_although_torchs_data_loader_handler_raises(worker):
     source = """
         import os, signal, sys
         from torch.utils.data import DataLoader

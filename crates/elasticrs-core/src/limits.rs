@@ -127,27 +127,27 @@ mod tests {
 ";
 
     #[test]
-    fn a_v1_group_and_all_above_it_count() {
+    fn pids_max_files_of_a_v1_cgroup_include_those_of_its_parents() {
         let files = pids_files_of("8:pids:/a/b\n0::/box/c\n", MOUNTS);
         let expected = ["a/b/", "a/", ""].map(|dir| PathBuf::from(format!("/sys/fs/cgroup/pids/{dir}pids.max")));
         assert_eq!(files, expected);
     }
 
     #[test]
-    fn a_v2_group_is_seen_from_the_root_of_its_mount() {
+    fn pids_max_paths_of_a_v2_cgroup_start_at_the_root_of_its_mount() {
         let files = pids_files_of("0::/box/c\n", MOUNTS);
         let expected = ["c/", ""].map(|dir| PathBuf::from(format!("/sys/fs/cgroup/unified/{dir}pids.max")));
         assert_eq!(files, expected);
     }
 
     #[test]
-    fn a_group_outside_of_every_mount_is_no_limit() {
+    fn a_cgroup_outside_of_every_mount_has_no_pids_max_file() {
         assert_eq!(pids_files_of("0::/elsewhere\n", MOUNTS), Vec::<PathBuf>::new());
         assert_eq!(pids_files_of("", ""), Vec::<PathBuf>::new());
     }
 
     #[test]
-    fn a_million_processes_are_too_many_everywhere() {
+    fn five_million_processes_exceed_the_limits_of_every_machine() {
         // Five million processes exceed the limits of every machine, because `pid_max` is at most 4,194,304.
         let error = check(5_000_000, 0, 0).unwrap_err();
         assert!(error.to_string().starts_with("5000000 processes are more than "), "{error}");
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn followed_files_take_descriptors_too() {
+    fn log_files_timers_and_heartbeats_count_toward_the_descriptor_limit() {
         let error = check(1, u64::MAX, 0).unwrap_err();
         let expected =
             format!("an agent with 1 worker and {0} log files needs {0} descriptors, RLIMIT_NOFILE allows ", u64::MAX);

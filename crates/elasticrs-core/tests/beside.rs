@@ -105,7 +105,7 @@ fn nice(pid: i32) -> i32 {
 }
 
 #[test]
-fn the_second_nursery_takes_over_between_groups_and_not_while_one_runs() {
+fn the_second_nursery_takes_over_only_between_groups() {
     let job = Job::new();
     assert!(!job.supervisor.take_over().unwrap(), "there is no second nursery");
     let worker = job.run_warm();
@@ -126,7 +126,7 @@ fn the_second_nursery_takes_over_between_groups_and_not_while_one_runs() {
 }
 
 #[test]
-fn the_second_nursery_imports_at_the_lowest_priority_if_it_can_get_its_own_back() {
+fn the_second_nursery_imports_at_low_priority_if_that_can_be_undone() {
     let job = Job::new();
     let first = job.nursery();
     job.import_beside("hangs", HANG);
@@ -140,7 +140,7 @@ fn the_second_nursery_imports_at_the_lowest_priority_if_it_can_get_its_own_back(
 }
 
 #[test]
-fn a_further_second_nursery_replaces_the_earlier_one() {
+fn a_new_second_nursery_replaces_the_earlier_one() {
     let job = Job::new();
     for what in ["hangs", "", "hangs", ""] {
         job.import_beside(what, HANG);
@@ -153,7 +153,7 @@ fn a_further_second_nursery_replaces_the_earlier_one() {
 }
 
 #[test]
-fn a_failed_import_leaves_the_group_alone_and_later_groups_cold() {
+fn a_failed_import_keeps_the_group_running_and_makes_later_groups_cold() {
     for (what, limit) in [("dies", HANG), ("hangs", Duration::from_millis(50)), ("is of another build", HANG)] {
         let job = Job::new();
         let worker = job.run_warm();
@@ -173,7 +173,7 @@ fn a_failed_import_leaves_the_group_alone_and_later_groups_cold() {
 }
 
 #[test]
-fn a_second_nursery_that_is_killed_when_it_is_ready_is_a_failed_import() {
+fn killing_a_ready_second_nursery_is_reported_as_a_failed_import() {
     let job = Job::new();
     let first = job.nursery();
     job.import_beside("", HANG);
@@ -184,7 +184,7 @@ fn a_second_nursery_that_is_killed_when_it_is_ready_is_a_failed_import() {
 }
 
 #[test]
-fn the_second_nursery_outlives_the_first_one_and_a_cold_group_does_not_wait_for_it() {
+fn the_second_nursery_can_take_over_after_the_first_one_was_killed() {
     let job = Job::new();
     let worker = job.run_warm();
     job.import_beside("", HANG);
@@ -204,7 +204,7 @@ fn the_second_nursery_outlives_the_first_one_and_a_cold_group_does_not_wait_for_
 }
 
 #[test]
-fn a_nursery_that_has_taken_over_guards_the_connection_and_the_fence() {
+fn a_nursery_that_has_taken_over_holds_the_connection_and_enforces_the_fence() {
     let job = Job::new();
     let (connection, _peer) = UnixStream::pair().unwrap();
     let socket = read_link(format!("/proc/self/fd/{}", connection.as_raw_fd())).unwrap();
@@ -222,7 +222,7 @@ fn a_nursery_that_has_taken_over_guards_the_connection_and_the_fence() {
 }
 
 #[test]
-fn a_first_nursery_that_is_still_exiting_does_not_use_up_the_fence() {
+fn an_exiting_first_nursery_does_not_consume_the_fence_of_the_second_one() {
     let job = Job::new();
     let first = job.nursery();
     job.import_beside("", HANG);

@@ -37,7 +37,7 @@ fn after(delay: Duration) -> u64 {
 }
 
 #[test]
-fn a_start_that_hangs_is_fenced_without_the_nursery() {
+fn the_fence_is_enforced_without_the_nursery_if_a_start_hangs() {
     let supervisor = supervisor();
     let dir = tempfile::tempdir().unwrap();
     let hangs = hanging_worker(dir.path());
@@ -51,7 +51,7 @@ fn a_start_that_hangs_is_fenced_without_the_nursery() {
 }
 
 #[test]
-fn a_passed_deadline_ends_the_group_as_stopped_and_the_next_lease_begins() {
+fn workers_are_killed_at_the_fence_deadline_and_start_after_a_new_one() {
     let supervisor = supervisor();
     let (_, mut lines) = run(&supervisor, &[&["ignore-term"], &["daemonise"], &["sleep"]]);
     assert!(supervisor.fence().set(Some(after(Duration::from_millis(50)))));
@@ -73,7 +73,7 @@ fn a_passed_deadline_ends_the_group_as_stopped_and_the_next_lease_begins() {
 }
 
 #[test]
-fn a_deadline_that_moves_on_kills_nobody_until_it_stands_still() {
+fn a_fence_deadline_kills_no_worker_while_it_is_renewed() {
     const LEASE: Duration = Duration::from_millis(500);
     let supervisor = supervisor();
     run(&supervisor, &[&["sleep"], &["ignore-term"]]);
@@ -93,7 +93,7 @@ fn a_deadline_that_moves_on_kills_nobody_until_it_stands_still() {
 }
 
 #[test]
-fn a_nearer_deadline_counts_at_once() {
+fn an_earlier_fence_deadline_takes_effect_immediately() {
     let supervisor = supervisor();
     run(&supervisor, &[&["sleep"]]);
     supervisor.fence().set(Some(after(Duration::from_secs(3600))));
@@ -103,7 +103,7 @@ fn a_nearer_deadline_counts_at_once() {
 }
 
 #[test]
-fn a_suspended_group_is_fenced_and_a_worker_that_failed_before_stays_the_cause() {
+fn a_suspended_group_is_fenced_and_an_earlier_failure_stays_the_cause() {
     let supervisor = supervisor();
     run(&supervisor, &[&["sleep"], &["sleep"]]);
     supervisor.suspend().unwrap();
@@ -120,7 +120,7 @@ fn a_suspended_group_is_fenced_and_a_worker_that_failed_before_stays_the_cause()
 }
 
 #[test]
-fn descendants_that_linger_are_fenced_and_named_once() {
+fn lingering_descendants_are_fenced_and_reported_once() {
     let supervisor = supervisor();
     let (mut spec, mut lines) = telling_group(&[&[]]);
     spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo READY"].map(c_string).into();
@@ -140,7 +140,7 @@ fn descendants_that_linger_are_fenced_and_named_once() {
 }
 
 #[test]
-fn a_nursery_that_replaces_a_lost_one_guards_as_well() {
+fn a_nursery_that_replaces_a_lost_one_takes_over_connection_and_fence() {
     let supervisor = supervisor();
     let (connection, _peer) = UnixStream::pair().unwrap();
     let socket = fs::read_link(format!("/proc/self/fd/{}", connection.as_raw_fd())).unwrap();
@@ -167,7 +167,7 @@ fn a_nursery_that_replaces_a_lost_one_guards_as_well() {
 }
 
 #[test]
-fn a_nursery_that_ends_before_its_agent_does_not_end_the_connection() {
+fn a_nursery_that_exits_before_its_agent_does_not_close_the_connection() {
     let supervisor = supervisor();
     let (connection, peer) = UnixStream::pair().unwrap();
     supervisor.guard_connection(connection.try_clone().unwrap().into()).unwrap();
@@ -186,7 +186,7 @@ fn open_in(pid: i32) -> Vec<PathBuf> {
 }
 
 #[test]
-fn workers_inherit_nothing_of_it() {
+fn workers_do_not_inherit_the_guarded_connection_or_the_fence() {
     let supervisor = supervisor();
     let (connection, _peer) = UnixStream::pair().unwrap();
     supervisor.guard_connection(connection.try_clone().unwrap().into()).unwrap();

@@ -77,7 +77,7 @@ fn kill_agent_and_assert_workers_end_before_connection(mut guarded: Guarded) {
 }
 
 #[test]
-fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
+fn the_connection_closes_only_after_the_last_worker_has_exited() {
     // Use a large process too, because it takes a while to exit.
     let guarded = Guarded::start(&["ignore-term", "daemonise", "alloc 256", "stop-self"]);
     assert_eq!(guarded.agent.tree.below().count(), 5);
@@ -85,7 +85,7 @@ fn the_peer_sees_the_end_only_after_the_last_worker_is_gone() {
 }
 
 #[test]
-fn the_peer_is_told_of_the_end_although_nobody_read_what_it_sent() {
+fn the_connection_ends_without_a_reset_despite_unread_data() {
     let mut guarded = Guarded::start(&["sleep"]);
     // Send data that the agent does not read. The kernel normally resets a connection that is closed with unread
     // data.
@@ -97,7 +97,7 @@ fn the_peer_is_told_of_the_end_although_nobody_read_what_it_sent() {
 }
 
 #[test]
-fn while_a_session_moves_both_connections_last_until_the_last_worker_is_gone() {
+fn both_connections_of_a_moving_session_stay_open_until_all_workers_exit() {
     let mut guarded = Guarded::start(&["ignore-term", "daemonise", "alloc 256"]);
     assert_eq!(guarded.ask("beside"), "held");
     let (mut second, _) = guarded.listener.accept().unwrap();
@@ -112,7 +112,7 @@ fn while_a_session_moves_both_connections_last_until_the_last_worker_is_gone() {
 }
 
 #[test]
-fn when_a_session_has_moved_only_its_new_connection_is_held() {
+fn only_the_new_connection_is_held_after_a_session_has_moved() {
     let mut guarded = Guarded::start(&["sleep"]);
     let nursery = guarded.agent.tree.nursery;
     assert_eq!(guarded.ask("beside"), "held");
@@ -142,7 +142,7 @@ fn only_the_nursery_holds_the_first_connection(mut guarded: Guarded, nursery: i3
 }
 
 #[test]
-fn the_agent_knows_that_a_second_connection_could_not_be_held() {
+fn the_agent_is_notified_if_the_nursery_cannot_hold_a_second_connection() {
     let mut guarded = Guarded::start(&["sleep"]);
     let nursery = guarded.agent.tree.nursery;
     assert_eq!(guarded.ask("beside-one-left"), "not held");
@@ -159,7 +159,7 @@ fn the_agent_knows_that_a_second_connection_could_not_be_held() {
 }
 
 #[test]
-fn the_user_is_told_of_a_socket_that_could_not_be_duplicated_for_the_nursery() {
+fn a_socket_that_cannot_be_duplicated_for_the_nursery_is_reported() {
     let mut guarded = Guarded::start(&["sleep"]);
     let nursery = guarded.agent.tree.nursery;
     let connection = "the connection to the store: Too many open files";
@@ -177,7 +177,7 @@ fn the_user_is_told_of_a_socket_that_could_not_be_duplicated_for_the_nursery() {
 }
 
 #[test]
-fn a_connection_is_open_as_long_as_its_nursery_and_no_longer_when_released() {
+fn a_connection_stays_open_while_the_nursery_runs_unless_it_is_released() {
     for released in [false, true] {
         let mut guarded = Guarded::start(&["sleep"]);
         let nursery = guarded.agent.tree.nursery;
@@ -197,7 +197,7 @@ fn a_connection_is_open_as_long_as_its_nursery_and_no_longer_when_released() {
 }
 
 #[test]
-fn a_stopped_nursery_ends_its_workers_when_its_agent_is_killed() {
+fn workers_of_a_stopped_nursery_are_killed_when_the_agent_is_killed() {
     let guarded = Guarded::start(&["ignore-term", "daemonise"]);
     let nursery = guarded.agent.tree.nursery;
     send(nursery, libc::SIGSTOP);
@@ -206,7 +206,7 @@ fn a_stopped_nursery_ends_its_workers_when_its_agent_is_killed() {
 }
 
 #[test]
-fn workers_of_a_stopped_agent_are_killed_at_the_deadline_and_it_hears_of_it() {
+fn workers_of_a_stopped_agent_are_killed_at_the_fence_deadline() {
     let mut guarded = Guarded::start(&["ignore-term", "daemonise", "stop-self"]);
     let answer = guarded.ask("fence 300");
     let deadline: u64 = answer.strip_prefix("fence at ").unwrap().parse().unwrap();

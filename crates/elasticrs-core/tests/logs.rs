@@ -103,7 +103,7 @@ fn a_line_is_shown_while_its_writer_runs() {
 }
 
 #[test]
-fn what_was_in_the_file_before_is_not_shown() {
+fn existing_content_of_a_log_file_is_not_shown() {
     let fixture = Fixture::new();
     std::fs::write(fixture.path(0), "old\n").unwrap();
     let id = fixture.follow(0);
@@ -114,7 +114,7 @@ fn what_was_in_the_file_before_is_not_shown() {
 }
 
 #[test]
-fn nothing_of_many_writers_is_lost() {
+fn no_output_of_many_concurrent_writers_is_lost() {
     const WRITERS: u32 = 8;
     const LINES: usize = 20_000;
     let mut fixture = Fixture::new();
@@ -150,7 +150,7 @@ fn nothing_of_many_writers_is_lost() {
 }
 
 #[test]
-fn a_file_that_cannot_be_opened_is_told_once_and_hinders_no_other() {
+fn a_log_file_that_cannot_be_opened_is_reported_once_and_skipped() {
     let fixture = Fixture::new();
     std::fs::create_dir(fixture.path(3)).unwrap();
     let failed = fixture.follow(3);
@@ -163,7 +163,7 @@ fn a_file_that_cannot_be_opened_is_told_once_and_hinders_no_other() {
 }
 
 #[test]
-fn a_read_error_is_told_once_and_ends_the_stream() {
+fn a_read_error_is_reported_once_and_ends_the_stream() {
     let fixture = Fixture::new();
     // For `stat`, this is a regular file. It cannot be read at offset 0, because that address is not mapped.
     let path = PathBuf::from("/proc/self/mem");
@@ -177,7 +177,7 @@ fn a_read_error_is_told_once_and_ends_the_stream() {
 }
 
 #[test]
-fn a_fifo_is_refused_without_waiting_for_it() {
+fn a_fifo_is_refused_as_a_log_file_without_blocking() {
     let fixture = Fixture::new();
     nix::unistd::mkfifo(&fixture.path(0), nix::sys::stat::Mode::S_IRWXU).unwrap();
     fixture.follow(0);
@@ -185,7 +185,7 @@ fn a_fifo_is_refused_without_waiting_for_it() {
 }
 
 #[test]
-fn a_stuck_console_stops_nobody_and_gets_everything_later() {
+fn a_blocked_console_blocks_no_writer_and_receives_all_output_later() {
     const LINES: usize = 50_000;
     let fixture = Fixture::new();
     let id = fixture.follow(0);
@@ -208,7 +208,7 @@ fn a_stuck_console_stops_nobody_and_gets_everything_later() {
 }
 
 #[test]
-fn without_a_free_descriptor_a_file_is_opened_once_the_finished_files_are_closed() {
+fn without_free_descriptors_a_file_is_opened_after_finished_files_close() {
     // More lines than fit into a pipe.
     const LINES: usize = 10_000;
     let fixture = Fixture::new();
@@ -230,7 +230,7 @@ fn without_a_free_descriptor_a_file_is_opened_once_the_finished_files_are_closed
 }
 
 #[test]
-fn a_terminal_stopped_by_ctrl_s_stops_nobody() {
+fn a_terminal_paused_with_ctrl_s_shows_the_output_after_it_is_resumed() {
     let pty = nix::pty::openpty(None, None).unwrap();
     let stop = |how| nix::sys::termios::tcflow(&pty.slave, how).unwrap();
     stop(nix::sys::termios::FlowArg::TCOOFF);
@@ -246,7 +246,7 @@ fn a_terminal_stopped_by_ctrl_s_stops_nobody() {
 }
 
 #[test]
-fn a_stuck_standard_output_does_not_hold_up_standard_error() {
+fn a_blocked_standard_output_does_not_delay_standard_error() {
     let (_unread, full) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
     let (read, stderr) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
     let fixture = Fixture::on(Console::new(full, stderr), read);
@@ -261,7 +261,7 @@ fn a_stuck_standard_output_does_not_hold_up_standard_error() {
 }
 
 #[test]
-fn matching_lines_are_copied_beside_the_console_also_when_it_is_stuck() {
+fn matching_lines_are_copied_to_a_file_even_if_the_console_is_blocked() {
     let fixture = Fixture::new();
     let copy = fixture.dir.path().join("copy.log");
     let matching = |contains: &[&str]| {
@@ -294,7 +294,7 @@ fn matching_lines_are_copied_beside_the_console_also_when_it_is_stuck() {
 }
 
 #[test]
-fn a_copy_that_cannot_be_written_is_told_and_the_console_goes_on() {
+fn a_copy_that_cannot_be_written_is_reported_and_the_console_continues() {
     let fixture = Fixture::new();
     let path = fixture.path(0);
     let copy = |path: &str| To::File(MatchingLines { path: path.into(), contains: vec![b"x".to_vec()] });
@@ -330,7 +330,7 @@ fn written_last(logs: &Logs) -> Stamp {
 }
 
 #[test]
-fn what_has_no_end_yet_is_no_sign_of_life_for_ever() {
+fn an_unfinished_line_does_not_count_as_activity_forever() {
     // Write a prompt, a progress bar, and a line. A filter also copies them, and waits for the end of a line.
     let texts = [("step 2 ...", "[0]:step 2 ..."), ("\r 20%|###", "[0]: 20%|###\n"), ("step 2\n", "[0]:step 2\n")];
     for (text, shown) in texts {
@@ -351,7 +351,7 @@ fn what_has_no_end_yet_is_no_sign_of_life_for_ever() {
 }
 
 #[test]
-fn who_writes_to_a_console_that_takes_nothing_is_not_silent() {
+fn output_to_a_blocked_console_counts_as_activity() {
     let fixture = Fixture::new();
     let id = fixture.follow(0);
     let text = b"0123456789\n".repeat(100_000);
@@ -369,7 +369,7 @@ fn who_writes_to_a_console_that_takes_nothing_is_not_silent() {
 }
 
 #[test]
-fn a_console_that_is_gone_is_told_once_and_the_files_go_on() {
+fn a_closed_console_is_reported_once_and_log_files_are_still_read() {
     let fixture = Fixture::new();
     let Fixture { dir, logs, stdout, notices } = fixture;
     drop(stdout);
@@ -400,7 +400,7 @@ fn a_truncated_file_is_read_from_its_beginning() {
 }
 
 #[test]
-fn a_file_that_is_moved_away_is_followed_all_the_same() {
+fn a_log_file_is_still_followed_after_it_is_renamed() {
     let fixture = Fixture::new();
     fixture.follow(0);
     let moved = fixture.dir.path().join("moved");
@@ -412,7 +412,7 @@ fn a_file_that_is_moved_away_is_followed_all_the_same() {
 }
 
 #[test]
-fn a_part_is_shown_when_its_writer_pauses() {
+fn a_partial_line_is_shown_when_its_writer_pauses() {
     let fixture = Fixture::new();
     fixture.follow(0);
     append(&fixture.path(0), b"epoch 1 ...");
@@ -424,7 +424,7 @@ fn a_part_is_shown_when_its_writer_pauses() {
 }
 
 #[test]
-fn a_panic_is_reported_and_hangs_nobody() {
+fn a_panic_of_the_log_thread_is_reported_and_blocks_no_caller() {
     let (send, notices) = channel();
     let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
     drop(read);
@@ -467,11 +467,11 @@ fn runs_in_namespace(test: &str, dir: &Path, setup: &str) {
 const INSIDE: &str = "ELASTICRS_TEST_INSIDE";
 
 #[test]
-fn a_full_file_system_is_told_once_by_rank_and_file() {
+fn a_full_file_system_is_reported_once_with_rank_and_file() {
     let Some(dir) = std::env::var_os(INSIDE).map(PathBuf::from) else {
         let dir = tempfile::tempdir().unwrap();
         let setup = "mount -t tmpfs -o size=64k none \"$PWD\"";
-        runs_in_namespace("a_full_file_system_is_told_once_by_rank_and_file", dir.path(), setup);
+        runs_in_namespace("a_full_file_system_is_reported_once_with_rank_and_file", dir.path(), setup);
         return;
     };
     let fixture = Fixture::new();
@@ -509,11 +509,11 @@ fn without_inotify_files_are_polled() {
 }
 
 #[test]
-fn without_watches_files_are_polled() {
+fn without_inotify_watches_files_are_polled() {
     if std::env::var_os(INSIDE).is_none() {
         let dir = tempfile::tempdir().unwrap();
         let setup = "echo 1 > /proc/sys/user/max_inotify_watches";
-        runs_in_namespace("without_watches_files_are_polled", dir.path(), setup);
+        runs_in_namespace("without_inotify_watches_files_are_polled", dir.path(), setup);
         return;
     }
     let fixture = Fixture::new();

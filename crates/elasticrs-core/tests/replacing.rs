@@ -98,7 +98,7 @@ fn outcome(supervisor: &Supervisor) -> Outcome {
 }
 
 #[test]
-fn the_others_go_on_and_another_one_takes_the_place() {
+fn a_failed_worker_is_replaced_while_the_others_continue() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"], &["sleep"]]);
     kill(pids[1]);
@@ -115,7 +115,7 @@ fn the_others_go_on_and_another_one_takes_the_place() {
 }
 
 #[test]
-fn a_group_whose_last_processes_have_all_succeeded_has_succeeded() {
+fn a_group_succeeds_if_the_last_worker_of_each_rank_succeeds() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["exit", "0"], &["sleep"]]);
     let Event::WorkerExited { local_rank: 0, .. } = event(&supervisor) else { panic!("it ends") };
@@ -127,7 +127,7 @@ fn a_group_whose_last_processes_have_all_succeeded_has_succeeded() {
 }
 
 #[test]
-fn what_a_dead_worker_has_left_is_ended_and_what_a_living_one_has_is_not() {
+fn only_leftover_processes_of_the_dead_worker_are_killed() {
     let supervisor = supervisor();
     let (pids, lines) = run(&supervisor, &[&["daemonise"], &["sleep"], &["exit", "0"]]);
     let kept: i32 = lines.said[0].parse().unwrap();
@@ -149,7 +149,7 @@ fn what_a_dead_worker_has_left_is_ended_and_what_a_living_one_has_is_not() {
 }
 
 #[test]
-fn a_place_that_is_not_free_is_not_given_away() {
+fn a_rank_that_is_running_succeeded_or_unknown_cannot_be_replaced() {
     let supervisor = supervisor();
     let refused = |local_rank| {
         let (process, descriptors, _) = in_place_of(local_rank, &["sleep"]);
@@ -170,7 +170,7 @@ fn a_place_that_is_not_free_is_not_given_away() {
 }
 
 #[test]
-fn a_start_in_the_place_of_another_that_fails_may_be_tried_again() {
+fn a_replacement_that_fails_to_start_can_be_started_again() {
     let supervisor = supervisor();
     let (survivor, _lines) = run_without_the_first(&supervisor);
     let (process, descriptors, _) = in_place_of(0, &["sleep"]);
@@ -185,7 +185,7 @@ fn a_start_in_the_place_of_another_that_fails_may_be_tried_again() {
 }
 
 #[test]
-fn the_loss_of_the_nursery_ends_a_group_that_replaces() {
+fn losing_the_nursery_ends_a_group_with_replacements() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["daemonise"]]);
     kill(pids[0]);
@@ -199,7 +199,7 @@ fn the_loss_of_the_nursery_ends_a_group_that_replaces() {
 }
 
 #[test]
-fn workers_that_die_together_are_swept_and_told_each_once() {
+fn workers_that_die_together_are_each_cleaned_up_and_reported_once() {
     let supervisor = supervisor();
     let (pids, lines) = run(&supervisor, &[&["daemonise"], &["daemonise"], &["daemonise"], &["sleep"]]);
     let daemons: BTreeSet<i32> = lines.said.iter().map(|pid| pid.parse().unwrap()).collect();
@@ -223,7 +223,7 @@ fn workers_that_die_together_are_swept_and_told_each_once() {
 }
 
 #[test]
-fn a_death_while_another_place_is_taken_is_one_of_its_own() {
+fn a_worker_that_dies_during_another_replacement_is_cleaned_up() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["daemonise"], &["sleep"]]);
     kill(pids[0]);
@@ -247,7 +247,7 @@ fn a_death_while_another_place_is_taken_is_one_of_its_own() {
 }
 
 #[test]
-fn one_that_dies_at_once_is_swept_like_any_other() {
+fn a_replacement_that_exits_immediately_can_be_replaced_again() {
     let supervisor = supervisor();
     let (survivor, _lines) = run_without_the_first(&supervisor);
     for _ in 0..3 {
@@ -259,7 +259,7 @@ fn one_that_dies_at_once_is_swept_like_any_other() {
 }
 
 #[test]
-fn a_stop_while_a_place_is_taken_ends_who_takes_it() {
+fn a_stop_while_a_replacement_starts_also_stops_the_replacement() {
     let supervisor = supervisor();
     let (survivor, _lines) = run_without_the_first(&supervisor);
     let (process, descriptors, _reader) = in_place_of(0, &["sleep"]);
@@ -282,7 +282,7 @@ fn a_stop_while_a_place_is_taken_ends_who_takes_it() {
 }
 
 #[test]
-fn a_start_in_a_place_that_hangs_is_killed_and_the_others_go_on() {
+fn a_replacement_whose_start_hangs_is_killed_and_the_others_continue() {
     let supervisor = supervisor();
     let (pids, _lines) = run_with(&supervisor, &[&["sleep"], &["sleep"]], |group| {
         group.policy.start_deadline = Duration::from_secs(2);
@@ -306,7 +306,7 @@ fn a_start_in_a_place_that_hangs_is_killed_and_the_others_go_on() {
 }
 
 #[test]
-fn a_start_in_a_place_that_hangs_does_not_keep_the_group_from_being_killed() {
+fn a_replacement_whose_start_hangs_does_not_block_killing_the_group() {
     let supervisor = supervisor();
     let (_, _lines) = run_without_the_first(&supervisor);
     let _fifo = hang_in_place(&supervisor);
@@ -314,7 +314,7 @@ fn a_start_in_a_place_that_hangs_does_not_keep_the_group_from_being_killed() {
 }
 
 #[test]
-fn who_takes_a_place_in_a_suspended_group_waits_for_the_others() {
+fn a_replacement_started_in_a_suspended_group_is_suspended_as_well() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
     supervisor.suspend().unwrap();
@@ -333,7 +333,7 @@ fn who_takes_a_place_in_a_suspended_group_waits_for_the_others() {
 }
 
 #[test]
-fn the_fence_ends_a_group_that_replaces_and_nothing_starts_behind_it() {
+fn the_fence_kills_a_group_with_replacements_and_its_descendants() {
     let supervisor = supervisor();
     let (pids, lines) = run(&supervisor, &[&["sleep"], &["daemonise"]]);
     kill(pids[0]);
@@ -347,7 +347,7 @@ fn the_fence_ends_a_group_that_replaces_and_nothing_starts_behind_it() {
 }
 
 #[test]
-fn the_fence_ends_a_start_that_hangs_in_a_place() {
+fn the_fence_kills_a_group_whose_replacement_hangs_in_its_start() {
     let supervisor = supervisor();
     let (survivor, _lines) = run_without_the_first(&supervisor);
     let _fifo = hang_in_place(&supervisor);
@@ -360,7 +360,7 @@ fn the_fence_ends_a_start_that_hangs_in_a_place() {
 }
 
 #[test]
-fn what_one_that_has_succeeded_has_left_stays_until_the_end_of_the_group() {
+fn processes_left_by_a_successful_worker_run_until_the_group_ends() {
     let supervisor = supervisor();
     let (pids, lines) = run_with(&supervisor, &[&["sleep"], &["sleep"]], |group| {
         let script = "sleep 1234 >&2 & echo $!; echo READY";
@@ -382,7 +382,7 @@ fn what_one_that_has_succeeded_has_left_stays_until_the_end_of_the_group() {
 }
 
 #[test]
-fn one_that_left_on_purpose_is_spared_and_does_not_keep_a_sweep_going() {
+fn an_exempt_process_is_spared_and_does_not_block_the_cleanup() {
     let supervisor = supervisor();
     let (pids, lines) = run(&supervisor, &[&["exempt"], &["sleep"]]);
     let exempt: i32 = lines.said[0].parse().unwrap();
@@ -396,7 +396,7 @@ fn one_that_left_on_purpose_is_spared_and_does_not_keep_a_sweep_going() {
 }
 
 #[test]
-fn what_forks_without_end_is_ended_beside_those_that_live() {
+fn a_fork_bomb_left_by_a_dead_worker_is_killed_and_other_workers_survive() {
     for command in ["chain", "fork-bomb"] {
         let supervisor = supervisor();
         let nursery = supervisor.nursery_pid().unwrap();
@@ -417,7 +417,7 @@ fn what_forks_without_end_is_ended_beside_those_that_live() {
 }
 
 #[test]
-fn fifty_replacements_leave_nothing_behind() {
+fn fifty_replacements_leak_no_descriptors_and_no_memory() {
     let supervisor = supervisor();
     let nursery = supervisor.nursery_pid().unwrap();
     let (mut pids, _lines) = run(&supervisor, &[&["daemonise"], &["sleep"]]);

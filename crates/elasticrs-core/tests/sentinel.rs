@@ -86,7 +86,7 @@ fn assert_nothing_is_left() {
 }
 
 #[test]
-fn a_nursery_that_hangs_in_a_start_does_not_outlive_its_agent() {
+fn a_nursery_that_hangs_in_a_start_is_killed_when_its_agent_dies() {
     let mut both = Both::start("hangs before the second fork");
     let daemon = both.spawn();
     assert_eq!(both.hang_up(), [libc::SIGKILL, 0]);
@@ -95,7 +95,7 @@ fn a_nursery_that_hangs_in_a_start_does_not_outlive_its_agent() {
 }
 
 #[test]
-fn what_a_nursery_leaves_that_is_killed_with_its_agent_is_ended() {
+fn the_sentinel_kills_processes_left_by_a_nursery_killed_with_its_agent() {
     let mut both = Both::start("");
     let daemon = both.spawn();
     pidfd::send_signal(&both.nursery.pidfd, libc::SIGKILL).unwrap();
@@ -105,7 +105,7 @@ fn what_a_nursery_leaves_that_is_killed_with_its_agent_is_ended() {
 }
 
 #[test]
-fn a_nursery_that_ends_everything_by_itself_may_take_its_time() {
+fn the_sentinel_does_not_kill_a_nursery_that_is_slowly_cleaning_up() {
     let mut both = Both::start("");
     let slow = Pid::from_raw(both.spawn());
     // Make the process stop while it exits, until the test lets it continue.
@@ -126,7 +126,7 @@ fn a_nursery_that_ends_everything_by_itself_may_take_its_time() {
 }
 
 #[test]
-fn the_fence_ends_a_nursery_that_hangs_in_a_start_whose_agent_does_nothing() {
+fn the_sentinel_enforces_the_fence_if_the_nursery_hangs_in_a_start() {
     let mut both = Both::start("hangs before the second fork");
     let daemon = both.spawn();
     let deadline = boot_now() + 300_000_000;

@@ -50,7 +50,7 @@ fn kill(pid: i32, signal: i32) {
 }
 
 #[test]
-fn a_group_that_exits_0_succeeds() {
+fn a_group_whose_workers_exit_with_0_succeeds() {
     let supervisor = supervisor();
     supervisor.start(group(vec![worker(&["exit", "0"]), worker(&["exit", "0"])])).unwrap();
     let (exits, end) = until_end(&supervisor);
@@ -61,7 +61,7 @@ fn a_group_that_exits_0_succeeds() {
 }
 
 #[test]
-fn the_first_failure_stops_the_siblings_and_says_who_was_first() {
+fn the_first_failure_stops_the_siblings_and_is_reported_with_its_rank() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"], &["sleep"]]);
     kill(pids[1], libc::SIGKILL);
@@ -77,7 +77,7 @@ fn the_first_failure_stops_the_siblings_and_says_who_was_first() {
 }
 
 #[test]
-fn sigkill_follows_when_the_grace_is_over() {
+fn sigkill_is_sent_after_the_grace_period() {
     let supervisor = supervisor();
     run(&supervisor, &[&["ignore-term"], &["sleep"]]);
     supervisor.stop(StopPolicy { signal: Signal::TERM, grace: Duration::from_millis(50) }).unwrap();
@@ -89,7 +89,7 @@ fn sigkill_follows_when_the_grace_is_over() {
 }
 
 #[test]
-fn a_second_harder_stop_does_not_wait_for_the_first() {
+fn a_second_stop_with_sigkill_does_not_wait_for_the_first() {
     let supervisor = supervisor();
     run(&supervisor, &[&["ignore-term"]]);
     supervisor.stop(StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(3600) }).unwrap();
@@ -99,7 +99,7 @@ fn a_second_harder_stop_does_not_wait_for_the_first() {
 }
 
 #[test]
-fn a_group_starts_whole_or_not_at_all() {
+fn a_group_does_not_start_if_one_worker_cannot_start() {
     let supervisor = supervisor();
     let program = process(vec!["/nonexistent".into()]);
     let folder = ProcessSpec { cwd: Some(c"/nonexistent".into()), ..worker(&["sleep"]) };
@@ -120,7 +120,7 @@ fn a_group_starts_whole_or_not_at_all() {
 }
 
 #[test]
-fn a_start_that_hangs_is_given_up_and_says_where() {
+fn a_start_that_hangs_fails_with_its_rank_and_stage() {
     let supervisor = supervisor();
     let dir = tempfile::tempdir().unwrap();
     let hangs = hanging_worker(dir.path());
@@ -145,7 +145,7 @@ fn a_start_that_hangs_is_given_up_and_says_where() {
 }
 
 #[test]
-fn the_loss_of_the_nursery_ends_the_group_and_the_next_one_gets_a_new_one() {
+fn a_lost_nursery_ends_the_group_and_is_replaced_for_the_next_group() {
     let supervisor = supervisor();
     run(&supervisor, &[&["daemonise"], &["sleep"]]);
     let first = supervisor.nursery_pid().unwrap();
@@ -170,7 +170,7 @@ fn the_loss_of_the_nursery_ends_the_group_and_the_next_one_gets_a_new_one() {
 }
 
 #[test]
-fn a_nursery_that_is_stopped_is_noticed_by_its_silence_and_resumed() {
+fn a_nursery_that_is_stopped_is_detected_and_resumed() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
     kill(supervisor.nursery_pid().unwrap(), libc::SIGSTOP);
@@ -182,7 +182,7 @@ fn a_nursery_that_is_stopped_is_noticed_by_its_silence_and_resumed() {
 }
 
 #[test]
-fn a_nursery_that_does_not_wake_up_is_killed_and_said_to_have_hung() {
+fn a_nursery_that_does_not_wake_up_is_killed_and_reported_as_hung() {
     use nix::sys::ptrace;
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
@@ -201,7 +201,7 @@ fn a_nursery_that_does_not_wake_up_is_killed_and_said_to_have_hung() {
 }
 
 #[test]
-fn a_nursery_that_cannot_die_is_left_behind_and_said_so() {
+fn a_nursery_that_cannot_be_killed_is_left_behind_and_reported() {
     use nix::sys::ptrace;
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["daemonise"]]);
@@ -229,7 +229,7 @@ fn a_nursery_that_cannot_die_is_left_behind_and_said_so() {
 }
 
 #[test]
-fn a_worker_that_a_tracer_does_not_let_go_has_ended_as_it_did_and_the_nursery_has_not_hung() {
+fn a_worker_held_by_a_tracer_is_reported_with_its_exit_status() {
     use nix::sys::ptrace;
     for (code, expected) in [(0, Outcome::Succeeded), (3, Outcome::Failed)] {
         let supervisor = supervisor();
@@ -258,7 +258,7 @@ fn a_worker_that_a_tracer_does_not_let_go_has_ended_as_it_did_and_the_nursery_ha
 }
 
 #[test]
-fn who_died_by_itself_before_a_stop_is_not_listed_as_stopped() {
+fn a_worker_that_died_before_a_stop_is_not_reported_as_stopped() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
     let nursery = supervisor.nursery_pid().unwrap();
@@ -277,7 +277,7 @@ fn who_died_by_itself_before_a_stop_is_not_listed_as_stopped() {
 }
 
 #[test]
-fn notices_without_end_from_strangers_keep_nobody_from_stopping_the_group() {
+fn a_flood_of_notices_from_other_processes_does_not_block_a_stop() {
     use std::os::linux::net::SocketAddrExt;
     use std::os::unix::net::{SocketAddr, UnixDatagram};
     let supervisor = supervisor();
@@ -305,7 +305,7 @@ fn notices_without_end_from_strangers_keep_nobody_from_stopping_the_group() {
 }
 
 #[test]
-fn a_worker_that_asked_its_parent_to_trace_it_still_gets_its_signals() {
+fn a_worker_that_requested_tracing_by_its_parent_still_gets_signals() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["traced"]]);
     kill(pids[0], libc::SIGWINCH);
@@ -328,7 +328,7 @@ fn a_stopped_nursery_is_resumed_although_it_traces_the_dead_worker() {
 }
 
 #[test]
-fn a_stopped_worker_is_told_and_a_stop_still_ends_it() {
+fn a_worker_paused_by_sigstop_is_reported_and_can_still_be_stopped() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"]]);
     kill(pids[0], libc::SIGSTOP);
@@ -340,7 +340,7 @@ fn a_stopped_worker_is_told_and_a_stop_still_ends_it() {
 }
 
 #[test]
-fn suspended_workers_are_stopped_and_go_on() {
+fn suspended_workers_are_paused_and_continue_after_a_resume() {
     let supervisor = supervisor();
     let (pids, _lines) = run(&supervisor, &[&["sleep"], &["sleep"]]);
     supervisor.suspend().unwrap();
@@ -355,7 +355,7 @@ fn suspended_workers_are_stopped_and_go_on() {
 }
 
 #[test]
-fn deadlines_go_on_after_a_group_that_ended_while_it_was_suspended() {
+fn deadlines_apply_again_after_a_suspended_group_has_ended() {
     let supervisor = supervisor();
     let (mut spec, mut lines) = telling_group(&[&[]]);
     spec.processes[0].argv = ["sh", "-c", "sleep 1000 & echo $!"].map(c_string).into();
@@ -375,7 +375,7 @@ fn deadlines_go_on_after_a_group_that_ended_while_it_was_suspended() {
 }
 
 #[test]
-fn an_adopted_child_is_a_member_like_the_others() {
+fn an_adopted_child_is_supervised_like_other_workers() {
     let supervisor = supervisor();
     supervisor.start(group(vec![])).unwrap();
     assert!(matches!(event(&supervisor), Event::GroupStarted { .. }));
@@ -392,7 +392,7 @@ fn an_adopted_child_is_a_member_like_the_others() {
 }
 
 #[test]
-fn a_process_that_sent_a_notice_before_it_was_adopted_may_send_another() {
+fn notices_of_an_adopted_process_count_even_if_it_sent_one_before() {
     let supervisor = supervisor();
     let name = supervisor.watch_exits(None).unwrap();
     supervisor.start(group(vec![])).unwrap();
@@ -424,7 +424,7 @@ fn a_process_that_sent_a_notice_before_it_was_adopted_may_send_another() {
 }
 
 #[test]
-fn the_status_of_a_strangers_child_comes_through_its_pipe() {
+fn the_exit_status_of_an_adopted_grandchild_is_read_from_its_pipe() {
     let supervisor = supervisor();
     supervisor.start(group(vec![])).unwrap();
     assert!(matches!(event(&supervisor), Event::GroupStarted { .. }));
@@ -451,7 +451,7 @@ fn the_status_of_a_strangers_child_comes_through_its_pipe() {
 }
 
 #[test]
-fn one_group_at_a_time() {
+fn only_one_group_can_run_at_a_time() {
     let supervisor = supervisor();
     run(&supervisor, &[&["sleep"]]);
     assert!(matches!(supervisor.start(group(vec![])), Err(SupervisorError::Busy)));
@@ -462,14 +462,14 @@ fn one_group_at_a_time() {
 }
 
 #[test]
-fn closing_ends_whatever_runs() {
+fn closing_the_supervisor_kills_all_running_processes() {
     let supervisor = supervisor();
     run(&supervisor, &[&["daemonise"], &["ignore-term"]]);
     close(supervisor);
 }
 
 #[test]
-fn a_forgotten_supervisor_leaves_nothing() {
+fn a_dropped_supervisor_leaves_no_processes() {
     let supervisor = supervisor();
     run(&supervisor, &[&["sleep"]]);
     drop(supervisor);
@@ -477,7 +477,7 @@ fn a_forgotten_supervisor_leaves_nothing() {
 }
 
 #[test]
-fn a_stop_before_all_are_started_is_not_lost() {
+fn a_stop_during_the_start_of_workers_is_not_lost() {
     let supervisor = supervisor();
     let (group, _lines) = telling_group(&[&["sleep"], &["sleep"]]);
     supervisor.start(group).unwrap();
@@ -487,7 +487,7 @@ fn a_stop_before_all_are_started_is_not_lost() {
 }
 
 #[test]
-fn a_start_that_hangs_is_stopped_when_the_grace_is_over() {
+fn a_start_that_hangs_is_stopped_after_the_grace_period() {
     let supervisor = supervisor();
     let dir = tempfile::tempdir().unwrap();
     let fifo = dir.path().join("nobody reads it");
@@ -503,7 +503,7 @@ fn a_start_that_hangs_is_stopped_when_the_grace_is_over() {
 }
 
 #[test]
-fn in_a_host_application_a_lost_nursery_leaves_no_daemon_either() {
+fn a_lost_nursery_in_a_host_application_leaves_no_daemon() {
     nix::sys::prctl::set_child_subreaper(true).unwrap();
     let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: false }).unwrap();
     run(&supervisor, &[&["daemonise"]]);

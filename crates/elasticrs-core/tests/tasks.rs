@@ -41,7 +41,7 @@ fn tasks_share_the_one_runtime_thread_and_need_not_be_send() {
 }
 
 #[test]
-fn a_panic_of_a_task_is_told_and_hurts_nobody_else() {
+fn a_panic_of_a_task_is_reported_and_does_not_affect_other_tasks() {
     let supervisor = supervisor();
     let (ended, other) = sync_channel::<()>(0);
     supervisor

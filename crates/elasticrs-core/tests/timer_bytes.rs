@@ -35,19 +35,19 @@ fn pieces() -> impl Strategy<Value = Vec<u8>> {
 
 proptest! {
     #[test]
-    fn any_bytes_go_through(data in prop::collection::vec(any::<u8>(), 0..8192)) {
+    fn random_bytes_are_processed_without_a_panic(data in prop::collection::vec(any::<u8>(), 0..8192)) {
         let _ = chain::run(&data);
     }
 
     #[test]
-    fn any_pieces_of_records_go_through(data in pieces()) {
+    fn random_pieces_of_records_are_processed_without_a_panic(data in pieces()) {
         let _ = chain::run(&data);
     }
 }
 
 /// Checks that valid records reach the table, because the other tests would otherwise prove nothing.
 #[test]
-fn records_reach_the_table() {
+fn valid_records_reach_the_timer_table() {
     let lines =
         |numbers: &[usize]| numbers.iter().map(|number| [PIECES[*number], "\n"].concat()).collect::<Vec<_>>().concat();
     assert_eq!(chain::run(lines(&[0, 3]).as_bytes()), 2);
@@ -57,7 +57,7 @@ fn records_reach_the_table() {
 }
 
 #[test]
-fn a_line_of_any_length_goes_through() {
+fn a_record_after_a_very_long_line_is_read() {
     let long = PIECES[0].replace("\"a\"", &format!("\"{}\"", "a".repeat(200_000)));
     assert_eq!(chain::run(format!("{long}\n{}\n", PIECES[3]).as_bytes()), 1);
 }

@@ -176,7 +176,7 @@ fn release(pid: i32, scope: &str) -> String {
 }
 
 #[test]
-fn a_worker_that_does_not_release_its_timer_fails_and_the_agent_lives() {
+fn a_worker_that_does_not_release_its_timer_fails() {
     let mut job = Job::sleepers(2);
     let hung = job.pids[1];
     job.write(&(acquire(hung, "step", 1000.0, 9) + &acquire(hung, "epoch", 0.05, 9)));
@@ -205,7 +205,7 @@ fn released_and_replaced_timers_do_not_expire() {
 }
 
 #[test]
-fn the_monotonic_deadline_of_a_record_counts_and_not_its_wall_clock() {
+fn the_monotonic_deadline_of_a_record_overrides_its_wall_clock_time() {
     let mut job = Job::sleepers(1);
     let pid = job.pids[0];
     let at = |from_now: u64| format!(", \"deadline_ns\": {}, \"at\": \"a.py#7\"", Stamp::now().0 + from_now);
@@ -218,7 +218,7 @@ fn the_monotonic_deadline_of_a_record_counts_and_not_its_wall_clock() {
 }
 
 #[test]
-fn nobody_but_workers_and_their_descendants_is_signalled() {
+fn an_expired_timer_signals_only_workers_and_their_descendants() {
     let mut job = Job::sleepers(1);
     let mut stranger = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
     let own = std::process::id().cast_signed();
@@ -241,7 +241,7 @@ fn nobody_but_workers_and_their_descendants_is_signalled() {
 }
 
 #[test]
-fn a_descendants_timer_fails_its_worker() {
+fn an_expired_timer_of_a_descendant_fails_its_worker() {
     let script = "sleep 1000 & echo $!; echo READY; wait";
     let mut job = Job::start(vec![worker(&["sleep"]), shell(script)]);
     let child: i32 = job.lines.said.iter().find_map(|line| line.parse().ok()).unwrap();
@@ -255,7 +255,7 @@ fn a_descendants_timer_fails_its_worker() {
 }
 
 #[test]
-fn junk_is_told_once_and_does_no_harm() {
+fn invalid_timer_records_are_reported_once_per_kind_and_skipped() {
     let mut job = Job::sleepers(1);
     for _ in 0..64 {
         job.write(&"x".repeat(16 * 1024));
@@ -272,7 +272,7 @@ fn junk_is_told_once_and_does_no_harm() {
 }
 
 #[test]
-fn a_suspended_group_has_no_deadlines() {
+fn timers_do_not_expire_while_the_group_is_suspended() {
     let mut job = Job::sleepers(1);
     let pid = job.pids[0];
     job.write(&acquire(pid, "probe", -1.0, 0));
@@ -288,7 +288,7 @@ fn a_suspended_group_has_no_deadlines() {
 }
 
 #[test]
-fn there_is_one_fifo_for_a_supervisor() {
+fn a_supervisor_has_only_one_timer_fifo() {
     let job = Job::sleepers(1);
     for path in [None, Some(&*job.path)] {
         let Err(SupervisorError::Timers { source, .. }) = job.supervisor.watch_timers(path) else {
@@ -330,7 +330,7 @@ thread_local! {
 }
 
 #[test]
-fn the_thread_that_supervises_neither_makes_nor_removes_the_fifo() {
+fn the_fifo_is_not_created_or_removed_by_the_runtime_thread() {
     let supervisor = Supervisor::new(Config { nursery: vec![image()], owns_process: true }).unwrap();
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("fifo");
@@ -375,7 +375,7 @@ fn a_worker_that_floods_the_fifo_does_not_delay_its_stop() {
 }
 
 #[test]
-fn of_many_timers_that_are_only_told_some_are_told_and_the_others_counted() {
+fn reports_of_timers_without_a_signal_are_limited_and_the_rest_counted() {
     let mut job = Job::sleepers(1);
     let pid = job.pids[0];
     let many: Vec<String> = (0..1000).map(|number| acquire(pid, &format!("step {number}"), -1.0, 0)).collect();
@@ -398,7 +398,7 @@ fn of_many_timers_that_are_only_told_some_are_told_and_the_others_counted() {
 }
 
 #[test]
-fn who_is_to_be_signalled_is_not_forgotten_for_others_that_have_timers() {
+fn many_new_timers_do_not_displace_a_process_that_must_be_signalled() {
     // Start more processes than can have timers at the same time.
     let script = "for i in $(seq 520); do sleep 1000 & echo $!; done; echo READY; wait";
     let mut job = Job::start(vec![worker(&["sleep"]), shell(script)]);
@@ -418,7 +418,7 @@ fn who_is_to_be_signalled_is_not_forgotten_for_others_that_have_timers() {
 }
 
 #[test]
-fn who_looks_into_a_worker_goes_with_the_group_that_is_stopped() {
+fn a_stop_ends_a_running_py_spy_process() {
     let mut job = Job::sleepers(1);
     job.is_asked_where_it_is();
     job.supervisor.stop(KILL).unwrap();

@@ -55,7 +55,7 @@ fn parent(pid: i32) -> i32 {
 }
 
 #[test]
-fn workers_are_forks_that_have_their_descriptors_and_begin_with_no_other() {
+fn warm_workers_are_forks_of_the_nursery_without_its_descriptors() {
     let supervisor = supervisor("", HANG);
     let nursery = supervisor.nursery_pid().unwrap();
     let (mut spec, mut lines) = telling_group(&[&["sleep"], &["sleep"]]);
@@ -74,7 +74,7 @@ fn workers_are_forks_that_have_their_descriptors_and_begin_with_no_other() {
 }
 
 #[test]
-fn what_a_worker_is_passed_may_have_a_number_that_the_nursery_uses() {
+fn a_passed_descriptor_may_have_a_number_that_the_nursery_uses() {
     let supervisor = supervisor("", HANG);
     let (mut spec, mut lines) = telling_group(&[&["sleep"]]);
     spec = warm(spec);
@@ -89,7 +89,7 @@ fn what_a_worker_is_passed_may_have_a_number_that_the_nursery_uses() {
 }
 
 #[test]
-fn a_start_that_hangs_names_the_worker_and_its_stage() {
+fn a_start_that_hangs_is_reported_with_its_rank_and_stage() {
     let folder = tempfile::tempdir().unwrap();
     let log = folder.path().join("nobody reads it");
     nix::unistd::mkfifo(&log, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -107,7 +107,7 @@ fn a_start_that_hangs_names_the_worker_and_its_stage() {
 }
 
 #[test]
-fn a_fork_that_cannot_settle_is_a_failed_start() {
+fn a_fork_that_cannot_change_its_directory_is_a_failed_start() {
     let supervisor = supervisor("", HANG);
     let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"])]));
     spec.processes[1].cwd = Some(c"/does/not/exist".into());
@@ -120,7 +120,7 @@ fn a_fork_that_cannot_settle_is_a_failed_start() {
 }
 
 #[test]
-fn a_fork_that_hangs_in_what_libraries_want_done_is_named() {
+fn a_fork_that_hangs_in_an_at_fork_handler_is_reported() {
     let supervisor = supervisor("hangs at forks", HANG);
     let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"])]));
     spec.policy.start_deadline = Duration::from_secs(3);
@@ -131,7 +131,7 @@ fn a_fork_that_hangs_in_what_libraries_want_done_is_named() {
 }
 
 #[test]
-fn a_fork_that_hangs_in_the_parent_is_that_of_its_own_worker() {
+fn a_fork_that_hangs_in_the_nursery_is_attributed_to_its_worker() {
     let supervisor = supervisor("hangs before the second fork", HANG);
     let mut spec = warm(group(vec![worker(&["sleep"]), worker(&["sleep"]), worker(&["sleep"])]));
     spec.policy.start_deadline = Duration::from_secs(3);
@@ -142,7 +142,7 @@ fn a_fork_that_hangs_in_the_parent_is_that_of_its_own_worker() {
 }
 
 #[test]
-fn a_fork_that_ends_is_told_though_it_leaves_a_process() {
+fn a_fork_that_exits_and_leaves_a_child_is_reported_as_a_failed_start() {
     let supervisor = supervisor("ends and leaves a process", HANG);
     supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
     let Event::StartFailed(failure) = event(&supervisor) else { panic!("it does not start") };
@@ -151,7 +151,7 @@ fn a_fork_that_ends_is_told_though_it_leaves_a_process() {
 }
 
 #[test]
-fn a_fork_that_hangs_does_not_hold_up_the_end_of_its_agent() {
+fn a_fork_that_hangs_does_not_delay_closing_the_supervisor() {
     let supervisor = supervisor("hangs at forks", HANG);
     let mut spec = warm(group(vec![worker(&["sleep"])]));
     spec.policy.start_deadline = Duration::MAX;
@@ -164,7 +164,7 @@ fn a_fork_that_hangs_does_not_hold_up_the_end_of_its_agent() {
 }
 
 #[test]
-fn output_goes_to_the_log_and_one_attempt_follows_another() {
+fn one_warm_nursery_starts_several_attempts_with_their_own_logs() {
     let folder = tempfile::tempdir().unwrap();
     let supervisor = supervisor("", HANG);
     for attempt in 0..3 {
@@ -180,7 +180,7 @@ fn output_goes_to_the_log_and_one_attempt_follows_another() {
 }
 
 #[test]
-fn a_nursery_that_dies_before_it_is_ready_leaves_the_workers_cold() {
+fn workers_start_cold_if_the_warm_nursery_dies_before_it_is_ready() {
     let supervisor = supervisor("dies", HANG);
     supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
     let Event::Warmed { failure: Some(end), .. } = event(&supervisor) else { panic!("it dies") };
@@ -191,7 +191,7 @@ fn a_nursery_that_dies_before_it_is_ready_leaves_the_workers_cold() {
 }
 
 #[test]
-fn a_nursery_that_hangs_before_it_is_ready_is_given_up() {
+fn workers_start_cold_if_the_warm_nursery_hangs_before_it_is_ready() {
     let supervisor = supervisor("hangs", Duration::from_millis(50));
     supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
     let Event::Warmed { failure: Some(end), .. } = event(&supervisor) else { panic!("it hangs") };
@@ -202,7 +202,7 @@ fn a_nursery_that_hangs_before_it_is_ready_is_given_up() {
 }
 
 #[test]
-fn a_nursery_of_another_build_leaves_the_workers_cold() {
+fn workers_start_cold_if_the_warm_nursery_is_of_another_build() {
     let supervisor = supervisor("is of another build", HANG);
     for _ in 0..2 {
         supervisor.start(warm(group(vec![worker(&["exit", "0"])]))).unwrap();
@@ -219,7 +219,7 @@ fn a_nursery_of_another_build_leaves_the_workers_cold() {
 }
 
 #[test]
-fn a_stop_does_not_wait_for_the_import() {
+fn a_stop_does_not_wait_for_the_imports_of_the_nursery() {
     for policy in [TERM, KILL] {
         let supervisor = supervisor("hangs", HANG);
         supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
@@ -230,7 +230,7 @@ fn a_stop_does_not_wait_for_the_import() {
 }
 
 #[test]
-fn a_lost_nursery_is_replaced_by_a_warm_one() {
+fn a_lost_warm_nursery_is_replaced_for_the_next_warm_group() {
     let supervisor = supervisor("", HANG);
     supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();
     let pids = started(&supervisor);
@@ -245,7 +245,7 @@ fn a_lost_nursery_is_replaced_by_a_warm_one() {
 }
 
 #[test]
-fn a_warm_nursery_executes_what_is_not_to_be_forked() {
+fn a_warm_nursery_can_also_start_cold_workers() {
     let supervisor = supervisor("", HANG);
     supervisor.start(group(vec![worker(&["exit", "0"])])).unwrap();
     started(&supervisor);

@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_request_is_whole_with_its_empty_line() {
+    fn a_request_head_is_complete_after_its_empty_line() {
         assert!(!is_whole(b""));
         assert!(!is_whole(b"\r\n\r\n"));
         assert!(!is_whole(b"GET / HTTP/1.1\r\nHost: x\r\n"));
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn the_path_is_what_counts() {
+    fn a_request_line_is_parsed_or_refused_with_a_status() {
         let of = |head: &[u8]| parse(head).map_err(|response| response.status);
         let request = |path: &str, head_only| Ok(Request { path: path.into(), host: None, head_only });
         assert_eq!(of(b"GET /healthz?verbose=1 HTTP/1.1\r\n\r\n"), request("/healthz", false));
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn the_host_is_found_among_the_fields() {
+    fn the_host_header_is_parsed_and_ambiguous_headers_are_refused() {
         let of = |head: &[u8]| parse(head).map(|request| request.host).map_err(|response| response.status);
         assert_eq!(of(b"\r\nGET / HTTP/1.1\r\nA: Host: x\r\nhOST:  a:8 \r\n\r\n"), Ok(Some("a:8".into())));
         assert_eq!(of(b"GET / HTTP/1.1\nHost: a\nHost: b\n\n"), Err(400));
@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_says_how_long_it_is() {
+    fn a_response_has_a_content_length_and_a_405_lists_allowed_methods() {
         let bytes = Response::text(405, "no").bytes(true);
         let text = String::from_utf8(bytes).unwrap();
         assert!(text.starts_with("HTTP/1.1 405 Method Not Allowed\r\n"), "{text}");
@@ -171,7 +171,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn junk_is_answered_with_an_error_or_a_path(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn random_bytes_are_parsed_or_refused_with_an_error_status(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             is_whole(&bytes);
             if let Err(response) = parse(&bytes) {
                 prop_assert!(response.status >= 400);

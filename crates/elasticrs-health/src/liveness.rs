@@ -130,13 +130,13 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn nobody_asked_and_it_is_alive_however_long_ago() {
+    fn the_agent_is_alive_if_there_was_no_liveness_request() {
         let (liveness, now) = (Liveness::new(LIMIT), Instant::now());
         assert!(liveness.verdict(now + LIMIT * 100, None).alive);
     }
 
     #[test]
-    fn a_question_that_is_not_answered_in_time_is_death() {
+    fn the_agent_is_dead_if_a_request_is_not_answered_in_time() {
         let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
         assert_eq!(liveness.ask(now), NextStep::WakeLoop);
         assert_eq!(liveness.ask(now + SECOND), NextStep::Wait);
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_loop_that_was_stuck_before_anybody_asked_is_dead_at_the_first_question() {
+    fn an_agent_with_a_stuck_loop_is_dead_at_the_first_liveness_request() {
         let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
         liveness.ask(now);
         assert!(liveness.verdict(now, None).alive, "it waits for events");
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn the_one_that_does_not_answer_is_named() {
+    fn the_reason_names_the_component_that_does_not_answer() {
         let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
         liveness.ask(now);
         liveness.pass_on();
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn progress_that_is_too_old_is_death_until_there_is_some() {
+    fn the_agent_is_dead_while_its_last_progress_is_too_old() {
         let (mut liveness, now) = (Liveness::new(LIMIT), Instant::now());
         liveness.ask(now);
         liveness.answer(now, LIMIT + SECOND, Some("_start_workers".into()));
@@ -197,7 +197,7 @@ mod tests {
     proptest! {
         /// Checks that liveness requests share one answer (HEALTH-3), and when the agent counts as dead (HEALTH-4).
         #[test]
-        fn dead_means_too_late_or_too_old(steps in prop::collection::vec((0u64..40, 0u8..2, 0u64..120, prop::option::of(0u64..120)), 1..60)) {
+        fn the_agent_is_dead_exactly_if_it_is_late_stuck_or_without_progress(steps in prop::collection::vec((0u64..40, 0u8..2, 0u64..120, prop::option::of(0u64..120)), 1..60)) {
             let start = Instant::now();
             let (mut liveness, mut now) = (Liveness::new(LIMIT), start);
             let (mut open, mut told): (Option<Instant>, Option<Duration>) = (None, None);

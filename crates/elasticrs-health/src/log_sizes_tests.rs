@@ -28,14 +28,14 @@ fn sized(number: u64, size: u64) -> FileState {
 }
 
 #[test]
-fn what_was_there_before_the_job_does_not_count() {
+fn content_from_before_the_job_is_not_counted() {
     let mut tally = begun(false);
     let counts = [sized(2, 500), sized(2, 510)].map(|now| update(&mut tally, now));
     assert_eq!(counts, [Some(0), Some(10)]);
 }
 
 #[test]
-fn all_of_a_file_that_was_not_there_counts() {
+fn all_bytes_of_a_new_file_are_counted() {
     let mut tally = begun(true);
     assert_eq!(update(&mut tally, sized(2, 500)), Some(500));
     let mut tally = begun(false);
@@ -44,21 +44,21 @@ fn all_of_a_file_that_was_not_there_counts() {
 }
 
 #[test]
-fn a_file_that_was_truncated_is_counted_from_its_beginning() {
+fn a_truncated_file_is_counted_again_from_its_start() {
     let mut tally = begun(true);
     let counts = [sized(2, 500), sized(2, 20), sized(2, 30)].map(|now| update(&mut tally, now));
     assert_eq!(counts, [Some(500), Some(520), Some(530)]);
 }
 
 #[test]
-fn a_file_that_took_the_place_of_the_workers_is_not_the_workers() {
+fn a_file_that_replaced_a_log_file_is_not_counted() {
     let mut tally = begun(true);
     let counts = [sized(2, 500), FileState::Absent, sized(3, 9), FileState::Unknown, sized(2, 501)];
     assert_eq!(counts.map(|now| update(&mut tally, now)), [Some(500), None, None, None, Some(501)]);
 }
 
 #[test]
-fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
+fn counts_continue_over_attempts_with_the_same_or_a_new_file() {
     let mut tally = begun(false);
     let counts = [FileState::Absent, sized(2, 500)].map(|now| update(&mut tally, now));
     assert_eq!(counts, [Some(0), Some(500)]);
@@ -74,7 +74,7 @@ fn a_file_of_several_attempts_goes_on_and_another_one_begins() {
 proptest! {
     /// Checks that the byte counts never decrease (SIZES-1), and that they are exact if no file is truncated.
     #[test]
-    fn counts_never_go_down(steps in prop::collection::vec((0u8..6, 0u64..1000), 1..80)) {
+    fn byte_counts_never_decrease_and_are_exact_without_truncation(steps in prop::collection::vec((0u8..6, 0u64..1000), 1..80)) {
         let mut tally = begun(true);
         let (mut number, mut size, mut told) = (1, 0, 0);
         let (mut written, mut is_exact, mut last) = (0, true, 0);
@@ -121,7 +121,7 @@ fn until(sizes: &LogSizes, counts: &[(Stream, u64)]) -> StreamCounts {
 }
 
 #[test]
-fn files_are_looked_at_when_somebody_asks_and_at_their_end() {
+fn file_sizes_are_read_on_request_and_at_the_end_of_an_attempt() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
     let sizes = LogSizes::default();
@@ -163,7 +163,7 @@ fn gated() -> (LogSizes, mpsc::Sender<FileState>, mpsc::Receiver<()>) {
 }
 
 #[test]
-fn who_asks_is_answered_while_a_look_hangs() {
+fn a_scrape_is_answered_while_a_file_check_hangs() {
     let (sizes, answer, looking) = gated();
     looking.recv().unwrap();
     answer.send(sized(1, 7)).unwrap();
@@ -201,7 +201,7 @@ fn who_asks_is_answered_while_a_look_hangs() {
 }
 
 #[test]
-fn a_thread_that_hangs_is_left_behind_and_catches_up() {
+fn close_does_not_wait_for_a_file_check_that_hangs() {
     let (sizes, answer, looking) = gated();
     looking.recv().unwrap();
     sizes.close();

@@ -378,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_are_escaped_and_numbers_are_prometheus() {
+    fn labels_are_escaped_and_numbers_use_the_prometheus_format() {
         let mut registry = Registry::new(Instant::now());
         registry.put("a\"b\\c\nd", "x", f64::INFINITY);
         let text = page(&registry, &[]);
@@ -389,7 +389,7 @@ mod tests {
     }
 
     #[test]
-    fn the_identity_is_escaped_and_follows_the_rounds() {
+    fn job_info_labels_are_escaped_and_updated_in_each_round() {
         let mut registry = Registry::new(Instant::now());
         assert!(!page(&registry, &[]).contains("job_info"));
         for (placed, group_rank) in [(None, ""), (Some((1, 8)), "1"), (Some((0, 16)), "0")] {
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn buckets_add_up() {
+    fn histogram_buckets_are_cumulative() {
         let mut registry = Registry::new(Instant::now());
         for millis in [5, 20, 600_000] {
             registry.recovered(Duration::from_millis(millis));
@@ -417,7 +417,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_bounded() {
+    fn the_number_of_metric_series_is_limited() {
         let mut registry = Registry::new(Instant::now());
         for number in 0..MAX_SERIES + 5 {
             registry.put("g", &number.to_string(), 1.0);
@@ -427,14 +427,14 @@ mod tests {
     }
 
     #[test]
-    fn restarts_count_by_their_cause() {
+    fn restarts_are_counted_by_cause() {
         let mut registry = Registry::new(Instant::now());
         registry.restarted(Cause::Nodes);
         assert!(page(&registry, &[]).contains("elasticrs_restarts_total{cause=\"nodes\"} 1\n"));
     }
 
     #[test]
-    fn sizes_of_files_are_shown_for_workers_that_are_known() {
+    fn log_sizes_are_shown_only_for_known_workers() {
         let own = Worker::new(3, 1, std::process::id().cast_signed());
         let text = page(&Registry::new(Instant::now()), &[own]);
         let found: Vec<_> = text.lines().filter(|line| line.starts_with("elasticrs_log_")).collect();
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_later_process_of_the_same_pid_is_no_worker() {
+    fn a_process_with_a_reused_pid_is_not_shown_as_a_worker() {
         let pid = std::process::id().cast_signed();
         let own = Worker::new(3, 1, pid);
         let recycled = Worker { started: Some(1), ..own.clone() };

@@ -83,7 +83,7 @@ mod tests {
     const RESOLVER: &str = "nameserver 10.0.0.2\nsearch example rack.example. svc.example\ndomain old.example\n";
 
     #[test]
-    fn addresses_loopback_and_the_chosen_host_are_ours() {
+    fn addresses_loopback_names_and_the_configured_host_are_accepted() {
         for host in
             ["127.0.0.1:80", "10.1.2.3", "[::1]:8080", "[fe80::1%eth0]", "localhost", "LocalHost.:1", "a.localhost"]
         {
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn the_machine_goes_by_its_name_its_aliases_and_its_domains() {
+    fn host_names_aliases_and_search_domains_of_the_machine_are_accepted() {
         let ours = |name, machine| is_of_machine(name, machine, HOSTS, RESOLVER);
         for name in
             ["node1", "node1.cluster.example", "a", "node1.rack.example", "node1.svc.example", "node1.old.example"]

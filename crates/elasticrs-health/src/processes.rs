@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_it_takes_is_in_the_fields() {
+    fn memory_and_cpu_time_are_read_from_proc_stat() {
         let numbers: Vec<String> = (4..=30).map(|number| number.to_string()).collect();
         let of = |text: &str| usage_in(&Stat::parse(text.as_bytes()).unwrap(), 4096, 100);
         let usage = of(&format!("12 (a) b) S {}\n", numbers.join(" "))).unwrap();
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn this_process_takes_memory() {
+    fn resource_usage_is_known_only_for_a_running_process() {
         assert!(usage(std::process::id().cast_signed()).unwrap().resident > 1 << 16);
         assert_eq!(usage(-1), None);
     }

@@ -443,7 +443,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_runtime_that_ends_before_it_answers_leaves_no_question_open() {
+    fn a_liveness_request_is_answered_even_if_the_runtime_drops_its_task() {
         let limit = Duration::from_secs(60);
         let settings = Settings { host: "127.0.0.1".into(), port: 0, limit };
         let handle = Handle::start(&settings, Box::new(|_| ())).unwrap();

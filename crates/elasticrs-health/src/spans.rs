@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_that_turns_out_to_be_lost_moves() {
+    fn time_lost_in_a_hang_is_moved_from_productive_to_hung() {
         let start = Instant::now();
         let second = Duration::from_secs(1);
         let mut spans = Spans::new(start);
@@ -80,7 +80,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_moment_counts_once(steps in prop::collection::vec((0usize..6, 0u64..1000), 0..40)) {
+        fn every_moment_is_counted_for_exactly_one_activity(steps in prop::collection::vec((0usize..6, 0u64..1000), 0..40)) {
             let start = Instant::now();
             let (mut spans, mut now) = (Spans::new(start), start);
             for (what, pause) in steps {

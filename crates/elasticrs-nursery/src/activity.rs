@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn who_watches_is_woken_only_while_a_start_goes_on() {
+    fn the_sentinel_is_woken_only_while_a_start_is_in_progress() {
         let (mut nursery, sentinel) = both();
         assert_eq!(sentinel.look(), Doing::Imports);
         nursery.wait();

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_word_is_said_on_each_link() {
+    fn the_last_word_is_sent_on_each_link_when_all_are_released() {
         let (mut connections, peers) = links(3);
         connections.release(Release::All);
         let said: Vec<_> = peers.into_iter().map(said).collect();
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_said_when_the_agent_lives() {
+    fn no_last_word_is_sent_if_the_agent_is_alive() {
         let (mut connections, peers) = links(3);
         connections.release(Release::Quietly);
         assert!(peers.into_iter().all(|peer| said(peer).is_empty()));
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_link_takes_the_place_of_a_dead_one_and_never_of_a_living_one() {
+    fn a_new_link_replaces_only_links_that_their_peers_have_closed() {
         let mut connections = Connections::default();
         let session = add(&mut connections, None).unwrap();
         let count = u8::try_from(MAX_LINKS).unwrap();
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn the_connection_of_a_session_is_held_whatever_its_peer_does() {
+    fn a_session_connection_is_held_even_if_its_peer_closes_it() {
         let mut connections = Connections::default();
         drop(add(&mut connections, None).unwrap());
         let _peer = add(&mut connections, Some(1)).unwrap();

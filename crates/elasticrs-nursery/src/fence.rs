@@ -316,7 +316,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_passes_exactly_when_the_time_has_come(steps in prop::collection::vec(any_step(), 0..60)) {
+        fn the_fence_deadline_passes_once_and_exactly_at_its_time(steps in prop::collection::vec(any_step(), 0..60)) {
             let (agent, mut nursery) = both();
             let mut now = 1_000_u64;
             let mut expected: Option<u64> = None;
@@ -354,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deadline_that_is_moved_in_time_costs_one_look_in_a_lease() {
+    fn a_deadline_renewed_in_time_is_checked_once_per_lease() {
         let (lease, step) = (5_000, 1_000);
         let (deadline, mut nursery) = both();
         let mut set = 0;
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn a_renewal_that_comes_too_late_says_so_and_the_next_lease_begins() {
+    fn a_late_renewal_is_reported_and_starts_a_new_lease() {
         let (deadline, _) = both();
         assert_eq!(deadline.set(Some(100)), Moved { too_late: false, timer: Some(100) });
         assert_eq!(deadline.set(Some(200)), Moved { too_late: false, timer: None });
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn a_look_quiets_the_timer_until_the_deadline() {
+    fn a_check_silences_the_timer_until_the_deadline() {
         let agent = Fence::new().unwrap();
         let nursery = Fence::from_descriptors(agent.descriptors().unwrap(), agent.holder()).unwrap();
         assert_eq!(nursery.look().unwrap(), Look::Unset);
@@ -425,7 +425,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deadline_that_comes_nearer_during_a_look_is_not_overwritten() {
+    fn a_deadline_moved_earlier_during_a_check_is_not_overwritten() {
         let (agent, nursery) = both();
         let timer = Cell::new(None);
         agent.set(Some(300));

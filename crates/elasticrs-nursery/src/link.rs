@@ -273,7 +273,7 @@ mod tests {
         }
 
         #[test]
-        fn bytes_that_are_no_message_are_an_error_or_wait_for_more(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+        fn random_bytes_are_received_without_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
             let (mut a, b) = UnixStream::pair().unwrap();
             let mut nursery = NurseryLink::new(b).unwrap();
             a.write_all(&bytes).unwrap();
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn a_peer_that_does_not_read_does_not_block() {
+    fn sending_to_a_peer_that_does_not_read_does_not_block() {
         let (mut agent, _nursery) = ends();
         while !agent.has_unsent() {
             agent.send(&spawn(1, 10_000), nulls(1)).unwrap();
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_queued_for_a_peer_that_does_not_read_is_bounded() {
+    fn the_queue_for_a_peer_that_does_not_read_is_limited() {
         let (agent, mut nursery) = ends();
         let reply = Reply::Continued { pid: 1 };
         // Send enough messages to exceed the limit. The number is finite, so that the test finishes even if the limit
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_that_do_not_fit_are_missing_and_the_next_frame_has_its_own() {
+    fn descriptors_beyond_the_limit_are_lost_but_the_next_frame_is_complete() {
         let (mut agent, mut nursery) = ends();
         agent.send(&spawn(3, 0), nulls(3)).unwrap();
         agent.send(&spawn(2, 0), nulls(2)).unwrap();

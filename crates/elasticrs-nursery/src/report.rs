@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_module_that_is_being_imported() {
+    fn the_module_being_imported_is_found_in_the_report() {
         let mut file = tempfile::tempfile().unwrap();
         for (record, found) in [
             ("", None),
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn the_module_at_which_it_was_is_blamed_once() {
+    fn the_module_being_imported_is_blamed_once() {
         let mut file = report(&format!("{IMPORTS_A}{{\"imported\": \"a\"}}\n{IMPORTS_B}"));
         let killed = ImportFailure::Exited(WorkerExit::Signaled { signal: 9 });
         assert_eq!(blamed(&mut file, 0, killed).as_deref(), Some("{\"ended\":-9}\n"));
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_blamed_where_nothing_was_imported() {
+    fn no_module_is_blamed_if_none_was_being_imported() {
         for text in ["", "{\"failed\": \"x\"}\n", "{\"importing\": \"a", "{\"imported\": \"a\"}\n"] {
             assert_eq!(blamed(&mut report(text), 0, ImportFailure::ClosedConnection), None, "{text}");
         }

@@ -90,13 +90,13 @@ mod tests {
     use super::CpuSet;
 
     #[test]
-    fn a_mask_is_made_of_whole_words() {
+    fn a_cpu_mask_consists_of_whole_words() {
         assert_eq!(CpuSet::new(&[63]).unwrap().mask().len(), 8);
         assert_eq!(CpuSet::new(&[0, 64]).unwrap().mask().len(), 16);
     }
 
     #[test]
-    fn nothing_and_the_impossible_are_no_sets() {
+    fn a_cpu_set_without_cpus_or_with_an_impossible_cpu_is_refused() {
         assert_eq!(CpuSet::new(&[]), None);
         assert_eq!(CpuSet::new(&[usize::MAX]), None);
     }

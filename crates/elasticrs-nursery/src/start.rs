@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_read_back() {
+    fn the_start_argument_of_a_nursery_is_parsed_back_unchanged() {
         let token = Token::random().unwrap();
         for (descriptors, is_sentinel) in [(None, false), (Some(1024), true), (Some(u64::MAX), false), (None, true)] {
             let start = Start { token, descriptors, is_sentinel };

@@ -89,14 +89,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_differ_and_are_read_back() {
+    fn tokens_are_unique_and_are_parsed_back_unchanged() {
         let (a, b) = (Token::random().unwrap(), Token::random().unwrap());
         assert_ne!(a, b);
         assert_eq!(Token::parse(&a.to_string()), Some(a));
     }
 
     #[test]
-    fn a_limit_that_somebody_else_has_set_is_no_token() {
+    fn a_resource_limit_set_by_other_code_is_not_a_token() {
         let line = |soft: &str| format!("Limit  Soft\nMax realtime timeout      {soft}  unlimited   us        \n");
         let token = |limits: &str| in_limits(limits).and_then(Token::from_limit);
         assert_eq!(token(&line("unlimited")), None);
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn an_applied_token_is_seen_from_outside() {
+    fn an_applied_token_can_be_read_by_pid() {
         let token = Token::random().unwrap();
         token.apply().unwrap();
         let own = std::process::id().cast_signed();

@@ -324,7 +324,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_child_is_found_both_ways() {
+    fn a_child_is_found_among_descendants_and_in_the_map_by_parent() {
         use std::io::{Read, Write};
         use std::process::{Command, Stdio};
         let mut child = Command::new("cat").arg("-u").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();

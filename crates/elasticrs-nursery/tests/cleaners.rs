@@ -32,7 +32,7 @@ impl Cleaned {
 }
 
 #[test]
-fn a_sweep_leaves_it_the_time_and_does_not_name_it() {
+fn a_sweep_gives_the_cleaner_time_to_finish_and_does_not_report_it() {
     let mut it = Cleaned::start(&[]);
     let swept = it.client.sweep(0, 0);
     assert!(!it.file.exists());
@@ -41,7 +41,7 @@ fn a_sweep_leaves_it_the_time_and_does_not_name_it() {
 }
 
 #[test]
-fn one_that_does_not_end_is_killed() {
+fn a_cleaner_that_does_not_exit_is_killed() {
     let mut it = Cleaned::start(&["stubborn"]);
     let swept = it.client.sweep(0, 0);
     assert!(it.file.exists() && !is_running(it.cleaner));
@@ -49,7 +49,7 @@ fn one_that_does_not_end_is_killed() {
 }
 
 #[test]
-fn it_outlives_the_group_that_it_is_in() {
+fn a_cleaner_outlives_its_process_group() {
     let mut it = Cleaned::start(&[]);
     it.client.send(&Request::SignalGroup { pid: it.worker.pid, signal: libc::SIGKILL });
     it.client.exit_of(it.worker.pid);
@@ -58,7 +58,7 @@ fn it_outlives_the_group_that_it_is_in() {
 }
 
 #[test]
-fn an_agent_that_adopts_it_leaves_it_the_time() {
+fn an_agent_that_adopts_a_cleaner_gives_it_time_to_finish() {
     for how in [&[] as &[&str], &["stubborn"]] {
         let mut it = Cleaned::start(how);
         it.client.kill();
@@ -70,7 +70,7 @@ fn an_agent_that_adopts_it_leaves_it_the_time() {
 }
 
 #[test]
-fn an_agent_that_finds_it_by_the_token_leaves_it_the_time() {
+fn an_agent_that_finds_a_cleaner_by_its_token_gives_it_time_to_finish() {
     let mut it = Cleaned::start(&[]);
     let outcome = kill_by_token(it.client.nursery.token, Duration::from_secs(10));
     assert_eq!((it.file.exists(), outcome.stuck.len()), (false, 0), "{outcome:?}");
@@ -79,7 +79,7 @@ fn an_agent_that_finds_it_by_the_token_leaves_it_the_time() {
 }
 
 #[test]
-fn so_does_the_nursery_of_an_agent_that_was_killed() {
+fn the_nursery_of_a_killed_agent_gives_the_cleaner_time_to_finish() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("shared");
     let worker = worker_program();

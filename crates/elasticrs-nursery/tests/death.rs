@@ -21,29 +21,29 @@ fn small_agent(workers: usize, command: &str) -> Agent {
 }
 
 #[test]
-fn a_killed_agent_takes_workers_and_their_descendants_along() {
+fn workers_and_their_descendants_die_with_a_killed_agent() {
     let agent = small_agent(4, "daemonise");
     assert_eq!(agent.tree.below().filter(|&pid| is_running(pid)).count(), 8);
     agent.kill();
 }
 
 #[test]
-fn a_killed_agent_takes_a_fork_bomb_along() {
+fn a_fork_bomb_dies_with_a_killed_agent() {
     small_agent(1, "fork-bomb").kill();
 }
 
 #[test]
-fn a_killed_agent_takes_processes_without_a_main_thread_along() {
+fn processes_without_a_main_thread_die_with_a_killed_agent() {
     small_agent(2, "headless").kill();
 }
 
 #[test]
-fn a_killed_agent_takes_stopped_workers_along() {
+fn stopped_workers_die_with_a_killed_agent() {
     small_agent(2, "stop-self").kill();
 }
 
 #[test]
-fn the_agents_sweeps_end_processes_without_a_main_thread() {
+fn a_sweep_by_the_agent_kills_processes_without_a_main_thread() {
     for owns_process in [true, false] {
         let mut client = Client::start();
         nix::sys::prctl::set_child_subreaper(owns_process).unwrap();
@@ -64,7 +64,7 @@ fn the_agents_sweeps_end_processes_without_a_main_thread() {
 }
 
 #[test]
-fn a_closed_link_ends_everything() {
+fn a_closed_link_ends_the_nursery_and_all_descendants() {
     let mut client = Client::start();
     let (_worker, lines) = client.spawn_ready(&["daemonise"]);
     let grandchild: i32 = lines.said[0].parse().unwrap();
@@ -74,7 +74,7 @@ fn a_closed_link_ends_everything() {
 }
 
 #[test]
-fn workers_die_with_the_nursery_and_the_agent_ends_the_rest() {
+fn workers_die_with_the_nursery_and_the_agent_kills_their_descendants() {
     let mut client = Client::start();
     let (worker, lines) = client.spawn_ready(&["daemonise"]);
     let grandchild: i32 = lines.said[0].parse().unwrap();
@@ -92,7 +92,7 @@ fn workers_die_with_the_nursery_and_the_agent_ends_the_rest() {
 }
 
 #[test]
-fn what_left_on_purpose_survives_the_agents_sweep() {
+fn an_exempt_process_survives_a_sweep_by_the_agent() {
     let mut client = Client::start();
     let (worker, lines) = client.spawn_ready(&["exempt"]);
     let exempt: i32 = lines.said[0].parse().unwrap();
@@ -106,7 +106,7 @@ fn what_left_on_purpose_survives_the_agents_sweep() {
 }
 
 #[test]
-fn a_chain_that_lost_its_nursery_is_ended_by_an_agent_that_adopts_it() {
+fn an_agent_that_adopts_a_chain_of_forking_processes_kills_it() {
     let mut client = Client::start();
     let (worker, mut lines) = client.spawn_ready(&["chain"]);
     client.kill();
@@ -116,7 +116,7 @@ fn a_chain_that_lost_its_nursery_is_ended_by_an_agent_that_adopts_it() {
 }
 
 #[test]
-fn a_daemon_is_ended_by_its_token_where_nobody_adopts_it() {
+fn a_daemon_that_the_agent_cannot_adopt_is_killed_by_its_token() {
     let mut client = Client::start();
     // As in a host application, let init adopt the processes that the nursery leaves.
     nix::sys::prctl::set_child_subreaper(false).unwrap();
@@ -130,7 +130,7 @@ fn a_daemon_is_ended_by_its_token_where_nobody_adopts_it() {
 }
 
 #[test]
-fn the_token_finds_everybody_below_one_nursery_and_nobody_else() {
+fn killing_by_token_affects_only_descendants_of_one_nursery() {
     let (mut ours, mut other) = (Client::start(), Client::start());
     let (_worker, lines) = ours.spawn_ready(&["daemonise"]);
     let (spared, _lines) = other.spawn_ready(&["sleep"]);
@@ -146,7 +146,7 @@ fn the_token_finds_everybody_below_one_nursery_and_nobody_else() {
 }
 
 #[test]
-fn an_idle_nursery_sleeps() {
+fn an_idle_nursery_does_not_wake_up() {
     let mut client = Client::start();
     client.spawn_ready(&["sleep"]);
     let switches = |pid: i32| {

@@ -16,7 +16,7 @@ use nix::sys::ptrace;
 use nix::unistd::Pid;
 
 #[test]
-fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
+fn processes_killed_by_the_fence_are_reported_only_in_the_next_sweep() {
     let fence = Fence::new().unwrap();
     let mut client = Client::start();
     client.nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
@@ -38,7 +38,7 @@ fn what_the_fence_has_ended_is_named_by_the_next_answer_and_by_no_other() {
 }
 
 #[test]
-fn a_sweep_of_the_fence_that_still_runs_does_not_end_the_next_group() {
+fn an_unfinished_fence_sweep_does_not_kill_workers_of_the_next_group() {
     let fence = Fence::new().unwrap();
     let mut client = Client::start();
     client.nursery.link.send(&Request::Fence { holder: fence.holder() }, fence.descriptors().unwrap()).unwrap();
@@ -65,7 +65,7 @@ fn a_sweep_of_the_fence_that_still_runs_does_not_end_the_next_group() {
 }
 
 #[test]
-fn a_nursery_that_has_no_descriptor_left_says_that_it_cannot_guard() {
+fn a_nursery_without_free_descriptors_reports_a_failed_guard_request() {
     // The limit is just enough for the nursery's own descriptors: standard streams, fixed numbers, SIGCHLD, and the
     // reserve.
     let code = format!("ulimit -n 11; exec {} \"$0\"", program().display());

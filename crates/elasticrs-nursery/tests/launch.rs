@@ -40,7 +40,7 @@ fn end(nursery: Launched) {
 }
 
 #[test]
-fn an_embedded_program_runs_from_memory_under_a_name_of_its_own() {
+fn an_embedded_nursery_runs_from_memory_under_its_own_name() {
     let mut nursery = launch(&[embedded()], &Import::default()).unwrap();
     until_ready(&mut nursery);
     let proc = |name: &str| PathBuf::from(format!("/proc/{}/{name}", nursery.pid));
@@ -54,7 +54,7 @@ fn an_embedded_program_runs_from_memory_under_a_name_of_its_own() {
 }
 
 #[test]
-fn a_program_that_cannot_be_executed_gives_way_to_the_next() {
+fn the_next_program_is_tried_if_one_cannot_be_executed() {
     let images = [NurseryImage::Embedded(b"no program"), missing(), image(program())];
     let mut nursery = launch(&images, &Import::default()).unwrap();
     until_ready(&mut nursery);
@@ -62,7 +62,7 @@ fn a_program_that_cannot_be_executed_gives_way_to_the_next() {
 }
 
 #[test]
-fn the_last_error_is_told_and_nothing_is_left() {
+fn a_failed_launch_reports_the_last_error_and_leaks_nothing() {
     let before = open_fds();
     let error = launch(&[embedded_garbage(), missing()], &Import::default()).unwrap_err();
     assert!(matches!(error, LaunchError::Start { stage: Stage::Exec, errno: Errno::ENOENT }), "{error:?}");
@@ -101,7 +101,7 @@ fn descriptors_of_the_agent_do_not_reach_the_nursery() {
 }
 
 #[test]
-fn signals_to_the_nursery_change_nothing_but_sigkill() {
+fn the_nursery_ignores_sigterm_and_similar_signals() {
     let mut client = Client::start();
     for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT, libc::SIGUSR1, libc::SIGALRM] {
         elasticrs_sys::pidfd::send_signal(&client.nursery.pidfd, signal).unwrap();

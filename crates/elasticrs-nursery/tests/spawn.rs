@@ -14,7 +14,7 @@ use elasticrs_testkit::nursery::{self, Client, Lines, c_string, pipe, process, w
 use elasticrs_testkit::{open_fds, wait_readable};
 
 #[test]
-fn a_worker_ends_and_its_exit_is_told_once() {
+fn the_exit_of_a_worker_is_reported_once() {
     let mut client = Client::start();
     let (worker, _lines) = client.spawn_ready(&["exit", "7"]);
     assert_eq!(client.exit_of(worker.pid), WorkerExit::Exited { code: 7 });
@@ -24,7 +24,7 @@ fn a_worker_ends_and_its_exit_is_told_once() {
 }
 
 #[test]
-fn signals_and_core_dumps_are_told_as_such() {
+fn a_worker_killed_by_a_signal_is_reported_with_that_signal() {
     let mut client = Client::start();
     for (arguments, signal) in [(["signal", "9"], 9), (["signal", "15"], 15), (["segv", ""], 11)] {
         let worker = client.spawn(&worker(&arguments));
@@ -34,7 +34,7 @@ fn signals_and_core_dumps_are_told_as_such() {
 }
 
 #[test]
-fn a_worker_leads_a_session_below_the_nursery_with_the_agents_oom_score() {
+fn a_worker_leads_its_own_session_and_has_the_oom_score_of_the_agent() {
     let mut client = Client::start();
     let (worker, lines) = client.spawn_ready(&["ids"]);
     let ours = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap();
@@ -43,7 +43,7 @@ fn a_worker_leads_a_session_below_the_nursery_with_the_agents_oom_score() {
 }
 
 #[test]
-fn a_pidfd_comes_with_the_worker_and_is_readable_at_its_end() {
+fn the_pidfd_of_a_worker_becomes_readable_when_the_worker_exits() {
     let mut client = Client::start();
     let (worker, _lines) = client.spawn_ready(&["sleep"]);
     elasticrs_sys::pidfd::send_signal(&worker.pidfd, libc::SIGKILL).unwrap();
@@ -52,7 +52,7 @@ fn a_pidfd_comes_with_the_worker_and_is_readable_at_its_end() {
 }
 
 #[test]
-fn only_the_passed_descriptors_are_open() {
+fn only_standard_streams_and_passed_descriptors_are_open_in_a_worker() {
     let mut client = Client::start();
     let (reader, writer) = pipe();
     let (other, _keep) = pipe();
@@ -69,7 +69,7 @@ fn only_the_passed_descriptors_are_open() {
 }
 
 #[test]
-fn targets_that_are_sources_of_others_do_not_collide() {
+fn descriptor_targets_that_are_sources_of_others_do_not_collide() {
     let mut client = Client::start();
     let files: Vec<_> =
         ["a", "b", "c", "d"].map(|name| (name, tempfile::Builder::new().prefix(name).tempfile().unwrap())).into();
@@ -92,7 +92,7 @@ fn targets_that_are_sources_of_others_do_not_collide() {
 }
 
 #[test]
-fn no_signal_is_blocked_and_only_the_chosen_ones_are_ignored() {
+fn a_worker_blocks_no_signal_and_ignores_only_the_chosen_ones() {
     let mut client = Client::start();
     for (keep_ignored, expected) in [(vec![], 0x1000_u64), (vec![libc::SIGHUP, 64], 0x8000_0000_0000_1001)] {
         let (reader, writer) = pipe();
@@ -108,7 +108,7 @@ fn no_signal_is_blocked_and_only_the_chosen_ones_are_ignored() {
 }
 
 #[test]
-fn logs_are_opened_in_the_child_for_appending() {
+fn the_log_file_of_a_worker_is_opened_for_appending() {
     let mut client = Client::start();
     let folder = tempfile::tempdir().unwrap();
     let log = folder.path().join("stdout.log");
@@ -121,7 +121,7 @@ fn logs_are_opened_in_the_child_for_appending() {
 }
 
 #[test]
-fn environment_and_directory_are_those_of_the_spec() {
+fn a_worker_has_the_environment_and_directory_of_its_spec() {
     let mut client = Client::start();
     let folder = tempfile::tempdir().unwrap().keep().canonicalize().unwrap();
     for (command, expected) in [("env", "A=1".to_owned()), ("cwd", folder.display().to_string())] {
@@ -140,7 +140,7 @@ fn environment_and_directory_are_those_of_the_spec() {
 }
 
 #[test]
-fn the_program_is_searched_for_in_the_workers_path() {
+fn the_program_is_searched_in_the_path_of_the_worker() {
     let mut client = Client::start();
     let folder = tempfile::tempdir().unwrap();
     let denied = folder.path().join("denied");
@@ -156,7 +156,7 @@ fn the_program_is_searched_for_in_the_workers_path() {
 }
 
 #[test]
-fn what_cannot_be_started_says_where_and_why() {
+fn a_failed_start_is_reported_with_its_stage_error_and_path() {
     let mut client = Client::start();
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| folder.path().join(name);
@@ -189,7 +189,7 @@ fn what_cannot_be_started_says_where_and_why() {
 }
 
 #[test]
-fn a_spec_that_no_kernel_could_start_is_an_error_not_a_crash() {
+fn an_impossible_process_spec_is_an_error_and_not_a_crash() {
     let mut client = Client::start();
     assert_eq!(client.try_spawn(&process(vec![])).err(), Some((Stage::Exec, libc::EINVAL, String::new())));
     let mut process = with_stdout(worker(&["sleep"]));
@@ -199,7 +199,7 @@ fn a_spec_that_no_kernel_could_start_is_an_error_not_a_crash() {
 }
 
 #[test]
-fn a_start_that_hangs_tells_its_stage_and_ends_with_the_nursery() {
+fn a_start_that_hangs_reports_its_stage_and_dies_with_the_nursery() {
     let mut client = Client::start();
     let folder = tempfile::tempdir().unwrap();
     let fifo = folder.path().join("fifo");
@@ -225,7 +225,7 @@ fn a_start_that_hangs_tells_its_stage_and_ends_with_the_nursery() {
 }
 
 #[test]
-fn many_starts_leave_no_descriptor_on_either_side() {
+fn many_starts_leak_no_descriptors_in_the_agent_or_the_nursery() {
     let mut client = Client::start();
     let in_nursery = |pid: i32| std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().count();
     let before = (open_fds(), in_nursery(client.nursery.pid));
@@ -259,7 +259,7 @@ fn sixty_four_workers_run_at_once() {
 }
 
 #[test]
-fn a_signal_for_a_pid_that_is_no_worker_is_not_sent() {
+fn a_signal_for_a_pid_that_is_not_a_worker_is_not_sent() {
     let mut client = Client::start();
     let mut bystander = std::process::Command::new("sleep").arg("1000").spawn().unwrap();
     client.send(&Request::SignalGroup { pid: bystander.id().cast_signed(), signal: libc::SIGKILL });
@@ -270,7 +270,7 @@ fn a_signal_for_a_pid_that_is_no_worker_is_not_sent() {
 }
 
 #[test]
-fn a_nursery_that_runs_out_of_descriptors_says_so_and_goes_on() {
+fn a_nursery_that_runs_out_of_descriptors_reports_it_and_continues() {
     let mut client = Client::start();
     let limit = |nursery: i32, limit: &str| {
         let status = std::process::Command::new("prlimit")

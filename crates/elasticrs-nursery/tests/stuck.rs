@@ -58,7 +58,7 @@ impl Hung {
 }
 
 #[test]
-fn the_nursery_ends_the_others_first_and_does_not_say_that_it_has_ended_that_one() {
+fn a_sweep_by_the_nursery_reports_only_the_hung_process_as_stuck() {
     let Some(mut hung) = Hung::start() else { return };
     hung.client.send(&Request::Sweep { number: 1, left_by: None, terms: SweepTerms::at_once(GIVE_UP) });
     hung.others.iter().for_each(|&pid| wait_for_end(pid));
@@ -70,7 +70,7 @@ fn the_nursery_ends_the_others_first_and_does_not_say_that_it_has_ended_that_one
 }
 
 #[test]
-fn so_does_an_agent_that_has_adopted_them() {
+fn a_sweep_by_an_adopting_agent_reports_only_the_hung_process_as_stuck() {
     let Some(mut hung) = Hung::start() else { return };
     hung.client.kill();
     let sweep = |hung: &Hung, give_up| sweep_children_of_self(&[], &[hung.worker.pid], give_up);
@@ -83,7 +83,7 @@ fn so_does_an_agent_that_has_adopted_them() {
 }
 
 #[test]
-fn so_does_one_that_finds_them_by_their_token() {
+fn killing_by_token_reports_only_the_hung_process_as_stuck() {
     let Some(mut hung) = Hung::start() else { return };
     let SweepOutcome { ended, stuck, .. } = kill_by_token(hung.client.nursery.token, GIVE_UP);
     hung.check(&ended, &stuck);

@@ -13,14 +13,14 @@ use nix::unistd::Pid;
 const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL };
 
 #[test]
-fn an_empty_nursery_is_swept_at_once() {
+fn a_sweep_without_processes_completes_immediately() {
     let mut client = Client::start();
     let swept = client.sweep(60_000, 60_000);
     assert!(swept.ended.is_empty() && swept.stuck.is_empty() && swept.spared.is_empty(), "{swept:?}");
 }
 
 #[test]
-fn a_daemonised_grandchild_is_ended_and_named() {
+fn a_daemonised_grandchild_is_killed_and_reported() {
     let mut client = Client::start();
     let (worker, lines) = client.spawn_ready(&["daemonise"]);
     let grandchild: i32 = lines.said[0].parse().unwrap();
@@ -33,7 +33,7 @@ fn a_daemonised_grandchild_is_ended_and_named() {
 }
 
 #[test]
-fn a_tree_that_ignores_sigterm_is_ended_after_the_grace() {
+fn a_process_tree_that_ignores_sigterm_is_killed_after_the_grace_period() {
     let mut client = Client::start();
     let (worker, _lines) = client.spawn_ready(&["tree", "3"]);
     let swept = client.sweep(0, 50);
@@ -42,7 +42,7 @@ fn a_tree_that_ignores_sigterm_is_ended_after_the_grace() {
 }
 
 #[test]
-fn more_than_sixty_four_are_counted_not_named() {
+fn killed_processes_beyond_sixty_four_are_counted_but_not_listed() {
     let mut client = Client::start();
     client.spawn_ready(&["tree", "6"]);
     let swept = client.sweep(0, 0);
@@ -50,7 +50,7 @@ fn more_than_sixty_four_are_counted_not_named() {
 }
 
 #[test]
-fn sigterm_comes_first_and_is_enough_for_those_that_obey() {
+fn a_sweep_sends_sigterm_before_sigkill() {
     let mut client = Client::start();
     let (worker, _lines) = client.spawn_ready(&["sleep"]);
     client.sweep(0, 60_000);
@@ -59,7 +59,7 @@ fn sigterm_comes_first_and_is_enough_for_those_that_obey() {
 }
 
 #[test]
-fn a_process_whose_main_thread_has_ended_is_ended_as_any_other() {
+fn a_process_whose_main_thread_has_exited_is_killed() {
     let mut client = Client::start();
     let (worker, lines) = client.spawn_ready(&["headless"]);
     let headless: i32 = lines.said[0].parse().unwrap();
@@ -71,7 +71,7 @@ fn a_process_whose_main_thread_has_ended_is_ended_as_any_other() {
 }
 
 #[test]
-fn what_a_tracer_does_not_let_go_is_told_and_waited_for_once() {
+fn a_process_held_by_a_tracer_is_reported_in_each_sweep() {
     let mut client = Client::start();
     let (worker, lines) = client.spawn_ready(&["daemonise"]);
     let traced = Pid::from_raw(lines.said[0].parse().unwrap());
@@ -88,7 +88,7 @@ fn what_a_tracer_does_not_let_go_is_told_and_waited_for_once() {
 }
 
 #[test]
-fn stopped_processes_are_ended_too() {
+fn a_sweep_ends_stopped_processes_with_sigterm() {
     let mut client = Client::start();
     let (worker, lines) = client.spawn_ready(&["daemonise"]);
     let grandchild: i32 = lines.said[0].parse().unwrap();
@@ -103,7 +103,7 @@ fn stopped_processes_are_ended_too() {
 }
 
 #[test]
-fn a_chain_that_forks_and_leaves_its_session_is_ended() {
+fn a_chain_of_forking_processes_that_leave_their_session_is_killed() {
     let mut client = Client::start();
     let (worker, mut lines) = client.spawn_ready(&["chain"]);
     let swept = client.sweep(0, 0);
@@ -113,7 +113,7 @@ fn a_chain_that_forks_and_leaves_its_session_is_ended() {
 }
 
 #[test]
-fn a_fork_bomb_is_ended() {
+fn a_fork_bomb_is_killed() {
     let mut client = Client::start();
     let (worker, mut lines) = client.spawn_ready(&["fork-bomb"]);
     let swept = client.sweep(0, 0);
@@ -123,7 +123,7 @@ fn a_fork_bomb_is_ended() {
 }
 
 #[test]
-fn a_process_that_left_on_purpose_is_spared() {
+fn an_exempt_process_is_spared() {
     let mut client = Client::start();
     let (worker, lines) = client.spawn_ready(&["exempt"]);
     let (_, ordinary) = client.spawn_ready(&["daemonise"]);
@@ -159,7 +159,7 @@ fn lingering_descendants_may_end_by_themselves() {
 }
 
 #[test]
-fn a_harder_sweep_overrides_one_that_lingers() {
+fn a_sweep_without_grace_overrides_a_lingering_sweep() {
     let mut client = Client::start();
     let (_, lines) = client.spawn_ready(&["daemonise"]);
     let grandchild: i32 = lines.said[0].parse().unwrap();
@@ -169,7 +169,7 @@ fn a_harder_sweep_overrides_one_that_lingers() {
 }
 
 #[test]
-fn exits_are_told_while_a_sweep_lingers() {
+fn exits_are_reported_while_a_sweep_lingers() {
     let mut client = Client::start();
     let (first, _lines) = client.spawn_ready(&["sleep"]);
     let (second, _lines) = client.spawn_ready(&["sleep"]);
@@ -192,7 +192,7 @@ fn a_nursery_can_be_used_again_after_a_sweep() {
 }
 
 #[test]
-fn stops_and_continuations_are_told() {
+fn stops_and_continuations_of_a_worker_are_reported() {
     let mut client = Client::start();
     let (worker, mut lines) = client.spawn_ready(&["stop-self"]);
     let pid = worker.pid;
@@ -204,7 +204,7 @@ fn stops_and_continuations_are_told() {
 }
 
 #[test]
-fn leaving_leaves_the_descendants_alone() {
+fn descendants_keep_running_after_a_leave_request() {
     let mut client = Client::start();
     let (worker, lines) = client.spawn_ready(&["daemonise"]);
     let grandchild: i32 = lines.said[0].parse().unwrap();

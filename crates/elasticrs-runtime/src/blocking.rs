@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_hangs_is_shared_by_its_retries() {
+    fn retries_share_a_blocking_call_that_hangs() {
         let calls = BlockingCalls::default();
         let started = Arc::new(AtomicUsize::new(0));
         let (release, released) = channel::<()>();
@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_that_have_returned_are_made_again() {
+    fn a_finished_call_is_run_again_for_the_next_caller() {
         let calls = BlockingCalls::default();
         block_on(async {
             for expected in 0..3 * MAX_CALLS {
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limited_number_of_calls_may_hang() {
+    fn the_number_of_hanging_calls_is_limited() {
         let calls = BlockingCalls::default();
         let mut senders = Vec::new();
         block_on(async {
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_an_error() {
+    fn a_panic_in_a_blocking_call_is_an_error() {
         let calls = BlockingCalls::<u8, ()>::default();
         block_on(async {
             assert!(calls.run("panicking", 0, || panic!("out of luck")).await.is_err());

@@ -114,7 +114,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn some_descriptors_are_never_for_connections() {
+    fn some_file_descriptors_are_never_used_for_connections() {
         let limits = [64, 256, 1024, 1 << 20];
         assert_eq!(limits.map(|soft| kept(soft, Purpose::Health)), [16, 32, 64, 64]);
         assert_eq!(limits.map(|soft| kept(soft, Purpose::Store)), [24, 48, 128, 128]);

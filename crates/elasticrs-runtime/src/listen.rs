@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_host_it_listens_on_ipv6_and_ipv4() {
+    fn listening_without_a_host_accepts_ipv4_and_ipv6() {
         let listener = listen(None, Port::Any).unwrap();
         let port = port_of(&listener);
         std::net::TcpStream::connect((Ipv4Addr::LOCALHOST, port)).unwrap();
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_taken_port_is_passed_over_within_the_range() {
+    fn a_port_in_use_is_skipped_within_a_port_range() {
         let first = listen(None, Port::Any).unwrap();
         let taken = port_of(&first);
         let error = listen(None, taken.into()).unwrap_err();
@@ -169,19 +169,19 @@ mod tests {
     }
 
     #[test]
-    fn a_host_is_listened_on_alone() {
+    fn listening_on_a_host_uses_only_its_address() {
         let listener = listen(Some("127.0.0.1"), Port::Any).unwrap();
         assert_eq!(listener.local_addr().unwrap().ip(), Ipv4Addr::LOCALHOST);
         assert!(listen(Some("192.0.2.1"), Port::Any).is_err());
     }
 
     #[test]
-    fn a_name_is_listened_on_at_an_address_that_it_has_here() {
+    fn listening_on_a_host_name_uses_a_local_address_of_the_name() {
         assert!(listen(Some("localhost"), Port::Any).unwrap().local_addr().unwrap().ip().is_loopback());
     }
 
     #[test]
-    fn the_port_of_the_first_address_is_that_of_the_others() {
+    fn all_addresses_get_the_same_free_port() {
         let listeners = listen_at_all(&[("127.0.0.1".into(), 0), ("127.0.0.2".into(), 0)]).unwrap();
         let ports: Vec<_> = listeners.iter().map(port_of).collect();
         assert_eq!(ports[0], ports[1]);
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_names_the_address_and_the_port() {
+    fn a_listen_error_contains_the_address_and_the_port() {
         let taken = listen(Some("127.0.0.1"), Port::Any).unwrap();
         let port = port_of(&taken);
         let error = listen_at_all(&[("127.0.0.1".into(), port)]).unwrap_err();

@@ -168,7 +168,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_costs_a_few_lines_and_a_number() {
+    fn a_flood_of_notices_is_reduced_to_a_few_lines_and_a_count() {
         let list = Arc::new(List::default());
         let notices = {
             let list = Arc::clone(&list);
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_that_nobody_asks_counts_what_it_drops() {
+    fn an_unread_notice_list_counts_the_notices_that_it_drops() {
         let list = List::default();
         assert!(!is_readable(&list));
         for number in 0..KEPT + 3 {
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_that_is_asked_for_late_tells_of_what_is_there() {
+    fn a_descriptor_requested_late_is_readable_if_notices_are_pending() {
         let list = List::default();
         list.add("early".into());
         assert!(is_readable(&list));

@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tasks_run_on_its_thread_and_are_dropped_with_it() {
+    fn tasks_run_on_the_runtime_thread_and_are_dropped_with_the_runtime() {
         let runtime = Runtime::new("elasticrs-tasks").unwrap();
         let (ran, seen) = channel();
         let started = ran.clone();
@@ -119,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_is_told_in_its_words() {
+    fn a_panic_is_reported_with_its_message() {
         let (tell, told) = channel();
         let main = || async { panic!("out of luck") };
         start(Builder::new(), main, move |message| tell.send(message).unwrap()).unwrap().join().unwrap();

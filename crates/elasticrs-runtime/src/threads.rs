@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_question_is_answered_until_the_task_has_ended() {
+    fn a_request_is_answered_until_the_task_has_exited() {
         let (inbox, mut questions) = unbounded_channel::<SyncSender<u8>>();
         let task = std::thread::spawn(move || {
             questions.blocking_recv().unwrap().send(7).unwrap();
@@ -113,14 +113,14 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_does_not_answer_is_waited_for_within_a_limit() {
+    fn waiting_for_an_answer_stops_at_the_time_limit() {
         let (inbox, questions) = unbounded_channel::<SyncSender<u8>>();
         assert_eq!(ask_within(&inbox, |reply| reply, Duration::from_millis(1)), None);
         assert_eq!(questions.len(), 1);
     }
 
     #[test]
-    fn a_question_that_stays_behind_is_given_up() {
+    fn ask_returns_none_if_the_task_stops_before_it_reads_the_request() {
         let (inbox, questions) = unbounded_channel::<()>();
         let mut kept = None;
         let answer = ask::<_, u8>(&inbox, |reply| {
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn no_signal_is_delivered_to_a_thread_of_ours() {
+    fn threads_started_by_this_crate_block_signals() {
         let masked = start(Builder::new(), || SigSet::thread_get_mask().unwrap()).unwrap().join().unwrap();
         assert!(
             masked.contains(nix::sys::signal::Signal::SIGPIPE) && masked.contains(nix::sys::signal::Signal::SIGTERM)

@@ -50,7 +50,7 @@ fn connect(runtime: &Runtime, server: &Server, interval: Duration, guard: impl G
 }
 
 #[test]
-fn the_session_of_a_dead_process_lasts_until_the_duplicate_is_closed() {
+fn the_session_of_a_dead_client_lasts_until_the_duplicate_socket_closes() {
     let runtime = Runtime::new("elasticrs-store").unwrap();
     let server = serve(&runtime);
     let watcher = connect(&runtime, &server, HANG, NoGuard);
@@ -72,7 +72,7 @@ fn the_session_of_a_dead_process_lasts_until_the_duplicate_is_closed() {
 }
 
 #[test]
-fn close_ends_the_session_although_a_duplicate_is_held() {
+fn close_ends_the_session_even_if_a_duplicate_socket_is_held() {
     let runtime = Runtime::new("elasticrs-store").unwrap();
     let server = serve(&runtime);
     let watcher = connect(&runtime, &server, HANG, NoGuard);

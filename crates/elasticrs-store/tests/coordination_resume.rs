@@ -232,7 +232,7 @@ fn lost(client: &Client) -> (LostKind, String) {
 }
 
 #[test]
-fn a_session_survives_resets_with_its_leased_key() {
+fn a_session_and_its_leased_key_survive_connection_resets() {
     let scene = Scene::new();
     scene.register();
     for _ in 0..5 {
@@ -247,7 +247,7 @@ fn a_session_survives_resets_with_its_leased_key() {
 }
 
 #[test]
-fn what_was_asked_when_the_connection_broke_is_answered_once_and_in_order() {
+fn requests_pending_at_a_disconnect_are_answered_once_and_in_order() {
     let scene = Scene::new();
     scene.other.watch(2, Watch { prefix: "asked".into(), exact: false }, false).unwrap();
     until(&scene.other, is_reply);
@@ -272,7 +272,7 @@ fn what_was_asked_when_the_connection_broke_is_answered_once_and_in_order() {
 }
 
 #[test]
-fn a_watch_is_told_at_once_of_all_that_it_has_missed() {
+fn a_watch_reports_all_missed_changes_together_after_a_reconnect() {
     let mut scene = Scene::new();
     for (tag, key) in [(1, "w/stays"), (2, "w/goes")] {
         scene.other.txn(tag, put(key, false)).unwrap();
@@ -293,7 +293,7 @@ fn a_watch_is_told_at_once_of_all_that_it_has_missed() {
 }
 
 #[test]
-fn a_connection_that_falls_silent_is_left_and_its_end_is_not_that_of_the_session() {
+fn a_session_moves_away_from_a_silent_connection_and_survives_its_end() {
     let scene = Scene::with(Duration::from_millis(10), 1000, NoGuard);
     scene.register();
     let way = scene.proxy.way();
@@ -309,7 +309,7 @@ fn a_connection_that_falls_silent_is_left_and_its_end_is_not_that_of_the_session
 }
 
 #[test]
-fn a_session_that_the_store_has_ended_is_lost() {
+fn a_client_cannot_resume_a_session_that_the_store_has_ended() {
     let scene = Scene::new();
     scene.register();
     // Close the connection to the store, as the kernel does when a process dies.
@@ -320,7 +320,7 @@ fn a_session_that_the_store_has_ended_is_lost() {
 }
 
 #[test]
-fn a_store_that_was_started_empty_is_refused_by_those_who_met_another() {
+fn a_client_refuses_an_empty_store_after_it_has_used_another_store() {
     let scene = Scene::new();
     let empty = serve(&scene.runtime);
     let met = scene.client.events().met();
@@ -337,7 +337,7 @@ fn a_store_that_was_started_empty_is_refused_by_those_who_met_another() {
 }
 
 #[test]
-fn a_store_that_stays_away_is_told_of_and_then_lost() {
+fn an_unreachable_store_is_reported_before_the_connection_is_lost() {
     let mut scene = Scene::with(Duration::from_millis(500), 8, NoGuard);
     scene.proxy.stop_listening();
     scene.proxy.reset();
@@ -357,7 +357,7 @@ fn a_store_that_stays_away_is_told_of_and_then_lost() {
 }
 
 #[test]
-fn a_store_that_comes_back_is_told_of() {
+fn a_store_that_is_reachable_again_is_reported() {
     let mut scene = Scene::new();
     scene.register();
     scene.proxy.stop_listening();
@@ -371,7 +371,7 @@ fn a_store_that_comes_back_is_told_of() {
 }
 
 #[test]
-fn a_client_is_closed_while_its_store_is_away() {
+fn a_client_can_be_closed_while_its_store_is_unreachable() {
     let mut scene = Scene::new();
     scene.proxy.stop_listening();
     scene.proxy.reset();
@@ -414,7 +414,7 @@ impl Guard for Slow {
 }
 
 #[test]
-fn the_store_hears_of_a_connection_only_when_the_nursery_holds_it() {
+fn a_resuming_client_sends_nothing_until_the_nursery_holds_the_connection() {
     let guard = Slow::default();
     let scene = Scene::with(Duration::from_millis(100), 300, guard.clone());
     scene.proxy.reset();
@@ -429,7 +429,7 @@ fn the_store_hears_of_a_connection_only_when_the_nursery_holds_it() {
 }
 
 #[test]
-fn a_connection_to_which_the_session_did_not_move_is_given_up() {
+fn the_guard_is_notified_if_a_session_does_not_move_to_a_new_connection() {
     let guard = Slow::default();
     guard.1.notify_one();
     let scene = Scene::with(Duration::from_millis(100), 300, guard.clone());

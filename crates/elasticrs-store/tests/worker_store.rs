@@ -93,7 +93,7 @@ fn the_greeting_may_come_in_pieces() {
 
 /// WS-4
 #[test]
-fn bad_input_ends_its_connection_alone_with_one_line() {
+fn invalid_input_closes_only_its_own_connection_with_one_log_line() {
     let served = served(Limits::default());
     let mut other = served.greeted();
     other.write_all(&request(1, &[b"key", b"value"])).unwrap();
@@ -120,7 +120,7 @@ fn bad_input_ends_its_connection_alone_with_one_line() {
 }
 
 #[test]
-fn a_connection_that_says_nothing_is_closed() {
+fn a_connection_without_a_greeting_is_closed() {
     let served = served(Limits { greeting: Duration::from_millis(300), ..Limits::default() });
     let mut silent = served.connect();
     let mut half = served.connect();
@@ -135,7 +135,7 @@ fn a_connection_that_says_nothing_is_closed() {
 
 /// WS-3, WS-4
 #[test]
-fn a_reader_that_stops_is_closed_and_holds_little() {
+fn a_client_that_stops_reading_is_disconnected_and_holds_little_memory() {
     let limits = Limits { bytes: 20 << 20, stall: Duration::from_secs(2), ..Limits::default() };
     let served = served(limits);
     let mut other = served.greeted();
@@ -153,7 +153,7 @@ fn a_reader_that_stops_is_closed_and_holds_little() {
 
 /// WS-3
 #[test]
-fn what_is_on_its_way_in_counts_too() {
+fn incomplete_requests_count_toward_the_memory_limit() {
     let served = served(Limits { bytes: 1 << 20, ..Limits::default() });
     let mut other = served.greeted();
     let mut large = served.greeted();
@@ -221,7 +221,7 @@ fn close_ends_the_listener_and_every_connection() {
 }
 
 #[test]
-fn it_listens_before_it_is_served_and_is_served_once() {
+fn a_store_accepts_connections_before_serve_and_serves_only_once() {
     let store = WorkerStore::new(None, Port::Any, Limits::default()).unwrap();
     let mut early = TcpStream::connect((Ipv4Addr::LOCALHOST, store.port())).unwrap();
     early.write_all(&GREETING).unwrap();
@@ -236,7 +236,7 @@ fn it_listens_before_it_is_served_and_is_served_once() {
 }
 
 #[test]
-fn all_who_wait_are_woken() {
+fn all_clients_that_wait_for_a_key_are_woken() {
     let served = served(Limits::default());
     let mut wait = vec![6];
     put_number(&mut wait, 1);

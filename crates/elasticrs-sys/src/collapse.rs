@@ -62,13 +62,13 @@ mod tests {
     }
 
     #[test]
-    fn places_are_whole_and_aligned() {
+    fn only_whole_aligned_huge_page_ranges_are_returned() {
         assert_eq!(whole_places(HUGE + 1, 4 * HUGE).collect::<Vec<_>>(), [2 * HUGE, 3 * HUGE]);
         assert_eq!(whole_places(HUGE, 2 * HUGE - 1).count(), 0);
     }
 
     #[test]
-    fn what_was_written_is_still_there() {
+    fn collapsing_memory_keeps_its_content() {
         let memory = vec![7_u8; 3 * HUGE];
         for place in places() {
             // Ignore the result, because not every kernel supports or permits huge pages.

@@ -56,7 +56,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_end_is_no_success() {
+    fn an_unknown_exit_is_not_a_success() {
         assert!(!WorkerExit::Unknown.is_success());
         assert!(WorkerExit::Exited { code: 0 }.is_success());
     }

@@ -64,12 +64,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn this_kernel_is_above_the_floor() {
+    fn this_kernel_is_supported() {
         assert_eq!(check_floor(), Ok(()));
     }
 
     #[test]
-    fn a_kernel_below_the_floor_is_named_in_one_line() {
+    fn an_unsupported_kernel_is_reported_in_one_line() {
         let error = UnsupportedKernel { call: "pidfd_open", source: Errno::ENOSYS };
         assert_eq!(
             error.to_string(),

@@ -132,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_one_side_writes_the_other_one_reads() {
+    fn a_number_written_to_a_shared_page_is_read_through_the_other_mapping() {
         let ours = Page::sealed(c"elasticrs-probe").unwrap();
         let theirs = Page::map(ours.as_fd().try_clone_to_owned().unwrap()).unwrap();
         ours.number().store(7, Ordering::Release);
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_it_cannot_shrink_it() {
+    fn a_process_that_receives_a_shared_page_cannot_shrink_it() {
         let page = Page::sealed(c"elasticrs-probe").unwrap();
         let theirs = page.as_fd().try_clone_to_owned().unwrap();
         assert_eq!(nix::unistd::ftruncate(&theirs, 0), Err(Errno::EPERM));

@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_readable_descriptor_wins() {
+    fn the_first_readable_descriptor_is_returned() {
         let (quiet, _quiet_writer) = io::pipe().unwrap();
         let (ready, mut writer) = io::pipe().unwrap();
         writer.write_all(b"x").unwrap();

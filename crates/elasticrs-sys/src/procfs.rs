@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_our_own_where_we_have_one_pid_in_it() {
+    fn proc_is_of_another_pid_namespace_if_a_status_lists_several_pids() {
         for (status, expected) in [
             ("Pid:\t7\nPPid:\t1\nNSpid:\t7\n", true),
             ("Pid:\t7\n", true),

@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_is_read() {
+    fn proc_shows_the_command_line_and_environment_that_were_set() {
         for (argv, env) in [(["a", ""], ["NAME=value", "EMPTY="]), (["another", "argument"], ["ONE=1", "TWO=2"])] {
             match show(&strings(&argv), &strings(&env)) {
                 // This kernel does not support `PR_SET_MM_MAP`, so skip the test.

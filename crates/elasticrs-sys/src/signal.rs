@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_real_signals_are_accepted() {
+    fn only_valid_signal_numbers_are_accepted() {
         assert_eq!(Signal::new(0), None);
         assert_eq!(Signal::new(-9), None);
         assert_eq!(Signal::new(65), None);
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_the_usual_ones() {
+    fn signals_are_displayed_by_name() {
         assert_eq!(Signal::TERM.to_string(), "SIGTERM");
         assert_eq!(Signal(40).to_string(), "SIG40");
     }

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_with_parentheses_and_blanks_do_not_confuse() {
+    fn process_names_with_parentheses_and_spaces_are_parsed() {
         let stat = Stat::parse(b"42 (a) R 7 (b) S 41 40 39 0 -1\n").unwrap();
         assert_eq!((stat.field(3), stat.field(4), stat.field(8)), (Some('S'), Some(41), Some(-1)));
         assert_eq!(stat.name, "a) R 7 (b");
@@ -71,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_has_one_too() {
+    fn the_stat_file_of_a_thread_can_be_read() {
         let pid = std::process::id().cast_signed();
         let thread = Stat::in_folder(Path::new("/proc/thread-self")).unwrap();
         assert_eq!(thread.field::<i32>(4), Stat::of(pid).unwrap().field(4));

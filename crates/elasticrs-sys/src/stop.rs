@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_pending_is_read_from_the_status() {
+    fn pending_signals_are_read_from_the_status_file() {
         assert!(!is_pending(&own_status(), libc::SIGTSTP));
         let mut set = SigSet::empty();
         set.add(Signal::SIGTSTP);
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn a_status_that_cannot_be_read_is_no_reason_to_go_on() {
+    fn an_unreadable_status_file_counts_as_a_pending_signal() {
         for status in [b"".as_slice(), b"SigPnd:\t", b"SigPnd:\t0000", b"SigPnd:\t00000000000000zz", b"\xff"] {
             assert!(is_pending(status, libc::SIGTSTP), "{status:?}");
         }

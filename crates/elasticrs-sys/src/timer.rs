@@ -19,7 +19,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_timer_is_refused() {
+    fn a_descriptor_that_is_not_a_timer_is_refused() {
         assert_eq!(from_descriptor(nix::unistd::pipe().unwrap().0).unwrap_err(), Errno::EINVAL);
     }
 }

@@ -263,7 +263,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn pieces_end_at_line_ends() {
+    fn long_console_output_is_split_at_line_ends() {
         let mut text = vec![b'a'; 4000];
         text.push(b'\n');
         text.extend([b'b'; 4000]);

@@ -58,12 +58,12 @@ fn a_line_written_in_parts_is_one_line() {
 }
 
 #[test]
-fn blank_lines_are_lines() {
+fn blank_lines_are_shown() {
     assert_eq!(of_one(&[b"\n\na\n\r\n"]), "[0]:\n[0]:\n[0]:a\n[0]:\n");
 }
 
 #[test]
-fn a_newline_is_added_to_the_last_line() {
+fn a_missing_newline_is_added_to_the_last_line() {
     assert_eq!(of_one(&[b"a\nb"]), "[0]:a\n[0]:b\n");
     assert_eq!(of_one(&[b""]), "");
 }
@@ -74,7 +74,7 @@ fn a_carriage_return_before_the_newline_is_part_of_the_line_end() {
 }
 
 #[test]
-fn an_idle_part_is_shown_and_continued_in_place() {
+fn an_idle_partial_line_is_shown_and_continued_in_place() {
     let mut console = Console::new(1);
     console.push(0, b"epoch 1 ...");
     assert_eq!(console.text(), "");
@@ -85,7 +85,7 @@ fn an_idle_part_is_shown_and_continued_in_place() {
 }
 
 #[test]
-fn a_part_that_another_stream_cut_goes_on_as_a_line_of_its_own() {
+fn a_partial_line_interrupted_by_another_stream_continues_on_a_new_line() {
     let mut console = Console::new(2);
     console.push(0, b"epoch 1 ...");
     console.pass(IDLE);
@@ -95,7 +95,7 @@ fn a_part_that_another_stream_cut_goes_on_as_a_line_of_its_own() {
 }
 
 #[test]
-fn a_cut_part_that_ends_with_its_newline_adds_no_blank_line() {
+fn a_newline_after_an_interrupted_partial_line_adds_no_blank_line() {
     let mut console = Console::new(2);
     console.push(0, b"a");
     console.pass(IDLE);
@@ -105,7 +105,7 @@ fn a_cut_part_that_ends_with_its_newline_adds_no_blank_line() {
 }
 
 #[test]
-fn a_line_that_never_rests_is_shown_after_a_second() {
+fn a_partial_line_that_keeps_growing_is_shown_after_one_second() {
     let mut console = Console::new(1);
     for _ in 0..10 {
         console.push(0, b".");
@@ -115,7 +115,7 @@ fn a_line_that_never_rests_is_shown_after_a_second() {
 }
 
 #[test]
-fn nothing_is_due_after_an_idle_part_was_shown() {
+fn no_deadline_is_set_after_an_idle_partial_line_is_shown() {
     let mut console = Console::new(1);
     console.push(0, b"a");
     console.pass(IDLE);
@@ -123,7 +123,7 @@ fn nothing_is_due_after_an_idle_part_was_shown() {
 }
 
 #[test]
-fn the_rest_of_the_line_before_does_not_age_the_next_one() {
+fn the_idle_deadline_restarts_with_each_new_line() {
     let mut console = Console::new(1);
     console.push(0, b"old");
     console.pass(IDLE / 2);
@@ -132,7 +132,7 @@ fn the_rest_of_the_line_before_does_not_age_the_next_one() {
 }
 
 #[test]
-fn an_over_long_line_stays_one_line_when_nobody_interrupts() {
+fn a_very_long_line_is_split_only_when_another_stream_writes() {
     let long = vec![b'x'; MAX_LINE * 2 + 7];
     let mut text = long.clone();
     text.push(b'\n');
@@ -148,13 +148,13 @@ fn an_over_long_line_stays_one_line_when_nobody_interrupts() {
 }
 
 #[test]
-fn of_a_progress_bar_the_last_state_is_shown() {
+fn the_last_state_of_a_progress_bar_is_shown() {
     assert_eq!(of_one(&[b"\r  0%|", b"\r 50%|\r100%|\n", b"done\n"]), "[0]:100%|\n[0]:done\n");
     assert_eq!(of_one(&[b"10%\r", b"20%\r"]), "[0]:20%\n");
 }
 
 #[test]
-fn a_bar_is_shown_once_per_second_and_at_its_end() {
+fn a_progress_bar_is_shown_once_per_second_and_at_its_end() {
     let mut console = Console::new(1);
     for step in 0..40 {
         console.push(0, format!("\r{step}").as_bytes());
@@ -165,7 +165,7 @@ fn a_bar_is_shown_once_per_second_and_at_its_end() {
 }
 
 #[test]
-fn a_slow_bar_is_shown_as_it_moves_and_never_twice() {
+fn each_state_of_a_slow_progress_bar_is_shown_exactly_once() {
     let mut console = Console::new(1);
     for step in 0..3 {
         console.push(0, format!("\r{step}").as_bytes());
@@ -179,13 +179,13 @@ fn a_slow_bar_is_shown_as_it_moves_and_never_twice() {
 }
 
 #[test]
-fn a_wiped_bar_leaves_the_text_that_follows() {
+fn output_that_only_erases_a_progress_bar_is_not_shown() {
     assert_eq!(of_one(&[b"\r 50%|##", b"\r        \rsaved\n"]), "[0]:saved\n");
     assert_eq!(of_one(&[b"\r 50%|##\x1b[2K\r\x1b[2K\r"]), "[0]: 50%|##\x1b[2K\n");
 }
 
 #[test]
-fn a_bar_after_a_shown_part_begins_a_new_line() {
+fn a_progress_bar_after_a_partial_line_starts_on_a_new_line() {
     let mut console = Console::new(1);
     console.push(0, b"load");
     console.pass(IDLE);
@@ -194,7 +194,7 @@ fn a_bar_after_a_shown_part_begins_a_new_line() {
 }
 
 #[test]
-fn what_is_held_is_bounded() {
+fn the_buffered_bytes_of_a_stream_are_limited() {
     let mut console = Console::new(1);
     for _ in 0..10 {
         console.push(0, b"\rx");
@@ -218,14 +218,14 @@ fn chunked(text: &[u8], cuts: &[prop::sample::Index]) -> Vec<Vec<u8>> {
 
 proptest! {
     #[test]
-    fn chunking_makes_no_difference(text in text(), cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20)) {
+    fn chunking_of_the_input_does_not_change_the_output(text in text(), cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..20)) {
         let chunks = chunked(&text, &cuts);
         let chunks: Vec<&[u8]> = chunks.iter().map(Vec::as_slice).collect();
         prop_assert_eq!(of_one(&chunks), of_one(&[&text]));
     }
 
     #[test]
-    fn chunking_of_long_lines_makes_no_difference(
+    fn chunking_of_long_lines_does_not_change_the_output(
         lengths in prop::collection::vec(0..3 * MAX_LINE, 1..3),
         cuts in prop::collection::vec(any::<prop::sample::Index>(), 0..10),
     ) {
@@ -298,7 +298,7 @@ proptest! {
     /// While the splitter holds back bytes, a deadline is set. Calling `tick` at the deadline emits all of the bytes or
     /// sets a later deadline.
     #[test]
-    fn deadlines_are_met_and_end(steps in prop::collection::vec(("[ab\r\n ]{0,5}", 0..400_u64), 0..40)) {
+    fn a_stream_has_no_deadline_after_four_ticks_at_its_deadlines(steps in prop::collection::vec(("[ab\r\n ]{0,5}", 0..400_u64), 0..40)) {
         let mut console = Console::new(1);
         for (text, pause) in &steps {
             console.push(0, text.as_bytes());

@@ -98,13 +98,13 @@ mod tests {
     }
 
     #[test]
-    fn the_parts_of_a_line_are_decided_on_together() {
+    fn a_line_received_in_parts_is_matched_as_a_whole() {
         let units = [Unit::Part(b"an ap"), Unit::Part(b"p"), Unit::Rest(b"le"), Unit::Part(b"ap"), Unit::Rest(b"")];
         assert_eq!(passed(&["apple"], &units), [b"an apple".to_vec()]);
     }
 
     #[test]
-    fn an_endless_line_is_not_held_for_ever() {
+    fn a_line_without_an_end_is_passed_on_once_it_is_too_long() {
         let part = vec![b'a'; LONGEST / 2];
         let units = [Unit::Part(&part), Unit::Part(&part), Unit::Part(&part)];
         assert_eq!(passed(&["a"], &units).len(), 1);

@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_lines_come_in_order() {
+    fn the_last_lines_are_returned_in_order() {
         assert_eq!(lines_of(b"a\nb\nc\n", 2, 100), ["b", "c"]);
         assert_eq!(lines_of(b"a\nb\nc", 2, 100), ["b", "c"]);
         assert_eq!(lines_of(b"a\n\n", 5, 100), ["a", ""]);
@@ -72,7 +72,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_the_window_cuts_is_left_out_unless_it_is_alone() {
+    fn a_line_cut_by_the_byte_limit_is_omitted_unless_it_is_the_only_line() {
         assert_eq!(lines_of(b"abcdef\nxyz\n", 5, 6), ["xyz"]);
         assert_eq!(lines_of(b"abcdef\n", 5, 4), ["def"]);
         assert_eq!(lines_of(b"ab\nc\nxyz\n", 5, 6), ["c", "xyz"]);

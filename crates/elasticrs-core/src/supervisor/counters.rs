@@ -128,7 +128,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_loop_is_at_work_until_it_waits() {
+    fn the_event_loop_counts_as_busy_until_it_waits() {
         let turn = Turn::default();
         assert!(turn.at_work().is_some());
         turn.waits();
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timer_is_late_beyond_the_limit() {
+    fn an_expired_timer_counts_as_late_only_beyond_the_limit() {
         let counts = TimerCounters::default();
         counts.add_expired(LATE_NS);
         counts.add_expired(LATE_NS + 1);

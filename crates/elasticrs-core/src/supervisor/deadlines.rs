@@ -124,7 +124,7 @@ mod tests {
     }
 
     #[test]
-    fn the_earliest_passed_deadline_comes_first() {
+    fn passed_deadlines_are_returned_earliest_first() {
         let t0 = Instant::now();
         let mut deadlines = Deadlines::default();
         deadlines.arm(Timer::GiveUp, ms(20), t0);
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frozen_deadline_moves_by_the_pause() {
+    fn a_frozen_deadline_is_extended_by_the_pause() {
         let t0 = Instant::now();
         let mut deadlines = Deadlines::default();
         deadlines.arm(Timer::Kill, ms(10), t0);
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hastened_deadline_never_moves_away() {
+    fn hastening_a_deadline_never_delays_it() {
         let t0 = Instant::now();
         let mut deadlines = Deadlines::default();
         deadlines.hasten(Timer::Kill, ms(30), t0);
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn a_delay_beyond_the_clocks_range_is_no_error() {
+    fn a_delay_beyond_the_range_of_the_clock_is_accepted() {
         let t0 = Instant::now();
         let mut deadlines = Deadlines::default();
         deadlines.arm(Timer::Kill, Duration::MAX, t0);

@@ -442,7 +442,7 @@ mod tests {
         File \"b.py\", line 9 in <module>\n";
 
     #[test]
-    fn the_frame_is_that_of_the_thread_that_answered() {
+    fn the_innermost_frame_comes_from_the_current_thread_or_else_the_last() {
         assert_eq!(innermost_frame(DUMP).as_deref(), Some("File \"b.py\", line 7 in all_reduce"));
         let others = DUMP.replace("Current thread", "Thread");
         assert_eq!(innermost_frame(&others).as_deref(), Some("File \"b.py\", line 7 in all_reduce"));
@@ -450,7 +450,7 @@ mod tests {
     }
 
     #[test]
-    fn what_py_spy_writes_is_read_as_well() {
+    fn the_innermost_frame_is_read_from_py_spy_output() {
         let output = "Process 7: python train.py\nPython v3.11.7 (/usr/bin/python3.11)\n\n\
             Thread 9 (idle): \"T 1 (x)\"\n    Condition.wait (/lib/threading.py:327)\n\
             Thread 7 (active): \"MainThread\"\n    Loader.<locals>.read (/data (old)/a:b.py:41)\n    <module> (/b.py:9)\n";
@@ -475,7 +475,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_no_handler_gets_no_signal() {
+    fn a_process_without_a_stack_dump_handler_gets_no_signal() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
         let pid = child.id().cast_signed();
         assert!(!has_handler(pid));
@@ -494,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_plain_file_is_not_opened() {
+    fn evidence_files_that_are_fifos_or_symlinks_are_not_opened() {
         let folder = tempfile::tempdir().unwrap();
         let (fifo, link) = (folder.path().join("fifo"), folder.path().join("link"));
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -510,7 +510,7 @@ mod tests {
     }
 
     #[test]
-    fn the_stacks_of_a_crash_stay_in_their_file() {
+    fn the_stacks_file_is_emptied_unless_it_contains_a_crash() {
         let folder = tempfile::tempdir().unwrap();
         let files = EvidenceFiles { stacks: folder.path().join("stacks"), report: folder.path().join("hang.txt") };
         for (crash, left) in [("", 0), ("Fatal Python error: Segmentation fault\n\n", DUMP.len() * 2 + 40)] {
@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_requested_from_a_thread_that_waits_for_it() {
+    fn a_flight_record_is_requested_only_from_a_waiting_thread() {
         let folder = tempfile::tempdir().unwrap();
         let files =
             EvidenceFiles { stacks: folder.path().join("error.json.fault"), report: folder.path().join("hang.txt") };
@@ -556,7 +556,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_that_cannot_be_written_is_told() {
+    fn a_failure_to_write_the_hang_report_is_reported() {
         let files = EvidenceFiles { stacks: "/nonexistent/a".into(), report: "/nonexistent/hang.txt".into() };
         let found = gather(subject(own_pid(), &files), None, &GatheringLimit::until(Instant::now() + LIMIT));
         assert!(found.problem.as_deref().is_some_and(|problem| problem.contains("/nonexistent/hang.txt")));

@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn cpu_time_delay_bytes_and_disks_are_progress() {
+    fn cpu_time_scheduling_delay_and_disk_io_count_as_progress() {
         let before = quiet();
         let after = Sample { at: before.at + Duration::from_secs(5), ..before };
         let is_progress = |change: fn(&mut Sample)| {
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_waits_makes_no_progress_until_it_or_its_child_writes() {
+    fn bytes_written_by_a_child_process_count_as_progress() {
         // `cat` copies its input to its output. It is a child of the shell, so all bytes are written by a descendant of
         // the sampled process.
         let mut child = shell("cat; true");

@@ -448,7 +448,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_of_the_runtime_is_an_error_and_not_a_hang() {
+    fn a_runtime_panic_is_reported_and_closes_the_supervisor() {
         let supervisor = idle_supervisor();
         supervisor.send(Command::Panic).unwrap();
         let hang = Some(Duration::from_secs(60));
@@ -464,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn a_forked_child_leaves_the_fifo_of_its_parent_alone() {
+    fn a_forked_child_does_not_remove_the_timer_fifo_of_its_parent() {
         let mut supervisor = idle_supervisor();
         let directory = tempfile::tempdir().unwrap();
         let path = supervisor.watch_timers(Some(&directory.path().join("fifo"))).unwrap();

@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn events_come_out_in_order_and_each_once() {
+    fn each_event_is_returned_once_and_in_order() {
         let queue = Queue::new().unwrap();
         for message in ["a", "b", "c"] {
             queue.push(event(message));
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn watched_descriptors_come_before_events() {
+    fn a_ready_descriptor_is_returned_before_queued_events() {
         let queue = Queue::new().unwrap();
         let (reader, mut writer) = io::pipe().unwrap();
         queue.watch(reader.as_raw_fd());

@@ -209,7 +209,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_start_that_is_stopped_ends_as_stopped_unless_it_has_failed() {
+    fn a_stopped_start_is_reported_as_stopped_unless_it_failed() {
         let exit = NurseryExit { exit: WorkerExit::Unknown, hung: false };
         let failure = StartFailure::Worker { local_rank: 0, stage: Stage::Exec, errno: 2, subject: String::new() };
         let mut starting = Starting::new(&group(false));
@@ -223,7 +223,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_stop_during_the_start_follows_what_happened_before_it() {
+    fn a_stop_during_the_start_is_applied_after_all_other_early_inputs() {
         let own = std::process::id().cast_signed();
         let mut starting = Starting::new(&group(false));
         starting.stop(TERM);

@@ -192,7 +192,7 @@ sys.stdin.read()
     }
 
     #[test]
-    fn a_subreaper_that_reaps_no_orphans_is_reported_once_for_each_worker() {
+    fn a_subreaper_with_many_zombies_is_reported_once_per_worker() {
         let (few, many) = (subreaper(MANY - 1), subreaper(MANY));
         let [few_pid, many_pid] = [&few, &many].map(|child| child.id().cast_signed());
         let workers = [(0, few_pid), (3, many_pid)];
@@ -238,7 +238,7 @@ sys.stdin.read()
     }
 
     #[test]
-    fn a_scan_is_skipped_while_there_are_few_processes() {
+    fn a_zombie_scan_is_skipped_while_there_are_too_few_processes() {
         for (newest, processes, now, expected) in [
             (1000, 0, 1000, false),
             (1000, 0, 1255, false),
@@ -254,7 +254,7 @@ sys.stdin.read()
     }
 
     #[test]
-    fn a_slow_scan_is_followed_by_a_long_pause() {
+    fn a_zombie_scan_is_skipped_until_the_pause_is_over() {
         let mut scanner = Scanner { rest_until: Some(Instant::now() + Duration::from_secs(600)), ..Scanner::default() };
         let none = Subjects { workers: Vec::new(), agent: true };
         assert!(scanner.scan(&none).is_empty());

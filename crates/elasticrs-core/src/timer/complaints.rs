@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_kind_is_told_once_and_then_rarely_with_a_count() {
+    fn each_kind_of_refusal_is_reported_once_and_then_rarely_with_a_count() {
         let (t0, mut complaints) = (Instant::now(), Complaints::default());
         let first = complaints.add(Refusal::Malformed, t0, || "x".into()).unwrap();
         assert_eq!(first, "a timer record was refused, because it is not a timer record: x");
@@ -71,14 +71,14 @@ mod tests {
     }
 
     #[test]
-    fn timers_that_are_not_told_are_counted() {
+    fn timers_that_are_not_reported_are_counted() {
         let said = more_timers(937).unwrap();
         assert_eq!(said, "937 more timers expired without a signal: at most 64 a minute are reported");
         assert_eq!(more_timers(0), None);
     }
 
     #[test]
-    fn control_characters_do_not_reach_the_terminal() {
+    fn record_excerpts_are_short_and_escape_control_characters() {
         assert_eq!(excerpt(b"\x1b[2J\xff"), "\\x1b[2J\\xff");
         assert_eq!(excerpt(&[b'a'; 5000]).chars().count(), 121);
     }

@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn ours_alone_and_gone_afterwards() {
+    fn a_default_fifo_is_private_and_removed_when_dropped() {
         let fifo = Fifo::create(None).unwrap();
         let (path, directory) = (fifo.path().to_owned(), fifo.path().parent().unwrap().to_owned());
         assert_eq!((mode(&path), mode(&directory)), (0o600, 0o700));
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_there_already_is_left_alone() {
+    fn an_existing_file_or_symlink_at_the_fifo_path_is_not_changed() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("file");
         fs::write(&file, "precious").unwrap();
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_others_may_open_is_left_alone() {
+    fn an_existing_fifo_is_refused_unless_its_mode_is_0600() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("fifo");
         mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn two_servers_never_share_one_and_a_dead_ones_is_taken_over() {
+    fn an_unused_fifo_is_taken_over_but_never_shared_by_two_servers() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("fifo");
         mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn one_that_cannot_be_opened_is_not_left_behind() {
+    fn a_new_fifo_that_cannot_be_opened_is_removed() {
         let directory = tempfile::tempdir().unwrap();
         let (ours, theirs) = (directory.path().join("ours"), directory.path().join("theirs"));
         mkfifo(&theirs, Mode::S_IRUSR | Mode::S_IWUSR).unwrap();
@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_else_put_in_its_place_stays() {
+    fn a_file_that_replaced_the_fifo_is_not_removed() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("fifo");
         let fifo = Fifo::create(Some(&path)).unwrap();

@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_too_long_costs_nobody_else() {
+    fn a_line_that_is_too_long_does_not_affect_other_lines() {
         let long = vec![b'x'; 3 * MAX_LINE];
         let seen = lines_of(&[b"a\n", &long, &long, b"\nb\n"]);
         assert_eq!(seen, [Some(b"a".to_vec()), None, Some(b"b".to_vec())]);
@@ -73,7 +73,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn how_bytes_arrive_does_not_matter(
+        fn the_lines_do_not_depend_on_how_the_bytes_are_chunked(
             text in proptest::collection::vec(prop_oneof![4 => Just(b'x'), 1 => Just(b'\n')], 0..400),
             cuts in proptest::collection::vec(0_usize..400, 0..20),
         ) {

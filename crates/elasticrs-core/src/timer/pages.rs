@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_was_handed_out_is_found_again_by_its_descriptor() {
+    fn a_shared_heartbeat_page_can_be_opened_from_its_descriptor() {
         let (descriptor, name) = HeartbeatPage::new(0).unwrap().share(None).unwrap();
         assert!(name.starts_with(&format!("{}:", descriptor.as_raw_fd())));
         let theirs = HeartbeatPage::of(descriptor.try_clone().unwrap(), 0).unwrap();
@@ -128,12 +128,12 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_page_says_nothing() {
+    fn an_empty_page_has_no_heartbeat() {
         assert_eq!(HeartbeatPage::new(0).unwrap().read(7), RankState::NoHeartbeat);
     }
 
     #[test]
-    fn steps_are_the_spans_that_end_with_a_heartbeat() {
+    fn step_durations_are_the_intervals_that_end_with_a_heartbeat() {
         let page = HeartbeatPage::new(0).unwrap();
         for (place, time) in [(0, 101), (1, 111), (2, 140), (3, 160), (4, 171)] {
             put(&page, TIMES + place, time);
@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_a_time_of_a_heartbeat_is_left_out() {
+    fn implausible_heartbeat_times_are_ignored() {
         let page = HeartbeatPage::new(1000).unwrap();
         put(&page, COUNT, 9);
         for (place, time) in [(0, 7), (1, u64::MAX), (2, 2001 + SLACK)] {
@@ -162,7 +162,7 @@ mod tests {
     /// Simulates a worker (`heartbeats.py`) that writes to the shared memory while it is being read. Repeats the test
     /// for every moment at which the writes can start.
     #[test]
-    fn a_limit_is_never_seen_without_the_heartbeat_that_began_it() {
+    fn a_section_limit_is_never_read_without_the_heartbeat_that_started_it() {
         const STARTED: u64 = 1001;
         const LEAVE: u64 = 90_001;
         let enter = [(TIMES + 1, 50_001), (COUNT, 2), (NAME, u64::from_ne_bytes(*b"evaluati")), (LIMIT, 7)];
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_is_exiting_until_it_gives_another_heartbeat() {
+    fn a_worker_counts_as_exiting_until_it_sends_another_heartbeat() {
         let page = HeartbeatPage::new(0).unwrap();
         for (word, value) in [(TIMES, 51), (TIMES + 1, 60), (COUNT, 2)] {
             put(&page, word, value);
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_section_has_a_name_and_a_limit_or_none() {
+    fn the_name_and_limit_of_a_section_are_read_from_the_page() {
         let page = HeartbeatPage::new(0).unwrap();
         put(&page, COUNT, 1);
         put(&page, TIMES, 50);

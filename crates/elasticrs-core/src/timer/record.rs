@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn records_of_torchs_client_are_read() {
+    fn timer_records_of_the_torch_client_are_read() {
         let acquire = parse(TORCH.as_bytes()).unwrap();
         assert_eq!((acquire.pid, &*acquire.scope, acquire.start_time), (42, "a.py#7", None));
         let (expires, deadline_ns, signal, at) = (1_700_000_000.25, None, Some(Signal::KILL), None);
@@ -150,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn an_invalid_record_is_refused_with_its_reason() {
         let cases = [
             ("", Refusal::Malformed),
             ("[1, 2]", Refusal::Malformed),
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn no_signal_means_that_it_is_only_told() {
+    fn a_record_with_a_signal_number_below_one_has_no_signal() {
         for signal in ["0", "-1"] {
             let record = parse(TORCH.replace(": 9", &format!(": {signal}")).as_bytes()).unwrap();
             assert!(matches!(record.request, Request::Acquire { signal: None, .. }));
@@ -180,7 +180,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_record_after_half_a_line_is_found(cut in 0..TORCH.len(), other in any::<u16>()) {
+        fn a_record_after_a_truncated_record_is_found(cut in 0..TORCH.len(), other in any::<u16>()) {
             let whole = TORCH.replace("42", &(i32::from(other) + 1).to_string());
             let found = all(&format!("{}{whole}", &TORCH[..cut]));
             prop_assert_eq!(found.last().unwrap(), &parse(whole.as_bytes()));
@@ -188,14 +188,14 @@ mod tests {
         }
 
         #[test]
-        fn no_bytes_do_any_harm(line in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn a_line_of_random_bytes_yields_one_or_two_results(line in proptest::collection::vec(any::<u8>(), 0..300)) {
             let mut count = 0;
             read(&line, |_| count += 1);
             prop_assert!((1..=2).contains(&count));
         }
 
         #[test]
-        fn a_damaged_record_does_no_harm(at in 0..TORCH.len(), byte in any::<u8>()) {
+        fn a_record_with_a_wrong_byte_never_has_an_invalid_pid(at in 0..TORCH.len(), byte in any::<u8>()) {
             let mut line = TORCH.as_bytes().to_vec();
             line[at] = byte;
             read(&line, |record| {

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_scope_replaces_and_release_removes() {
+    fn acquire_replaces_a_timer_of_the_same_scope_and_release_removes_it() {
         let mut timers = Timers::default();
         assert!(timers.acquire(1, "a", Stamp(10), terms()));
         assert!(timers.acquire(1, "a", Stamp(30), terms()));
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn others_of_the_same_process_are_counted_and_end_with_it() {
+    fn other_timers_of_a_process_are_counted_and_removed_with_the_process() {
         let mut timers = Timers::default();
         for (scope, deadline) in [("a", 1), ("b", 2), ("c", 3)] {
             timers.acquire(1, scope, Stamp(deadline), terms());
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_suspended_group_has_no_deadlines() {
+    fn timers_do_not_expire_while_the_group_is_suspended() {
         let mut timers = Timers::default();
         timers.acquire(1, "a", Stamp(100), terms());
         timers.freeze(Stamp(40));
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_an_end_to_what_is_kept() {
+    fn the_number_of_timers_is_limited() {
         let mut timers = Timers::default();
         for number in 0..MAX_TIMERS {
             assert!(timers.acquire(1, &number.to_string(), Stamp(7), terms()));
@@ -220,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn any_wall_clock_is_a_moment() {
+    fn any_wall_clock_time_converts_to_a_monotonic_time() {
         let now = Stamp(5_000_000_000);
         assert_eq!(on_monotonic(101.5, 100.0, now), Stamp(6_500_000_000));
         assert_eq!(on_monotonic(98.0, 100.0, now), Stamp(3_000_000_000));
@@ -252,7 +252,7 @@ mod tests {
     proptest! {
         /// Compares the table with a simple model: a map from each timer to its remaining time.
         #[test]
-        fn it_does_as_a_list_would(steps in proptest::collection::vec(step(), 0..200)) {
+        fn the_timer_table_behaves_like_a_simple_model(steps in proptest::collection::vec(step(), 0..200)) {
             let (mut timers, mut now, mut frozen) = (Timers::default(), 1000_u64, false);
             let mut model: BTreeMap<(i32, String), u64> = BTreeMap::new();
             for step in steps {

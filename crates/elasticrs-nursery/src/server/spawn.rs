@@ -256,18 +256,18 @@ mod tests {
     }
 
     #[test]
-    fn a_program_with_a_slash_is_not_searched_for() {
+    fn a_program_with_a_slash_is_not_searched_in_path() {
         assert_eq!(paths("./a", &["PATH=/x"]), ["./a"]);
     }
 
     #[test]
-    fn the_path_is_that_of_the_workers_environment() {
+    fn the_search_path_comes_from_the_environment_of_the_worker() {
         assert_eq!(paths("a", &["HOME=/h", "PATH=/x::/y"]), ["/x/a", "a", "/y/a"]);
         assert_eq!(paths("a", &[]), ["/bin/a", "/usr/bin/a"]);
     }
 
     #[test]
-    fn what_cannot_be_a_program_is_refused() {
+    fn an_empty_program_name_is_refused() {
         assert_eq!(candidates(&process("", &[])), Err(Errno::ENOENT));
     }
 }

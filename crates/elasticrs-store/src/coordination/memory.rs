@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_shared_counts_once_and_all_of_it_is_given_back() {
+    fn shared_messages_are_counted_once_and_all_memory_is_released() {
         let all = Rc::new(Held::default());
         let message = Message::new(&all, vec![0; 100]);
         let other = Rc::clone(&message);

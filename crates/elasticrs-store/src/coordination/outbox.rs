@@ -194,7 +194,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_long_message_is_not_counted() {
+    fn one_long_message_does_not_count_toward_the_outbox_limit() {
         let all = Rc::new(Held::default());
         let outbox = Outbox::new(&all, ([127, 0, 0, 1], 1).into());
         let push = |length| outbox.push(Message::new(&all, vec![0; length]));
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[tokio::test(flavor = "current_thread")]
-    async fn what_was_sent_of_a_long_message_gives_no_room_to_others() {
+    async fn a_partly_sent_long_message_leaves_no_extra_room_for_other_messages() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let (stream, peer) = listener.accept().await.unwrap();

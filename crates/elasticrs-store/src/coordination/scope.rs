@@ -96,7 +96,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_request_is_allowed_if_its_keys_begin_with_the_scope(key in "(/own|/ow|x)?[/a-z]{0,3}") {
+        fn a_request_is_allowed_only_if_all_its_keys_start_with_the_scope(key in "(/own|/ow|x)?[/a-z]{0,3}") {
             for request in requests(&key) {
                 prop_assert_eq!(allows(Some("/own/"), &request), key.starts_with("/own/"), "{:?}", request);
                 prop_assert!(allows(None, &request));

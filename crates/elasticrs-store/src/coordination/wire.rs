@@ -436,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn another_program_is_known_by_its_first_byte() {
+    fn another_protocol_is_detected_by_its_first_wrong_byte() {
         assert_eq!(frames_of(&[b"G"], 10), Err(Broken::Foreign));
         assert_eq!(frames_of(&[&MAGIC[..4], b"x"], 10), Err(Broken::Foreign));
     }
@@ -451,7 +451,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_split_gives_the_same_frames(bodies in vec(vec(any::<u8>(), 1..50), 0..10), cuts in vec(1..20_usize, 1..40)) {
+        fn the_frames_do_not_depend_on_how_the_stream_is_split(bodies in vec(vec(any::<u8>(), 1..50), 0..10), cuts in vec(1..20_usize, 1..40)) {
             let mut stream = MAGIC.to_vec();
             for body in &bodies {
                 stream.extend_from_slice(&u32::try_from(body.len()).unwrap().to_le_bytes());
@@ -469,7 +469,7 @@ mod tests {
         }
 
         #[test]
-        fn random_bytes_reserve_no_more_than_came(bytes in vec(any::<u8>(), 0..300), greeted: bool) {
+        fn random_bytes_do_not_cause_a_large_allocation(bytes in vec(any::<u8>(), 0..300), greeted: bool) {
             let mut frames = Frames::new(MAX_ANSWER);
             if greeted { frames.feed(&MAGIC); }
             frames.feed(&bytes);

@@ -146,7 +146,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_card_is_read_as_it_was_written(
+        fn a_card_is_read_back_unchanged(
             lease in 1..=i64::MAX, nonce: Nonce, port: u16, seal: Seal, hosts in prop::collection::vec("[a-z0-9.:-]{1,20}", 0..3),
         ) {
             let card = Card { lease, nonce, port, seal, hosts };
@@ -158,14 +158,14 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_may_stand_in_a_card(lease: i64, value: Vec<u8>) {
+        fn a_card_decoded_from_random_bytes_encodes_to_the_same_card(lease: i64, value: Vec<u8>) {
             if let Some(card) = Card::decode(lease, &value) {
                 prop_assert_eq!(Card::decode(lease, &card.encode()), Some(card));
             }
         }
 
         #[test]
-        fn a_hello_is_read_as_it_was_said(lease: i64, nonce: Nonce, at in 0..HELLO) {
+        fn a_hello_is_decoded_unchanged_and_a_wrong_bit_is_noticed(lease: i64, nonce: Nonce, at in 0..HELLO) {
             let hello = Hello { lease, nonce };
             let mut bytes: [u8; HELLO] = hello.encode().try_into().unwrap();
             prop_assert_eq!(Hello::decode(&bytes), Some(hello));

@@ -387,7 +387,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_error_of_a_write_is_kept() {
+    fn the_error_of_a_failed_write_is_recorded() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build().unwrap();
         runtime.block_on(async {
             let (stream, peer) = UnixStream::pair().unwrap();
@@ -404,13 +404,13 @@ mod tests {
     }
 
     #[test]
-    fn an_alarm_is_that_of_some_member() {
+    fn a_full_etcd_database_is_reported_with_a_hint_about_etcdctl_alarm() {
         let error = failure(code::RESOURCE_EXHAUSTED, "etcdserver: mvcc: database space exceeded").into_error();
         assert_eq!((error.kind, error.message.contains("etcdctl alarm")), (LostKind::Limit, true));
     }
 
     #[test]
-    fn the_kind_of_an_error_follows_from_its_text_or_else_from_its_code() {
+    fn the_kind_of_an_error_depends_on_its_text_or_else_on_its_code() {
         let cases = [
             (3, "etcdserver: revision of auth store is old", LostKind::Timeout, true),
             (8, "etcdserver: too many requests", LostKind::Timeout, true),

@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_text_is_kept_and_has_no_error() {
+    fn an_unknown_error_text_is_kept_but_matches_no_known_error() {
         let status = Status::new(code::INVALID_ARGUMENT, "etcdserver: too many users");
         assert_eq!((status.error, &*status.message), (None, "too many users"));
         assert_eq!(Status::new(2, "permission denied").error, None);

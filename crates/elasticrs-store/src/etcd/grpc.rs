@@ -258,19 +258,19 @@ mod tests {
     use crate::etcd::messages::KeyValue;
 
     #[test]
-    fn quoted_text_is_read() {
+    fn percent_encoded_text_is_decoded() {
         assert_eq!(unquoted("a%20b%C3%A4%zz%"), "a bä%zz%");
     }
 
     #[test]
-    fn an_answer_that_is_too_large_is_known_by_its_head() {
+    fn an_answer_that_is_too_large_is_refused_by_its_length_prefix() {
         let length = MAX_ANSWER + 1;
         let mut buffer = BytesMut::from(&[&[0][..], &u32::try_from(length).unwrap().to_be_bytes()].concat()[..]);
         assert_eq!(cut(&mut buffer), Err(CallError::TooLarge(length)));
     }
 
     #[test]
-    fn an_answer_without_a_status_was_cut_off() {
+    fn an_answer_without_a_grpc_status_counts_as_broken() {
         assert!(matches!(status(None), Err(CallError::Broken(_))));
         let mut headers = HeaderMap::new();
         headers.insert(STATUS, HeaderValue::from_static("0"));
@@ -282,7 +282,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_split_gives_the_same_messages(values in vec(vec(any::<u8>(), 0..50), 0..8), size in 1..30_usize) {
+        fn the_messages_do_not_depend_on_how_the_stream_is_split(values in vec(vec(any::<u8>(), 0..50), 0..8), size in 1..30_usize) {
             let sent: Vec<_> = values.into_iter().map(|value| KeyValue { value, ..KeyValue::default() }).collect();
             let stream: Vec<u8> = sent.iter().flat_map(|message| framed(message).to_vec()).collect();
             let mut buffer = BytesMut::new();
@@ -298,7 +298,7 @@ mod tests {
         }
 
         #[test]
-        fn random_bytes_reserve_no_more_than_came(bytes in vec(any::<u8>(), 0..300)) {
+        fn random_bytes_do_not_cause_a_large_allocation(bytes in vec(any::<u8>(), 0..300)) {
             let mut buffer = BytesMut::new();
             buffer.extend_from_slice(&bytes);
             while let Ok(Some(_)) = cut(&mut buffer) {}

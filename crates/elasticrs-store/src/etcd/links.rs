@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_is_retried_on_the_same_connection_soon_after_an_election() {
+    fn a_request_is_retried_soon_on_the_same_connection_if_etcd_has_no_leader() {
         // The clock of this runtime advances only while all tasks are waiting, so `elapsed` measures only waiting time.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         tokio::task::LocalSet::new().block_on(&runtime, async {
@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_callers_are_answered_as_the_limit_says_and_further_ones_are_closed() {
+    fn callers_beyond_the_limit_are_disconnected() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -96,7 +96,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_request_that_never_succeeds_has_its_limit_of_time_with_etcd(attempts in vec(an_attempt(), 1..400)) {
+        fn outages_do_not_count_toward_the_time_limit_of_a_request(attempts in vec(an_attempt(), 1..400)) {
             let start = 7 * MS;
             let mut retries = Retries::begin(start, Duration::from_millis(LIMIT));
             let (mut now, mut counted, mut reports) = (start, 0, 0);
@@ -117,7 +117,7 @@ mod tests {
         }
 
         #[test]
-        fn an_outage_that_began_before_the_request_takes_nothing_from_it(early in 0..100_u64, length in 0..100_u64) {
+        fn an_outage_from_before_a_request_does_not_shorten_its_time_limit(early in 0..100_u64, length in 0..100_u64) {
             let mut retries = Retries::begin(early, Duration::from_millis(LIMIT));
             let before = retries.deadline();
             retries.skip(PastOutage { begun: 0, ended: early + length, pause: 0 });
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_reason_is_told() {
+    fn the_last_failure_reason_is_reported() {
         let mut retries = Retries::begin(0, Duration::from_secs(60));
         assert!(retries.why().contains("did not answer"));
         retries.fail(1, "one");

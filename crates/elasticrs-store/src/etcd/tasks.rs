@@ -101,7 +101,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_attempted_task_is_overlooked(steps in vec(prop_oneof![
+        fn iteration_finds_all_attempted_tasks(steps in vec(prop_oneof![
             Just(Step::Request), Just(Step::Reconnect), Just(Step::ForgottenWatch), Just(Step::Attempt), Just(Step::Finish),
         ], 1..60)) {
             let mut tasks = Tasks::default();

@@ -148,7 +148,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn only_an_answer_extends_the_deadline_and_from_when_it_was_sent(
+        fn an_answered_keep_alive_extends_the_deadline_from_its_send_time(
             steps in prop::collection::vec(a_step(), 1..60),
         ) {
             let mut now = MS;

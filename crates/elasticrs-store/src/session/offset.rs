@@ -66,12 +66,12 @@ mod tests {
     const S: u64 = 1_000_000_000;
 
     #[test]
-    fn without_an_answer_nothing_is_known() {
+    fn there_is_no_clock_offset_estimate_without_an_answer() {
         assert_eq!(Offset::default().estimate(5, 5), None);
     }
 
     #[test]
-    fn the_quickest_answer_counts_until_it_is_old() {
+    fn the_clock_offset_comes_from_the_fastest_recent_answer() {
         let mut offset = Offset::default();
         offset.add(10 * S, 10 * S + 1_000, 1000 * S);
         offset.add(11 * S, 11 * S + 100_000_000, 1001 * S + 10_000_000);
@@ -82,7 +82,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_was_set_is_believed() {
+    fn the_clock_offset_follows_a_step_of_the_clock() {
         let mut offset = Offset::default();
         offset.add(10 * S, 10 * S, 1000 * S);
         offset.add(11 * S, 11 * S + 2_000, 2001 * S);
@@ -91,7 +91,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_truth_is_within_the_stated_error(
+        fn the_true_clock_offset_is_within_the_estimated_error(
             delays in prop::collection::vec((0..50_000_000_u64, 0..50_000_000_u64), 1..40),
             apart in -1_000_000_000_000_i64..1_000_000_000_000,
         ) {

@@ -149,7 +149,7 @@ mod tests {
     proptest! {
         /// For any sequence of outages, the user is notified in time and not too often.
         #[test]
-        fn the_user_is_reported_in_time_and_not_flooded(
+        fn outages_are_reported_in_time_and_not_too_often(
             times in prop::collection::vec((0..20 * SECOND, 0..20 * SECOND), 1..100), lease in 10..100_u64,
         ) {
             let (mut now, mut reported, mut lines) = (SECOND, None, Vec::new());
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn pauses_grow_until_the_connections_have_held_for_some_time() {
+    fn reconnect_pauses_grow_until_a_connection_has_been_stable() {
         let milliseconds = Duration::from_millis;
         let pauses = Pauses { first: milliseconds(10), second: milliseconds(100), last: milliseconds(500) };
         let (mut backoff, mut now) = (Backoff::new(pauses), SECOND);
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn how_long_it_was_away_is_counted_from_the_first_unanswered_question() {
+    fn an_outage_is_counted_from_the_first_unanswered_request() {
         let over = |unanswered| {
             let mut outage = Outage::new("it".into(), 103 * SECOND, unanswered, 200 * SECOND, None);
             outage.notice(104 * SECOND, "why");

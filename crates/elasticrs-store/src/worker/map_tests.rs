@@ -283,7 +283,7 @@ fn sorted(op: &Op, reply: &[u8]) -> Vec<u8> {
 
 proptest! {
     #[test]
-    fn it_does_what_the_model_does(ops in vec((0..4_u64, op()), 0..60)) {
+    fn the_map_behaves_like_the_model(ops in vec((0..4_u64, op()), 0..60)) {
         let mut map = Map::new(1 << 20);
         let mut model = Model::default();
         for (from, op) in &ops {
@@ -318,7 +318,7 @@ proptest! {
     }
 
     #[test]
-    fn the_limit_holds(ops in vec((0..4_u64, op()), 0..200), limit in 0..2000_usize) {
+    fn the_map_never_uses_more_memory_than_its_limit(ops in vec((0..4_u64, op()), 0..200), limit in 0..2000_usize) {
         let mut map = Map::new(limit);
         for (from, op) in &ops {
             if apply(&mut map, *from, op).is_err() {
@@ -335,7 +335,7 @@ proptest! {
 }
 
 #[test]
-fn numbers_are_read_as_torchs_server_reads_them() {
+fn number_parsing_matches_the_torch_server() {
     assert_eq!(parse_number(b" 12ab"), Some(12));
     assert_eq!(parse_number(b"-2"), Some(-2));
     assert_eq!(parse_number(b"+7"), Some(7));
@@ -351,7 +351,7 @@ fn numbers_are_read_as_torchs_server_reads_them() {
 }
 
 #[test]
-fn a_pushed_value_goes_to_the_one_that_waits_for_nothing_else() {
+fn a_pushed_value_wakes_the_first_client_that_waits_for_no_other_key() {
     let mut map = Map::new(1 << 20);
     apply(&mut map, 1, &Op::Wait(vec![1, 2])).unwrap();
     apply(&mut map, 2, &Op::Wait(vec![1])).unwrap();
@@ -362,7 +362,7 @@ fn a_pushed_value_goes_to_the_one_that_waits_for_nothing_else() {
 }
 
 #[test]
-fn a_barrier_that_was_full_stays_open_and_a_cancelled_one_stays_counted() {
+fn a_full_barrier_stays_open_and_a_cancelled_wait_still_counts() {
     let mut map = Map::new(1 << 20);
     assert_eq!(apply(&mut map, 1, &Op::Barrier(1, 2)), Ok((vec![], vec![])));
     assert_eq!(apply(&mut map, 1, &Op::CancelWait), Ok((vec![1], vec![])));
@@ -371,7 +371,7 @@ fn a_barrier_that_was_full_stays_open_and_a_cancelled_one_stays_counted() {
 }
 
 #[test]
-fn what_is_too_much_is_refused_and_changes_nothing() {
+fn a_write_beyond_the_limit_is_refused_and_changes_nothing() {
     let mut map = Map::new(300);
     apply(&mut map, 0, &Op::Set(1, vec![7; 100])).unwrap();
     let used = map.budget().used();
@@ -383,7 +383,7 @@ fn what_is_too_much_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn a_value_that_was_appended_to_can_be_read_and_leaves_little_spare() {
+fn an_appended_value_stays_readable_and_has_little_spare_capacity() {
     let mut map = Map::new(1 << 30);
     let piece = vec![1; 8 << 20];
     let appended = (0..17).map_while(|_| apply(&mut map, 0, &Op::Append(1, piece.clone())).ok()).count();
@@ -400,7 +400,7 @@ fn value_of(map: &Map) -> &[u8] {
 }
 
 #[test]
-fn a_comparison_is_not_answered_beyond_the_limit() {
+fn a_reply_beyond_the_memory_limit_is_refused() {
     let mut map = Map::new(1000);
     apply(&mut map, 0, &Op::Set(1, vec![7; 600])).unwrap();
     assert_eq!(apply(&mut map, 0, &Op::Get(1)), Err(Refused::Full(1000)));

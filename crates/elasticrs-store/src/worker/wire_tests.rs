@@ -103,7 +103,7 @@ fn parse(pieces: &[&[u8]], expected: &[Sent]) -> Result<bool, WireError> {
 proptest! {
     /// WS-1: the parsed requests do not depend on how the bytes are split.
     #[test]
-    fn however_the_bytes_are_cut_the_requests_are_the_same(
+    fn the_requests_do_not_depend_on_how_the_bytes_are_split(
         requests in vec(sent(), 0..8),
         cuts in vec(any::<prop::sample::Index>(), 0..20),
     ) {
@@ -119,7 +119,7 @@ proptest! {
     }
 
     #[test]
-    fn random_bytes_are_requests_or_an_error_but_never_a_panic(
+    fn random_bytes_are_parsed_or_refused_without_a_panic(
         is_greeted in any::<bool>(),
         stream in vec(prop_oneof![0..20_u8, any::<u8>()], 0..300),
         step in 1..50_usize,
@@ -149,7 +149,7 @@ fn error(stream: &[u8]) -> Option<WireError> {
 }
 
 #[test]
-fn a_stranger_is_known_by_its_first_wrong_byte() {
+fn a_client_of_another_protocol_is_detected_by_its_first_wrong_byte() {
     for stream in [&b"G"[..], b"\x01", b"\0\0", b"\0\xCE\xF7\x85\x3D"] {
         assert_eq!(Parser::default().next(stream), Err(WireError::Stranger), "{stream:?}");
     }
@@ -160,7 +160,7 @@ fn a_stranger_is_known_by_its_first_wrong_byte() {
 }
 
 #[test]
-fn what_is_too_long_is_refused_by_its_length_alone() {
+fn a_key_or_value_that_is_too_long_is_refused_by_its_length_field() {
     let with = |opcode: u8, numbers: &[u64]| {
         let mut stream = vec![opcode];
         for number in numbers {
@@ -178,7 +178,7 @@ fn what_is_too_long_is_refused_by_its_length_alone() {
 }
 
 #[test]
-fn a_request_has_a_limit_as_a_whole() {
+fn the_total_length_of_a_request_is_limited() {
     let mut stream = vec![11];
     stream.extend(MAX_KEYS.to_le_bytes());
     let value = vec![0; usize::try_from(MAX_VALUE).unwrap()];

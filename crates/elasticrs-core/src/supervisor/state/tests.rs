@@ -64,7 +64,7 @@ fn end(effects: &[Effect]) -> Option<&GroupOutcome> {
 }
 
 #[test]
-fn the_first_failure_signals_the_siblings_before_it_is_told() {
+fn sibling_workers_are_signalled_before_the_first_failure_is_reported() {
     let mut group = lingering();
     let effects = group.on_input(exited(101, FAILED));
     assert_eq!(
@@ -79,7 +79,7 @@ fn the_first_failure_signals_the_siblings_before_it_is_told() {
 }
 
 #[test]
-fn a_second_failure_is_told_as_an_exit_only() {
+fn a_second_failure_is_reported_only_as_an_exit() {
     let mut group = lingering();
     let _ = group.on_input(exited(101, FAILED));
     let effects = group.on_input(exited(102, FAILED));
@@ -95,7 +95,7 @@ fn a_second_failure_is_told_as_an_exit_only() {
 }
 
 #[test]
-fn sigkill_follows_the_grace_and_reaches_groups_whose_leader_is_gone() {
+fn sigkill_after_the_grace_period_reaches_process_groups_without_a_leader() {
     let mut group = lingering();
     let _ = group.on_input(exited(101, FAILED));
     let _ = group.on_input(exited(100, FAILED));
@@ -105,7 +105,7 @@ fn sigkill_follows_the_grace_and_reaches_groups_whose_leader_is_gone() {
 }
 
 #[test]
-fn what_sigkill_cannot_end_is_given_up_and_named() {
+fn workers_that_survive_sigkill_are_given_up_and_reported() {
     let mut group = lingering();
     let _ = group.on_input(Input::Stop(KILL));
     let _ = all_exit(&mut group, &[100, 101, 103], KILLED);
@@ -116,7 +116,7 @@ fn what_sigkill_cannot_end_is_given_up_and_named() {
 }
 
 #[test]
-fn success_lets_descendants_linger_and_failure_does_not() {
+fn descendants_may_linger_after_success_but_not_after_a_failure() {
     let mut group = lingering();
     let effects = all_exit(&mut group, &PIDS, DONE);
     let linger = Duration::from_secs(5);
@@ -128,7 +128,7 @@ fn success_lets_descendants_linger_and_failure_does_not() {
 }
 
 #[test]
-fn kept_descendants_are_not_swept() {
+fn descendants_are_not_cleaned_up_with_the_keep_setting() {
     let mut group = group(Descendants::Keep);
     let effects = all_exit(&mut group, &PIDS, DONE);
     assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep(_))));
@@ -136,7 +136,7 @@ fn kept_descendants_are_not_swept() {
 }
 
 #[test]
-fn a_stop_while_descendants_linger_ends_them_at_once() {
+fn a_stop_kills_lingering_descendants_immediately() {
     let mut group = lingering();
     let _ = all_exit(&mut group, &PIDS, DONE);
     let effects = group.on_input(Input::Stop(TERM_30));
@@ -145,7 +145,7 @@ fn a_stop_while_descendants_linger_ends_them_at_once() {
 }
 
 #[test]
-fn a_harder_stop_overrides_and_a_softer_one_does_not_buy_time() {
+fn a_later_stop_can_only_shorten_the_grace_period() {
     let mut group = lingering();
     let _ = group.on_input(Input::Stop(TERM_30));
     let effects = group.on_input(Input::Stop(TERM_30));
@@ -156,7 +156,7 @@ fn a_harder_stop_overrides_and_a_softer_one_does_not_buy_time() {
 }
 
 #[test]
-fn a_paused_worker_is_told_after_a_second_and_woken_by_a_stop() {
+fn a_paused_worker_is_reported_after_a_delay_and_continued_by_a_stop() {
     let mut group = lingering();
     let effects = group.on_input(Input::Paused { pid: 102, signal: 19 });
     assert_eq!(effects, [Effect::Arm(Timer::Paused(2), PAUSE_REPORT_DELAY)]);
@@ -167,7 +167,7 @@ fn a_paused_worker_is_told_after_a_second_and_woken_by_a_stop() {
 }
 
 #[test]
-fn a_short_pause_is_not_told() {
+fn a_short_pause_is_not_reported() {
     let mut group = lingering();
     let _ = group.on_input(Input::Paused { pid: 102, signal: 19 });
     assert_eq!(group.on_input(Input::Continued { pid: 102 }), [Effect::Disarm(Timer::Paused(2))]);
@@ -175,7 +175,7 @@ fn a_short_pause_is_not_told() {
 }
 
 #[test]
-fn a_suspended_group_is_not_told_as_paused() {
+fn workers_of_a_suspended_group_are_not_reported_as_paused() {
     let mut group = lingering();
     let effects = group.on_input(Input::Suspend);
     assert_eq!(effects[0], Effect::Freeze);
@@ -187,7 +187,7 @@ fn a_suspended_group_is_not_told_as_paused() {
 }
 
 #[test]
-fn the_end_of_a_suspended_group_does_not_leave_time_standing_still() {
+fn deadlines_are_unfrozen_when_a_suspended_group_ends() {
     let mut group = lingering();
     let _ = group.on_input(Input::Stop(KILL));
     assert_eq!(group.on_input(Input::Suspend)[0], Effect::Freeze);
@@ -198,7 +198,7 @@ fn the_end_of_a_suspended_group_does_not_leave_time_standing_still() {
 }
 
 #[test]
-fn a_suspended_group_that_is_being_stopped_goes_on_when_it_is_resumed() {
+fn a_resume_continues_a_suspended_group_that_is_being_stopped() {
     let mut group = lingering();
     let _ = group.on_input(Input::Stop(TERM_30));
     let _ = group.on_input(Input::Suspend);
@@ -207,7 +207,7 @@ fn a_suspended_group_that_is_being_stopped_goes_on_when_it_is_resumed() {
 }
 
 #[test]
-fn the_loss_of_the_nursery_ends_the_group_once() {
+fn losing_the_nursery_ends_the_group_exactly_once() {
     let mut group = lingering();
     let exit = KILLED;
     let killed = NurseryExit { exit, hung: false };
@@ -221,7 +221,7 @@ fn the_loss_of_the_nursery_ends_the_group_once() {
 }
 
 #[test]
-fn a_fenced_group_ends_as_stopped_by_sigkill() {
+fn a_fenced_group_is_killed_and_reported_as_stopped() {
     let mut group = lingering();
     let _ = group.on_input(Input::Suspend);
     let effects = group.on_input(Input::Fenced);
@@ -250,7 +250,7 @@ fn the_fence_does_not_hide_an_earlier_failure() {
 }
 
 #[test]
-fn who_is_dead_when_a_signal_is_sent_died_by_itself() {
+fn an_exit_before_a_signal_is_not_attributed_to_that_signal() {
     let mut group = lingering();
     let _ = group.on_input(Input::Dead(vec![102]));
     let effects = group.on_input(exited(101, FAILED));
@@ -289,7 +289,7 @@ fn only_signals(effects: Vec<Effect>) -> Vec<Effect> {
 }
 
 #[test]
-fn the_rest_of_a_workers_group_is_stopped_when_the_worker_has_ended() {
+fn the_process_group_of_a_worker_is_stopped_after_the_worker_exits() {
     let mut group = saving();
     let _ = group.on_input(exited(103, DONE));
     let effects = only_signals(group.on_input(Input::Stop(TERM_30)));
@@ -302,7 +302,7 @@ fn the_rest_of_a_workers_group_is_stopped_when_the_worker_has_ended() {
 }
 
 #[test]
-fn after_the_last_worker_the_sweep_ends_the_rest() {
+fn the_last_worker_exit_starts_the_cleanup_and_sends_no_signals() {
     let mut group = saving();
     let _ = group.on_input(exited(101, FAILED));
     let _ = group.on_input(exited(100, DONE));
@@ -313,7 +313,7 @@ fn after_the_last_worker_the_sweep_ends_the_rest() {
 }
 
 #[test]
-fn a_failed_workers_group_is_stopped_with_its_siblings() {
+fn the_process_group_of_a_failed_worker_is_stopped_with_its_siblings() {
     let mut group = saving();
     let _ = group.on_input(Input::Dead(vec![102]));
     let effects = only_signals(group.on_input(exited(101, FAILED)));
@@ -323,7 +323,7 @@ fn a_failed_workers_group_is_stopped_with_its_siblings() {
 }
 
 #[test]
-fn a_signal_of_somebodys_goes_where_a_stop_would_go() {
+fn a_signal_sent_by_the_user_has_the_same_scope_as_a_stop() {
     let usr1 = Signal::new(10).expect("it exists");
     for (mut group, to) in [(saving(), StopScope::Worker), (lingering(), StopScope::Group)] {
         let effects = group.on_input(Input::Signal(usr1, Some(vec![2])));
@@ -333,7 +333,7 @@ fn a_signal_of_somebodys_goes_where_a_stop_would_go() {
 }
 
 #[test]
-fn a_signal_that_is_passed_on_makes_nobody_a_victim() {
+fn a_worker_killed_by_a_forwarded_signal_counts_as_failed() {
     let usr1 = Signal::new(10).expect("it exists");
     let mut group = saving();
     let _ = group.on_input(exited(103, DONE));
@@ -345,7 +345,7 @@ fn a_signal_that_is_passed_on_makes_nobody_a_victim() {
 }
 
 #[test]
-fn a_signal_is_not_passed_on_to_what_a_dead_worker_has_left_in_its_group() {
+fn a_forwarded_signal_is_not_sent_to_the_process_group_of_a_dead_worker() {
     let usr1 = Signal::new(10).expect("it exists");
     let mut group = lingering();
     let forward = Input::Forward(usr1, vec![0, 1]);
@@ -360,7 +360,7 @@ fn expired(local_rank: u32, pid: i32, signal: Option<Signal>) -> Input {
 }
 
 #[test]
-fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
+fn an_expired_timer_signals_its_worker_and_fails_the_group() {
     let usr1 = Signal::new(10).expect("it exists");
     let mut group = lingering();
     let effects = after_evidence(&mut group, expired(1, 101, Some(usr1)));
@@ -381,7 +381,7 @@ fn a_worker_whose_timer_expired_has_failed_and_gets_its_own_signal() {
 }
 
 #[test]
-fn a_descendant_of_a_worker_that_hangs_fails_the_worker() {
+fn an_expired_timer_of_a_descendant_kills_it_and_stops_all_workers() {
     let mut group = lingering();
     let effects = after_evidence(&mut group, expired(1, 555, Some(Signal::KILL)));
     assert_eq!(effects[0], Effect::SignalProcess { pid: 555, signal: Signal::KILL });
@@ -389,7 +389,7 @@ fn a_descendant_of_a_worker_that_hangs_fails_the_worker() {
 }
 
 #[test]
-fn a_timer_without_a_signal_is_only_told() {
+fn an_expired_timer_without_a_signal_is_only_reported() {
     let mut group = lingering();
     let effects = group.on_input(expired(1, 101, None));
     assert!(matches!(effects[..], [Effect::Report(Event::TimerExpired(_))]));
@@ -516,7 +516,7 @@ proptest! {
     /// Checks that the group finishes exactly once, whatever inputs it received before all workers exited and their
     /// leftover processes were cleaned up.
     #[test]
-    fn every_history_can_be_brought_to_its_end(
+    fn the_group_ends_exactly_once_after_any_sequence_of_inputs(
         history in prop::collection::vec((any_input(), 0..5_u64, prop::array::uniform4(prop::option::of(0..5_u64))), 0..40),
         spares_helpers in any::<bool>(),
     ) {

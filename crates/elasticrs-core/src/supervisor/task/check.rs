@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nursery_that_reports_no_exit_is_continued_and_then_killed() {
+    fn a_nursery_that_does_not_report_a_dead_worker_is_resumed_then_killed() {
         let mut unreported = Unreported::default();
         let mut check = |dead: &[i32]| unreported.check(dead.to_vec(), Vec::new(), false).nursery;
         assert_eq!(check(&[]), None);
@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_nursery_that_starts_a_replacement_is_not_killed() {
+    fn a_nursery_is_not_killed_while_it_starts_a_replacement() {
         let mut unreported = Unreported::default();
         for _ in 0..2 {
             assert_eq!(unreported.check(vec![7], Vec::new(), true).nursery, Some(NurseryAction::Resume));
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn the_exit_of_a_held_worker_is_reported_at_the_second_check() {
+    fn the_exit_of_a_worker_held_by_a_tracer_is_reported_at_the_second_check() {
         let mut unreported = Unreported::default();
         let soon = CheckOutcome { nursery: None, pause: held::LIMIT, held: Vec::new() };
         assert_eq!(unreported.check(Vec::new(), vec![held(7)], false), soon);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn a_held_process_is_reported_once() {
+    fn a_process_held_by_a_tracer_is_reported_once() {
         let queue = Arc::new(Queue::new().expect("an eventfd"));
         let mut reports = ZombieReports::new(Arc::clone(&queue));
         for (pid, message) in [(7, "first"), (7, "again"), (8, "other")] {

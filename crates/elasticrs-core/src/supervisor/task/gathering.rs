@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_worker_whose_files_hang_costs_the_evidence_of_no_other() {
+    async fn evidence_of_other_workers_is_kept_if_gathering_hangs_for_one_worker() {
         let (hangs, goes_on) = std::sync::mpsc::channel::<()>();
         let mut gathering = Gathering::new(GatheringLimit::until(Instant::now() + Duration::from_millis(300)));
         gathering.add(0, move |_| {

@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn sockets_are_kept_for_the_next_nursery() {
+    fn guarded_sockets_are_kept_for_the_next_nursery() {
         let queue = Arc::new(Queue::new().expect("an eventfd"));
         let mut guard = GuardedSockets::new(Arc::new(Fence::new().expect("a fence")), Arc::clone(&queue));
         let (sender, receiver) = oneshot::channel();

@@ -122,7 +122,7 @@ mod tests {
     use elasticrs_sys::pidfd;
 
     #[tokio::test]
-    async fn members_without_a_page_are_not_seen() {
+    async fn workers_without_a_heartbeat_page_are_ignored() {
         let own = std::process::id().cast_signed();
         let mut group = Group::new(&[own], policy());
         let _ = group.on_input(Input::Adopted { local_rank: 1, pid: 1 });

@@ -294,7 +294,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_says_who_sent_a_notice() {
+    fn the_sender_of_a_notice_is_identified_by_the_kernel() {
         let (notices, name) = open_notices().expect("a socket");
         assert_eq!(receive(&notices), Err(nix::errno::Errno::EAGAIN));
         let address = SocketAddr::from_abstract_name(name).expect("an address");
@@ -315,7 +315,7 @@ mod tests {
     }
 
     #[test]
-    fn a_notice_of_another_user_is_refused_unless_either_is_root() {
+    fn a_notice_from_another_user_is_refused_unless_one_of_them_is_root() {
         let (root, own, other) = (0, 1000, 1001);
         let is_accepted = |agent, sender| Notice::new(7, sender, b"").may_be_a_worker(Uid::from_raw(agent));
         assert!(!is_accepted(own, other));
@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stranger_is_looked_up_once_in_a_while() {
+    fn the_lookup_of_an_unknown_sender_is_cached_for_a_limited_time() {
         let (mut strangers, start) = (Strangers::default(), Instant::now());
         let look_up = |strangers: &mut Strangers, pid, now, worker| {
             let mut count = 0;

@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn the_end_waits_for_all_work() {
+    async fn finish_waits_for_all_background_work() {
         let work = async {
             let (mut retired, (done, has_finished)) = (Retired::default(), oneshot::channel());
             retired.add(std::future::ready(()));

@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_signal_to_a_group_takes_the_way_that_reaches_all_of_it() {
+    fn the_delivery_of_a_group_signal_depends_on_kernel_and_nursery() {
         use Delivery::*;
         let (worker, adopted) = (member(false, true), member(true, true));
         let cases = [
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn a_member_without_a_group_of_its_own_is_signalled_alone() {
+    fn a_worker_without_its_own_process_group_is_signalled_alone() {
         for signal in [Signal::TERM, Signal::KILL] {
             for adopted in [false, true] {
                 assert_eq!(member(adopted, true).delivery(StopScope::Worker, signal, true, true), Delivery::Member);

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_request_completes_all_of_them() {
+    fn cleanup_outcomes_of_a_group_are_merged_when_the_last_one_arrives() {
         let mut sweeps = Sweeps::default();
         let (first, second) = (sweeps.number(), sweeps.number());
         assert_eq!(sweeps.answered(first, swept(7)), None);
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sweep_of_a_worker_completes_on_its_own() {
+    fn the_cleanup_of_a_worker_completes_separately_from_that_of_the_group() {
         let mut sweeps = Sweeps::default();
         let worker = sweeps.number_for_worker(3);
         let group = sweeps.number();
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lost_nursery_leaves_no_result() {
+    fn cleanup_outcomes_of_a_lost_nursery_are_discarded() {
         let mut sweeps = Sweeps::default();
         let first = sweeps.number();
         let _ = sweeps.number_for_worker(3);
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_sweep_after_a_hopeless_loss_gives_up_soon() {
+    async fn a_cleanup_has_a_short_time_limit_while_the_nursery_cannot_be_killed() {
         let mut sweeps = Sweeps::default();
         let limit_of = |limit: Duration| SweepOutcome { more: u32::try_from(limit.as_secs()).unwrap(), ..swept(7) };
         let long = Duration::from_secs(30);

@@ -39,7 +39,7 @@ fn a_rank_is_watched_from_its_first_heartbeat() {
 }
 
 #[test]
-fn ranks_without_a_heartbeat_are_told_once_after_the_limit_of_steps() {
+fn ranks_without_a_heartbeat_are_reported_once_after_the_step_limit() {
     // Checks invariant HANG-7.
     let told = |limits, seen: &[RankState], line: Option<u64>| {
         let mut ranks = Watch::new(limits, seen.len(), 0);
@@ -55,7 +55,7 @@ fn ranks_without_a_heartbeat_are_told_once_after_the_limit_of_steps() {
 }
 
 #[test]
-fn a_rank_whose_program_has_returned_has_the_limit_for_the_exit() {
+fn the_exit_limit_applies_to_a_rank_whose_program_has_returned() {
     // Checks invariant HANG-9.
     let exiting = |at| RankState::Heartbeat(Beat { last: at * SECOND, is_exiting: true, ..Beat::default() });
     let seen = [exiting(1), beat(1000)];
@@ -70,7 +70,7 @@ fn a_rank_whose_program_has_returned_has_the_limit_for_the_exit() {
 }
 
 #[test]
-fn nobody_hangs_who_waits_for_a_rank_that_is_replaced() {
+fn a_rank_that_waits_for_a_replaced_rank_is_not_hung() {
     // Checks invariant HANG-8.
     let mut ranks = Watch::new(Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) }, 2, 0);
     assert_eq!(watch(&mut ranks, 1, 100, &[beat(99), beat(99)], None), None);
@@ -82,7 +82,7 @@ fn nobody_hangs_who_waits_for_a_rank_that_is_replaced() {
 }
 
 #[test]
-fn who_has_waited_for_a_rank_that_is_lost_begins_anew() {
+fn replacing_a_rank_restarts_the_limits_of_waiting_ranks() {
     // Checks invariant HANG-8.
     let mut ranks = Watch::new(fixed(10), 2, 0);
     assert_eq!(watch(&mut ranks, 1, 9, &[beat(0), beat(0)], None), None);
@@ -94,7 +94,7 @@ fn who_has_waited_for_a_rank_that_is_lost_begins_anew() {
 }
 
 #[test]
-fn a_rank_that_is_replaced_has_the_time_of_a_start() {
+fn the_startup_limit_applies_to_a_replaced_rank() {
     let limits = Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) };
     let mut ranks = Watch::new(limits, 2, 0);
     assert_eq!(watch(&mut ranks, 1, 100, &[beat(99), beat(99)], None), None);
@@ -104,7 +104,7 @@ fn a_rank_that_is_replaced_has_the_time_of_a_start() {
 }
 
 #[test]
-fn a_line_tells_that_a_rank_was_replaced_where_nobody_beats() {
+fn without_heartbeats_an_output_line_ends_the_wait_for_a_replacement() {
     let nobody = [RankState::NoHeartbeat, RankState::NoHeartbeat];
     let mut ranks = Watch::new(fixed(10), 2, 0);
     ranks.lose(1);
@@ -114,7 +114,7 @@ fn a_line_tells_that_a_rank_was_replaced_where_nobody_beats() {
 }
 
 #[test]
-fn suspended_time_does_not_make_ranks_unwatched() {
+fn suspended_time_does_not_count_toward_the_report_of_unwatched_ranks() {
     let seen = [RankState::NoHeartbeat];
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &seen, None), None);
@@ -126,14 +126,14 @@ fn suspended_time_does_not_make_ranks_unwatched() {
 }
 
 #[test]
-fn a_start_has_a_limit_of_its_own() {
+fn the_startup_limit_applies_before_the_first_heartbeat() {
     let limits = Limits { startup: Some(Duration::from_secs(40)), ..fixed(10) };
     let mut ranks = Watch::new(limits, 2, 0);
     assert_eq!(watch(&mut ranks, 1, 60, &[RankState::NoHeartbeat, beat(39)], None), Some((40, vec![0])));
 }
 
 #[test]
-fn a_section_has_its_own_limit_or_none() {
+fn a_section_has_its_own_limit_or_no_limit() {
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 100, &[section(0, Some(50))], None), Some((50, vec![0])));
     assert_eq!(watch(&mut Watch::new(fixed(10), 1, 0), 1, 1000, &[section(0, None)], None), None);
@@ -141,7 +141,7 @@ fn a_section_has_its_own_limit_or_none() {
 }
 
 #[test]
-fn without_a_heartbeat_the_silence_of_all_counts() {
+fn without_heartbeats_a_hang_is_detected_from_the_last_output_line() {
     let nobody = [RankState::NoHeartbeat, RankState::NoHeartbeat];
     assert_eq!(watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &nobody, Some(5)), Some((15, vec![0, 1])));
     // Checks invariant HANG-4.
@@ -150,7 +150,7 @@ fn without_a_heartbeat_the_silence_of_all_counts() {
 }
 
 #[test]
-fn who_has_ended_does_not_hang() {
+fn an_exited_rank_is_not_hung() {
     assert_eq!(
         watch(&mut Watch::new(fixed(10), 2, 0), 1, 60, &[RankState::Exited, RankState::NoHeartbeat], None),
         None
@@ -158,7 +158,7 @@ fn who_has_ended_does_not_hang() {
 }
 
 #[test]
-fn the_oldest_sign_of_life_comes_first() {
+fn hung_ranks_are_ordered_by_the_age_of_their_last_heartbeat() {
     let mut ranks = Watch::new(fixed(10), 3, 0);
     assert_eq!(ranks.look(3 * SECOND, &[beat(2), beat(1), beat(0)], None), Verdict::LookAgain(10 * SECOND), "HANG-3");
     let mut ranks = Watch::new(fixed(2), 3, 0);
@@ -172,7 +172,7 @@ fn the_oldest_sign_of_life_comes_first() {
 }
 
 #[test]
-fn a_limit_of_nearly_nothing_leaves_time_between_the_looks() {
+fn a_tiny_limit_leaves_a_minimum_time_between_hang_checks() {
     for nanoseconds in [0, 1] {
         let limits = Limits { step: StepLimit::Fixed(Duration::from_nanos(nanoseconds)), ..fixed(0) };
         let mut ranks = Watch::new(limits, 1, 0);
@@ -182,7 +182,7 @@ fn a_limit_of_nearly_nothing_leaves_time_between_the_looks() {
 }
 
 #[test]
-fn a_stopped_agent_or_machine_makes_nobody_hung() {
+fn a_pause_of_the_agent_or_machine_does_not_count_toward_hang_limits() {
     // No rank ran from second 3 to second 103, so this time must not be counted (HANG-2).
     let mut ranks = Watch::new(fixed(10), 1, 0);
     assert_eq!(watch(&mut ranks, 1, 3, &[beat(2)], None), None);
@@ -194,7 +194,7 @@ fn a_stopped_agent_or_machine_makes_nobody_hung() {
 }
 
 #[test]
-fn what_was_seen_of_a_suspended_group_blames_nobody() {
+fn hang_checks_from_before_or_during_a_suspension_are_invalid() {
     let mut watch = Watch::new(fixed(10), 1, 0);
     assert!(watch.holds(SECOND));
     watch.freeze(2 * SECOND);
@@ -205,7 +205,7 @@ fn what_was_seen_of_a_suspended_group_blames_nobody() {
 }
 
 #[test]
-fn suspended_time_does_not_count() {
+fn suspended_time_does_not_count_toward_hang_limits() {
     let mut ranks = Watch::new(fixed(10), 1, 0);
     let seen = [beat(2)];
     assert_eq!(watch(&mut ranks, 1, 3, &seen, None), None);
@@ -216,7 +216,7 @@ fn suspended_time_does_not_count() {
 }
 
 #[test]
-fn a_limit_is_learned_from_steps() {
+fn the_step_limit_is_learned_from_earlier_steps() {
     assert_eq!(learned(vec![SECOND; ENOUGH_STEPS - 1], LEAST_LEARNED), None);
     assert_eq!(learned(vec![SECOND; 100], LEAST_LEARNED), Some(LEAST_LEARNED));
     assert_eq!(learned(vec![20 * SECOND; 100], LEAST_LEARNED), Some(Duration::from_secs(200)));
@@ -238,7 +238,7 @@ fn suspect(step: u64, last: u64, frame: &str) -> Suspect {
 }
 
 #[test]
-fn the_one_who_keeps_the_others_waiting_is_blamed() {
+fn the_rank_that_blocks_the_other_ranks_is_blamed() {
     let waits = |last| suspect(7, last, "all_reduce");
     let behind = |last, frame| suspect(6, last, frame);
     let in_a_section = Suspect { is_due: true, ..waits(9) };
@@ -271,7 +271,7 @@ fn the_one_who_keeps_the_others_waiting_is_blamed() {
 }
 
 #[test]
-fn the_only_one_that_does_not_wait_in_torch_is_blamed() {
+fn the_only_rank_that_does_not_wait_in_torch_is_blamed() {
     let in_all_reduce =
         |last| suspect(7, last, r#"File "/lib/torch/distributed/distributed_c10d.py", line 3 in all_reduce"#);
     let in_backward = |last| suspect(7, last, r#"File "/lib/torch/autograd/graph.py", line 4 in _engine_run_backward"#);
@@ -289,7 +289,7 @@ fn the_only_one_that_does_not_wait_in_torch_is_blamed() {
 }
 
 #[test]
-fn what_keeps_another_node_waiting_need_not_be_due() {
+fn a_rank_can_be_suspected_of_a_remote_hang_before_its_limit_passes() {
     let mut group = Watch::new(fixed(60), 3, 0);
     let seen = [beat(41), beat(52), section(0, None)];
     let suspects = |group: &mut Watch, silence: u64| -> Vec<usize> {
@@ -307,7 +307,7 @@ fn what_keeps_another_node_waiting_need_not_be_due() {
 }
 
 #[test]
-fn a_rank_of_another_node_counts_beside_the_own_ones() {
+fn blaming_a_local_rank_considers_the_hung_rank_of_another_node() {
     let beside = |suspects: &[Suspect], step: Option<u64>, frame: &str| {
         let frame = (!frame.is_empty()).then(|| frame.to_owned());
         blame_beside(suspects, &RemoteHang { silence: Duration::ZERO, step, frame })
@@ -328,7 +328,7 @@ fn a_rank_of_another_node_counts_beside_the_own_ones() {
 }
 
 #[test]
-fn who_never_said_a_step_may_be_the_one_that_is_behind() {
+fn a_rank_without_a_step_number_can_be_blamed() {
     let begins_late = Suspect { step: None, is_due: true, last: 0, ..suspect(0, 0, "") };
     assert_eq!(blame(&[suspect(0, 5, ""), begins_late]), Some((1, Ground::Oldest)));
 }
@@ -354,7 +354,7 @@ fn any_seen() -> impl Strategy<Value = RankState> {
 proptest! {
     /// Checks that hangs are reported after their limit (HANG-1) and promptly (HANG-3) if every check is on time.
     #[test]
-    fn nobody_is_hung_before_the_limit_or_long_after_it(
+    fn a_hang_is_reported_only_after_its_limit_and_without_delay(
         seen in proptest::collection::vec(any_seen(), 1..6),
         limit in 1_u64..30,
         startup in proptest::option::of(1_u64..60),
@@ -398,7 +398,7 @@ proptest! {
 
     /// Checks HANG-2: the time between a late call to `look` and the previous call never counts toward a limit.
     #[test]
-    fn gaps_never_count(gaps in proptest::collection::vec(0_u64..100, 1..30), limit in 20_u64..100) {
+    fn time_before_a_late_hang_check_does_not_count_toward_the_limit(gaps in proptest::collection::vec(0_u64..100, 1..30), limit in 20_u64..100) {
         let mut watch = Watch::new(fixed(limit), 1, 0);
         let (mut now, mut ran) = (0, 0);
         let seen = [beat(0)];
@@ -414,7 +414,7 @@ proptest! {
     }
 
     #[test]
-    fn the_learned_limit_has_its_bounds(steps in proptest::collection::vec(0_u64..10_000 * SECOND, 0..300)) {
+    fn the_learned_limit_is_within_its_bounds(steps in proptest::collection::vec(0_u64..10_000 * SECOND, 0..300)) {
         let limit = learned(steps.clone(), LEAST_LEARNED);
         prop_assert_eq!(limit.is_some(), steps.len() >= ENOUGH_STEPS);
         if let Some(limit) = limit {
@@ -426,7 +426,7 @@ proptest! {
 }
 
 #[test]
-fn who_has_given_a_sign_of_life_since_is_not_hung() {
+fn a_rank_that_shows_activity_after_the_check_is_not_hung() {
     let overdue = |rank, missed| Overdue { rank, missed, since: 10, limit: Duration::ZERO, is_due: true };
     let beat = |last| RankState::Heartbeat(Beat { last, ..Beat::default() });
     let late = vec![overdue(0, Missed::Step), overdue(1, Missed::Section), overdue(2, Missed::Startup)];

@@ -56,7 +56,7 @@ proptest! {
     /// Simulates a crash of the process or the machine during a write: the file ends with part of the batch, or with
     /// wrong bytes.
     #[test]
-    fn of_what_was_on_its_way_nothing_is_left_and_of_the_rest_nothing_is_missing(
+    fn an_interrupted_commit_is_dropped_and_earlier_commits_are_kept(
         batches in vec(vec(an_item(), 0..5), 1..6),
         cut in any::<prop::sample::Index>(),
         flipped in any::<prop::sample::Index>(),
@@ -106,7 +106,7 @@ proptest! {
     }
 
     #[test]
-    fn a_new_file_holds_what_the_old_one_did(batches in vec(vec(an_item(), 0..5), 1..6)) {
+    fn a_replaced_state_file_keeps_the_same_content(batches in vec(vec(an_item(), 0..5), 1..6)) {
         let (_folder, path) = a_file();
         let (mut file, mut image) = open(&path).unwrap();
         for batch in &batches {
@@ -123,7 +123,7 @@ proptest! {
     }
 
     #[test]
-    fn any_other_bytes_are_no_state(bytes in vec(any::<u8>(), 1..200)) {
+    fn a_file_of_random_bytes_is_refused_and_not_changed(bytes in vec(any::<u8>(), 1..200)) {
         let (_folder, path) = a_file();
         std::fs::write(&path, &bytes).unwrap();
         let is_foreign = matches!(open(&path), Err(StateError::Foreign(_)));
@@ -133,7 +133,7 @@ proptest! {
 }
 
 #[test]
-fn an_empty_file_is_a_state_without_anything() {
+fn an_empty_file_is_read_as_an_empty_state() {
     let (_folder, path) = a_file();
     std::fs::write(&path, b"").unwrap();
     let (_file, image) = open(&path).unwrap();
@@ -141,7 +141,7 @@ fn an_empty_file_is_a_state_without_anything() {
 }
 
 #[test]
-fn forerunners_are_known_and_their_number_has_a_limit() {
+fn ids_of_earlier_stores_are_kept_up_to_a_limit() {
     let (_folder, path) = a_file();
     for id in 0..=u8::try_from(MAX_IDS).unwrap() {
         drop(StateFile::open(&path, None, [id; 16], LIMIT).unwrap());
@@ -151,7 +151,7 @@ fn forerunners_are_known_and_their_number_has_a_limit() {
 }
 
 #[test]
-fn a_file_that_is_open_is_locked_also_after_it_was_replaced() {
+fn an_open_state_file_stays_locked_after_it_is_replaced() {
     let (folder, path) = a_file();
     let (mut file, image) = open(&path).unwrap();
     let link = folder.path().join("link");
@@ -169,7 +169,7 @@ fn a_file_that_is_open_is_locked_also_after_it_was_replaced() {
 }
 
 #[test]
-fn a_file_that_was_put_in_place_of_ours_is_not_replaced() {
+fn a_state_file_that_another_store_has_created_is_not_replaced() {
     let (_folder, path) = a_file();
     let (mut file, image) = open(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
@@ -180,7 +180,7 @@ fn a_file_that_was_put_in_place_of_ours_is_not_replaced() {
 }
 
 #[test]
-fn what_somebody_else_has_prepared_is_not_written_to_and_not_left_open() {
+fn a_symlink_at_the_temporary_path_is_refused_and_permissions_are_reset() {
     let (folder, path) = a_file();
     let (next, victim) = (folder.path().join(".state.elasticrs-new"), folder.path().join("victim"));
     std::fs::write(&victim, "precious").unwrap();
@@ -196,7 +196,7 @@ fn what_somebody_else_has_prepared_is_not_written_to_and_not_left_open() {
 }
 
 #[test]
-fn a_file_that_was_removed_is_missed_when_it_is_replaced() {
+fn replacing_a_removed_state_file_is_an_error() {
     let (_folder, path) = a_file();
     let (mut file, image) = open(&path).unwrap();
     remove_file(&path).unwrap();
@@ -205,7 +205,7 @@ fn a_file_that_was_removed_is_missed_when_it_is_replaced() {
 }
 
 #[test]
-fn what_cannot_be_a_state_is_named_and_stays() {
+fn an_invalid_state_file_is_reported_and_not_changed() {
     let (folder, path) = a_file();
     let said = |path: &Path, run_id| StateFile::open(path, run_id, [9; 16], LIMIT).unwrap_err().to_string();
     let name = path.display().to_string();
@@ -238,7 +238,7 @@ fn what_cannot_be_a_state_is_named_and_stays() {
 }
 
 #[test]
-fn a_file_grows_to_some_multiple_of_what_it_holds() {
+fn the_state_file_grows_only_to_a_multiple_of_its_content() {
     let (_folder, path) = a_file();
     let (mut file, mut image) = open(&path).unwrap();
     let mut most = 0;
@@ -258,7 +258,7 @@ fn a_file_grows_to_some_multiple_of_what_it_holds() {
 }
 
 #[test]
-fn a_file_that_cannot_be_replaced_stays_in_use() {
+fn a_state_file_that_cannot_be_replaced_stays_in_use() {
     let (folder, path) = a_file();
     let (mut file, mut image) = open(&path).unwrap();
     let grow = |file: &mut StateFile, image: &mut Image| {
@@ -286,7 +286,7 @@ fn a_file_that_cannot_be_replaced_stays_in_use() {
 }
 
 #[test]
-fn a_length_that_no_record_has_takes_no_memory() {
+fn an_impossible_record_length_does_not_allocate_memory() {
     let peak = || {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
@@ -306,7 +306,7 @@ fn a_length_that_no_record_has_takes_no_memory() {
 }
 
 #[test]
-fn a_file_of_another_user_is_refused_and_so_is_a_folder_that_anybody_may_write_to() {
+fn a_file_of_another_user_or_in_a_world_writable_folder_is_refused() {
     let (folder, path) = a_file();
     drop(open(&path).unwrap());
     let allow = |mode| std::fs::set_permissions(folder.path(), Permissions::from_mode(mode)).unwrap();
@@ -356,7 +356,7 @@ fn writes_until_it_is_killed() {
 }
 
 #[test]
-fn a_writer_that_is_killed_leaves_all_that_it_told_of() {
+fn a_killed_writer_leaves_all_commits_that_it_reported() {
     assert_eq!(var(KILLED).ok(), None);
     let (_folder, path) = a_file();
     let name = "coordination::durable::tests::writes_until_it_is_killed";

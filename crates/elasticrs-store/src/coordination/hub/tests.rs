@@ -50,7 +50,7 @@ fn sessions(hub: &Hub) -> usize {
 }
 
 #[test]
-fn a_broken_connection_leaves_its_session_to_whoever_has_the_secret() {
+fn a_session_with_a_broken_connection_can_be_resumed_only_with_its_secret() {
     let hub = a_hub(Box::new(drop));
     let (first, second) = (an_outbox(&hub), an_outbox(&hub));
     let Entered { session, secret, .. } = enter(&hub, &first, None, None).unwrap();
@@ -71,7 +71,7 @@ fn a_broken_connection_leaves_its_session_to_whoever_has_the_secret() {
 }
 
 #[test]
-fn a_session_goes_on_where_it_was_taken_up_last() {
+fn a_session_continues_on_the_connection_that_resumed_it_last() {
     let hub = a_hub(Box::new(drop));
     let (first, second) = (an_outbox(&hub), an_outbox(&hub));
     let Entered { session, secret, .. } = enter(&hub, &first, None, None).unwrap();
@@ -83,7 +83,7 @@ fn a_session_goes_on_where_it_was_taken_up_last() {
 }
 
 #[test]
-fn as_many_sessions_may_be_absent_as_there_may_be_connections() {
+fn the_number_of_disconnected_sessions_is_limited() {
     let hub = a_hub(Box::new(drop));
     let both = [an_outbox(&hub), an_outbox(&hub)];
     let begun = both.each_ref().map(|outbox| enter(&hub, outbox, None, None).unwrap());
@@ -95,7 +95,7 @@ fn as_many_sessions_may_be_absent_as_there_may_be_connections() {
 }
 
 #[test]
-fn a_restored_session_is_taken_up_and_its_number_not_given_again() {
+fn a_restored_session_can_be_resumed_and_its_id_is_not_reused() {
     let hub = a_hub(Box::new(drop));
     hub.restore(7, &Granted { secret: [7; 32], interval_ms: 1000, attempts: 5, ttl_ms: 15_000 }, boot_now());
     assert_eq!((sessions(&hub), hub.shared.borrow().absent), (1, 1));
@@ -108,7 +108,7 @@ fn a_restored_session_is_taken_up_and_its_number_not_given_again() {
 
 #[tokio::test(flavor = "current_thread")]
 #[expect(clippy::await_holding_refcell_ref, reason = "what makes the other side panic")]
-async fn a_server_in_which_nobody_would_die_ends_loudly() {
+async fn a_panic_while_ending_sessions_stops_the_store_with_a_notice() {
     let (told, notices) = channel();
     let hub = Rc::new(a_hub(Box::new(move |line| told.send(line).unwrap())));
     let (commands, inbox) = unbounded_channel();

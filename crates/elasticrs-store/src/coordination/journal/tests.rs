@@ -99,7 +99,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
     #[test]
-    fn a_store_that_goes_on_is_as_if_it_had_never_ended(steps in vec(a_step(), 1..60)) {
+    fn a_restarted_store_equals_a_store_that_was_never_restarted(steps in vec(a_step(), 1..60)) {
         let folder = TempDir::new().unwrap();
         let path = folder.path().join("state");
         let mut kept = Life::from(&path);
@@ -136,7 +136,7 @@ proptest! {
 }
 
 #[test]
-fn who_waits_for_the_disk_is_not_overtaken_by_later_changes() {
+fn a_wait_for_the_disk_does_not_include_later_changes() {
     let folder = TempDir::new().unwrap();
     let life = Life::from(&folder.path().join("state"));
     let journal = life.journal.as_ref().unwrap();
@@ -154,7 +154,7 @@ fn who_waits_for_the_disk_is_not_overtaken_by_later_changes() {
 }
 
 #[test]
-fn a_store_whose_file_cannot_be_replaced_goes_on_and_says_so() {
+fn a_store_whose_file_cannot_be_replaced_continues_and_reports_it() {
     let folder = TempDir::new().unwrap();
     let path = folder.path().join("state");
     let mut life = Life::from(&path);

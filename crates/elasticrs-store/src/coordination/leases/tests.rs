@@ -23,7 +23,7 @@ fn a_silent_session_ends_after_its_time_to_live() {
 }
 
 #[test]
-fn time_in_which_the_store_did_not_run_is_not_counted() {
+fn time_while_the_store_is_paused_does_not_count_toward_leases() {
     let mut leases = Leases::default();
     leases.begin(1, 1000, 5, 0);
     assert_eq!(leases.plan(0), Some(S));
@@ -34,7 +34,7 @@ fn time_in_which_the_store_did_not_run_is_not_counted() {
 }
 
 #[test]
-fn nor_is_a_stop_in_the_middle_of_a_look() {
+fn a_pause_during_a_lease_check_does_not_count_toward_leases() {
     let mut leases = Leases::default();
     leases.look(0);
     leases.begin(1, 1000, 5, 0);
@@ -49,7 +49,7 @@ fn nor_is_a_stop_in_the_middle_of_a_look() {
 }
 
 #[test]
-fn a_restored_session_has_the_longest_time_that_it_was_ever_granted() {
+fn a_restored_session_has_the_longest_time_to_live_that_was_granted() {
     let mut leases = Leases::default();
     leases.restore(1, 1000, 5, 15_000, 10 * S);
     assert_eq!(expired(&mut leases, 25 * S - 1), NOBODY);
@@ -62,7 +62,7 @@ fn a_restored_session_has_the_longest_time_that_it_was_ever_granted() {
 }
 
 #[test]
-fn very_many_sessions_are_asked_for_fewer_keep_alives() {
+fn the_keep_alive_interval_grows_with_very_many_sessions() {
     let mut leases = Leases::default();
     for session in 0..10_000 {
         leases.begin(session, 1000, 5, 0);
@@ -72,7 +72,7 @@ fn very_many_sessions_are_asked_for_fewer_keep_alives() {
 }
 
 #[test]
-fn what_cannot_work_is_not_allowed() {
+fn unusable_keep_alive_settings_are_refused() {
     assert!(Leases::is_allowed(10, 3) && Leases::is_allowed(1000, 5));
     assert!(!Leases::is_allowed(9, 5) && !Leases::is_allowed(1000, 2) && !Leases::is_allowed(u32::MAX, 5));
 }
@@ -93,7 +93,7 @@ proptest! {
     /// A client that sends no keep-alives expires after its time to live plus the duration of all pauses. It may expire
     /// up to one keep-alive interval late. Each pause may also make it expire up to one interval early.
     #[test]
-    fn stops_of_the_store_end_nobody(
+    fn pauses_of_the_store_do_not_expire_an_active_session(
         stops in vec((0..3_000_u64, 0..60_000_u64, prop_oneof![Just(At::Sleep), Just(At::Look), Just(At::Plan)]), 0..10),
         attempts in 3..8_u16,
     ) {

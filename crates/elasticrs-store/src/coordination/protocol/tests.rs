@@ -89,17 +89,17 @@ fn an_answer() -> impl Strategy<Value = Answer> {
 
 proptest! {
     #[test]
-    fn a_request_comes_back_as_it_was(request in a_request()) {
+    fn an_encoded_request_decodes_to_the_same_request(request in a_request()) {
         prop_assert_eq!(Request::decode(&request.encode()[4..]), Ok(request));
     }
 
     #[test]
-    fn an_answer_comes_back_as_it_was(answer in an_answer()) {
+    fn an_encoded_answer_decodes_to_the_same_answer(answer in an_answer()) {
         prop_assert_eq!(Answer::decode(&answer.encode()[4..]), Ok(answer));
     }
 
     #[test]
-    fn no_part_of_a_message_is_a_message(request in a_request(), answer in an_answer(), cut in any::<prop::sample::Index>()) {
+    fn a_truncated_or_extended_message_is_refused(request in a_request(), answer in an_answer(), cut in any::<prop::sample::Index>()) {
         let frame = &request.encode()[4..];
         prop_assert!(Request::decode(&frame[..cut.index(frame.len())]).is_err());
         prop_assert!(Request::decode(&[frame, &[0]].concat()).is_err());
@@ -108,7 +108,7 @@ proptest! {
     }
 
     #[test]
-    fn random_bytes_are_an_error_or_a_message(kind in prop_oneof![0..8_u8, 0x80..0x88_u8], bytes in vec(any::<u8>(), 0..200)) {
+    fn random_bytes_decode_to_a_message_or_an_error(kind in prop_oneof![0..8_u8, 0x80..0x88_u8], bytes in vec(any::<u8>(), 0..200)) {
         let frame = [&[kind], &bytes[..]].concat();
         let _ = Request::decode(&frame).map(|request| assert_eq!(request.encode()[4..], frame));
         let _ = Answer::decode(&frame).map(|answer| answer.encode());
@@ -116,7 +116,7 @@ proptest! {
     }
 
     #[test]
-    fn a_message_with_a_wrong_byte_does_no_harm(request in a_request(), at in any::<prop::sample::Index>(), byte: u8) {
+    fn decoding_a_message_with_a_wrong_byte_does_not_panic(request in a_request(), at in any::<prop::sample::Index>(), byte: u8) {
         let mut frame = request.encode()[4..].to_vec();
         let at = at.index(frame.len());
         frame[at] = byte;
@@ -125,7 +125,7 @@ proptest! {
 }
 
 #[test]
-fn a_list_cannot_name_more_than_its_frame_holds() {
+fn a_list_longer_than_its_frame_is_refused() {
     let mut frame = vec![0x03];
     frame.extend([0; 8]);
     frame.extend(u32::MAX.to_le_bytes());
@@ -133,7 +133,7 @@ fn a_list_cannot_name_more_than_its_frame_holds() {
 }
 
 #[test]
-fn kinds_keep_their_codes() {
+fn error_kinds_keep_their_codes() {
     for (code, kind) in LostKind::ALL.into_iter().enumerate() {
         assert_eq!((usize::from(kind.code()), LostKind::of_code(kind.code())), (code, kind));
     }

@@ -180,7 +180,7 @@ fn with_sessions(max_bytes: usize) -> State {
 
 proptest! {
     #[test]
-    fn it_does_as_a_naive_store_does(steps in vec(a_step(), 1..30)) {
+    fn the_store_behaves_like_a_naive_implementation(steps in vec(a_step(), 1..30)) {
         let mut state = with_sessions(1 << 20);
         let mut naive = Naive::default();
         for step in &steps {
@@ -206,7 +206,7 @@ proptest! {
     }
 
     #[test]
-    fn what_it_holds_never_exceeds_the_limit(
+    fn stored_bytes_never_exceed_the_limit(
         limit in 500..5_000_usize,
         puts in vec((a_key(), 0..400_usize, any::<bool>()), 1..60),
     ) {
@@ -228,7 +228,7 @@ proptest! {
     /// Each client receives every change that its watches cover, exactly once and in order, and receives the changes
     /// of a revision together. The test also starts and stops watches between changes.
     #[test]
-    fn watchers_miss_nothing_and_hear_nothing_twice(
+    fn watchers_receive_each_change_exactly_once(
         schedule in vec(prop_oneof![
             3 => a_step().prop_map(Ok),
             2 => (1..4_u64, a_watch(), any::<bool>()).prop_map(Err),
@@ -290,7 +290,7 @@ fn sessions_that_end_together_end_in_one_revision() {
 }
 
 #[test]
-fn a_leased_put_takes_the_lease_over_and_another_one_leaves_it() {
+fn a_leased_put_takes_over_the_lease_and_a_plain_put_keeps_it() {
     let mut state = with_sessions(1 << 20);
     let put = |leased| Txn { then: vec![Op::Put { key: "k".into(), value: [].into(), leased }], ..Txn::default() };
     state.txn(1, &put(true)).unwrap();
@@ -302,7 +302,7 @@ fn a_leased_put_takes_the_lease_over_and_another_one_leaves_it() {
 }
 
 #[test]
-fn an_answer_that_is_too_large_leaves_the_transaction_whole() {
+fn a_transaction_is_applied_even_if_its_answer_is_too_large() {
     let mut state = with_sessions(1 << 30);
     let value: Arc<[u8]> = vec![0; 1 << 20].into();
     for n in 0..65 {
@@ -328,7 +328,7 @@ fn put_all(state: &mut State, prefix: &str, count: usize) {
 }
 
 #[test]
-fn a_predecessor_is_searched_for_where_there_is_less() {
+fn a_predecessor_search_visits_the_smaller_set_of_keys() {
     let mut state = with_sessions(1 << 30);
     put_all(&mut state, "few/", 3);
     put_all(&mut state, "many/", 10_000);
@@ -346,7 +346,7 @@ fn a_predecessor_is_searched_for_where_there_is_less() {
 }
 
 #[test]
-fn the_searches_of_one_transaction_have_a_limit() {
+fn the_number_of_searches_in_a_transaction_is_limited() {
     let mut state = with_sessions(1 << 30);
     put_all(&mut state, "old/", 1000);
     put_all(&mut state, "key/", 1);

@@ -164,7 +164,7 @@ impl World {
 
 proptest! {
     #[test]
-    fn a_session_loses_nothing_and_is_told_nothing_twice(steps in vec(a_step(), 0..60)) {
+    fn a_resumed_session_loses_no_event_and_receives_none_twice(steps in vec(a_step(), 0..60)) {
         let mut world = World::new();
         for step in steps {
             match step {
@@ -203,7 +203,7 @@ proptest! {
 }
 
 #[test]
-fn a_watch_that_began_after_a_key_was_there_is_told_of_its_end() {
+fn a_watch_reports_the_deletion_of_a_key_that_existed_before_the_watch() {
     let mut world = World::new();
     world.publish(&write(0, true), OTHER);
     let kind = Kind::Watch { watch: watch(0), wants_snapshot: false };

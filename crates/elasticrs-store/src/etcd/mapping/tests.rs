@@ -258,7 +258,7 @@ proptest! {
     /// A write is executed exactly once, however often it is sent and whatever happens to each copy. The answer
     /// describes that execution.
     #[test]
-    fn a_write_is_done_once_and_answered_rightly(steps in vec((any_txn(), vec(fate(), 0..4)), 0..12)) {
+    fn a_write_is_executed_exactly_once_and_answered_correctly(steps in vec((any_txn(), vec(fate(), 0..4)), 0..12)) {
         let mut etcd = Etcd::new();
         let (keys, mut write) = begin(&mut etcd);
         let mut late = VecDeque::<(usize, pb::TxnRequest)>::new();
@@ -303,7 +303,7 @@ proptest! {
     }
 
     #[test]
-    fn a_read_is_answered_as_it_is_meant(writes in vec(any_txn(), 0..6), txn in any_txn()) {
+    fn a_read_translated_for_etcd_returns_the_expected_results(writes in vec(any_txn(), 0..6), txn in any_txn()) {
         let mut etcd = Etcd::new();
         let (keys, mut write) = begin(&mut etcd);
         for txn in &writes {
@@ -320,7 +320,7 @@ proptest! {
     }
 
     #[test]
-    fn the_predecessor_is_the_youngest_older_one(writes in vec(any_txn(), 0..8), prefix in prefix(), of in key()) {
+    fn the_predecessor_is_the_newest_key_created_before_the_given_key(writes in vec(any_txn(), 0..8), prefix in prefix(), of in key()) {
         let mut etcd = Etcd::new();
         let (keys, mut write) = begin(&mut etcd);
         for txn in &writes {
@@ -342,7 +342,7 @@ proptest! {
 }
 
 #[test]
-fn a_marker_of_somebody_else_is_no_answer() {
+fn a_write_is_not_executed_if_its_marker_was_changed_or_removed() {
     let mut etcd = Etcd::new();
     let (keys, write) = begin(&mut etcd);
     let txn = Txn { then: vec![Op::Delete("a".into())], ..Txn::default() };
@@ -356,7 +356,7 @@ fn a_marker_of_somebody_else_is_no_answer() {
 }
 
 #[test]
-fn keys_of_others_are_not_ours() {
+fn foreign_keys_and_the_marker_key_are_ignored() {
     let keys = Keys { prefix: "/run/".into(), lease: 7, job_lease: 8 };
     assert_eq!(keys.strip(b"/run/k").as_deref(), Some("k"));
     for foreign in [&b"/ru"[..], b"/other/k", b"/run/\xff", &keys.marker()] {

@@ -104,7 +104,7 @@ fn apply(known: &mut BTreeMap<String, Ages>, sets: &ChangeSet) -> Result<(), Tes
 
 proptest! {
     #[test]
-    fn a_watch_is_told_of_all_once_and_in_order(
+    fn a_watch_reports_changes_once_and_in_order(
         steps in vec(proptest::collection::btree_map(0..KEYS.len(), any::<bool>(), 1..4), 0..20),
         begin in 0..20_usize,
         exact: bool,
@@ -173,7 +173,7 @@ proptest! {
 }
 
 #[test]
-fn a_watch_that_has_ended_says_nothing() {
+fn a_removed_watch_reports_no_changes() {
     let watch = Watch { prefix: "w/".into(), exact: false };
     let mut watches = Watches::default();
     let number = watches.add(Watched::new(watch.clone(), 1, &[]));
@@ -186,7 +186,7 @@ fn a_watch_that_has_ended_says_nothing() {
 }
 
 #[test]
-fn why_a_watch_was_ended_is_told() {
+fn the_reason_for_a_canceled_watch_is_reported() {
     let mut watches = Watches::default();
     let number = watches.add(Watched::new(Watch { prefix: "w/".into(), exact: false }, 1, &[]));
     let cancel_reason = "permission denied".to_owned();

@@ -26,7 +26,7 @@ pub(super) fn killed(effects: &[Effect]) -> Vec<(Vec<u32>, KillReason, u64)> {
 }
 
 #[test]
-fn a_worker_that_raised_and_does_not_end_has_failed() {
+fn a_worker_that_stalls_after_an_exception_is_killed_and_reported_as_failed() {
     let mut group = lingering();
     let effects = group.on_input(raised(2));
     let [Effect::Report(Event::WorkerRaised(report)), Effect::Arm(Timer::Exit(2), limit)] = &effects[..] else {
@@ -51,7 +51,7 @@ fn a_worker_that_raised_and_does_not_end_has_failed() {
 }
 
 #[test]
-fn a_worker_that_ends_in_time_or_may_take_any_time_is_not_ended() {
+fn a_worker_that_exits_in_time_or_has_no_exit_limit_is_not_killed() {
     let mut group = lingering();
     let _ = group.on_input(raised(2));
     let effects = group.on_input(exited(102, FAILED));
@@ -66,7 +66,7 @@ fn a_worker_that_ends_in_time_or_may_take_any_time_is_not_ended() {
 }
 
 #[test]
-fn a_slow_exit_that_makes_progress_fails_the_group_and_uses_the_grace() {
+fn a_slow_exit_with_progress_fails_the_group_but_is_not_signalled() {
     let mut group = lingering();
     let _ = group.on_input(raised(2));
     let _ = group.on_input(sampled(2, None));
@@ -89,7 +89,7 @@ fn a_slow_exit_that_makes_progress_fails_the_group_and_uses_the_grace() {
 }
 
 #[test]
-fn a_slow_exit_that_outlasts_the_grace_is_killed_for_that_and_not_for_a_signal_that_it_never_got() {
+fn a_worker_that_exits_too_slowly_is_killed_with_the_reason_slow_exit() {
     let mut group = lingering();
     let _ = group.on_input(raised(2));
     let _ = group.on_input(sampled(2, Some(true)));
@@ -98,7 +98,7 @@ fn a_slow_exit_that_outlasts_the_grace_is_killed_for_that_and_not_for_a_signal_t
 }
 
 #[test]
-fn a_slow_exit_that_a_second_stop_has_signalled_is_killed_for_that_signal() {
+fn the_kill_reason_of_a_slow_exit_is_the_signal_of_a_second_stop() {
     let mut group = lingering();
     let _ = group.on_input(raised(2));
     let _ = group.on_input(sampled(2, Some(true)));
@@ -108,7 +108,7 @@ fn a_slow_exit_that_a_second_stop_has_signalled_is_killed_for_that_signal() {
 }
 
 #[test]
-fn a_worker_that_a_timer_has_signalled_is_killed_for_that_signal() {
+fn the_kill_reason_after_an_expired_timer_is_the_signal_of_the_timer() {
     let usr1 = Signal::new(10).expect("it exists");
     let mut group = lingering();
     let _ = after_evidence(&mut group, expired(1, 101, Some(usr1)));
@@ -132,7 +132,7 @@ fn a_stopped_worker_that_raised_and_stalls_is_killed_before_the_grace_is_over() 
 }
 
 #[test]
-fn workers_whose_grace_is_over_are_named_once_with_the_signal_and_the_grace() {
+fn killed_workers_are_reported_once_with_the_stop_signal_and_grace_period() {
     let mut group = lingering();
     let _ = group.on_input(Input::Stop(StopPolicy { grace: Duration::from_secs(4), ..TERM_30 }));
     let _ = group.on_input(exited(101, DONE));

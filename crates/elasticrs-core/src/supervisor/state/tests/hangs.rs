@@ -67,7 +67,7 @@ fn a_hung_worker_is_killed_at_once_and_its_siblings_are_stopped() {
 }
 
 #[test]
-fn who_goes_on_while_evidence_is_taken_has_not_hung() {
+fn a_worker_that_continues_while_evidence_is_gathered_has_not_hung() {
     let mut group = silent();
     let _ = group.on_input(LOOK);
     let _ = group.on_input(snapshot(5, [Some(3), Some(3), Some(5), Some(3)]));
@@ -76,7 +76,7 @@ fn who_goes_on_while_evidence_is_taken_has_not_hung() {
 }
 
 #[test]
-fn nobody_has_hung_while_the_group_was_suspended() {
+fn no_worker_is_reported_as_hung_while_the_group_is_suspended() {
     let mut group = silent();
     let _ = group.on_input(LOOK);
     let _ = group.on_input(Input::Suspend);
@@ -85,7 +85,7 @@ fn nobody_has_hung_while_the_group_was_suspended() {
 }
 
 #[test]
-fn a_verdict_comes_before_the_exit_of_one_that_was_late() {
+fn a_hang_is_reported_before_the_exit_of_the_hung_worker() {
     let mut group = silent();
     let _ = group.on_input(LOOK);
     let effects = group.on_input(exited(100, DONE));
@@ -104,7 +104,7 @@ fn a_verdict_comes_before_the_exit_of_one_that_was_late() {
 }
 
 #[test]
-fn a_timer_that_expired_comes_before_an_exit_that_ends_the_group() {
+fn an_expired_timer_is_reported_before_the_exit_that_ends_the_group() {
     let timer = || expired(1, 101, Some(Signal::KILL));
     let mut group = lingering();
     let _ = group.on_input(timer());
@@ -123,7 +123,7 @@ fn a_timer_that_expired_comes_before_an_exit_that_ends_the_group() {
 }
 
 #[test]
-fn the_first_timer_of_a_rank_decides() {
+fn only_the_first_expired_timer_sends_its_signal() {
     let mut group = lingering();
     let _ = group.on_input(expired(1, 101, Some(Signal::TERM)));
     for rank in [1, 2] {
@@ -135,7 +135,7 @@ fn the_first_timer_of_a_rank_decides() {
 }
 
 #[test]
-fn a_stop_does_not_hide_who_has_hung() {
+fn a_stop_during_evidence_gathering_still_reports_the_hung_worker() {
     let mut group = silent();
     let _ = group.on_input(LOOK);
     let effects = group.on_input(Input::Stop(TERM_30));
@@ -145,7 +145,7 @@ fn a_stop_does_not_hide_who_has_hung() {
 }
 
 #[test]
-fn who_may_keep_another_node_waiting_is_told_and_gets_its_grace() {
+fn a_worker_that_may_block_another_node_is_reported_and_gets_a_grace_period() {
     let is_stopped = || vec![WorkerEvidence { local_rank: 2, state: 'T', ..WorkerEvidence::default() }];
     let mut group = silent();
     let _ = group.on_input(snapshot(3, [Some(3), Some(3), Some(0), Some(3)]));
@@ -172,7 +172,7 @@ fn silent_beside_others() -> Group {
 }
 
 #[test]
-fn other_nodes_have_time_to_gather_evidence_before_the_kill() {
+fn a_hung_worker_is_reported_at_once_but_killed_after_the_stop_delay() {
     let mut group = silent_beside_others();
     let effects = group.on_input(Input::Evidence(Vec::new()));
     let [Effect::Report(Event::WorkerHung(hung)), Effect::Arm(Timer::Hang, delay)] = &effects[..] else {
@@ -190,7 +190,7 @@ fn other_nodes_have_time_to_gather_evidence_before_the_kill() {
 }
 
 #[test]
-fn a_failure_or_another_stop_ends_the_delay() {
+fn a_failure_or_another_stop_ends_the_stop_delay() {
     let mut group = silent_beside_others();
     let _ = group.on_input(Input::Evidence(Vec::new()));
     let effects = group.on_input(exited(100, FAILED));
@@ -203,7 +203,7 @@ fn a_failure_or_another_stop_ends_the_delay() {
 }
 
 #[test]
-fn a_group_whose_peer_hangs_is_stopped_after_the_delay() {
+fn a_group_is_stopped_after_the_stop_delay_if_another_node_hangs() {
     let mut group = lingering();
     let _ = group.on_input(snapshot(0, [Some(0); 4]));
     let _ = group.on_input(Input::Watch(DELAYED));
@@ -240,7 +240,7 @@ fn hung(effects: &[Effect]) -> Vec<u32> {
 }
 
 #[test]
-fn who_waited_for_one_that_is_replaced_has_not_hung() {
+fn a_worker_that_waited_for_a_replaced_worker_has_not_hung() {
     let mut group = waiting_for_one();
     let stopped = WorkerEvidence { local_rank: 2, state: 'T', ..WorkerEvidence::default() };
     let effects = after(&mut group, LOOK, vec![stopped]);
@@ -255,7 +255,7 @@ fn who_waited_for_one_that_is_replaced_has_not_hung() {
 }
 
 #[test]
-fn one_that_fails_while_evidence_is_taken_blames_no_other() {
+fn a_failure_during_evidence_gathering_blames_no_waiting_worker() {
     let mut group = waiting_for_one();
     assert!(matches!(group.on_input(LOOK)[..], [Effect::TakeEvidence { .. }]));
     let effects = group.on_input(exited(102, FAILED));
@@ -266,7 +266,7 @@ fn one_that_fails_while_evidence_is_taken_blames_no_other() {
 }
 
 #[test]
-fn one_that_hangs_and_ends_while_evidence_is_taken_has_hung() {
+fn a_hung_worker_that_exits_during_evidence_gathering_is_reported_as_hung() {
     let mut group = waiting_for_one();
     assert!(matches!(group.on_input(LOOK)[..], [Effect::TakeEvidence { .. }]));
     assert_eq!(hung(&group.on_input(exited(101, FAILED))), [1]);

@@ -37,7 +37,7 @@ fn sweeps_left(effects: &[Effect]) -> Vec<u32> {
 }
 
 #[test]
-fn a_failure_signals_nobody_and_what_was_left_is_swept() {
+fn a_failed_worker_is_cleaned_up_without_signalling_the_others() {
     let mut group = replacing();
     let effects = group.on_input(exited(101, FAILED));
     let [
@@ -52,7 +52,7 @@ fn a_failure_signals_nobody_and_what_was_left_is_swept() {
 }
 
 #[test]
-fn those_that_fail_together_are_swept_one_after_the_other() {
+fn workers_that_fail_together_are_cleaned_up_one_at_a_time() {
     let mut group = replacing();
     assert_eq!(sweeps_left(&group.on_input(exited(101, FAILED))), [1]);
     assert_eq!(sweeps_left(&group.on_input(exited(103, FAILED))).len(), 0);
@@ -67,7 +67,7 @@ fn those_that_fail_together_are_swept_one_after_the_other() {
 }
 
 #[test]
-fn a_group_goes_on_without_anybody_until_it_is_stopped() {
+fn a_group_without_running_workers_continues_until_it_is_stopped() {
     let mut group = replacing();
     let effects = all_exit(&mut group, &PIDS, KILLED);
     assert!(!effects.iter().any(|e| matches!(e, Effect::Sweep(_))), "{effects:?}");
@@ -81,7 +81,7 @@ fn a_group_goes_on_without_anybody_until_it_is_stopped() {
 }
 
 #[test]
-fn it_has_succeeded_when_the_last_process_of_each_place_has() {
+fn a_group_succeeds_if_the_last_worker_of_each_rank_succeeds() {
     let mut group = replacing();
     replace(&mut group, 1, 201);
     let effects = all_exit(&mut group, &[100, 102, 103, 201], DONE);
@@ -90,7 +90,7 @@ fn it_has_succeeded_when_the_last_process_of_each_place_has() {
 }
 
 #[test]
-fn who_takes_a_place_while_the_group_is_stopped_is_stopped_as_well() {
+fn a_replacement_that_starts_during_a_stop_is_stopped_as_well() {
     for (stop, to, signal) in [(TERM_30, StopScope::Worker, Signal::TERM), (KILL, StopScope::Group, Signal::KILL)] {
         let mut group = replacing();
         let _ = group.on_input(exited(101, FAILED));
@@ -108,7 +108,7 @@ fn who_takes_a_place_while_the_group_is_stopped_is_stopped_as_well() {
 }
 
 #[test]
-fn a_start_that_fails_while_the_group_is_stopped_lets_it_end() {
+fn a_replacement_that_fails_to_start_during_a_stop_lets_the_group_end() {
     let mut group = replacing();
     let _ = group.on_input(exited(101, FAILED));
     let _ = group.on_input(left_swept());
@@ -121,7 +121,7 @@ fn a_start_that_fails_while_the_group_is_stopped_lets_it_end() {
 }
 
 #[test]
-fn who_takes_a_place_while_the_group_is_suspended_waits_with_the_others() {
+fn a_replacement_that_starts_in_a_suspended_group_is_suspended_as_well() {
     let mut group = replacing();
     let _ = group.on_input(Input::Suspend);
     let _ = group.on_input(exited(101, KILLED));
@@ -132,7 +132,7 @@ fn who_takes_a_place_while_the_group_is_suspended_waits_with_the_others() {
 }
 
 #[test]
-fn a_nursery_that_is_lost_ends_the_group_whatever_was_promised() {
+fn losing_the_nursery_ends_the_group_despite_pending_replacements() {
     let mut group = replacing();
     let _ = group.on_input(exited(101, FAILED));
     let _ = group.on_input(left_swept());
@@ -144,7 +144,7 @@ fn a_nursery_that_is_lost_ends_the_group_whatever_was_promised() {
 }
 
 #[test]
-fn a_timer_of_a_worker_ends_that_one_alone() {
+fn an_expired_timer_stops_only_its_own_worker() {
     let usr1 = Signal::new(10).expect("it exists");
     let mut group = replacing();
     let effects = after_evidence(&mut group, expired(1, 101, Some(usr1)));
@@ -164,7 +164,7 @@ fn a_timer_of_a_worker_ends_that_one_alone() {
 }
 
 #[test]
-fn a_worker_that_nothing_ends_fails_the_group() {
+fn a_worker_that_survives_sigkill_fails_the_group() {
     let mut group = replacing();
     let _ = after_evidence(&mut group, expired(1, 101, Some(Signal::KILL)));
     let _ = group.on_input(Input::Expired(Timer::Condemned(1)));
@@ -174,7 +174,7 @@ fn a_worker_that_nothing_ends_fails_the_group() {
 }
 
 #[test]
-fn a_slow_exit_that_outlasts_its_grace_is_not_killed_for_want_of_progress() {
+fn the_kill_reason_distinguishes_slow_and_stalled_exits() {
     let mut group = replacing();
     let _ = group.on_input(raised(2));
     let effects = group.on_input(sampled(2, Some(true)));
@@ -191,7 +191,7 @@ fn a_slow_exit_that_outlasts_its_grace_is_not_killed_for_want_of_progress() {
 }
 
 #[test]
-fn a_worker_whose_timer_expired_is_killed_for_its_signal() {
+fn the_kill_reason_after_an_expired_timer_is_the_signal_of_the_timer() {
     let mut group = replacing();
     let _ = after_evidence(&mut group, expired(1, 101, Some(Signal::TERM)));
     let effects = group.on_input(Input::Expired(Timer::Condemned(1)));
@@ -199,7 +199,7 @@ fn a_worker_whose_timer_expired_is_killed_for_its_signal() {
 }
 
 #[test]
-fn what_python_has_started_is_not_replaced() {
+fn the_failure_of_a_worker_started_by_python_fails_the_group() {
     let mut group = replacing();
     let _ = group.on_input(Input::Adopted { local_rank: 4, pid: 50 });
     let effects = group.on_input(exited(50, FAILED));
@@ -387,7 +387,7 @@ proptest! {
 
     /// Checks that failed workers are replaced as **SUP-9** requires, and that the group finishes exactly once.
     #[test]
-    fn every_history_of_a_group_that_replaces_can_be_brought_to_its_end(
+    fn a_group_with_replacements_ends_exactly_once_after_any_sequence_of_inputs(
         history in prop::collection::vec(any_step(), 0..60),
     ) {
         let mut world = World::new();
