@@ -10,8 +10,8 @@ pub const FRESH: Duration = Duration::from_millis(50);
 pub struct Liveness {
     limit: Duration,
     asked: Option<Instant>,
-    /// The agent's loop answers a liveness request first, then the supervisor's thread. True if only the loop has
-    /// answered the pending request.
+    /// A liveness request is answered first by the agent's loop, and then by the supervisor's thread. True if only the
+    /// loop has answered the pending request.
     is_passed_on: bool,
     answered: Option<Answer>,
 }

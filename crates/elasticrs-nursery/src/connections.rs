@@ -38,8 +38,8 @@ const MAX_LINKS: usize = 64;
 #[derive(Debug)]
 pub struct Held {
     pub socket: OwnedFd,
-    /// Secret that the nursery sends to prove that the agent and all of its processes have exited. `None` if the socket
-    /// is the agent's connection to the store.
+    /// Secret that the nursery sends through `socket` to prove that the agent and all of its processes have exited.
+    /// `None` if `socket` is the agent's connection to the store.
     pub word: Option<LastWord>,
 }
 

@@ -52,8 +52,11 @@ class Place(Value):
     clock: Clock = Clock()
 
     def cause(self, time_ns: int, **known: Any) -> Cause:
-        """Return the cause for a failure of this node. ``time_ns`` is its time on the clock of the store, and
-        ``known`` has the other known fields.
+        """Describe a failure on this node.
+
+        Args:
+            time_ns: time of the failure on the store's clock, in nanoseconds.
+            known: further fields of the description.
         """
         here: dict[str, Any] = {"node": self.node, "host": self.host, "group_rank": self.group_rank}
         return Cause(**here, time_ns=time_ns, error_ns=self.clock.error_ns, **known)

@@ -124,7 +124,7 @@ class JobEnded(Event):
     signum: int = SIGTERM
 
 
-# --- effects (results of :func:`step`), in addition to actions of the agent and events of its rendezvous ---
+# --- effects: further results of :func:`step`, beside actions of the agent and events of its rendezvous ---
 
 
 class Report(Value):

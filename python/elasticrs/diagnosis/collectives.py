@@ -177,8 +177,8 @@ def _outdated(group: Group, ranks: Mapping[int, RankRecord]) -> set[int]:
 
 
 def _mismatch(group: Group) -> dict[int, tuple[Side, ...]]:
-    """Return the different calls of the first collective whose calls do not match, keyed by the number of the
-    collective. Return an empty dictionary if all calls match.
+    """Find the first collective for which the ranks made different calls. Return its number and these calls,
+    or an empty dictionary if all ranks made the same calls.
 
     Ignore such a collective if it has completed on all ranks and the calls of all later collectives match,
     because the ranks may then have used variants of an operation that this module does not know.

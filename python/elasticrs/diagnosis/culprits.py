@@ -116,8 +116,8 @@ class _Search:
         return rank not in self._waits and rank not in self._matched.receiving
 
     def _idle(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of the ranks that have a flight record, and do not wait according to their records and
-        stacks.
+        """Return the ranks whose flight records and stacks show that they do not wait. Leave out ranks
+        without a flight record.
         """
         free = [rank for rank in ranks if self._is_free(rank) and rank not in self._matched.no_record]
         return [rank for rank in free if self._shown.get(rank) is not True]

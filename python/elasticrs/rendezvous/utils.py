@@ -1,4 +1,4 @@
-"""Helpers for rendezvous handlers: a parser for endpoints with torch's name, and a timer."""
+"""Helpers for rendezvous handlers: torch's function that parses endpoints, and a periodic timer."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ impl Logs {
     }
 
     /// Blocks until all finished streams are fully written to the console, or until `limit` has elapsed. Returns the
-    /// streams that are incomplete then. The logs thread continues to write them.
+    /// streams that are not fully written. The logs thread continues to write them.
     pub fn drain(&self, limit: Duration) -> Vec<LogStream> {
         let streams = self.shared.closed_within(limit);
         streams.values().filter(|info| info.is_finishing()).map(|info| info.stream.clone()).collect()

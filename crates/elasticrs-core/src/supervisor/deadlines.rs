@@ -40,7 +40,7 @@ pub enum Timer {
 
 /// Time limit for processes to exit after SIGKILL. A process that hangs in the kernel (state D) may exceed it.
 pub const GIVE_UP_AFTER: Duration = Duration::from_secs(30);
-/// Terms of a clean-up that kills all processes at once.
+/// Time limits of a clean-up that sends SIGKILL at once.
 pub const AT_ONCE: SweepTerms = SweepTerms::at_once(GIVE_UP_AFTER);
 
 /// The deadlines that are set, at most one for each [`Timer`].

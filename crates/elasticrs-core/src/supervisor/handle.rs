@@ -63,8 +63,8 @@ impl Keeper {
     pub fn hold_beside(&self, connection: BorrowedFd<'_>) -> impl Future<Output = bool> + use<> {
         let (held, is_held) = oneshot::channel();
         let is_sent = self.send_duplicate(connection, false, |connection| Guarded::Beside(connection, held));
-        // The channel is closed without a result if there is no nursery, or if the nursery is exiting. Treat a closed
-        // channel as success, because the supervisor passes the connection to the next nursery.
+        // The channel is closed without a result if there is no nursery, or if the nursery is exiting. This counts as
+        // success, because the supervisor passes the connection to the nursery that it launches next.
         async move { is_sent && is_held.await.unwrap_or(true) }
     }
 

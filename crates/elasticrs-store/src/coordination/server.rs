@@ -107,7 +107,7 @@ impl Server {
 
     /// Closes the listening sockets and blocks until they are closed. Open connections are not affected.
     pub fn stop_listening(&self) {
-        // Ignore the result, because a server that has stopped has no open listening sockets.
+        // Ignore an error, which means that the server has already stopped and has closed these sockets.
         ask(&self.commands, Command::StopListening);
     }
 

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 use super::error::StoreError;
 use crate::types::LostKind;
 
-/// Formats host and port the way users write them.
+/// Formats host and port as `HOST:PORT`, with brackets around an IPv6 address.
 pub(crate) fn endpoint(host: &str, port: u16) -> String {
     if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
 }

@@ -1,7 +1,8 @@
 //! Estimates the offset between the store's wall clock and the local boot clock. All functions are pure.
+//! These are the rules for the use of clocks:
 //!
-//! - **CLOCK-1** deadlines use the boot clock, because it keeps running during suspend and cannot be set;
-//! - **CLOCK-2** wall-clock times, including the estimate, are used only in reports.
+//! - **CLOCK-1** Deadlines use the boot clock, because it keeps running during suspend and cannot be set.
+//! - **CLOCK-2** Wall-clock times, including the estimate, are used only in reports.
 
 use std::collections::VecDeque;
 

@@ -64,8 +64,8 @@ def environment(entries: list[bytes], done: dict[str, tuple[str | None, str | No
     for variable, (before, after) in done.items():
         if after is None:
             os.environ.pop(variable, None)
-        # An import that sets an unset variable may provide only a default value. If the worker's environment
-        # has a value for such a variable, keep the worker's value.
+        # If an import has set a variable that was unset before, its value is probably only a default. Keep
+        # the value from the worker's environment in this case.
         elif before is not None or variable not in os.environ:
             os.environ[variable] = after
 

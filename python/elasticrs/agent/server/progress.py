@@ -74,7 +74,7 @@ class Progress:
 
 
 class _Place(Record):
-    """Activity of an agent. A report of its progress is due at the time ``silent_until``."""
+    """What an agent is doing. The agent must report progress before the time ``silent_until``."""
 
     name: str
     allowance: float

@@ -97,9 +97,7 @@ class Keys:
         return [DeletePrefix(self.node(prefix)), DeletePrefix(self.slot(prefix))]
 
     def forget_process(self, name: str) -> list[Operation]:
-        """Return operations that delete all registrations of a process. ``name`` is the prefix that was given
-        to the process for its name.
-        """
+        """Return operations that delete all registrations of a process, whose names begin with ``name``."""
         return self.forget_members(f"{name}.")
 
     def table(self, form: str) -> str:

@@ -519,8 +519,8 @@ class Member:
         planned: bool = False,
         after_failure: bool = False,
     ) -> None:
-        """Stop the workers: with SIGKILL if ``fenced`` is true, otherwise gracefully. Ignore a graceful stop
-        if the workers are already being stopped. Remember the reason of a graceful stop, which the user sees.
+        """Stop the workers: with SIGKILL if ``fenced`` is true, otherwise gracefully. A graceful stop has no
+        effect if the workers are already being stopped. Its reason is kept, because it is shown to the user.
         """
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):

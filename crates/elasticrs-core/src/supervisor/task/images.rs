@@ -27,8 +27,8 @@ impl Images {
         self.0.retain(|image| !is_warm(image));
     }
 
-    /// Launches a nursery with the first program that can be executed on this machine, and with the given options for
-    /// its module imports.
+    /// Launches a nursery: tries the programs for it in order, and uses the first one that can be executed on this
+    /// machine. `import` says which modules the nursery imports in advance.
     pub(super) fn launch(&self, import: &Import) -> Result<Nursery, LaunchError> {
         Nursery::launch(&self.0, import)
     }

@@ -137,8 +137,7 @@ impl Task {
                 self.sweep(AT_ONCE);
             }
             Current::Running(running) => {
-                // Watch the exits of the remaining workers from this process, because the lost nursery no longer
-                // reports them.
+                // The lost nursery no longer reports exits, so this process watches the remaining workers itself.
                 running.watch_exits();
                 let is_starting = running.group.is_running() && running.group.starting().next().is_some();
                 if is_starting && self.has_fence_passed() {

@@ -162,7 +162,7 @@ impl Task {
         }
     }
 
-    // --- the fence deadline during a start ----------------------------------------------------------------------
+    // --- the fence deadline while workers are being started -----------------------------------------------------
 
     /// If a worker is being started, checks the deadline for killing all workers. Normally, the nursery process checks
     /// the deadline, but the start may block the nursery.
