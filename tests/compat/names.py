@@ -45,7 +45,11 @@ PRIVATE = {
     "agent.server.local_elastic_agent": ("_AliveCallbackProxy",),
     "launcher.api": ("_get_addr_and_port", "_get_entrypoint_name"),
     "rendezvous.registry": ("_register_out_of_tree_handlers",),
-    "rendezvous.utils": ("_matches_machine_hostname",),
+    # Launchers that copy torch's `run` import these functions.
+    "rendezvous.utils": (
+        *("_PeriodicTimer", "_delay", "_matches_machine_hostname", "_parse_rendezvous_config"),
+        "_try_parse_port",
+    ),
     # Other programs patch `metadata.entry_points`.
     "run": ("_get_logs_specs_class", "metadata"),
 }

@@ -16,7 +16,7 @@ from elasticrs.events import EventSource, handlers
 from elasticrs.launcher import LaunchConfig, elastic_launch
 from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, SignalException, Std, api
 from elasticrs.multiprocessing.errors import ChildFailedError
-from elasticrs.rendezvous import RendezvousParameters, registry
+from elasticrs.rendezvous import RendezvousInfo, RendezvousParameters, registry
 from elasticrs.rendezvous.registry import get_rendezvous_handler
 
 
@@ -86,6 +86,11 @@ def test_an_agent_can_be_created_from_a_mock_worker_spec(tmp_path):
     spec = Mock(spec=WorkerSpec, max_restarts=3, local_world_size=1, rdzv_handler=Mock())
     made = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path)), shutdown_timeout=240)
     assert made._shutdown_timeout == 240
+
+
+def test_a_mock_rendezvous_info_has_the_fields_of_torchs_class():
+    info = Mock(spec=RendezvousInfo)
+    assert all(map(info.__getattr__, ("store", "rank", "world_size", "bootstrap_store_info")))
 
 
 # --- start_processes -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from dataclasses import KW_ONLY
-    from typing import Literal, TypeAlias
+    from typing import Any, Literal, TypeAlias
 
     from elasticrs.job.preload import Preload
     from elasticrs.job.restart_policy import RestartSettings
@@ -139,6 +139,11 @@ class UnresolvedSettings:
     signals_to_forward: str | None = None
     stop_scope: str | None = None
     warm: str = "off"
+
+
+def worker_settings(source: WorkerSettings) -> dict[str, Any]:
+    """Return the values of the fields of :class:`WorkerSettings`."""
+    return {name: getattr(source, name) for name in WorkerSettings.__annotations__}
 
 
 class JobConfig(Record, WorkerSettings):

@@ -91,7 +91,6 @@ class RendezvousStoreInfo:
         return RendezvousStoreInfo(addr, port)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
 class RendezvousInfo:
     """One node's result of a completed rendezvous.
 
@@ -103,10 +102,33 @@ class RendezvousInfo:
         bootstrap_store_info: address of the workers' store.
     """
 
-    store: Any
-    rank: int
-    world_size: int
-    bootstrap_store_info: RendezvousStoreInfo | None
+    def __init__(
+        self, store: Any, rank: int, world_size: int, bootstrap_store_info: RendezvousStoreInfo | None
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self._bootstrap_store_info = bootstrap_store_info
+
+    @property
+    def store(self) -> Any:
+        """The store that the nodes share."""
+        return self._store
+
+    @property
+    def rank(self) -> int:
+        """Rank of this node."""
+        return self._rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of nodes."""
+        return self._world_size
+
+    @property
+    def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
+        """Address of the workers' store."""
+        return self._bootstrap_store_info
 
 
 class RendezvousHandler(ABC):

@@ -42,7 +42,7 @@ from elasticrs.rendezvous.dynamic.recording import Recorder
 from elasticrs.rendezvous.dynamic.rendezvous_settings import RendezvousSettings, RendezvousTimeout, check
 from elasticrs.rendezvous.dynamic.rendezvous_state import Node, Place
 from elasticrs.rendezvous.dynamic.turns import LONGEST_PAUSE, SHORTEST_PAUSE, Operation, SharedState
-from elasticrs.rendezvous.utils import PeriodicTimer
+from elasticrs.rendezvous.utils import _PeriodicTimer
 from elasticrs.store.prefix_store import with_prefix
 from elasticrs.workers.ports import StorePort, agent_hosts_store
 
@@ -193,7 +193,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._recorder = Recorder(settings.run_id, node)
         # Hold this lock during every access to the shared state, because back ends need not be thread-safe.
         self._lock = threading.Lock()
-        self._timer: PeriodicTimer | None = None
+        self._timer: _PeriodicTimer | None = None
         self._look_again = 0.0
         self._round: int | None = None
         self._has_succeeded = False
@@ -415,9 +415,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
     # --- heartbeats ---
 
     def _start_heartbeats(self) -> None:
-        name = f"RendezvousKeepAliveTimer_{self._this_node.local_id}"
         interval = self._settings.keep_alive_interval
-        self._timer = PeriodicTimer(name, interval, self._keep_alive_weak, weakref.ref(self))
+        self._timer = _PeriodicTimer(interval, self._keep_alive_weak, weakref.ref(self))
+        self._timer.set_name(f"RendezvousKeepAliveTimer_{self._this_node.local_id}")
+        self._timer.start()
 
     def _stop_heartbeats(self) -> None:
         timer, self._timer = self._timer, None

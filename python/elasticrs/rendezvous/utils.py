@@ -1,11 +1,13 @@
-"""Helpers for rendezvous handlers: torch's function that parses endpoints, and a periodic timer."""
+"""Helpers for rendezvous handlers, named as in torch: parsers for endpoints and settings, and a timer."""
 
 from __future__ import annotations
 
 import ipaddress
+import random
 import re
 import socket
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 __all__ = ["parse_rendezvous_endpoint"]
+
+_SHORTEST_DELAY = 0.01
 
 
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
@@ -35,13 +39,18 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
     if not text:
         return "localhost", default_port
     host, port = text, default_port
-    if ":" in text and not (text.startswith("[") and text.endswith("]")):
-        host, _, tail = text.rpartition(":")
-        if not re.fullmatch("[0-9]{1,5}", tail) or int(tail) >= 2**16:
-            raise ValueError(
-                f"The port number of the rendezvous endpoint '{text}' must be an integer between 0 and 65536."
-            )
-        port = int(tail)
+    if not (text.startswith("[") and text.endswith("]")):
+        host, colon, tail = text.rpartition(":")
+        if not colon:
+            host = tail
+        else:
+            parsed = _try_parse_port(tail)
+            if parsed is None or parsed >= 2**16:
+                raise ValueError(
+                    f"The port number of the rendezvous endpoint '{text}' must be an integer between 0 and "
+                    "65536."
+                )
+            port = parsed
     if len(host) > 1 and host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     if not re.match(r"^[\w\.:-]+$", host):
@@ -50,6 +59,28 @@ def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[
             "IPv4 address, or an IPv6 address."
         )
     return host, port
+
+
+def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
+    """Parse settings in the format ``KEY=VALUE,…``."""
+    config: dict[str, str] = {}
+    if not config_str.strip():
+        return config
+    for pair in config_str.split(","):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if not key:
+            raise ValueError(
+                "The rendezvous configuration string must be in format <key1>=<value1>,...,<keyN>=<valueN>."
+            )
+        if not value:
+            raise ValueError(f"The rendezvous configuration option '{key}' must have a value specified.")
+        config[key] = value
+    return config
+
+
+def _try_parse_port(port_str: str) -> int | None:
+    """Parse text of one to five digits as an integer. Return ``None`` for any other text."""
+    return int(port_str) if port_str and re.match(r"^[0-9]{1,5}$", port_str) else None
 
 
 def _matches_machine_hostname(host: str) -> bool:
@@ -79,21 +110,59 @@ def _resolved(host: str) -> list[Any]:
         return []
 
 
-class PeriodicTimer:
+def _delay(seconds: float | tuple[float, float]) -> None:
+    """Sleep for a number of seconds, or for a random time between two bounds. Skip the sleep if it is shorter
+    than 10 ms.
+    """
+    if isinstance(seconds, tuple):
+        seconds = random.uniform(*seconds)
+    if seconds >= _SHORTEST_DELAY:
+        time.sleep(seconds)
+
+
+class _PeriodicTimer:
     """Calls a function periodically on a separate thread. The thread stops when the timer is
     garbage-collected.
 
     Args:
-        name: name of the thread.
         interval: time before each call.
         function: function to call.
-        *args: arguments of the function.
+        *args: positional arguments of the function.
+        **kwargs: keyword arguments of the function.
     """
 
-    def __init__(self, name: str, interval: timedelta, function: Callable[..., None], *args: Any) -> None:
+    def __init__(self, interval: timedelta, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        self._name: str | None = None
+        self._interval = interval.total_seconds()
+        self._call = (function, args, kwargs)
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Name of the thread."""
+        return self._name
+
+    def set_name(self, name: str) -> None:
+        """Set the name of the thread.
+
+        Raises:
+            RuntimeError: the timer has already started.
+        """
+        if self._finalizer is not None:
+            raise RuntimeError("The timer has already started.")
+        self._name = name
+
+    def start(self) -> None:
+        """Start the thread. It calls the function for the first time after one interval.
+
+        Raises:
+            RuntimeError: the timer has already started.
+        """
+        if self._finalizer is not None:
+            raise RuntimeError("The timer has already started.")
         stop = threading.Event()
         # Do not pass the timer to the thread, because the reference would keep the timer alive.
-        arguments = (interval.total_seconds(), stop, function, args)
+        arguments, name = (self._interval, stop, *self._call), self._name or "PeriodicTimer"
         thread = threading.Thread(target=_repeat, name=name, args=arguments, daemon=True)
         self._finalizer = weakref.finalize(self, _stop, thread, stop)
         # Do not join the thread at interpreter exit, because joining a daemon thread at that time can block
@@ -103,12 +172,13 @@ class PeriodicTimer:
 
     def cancel(self) -> None:
         """Stop the thread, and wait for any call in progress."""
-        self._finalizer()
+        if self._finalizer is not None:
+            self._finalizer()
 
 
-def _repeat(interval: float, stop: threading.Event, function: Any, args: Any) -> None:
+def _repeat(interval: float, stop: threading.Event, function: Any, args: Any, kwargs: Any) -> None:
     while not stop.wait(interval):
-        function(*args)
+        function(*args, **kwargs)
 
 
 def _stop(thread: threading.Thread, stop: threading.Event) -> None:

@@ -97,19 +97,22 @@ class LocalJob:
         if self.made is not None:
             return self.made[0]
         spec = self._spec
-        return JobConfig.taken_from(
-            spec,
-            nproc=spec.local_world_size,
-            run_id=spec.rdzv_handler.get_run_id(),
+        return JobConfig(
+            spec.local_world_size,
+            spec.rdzv_handler.get_run_id(),
+            role=spec.role,
             name=spec.get_entrypoint_name(),
+            max_restarts=spec.max_restarts,
             shutdown_timeout=self._shutdown_timeout,
             signals=self.signals,
             forwarded=self.forwarded,
             stop_scope=spec.stop_scope or defaults.default_stop_scope(spec.entrypoint),
             is_multi_node=is_multi_node,
             cpus=cpus_of_options(spec.numa_options, spec.local_world_size),
+            virtual_local_rank=spec.virtual_local_rank,
             uninterruptible_state_timeout=self.uninterruptible_state_timeout,
             preload=self._preload,
+            **defaults.worker_settings(spec),
         )
 
     def workers(self, job: JobConfig) -> Workers:
