@@ -138,6 +138,7 @@ class Renamed(DefaultLogsSpecs):
     def reify(self, envs):
         made = super().reify(envs)
         assert all(env["TORCHELASTIC_RUN_ID"] == "job" for env in envs.values())
+        assert all(env["TORCHELASTIC_TIMER_FILE"] for env in envs.values())
         os.makedirs(os.path.join(self.root_log_dir, "mine"), exist_ok=True)
         path = os.path.join(self.root_log_dir, "mine", "{{}}.txt").format
         made.stdouts = {{rank: path(rank) for rank in made.stdouts}}
@@ -181,7 +182,7 @@ TORCHS = "torch.distributed.elastic.multiprocessing.api"
 def test_a_user_defined_logs_specs_class_chooses_the_output_files(
     launch, worker_script, tmp_path, plugin, module, group
 ):
-    env = plugin(module, group)
+    env = {**plugin(module, group), "TORCHELASTIC_ENABLE_FILE_TIMER": "1"}
     arguments = ("--logs-specs=renamed", "--log-dir", tmp_path / "logs", "--tee=1:1", "--rdzv-id=job")
     meeting = ("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
     script = worker_script("import os; os.write(1, f\"hello {os.environ['RANK']}\\n\".encode())")

@@ -96,11 +96,14 @@ def test_a_file_that_is_not_a_file_store_is_refused_and_left_unchanged(tmp_path,
     with pytest.raises(ValueError, match=re.escape(str(path))):
         FileStore(str(path))
     assert path.read_bytes() == data
+
+
+def test_a_folder_is_refused_as_the_path_of_a_file_store(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(IsADirectoryError):
         FileStore(str(folder))
-    assert set(tmp_path.iterdir()) == {path, folder}
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_backend_replaces_a_state_only_with_its_current_token(store):

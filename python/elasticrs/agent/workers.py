@@ -249,6 +249,9 @@ def prepare_group(
     setup = workers.setup
     job, environ = setup.job, setup.environ
     variables = variables_of(job, attempt.plan, attempt.round, attempt.restarts, environ)
+    for own in variables.values():
+        own.update(extra)
+    # A `LogsSpecs` of the user may read and change the variables.
     attempt.paths = paths = setup.logs(attempt.name, variables)
     files = [path for _, path in sorted(paths.error_files.items())]
     are_watched = bool(files) and all(files)
@@ -256,7 +259,6 @@ def prepare_group(
     attempt.variables = variables
     for local_rank, own in variables.items():
         own["ELASTICRS_NOTICES"] = notices
-        own.update(extra)
         if are_watched and not any(name in environ for name in _DUMPS):
             own[_DUMPS[0]] = flight_dumps(paths.error_files[local_rank])
         own.update(_member(attempt.plan, local_rank))

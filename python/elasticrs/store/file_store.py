@@ -9,6 +9,7 @@ format.
 from __future__ import annotations
 
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -55,8 +56,9 @@ class FileStore(TimedStore):
     def __init__(self, path: str, timeout: datetime.timedelta = datetime.timedelta(seconds=300)) -> None:
         super().__init__(timeout)
         self._path = path
-        # Read without the lock first, so that no lock file appears beside a file that is not a store.
-        self._read()
+        if os.path.isdir(path):
+            # Raise the error here, because `_locked` would first create a file beside the folder.
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         with self._locked():
             self._read()
 
