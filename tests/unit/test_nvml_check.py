@@ -40,6 +40,13 @@ def test_gpus_without_errors_are_fit(check, gpus):
     assert check() == (0, ["2 GPUs are fit"])
 
 
+def test_an_unexpected_exception_is_no_answer(gpus):
+    broken = ASK.replace("sys.exit", "nvml_check.examine = lambda *_: 1 / 0; sys.exit")
+    done = run_program((sys.executable, "-c", broken), env={**os.environ, **gpus.environment})
+    assert done.returncode == NO_ANSWER
+    assert "ZeroDivisionError" in done.stdout
+
+
 @pytest.mark.parametrize("action", range(1, 8))
 def test_a_recovery_action_makes_the_node_unfit(check, gpus, action):
     gpus.set("count", 2)

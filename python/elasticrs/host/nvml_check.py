@@ -140,6 +140,9 @@ def main() -> int:
             examine(libraries[0], verdict)
         except NvmlError as error:
             problems.append(problem_of(error))
+        # Catch every exception, because a check without an answer must not count as an answer.
+        except Exception as error:
+            problems.append(f"the check failed ({error!r})")
         finally:
             over.release()
 
