@@ -151,7 +151,7 @@ test-gpu: ## checks for a machine with a GPU and torch: needs a wheel in dist/ (
 SOAK ?= --seconds 600
 
 soak: build ## random schedules of the rendezvous for ten minutes; SOAK="--seconds N --seed S"
-	@$(PY) -m tests.rendezvous.soak $(SOAK)
+	@PYTHONPATH=tests $(PY) -m tests.rendezvous.soak $(SOAK)
 
 soak-store: build ## a store that keeps its state is killed and started again under a running job; KILLS=200
 	@ELASTICRS_STORE_KILLS=$(or $(KILLS),200) $(PY) -m pytest -q -n0 tests/store_away -k no_worker_ends

@@ -1,6 +1,6 @@
 """Record the evidence that the ranks of real gloo groups report when they get stuck.
 
-``python -m diagnosis.recording`` in ``tests`` writes the files in ``recorded``, one for each of
+``PYTHONPATH=tests python -m diagnosis.recording`` writes the files in ``recorded``, one for each of
 :data:`SCENARIOS`. They have to be written again only if torch changes the format of its flight recorder.
 """
 

@@ -67,7 +67,7 @@ pub struct SweepTerms {
     pub linger: Duration,
     /// Time from SIGTERM to SIGKILL. Zero sends SIGKILL at once.
     pub grace: Duration,
-    /// Time after which processes that cannot be killed are no longer waited for, but reported.
+    /// Time to wait for processes that SIGKILL has not ended. The remaining ones are then reported.
     pub give_up: Duration,
 }
 

@@ -251,7 +251,7 @@ def prepare_group(
     variables = variables_of(job, attempt.plan, attempt.round, attempt.restarts, environ)
     for own in variables.values():
         own.update(extra)
-    # A `LogsSpecs` of the user may read and change the variables.
+    # A user-defined `LogsSpecs` class may read and change the variables.
     attempt.paths = paths = setup.logs(attempt.name, variables)
     files = [path for _, path in sorted(paths.error_files.items())]
     are_watched = bool(files) and all(files)

@@ -43,7 +43,7 @@ _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
 class TextRequested(Exception):  # noqa: N818 -- not an error
-    """Raised if an option such as ``--help`` requests a text, so that no job is started.
+    """Raised for an option such as ``--help``, with which the launcher prints a text and starts no job.
 
     Args:
         what: name of the option: ``help``, ``version``, ``print-completion`` or ``check``.

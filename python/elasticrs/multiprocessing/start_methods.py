@@ -252,7 +252,7 @@ class Kept(FunctionStart):
         ends: list[int] = []
         try:
             self._open_pipes()
-            # Use a socket that keeps messages whole, so that no message has to be put together.
+            # Use a socket type that preserves message boundaries, so that each read returns a whole message.
             self._control, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             ends.append(theirs.detach())
             gate_reader, self._gate = self._pipe(ends)

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def plan_one_node(job: JobConfig, supervisor: _core.Supervisor) -> Plan:
-    """Return the ranks and the store address of the next attempt of a single-node job. If the job sets
-    ``master_port``, rank 0 hosts the workers' store on that port. If the agent hosts the store,
-    ``supervisor`` serves it.
+    """Plan the next attempt of a single-node job: the ranks, and the address of the workers' store.
+
+    If the job sets ``master_port``, rank 0 hosts the store on that port. Otherwise the port is free, and this
+    process hosts the store if :func:`.ports.agent_hosts_store` is true. ``supervisor`` reports its messages.
 
     Raises:
         OSError: no port is free, or file descriptors have run out.

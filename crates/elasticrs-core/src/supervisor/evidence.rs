@@ -128,7 +128,7 @@ impl GatheringLimit {
     }
 }
 
-/// Examines a worker. Returns before the deadline of `limit`, unless a file system does not respond.
+/// Examines a worker until the time limit `limit`. Exceeds it only if a file system does not respond.
 pub(super) fn gather(subject: Subject, py_spy: Option<&Path>, limit: &GatheringLimit) -> WorkerEvidence {
     let mut examination = Examination::begin(subject);
     let answers_until = Instant::now() + ANSWERS;

@@ -10,9 +10,9 @@ pub trait Guard: Send {
     /// alive until that duplicate is closed, even if this process dies. [`super::client::Client::close`] always ends
     /// the session.
     fn connected(&self, _socket: BorrowedFd<'_>) {}
-    /// The session is about to be resumed on this socket. The future completes when another process holds duplicates of
-    /// both this socket and the previous one. From then on, the store may use either socket for the session. Afterwards
-    /// [`Self::resumed`] is called, unless the session is lost or closed first.
+    /// The session is about to be resumed on this socket. The returned future must complete once another process holds
+    /// duplicates of both this socket and the previous one. From then on, the store may use either socket for the
+    /// session. Afterwards [`Self::resumed`] is called, unless the session is lost or closed first.
     fn resuming(&self, _socket: BorrowedFd<'_>) -> Pin<Box<dyn Future<Output = ()>>> {
         Box::pin(std::future::ready(()))
     }

@@ -292,8 +292,8 @@ def _kept(fd: int) -> str | None:
 
 
 def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | None:
-    """Return the reason why an imported module cannot be preloaded, or ``None`` if it can. The import must
-    have no side effects that are lost in a fork, and none that workers must not share.
+    """Return the reason why an imported module cannot be preloaded, or ``None`` if it can. A module cannot be
+    preloaded if its import has side effects that a fork loses, or that workers must not share.
     """
     opened = {fd: link for fd, link in _open_files().items() if before.get(fd) != link}
     if _has_threads():

@@ -371,7 +371,7 @@ class MeetingPoint:
         return NativeSession(self._client(stall_timeout=stall_timeout, supervisor=supervisor, **more))
 
     def _client(self, **more: Any) -> Client:
-        """Return a new client of the store. ``more`` are further arguments of the client."""
+        """Return a new client of the store, which gets the keyword arguments ``more``."""
         rendezvous, connect_timeout = self._rendezvous, self._rendezvous.settings.connect_timeout
         if rendezvous.etcd is not None:
             return rendezvous.etcd.client(self._lasting, connect_timeout=connect_timeout, **more)

@@ -128,7 +128,7 @@ impl Group {
         self.sweep_when_all_have_ended();
     }
 
-    /// Forgets all pending clean-ups and starts of replacements, because the nursery that would have performed them
+    /// Forgets the pending clean-ups and the pending replacements, because the nursery that would have performed them
     /// is lost.
     pub(super) fn forget_places(&mut self) {
         self.left.clear();
