@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use elasticrs_nursery::fence::Fence;
 use elasticrs_nursery::launch::{Import, Launched, NurseryImage, launch};
-use elasticrs_nursery::protocol::{Reply, Request, SweepTerms};
+use elasticrs_nursery::protocol::{Reply, Request, SweepLimits};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::{pidfd, wait};
@@ -72,8 +72,8 @@ fn spawn(nursery: &mut Launched, count: u32, command: &str) -> Result<Vec<i32>> 
 
 fn sweep(nursery: &mut Launched) -> Result<Duration> {
     let begin = Instant::now();
-    let terms = SweepTerms::at_once(Duration::from_secs(10));
-    nursery.link.send(&Request::Sweep { number: 1, left_by: None, terms }, Vec::new())?;
+    let limits = SweepLimits::at_once(Duration::from_secs(10));
+    nursery.link.send(&Request::Sweep { number: 1, left_by: None, limits }, Vec::new())?;
     while !matches!(next(nursery)?.0, Reply::Swept { .. }) {}
     Ok(begin.elapsed())
 }

@@ -62,7 +62,7 @@ impl Message for Reply {
 
 /// Time limits of a clean-up of processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct SweepTerms {
+pub struct SweepLimits {
     /// How long processes may continue to run before the first signal.
     pub linger: Duration,
     /// Time from SIGTERM to SIGKILL. Zero sends SIGKILL at once.
@@ -71,8 +71,8 @@ pub struct SweepTerms {
     pub give_up: Duration,
 }
 
-impl SweepTerms {
-    /// Returns the terms of a clean-up that begins with SIGKILL.
+impl SweepLimits {
+    /// Returns the time limits of a clean-up that begins with SIGKILL.
     pub const fn at_once(give_up: Duration) -> Self {
         Self { linger: Duration::ZERO, grace: Duration::ZERO, give_up }
     }
@@ -108,11 +108,11 @@ pub enum Request {
         /// Number of this request. A single answer can complete several requests, and contains the number of the last
         /// one. An answer with a lower number does not complete this request.
         number: u32,
-        /// Pid of an exited worker, to stop only the processes that it has left behind: all descendants of the nursery,
-        /// except running workers and the descendants that they keep as [subreapers](ProcessSpec::keeps_orphans).
-        /// Processes in the sessions of other exited workers are spared as well.
+        /// If this is the pid of an exited worker, stop only the processes that this worker has left behind. Running
+        /// workers, the descendants that they keep as [subreapers](ProcessSpec::keeps_orphans), and processes in the
+        /// sessions of other exited workers keep running.
         left_by: Option<i32>,
-        terms: SweepTerms,
+        limits: SweepLimits,
     },
     /// Keep the connection whose descriptor is sent with this request open until the nursery process exits.
     ///

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use elasticrs_nursery::protocol::{Descendant, Request, SweepOutcome, SweepTerms};
+use elasticrs_nursery::protocol::{Descendant, Request, SweepLimits, SweepOutcome};
 use elasticrs_nursery::sweep::{kill_by_token, sweep_children_of_self};
 use elasticrs_testkit::hung_file::{HungFile, wait_until_it_hangs};
 use elasticrs_testkit::nursery::{Client, Lines, Worker, pipe, process, with_stdout};
@@ -60,7 +60,7 @@ impl Hung {
 #[test]
 fn a_sweep_by_the_nursery_reports_only_the_hung_process_as_stuck() {
     let Some(mut hung) = Hung::start() else { return };
-    hung.client.send(&Request::Sweep { number: 1, left_by: None, terms: SweepTerms::at_once(GIVE_UP) });
+    hung.client.send(&Request::Sweep { number: 1, left_by: None, limits: SweepLimits::at_once(GIVE_UP) });
     hung.others.iter().for_each(|&pid| wait_for_end(pid));
     let swept = hung.client.swept();
     hung.check(&swept.ended, &swept.stuck);

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Stdio as Pipes};
 use std::time::Duration;
 
 use elasticrs_nursery::launch::{Import, Launched, NurseryImage, launch};
-use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request, SweepOutcome, SweepTerms};
+use elasticrs_nursery::protocol::{Descendant, PROTOCOL, Reply, Request, SweepLimits, SweepOutcome};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
@@ -154,16 +154,16 @@ impl Client {
         self.find(pick).0
     }
 
-    /// Requests a sweep of all descendants, with these times in milliseconds, and waits for its result.
+    /// Requests a sweep of all descendants, and waits for its result. The time limits are in milliseconds.
     pub fn sweep(&mut self, linger_ms: u64, grace_ms: u64) -> SweepOutcome {
         self.request_sweep(linger_ms, grace_ms, 10_000);
         self.swept()
     }
 
-    /// Requests a sweep of all descendants, with these times in milliseconds.
+    /// Requests a sweep of all descendants. The time limits are in milliseconds.
     pub fn request_sweep(&mut self, linger_ms: u64, grace_ms: u64, give_up_ms: u64) {
         let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
-        self.send(&Request::Sweep { number: 1, left_by: None, terms: SweepTerms { linger, grace, give_up } });
+        self.send(&Request::Sweep { number: 1, left_by: None, limits: SweepLimits { linger, grace, give_up } });
     }
 
     /// Waits for the result of a sweep.

@@ -42,8 +42,8 @@ MAX_LINE = 120
 
 
 class Place(Value):
-    """Place of this node in a round: its name in the rendezvous, its host name, its group rank, and the
-    clock of the store.
+    """What identifies this node in a round: its name in the rendezvous, its host name and its group rank.
+    ``clock`` is the store's clock, for the times of failures.
     """
 
     node: str

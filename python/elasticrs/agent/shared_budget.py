@@ -124,7 +124,7 @@ class JobEnded(Event):
     signum: int = SIGTERM
 
 
-# --- effects: further results of :func:`step`, beside actions of the agent and events of its rendezvous ---
+# --- effects: results of :func:`step` that are neither actions of the agent nor events of its rendezvous ---
 
 
 class Report(Value):

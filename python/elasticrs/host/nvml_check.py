@@ -140,7 +140,7 @@ def main() -> int:
             examine(libraries[0], verdict)
         except NvmlError as error:
             problems.append(problem_of(error))
-        # Catch every exception, because a check without an answer must not count as an answer.
+        # Catch every exception. Otherwise, a check that has failed would report that the GPUs are fit.
         except Exception as error:
             problems.append(f"the check failed ({error!r})")
         finally:

@@ -43,7 +43,7 @@ _BY_LETTER = {option.short: option for option in OPTIONS if option.short}
 
 
 class TextRequested(Exception):  # noqa: N818 -- not an error
-    """Raised for an option such as ``--help``, with which the launcher prints a text and starts no job.
+    """Raised for options such as ``--help``, for which the launcher prints text instead of starting a job.
 
     Args:
         what: name of the option: ``help``, ``version``, ``print-completion`` or ``check``.

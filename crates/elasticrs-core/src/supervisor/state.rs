@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use elasticrs_nursery::protocol::SweepTerms;
+use elasticrs_nursery::protocol::SweepLimits;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
@@ -112,7 +112,7 @@ pub enum Effect {
     Thaw,
     /// Stop all remaining processes of the group. Answered by [`Input::Swept`]. Replaces an earlier request that is
     /// still pending.
-    Sweep(SweepTerms),
+    Sweep(SweepLimits),
     /// Kill the processes that this worker left behind when it exited. At most one [`Self::SweepWorker`] is pending at
     /// a time.
     ///
@@ -515,18 +515,18 @@ impl Group {
         match (self.outcome, self.policy.on_success) {
             (Outcome::Succeeded, Descendants::Keep) => self.report_end(SweepOutcome::default()),
             (Outcome::Succeeded, Descendants::Linger(linger)) => {
-                self.sweep(SweepTerms { linger, grace: LINGERER_GRACE, give_up: GIVE_UP_AFTER });
+                self.sweep(SweepLimits { linger, grace: LINGERER_GRACE, give_up: GIVE_UP_AFTER });
             }
             (Outcome::Failed | Outcome::Stopped | Outcome::Lost, _) => {
                 let hopeless = self.members.iter().any(|m| !m.ended);
-                self.sweep(if hopeless { SweepTerms::at_once(HOPELESS_SWEEP) } else { AT_ONCE });
+                self.sweep(if hopeless { SweepLimits::at_once(HOPELESS_SWEEP) } else { AT_ONCE });
             }
         }
     }
 
-    fn sweep(&mut self, terms: SweepTerms) {
-        self.phase = Phase::Sweeping { lingering: !terms.linger.is_zero() };
-        self.effects.push(Effect::Sweep(terms));
+    fn sweep(&mut self, limits: SweepLimits) {
+        self.phase = Phase::Sweeping { lingering: !limits.linger.is_zero() };
+        self.effects.push(Effect::Sweep(limits));
     }
 
     fn report_end(&mut self, swept: SweepOutcome) {

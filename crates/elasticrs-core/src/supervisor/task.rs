@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticrs_nursery::launch::{Import, LaunchError};
-use elasticrs_nursery::protocol::{PROTOCOL, Reply as NurseryReply, SweepTerms};
+use elasticrs_nursery::protocol::{PROTOCOL, Reply as NurseryReply, SweepLimits};
 use elasticrs_runtime::threads::panic_message;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::features::{Features, check_floor};
@@ -460,7 +460,7 @@ impl Task {
                     watchdog.thaw();
                 }
             }
-            Effect::Sweep(terms) => self.sweep(terms),
+            Effect::Sweep(limits) => self.sweep(limits),
             Effect::SweepWorker { local_rank, pid } => self.sweep_worker(local_rank, pid),
             Effect::TakeEvidence { title } => {
                 if let Some(running) = self.current.running() {
@@ -496,20 +496,20 @@ impl Task {
 
     /// Makes the nursery clean up the processes that the workers left behind. If there is no nursery, this process
     /// cleans them up on another thread.
-    fn sweep(&mut self, terms: SweepTerms) {
+    fn sweep(&mut self, limits: SweepLimits) {
         if let Some(nursery) = self.nursery.get() {
-            self.sweeps.request(nursery, terms);
+            self.sweeps.request(nursery, limits);
         } else {
             let running = self.current.running();
             let mut spared = running.map(Running::adopted).unwrap_or_default();
             let sessions = running.map(Running::started).unwrap_or_default();
             spared.extend(self.second.pids());
             let (token, owns_process) = (self.nursery.token(), self.owns_process);
-            self.sweeps.start_own(terms.give_up, move |limit| {
+            self.sweeps.start_own(limits.give_up, move |limit| {
                 watch::sweep_after_loss(token, owns_process, &spared, &sessions, limit)
             });
         }
-        let SweepTerms { linger, grace, give_up } = terms;
+        let SweepLimits { linger, grace, give_up } = limits;
         let limit = linger.saturating_add(grace).saturating_add(give_up).saturating_add(SWEEP_SLACK);
         self.deadlines.arm(Timer::Sweep, limit, Instant::now());
     }

@@ -111,7 +111,7 @@ named_enum! {
         Startup = "startup",
         /// The next heartbeat of the rank.
         Step = "step",
-        /// The end of a program section that has its own time limit, or the next heartbeat in that section.
+        /// In a program section that has its own time limit: the next heartbeat, or the end of the section.
         Section = "section",
         /// The exit of the rank's process after the program had returned.
         Exit = "exit",

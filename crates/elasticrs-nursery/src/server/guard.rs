@@ -7,7 +7,7 @@ use super::{LAST_SWEEP, Nursery};
 use crate::activity::Activity;
 use crate::connections::{Held, LastWord, Release};
 use crate::fence::{Fence, Holder, Look};
-use crate::protocol::{Reply, Request, SweepTerms};
+use crate::protocol::{Reply, Request, SweepLimits};
 
 impl Nursery {
     pub(super) fn hold(&mut self, fds: Vec<OwnedFd>, beside: bool, word: Option<LastWord>) {
@@ -84,7 +84,7 @@ impl Nursery {
         self.reap();
         self.tell(&Reply::Fenced, Vec::new());
         if !self.orphaned {
-            self.begin_sweep(SweepTerms::at_once(LAST_SWEEP), None, None);
+            self.begin_sweep(SweepLimits::at_once(LAST_SWEEP), None, None);
         }
     }
 

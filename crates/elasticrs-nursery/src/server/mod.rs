@@ -41,7 +41,7 @@ use super::activity::Activity;
 use super::connections::Connections;
 use super::fence::Fence;
 use super::link::NurseryLink;
-use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request, SweepOutcome, SweepTerms};
+use super::protocol::{FIXED_FDS, PROTOCOL, Reply, Request, SweepLimits, SweepOutcome};
 use super::start::Start;
 use super::tree::Signalled;
 
@@ -348,7 +348,7 @@ impl Nursery {
         match request {
             Request::Spawn { process, keep_ignored } => return self.spawn(process, &keep_ignored, fds),
             Request::SignalGroup { pid, signal } => self.signal_group(pid, signal),
-            Request::Sweep { number, left_by, terms } => self.begin_sweep(terms, Some(number), left_by),
+            Request::Sweep { number, left_by, limits } => self.begin_sweep(limits, Some(number), left_by),
             Request::Hold { beside, word } => self.hold(fds, beside, word),
             Request::Release(which) => self.held.release(which),
             Request::Fence { holder } => self.set_fence(fds, holder),
@@ -362,12 +362,12 @@ impl Nursery {
     /// Starts killing all descendants or, if `left_by` is a worker's pid, only the leftover processes of that worker.
     ///
     /// `number` is the number of the request to answer, or `None` if no answer is expected.
-    fn begin_sweep(&mut self, terms: SweepTerms, number: Option<u32>, left_by: Option<i32>) {
+    fn begin_sweep(&mut self, limits: SweepLimits, number: Option<u32>, left_by: Option<i32>) {
         if let Some(sweep) = &mut self.sweep {
-            return sweep.bring_forward(terms, number, left_by);
+            return sweep.bring_forward(limits, number, left_by);
         }
         self.reserve.clear();
-        self.sweep = Some(Sweep::new(terms, number, left_by, std::mem::take(&mut self.untold)));
+        self.sweep = Some(Sweep::new(limits, number, left_by, std::mem::take(&mut self.untold)));
         // Raise the nursery's priority, because it would get too little CPU time while hundreds of processes are busy.
         // If this is not permitted, continue at the normal priority.
         self.nice = priority::set_nice(-20).ok();
@@ -431,7 +431,7 @@ impl Nursery {
     fn lose_agent(&mut self) {
         if !self.orphaned {
             self.orphaned = true;
-            self.begin_sweep(SweepTerms::at_once(LAST_SWEEP), None, None);
+            self.begin_sweep(SweepLimits::at_once(LAST_SWEEP), None, None);
         }
     }
 

@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use super::Nursery;
 use crate::cleaner::{LAST_MOMENT, LONGEST, Patience};
 use crate::held;
-use crate::protocol::{Descendant, SweepTerms};
+use crate::protocol::{Descendant, SweepLimits};
 use crate::token::Token;
 use crate::tree::{self, Listed, Signalled, Status, Target};
 
@@ -32,12 +32,12 @@ struct Deadlines {
 }
 
 impl Deadlines {
-    fn new(now: Instant, terms: SweepTerms) -> Self {
+    fn new(now: Instant, limits: SweepLimits) -> Self {
         // If a deadline is beyond the range of the clock, wait for one year instead.
         let after = |start: Instant, span| start.checked_add(span).unwrap_or(start + Duration::from_secs(31_536_000));
-        let term = after(now, terms.linger);
-        let kill = after(term, terms.grace);
-        Self { term, kill, give_up: after(now, terms.give_up).max(kill) }
+        let term = after(now, limits.linger);
+        let kill = after(term, limits.grace);
+        Self { term, kill, give_up: after(now, limits.give_up).max(kill) }
     }
 
     fn next(&self, now: Instant) -> Option<Instant> {
@@ -94,9 +94,9 @@ struct Look {
 }
 
 impl Sweep {
-    pub(super) fn new(terms: SweepTerms, number: Option<u32>, left_by: Option<i32>, ended: Signalled) -> Self {
+    pub(super) fn new(limits: SweepLimits, number: Option<u32>, left_by: Option<i32>, ended: Signalled) -> Self {
         Self {
-            deadlines: Deadlines::new(Instant::now(), terms),
+            deadlines: Deadlines::new(Instant::now(), limits),
             number,
             left_by,
             termed: BTreeSet::new(),
@@ -114,17 +114,17 @@ impl Sweep {
     ///
     /// Ignores a new request to clean up after one worker (`left_by`). A new request to kill all descendants replaces a
     /// clean-up after one worker. If all descendants are already being killed, the earlier deadlines apply.
-    pub(super) fn bring_forward(&mut self, terms: SweepTerms, number: Option<u32>, left_by: Option<i32>) {
+    pub(super) fn bring_forward(&mut self, limits: SweepLimits, number: Option<u32>, left_by: Option<i32>) {
         if left_by.is_some() {
             return;
         }
         if self.left_by.take().is_some() {
             let (termed, killed) = (std::mem::take(&mut self.termed), std::mem::take(&mut self.killed));
-            *self = Self { termed, killed, ..Self::new(terms, number, None, std::mem::take(&mut self.ended)) };
+            *self = Self { termed, killed, ..Self::new(limits, number, None, std::mem::take(&mut self.ended)) };
             return;
         }
         self.number = number.or(self.number);
-        let by = Deadlines::new(Instant::now(), terms);
+        let by = Deadlines::new(Instant::now(), limits);
         let now = &mut self.deadlines;
         now.term = now.term.min(by.term);
         now.kill = now.kill.min(by.kill);

@@ -45,7 +45,8 @@ class Progress:
             self._place = _Place(name, allowance, self._clock() + allowance)
             yield
         finally:
-            # Restore the outer activity, even if a signal has interrupted the end of an inner one.
+            # Do not rely on inner activities to restore `_place`, because an exception from a signal handler
+            # may have interrupted them.
             self._place = outer
             self.renew()
 

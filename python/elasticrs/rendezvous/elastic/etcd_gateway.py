@@ -244,7 +244,7 @@ class Gateway:
     def _ask(
         self, seat: Seat, path: str, seconds: float, body: dict[str, Any] | None = None, port: int = 0
     ) -> Any:
-        """Send a request to the etcd member of a seat. If ``port`` is 0, use its port for clients."""
+        """Send a request to an etcd member, to its client port if ``port`` is 0."""
         port, token = port or seat.port, self._tokens.get(seat)
         data = b"" if body is None else json.dumps(body).encode()
         # Use HTTP/1.0, because a response to HTTP/1.1 may use chunked encoding.

@@ -54,7 +54,7 @@ def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
 
 
 def workers_of(agent: str) -> str:
-    """Return the prefix of the names of an agent's workers in the workers' own rendezvous."""
+    """Return the prefix of the names under which an agent's workers join the workers' own rendezvous."""
     return f"{agent}-"
 
 

@@ -342,7 +342,7 @@ class Head(Value):
 
 
 def _with_tuples(value: Any) -> Any:
-    """Return a decoded value of the failure history, with tuples in place of lists."""
+    """Replace lists by tuples in a value of the failure history that was decoded from JSON."""
     return tuple(map(_with_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 

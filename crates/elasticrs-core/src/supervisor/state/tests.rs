@@ -110,7 +110,7 @@ fn workers_that_survive_sigkill_are_given_up_and_reported() {
     let _ = group.on_input(Input::Stop(KILL));
     let _ = all_exit(&mut group, &[100, 101, 103], KILLED);
     let effects = group.on_input(Input::Expired(Timer::GiveUp));
-    assert!(effects.contains(&Effect::Sweep(SweepTerms::at_once(HOPELESS_SWEEP))));
+    assert!(effects.contains(&Effect::Sweep(SweepLimits::at_once(HOPELESS_SWEEP))));
     let effects = group.on_input(swept());
     assert_eq!(end(&effects).map(|e| e.stuck_workers.clone()), Some(vec![(2, 102)]));
 }
@@ -120,7 +120,7 @@ fn descendants_may_linger_after_success_but_not_after_a_failure() {
     let mut group = lingering();
     let effects = all_exit(&mut group, &PIDS, DONE);
     let linger = Duration::from_secs(5);
-    assert!(effects.contains(&Effect::Sweep(SweepTerms { linger, grace: LINGERER_GRACE, give_up: GIVE_UP_AFTER })));
+    assert!(effects.contains(&Effect::Sweep(SweepLimits { linger, grace: LINGERER_GRACE, give_up: GIVE_UP_AFTER })));
 
     let mut group = lingering();
     let effects = all_exit(&mut group, &PIDS, FAILED);
