@@ -87,8 +87,8 @@ class RunLogs:
         )
 
     def attempt(self, name: str, variables: Mapping[int, dict[str, str]]) -> LogPaths:
-        """Create the directories for an attempt, and return the paths of its files. Add the path of the error
-        file to each worker's environment variables, which ``variables`` contains by local rank.
+        """Create the directories for an attempt, and return the paths of its files. Add the path of each
+        worker's error file to ``variables``, the workers' environment variables by local rank.
 
         Raises:
             OSError: a directory cannot be created.

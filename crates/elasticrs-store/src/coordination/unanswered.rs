@@ -74,7 +74,7 @@ impl Unanswered {
         frames
     }
 
-    /// Records changes that are about to be reported.
+    /// Updates the state of each watch for changes that are about to be reported to the caller.
     pub(super) fn note(&mut self, set: &ChangeSet) {
         for watched in self.watches.values_mut() {
             set.changes.iter().for_each(|change| watched.note(change));

@@ -54,7 +54,7 @@ def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
 
 
 def workers_of(agent: str) -> str:
-    """Return the prefix of the names under which an agent's workers join the workers' own rendezvous."""
+    """Workers have a rendezvous of their own. Return the prefix of the names of an agent's workers in it."""
     return f"{agent}-"
 
 
@@ -97,7 +97,7 @@ class Keys:
         return [DeletePrefix(self.node(prefix)), DeletePrefix(self.slot(prefix))]
 
     def forget_process(self, name: str) -> list[Operation]:
-        """Return operations that delete all registrations of a process, whose names begin with ``name``."""
+        """Return operations that delete all registrations of a process. ``name`` is the process's name."""
         return self.forget_members(f"{name}.")
 
     def table(self, form: str) -> str:
