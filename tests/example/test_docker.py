@@ -50,7 +50,8 @@ def test_the_build_context_contains_all_copied_files():
 
 
 @pytest.mark.privileged
-def test_process_1_reaps_orphans_and_lets_workers_save_at_the_stop_signal(launch, worker_script):
+@pytest.mark.parametrize("proc", [["--mount-proc"], []], ids=["own-proc", "proc-of-the-host"])
+def test_process_1_reaps_orphans_and_lets_workers_save_at_the_stop_signal(launch, worker_script, proc):
     script = worker_script("""
         import os, signal
         def save(*_):
@@ -61,12 +62,12 @@ def test_process_1_reaps_orphans_and_lets_workers_save_at_the_stop_signal(launch
         while True:
             signal.pause()
     """)
-    prefix = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--")
+    prefix = ("unshare", "--pid", "--fork", "--kill-child", *proc, "--")
     container = launch("--nproc-per-node", "2", script, prefix=prefix)
     container.wait_for_lines("READY", 2)
     (first,) = procs.children(container.pid)
     # As with `docker exec`, this process is not a descendant of the nursery, so process 1 adopts it.
-    enter = ("nsenter", "--target", str(first.pid), "--pid", "--mount", "--")
+    enter = ("nsenter", "--target", str(first.pid), "--pid", *(["--mount"] if proc else []), "--")
     subprocess.run([*enter, "setsid", "--fork", "sleep", "1000"], check=True)
     # Until `setsid` executes `sleep`, it may be in the session of this test, whose processes are not reaped.
     (orphan,) = procs.wait_until(

@@ -9,10 +9,9 @@ use std::process;
 
 use elasticrs_nursery::tree::children_of_self;
 use elasticrs_sys::stat::{START_TIME, Stat};
+use elasticrs_sys::wait::child_has_ended;
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::{Pid, getsid};
-
-use super::zombies::is_zombie;
 
 /// A zombie child. The start time distinguishes it from a later child with the same pid. `None` if `/proc` does not
 /// show it.
@@ -53,7 +52,9 @@ impl Orphans {
 /// session were started by Python.
 fn zombies(nurseries: &[i32]) -> BTreeSet<Zombie> {
     let own = getsid(None);
-    let is_orphan = |pid: &i32| !nurseries.contains(pid) && getsid(Some(Pid::from_raw(*pid))) != own && is_zombie(*pid);
+    let is_foreign = |pid: &i32| !nurseries.contains(pid) && getsid(Some(Pid::from_raw(*pid))) != own;
+    // Ask the kernel, because `/proc` may be missing or show another pid namespace.
+    let is_orphan = |pid: &i32| is_foreign(pid) && child_has_ended(*pid) == Some(true);
     let started = |pid: i32| Stat::of(pid).and_then(|stat| stat.field(START_TIME));
     children_of_self().into_iter().filter(is_orphan).map(|pid| (pid, started(pid))).collect()
 }

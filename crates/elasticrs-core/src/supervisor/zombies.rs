@@ -119,7 +119,7 @@ fn zombies_below(worker: i32) -> (BTreeMap<i32, usize>, usize) {
     (zombies, processes)
 }
 
-pub(super) fn is_zombie(pid: i32) -> bool {
+fn is_zombie(pid: i32) -> bool {
     Status::of(pid).is_some_and(Status::has_ended)
 }
 
