@@ -155,8 +155,10 @@ def _describe(
 
 
 def _static_endpoint(args: Namespace) -> str:
+    from elasticrs.rendezvous.endpoint import shown_endpoint
+
     if endpoint := args.rdzv_endpoint.strip():
         return str(endpoint)
     host = args.master_addr.strip().strip("[]")
     port = config.DEFAULT_MASTER_PORT if args.master_port is None else args.master_port
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return shown_endpoint(host, port)

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.train.meeting_url import JOB_VARIABLE, MEMBER_VARIABLE, MeetingPlace, parse
 from elasticrs.train.p2p import CoordinatorP2P
 from elasticrs.workers.environment import TOKEN_VARIABLE
@@ -88,8 +89,7 @@ def _place_of_restarted_workers() -> MeetingPlace:
     # Keep the store object alive. On rank 0 it may contain the server, from which other ranks may still read.
     _stores.append(store)
     host = os.environ["MASTER_ADDR"]
-    host = f"[{host}]" if ":" in host else host
     job = quote(os.environ.get("TORCHELASTIC_RUN_ID") or "job", safe="")
     settings = {"min_workers": world, "max_workers": world, "order_hint": rank, "is_host": int(rank == 0)}
-    url = f"elasticrs://{host}:{port}/{job}?{urlencode(settings)}"
+    url = f"elasticrs://{shown_endpoint(host, int(port))}/{job}?{urlencode(settings)}"
     return parse(url, {TOKEN_VARIABLE: token}, source=URL_VARIABLE)

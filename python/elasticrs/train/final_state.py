@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from elasticrs.job.value import Value
+from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.train.coordinator import FinalState
 from elasticrs.workers.node_page import VARIABLE
 
@@ -211,8 +212,7 @@ def _serve(content: memoryview, near: tuple[str, int]) -> str:
     server = (_Server6 if family == socket.AF_INET6 else _Server)((host, 0), Handler)
     _servers.append(server)
     threading.Thread(target=server.serve_forever, name="elasticrs-final-state", daemon=True).start()
-    shown = f"[{shown}]" if ":" in shown else shown
-    return f"http://{shown}:{server.server_address[1]}{secret}"
+    return f"http://{shown_endpoint(shown, server.server_address[1])}{secret}"
 
 
 def stop_serving() -> None:
