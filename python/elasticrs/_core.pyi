@@ -68,7 +68,7 @@ class StopPolicy:
 
 @final
 class GroupSpec:
-    """Specification of a group: all workers of one attempt on this node.
+    """Specification of a group: all workers of one attempt on this node. All workers must start within 30 s.
 
     Args:
         processes: the worker processes, for local ranks ``0..n-1`` in order.
@@ -79,7 +79,6 @@ class GroupSpec:
         linger: seconds for which descendants may continue after all workers have exited with 0. After that
             they get SIGTERM, and SIGKILL one second later. ``None`` lets the descendants continue without
             limit. If the group fails or is stopped, its descendants are killed at once. Default: 5.
-        start_deadline: seconds within which all workers must have been started.
         keep_ignored: signals that stay ignored in the workers (``nohup``). Default: none.
         replaces: true if a failing worker does not stop the others. The supervisor kills the failed worker's
             leftover processes and reports :class:`WorkerSwept`. After that, :meth:`Supervisor.replace` can
@@ -98,7 +97,6 @@ class GroupSpec:
         on_failure: StopPolicy,
         stop_scope: str = "group",
         linger: float | None = ...,
-        start_deadline: float = 30.0,
         keep_ignored: Sequence[int] = ...,
         replaces: bool = False,
     ) -> GroupSpec: ...
@@ -626,7 +624,7 @@ class Supervisor:
         group with ``replaces``. Returns at once. The result is reported by :class:`WorkerReplaced` or
         :class:`ReplaceFailed`, or by the end of the group.
 
-        The settings of the group apply to the replacement as well, including ``start_deadline``. Its log
+        The settings of the group apply to the replacement as well, and it must start within 30 s. Its log
         files are followed only if :meth:`follow` is called for them. The log files of the replaced worker are
         no longer followed.
 

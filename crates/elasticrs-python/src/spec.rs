@@ -163,16 +163,18 @@ pub struct GroupSpec {
     policy: core::GroupPolicy,
 }
 
+/// Time limit for starting all workers of a group, and for starting a replacement.
+const START_DEADLINE: Duration = Duration::from_secs(30);
+
 #[pymethods]
 impl GroupSpec {
     #[new]
-    #[pyo3(signature = (processes, *, on_failure, stop_scope="group", linger=Some(5.0), start_deadline=30.0, keep_ignored=Vec::new(), replaces=false))]
+    #[pyo3(signature = (processes, *, on_failure, stop_scope="group", linger=Some(5.0), keep_ignored=Vec::new(), replaces=false))]
     fn new(
         processes: Vec<Py<ProcessSpec>>,
         on_failure: &StopPolicy,
         stop_scope: &str,
         linger: Option<f64>,
-        start_deadline: f64,
         keep_ignored: Vec<i32>,
         replaces: bool,
     ) -> PyResult<Self> {
@@ -189,7 +191,7 @@ impl GroupSpec {
             on_failure: on_failure.inner,
             stop_scope: core::StopScope::of_name(stop_scope).ok_or_else(wrong_scope)?,
             on_success: linger.map_or(core::Descendants::Keep, core::Descendants::Linger),
-            start_deadline: duration(start_deadline, "start_deadline")?,
+            start_deadline: START_DEADLINE,
             keep_ignored: keep_ignored.into_iter().map(signal).collect::<PyResult<_>>()?,
             replaces,
         };
