@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ports, procs
+from helpers.nodes import meeting
 from helpers.procs import HANG
 
 pytestmark = [
@@ -64,10 +65,7 @@ def agent(start, worker_script, port):
         conf = f"last_call_timeout={last_call},read_timeout=30,keep_alive_interval={keep_alive}"
         return start(
             launcher,
-            f"--nnodes={nodes}",
-            "--rdzv-backend=c10d",
-            f"--rdzv-endpoint=127.0.0.1:{port}",
-            "--rdzv-id=job",
+            *meeting(nodes, port),
             f"--rdzv-conf={conf}",
             f"--local-addr={address}",
             script,

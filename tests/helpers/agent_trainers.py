@@ -10,6 +10,7 @@ from typing import Any
 
 from helpers import procs
 from helpers.launcher import Launched
+from helpers.nodes import meeting
 from helpers.trainers import Trainers
 
 _PROGRAM = Path(__file__).resolve().parent.parent / "workers" / "agent_trainer.py"
@@ -99,9 +100,9 @@ class UnderAgents(Trainers):
         options += ["--on-failure=replace", "--warm=auto"]
         if nodes == (1, 1) and not meets:
             return [*options, "--standalone"]
-        options += [f"--nnodes={nodes[0]}:{nodes[1]}", "--rdzv-backend=c10d", "--rdzv-id=job"]
+        options += meeting(f"{nodes[0]}:{nodes[1]}", self._port)
         conf = ",".join(f"{name}={value}" for name, value in self._conf.items())
-        return [*options, f"--rdzv-endpoint=127.0.0.1:{self._port}", f"--rdzv-conf={conf}"]
+        return [*options, f"--rdzv-conf={conf}"]
 
     def after(self, *names: str) -> Sequence[str]:
         """Return the names of the trainers that replace these if they fail."""

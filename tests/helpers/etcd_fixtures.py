@@ -2,11 +2,9 @@
 not allowed.
 """
 
-import os
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,10 +56,8 @@ class Site(NamedTuple):
 def held_twice(sockets: Collection[str]) -> set[str]:
     """Return the sockets that several processes have open, as link targets in ``/proc/PID/fd``."""
     holders: Counter[str] = Counter()
-    for folder in Path("/proc").glob("[0-9]*/fd"):
-        # Ignore processes that exit while their descriptors are read.
-        with suppress(OSError):
-            holders.update({os.readlink(fd) for fd in folder.iterdir()}.intersection(sockets))
+    for folder in Path("/proc").glob("[0-9]*"):
+        holders.update({*ports.links_of(int(folder.name))}.intersection(sockets))
     return {name for name, count in holders.items() if count > 1}
 
 

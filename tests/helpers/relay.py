@@ -1,7 +1,7 @@
 """A relay that delays, stalls and resets TCP connections, on this machine or on a host."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 from helpers.control import Program
@@ -50,11 +50,8 @@ class TcpRelay:
         return self._program.ask("counts")
 
 
-@contextmanager
-def relay_on(host: Host, target: Host, port: int) -> Iterator[TcpRelay]:
-    """Run a relay on a host, which forwards to a port of another host."""
-    relay = TcpRelay((target.address, port), host.address, host.prefix())
-    try:
-        yield relay
-    finally:
-        relay.close()
+def relay_on(host: Host, target: Host, port: int) -> closing[TcpRelay]:
+    """Start a relay on a host, which forwards to a port of another host. Return a context manager that stops
+    it.
+    """
+    return closing(TcpRelay((target.address, port), host.address, host.prefix()))

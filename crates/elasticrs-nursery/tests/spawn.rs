@@ -3,10 +3,9 @@
 
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
-use std::time::Duration;
 
 use elasticrs_nursery::launch::stage_reached;
-use elasticrs_nursery::protocol::{Reply, Request, SweepLimits};
+use elasticrs_nursery::protocol::{Reply, Request};
 use elasticrs_nursery::spec::PassedFd;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::stage::Stage;
@@ -19,7 +18,7 @@ fn the_exit_of_a_worker_is_reported_once() {
     let (worker, _lines) = client.spawn_ready(&["exit", "7"]);
     assert_eq!(client.exit_of(worker.pid), WorkerExit::Exited { code: 7 });
     // The next reply must be the one to the sweep, because the exit is not reported again.
-    client.send(&Request::Sweep { number: 1, left_by: None, limits: SweepLimits::at_once(Duration::from_secs(10)) });
+    client.request_sweep(0, 0, 10_000);
     assert!(matches!(client.next_reply().0, Reply::Swept { .. }));
 }
 
