@@ -108,9 +108,9 @@ pub enum Request {
         /// Number of this request. A single answer can complete several requests, and contains the number of the last
         /// one. An answer with a lower number does not complete this request.
         number: u32,
-        /// If this is the pid of an exited worker, stop only the processes that this worker has left behind. Running
-        /// workers, the descendants that they keep as [subreapers](ProcessSpec::keeps_orphans), and processes in the
-        /// sessions of other exited workers keep running.
+        /// Pid of an exited worker. Only the processes that this worker has left behind are stopped. These are never in
+        /// the session of another worker, or below a running worker that is a
+        /// [subreaper](ProcessSpec::keeps_orphans). `None` to stop all descendants.
         left_by: Option<i32>,
         limits: SweepLimits,
     },

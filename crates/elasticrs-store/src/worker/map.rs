@@ -408,7 +408,7 @@ impl Map {
         is_over
     }
 
-    /// Removes a connection's finished wait and releases its memory budget.
+    /// Ends a connection's wait, and releases the memory that was charged for it.
     fn end_wait(&mut self, id: Id) {
         if let Some(waiting) = self.waiting.remove(&id) {
             self.budget.release(waiting.charged);

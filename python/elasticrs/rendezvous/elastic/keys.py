@@ -54,7 +54,7 @@ def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
 
 
 def workers_of(agent: str) -> str:
-    """Workers have a rendezvous of their own. Return the prefix of the names of an agent's workers in it."""
+    """Return the prefix that identifies this agent's workers among all members of the workers' rendezvous."""
     return f"{agent}-"
 
 

@@ -520,7 +520,7 @@ class Member:
         after_failure: bool = False,
     ) -> None:
         """Stop the workers: with SIGKILL if ``fenced`` is true, otherwise gracefully. A graceful stop has no
-        effect if the workers are already being stopped. The user sees why the first graceful stop was made.
+        effect if the workers are already being stopped. ``why`` is shown to the user for a graceful stop.
         """
         workers = self.workers
         if workers is None or (workers.is_stopping and not fenced):

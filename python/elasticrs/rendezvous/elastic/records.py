@@ -347,7 +347,7 @@ def _with_tuples(value: Any) -> Any:
 
 
 def _shortened(value: Any) -> Any:
-    """Shorten a value of the failure history before it is stored: truncate names and round times."""
+    """Shorten a value of the failure history before it is stored. Cut long names, and round numbers."""
     if isinstance(value, tuple):
         return tuple(map(_shortened, value))
     if isinstance(value, str):

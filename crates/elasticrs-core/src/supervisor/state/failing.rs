@@ -68,8 +68,8 @@ impl Group {
         self.fail_or_condemn(local_rank, worker, self.policy.on_failure.grace, seen, Some(why));
     }
 
-    /// Stops the group because of a failed worker that has not exited yet. If the group replaces failed workers, only
-    /// sets the time limit for the worker's exit.
+    /// Handles a failed worker that has not exited yet. If the group replaces failed workers, sets a time limit for the
+    /// exit of this worker. Otherwise, stops the group.
     fn fail_or_condemn(&mut self, local_rank: u32, worker: i32, limit: Duration, seen: Stamp, why: Option<Event>) {
         let Some(index) = self.survivable(worker) else {
             return self.fail(local_rank, worker, Some(worker), seen, why);
