@@ -3,6 +3,7 @@ the system.
 """
 
 import contextlib
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ LIMIT_MIB = 16
 # Code, stacks, memory that the allocator keeps, and the request that is being handled.
 SLACK_MIB = 24
 REQUEST = 1 << 20
+# By default, glibc adapts these limits and may then keep as much freed memory as the store has in use. With
+# fixed limits, the tests measure the memory that the store itself holds.
+FIXED_LIMITS_OF_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
 
 
 class Store:
@@ -45,7 +49,9 @@ class Store:
 @pytest.fixture
 def store() -> Iterator[Store]:
     command = store_command("--run-id", RUN, "--max-mib", LIMIT_MIB)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    env = {**os.environ, **FIXED_LIMITS_OF_MALLOC}
+    with subprocess.Popen(command, **streams, text=True, env=env) as process:
         store = Store(process)
         yield store
         store.client.close()
