@@ -56,7 +56,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu soak soak-store soak-train soak-hosted interop lint lint-rust lint-python docs bench wheel release try-release rebuild clean force
+.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train soak-hosted interop lint lint-rust lint-python docs bench wheel release try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -147,6 +147,9 @@ test-gpu: ## checks for a machine with a GPU and torch: needs a wheel in dist/ (
 	@wheel=$$(ls -t dist/elasticrs-*.whl 2>/dev/null | head -n 1); \
 	[ -n "$$wheel" ] || { echo "no wheel in dist/: make one with 'make wheel' on a machine with Rust, and copy it there" >&2; exit 1; }; \
 	$(or $(PYTHON),python3) -m tests.gpu_kit --wheel "$$wheel" $(GPU_KIT)
+
+attack: build ## hangs of every kind, programs that misbehave, hostile clients, each with its right answer; takes minutes
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal tests/attack $(PYTEST)
 
 SOAK ?= --seconds 600
 
