@@ -121,6 +121,33 @@ def test_several_tasks_on_a_node_are_a_usage_error(submit):
     assert "--ntasks-per-node=1" in job.stderr
 
 
+IN_A_TERMINAL = ("python3", "-c", "import os, pty, sys; os._exit(pty.spawn(sys.argv[1:]) >> 8)")
+
+
+def test_a_launcher_in_a_shell_of_srun_uses_only_its_node(submit):
+    shell = ("srun", "-N2", "--pty", "sh", "-c", f'[ "$SLURM_NODEID" != 0 ] || elasticrun {RANKS}; exit $?')
+    _, job = submit(2, *IN_A_TERMINAL, *shell)
+    (alone,) = workers(job, 1)
+    assert (alone.host, alone.world) == ("node2", 1)
+    succeed([alone])
+    job.exits(0)
+
+
+def test_a_launcher_in_a_worker_runs_a_job_of_its_own(submit, worker_script):
+    script = worker_script(f"""
+        import subprocess, sys
+        sys.exit(subprocess.call(["elasticrun", "--nproc-per-node=2", {str(RANKS)!r}]))
+    """)
+    _, job = submit(2, "srun", "-N2", "elasticrun", script)
+    found = workers(job, 4)
+    assert sorted((each.host, each.rank, each.world) for each in found) == [
+        *(("node2", 0, 2), ("node2", 1, 2)),
+        *(("node3", 0, 2), ("node3", 1, 2)),
+    ]
+    succeed(found)
+    job.exits(0)
+
+
 def test_a_slurm_allocation_is_not_used_without_srun(submit):
     _, job = submit(2, "salloc", "-N2", "elasticrun", RANKS)
     (alone,) = workers(job, 1)

@@ -27,7 +27,14 @@ def test_a_check_command_that_succeeds_finds_the_node_fit():
     assert (result.unfit, result.problem, result.lines) == (None, None, ("fine",))
 
 
-@pytest.mark.parametrize(("how", "word"), [("exit 3", "3"), ("kill -9 $$", "SIGKILL")])
+@pytest.mark.parametrize("how", ["kill -9 $$", "kill -TERM $$", "sh -c 'kill -9 $$'"])
+def test_a_check_command_that_is_killed_by_another_process_is_inconclusive(how):
+    result = run("sh", "-c", f"echo out; {how}; exit $?")
+    assert (result.unfit, result.lines[0]) == (None, "out")
+    assert result.problem is not None
+
+
+@pytest.mark.parametrize(("how", "word"), [("exit 3", "3"), ("kill -SEGV $$", "SIGSEGV")])
 def test_a_check_command_that_fails_finds_the_node_unfit(how, word):
     result = run("sh", "-c", f"echo out; echo err >&2; {how}")
     assert word in result.unfit

@@ -1,5 +1,6 @@
 """Tests for options taken from a scheduler's variables, and for user options that override them."""
 
+import os
 import sys
 
 import pytest
@@ -148,7 +149,7 @@ def test_each_slurm_step_restart_and_array_task_has_its_own_run_id(variables, ru
 
 def test_jobs_and_steps_on_one_node_use_different_rendezvous_ports():
     ports = [
-        place_of({**STEP, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
+        place_of({**STEP, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}, 1).port
         for job in range(4700, 4780)
         for step in range(8)
     ]
@@ -225,6 +226,24 @@ def test_malformed_slurm_variables_are_refused_or_ignored(variables):
         assert args.nnodes[0] >= 1
 
 
+def test_a_launcher_in_a_shell_of_srun_pty_uses_only_its_node():
+    shell = {**STEP, "SLURM_PTY_PORT": "40000", "SLURM_TASK_PID": "1", "SLURMD_NODENAME": "node3"}
+    assert changed("--nproc-per-node=2", **shell) == {}
+    args, (_, notice) = scheduled("--nproc-per-node=2", **{**shell, "SLURM_STEP_TASKS_PER_NODE": "2(x4)"})
+    assert (args.nnodes, args.nproc_per_node) == ((1, 1), 2)
+    assert "srun" in notice
+
+
+def test_a_launcher_that_is_itself_the_task_of_srun_pty_uses_the_step():
+    assert changed(**STEP, SLURM_PTY_PORT="40000", SLURM_TASK_PID=str(os.getpid())) == MEETING
+
+
+def test_a_launcher_in_a_worker_ignores_the_scheduler_of_the_outer_launcher():
+    args, (notice,) = scheduled("--nproc-per-node=2", **STEP, TORCHELASTIC_RUN_ID="4711.0")
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_endpoint) == ((1, 1), 2, "")
+    assert "Slurm job 4711 is not used" in notice
+
+
 class TestNodeLossWarnings:
     """By default, Slurm kills the whole job if it loses a node."""
 
@@ -262,5 +281,5 @@ def test_scheduler_modules_are_loaded_only_under_a_scheduler(monkeypatch):
 
 @pytest.mark.parametrize("name", [name for name, value in STEP.items() if value.isdecimal()])
 def test_a_slurm_number_with_too_many_digits_is_not_used(name):
-    place = place_of({**STEP, name: "9" * 5000})
+    place = place_of({**STEP, name: "9" * 5000}, 1)
     assert FIRST_PORT <= place.port < FIRST_PORT + PORTS or not place.host

@@ -171,6 +171,17 @@ class TestIndexedJob:
         assert vars(scheduled(**environ)[0]) == before
 
 
+WORKER = {"TORCHELASTIC_RUN_ID": "train", "RANK": "7", "MASTER_ADDR": "10.0.0.2", "MASTER_PORT": "4242"}
+
+
+@pytest.mark.parametrize("environ", [TRAIN_JOB, PYTORCH_JOB])
+def test_a_launcher_in_a_worker_ignores_the_variables_of_kubeflow(environ):
+    args, (notice,) = scheduled("--nproc-per-node=2", **{**environ, **WORKER})
+    assert meeting(args) == meeting(parse(["train.py"], {}))
+    assert (args.nproc_per_node, args.master_port) == (2, parse(["train.py"], {}).master_port)
+    assert "is not used" in notice
+
+
 @pytest.mark.parametrize("name", ["PET_NNODES", "PET_NODE_RANK", "PET_MASTER_PORT", "JOB_COMPLETION_INDEX"])
 def test_a_kubernetes_number_with_too_many_digits_is_not_used(name):
     number = "9" * 5000

@@ -33,6 +33,15 @@ user, such as ``sudo``, cannot be killed.
 """
 _PAUSE = 0.01
 
+_STOPPED = frozenset(
+    code
+    for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    for code in (-signum, 128 + signum)
+)
+"""Return codes of a check that another process or the kernel's OOM killer has stopped. Such a check has given
+no answer. A shell returns 128 plus the signal number if its last command was killed by the signal.
+"""
+
 
 class NodeCheckResult(Value):
     """Result of a check.
@@ -136,6 +145,8 @@ def _run(source: HealthSource, timeout: float, cancelled: int) -> NodeCheckResul
     if process.returncode == 0:
         return NodeCheckResult(title, lines=lines)
     how = f"{source.title} {how_it_ended(process.returncode)}"
+    if process.returncode in _STOPPED:
+        return NodeCheckResult(title, problem=how, lines=lines)
     if source.built_in is None:
         return NodeCheckResult(title, unfit=how, lines=lines)
     reason = f"{source.title}: {printable(lines[-1])}" if lines and process.returncode > 0 else how

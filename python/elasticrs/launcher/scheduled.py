@@ -14,6 +14,8 @@ rendezvous, the default is ``static``, so that the command line means the same a
 
 from __future__ import annotations
 
+import os
+
 from elasticrs.job.config import UsageError
 from elasticrs.job.options import OPTIONS, set_by_variables
 from elasticrs.launcher.namespace import Namespace
@@ -43,10 +45,16 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
             one line for the user.
     """
     from elasticrs.schedulers import place_of
+    from elasticrs.schedulers.place import WORKER_VARIABLE
 
-    place = place_of(environ)
+    place = place_of(environ, os.getpid())
     if place is None:
         return args
+    if WORKER_VARIABLE in environ:
+        # Ignore the scheduler's variables, because they describe the nodes of the outer launcher, which has
+        # started this process as a worker. This launcher would join the outer job, and wait for its end.
+        notices.append(f"{place.job} is not used: this launcher runs in a worker of another launcher")
+        return Namespace(**{**vars(args), **{name: _DEFAULTS[name] for name in place.owned - {*args.given}}})
     given = _given(args, environ, place)
     found = found_options(args, place, given)
     if line := _line(args, place, found):

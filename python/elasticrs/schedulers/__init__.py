@@ -13,17 +13,18 @@ if TYPE_CHECKING:
     from elasticrs.schedulers.place import Place
 
 
-def place_of(environ: Mapping[str, str]) -> Place | None:
+def place_of(environ: Mapping[str, str], pid: int) -> Place | None:
     """Return the position of this process in a scheduler's job; ``None`` if no such job is detected.
 
     Args:
         environ: environment variables of this process.
+        pid: pid of this process.
     """
     # Check for Slurm first, because Slurm nodes can themselves run in Kubernetes pods.
     if environ.get("SLURM_JOB_ID"):
         from elasticrs.schedulers import slurm
 
-        return slurm.place_of(environ)
+        return slurm.place_of(environ, pid)
     from elasticrs.schedulers import kubernetes
 
     return kubernetes.place_of(environ)

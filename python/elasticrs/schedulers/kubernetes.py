@@ -17,7 +17,7 @@ same variables. The form of the address shows whether Kubeflow or the user has s
 from __future__ import annotations
 
 from elasticrs.job.config import DEFAULT_PORT
-from elasticrs.schedulers.place import Place, number_in
+from elasticrs.schedulers.place import WORKER_VARIABLE, Place, number_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,8 +44,10 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if name and address.endswith(f".{name}"):
         return _in_kubeflow(f"TrainJob {name}", name, environ)
     name = _name_in(address, "-master-0")
-    # To recognize a PyTorchJob, also check `RANK` and `MASTER_ADDR`, which its operator sets in each pod.
-    if name and environ.get("MASTER_ADDR") == address and environ.get("RANK") == environ["PET_NODE_RANK"]:
+    # To recognize a PyTorchJob, also check `RANK` and `MASTER_ADDR`, which its operator sets in each pod. A
+    # worker has other values of its own.
+    is_set = environ.get("MASTER_ADDR") == address and environ.get("RANK") == environ["PET_NODE_RANK"]
+    if name and (is_set or WORKER_VARIABLE in environ):
         return _in_kubeflow(f"PyTorchJob {name}", name, environ)
     return None
 

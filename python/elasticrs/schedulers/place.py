@@ -13,6 +13,10 @@ MAX_DIGITS = 18
 """Maximum number of digits of a number in a variable. Longer ones cannot be numbers of a scheduler."""
 
 
+WORKER_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Environment variable that elasticrun and torchrun set for each worker, and that no scheduler sets."""
+
+
 def number_in(text: str) -> int | None:
     """Parse the value of a variable as a number. Return ``None`` if it is not a number."""
     is_number = text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS

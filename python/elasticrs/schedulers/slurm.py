@@ -1,5 +1,7 @@
 """Detect a Slurm job. The nodes are those of the step (``srun``), because it may use fewer nodes than the
-job. A process outside a step, such as a batch script or an ``salloc`` shell, uses only this node.
+job. A process outside a step, such as a batch script or an ``salloc`` shell, uses only this node. So does a
+launcher in the shell of ``srun --pty``: Slurm starts that shell on each node of the step, but only one of
+them has a user.
 
 ``SLURM_LAUNCH_NODE_IPADDR`` is not used. It is the address of ``srun``, which may run on a login node.
 """
@@ -26,19 +28,27 @@ _STEP = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NODEID")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
-def place_of(environ: Mapping[str, str]) -> Place:
+def place_of(environ: Mapping[str, str], pid: int) -> Place:
     """Describe this process's Slurm job and the rank of this node in the job.
 
     Args:
         environ: environment variables of this process, with ``SLURM_JOB_ID``.
+        pid: pid of this process.
     """
     job = environ["SLURM_JOB_ID"]
     if "SLURM_ARRAY_JOB_ID" in environ and "SLURM_ARRAY_TASK_ID" in environ:
         job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     step = _number(environ, "SLURM_STEP_ID")
-    if step is None or step > LARGEST_STEP:
+    if step is None or step > LARGEST_STEP or _is_in_a_shell(environ, pid):
         return _outside_of_a_step(f"Slurm job {job}", environ)
     return _in_a_step(job, step, environ)
+
+
+def _is_in_a_shell(environ: Mapping[str, str], pid: int) -> bool:
+    """Return true if a user has started this process in a shell of ``srun --pty``. With ``srun --pty
+    elasticrun``, this process is itself the task.
+    """
+    return "SLURM_PTY_PORT" in environ and _number(environ, "SLURM_TASK_PID") != pid
 
 
 def _outside_of_a_step(job: str, environ: Mapping[str, str]) -> Place:
