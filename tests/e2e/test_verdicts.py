@@ -54,6 +54,12 @@ BAD_DATA = """
     ElementTree.fromstring("<a>")  # Its error is a subclass of SyntaxError.
 """
 SAME_AGAIN = "raise ValueError('x')"
+GROUPS = """
+    import os
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt < 3:
+        raise ExceptionGroup("errors", [[ValueError, KeyError, OSError][attempt]("x")])
+"""
 
 
 @pytest.fixture
@@ -119,6 +125,11 @@ def test_other_failures_are_restarted_until_the_budget_is_used_up(run, script, o
 def test_the_third_equal_failure_ends_the_job(run):
     ended = run(SAME_AGAIN)
     assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "permanent", 2)
+
+
+def test_different_exception_groups_at_the_same_place_are_different_failures(run):
+    ended = run(GROUPS, nproc=1)
+    assert (ended.code, ended.restarts) == (0, 3)
 
 
 def test_a_stopped_rank_does_not_hide_the_first_failure(run):

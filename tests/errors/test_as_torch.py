@@ -195,6 +195,42 @@ def test_error_handler_hooks_are_called_in_the_same_order_as_in_torch(both, how,
     assert "initialize" in [name for name, *_ in ours]
 
 
+def test_the_cause_of_an_error_of_a_data_loader_is_its_original_error(tmp_path):
+    """The error file names type and place of the error in the data loader's process, not of the line that
+    waits for it.
+    """
+    from torch._utils import ExceptionWrapper  # type: ignore[attr-defined]
+
+    from elasticrs._worker.error_file import error_document
+    from elasticrs.multiprocessing.errors import ProcessFailure
+    from elasticrs.multiprocessing.errors.report import how_it_failed
+
+    def read(kind: type[Exception]) -> None:
+        raise kind("sample 5")
+
+    class NeedsTwoArgumentsError(Exception):
+        def __init__(self, one: object, two: object) -> None:
+            super().__init__(one, two)
+
+    line = read.__code__.co_firstlineno + 1
+    for kind in (ValueError, KeyError, partial(NeedsTwoArgumentsError, two=1)):
+        try:
+            read(kind)  # type: ignore[arg-type]
+        except Exception:
+            wrapper = ExceptionWrapper(where="in DataLoader worker process 0")
+        path = tmp_path / "error.json"
+        try:
+            wrapper.reraise()
+        except Exception as error:
+            path.write_text(error_document(error, "hook"))
+        failure = ProcessFailure(0, 1, 1, str(path))
+        name = getattr(kind, "__name__", "NeedsTwoArgumentsError")
+        assert (failure.exception or "").endswith(name)
+        assert failure.place == f"test_as_torch.py:{line}"
+        assert name in how_it_failed(failure)
+        assert "sample 5" in how_it_failed(failure)
+
+
 def test_the_report_of_one_failure_matches_torch(both):
     def report(errors: Any, folder: Path) -> list[str]:
         path = folder / "worker.json"
@@ -205,4 +241,7 @@ def test_the_report_of_one_failure_matches_torch(both):
         return [line.rstrip() for line in lines if "host  " not in line and not set(line) <= {"=", "-"}]
 
     theirs, ours = both(report)
-    assert ours == theirs
+    assert sorted(ours) == sorted(theirs)
+    # Our report begins with the root cause, and torch's ends with it.
+    root = theirs[theirs.index("Root Cause (first observed failure):") :]
+    assert ours[ours.index(root[0]) :][: len(root)] == root

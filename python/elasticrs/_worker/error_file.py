@@ -174,12 +174,7 @@ def give_notice(name: str, error: BaseException) -> None:
         return
     from _socket import AF_UNIX, SOCK_DGRAM, socket
 
-    # Send only the innermost frames of the traceback and the start of the error message, because the agent
-    # reads at most 4096 bytes per notice.
-    *frames, message = traceback.format_exception(type(error), error, error.__traceback__)
-    parts = ("".join(frames).encode(*_CODEC)[-_NOTICE_PART:], message.encode(*_CODEC)[:_NOTICE_PART])
-    # Drop characters that were cut in half when the parts were truncated.
-    text = "".join([part.decode("utf-8", "ignore") for part in parts])
+    text = _notice_text(error)
     notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
         # If the agent's receive queue is full, wait for at most one second, because a stopped agent must not
@@ -190,6 +185,29 @@ def give_notice(name: str, error: BaseException) -> None:
         return  # A lost notice is harmless, because the agent reads the error file after the worker's exit.
     finally:
         notices.close()
+
+
+def _notice_text(error: BaseException) -> str:
+    """Return the innermost frames of the traceback, and the start and the end of the exception's text.
+
+    The agent reads at most 4096 bytes per notice. The end of the text may be the traceback of another
+    process. For an exception group, return the text of its first member.
+    """
+    told, frames = error, error.__traceback__
+    for _ in range(10):  # at most this number of groups inside of each other
+        members = getattr(told, "exceptions", ())
+        if not (isinstance(members, tuple) and members and isinstance(members[0], BaseException)):
+            break
+        told = members[0]
+        # A member that was never raised has no frames of its own.
+        frames = told.__traceback__ or frames
+    *stack, message = traceback.format_exception(type(told), told, frames)
+    said = message.encode(*_CODEC)
+    parts = ["".join(stack).encode(*_CODEC)[-_NOTICE_PART:], said]
+    if len(said) > _NOTICE_PART:
+        parts[1:] = [said[: _NOTICE_PART // 2], b"\n", said[-_NOTICE_PART // 2 :]]
+    # Drop characters that were cut in half when the parts were truncated.
+    return "".join([part.decode("utf-8", "ignore") for part in parts])
 
 
 def _is_from_elsewhere(path: str) -> bool:

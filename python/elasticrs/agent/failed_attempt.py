@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 
 from elasticrs.agent.evidence import oom_note, probably_oom
+from elasticrs.agent.state_machine import Phase
+from elasticrs.job.failure_cause import Verdict
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
-from elasticrs.multiprocessing.errors.report import how_it_failed
+from elasticrs.multiprocessing.errors.report import format_report, how_it_failed
 from elasticrs.multiprocessing.errors.root_cause import root_cause, victims
 from elasticrs.multiprocessing.failed_process import failure_of
 from elasticrs.report import phrases
@@ -189,7 +191,7 @@ def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
 def print_report(
     job: JobConfig, result: JobResult, say: Callable[[str], None], write: Callable[[str], None]
 ) -> str | None:
-    """Print why a job failed: a headline, followed by the report.
+    """Print why a job failed: the report, whose last line says what follows from the failure.
 
     If ``TORCHELASTIC_ERROR_FILE`` is set for the launcher, write the root cause there.
 
@@ -203,17 +205,36 @@ def print_report(
         The headline; ``None`` if nothing is known about the failure.
     """
     failed = all_failures(result)
-    if result.message is not None:
-        say(result.message)
+    told = None if result.phase is not Phase.FAILED else conclusion(job, result)
     if not failed:
+        for line in filter(None, (result.message, told)):
+            say(line)
         return result.message
     headline = headline_of(result, failed)
-    say(headline)
-    error = ChildFailedError(job.name, failed)
-    write(error.format_msg() + os.linesep)
+    write(format_report(job.name, failed, "=", "-", told) + os.linesep)
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        hand_on(error, headline)
+        hand_on(ChildFailedError(job.name, failed), headline)
     return headline
+
+
+def conclusion(job: JobConfig, result: JobResult) -> str:
+    """Return one line that says whether another attempt may succeed, and what the user can do next."""
+    policy = job.restart_settings
+    used = phrases.restarts_used(result.restarts, policy.max_restarts, policy.window)
+    word, reason, next_ = {
+        Verdict.PERMANENT: ("permanent", "another attempt would fail in the same way", "fix the root cause"),
+        Verdict.UNFIT: (
+            "unfit",
+            "this node cannot run the job",
+            f"take node {os.uname().nodename} out of service, and start the job on other nodes",
+        ),
+        Verdict.FAILED: (
+            "transient",
+            f"another attempt may succeed; restarts used: {used}",
+            "fix the root cause, or allow more restarts (--max-restarts) if it can pass by itself",
+        ),
+    }[result.verdict]
+    return f"verdict: {word} ({result.message or reason}); next: {next_}"
 
 
 def hand_on(error: ChildFailedError, headline: str) -> None:

@@ -8,7 +8,7 @@ also reads the error files.
 from __future__ import annotations
 
 from elasticrs.job.value import Value
-from elasticrs.report.traceback_summary import headline
+from elasticrs.report.traceback_summary import summarize
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def first_seen(attempt: Attempt) -> int:
 
 
 def how_it_failed(attempt: Attempt, local_rank: int) -> str:
-    """Return a phrase that says how a worker failed, to append to its name. Examples are ``: KeyError: 1
-    (train.py:4)`` and `` died by SIGKILL``.
+    """Return a phrase that says how a worker failed, to append to its name. Examples are `` raised KeyError``
+    and `` died by SIGKILL``. The text of an exception follows in the line about the restart or in the report.
     """
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)
@@ -72,11 +72,15 @@ def how_it_failed(attempt: Attempt, local_rank: int) -> str:
         return " has hung"
     # If the worker was killed during its exit, report the signal, which says more than the exception.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
-    said = headline(raised.text) if raised is not None and not is_killed else None
+    said = None
+    if raised is not None and not is_killed:
+        found = summarize(raised.text)
+        name = None if found is None or found.exception is None else found.exception.rpartition(".")[2]
+        said = f" raised {name or 'an exception'}"
     if worker is None and attempt.is_slow_to_exit(local_rank):
-        return f": {said}; it is still exiting" if said else " raised an exception and is still exiting"
+        return f"{said or ' raised an exception'} and is still exiting"
     if said is not None:
-        return f": {said}"
+        return said
     if overdue is not None:
         return " raised an exception and does not exit"
     return " failed" if worker is None else f" {attempt.how_it_ended(worker)}"

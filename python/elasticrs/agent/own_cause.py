@@ -16,6 +16,7 @@ from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, reports_lost_peer, root_cause, victims
 from elasticrs.report.phrases import how_the_nursery_ended
+from elasticrs.report.traceback_summary import shortened
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_MESSAGE = 1400
 """Maximum length of the message in characters. A longer message is cut at the start, because the end of a
-traceback is the most informative part.
+traceback is the most informative part; see :func:`~elasticrs.report.traceback_summary.shortened`.
 """
 
 BEFORE_ALL_STEPS = -1
@@ -80,7 +81,7 @@ def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
         local_rank=local_rank,
         pid=attempt.pids[local_rank] if worker is None else worker.pid,
         exitcode=None if worker is None else worker.exitcode,
-        message=_end(message, MAX_MESSAGE) or None,
+        message=shortened(message, MAX_MESSAGE) or None,
         is_consequence=reports_lost_peer(message) or None,
         **_hang(attempt, local_rank),
     )
@@ -135,7 +136,7 @@ def own_cause(
         # Omit the exit code if the agent killed the worker during its exit, because the code would only show
         # the agent's signal.
         exitcode=None if first.recorded_ns is not None and first.sent_signal is not None else first.exitcode,
-        message=_end(_message(attempt, first), MAX_MESSAGE),
+        message=shortened(_message(attempt, first), MAX_MESSAGE),
         lines=[_end(line, MAX_LINE) for line in first.stderr_tail[-MAX_LINES:]],
         xids=tuple(xid.note() for xid in attempt.xids.values())[:MAX_XIDS],
         **_hang(attempt, first.local_rank),

@@ -213,7 +213,7 @@ def _report(result: RunResult, name: str, console: Console, write: Callable[[str
     error = ChildFailedError(name, result.failures)
     rank, first = error.get_first_failure()
     headline = f"rank {rank}{how_it_failed(first)}"
-    write(console.prefixed(headline + os.linesep))
     write(error.format_msg() + os.linesep)
+    write(console.prefixed(f"failed: {headline}{os.linesep}"))
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         hand_on(error, headline)

@@ -139,6 +139,7 @@ class ProcessFailure:
                 match data.get("elasticrs"):
                     case {"monotonic_ns": int(recorded_ns), "pid": int(pid)}:
                         self.recorded_ns, self.recorded_pid = recorded_ns, pid
+                self._find_exception_behind()
         if not self.message:
             self.message = self._made_up_message(trouble)
 
@@ -155,6 +156,23 @@ class ProcessFailure:
         for each in (data, message, extra):
             if isinstance(each, dict) and "retryable" in each:
                 self._read_mark(each["retryable"])
+
+    def _find_exception_behind(self) -> None:
+        """Correct type and place if the recorded exception only carries another one: a member of a group, or
+        an error of another process. Two failures are the same only if these other exceptions are the same.
+        """
+        extra = self.message.get("extraInfo") if isinstance(self.message, dict) else None
+        callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
+        if self.exception is None or not isinstance(callstack, str):
+            return
+        from elasticrs.report.traceback_summary import summarize
+
+        found = summarize(callstack)
+        if found is None or found.exception is None:
+            return
+        self.place = found.place or self.place
+        if found.exception.rpartition(".")[2] != self.exception.rpartition(".")[2]:
+            self.exception = found.exception
 
     def _read_mark(self, value: object) -> None:
         """Evaluate the field ``retryable`` of an error file. Accept strings as well as booleans, because

@@ -1,9 +1,9 @@
 """Format the failure report.
 
-The report keeps torch's layout line by line, because people and tools know it: title, ``Failures:``, ``Root
-Cause``, and six lines for each failure. Facts that torch does not report follow after these six lines. The
-root cause and its details come last, because users look at the end of the output first. Ranks that failed in
-the same way share an entry. Workers that the agent stopped have not failed, and share one line.
+The report begins with the root cause, because that is what a user has to read. It has torch's title and its
+six lines, because people and tools know them. Facts that torch does not report follow after these six lines.
+Each other failure is most often a side effect and has one line; its traceback is in its error file. Equal
+ones share a line, and so do the workers that the agent stopped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, in_order, root_cause, victims
-from elasticrs.report.phrases import describe_exit, how_it_ended, ranks_text, signal_name
+from elasticrs.report.phrases import describe_exit, how_it_ended, ranks_text, signal_name, spans
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,15 +23,25 @@ if TYPE_CHECKING:
 
 _WIDTH = 60
 _SIGKILL = 9
-_LONG_TRACEBACK = 3
-"""If a repeated traceback has at least this number of line breaks, the report refers to the first copy
-instead of printing the traceback again.
-"""
-_MANY_ALIKE = 3
-"""Minimum number of similar failures, not counting the root cause, that share an entry."""
+_MAX_LINES, _MAX_FIRST_LINES = 120, 40
+"""Maximum number of lines of a traceback, and how many of them are from its start."""
+_MAX_LINE = 1000
+"""Maximum number of characters of a line of a traceback."""
+_MAX_OTHERS = 12
+"""Maximum number of lines about other failures."""
+_MAX_SAID = 160
+"""Maximum number of characters of such a line that come from the exception."""
+_MAX_NOTES = 4
+"""Maximum number of notes about other failures that are alike."""
 
 
-def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str, section: str) -> str:
+def format_report(
+    name: str,
+    failures: Mapping[int, ProcessFailure],
+    border: str,
+    section: str,
+    conclusion: str | None = None,
+) -> str:
     """Return the complete failure report.
 
     Args:
@@ -39,73 +49,45 @@ def format_report(name: str, failures: Mapping[int, ProcessFailure], border: str
         failures: failures by global rank, at least one.
         border: character of the outer separator lines.
         section: character of the inner separator lines.
+        conclusion: line about what follows from the failure; ``None`` if nothing is known about that.
     """
     root = root_cause(failures)
     stopped = [rank for rank in victims(failures) if rank != root]
-    shown: dict[str, str] = {}
     failed = [rank for rank in in_order(failures) if rank not in stopped]
-    indices = {rank: index for index, rank in enumerate(failed)}
-    # Format the root cause first, because the other entries may refer to it.
-    root_entry = _entry(indices[root], [root], failures, root, shown)
-    others = [
-        _entry(indices[ranks[0]], ranks, failures, root, shown)
-        for ranks in _alike([rank for rank in failed if rank != root], failures)
-    ]
+    root_lines = _root_entry(failed.index(root), root, failures[root])
+    others = _others([rank for rank in failed if rank != root], failed, failures, root)
 
     title = f"{name} FAILED"
     stopped_lines = _stopped(stopped, failures)
-    body = "\n".join([title, *others, *stopped_lines, root_entry])
+    body = "\n".join([title, *root_lines, *others, *stopped_lines])
     width = min(_WIDTH, max(len(line) for line in body.split("\n")))
     line, thin = border * width, section * width
-    parts = ["", line, title, thin, "Failures:", *(others or ["  <NO_OTHER_FAILURES>"]), *stopped_lines]
-    how = "first observed failure" if failed[0] == root else "agreed on by all nodes"
-    return "\n".join([*parts, thin, f"Root Cause ({how}):", root_entry, line])
+    how = "first observed failure"
+    if failed[0] != root:
+        has_peers = any(failure.host is not None for failure in failures.values())
+        how = "agreed on by all nodes" if has_peers else "judged from all evidence"
+    parts = ["", line, title, thin, f"Root Cause ({how}):", *root_lines]
+    parts += [thin, "Failures:", *(others or ["  <NO_OTHER_FAILURES>"]), *stopped_lines]
+    return "\n".join([*parts, *([] if conclusion is None else [thin, conclusion]), line])
 
 
-# --- one failure ---
+# --- the root cause ---
 
 
-def _alike(ranks: Sequence[int], failures: Mapping[int, ProcessFailure]) -> list[list[int]]:
-    """Group ranks whose failures are the same except for numbers, such as ranks, ports and addresses."""
-    import re
-
-    groups: dict[object, list[int]] = {}
-    for rank in ranks:
-        failure = failures[rank]
-        text = re.sub(r"0x[0-9a-f]+|\d+", "0", "\n".join([traceback_text(failure), *_notes(failure)]))
-        groups.setdefault((failure.exitcode, failure.host, text), []).append(rank)
-    shown = (
-        [group] if len(group) >= _MANY_ALIKE else [[rank] for rank in group] for group in groups.values()
-    )
-    order = {rank: index for index, rank in enumerate(ranks)}
-    return sorted((entry for entries in shown for entry in entries), key=lambda entry: order[entry[0]])
-
-
-def _entry(
-    index: int,
-    ranks: Sequence[int],
-    failures: Mapping[int, ProcessFailure],
-    root: int,
-    shown: dict[str, str],
-) -> str:
-    """Format a single entry for a group of similar failures, with the details of the first one."""
-    rank, more = ranks[0], len(ranks) - 1
-    failure = failures[rank]
+def _root_entry(index: int, rank: int, failure: ProcessFailure) -> list[str]:
     signal = failure.signal_name()
     name = f" ({signal})" if signal != NOT_AVAILABLE else ""
     exitcode = "unknown" if failure.exitcode is None else failure.exitcode
-    until = _when(failures[ranks[-1]], failures[root])
     # Indent every line of the traceback except the first.
-    traceback = traceback_text(failure).replace("\n", "\n  ")
+    traceback = "\n  ".join(_bounded(traceback_text(failure)))
     lines = [
-        f"[{index}]:" if not more else f"[{index}] and {more} more like it:",
-        f"  time      : {_when(failure, failures[root])}",
+        f"[{index}]:",
+        f"  time      : {_when(failure)}",
         f"  host      : {failure.host or os.uname().nodename}",
         f"  rank      : {rank} (local_rank: {failure.local_rank})",
         f"  exitcode  : {exitcode} (pid: {failure.pid}) {name}".rstrip(),
         f"  error_file: {failure.error_file}",
-        f"  traceback : {_once(traceback, f'[{index}]', shown)}",
-        *([f"  like it   : {ranks_text(sorted(ranks[1:]))}, until {until}"] if more else []),
+        f"  traceback : {traceback}",
         *(f"  note      : {note}" for note in _notes(failure)),
         *(f"  {stream:<10}: {path}" for stream, path in failure.log_paths.items()),
     ]
@@ -113,20 +95,105 @@ def _entry(
     if tail:
         lines.append(f"  last lines of stderr ({len(tail)}):")
         lines += [f"    {line}".rstrip() for line in tail]
-    return "\n".join(lines)
+    return lines
 
 
-def _when(failure: ProcessFailure, root: ProcessFailure) -> str:
+def _bounded(text: str) -> list[str]:
+    """Return the lines of a text. Leave out lines in the middle and the ends of lines that are too long."""
+    lines = text.split("\n")
+    if len(lines) > _MAX_LINES:
+        left_out = len(lines) - _MAX_LINES
+        last = lines[_MAX_FIRST_LINES - _MAX_LINES :]
+        lines = [*lines[:_MAX_FIRST_LINES], f"… {left_out} lines are left out …", *last]
+    return [line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]}…" for line in lines]
+
+
+def _when(failure: ProcessFailure) -> str:
     if failure.seen_ns is None:
         return failure.timestamp_isoformat()
     # Show the time that determines the order of the failures.
-    failed, first = failed_ns(failure) or failure.seen_ns, failed_ns(root)
+    failed = failed_ns(failure) or failure.seen_ns
     seconds, rest = divmod(failure.wall_ns - failure.seen_ns + failed, 1_000_000_000)
-    text = time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(seconds)) + f".{rest // 1_000_000:03}"
-    if failure is root or first is None:
-        return text
-    later = (failed - first) / 1_000_000
-    return f"{text} ({abs(later):.3f} ms {'after' if later >= 0 else 'before'} the root cause)"
+    return time.strftime("%Y-%m-%d_%H:%M:%S", time.localtime(seconds)) + f".{rest // 1_000_000:03}"
+
+
+# --- the other failures ---
+
+
+def _others(
+    ranks: Sequence[int], order: Sequence[int], failures: Mapping[int, ProcessFailure], root: int
+) -> list[str]:
+    """Return a line for each group of failures that are the same except for numbers, such as ports.
+
+    Args:
+        ranks: global ranks of the other failures, in the order in which the workers failed.
+        order: the same with the root cause, which gives each failure its number.
+        failures: failures by global rank.
+        root: global rank of the root cause.
+    """
+    groups: dict[object, list[int]] = {}
+    for rank in ranks:
+        failure = failures[rank]
+        alike = failure.exitcode, failure.host, _without_numbers(_said(failure))
+        groups.setdefault(alike, []).append(rank)
+    lines: list[str] = []
+    for group in list(groups.values())[:_MAX_OTHERS]:
+        first = failures[group[0]]
+        where = f" on {first.host}" if first.host is not None else ""
+        since = _since([failures[rank] for rank in group], failures[root])
+        who = ranks_text(sorted(group))
+        lines.append(f"  [{order.index(group[0])}]: {who}{where}, {since}: {_said(first)}")
+        own = dict.fromkeys(note for rank in group for note in _own_notes(failures[rank]))
+        lines += [f"       note: {note}" for note in list(own)[:_MAX_NOTES]]
+    left_out = sum(map(len, list(groups.values())[_MAX_OTHERS:]))
+    if left_out:
+        lines.append(f"  and {left_out} more")
+    files = _folded([failures[rank].error_file for rank in ranks])
+    return [*lines, *(f"  traceback in {path}" for path in files)]
+
+
+def _said(failure: ProcessFailure) -> str:
+    said = None
+    if failure.cause is not None or not _ended_by_itself(failure):
+        said = _headline(failure)
+    said = said or how_it_ended(failure.exitcode)
+    return said if len(said) <= _MAX_SAID else f"{said[:_MAX_SAID]}…"
+
+
+def _without_numbers(text: str) -> str:
+    """Replace each number by a zero, because ranks, ports and addresses differ between equal failures."""
+    import re
+
+    return re.sub(r"0x[0-9a-f]+|\d+", "0", text)
+
+
+def _since(group: Sequence[ProcessFailure], root: ProcessFailure) -> str:
+    first = failed_ns(root)
+    failed = sorted(ns for ns in map(failed_ns, group) if ns is not None)
+    if first is None or not failed:
+        return f"at {group[0].timestamp_isoformat()}"
+    ends = dict.fromkeys(f"{abs(ns - first) / 1e6:.3f}" for ns in (failed[0], failed[-1]))
+    return f"{' to '.join(ends)} ms {'later' if failed[0] >= first else 'earlier'}"
+
+
+def _folded(paths: Sequence[str]) -> list[str]:
+    """Return the paths that exist in a form that a shell expands. Paths that differ only in the number of
+    their folder share a text, such as ``logs/attempt_0/{0,2}/error.json``.
+    """
+    folders: dict[tuple[str, str], list[int]] = {}
+    others: list[str] = []
+    for path in paths:
+        folder, name = os.path.split(path)
+        above, number = os.path.split(folder)
+        if path != NOT_AVAILABLE and number.isdecimal():
+            folders.setdefault((above, name), []).append(int(number))
+        elif path != NOT_AVAILABLE:
+            others.append(path)
+    for (above, name), numbers in folders.items():
+        spans_ = [f"{{{low}..{high}}}" if low < high else str(low) for low, high in spans(sorted(numbers))]
+        shown = spans_[0] if len(spans_) == 1 else f"{{{','.join(spans_)}}}"
+        others.append(os.path.join(above, shown, name))
+    return others[:_MAX_OTHERS]
 
 
 def traceback_text(failure: ProcessFailure) -> str:
@@ -151,15 +218,23 @@ def how_it_failed(failure: ProcessFailure) -> str:
     """Return a phrase that says how a worker failed, to append to its name. Examples are ``: KeyError: 1
     (train.py:4)`` and `` died by SIGKILL``.
     """
-    # If the agent killed a worker that was already exiting after an exception, report the exception.
-    ended_by_itself = failure.sent_signal is None and bool(failure.signal_number())
-    if (failure.error_file != NOT_AVAILABLE or failure.cause) and not ended_by_itself:
-        from elasticrs.report.traceback_summary import headline
+    said = None if _ended_by_itself(failure) else _headline(failure)
+    return f" {how_it_ended(failure.exitcode)}" if said is None else f": {said}"
 
-        said = headline(traceback_text(failure))
-        if said is not None:
-            return f": {said}"
-    return f" {how_it_ended(failure.exitcode)}"
+
+def _ended_by_itself(failure: ProcessFailure) -> bool:
+    """Return true if a signal killed the worker that elasticrs did not send. If elasticrs killed a worker
+    that was already exiting after an exception, the exception counts.
+    """
+    return failure.sent_signal is None and bool(failure.signal_number())
+
+
+def _headline(failure: ProcessFailure) -> str | None:
+    if failure.error_file == NOT_AVAILABLE and not failure.cause:
+        return None
+    from elasticrs.report.traceback_summary import headline
+
+    return headline(traceback_text(failure))
 
 
 def _silent(failure: ProcessFailure) -> str:
@@ -181,17 +256,14 @@ def _enriched(message: str, failure: ProcessFailure) -> str:
         return f"{message}\n(the error handler could not add to this: {problem!r})"
 
 
-def _once(traceback: str, place: str, shown: dict[str, str]) -> str:
-    if traceback.count("\n") < _LONG_TRACEBACK:
-        return traceback
-    earlier = shown.setdefault(traceback, place)
-    return traceback if earlier == place else f"the same as {earlier}"
-
-
-def _notes(failure: ProcessFailure) -> Iterable[str]:
+def _own_notes(failure: ProcessFailure) -> Iterable[str]:
     if failure.note:
         yield failure.note
     yield from failure.more_notes
+
+
+def _notes(failure: ProcessFailure) -> Iterable[str]:
+    yield from _own_notes(failure)
     if failure.recorded_pid not in {None, failure.pid}:
         yield f"the traceback is from process {failure.recorded_pid}, which the worker had started"
     yield from _advice(failure)
