@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -40,6 +41,20 @@ def test_virtual_local_rank_sets_local_rank_0_and_one_visible_device(
     launched = launch(*options, "--nproc-per-node=2", worker_script(SHOW), env=env).exits(0)
     shown = map(json.loads, launched.stdout.splitlines())
     assert [list(each.values())[1:] for each in sorted(shown, key=lambda each: each["RANK"])] == expected
+
+
+CODE = "import os, sys; print('RAN', os.environ['RANK'], *sys.argv[1:], flush=True)"
+
+
+@pytest.mark.parametrize(
+    "words", [("-c", CODE), ("-X", "dev", "-c", CODE), ("-",)], ids=["code", "option", "stdin"]
+)
+def test_python_reads_the_program_from_the_command_line_or_from_stdin(launch, words):
+    launched = launch("--", *words, "a", "--b", stdin=subprocess.PIPE)
+    launched.feed(f"{CODE}\n".encode())
+    launched.end_stdin()
+    launched.exits(0)
+    launched.wait_for_line("^RAN 0 a --b$", "stdout")
 
 
 # Under torchrun, the fork server and the resource tracker of the first attempt outlive the launcher for a

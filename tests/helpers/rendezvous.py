@@ -1,5 +1,6 @@
 """Descriptions of rendezvous for tests."""
 
+from elasticrs.rendezvous.elastic.commands import Command
 from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
 from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 from elasticrs.rendezvous.elastic.settings import Settings
@@ -14,6 +15,7 @@ def rendezvous(
     etcd: EtcdSite | None = None,
     node_rank: int | None = None,
     local_addr: str | None = None,
+    command: Command | None = None,
     **settings: object,
 ) -> Rendezvous:
     """Return the description of a rendezvous of the job ``job`` with these settings."""
@@ -28,4 +30,5 @@ def rendezvous(
         node_rank=node_rank,
         local_addr=local_addr,
         etcd=etcd,
+        command=command,
     )

@@ -161,7 +161,8 @@ def test_a_node_that_alone_cannot_run_the_program_is_excluded_after_two_tries(ho
     for program in (good, broken):
         program.chmod(0o755)
     machines = hosts(2)
-    job = multinode(machines[0], "1:2", "--exit-codes", "verdict", "--no-python", script=good)
+    conf = {"same_command": 0}
+    job = multinode(machines[0], "1:2", "--exit-codes", "verdict", "--no-python", script=good, conf=conf)
     (first,) = job.start(machines[0])
     job.script = broken
     job.start(machines[1])

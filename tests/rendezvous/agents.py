@@ -3,8 +3,14 @@
 from helpers.rendezvous import rendezvous
 
 from elasticrs.job.restart_policy import RestartSettings
+from elasticrs.rendezvous.elastic.commands import Command
 from elasticrs.rendezvous.elastic.machine import Member
 from elasticrs.rendezvous.elastic.rendezvous import ThisAgent
+
+
+def command(*words, place="/train.py", user=0):
+    """Return the command of a node."""
+    return Command(words or ("train.py",), place, "n", user)
 
 
 def member(agent, node, *, port=29400, host="head", backend="c10d", **given):

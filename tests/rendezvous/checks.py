@@ -4,7 +4,12 @@ from elasticrs.rendezvous.elastic.keys import Keys, agent_of
 from elasticrs.rendezvous.elastic.machine import Phase
 from elasticrs.rendezvous.elastic.records import MAX_HEAD, Head, Node, Slot, decode, time_of
 
+from . import agents
+
 KEYS = Keys("job")
+
+COMMAND, OTHER_COMMAND = agents.command("train.py", "--lr=1"), agents.command("train.py", "--lr=2")
+"""Command of most agents, and the command of those that belong to another job."""
 
 
 class ViolationError(Exception):
@@ -235,7 +240,12 @@ class Checks:
         require(
             job["max_restarts"] == proc.member.agent.policy.max_restarts, "I-11 settings differ", proc.name
         )
+        command = list(proc.member.rendezvous.command.words)
+        require(job["command"]["words"] == command, "I-16 another command", proc.name)
         others = [each for each in self.world.procs if each is not proc and each.group is not None]
+        together = [each for each in others if each.group.round == action.round]
+        commands = {each.member.rendezvous.command for each in (proc, *together)}
+        require(len(commands) == 1, "I-16 two commands in one round", proc.name)
         for other in others:
             same = (other.group.round, other.group.rank) == (action.round, action.group_rank)
             require(not same, "I-3 a rank twice", proc.name, other.name)
@@ -327,8 +337,9 @@ class Checks:
         if kind == "excluded":
             require(proc.member.agent.agent in self.excluded, "I-15 leaves, but was not excluded", proc.name)
         if kind == "refused":
-            differs = proc.member.agent.policy.max_restarts != self.world.config["max_restarts"]
+            differs = self.world.is_other(proc)
             is_known = differs or self._first_was_other() or self._is_second(proc, outcome)
+            is_known = is_known or self._is_beyond_the_only_node(proc)
             require(is_known, "refused without a reason", outcome)
 
     def _is_second(self, proc, outcome):
@@ -337,13 +348,24 @@ class Checks:
         others = [each.member.rendezvous.node_rank for each in self.world.procs if each is not proc]
         return outcome.message.startswith(f"node rank {node_rank} was given to two") and node_rank in others
 
+    def _is_beyond_the_only_node(self, proc):
+        """Return true if this agent could never take part: the job has one node, whose agent hosts the store
+        and has begun the job.
+        """
+        entry = self.world.store.get(KEYS.job)
+        begun_by_host = entry is not None and decode(entry.value)["is_hosted"]
+        return begun_by_host and self.world.config["max_nodes"] == 1 and not self.world.is_host(proc)
+
     def _max_restarts(self):
         """Return the job's restart limit, which is that of the first agent."""
         return decode(self.world.store.get(KEYS.job).value)["max_restarts"]
 
     def _first_was_other(self):
-        is_known = self.world.store.get(KEYS.job) is not None
-        return is_known and self._max_restarts() != self.world.config["max_restarts"]
+        entry = self.world.store.get(KEYS.job)
+        if entry is None:
+            return False
+        is_other = decode(entry.value)["command"]["words"] != list(COMMAND.words)
+        return is_other or self._max_restarts() != self.world.config["max_restarts"]
 
     # --- the end ---
 

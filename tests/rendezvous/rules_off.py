@@ -176,6 +176,11 @@ def any_settings_will_do(member, job):
     return None
 
 
+@instead_of(joining.other_command)
+def any_command_will_do(member, job):
+    return None
+
+
 @instead_of(round_control.may_grow)
 def grows_against_the_setting(member, view, head):
     return bool(view.waiting) and not view.done

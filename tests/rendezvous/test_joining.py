@@ -5,6 +5,7 @@ from helpers.said import says
 
 from elasticrs.rendezvous.elastic import messages as m
 from elasticrs.rendezvous.elastic.machine import Phase, step
+from elasticrs.rendezvous.elastic.records import decode, encode
 from elasticrs.store.coordination import Connected, ConnectionLost, Delete, DeletePrefix, Put
 from rendezvous import agents
 from rendezvous.cluster import Cluster, end_all, ends, running
@@ -30,6 +31,55 @@ def test_a_node_whose_settings_differ_is_refused(name, theirs, ours):
     text = f"node b (10.0.0.2): {name}={theirs}, but node a (10.0.0.1) started this job with {name}={ours}"
     assert b.outcome == m.Outcome("refused", text)
     assert not cluster.store.under(cluster.keys.nodes + b.member.agent.agent)
+
+
+FIRST, OTHER = agents.command("train.py", "--lr=1"), agents.command("train.py", "--lr=2")
+
+
+def test_a_node_whose_command_differs_is_refused():
+    cluster = Cluster(min_nodes=2, max_nodes=2, command=FIRST)
+    cluster.add("a")
+    b = cluster.add("b", command=OTHER)
+    ends(
+        b.outcome, "refused", "node b (10.0.0.2)", "'--lr=2'", "node a (10.0.0.1)", "'--lr=1'", "same_command"
+    )
+    assert not cluster.store.under(cluster.keys.nodes + b.member.agent.agent)
+    assert cluster.add("c").starts
+
+
+def test_commands_may_differ_if_all_nodes_allow_it():
+    cluster = Cluster(min_nodes=2, max_nodes=2, command=FIRST, same_command=False)
+    cluster.add("a")
+    ends(cluster.add("b", command=OTHER, same_command=True).outcome, "refused", "same_command=True")
+    assert cluster.add("c", command=OTHER).starts
+
+
+def test_a_job_of_another_release_is_refused():
+    cluster = Cluster(min_nodes=2, max_nodes=2, command=FIRST)
+    cluster.add("a")
+    (entry,) = cluster.store.under(cluster.keys.job)
+    fields = ("command", "same_command", "is_hosted", "host")
+    old = {name: each for name, each in decode(entry.value).items() if name not in fields}
+    old_store = Cluster(min_nodes=2, max_nodes=2, command=OTHER)
+    old_store.store.apply([Put(cluster.keys.job, encode({**old, "protocol": 1}), False)], None)
+    ends(old_store.add("b").outcome, "refused", "protocol=2", "protocol=1")
+
+
+def test_a_second_agent_of_a_job_of_one_node_is_refused():
+    cluster = Cluster(command=FIRST)
+    a = cluster.add("a", hosts_store=True)
+    ends(cluster.add("b").outcome, "refused", "node b (10.0.0.2)", "a (10.0.0.1)", "--rdzv-endpoint")
+    a.send(m.WorkersDone())
+    assert a.outcome == m.Outcome("succeeded")
+
+
+def test_a_second_agent_of_a_job_of_one_node_waits_if_the_store_outlives_the_first():
+    cluster = Cluster(command=FIRST)
+    a = cluster.add("a")
+    b = cluster.add("b")
+    assert b.outcome is None
+    a.kill()
+    assert b.starts
 
 
 def test_a_refused_node_is_named_by_an_address_that_other_nodes_know():

@@ -12,7 +12,7 @@ from elasticrs.rendezvous.elastic.machine import Phase, step
 from elasticrs.store.coordination import Connected, ConnectionLost, Txn, Unwatch, Watch
 
 from . import agents
-from .checks import Checks, ViolationError, require
+from .checks import COMMAND, OTHER_COMMAND, Checks, ViolationError, require
 from .outages import Outages
 from .store import Conn, Store
 
@@ -155,7 +155,10 @@ class World(Outages):
             }
         proc = Proc(
             agents.member(
-                f"{self.spawned:02x}", name, hosts_store=is_host, **{**self.config, **by_hand, **differs}
+                f"{self.spawned:02x}",
+                name,
+                hosts_store=is_host,
+                **{"command": COMMAND, **self.config, **by_hand, **differs},
             )
         )
         self.procs.append(proc)
@@ -250,6 +253,11 @@ class World(Outages):
         is_over = head is not None and head.state == "CLOSED"
         if self.is_host(proc) and not is_over:
             self.kill_server()
+
+    def is_other(self, proc):
+        """Return true if this agent belongs to another job."""
+        differs = proc.member.agent.policy.max_restarts != self.config["max_restarts"]
+        return differs or proc.member.rendezvous.command != COMMAND
 
     def is_host(self, proc):
         return self.kinds["embedded"] and proc.name == "n1"
@@ -509,8 +517,9 @@ class World(Outages):
             proc.queue.append(m.AskForRound("a checkpoint"))
 
     def fault_spawn(self):
-        if self.kinds["mismatch"] and self.random() < 0.5:
-            self.spawn(max_restarts=self.config["max_restarts"] + 1)
+        if self.kinds["mismatch"] and (chance := self.random()) < 0.5:
+            other = {"max_restarts": self.config["max_restarts"] + 1}
+            self.spawn(**(other if chance < 0.25 else {"command": OTHER_COMMAND}))
         else:
             self.spawn()
 

@@ -182,6 +182,27 @@ def test_the_worker_command_runs_python_unbuffered(script):
     assert launch("--no-python", "ls", "-l").command == ["ls", "-l"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-c", "CODE", "a", "--b"],
+        ["-X", "faulthandler", "SCRIPT", "-c"],
+        ["-W", "error", "SCRIPT"],
+        ["-O", "-m", "pdb", "SCRIPT"],
+        ["-", "a"],
+    ],
+)
+def test_options_of_python_may_take_the_place_of_the_script(script, words):
+    words = [word.replace("SCRIPT", script) for word in words]
+    assert launch("--nproc-per-node=2", "--", *words).command == [sys.executable, "-u", *words]
+
+
+def test_a_script_may_have_the_name_of_an_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "-c").touch()
+    assert launch("--", "-c", "a").command == [sys.executable, "-u", "./-c", "a"]
+
+
 def test_each_of_several_workers_gets_one_openmp_thread_by_default(script):
     several = launch("--nproc-per-node=2", script)
     assert several.variables["OMP_NUM_THREADS"] == "1"

@@ -36,8 +36,9 @@ def test_settings_have_the_expected_defaults():
     assert (made.max_short_losses, made.short_round, made.max_node_losses) == (10, 60, None)
     assert (made.stall_timeout, made.connect_timeout, made.exit_barrier_timeout) == (60, 5, 300)
     assert (made.is_host, made.bind_addr, made.worker_port_range, made.order_hint) == (None,) * 4
-    assert (made.homogeneous, made.fresh, made.drain, made.token, made.rank) == (
+    assert (made.homogeneous, made.same_command, made.fresh, made.drain, made.token, made.rank) == (
         False,
+        True,
         False,
         "node",
         None,
@@ -153,6 +154,7 @@ def test_settings_used_only_by_torch_have_no_effect(name, value):
         ("is_host", "False", False),
         ("is_host", True, True),
         ("homogeneous", "yes", True),
+        ("same_command", "0", False),
         ("fresh", 1, True),
         ("drain", "job", "job"),
         ("bind_addr", "10.0.0.1", "10.0.0.1"),

@@ -363,6 +363,10 @@ class SeveralNodes(Decisions):
 
             self.first_cause = Cause.decoded(outcome.cause)
         self.phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
+        if outcome.kind == "spare" and self._rendezvous.max_nodes == 1:
+            # Two independent jobs look like this if their command lines are equal. The caller must not take
+            # the success of the other one for its own.
+            self.phase = machine.Phase.FAILED
         code = 0 if self.phase is machine.Phase.SUCCEEDED else 1
         if code == 0 and self.signum is None:
             if outcome.message is not None:

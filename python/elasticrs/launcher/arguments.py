@@ -19,12 +19,14 @@ from elasticrs.launcher.back_end import meeting_of
 from elasticrs.launcher.module_check import why_no_module
 from elasticrs.launcher.namespace import Namespace
 from elasticrs.launcher.without_effect import hint_for_missing_script, settings_without_effect
+from elasticrs.workers.python_options import parse_python
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from elasticrs.launcher.back_end import Meeting
+    from elasticrs.rendezvous.elastic.commands import Command
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.workers.warm import Entry, Preload
 
@@ -135,6 +137,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     timeout = args.shutdown_timeout
     grace = config.shutdown_timeout_from(environ) if timeout is None else timeout
     meeting = meeting_of(args, environ, grace, notices)
+    if meeting.rendezvous is not None:
+        meeting = meeting.replaced(rendezvous=meeting.rendezvous.replaced(command=_compared(args, command)))
     if args.on_failure == "replace":
         _check_replace(args, meeting)
     job = JobConfig.taken_from(
@@ -481,10 +485,49 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
         if python == sys.executable and (why := why_no_module(script)):
             raise UsageError(f"-m: got {script!r}, but {why}")
         return [python, "-u", "-m", script, *args.training_script_args]
+    if script.startswith("-") and not os.path.exists(script):
+        return [python, "-u", *_python_words(args, python)]
     _check_script(script)
     # Prepend `./` to the name, because Python would treat a name that starts with `-` as an option.
     path = os.path.join(os.curdir, script) if script.startswith("-") else script
     return [python, "-u", path, *args.training_script_args]
+
+
+def _python_words(args: Namespace, python: str) -> list[str]:
+    """Return the words after ``--`` if they are options of the Python interpreter, a program and its
+    arguments, such as ``-X faulthandler train.py`` or ``-c CODE``.
+
+    Raises:
+        UsageError: they are not.
+    """
+    words = [args.training_script, *args.training_script_args]
+    found = parse_python(words)
+    if found.unknown is not None:
+        raise UsageError(
+            f"script {args.training_script!r} does not exist, and Python has no option {found.unknown}"
+        )
+    if found.program is None:
+        missing = {"c": "code is missing after -c", "m": "the name of a module is missing after -m"}
+        raise UsageError(
+            f"{' '.join(words)}: {missing.get(found.kind, 'no script follows the options of Python')}"
+        )
+    if found.kind == "script":
+        _check_script(found.program)
+    elif found.kind == "m" and python == sys.executable and (why := why_no_module(found.program)):
+        raise UsageError(f"-m: got {found.program!r}, but {why}")
+    return words
+
+
+def _compared(args: Namespace, command: list[str]) -> Command:
+    """Return the workers' command as it is compared with those of other nodes."""
+    from elasticrs.rendezvous.elastic import commands
+
+    program, *arguments = command
+    if args.run_path:
+        return commands.command_of_file(program, arguments)
+    if args.no_python:
+        return commands.command_of_program(program, arguments)
+    return commands.command_of_python(arguments)
 
 
 def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:

@@ -89,6 +89,11 @@ _DIFFERENCES = (
         lambda command: command.is_elastic,
     ),
     _Difference(
+        "script",
+        "its name, arguments and user must be the same on all nodes (--rdzv-conf same_command=0: need not)",
+        lambda command: bool(command.backend) and command.launch.handler is None,
+    ),
+    _Difference(
         "--nnodes",
         "if a node is lost, the others wait until a node with its rank joins; all nodes must use elasticrun",
         lambda command: command.backend == "static",

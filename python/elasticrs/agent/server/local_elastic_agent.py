@@ -11,9 +11,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from elasticrs._worker.run_path import run_script_path
 from elasticrs.agent.health_check_server import HealthCheckServer as OurServer
 from elasticrs.agent.health_check_server import (
     _AliveCallbackProxy,  # noqa: F401 -- torch exports it here
@@ -131,6 +133,7 @@ class LocalElasticAgent(SimpleElasticAgent):
             signals_to_handle=signals_to_handle,
         )
         self._rdzv_handler = spec.rdzv_handler
+        _name_command(spec)
         self._health_check_server = health_check_server
         self._given_barrier_timeout = exit_barrier_timeout
         self._sleepers = Sleepers(self._local.uninterruptible_state_timeout)
@@ -356,6 +359,28 @@ _OWN_HOOKS = {name: getattr(LocalElasticAgent, name) for name in _HOOKS}
 """The original hooks, for comparison: a hook may have been replaced in a subclass, in the class or in an
 object.
 """
+
+
+def _name_command(spec: WorkerSpec) -> None:
+    """Tell a rendezvous of this package which command the workers run, because it has to be the same on all
+    nodes.
+    """
+    handler: Any = spec.rdzv_handler
+    rendezvous: Rendezvous | None = getattr(handler, "rendezvous", None)
+    if rendezvous is None or spec.entrypoint is None:
+        return
+    from elasticrs.rendezvous.elastic import commands
+
+    arguments = [str(each) for each in spec.args]
+    if spec.entrypoint is run_script_path and arguments:
+        command = commands.command_of_file(arguments[0], arguments[1:])
+    elif callable(spec.entrypoint):
+        command = commands.command_of_function(spec.entrypoint)
+    elif spec.entrypoint in {sys.executable, os.environ.get("PYTHON_EXEC")}:
+        command = commands.command_of_python(arguments)
+    else:
+        command = commands.command_of_program(spec.entrypoint, arguments)
+    handler.rendezvous = rendezvous.replaced(command=command)
 
 
 def _policy_without_effect(spec: WorkerSpec) -> list[str]:

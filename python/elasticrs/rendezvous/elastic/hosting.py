@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 
 ANY_ADDRESS = ("::", "0.0.0.0")
+ANY_PORT = (("127.0.0.1", 0),)
+"""Where a store listens that only this agent uses."""
+
 _LOOPBACK = ("127.0.0.1", "::1")
 
 

@@ -4,12 +4,14 @@
 - **JOIN-2** The transaction that registers an agent also deletes its earlier registrations by name.
   Therefore, a delayed request from an earlier connection can never delete a later registration.
 - **JOIN-3** Settings that affect the decisions of a leader are the same on all nodes of a job.
+- **JOIN-4** The commands of all nodes are the same, unless the user allows otherwise with ``same_command=0``.
 """
 
 from __future__ import annotations
 
 from elasticrs.rendezvous.elastic import static_ranks
 from elasticrs.rendezvous.elastic.announcements import closed_line
+from elasticrs.rendezvous.elastic.commands import difference
 from elasticrs.rendezvous.elastic.connecting import fence, retry
 from elasticrs.rendezvous.elastic.leaving import outcome_of
 from elasticrs.rendezvous.elastic.member import Purpose, Registration
@@ -44,6 +46,9 @@ by now.
 
 OTHER_JOB = "another job was started with this id"
 
+INDEPENDENT = "give a job of its own another --rdzv-endpoint and --rdzv-id (or --standalone)"
+"""Advice to the user of an agent that reached another job."""
+
 _NOBODY_LEFT = "; no agent of that job is there: if it is over, use a different id, or fresh=1"
 
 
@@ -71,13 +76,16 @@ def job_record(member: Member) -> dict[str, Any]:
     """Return the record that a job's first agent writes. It contains the settings that have to be the same on
     all nodes.
     """
-    agent = member.agent
+    agent, command = member.agent, member.rendezvous.command
     return {
         "uuid": f"{agent.agent}.{member.joining.incarnation}",
         "node": member.node().shown,
         **agreed(member),
         "role": agent.role,
         "nproc": agent.nproc,
+        "host": agent.host,
+        "is_hosted": agent.hosts_store,
+        "command": None if command is None else command.fields(),
     }
 
 
@@ -99,12 +107,13 @@ def agreed(member: Member) -> dict[str, Any]:
         "scale_up": settings.scale_up,
         "max_node_losses": settings.max_node_losses,
         "homogeneous": settings.homogeneous,
+        "same_command": settings.same_command,
     }
 
 
 def mismatch(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message if this node's settings differ from those in the job's record, which another
-    node has written; otherwise ``None``.
+    """Return an error message if this node's settings or its command differ from those in the job's record,
+    which another node has written; otherwise ``None``.
     """
     ours = agreed(member)
     if member.settings.homogeneous and job.get("homogeneous"):
@@ -115,7 +124,36 @@ def mismatch(member: Member, job: dict[str, Any]) -> str | None:
                 f"node {member.node().shown}: {name}={value},"
                 f" but node {job.get('node')} started this job with {name}={job.get(name)}"
             )
-    return None
+    return other_command(member, job) if member.settings.same_command else None
+
+
+def other_command(member: Member, job: dict[str, Any]) -> str | None:
+    """Return an error message if this node's command is not that of the job; otherwise ``None``."""
+    ours, theirs = member.rendezvous.command, job.get("command")
+    if ours is None or theirs is None:
+        return None
+    found = difference(ours, theirs, is_same_host=job.get("host") == member.agent.host)
+    if found is None:
+        return None
+    own, other = found
+    return (
+        f"node {member.node().shown}: {own}, but node {job.get('node')} started this job with {other};"
+        f" {INDEPENDENT}, or, if the commands of one job differ on purpose, --rdzv-conf same_command=0 on all"
+        " of its nodes"
+    )
+
+
+def _is_not_needed(member: Member, job: dict[str, Any]) -> str | None:
+    """Return the reason why this agent could never take part in a job of one node. The agent of that node
+    hosts the store, so the job ends with it.
+    """
+    is_taken = member.rendezvous.needs_no_other_node and job.get("is_hosted") is True
+    if not is_taken or member.agent.hosts_store:
+        return None
+    return (
+        f"node {member.node().shown}: the job at {member.rendezvous.endpoint} has one node, which is"
+        f" {job.get('node')}, so this node would never run it; {INDEPENDENT}"
+    )
 
 
 def job_found_again(member: Member, link: Link, reply: Reply) -> None:
@@ -157,9 +195,12 @@ def job_found(member: Member, link: Link, reply: Reply) -> None:
 
 def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> str | None:
     try:
-        found = mismatch(member, job_of(value))
+        job = job_of(value)
     except DamagedError as error:
         return f"{damage(key, error)}; use a different id for another job"
+    found = mismatch(member, job)
+    if found is None and not is_alone:
+        return _is_not_needed(member, job)
     # Add a hint if no agent is registered. In that case, all agents may have been killed before they could
     # close the job.
     return f"{found}{_NOBODY_LEFT}" if found is not None and is_alone else found

@@ -18,7 +18,7 @@ from elasticrs.rendezvous.elastic.addresses import is_unspecified, packed
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.rendezvous import ThisAgent
 from elasticrs.rendezvous.endpoint import shown_endpoint
-from elasticrs.store.coordination import Connected, ConnectionLost
+from elasticrs.store.coordination import Connected, ConnectionLost, Notice
 from elasticrs.store.session import Client, NativeSession, Server
 
 TYPE_CHECKING = False
@@ -158,6 +158,7 @@ class MeetingPoint:
         self._foreign_since: float | None = None
         self._clock = Clock(0, None)
         self._shared: Store | None = None
+        self._notices: list[Notice] = []
         # With the back end ``static``, open the store that the nodes share before the round starts. The store
         # accepts no new connections during a round, because the workers use the same port.
         self._shares_early = rendezvous.is_static and (home is not None or supervisor is None)
@@ -237,22 +238,13 @@ class MeetingPoint:
         if self._home is not None and self._home.server is not None:
             self._server, self._home.server = self._home.server, None
             return
-        settings, listen = self._rendezvous.settings, self._hosting.listen
         try:
-            self._server = Server(
-                # An empty host makes the server listen on all IPv4 and IPv6 interfaces.
-                [("" if address == hosting.ANY_ADDRESS[0] else address, port) for address, port in listen],
-                run_id=self._rendezvous.run_id,
-                token=settings.token,
-                max_connections=self._rendezvous.max_connections,
-                # If the server is kept open for later runs, do not run it on the supervisor's thread, because
-                # the supervisor may be closed earlier than the server.
-                supervisor=self._supervisor if self._home is None else None,
-            )
+            self._server = self._serve()
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
                 # Another agent on this machine probably hosts the store, so become a client. If an unrelated
                 # program uses the port, connecting will fail.
+                self._host_alone()
                 return
             option, other = "--rdzv-endpoint HOST:PORT", ""
             if self._rendezvous.is_static:
@@ -261,6 +253,57 @@ class MeetingPoint:
                 f"the rendezvous store cannot {error.strerror or error}{other}; choose another port with "
                 f"{option} on all nodes"
             ) from error
+
+    def _serve(self) -> Server:
+        return Server(
+            # An empty host makes the server listen on all IPv4 and IPv6 interfaces.
+            [("" if each == hosting.ANY_ADDRESS[0] else each, port) for each, port in self._hosting.listen],
+            run_id=self._rendezvous.run_id,
+            token=self._rendezvous.settings.token,
+            max_connections=self._rendezvous.max_connections,
+            # If the server is kept open for later runs, do not run it on the supervisor's thread, because the
+            # supervisor may be closed earlier than the server.
+            supervisor=self._supervisor if self._home is None else None,
+        )
+
+    def _host_alone(self) -> None:
+        """Serve the store at a free port, if this agent needs no other node, and the port of the endpoint is
+        taken by another job or another program. Do not if a store of all jobs is there, because it keeps the
+        job's records, and an agent that waits there may replace this one.
+
+        Raises:
+            CannotHost: there is no free port.
+        """
+        if not self._rendezvous.needs_no_other_node or self._ask(self._is_store_of_all_jobs, _PATIENCE):
+            return
+        self._hosting = self._hosting.replaced(listen=hosting.ANY_PORT)
+        try:
+            self._server = self._serve()
+        except OSError as error:
+            raise CannotHost(f"the rendezvous store cannot {error.strerror or error}") from error
+        self._notices.append(Notice(
+            f"{self._rendezvous.endpoint} is in use, probably by another job: this job has one node and needs"
+            f" no other, so its rendezvous uses port {self._server.port}"
+        ))  # fmt: skip
+
+    def _is_store_of_all_jobs(self) -> bool:
+        """Return true if a store that serves any job answers at the endpoint. An agent's store serves only
+        the job of that agent.
+        """
+        client = Client(
+            self._rendezvous.host,
+            self._rendezvous.port,
+            run_id=os.urandom(16).hex(),
+            token=self._rendezvous.settings.token,
+            connect_timeout=_PATIENCE,
+            interval=self._rendezvous.settings.keep_alive_interval,
+            attempts=self._rendezvous.settings.keep_alive_max_attempt,
+        )
+        session = NativeSession(client)
+        try:
+            return session.wait(_PATIENCE) and any(isinstance(each, Connected) for each in session.take())
+        finally:
+            session.close()
 
     def _host_etcd(self) -> None:
         from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
@@ -407,7 +450,8 @@ class MeetingPoint:
         """Return the events that have arrived from the store since the previous call. Never blocks."""
         if self._session is None:
             return []
-        events: list[StoreEvent] = []
+        events: list[StoreEvent] = [*self._notices]
+        self._notices.clear()
         for event in self._session.take():
             if isinstance(event, ConnectionLost):
                 # If the name of the store's host could not be resolved, do not check again whether this agent

@@ -222,8 +222,8 @@ class Outcome(Value):
             ``cause`` and ``message`` contain the reason); ``closed`` (this agent joined after the end of the
             job); ``aborted`` (an agent has closed the job); ``timeout`` (not enough nodes, or the store could
             not be reached); ``left`` (this agent was asked to leave); ``lost`` (the store was lost);
-            ``stuck`` (SIGKILL did not end all workers); ``refused`` (settings, token, version or run id
-            differ); ``spare`` (the job succeeded without this node);
+            ``stuck`` (SIGKILL did not end all workers); ``refused`` (settings, command, token, version or
+            run id differ); ``spare`` (the job succeeded without this node);
             ``excluded`` (the leader has excluded this node because it appears to be unfit).
         message: message of one line for the user.
         cause: cause of the job's first failure.

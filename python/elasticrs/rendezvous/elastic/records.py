@@ -15,6 +15,7 @@ from elasticrs.job.restart_policy import MAX_SUSPECTS, FailureHistory
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic import validation
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
+from elasticrs.rendezvous.elastic.commands import Command
 from elasticrs.rendezvous.elastic.keys import agent_of, is_member
 from elasticrs.rendezvous.elastic.validation import DamagedError, decode
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     State: TypeAlias = Literal["RUNNING", "ENDED", "CLOSED"]
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Major version of keys, records and rules. Agents with different versions cannot take part in the same
 job.
 """
@@ -443,9 +444,15 @@ def job_of(value: bytes) -> dict[str, Any]:
     """
     job = decode(value)
     plain = (str, int, bool, type(None))
-    if not isinstance(job, dict) or not all(isinstance(each, plain) for each in job.values()):
+    if not isinstance(job, dict):
         raise DamagedError("not the settings of a job")
-    return job
+    command = job.pop("command", None)
+    if not all(isinstance(each, plain) for each in job.values()):
+        raise DamagedError("not the settings of a job")
+    if command is not None:
+        fields = validation.fields(command, _COMMAND, _COMMAND)
+        command = Command(**{**fields, "words": tuple(fields["words"])})
+    return {**job, "command": command}
 
 
 def check_done(value: bytes) -> None:
@@ -458,6 +465,7 @@ def check_done(value: bytes) -> None:
         raise DamagedError("not the summary of a node")
 
 
+_MOST_WORDS = 2000
 _COUNT, _TEXT, _PORT = validation.COUNT, validation.TEXT, validation.PORT
 _NAME, _ADDRESS = validation.NAME, validation.ADDRESS
 _NODE_REQUIRED = ("name", "host", "address", "role", "nproc", "port", "idle")
@@ -491,6 +499,11 @@ _END = {
     "delay": validation.SPAN,
     "kind": validation.one_of("failure", "lost", "left", "scale", "setup", "asked"),
     "group_rank": validation.WHOLE,
+}
+_COMMAND = {
+    "words": lambda value: bool(value) and validation.list_of(_TEXT, _MOST_WORDS)(value),
+    **dict.fromkeys(("place", "node"), _TEXT),
+    "user": _COUNT,
 }
 _OPTIONAL_WHOLE = validation.optional(validation.WHOLE)
 _HISTORY = {

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from dataclasses import KW_ONLY
 
     from elasticrs.job.restart_policy import RestartSettings
+    from elasticrs.rendezvous.elastic.commands import Command
     from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
     from elasticrs.rendezvous.elastic.settings import Settings
 
@@ -36,6 +37,7 @@ class Rendezvous(Value):
         clients: number of store clients on each node.
         job: name of the job in the store; the run id if ``None``.
         scope: prefix of the keys that the token gives access to; ``None`` if it gives access to all keys.
+        command: command of the workers, which has to be the same on all nodes; ``None`` if it is unknown.
     """
 
     backend: str
@@ -55,6 +57,14 @@ class Rendezvous(Value):
     clients: int = 1
     job: str | None = None
     scope: str | None = None
+    command: Command | None = None
+
+    @property
+    def needs_no_other_node(self) -> bool:
+        """True if the job has one node and runs a command that is known, so that its agent can do without the
+        others.
+        """
+        return self.max_nodes == 1 and self.command is not None and self.etcd is None
 
     @property
     def endpoint(self) -> str:

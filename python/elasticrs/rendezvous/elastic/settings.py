@@ -191,6 +191,8 @@ KEYS: tuple[Key, ...] = (
     Key("order_hint", None, whole(0), "nodes with a smaller number get smaller ranks; default: --node-rank"),
     Key("rank", None, whole(0), "rank of this node with static; on the command line use --node-rank"),
     Key("homogeneous", False, truth, "1: refuse a node with another number of workers or another role"),
+    Key("same_command", True, truth,
+        "1: refuse a node whose program, arguments or user are not those of the job; 0: they may differ"),
     Key("fresh", False, truth, "1: start over if all agents of an earlier job with this id have died"),
     Key("drain", "node", _drain, "node or job: a signal to one agent stops its node, or the whole job"),
     Key("token", None, _token,
@@ -244,6 +246,7 @@ class Settings(Value):
     order_hint: int | None
     rank: int | None
     homogeneous: bool
+    same_command: bool
     fresh: bool
     drain: str
     token: bytes | None

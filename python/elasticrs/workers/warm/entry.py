@@ -7,6 +7,7 @@ import sys
 from importlib.machinery import PathFinder
 
 from elasticrs.job.value import Value
+from elasticrs.workers.python_options import parse_python
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from typing import Any
 
-_LONG_WITH_VALUE = "--check-hash-based-pycs"
 _KEPT = "functions that are started by fork or forkserver already have the modules of their program"
 _ISOLATED = "IES"
 """Options that make a Python interpreter ignore ``PYTHONPATH`` or not import ``site``."""
@@ -56,14 +56,15 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     interpreter = None if program == sys.executable else program
     if interpreter is not None and _is_script(interpreter):
         return Entry(name, why_cold=f"{name} is a script, which may start Python in another way")
-    kind, what = _what_runs(arguments)
-    if kind and kind in _ISOLATED:
-        return Entry(name, why_cold=f"the interpreter is started with -{kind}")
-    if kind == "m":
-        return _entry_of_module(what, interpreter)
-    if kind == "script":
-        return entry_of_script(what, interpreter)
-    return Entry(f"-{kind}", None, (os.getcwd(),), interpreter)
+    found = parse_python(arguments)
+    isolating = next((letter for letter in found.letters if letter in _ISOLATED), None)
+    if isolating is not None:
+        return Entry(name, why_cold=f"the interpreter is started with -{isolating}")
+    if found.kind == "m":
+        return _entry_of_module(found.program or "", interpreter)
+    if found.kind == "script":
+        return entry_of_script(found.program or "", interpreter)
+    return Entry("-c" if found.kind == "c" else "-", None, (os.getcwd(),), interpreter)
 
 
 def _is_script(program: str) -> bool:
@@ -118,36 +119,6 @@ def entry_of_script(path: str, interpreter: str | None = None, *, start_method: 
         return Entry(path, os.path.join(path, "__main__.py"), (path,), interpreter)
     # Resolve symbolic links, because Python does so before it determines the script's folder.
     return Entry(path, path, (os.path.dirname(os.path.realpath(path)),), interpreter)
-
-
-def _what_runs(arguments: Sequence[str]) -> tuple[str, str]:
-    """Determine what code a Python interpreter runs, from its command-line arguments.
-
-    Returns:
-        ``"script"`` and its path, ``"m"`` and the module, or ``"c"`` and the code; an empty string for
-        standard input; or the letter of an option in :data:`_ISOLATED`.
-    """
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--":
-            return "script", next(rest, "")
-        if argument == "-":
-            break
-        if not argument.startswith("-"):
-            return "script", argument
-        if argument == _LONG_WITH_VALUE:
-            next(rest, None)
-        if argument.startswith("--"):
-            continue
-        for index, letter in enumerate(argument[1:], 2):
-            if letter in _ISOLATED:
-                return letter, ""
-            if letter in "cmWX":
-                value = argument[index:] or next(rest, "")
-                if letter in "cm":
-                    return letter, value
-                break
-    return "", ""
 
 
 def _entry_of_module(name: str, interpreter: str | None) -> Entry:
