@@ -165,6 +165,18 @@ def test_nodes_get_their_given_ranks_in_any_start_order(launch, order):
     assert nodes.codes() == [0, 0, 0]
 
 
+def test_each_node_uses_the_address_that_it_was_given(launch):
+    nodes = Nodes(launch, 3)
+    given = ["0.0.0.0", "127.0.0.1", "localhost"]
+    for rank, host in enumerate(given):
+        nodes.start(rank, f"--master-addr={host}")
+    found = [ready(agent) for agent in nodes.agents]
+    assert [each.master for each in found] == given
+    for each in found:
+        os.kill(each.pid, signal.SIGUSR1)
+    assert nodes.codes() == [0, 0, 0]
+
+
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
 def test_an_ipv6_master_address_works_with_and_without_brackets(launch, host):
     nodes = Nodes(launch, 2, host=host)

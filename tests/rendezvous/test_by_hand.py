@@ -48,6 +48,14 @@ def test_group_ranks_equal_node_ranks_in_any_join_order(order):
     assert not any(agent.all(m.BindStore) for agent in agents.values())
 
 
+def test_each_node_uses_its_own_address_and_port():
+    cluster = Static(3)
+    given = [("0.0.0.0", PORT), ("head", PORT), ("10.9.0.1", 40000)]
+    agents = [cluster.rank(rank, host=host, port=port) for rank, (host, port) in enumerate(given)]
+    assert [(each.starts[0].master_addr, each.starts[0].master_port) for each in agents] == given
+    assert agents[0].member.node().shown == "n0 (10.0.0.1)"
+
+
 def test_restarts_keep_the_same_port_and_ranks():
     cluster = Static(2)
     b, a = cluster.rank(1), cluster.rank(0)

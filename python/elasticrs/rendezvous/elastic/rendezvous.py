@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elasticrs.job.value import Value, fresh
+from elasticrs.rendezvous.elastic.addresses import is_unspecified
 from elasticrs.rendezvous.endpoint import shown_endpoint
 
 TYPE_CHECKING = False
@@ -105,7 +106,7 @@ class Rendezvous(Value):
         ``None`` if the user gave none. Other nodes then use the local address of this node's connection to
         the store.
         """
-        if self.is_static and self.node_rank == 0:
+        if self.is_static and self.node_rank == 0 and not is_unspecified(self.host):
             return self.host
         return self.local_addr.strip("[]") if self.local_addr else None
 

@@ -12,7 +12,7 @@ An agent that is *idle* after a round has no workers of that round or of earlier
 from __future__ import annotations
 
 from elasticrs.job.ranks import NodeRanks
-from elasticrs.rendezvous.elastic import leaving
+from elasticrs.rendezvous.elastic import leaving, static_ranks
 from elasticrs.rendezvous.elastic.announcements import diagnosis_line, end_of, failure_of, round_line
 from elasticrs.rendezvous.elastic.connecting import fence, fresh_listener, without_workers
 from elasticrs.rendezvous.elastic.member import Done, Findings, Phase, Purpose, Workers
@@ -292,7 +292,7 @@ def _start(member: Member, head: Head, slot: Slot) -> None:
     after_loss = (head.end or {}).get("kind") == "lost"
     member.do(
         Start(
-            *(head.round, head.used, slot.group_rank, ranks, *head.master, serves),
+            *(head.round, head.used, slot.group_rank, ranks, *static_ranks.master(member, head), serves),
             *(earlier, after_loss, head.delay),
         )
     )

@@ -21,6 +21,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from elasticrs.rendezvous.elastic.leader_view import View
     from elasticrs.rendezvous.elastic.member import Member, Registration
+    from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.store.coordination import Compare, ConnectionLost, Entry
 
 
@@ -109,6 +110,16 @@ def why_lost(member: Member, event: ConnectionLost) -> str:
         member.joining.told_of_port = True
         member.do(Announce(f"{message}; trying again: a running round of this job may be using the port"))
     return f"{message}; an earlier round of this job may still be using it"
+
+
+def master(member: Member, head: Head) -> tuple[str, int]:
+    """Return the address and port at which this node's workers reach their store.
+
+    With ``static`` they are those that the user has given to this node, as under torchrun, because the nodes
+    may reach rank 0 on different routes. The agent itself has reached the rendezvous there.
+    """
+    rendezvous = member.rendezvous
+    return (rendezvous.host, rendezvous.port) if rendezvous.is_static else head.master
 
 
 # --- ranks that are taken or missing ---
