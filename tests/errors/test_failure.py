@@ -70,7 +70,36 @@ def test_a_huge_error_file_is_not_read_into_memory(tmp_path):
     with path.open("wb") as file:
         file.truncate(1 << 40)
     failure = ProcessFailure(0, 5, 1, str(path))
-    assert "(more than 64 MiB)" in str(failure.message)
+    assert f"{1 << 40:,} bytes" in str(failure.message)
+
+
+@pytest.mark.parametrize("character", ["x", "\\", "é", "😀"])
+@pytest.mark.parametrize("shift", range(6))
+def test_of_a_large_error_file_the_beginning_and_the_facts_are_read(tmp_path, character, shift):
+    text = "ValueError: " + "x" * shift + character * 600_000
+    facts = {"exception": "builtins.ValueError", "place": "train.py:4", "is_retryable": False}
+    own = {"time_ns": 1, "monotonic_ns": 17, "pid": 5, "failure": facts}
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": "3"}}
+    failure = ProcessFailure(0, 5, 1, write(tmp_path, json.dumps({"message": message, "elasticrs": own})))
+    said = failure.message["message"]
+    assert said.startswith(f"ValueError: {'x' * shift}{character}")
+    assert len(said) < 70_000
+    assert (failure.recorded_ns, failure.exception, failure.place) == (
+        17,
+        "builtins.ValueError",
+        "train.py:4",
+    )
+    assert not failure.is_retryable
+
+
+def test_a_long_text_keeps_its_beginning_and_its_end(tmp_path):
+    text = "Traceback" + "\n" * 100_000 + "ValueError: the end"
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": "3"}}
+    failure = ProcessFailure(0, 5, 1, write(tmp_path, json.dumps({"message": message})))
+    for shown in (failure.message["message"], failure.message["extraInfo"]["py_callstack"]):
+        assert shown.startswith("Traceback")
+        assert shown.endswith("ValueError: the end")
+        assert len(shown) < 70_000
 
 
 def test_an_unobserved_exit_has_no_exit_code():

@@ -3,9 +3,11 @@
 import calendar
 import os
 import re
+import threading
 import time
 
 import pytest
+from helpers.procs import HANG
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -51,10 +53,79 @@ def test_lines_are_queued_while_the_console_is_blocked(pipe):
     console.say("first")
     console.say("second")
     assert os.get_blocking(writer), "the workers share the descriptor"
+    assert not console.flush(0.0)
+    assert console.waiting == 2
+    assert not console.write("a report\n", 0.05)
     while written:
         written -= len(os.read(reader, written))
-    console.flush()
-    assert os.read(reader, 100) == b"elasticrs: first\nelasticrs: second\n"
+    assert console.flush(HANG)
+    assert console.waiting == 0
+    assert os.read(reader, 100) == b"elasticrs: first\nelasticrs: second\na report\n"
+
+
+def test_a_line_does_not_wait_for_a_pipe_that_another_writer_fills(pipe, monkeypatch):
+    """The pipe has room when the line is about to be written, and none when it is written."""
+    reader, writer = pipe
+    filled = []
+    is_filled, is_drained = threading.Event(), threading.Event()
+
+    def drain():
+        left = filled[0]
+        is_drained.set()
+        while left:
+            left -= len(os.read(reader, left))
+
+    # Without a thread for the writes, this ends the test; it guards against a hang.
+    late = threading.Timer(HANG / 4, drain)
+
+    def after_filling(write):
+        def fill_and_write(fd, *args):
+            if fd == writer and not filled:
+                filled.append(fill(writer))
+                late.start()
+                is_filled.set()
+            return write(fd, *args)
+
+        return fill_and_write
+
+    for name in ("write", "pwritev"):
+        monkeypatch.setattr(os, name, after_filling(getattr(os, name)))
+    console = Console(writer)
+    console.say("late")
+    assert not is_drained.is_set()
+    assert console.waiting == 1
+    assert is_filled.wait(HANG)
+    late.cancel()
+    late.join()
+    drain()
+    assert console.flush(HANG)
+    assert os.read(reader, 100) == b"elasticrs: late\n"
+
+
+def test_lines_of_several_threads_are_all_written(pipe):
+    reader, writer = pipe
+    console = Console(writer)
+    threads = [threading.Thread(target=lambda: [console.say("x") for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    left = 200 * len(b"elasticrs: x\n")
+    while left:
+        left -= len(os.read(reader, left))
+    for thread in threads:
+        thread.join()
+    assert console.flush(HANG)
+
+
+def test_a_console_that_another_process_made_non_blocking_gets_all_lines(pipe):
+    reader, writer = pipe
+    written = fill(writer)
+    os.set_blocking(writer, False)
+    console = Console(writer)
+    console.say("late")
+    while written:
+        written -= len(os.read(reader, written))
+    assert console.flush(HANG)
+    assert os.read(reader, 100) == b"elasticrs: late\n"
 
 
 def test_a_closed_console_causes_no_error(pipe):

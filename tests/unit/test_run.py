@@ -3,10 +3,12 @@
 import argparse
 import os
 import re
+import subprocess
 import sys
 
 import pytest
 from helpers import http_client
+from helpers.procs import HANG
 
 import elasticrs.launch as distrib_launch
 from elasticrs.job.config import DEFAULT_SIGNALS
@@ -271,3 +273,19 @@ def test_entry_points_can_be_patched_in_run_as_in_torch(monkeypatch):
     monkeypatch.setattr("elasticrs.run.metadata.entry_points", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         _get_logs_specs_class("mine")
+
+
+def test_warnings_as_errors_do_not_stop_a_job_in_a_thread(tmp_path):
+    (tmp_path / "job.py").write_text("print('ran')")
+    program = """
+import sys, threading
+from elasticrs import run
+arguments = ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", sys.argv[1]]
+thread = threading.Thread(target=run.main, args=(arguments,))
+thread.start()
+thread.join()
+"""
+    command = [sys.executable, "-W", "error", "-c", program, str(tmp_path / "job.py")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG, check=False)
+    assert "ran" in ended.stdout, ended.stderr
+    assert "signals are not handled" in ended.stderr

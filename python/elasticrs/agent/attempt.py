@@ -6,6 +6,7 @@ import time
 
 from elasticrs.agent.evidence import read_counters
 from elasticrs.agent.state_machine import Phase
+from elasticrs.host.background_call import FileAccess
 from elasticrs.host.clock import Clock
 from elasticrs.job.failure_cause import Verdict
 from elasticrs.job.restart_policy import FailureHistory, recent
@@ -85,6 +86,7 @@ class Attempt(Record):
         phases: milliseconds of each phase of the restart that led to this attempt, in order; see
             :func:`phases`.
         delay: seconds by which the restart policy delayed the next attempt.
+        files: access to the workers' files, with a time limit.
         stamps: monotonic nanoseconds of ``planned``, ``imported``, ``started``, ``failure_seen``,
             ``siblings_signalled``, ``stopped``, ``ended`` and ``memory_free``. ``imported`` is set only if
             the start had to wait for the imports, ``stopped`` only if this agent was asked to stop the
@@ -121,6 +123,7 @@ class Attempt(Record):
     phases: dict[str, float] = fresh(factory=dict)
     delay: float = 0.0
     stamps: dict[str, int] = fresh(factory=dict)
+    files: FileAccess = fresh(factory=FileAccess)
 
     @property
     def world_size(self) -> int:
@@ -151,6 +154,7 @@ class Attempt(Record):
             path = error_file_of(error_file, self.pids[local_rank])
             paths = paths.replaced(error_files={**paths.error_files, local_rank: path})
         failed = Attempt(self.round, self.restarts, self.plan, self.name, paths=paths, pids=list(self.pids))
+        failed.files = self.files
         self.restarts = restarts
         for name in ("exits", "met", "expired", "raised"):
             known = getattr(self, name)

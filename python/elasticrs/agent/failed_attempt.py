@@ -9,6 +9,7 @@ import os
 
 from elasticrs.agent.evidence import oom_note, probably_oom
 from elasticrs.agent.state_machine import Phase
+from elasticrs.host.background_call import FILE_LIMIT
 from elasticrs.job.failure_cause import Verdict
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
@@ -31,13 +32,19 @@ _MAX_RESTARTS = 3
 _MAX_EARLIER = 8
 """Maximum number of causes of earlier attempts that are listed in the report."""
 
+_UNREAD = f"its error file could not be read within {FILE_LIMIT:g} s"
+
 
 def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
     """Return a dictionary that maps the global ranks of failed workers to their failures. The first failure
     comes first.
     """
     ranks = attempt.global_ranks()
-    found = {ranks[worker.local_rank]: _failure(attempt, worker) for worker in attempt.failed_exits()}
+    exits = attempt.failed_exits()
+    read = attempt.files.run(lambda: [_failure(attempt, worker) for worker in exits], None)
+    if read is None:
+        read = [_failure(attempt, worker, _UNREAD) for worker in exits]
+    found = {ranks[worker.local_rank]: failure for worker, failure in zip(exits, read, strict=True)}
     if found and attempt.xids:
         _add_xids(attempt, found)
     return found
@@ -262,7 +269,7 @@ def hand_on(error: ChildFailedError, headline: str) -> None:
     handler._write_error_file(path, json.dumps({"message": message}))
 
 
-def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
+def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> ProcessFailure:
     rank = worker.local_rank
     paths = attempt.paths
     note = oom_note(worker.exitcode, worker.sent_signal, attempt.oom_kills, attempt.oom_kills_after)
@@ -276,19 +283,24 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited) -> ProcessFailure:
         sent_signal=worker.sent_signal if timer is None else None,
         cause=_cause(attempt, worker),
         note=note if worker.sent_signal is None else None,
+        unread=unread,
     )
+    if unread:
+        failure.more_notes = [unread]
     if timer is not None and failure.error_file != NOT_AVAILABLE:
         # The message in the error file mentions only the signal that the worker received. Add the expired
         # time limit, because it is the reason for the signal.
         failure.note = attempt.why_expired(rank)
-    _add_hang(attempt, worker, failure)
+    _add_hang(attempt, worker, failure, is_read=not unread)
     return failure
 
 
-def _add_hang(attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFailure) -> None:
+def _add_hang(
+    attempt: Attempt, worker: _core.WorkerExited, failure: ProcessFailure, *, is_read: bool
+) -> None:
     """Add the stack of a hung worker and the last heartbeats of all ranks to the worker's failure."""
     rank = worker.local_rank
-    if rank in attempt.expired and (error_file := attempt.paths.error_files.get(rank)):
+    if is_read and rank in attempt.expired and (error_file := attempt.paths.error_files.get(rank)):
         from elasticrs.agent import hangs
 
         path = hang_file(error_file)

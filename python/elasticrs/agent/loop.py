@@ -20,7 +20,7 @@ from elasticrs.agent.tracker import AttemptTracker
 from elasticrs.host.stop_requests import StopRequests
 from elasticrs.job.failure_cause import Verdict
 from elasticrs.report import phrases
-from elasticrs.report.console import Console
+from elasticrs.report.console import END_PATIENCE, Console
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class Agent:
                 finally:
                     self._close_checkpoints()
                     self._decisions.close()
-        self._console.flush()
+        self._console.flush(END_PATIENCE)
         if self._error is not None:
             raise self._error
         attempts = self.result.attempts
@@ -247,7 +247,6 @@ class Agent:
                     self._tracker.drain()
                     return
                 self._carry_out(action)
-            self._console.flush()
             if not self._tracker.wait(min([duty() for duty in self._duties])):
                 self._take_signals(self._tracker.supervisor)
                 self._actions.extend(self._decisions.look_around())

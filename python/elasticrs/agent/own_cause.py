@@ -236,7 +236,7 @@ def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
     stdout = attempt.paths.stdouts.get(failure.local_rank)
     if failure.exitcode != _USAGE_ERROR or failure.exception is not None or stdout is None:
         return False
-    return os.path.isfile(stdout) and os.path.getsize(stdout) == 0
+    return attempt.files.run(lambda: os.path.isfile(stdout) and os.path.getsize(stdout) == 0, False)
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:

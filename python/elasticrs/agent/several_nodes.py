@@ -270,10 +270,11 @@ class SeveralNodes(Decisions):
         from elasticrs.agent.record_requests import has_records
 
         evidence = None
-        if self._gathers_evidence or has_records(attempt):
+        if self._gathers_evidence or attempt.files.run(partial(has_records, attempt), False):
             from elasticrs.agent.hang_diagnosis import node_evidence
 
-            evidence = node_evidence(attempt, is_hang=self._gathers_evidence)
+            read = partial(node_evidence, attempt, is_hang=self._gathers_evidence)
+            evidence = attempt.files.run(read, None)
         told = None if cause is None else cause.encoded()
         return self._over(messages.GroupEnded(told, event.why_stuck, evidence, event.found_unfit))
 

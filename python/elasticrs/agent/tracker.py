@@ -10,6 +10,7 @@ import errno
 import os
 import time
 from collections import deque
+from functools import partial
 
 from elasticrs import _core
 from elasticrs.agent import state_machine as machine
@@ -21,6 +22,7 @@ from elasticrs.agent.passed_signals import PassedSignals
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
 from elasticrs.agent.workers import prepare_group, prepare_replacement, warm_nursery, watch_timers
+from elasticrs.host.background_call import FILE_LIMIT, FileAccess
 from elasticrs.host.nvidia import are_gpus_visible
 from elasticrs.report import phrases
 from elasticrs.workers.logs import attempt_name, discard_unused_files
@@ -35,8 +37,10 @@ if TYPE_CHECKING:
     from elasticrs.agent.ras import RasAddress
     from elasticrs.agent.warming import Warming
     from elasticrs.agent.workers import Leftovers, Workers
+    from elasticrs.diagnosis.values import Diagnosis
     from elasticrs.job.config import JobConfig
     from elasticrs.report.console import Console
+    from elasticrs.workers.logs import LogPaths
     from elasticrs.workers.plan import Plan
 
     class Owner(Protocol):
@@ -195,12 +199,18 @@ class AttemptTracker:
         name = f"{action.restarts}_r{action.round}" if is_again else str(action.restarts)
         if self._job.is_multi_node:
             name = attempt_name(action.restarts, action.round)
-        attempt = Attempt(action.round, action.restarts, plan, name)
+        attempt = Attempt(action.round, action.restarts, plan, name, files=FileAccess(self._tell_slow_files))
         attempt.stamps["planned"] = time.monotonic_ns()
         self.result.attempts.append(attempt)
         self.result.start_errno = None
         self._begun = self._over = None
         return attempt
+
+    def _tell_slow_files(self) -> None:
+        self._console.say(
+            f"the files of the workers could not be read within {FILE_LIMIT:g} s: their file system does not"
+            " respond; continuing without what they say about the failure"
+        )
 
     def start(self, attempt: Attempt) -> None:
         """Start all workers of an attempt, or none of them. A later event reports the result.
@@ -304,8 +314,7 @@ class AttemptTracker:
     def tidy_up(self) -> None:
         """Remove empty crash files and unused FIFOs. Write a timeline if ``ELASTICRS_TIMELINE`` is set."""
         for attempt in self.result.attempts:
-            for path in attempt.paths.error_files.values():
-                discard_unused_files(path)
+            attempt.files.run(partial(_discard_unused_files, attempt.paths), None)
         if os.environ.get("ELASTICRS_TIMELINE"):
             from elasticrs.agent.timeline import write
 
@@ -419,7 +428,8 @@ class AttemptTracker:
         if attempt.diagnosis is None:
             from elasticrs.agent.hang_diagnosis import examine
 
-            attempt.diagnosis, uses_nccl = examine(attempt)
+            unknown: tuple[Diagnosis | None, bool] = (None, False)
+            attempt.diagnosis, uses_nccl = attempt.files.run(partial(examine, attempt), unknown)
             if uses_nccl and attempt.ras is None and self._ras is not None:
                 attempt.ras = self._ras.query(attempt.paths)
         if self._job.is_multi_node and not self._replaces:
@@ -435,7 +445,7 @@ class AttemptTracker:
         if self._job.hang_timeout is not None:
             from elasticrs.agent.record_requests import request_after_lost_peer
 
-            request_after_lost_peer(attempt, event.text)
+            attempt.files.begin(partial(request_after_lost_peer, attempt, event.text))
         if event.exit != "begun":
             self._is_overdue(event.local_rank, Overdue(event.seen_ns, raised=event))
 
@@ -523,14 +533,14 @@ class AttemptTracker:
             if leftovers.silent:
                 attempt.fail_silently(leftovers.silent, event.ended_ns)
                 outcome = "failed"
-        conflict = outcome == "failed" and is_port_conflict(attempt)
+        conflict = outcome == "failed" and attempt.files.run(partial(is_port_conflict, attempt), False)
         if outcome == "failed" and attempt.diagnosis is None:
             from elasticrs.agent.record_requests import has_records, is_collective_failure
 
-            if is_collective_failure(attempt) and has_records(attempt):
+            if is_collective_failure(attempt) and attempt.files.run(partial(has_records, attempt), False):
                 from elasticrs.agent.hang_diagnosis import diagnosis_of_failure
 
-                attempt.diagnosis = diagnosis_of_failure(attempt)
+                attempt.diagnosis = attempt.files.run(partial(diagnosis_of_failure, attempt), None)
         stuck = tuple(event.stuck_ranks)
         if outcome == "lost" and not stuck and "started" not in attempt.stamps:
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)
@@ -573,6 +583,11 @@ class AttemptTracker:
 
     def _who(self, local_rank: int, pid: int | None = None) -> str:
         return self.result.attempts[-1].who(local_rank, pid)
+
+
+def _discard_unused_files(paths: LogPaths) -> None:
+    for path in paths.error_files.values():
+        discard_unused_files(path)
 
 
 def _named(processes: Sequence[_core.Descendant]) -> list[tuple[int, str]]:

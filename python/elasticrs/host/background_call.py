@@ -1,4 +1,4 @@
-"""Runs a blocking call, such as a name lookup or an access to a network file system, on its own thread."""
+"""Runs blocking calls, such as name lookups and accesses to network file systems, on their own threads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,89 @@ import signal
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, TypeVar
+
+    _T = TypeVar("_T")
+
+FILE_LIMIT = 3.0
+"""Maximum number of seconds for which the agent waits for files. They are read before each restart."""
+
+
+class FileAccess:
+    """Runs functions that access files, one at a time, each on a thread and with a time limit.
+
+    A file system that does not respond must not stop the agent. After the limit has passed once, further
+    functions are refused until the one that hangs has returned, so that each object waits for at most one
+    limit and keeps at most one thread.
+
+    Args:
+        hangs: called when :data:`FILE_LIMIT` has passed, once in a row.
+    """
+
+    def __init__(self, hangs: Callable[[], object] = lambda: None) -> None:
+        self._hangs, self._limit = hangs, FILE_LIMIT
+        self._is_stuck = False
+        self._free = _thread.allocate_lock()
+
+    def run(self, ask: Callable[[], _T], default: _T) -> _T:
+        """Return the result of a function. Return ``default`` if this call or an earlier one takes too long,
+        or if no thread can be started.
+
+        Raises:
+            Exception: raised by the function.
+        """
+        if not self._free.acquire(timeout=0 if self._is_stuck else self._limit):
+            return self._late(default)
+        self._is_stuck = False
+        found: list[_T] = []
+        errors: list[BaseException] = []
+        done = _thread.allocate_lock()
+        done.acquire()
+
+        def work() -> None:
+            # Block all signals in this thread, because other threads handle them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+            try:
+                found.append(ask())
+            except BaseException as error:
+                errors.append(error)
+            self._free.release()
+            done.release()
+
+        try:
+            _thread.start_new_thread(work, ())
+        except RuntimeError:
+            self._free.release()
+            return default
+        if not done.acquire(timeout=self._limit):
+            return self._late(default)
+        if errors:
+            raise errors[0]
+        return found[0]
+
+    def begin(self, act: Callable[[], object]) -> None:
+        """Start a function without waiting for it. Its result and its errors are ignored. Do nothing if an
+        earlier function is still running.
+        """
+        if self._free.acquire(blocking=False):
+
+            def work() -> None:
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+                try:
+                    act()
+                finally:
+                    self._free.release()
+
+            try:
+                _thread.start_new_thread(work, ())
+            except RuntimeError:
+                self._free.release()
+
+    def _late(self, default: _T) -> _T:
+        if not self._is_stuck:
+            self._is_stuck = True
+            self._hangs()
+        return default
 
 
 class BackgroundCall:

@@ -6,9 +6,9 @@ thread, and never touches the application's own children.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from elasticrs.rendezvous.api import RendezvousHandler
 
 __all__ = ["LaunchConfig", "elastic_launch", "launch_agent"]
+
+_log = logging.getLogger("elasticrs.agent")
 
 
 @dataclass
@@ -265,8 +267,7 @@ def shut_down_after(handler: RendezvousHandler) -> Iterator[None]:
             try:
                 handler.shutdown()
             except Exception as error:
-                text = f"the rendezvous could not be shut down: {error!r}"
-                warnings.warn(text, RuntimeWarning, stacklevel=4)
+                _log.warning("the rendezvous could not be shut down: %r", error)
 
 
 def _get_entrypoint_name(entrypoint: Callable[..., Any] | str | None, args: list[Any]) -> str:

@@ -110,7 +110,7 @@ def _look_here_last() -> None:
 
 def _run(launch: Launch, signals: SignalPipe | None) -> int:
     from elasticrs.agent.workers import CommandWorkers, WorkerSetup
-    from elasticrs.report.console import Console
+    from elasticrs.report.console import END_PATIENCE, Console
     from elasticrs.workers.environment import hook_environment, inherited_environment
 
     has_peers = launch.job.is_multi_node or launch.handler is not None
@@ -148,6 +148,7 @@ def _run(launch: Launch, signals: SignalPipe | None) -> int:
         remove_if_empty()
     except OSError as error:
         console.say(f"a log folder could not be removed: {error.strerror}")
+    console.flush(END_PATIENCE)
     return code
 
 

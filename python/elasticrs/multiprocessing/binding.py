@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
-import warnings
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from elasticrs.host.numa import NumaOptions
+
+_log = logging.getLogger("elasticrs.agent")
 
 
 def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] | None:
@@ -28,5 +30,5 @@ def cpus_of_options(options: NumaOptions | None, nproc: int) -> list[list[int]] 
     except (ValueError, OSError) as error:
         if not options.should_fall_back_if_binding_fails:
             raise
-        warnings.warn(f"workers are not bound to CPUs: {error}", RuntimeWarning, stacklevel=4)
+        _log.warning("workers are not bound to CPUs: %s", error)
         return None

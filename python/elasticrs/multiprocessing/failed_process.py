@@ -29,6 +29,7 @@ def failure_of(
         known: further arguments of :class:`ProcessFailure`. They override the arguments that come from
             ``ended``.
     """
+    is_read = not known.get("unread")
     both = (("stdout", stdout), ("stderr", stderr))
     logs = {stream: path for stream, path in both if path and path != os.devnull}
     return ProcessFailure(
@@ -37,6 +38,6 @@ def failure_of(
         ended.exitcode,
         error_file,
         log_paths=logs,
-        stderr_tail=last_lines(logs["stderr"], _TAIL_LINES) if "stderr" in logs else (),
+        stderr_tail=last_lines(logs["stderr"], _TAIL_LINES) if is_read and "stderr" in logs else (),
         **{"seen_ns": ended.seen_ns, "sent_signal": ended.sent_signal, **known},
     )

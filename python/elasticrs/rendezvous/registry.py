@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
 
 from elasticrs.job.config import UsageError
 from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
@@ -94,7 +93,7 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
         words=PYTHON,
     )
     for notice in notices:
-        warnings.warn(notice, RuntimeWarning, stacklevel=4)
+        _log.warning("%s", notice)
     if rendezvous is None:
         return OneNodeRendezvous(params)
     from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler

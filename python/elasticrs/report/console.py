@@ -1,27 +1,49 @@
-"""The agent's console, which writes lines to stderr without ever blocking.
+"""The agent's console, which writes lines to stderr without making the agent wait for the reader.
 
-A console whose reader has stopped (a stopped terminal, a full pipe) must not delay a restart. The file
-descriptor cannot be made non-blocking, because the workers share it. Instead, each line is queued until the
-descriptor accepts it without blocking.
+A console whose reader has stopped (a stopped terminal, a full pipe, a file on a network file system) must not
+delay a restart. The file descriptor cannot be made non-blocking, because the workers share it. A poll before
+a write does not help either, because a worker may fill the pipe in between. So a line is written with
+``RWF_NOWAIT``, which pipes and sockets support. Where that is not possible at once, a thread writes. It
+exists only while lines are waiting.
 """
 
 from __future__ import annotations
 
+import _thread
+import errno
 import os
 import select
+import signal
 import sys
 import time
+from collections import deque
 
 from elasticrs.report.phrases import NAME, visible
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
-# Number of bytes that a pipe accepts without blocking after POLLOUT. The kernel writes up to this many bytes
-# atomically.
+# Number of bytes that the kernel writes to a pipe atomically.
 _PIPE_BUF = 4096
+_NO_WAIT = 8
+"""``RWF_NOWAIT``"""
+_NOT_AT_ONCE = frozenset((
+    *(errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EINTR),
+    # A filter of system calls forbids `pwritev2`.
+    errno.EPERM,
+))  # fmt: skip
+"""Error numbers that mean that only a write that may block can succeed."""
 _KEPT = 1000
+_MOMENT = 0.002
+"""Maximum number of seconds for which a line is waited for. A reader that reads takes less, so the lines of
+the agent stay in order with those of the workers.
+"""
+END_PATIENCE = 1.0
+"""Maximum number of seconds for which the end of a job waits for the last lines."""
+
+_LOOK = 0.02
+"""Seconds between two looks at the descriptor that may interrupt a wait for the reader."""
 
 
 def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = None) -> str:
@@ -58,7 +80,7 @@ def has_time(log_prefix: str | None, fd: int) -> bool:
 
 
 class Console:
-    """Adds a prefix to lines, queues them, and writes them to a file descriptor without blocking.
+    """Adds a prefix to lines, and writes them to a file descriptor on a thread.
 
     Args:
         fd: file descriptor to write to.
@@ -70,7 +92,10 @@ class Console:
         group_rank: group rank of the node, which is part of the prefix; ``None`` while the node has none.
     """
 
-    __slots__ = ("_fd", "_has_time", "_is_gone", "_lines", "_node", "_poll", "group_rank")
+    __slots__ = (
+        *("_fd", "_has_time", "_is_gone", "_is_late", "_is_writing", "_lines", "_lock", "_node", "_writing"),
+        "group_rank",
+    )
 
     def __init__(
         self, fd: int = 2, log_prefix: str | None = None, *, is_one_of_several: bool = False
@@ -79,14 +104,15 @@ class Console:
         self._has_time = has_time(log_prefix, fd)
         self._node = f"{os.uname().nodename}:{os.getpid()}" if is_one_of_several else ""
         self.group_rank: int | None = None
-        self._lines: list[bytes] = []
-        self._is_gone = False
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLOUT)
+        self._lines: deque[bytes] = deque()
+        self._is_gone = self._is_late = self._is_writing = False
+        self._lock = _thread.allocate_lock()
+        # Held while the thread exists.
+        self._writing = _thread.allocate_lock()
 
     @property
     def waiting(self) -> int:
-        """Number of queued lines that have not been written yet."""
+        """Number of lines that have not been written yet."""
         return 0 if self._is_gone else len(self._lines)
 
     def prefixed(self, text: str) -> str:
@@ -94,24 +120,20 @@ class Console:
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Queue one line with the prefix. Truncate the line if it is too long for a single atomic write to a
-        pipe.
+        """Write one line with the prefix, or queue it if the reader does not read. Truncate the line if it is
+        too long for a single atomic write to a pipe.
         """
-        line = _encode(visible(self.prefixed(" ".join(text.splitlines()))))
-        if len(self._lines) < _KEPT:
-            self._lines.append(line[: _PIPE_BUF - 1] + b"\n")
-        self.flush()
+        line = _encode(visible(self.prefixed(" ".join(text[:_PIPE_BUF].splitlines()))))
+        if self.waiting < _KEPT:
+            self._put([line[: _PIPE_BUF - 1] + b"\n"])
+        if not self._is_late:
+            self._is_late = not self.flush(_MOMENT)
 
-    def flush(self) -> None:
-        """Write as many queued lines as possible without blocking."""
-        while self._lines and not self._is_gone:
-            ready = self._poll.poll(0)
-            if not ready:
-                return
-            if not ready[0][1] & select.POLLOUT:
-                self._is_gone = True
-                return
-            self._write(self._lines.pop(0))
+    def flush(self, seconds: float) -> bool:
+        """Wait until all lines are written, for at most ``seconds``. Return false on timeout."""
+        if self._writing.acquire(timeout=seconds):
+            self._writing.release()
+        return not self.waiting
 
     def write(
         self,
@@ -132,26 +154,83 @@ class Console:
             False if the wait was interrupted or timed out before everything was written.
         """
         data = _encode(visible(text))
-        self._lines += [data[start : start + _PIPE_BUF] for start in range(0, len(data), _PIPE_BUF)]
-        self.flush()
-        waiting = select.poll()
-        waiting.register(self._fd, select.POLLOUT)
+        self._put(data[start : start + _PIPE_BUF] for start in range(0, len(data), _PIPE_BUF))
+        waking = select.poll()
         if wake_fd is not None:
-            waiting.register(wake_fd, select.POLLIN)
-        while self._lines and not self._is_gone:
-            ready = [fd for fd, _ in waiting.poll(patience * 1000)]
-            if not ready or (wake_fd in ready and is_enough()):
+            waking.register(wake_fd, select.POLLIN)
+        left, deadline = self.waiting, time.monotonic() + patience
+        while not self.flush(0.0 if self._is_late and not patience else _LOOK if patience else _MOMENT):
+            if self.waiting != left:
+                left, deadline = self.waiting, time.monotonic() + patience
+            if time.monotonic() >= deadline or (waking.poll(0) and is_enough()):
+                self._is_late = True
                 return False
-            self.flush()
         return True
 
-    def _write(self, line: bytes) -> None:
+    def _put(self, lines: Iterable[bytes]) -> None:
+        with self._lock:
+            self._lines.extend(lines)
+            if self._is_writing:
+                return
+            self._write_at_once()
+            if self._is_gone or not self._lines:
+                return
+            self._is_writing = True
+            self._writing.acquire()
         try:
-            os.write(self._fd, line)
+            _thread.start_new_thread(self._work, ())
+        except RuntimeError:
+            # No thread can be started, so write here. The process has then reached a limit on threads.
+            self._work()
+
+    def _write_at_once(self) -> None:
+        """Write lines as long as that takes no time."""
+        while self._lines and not self._is_gone:
+            line = self._lines[0]
+            try:
+                # The offset -1 stands for the position of the descriptor.
+                written = os.pwritev(self._fd, (line,), -1, _NO_WAIT)
+            except OSError as error:
+                self._is_gone = error.errno not in _NOT_AT_ONCE
+                return
+            except NotImplementedError:
+                return  # The C library has no `pwritev2`.
+            if written == len(line):
+                self._lines.popleft()
+            else:
+                self._lines[0] = line[written:]
+
+    def _work(self) -> None:
+        """Write all lines on a thread."""
+        # Block all signals in this thread, because other threads handle them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while True:
+            with self._lock:
+                if not self._lines or self._is_gone:
+                    self._is_writing = self._is_late = False
+                    self._writing.release()
+                    break
+            self._write(self._lines[0])
+            self._lines.popleft()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _write(self, line: bytes) -> None:
+        while line and not self._is_gone:
+            line = line[self._written(line) :]
+
+    def _written(self, line: bytes) -> int:
+        try:
+            return os.write(self._fd, line)
+        except BlockingIOError:
+            # Another process has made the shared descriptor non-blocking.
+            poll = select.poll()
+            poll.register(self._fd, select.POLLOUT)
+            poll.poll()
         except OSError:
             # Drop all lines, because stderr is closed or broken and the error cannot be reported anywhere
             # else.
             self._is_gone = True
+        return 0
 
 
 def _encode(text: str) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import warnings
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -59,13 +58,10 @@ class EventRunner(Record):
         if job.is_multi_node and self._group.spec.rdzv_handler.is_closed():
             raise RendezvousClosedError(f"the rendezvous of job {job.run_id} is closed")
         signals = catch_signals((*job.signals, *job.forwarded))
-        if signals is None:
-            warnings.warn(
-                "signals are not handled, because the job does not run in the main thread",
-                RuntimeWarning,
-                stacklevel=4,
-            )
         console = Console(log_prefix=job.log_prefix, is_one_of_several=job.is_multi_node)
+        if signals is None:
+            # Print a line instead of a warning, because the program may turn warnings into errors.
+            console.say("signals are not handled, because the job does not run in the main thread")
         decisions = self._decisions(job, console)
         try:
             observers = make_observers(job, self._local.observe(), console.say, self._server, tells_end=False)

@@ -20,6 +20,7 @@ from elasticrs.multiprocessing.interrupts import held, waiting, when_safe
 from elasticrs.multiprocessing.not_started import not_started
 from elasticrs.multiprocessing.supervised_group import LATE
 from elasticrs.report import phrases
+from elasticrs.report.console import END_PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -194,14 +195,13 @@ class PolledWorkers:
             tracker.close()
             tracker.observers.ended(self._result, None)
         tracker.tidy_up()
-        self._console.flush()
+        self._console.flush(END_PATIENCE)
 
     def _forget(self) -> None:
         self._has_started, self._ended, self._found = False, None, None
 
     def _pump(self, seconds: float | None) -> bool:
         """Wait for one event and handle it. Return true if an event was handled."""
-        self._console.flush()
         with waiting(lambda: os.eventfd_write(self._bell, 1)):
             was_something = self._tracker.wait(seconds)
             self._note_events()

@@ -4,10 +4,10 @@ because it interrupts even a blocking hook of the agent.
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
-import warnings
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
     from types import FrameType
 
+_log = logging.getLogger("elasticrs.agent")
+
 
 @contextmanager
 def raised_signals(
@@ -31,8 +33,8 @@ def raised_signals(
     Restore the previous signal handlers afterwards. A repeated signal that is not a new request (see
     :class:`.StopRequests`) raises nothing.
 
-    Outside of the main thread, no handler is installed and a warning is issued. Forked children get the
-    previous handlers.
+    Outside of the main thread, no handler is installed, and a line in the log says so. Forked children get
+    the previous handlers.
 
     Args:
         signums: signals to catch. Ignored signals stay ignored.
@@ -40,11 +42,7 @@ def raised_signals(
         pass_on: function for the signals in ``forwarded``.
     """
     if threading.current_thread() is not threading.main_thread():
-        warnings.warn(
-            "signals are not handled, because the job does not run in the main thread",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        _log.warning("signals are not handled, because the job does not run in the main thread")
         yield
         return
 

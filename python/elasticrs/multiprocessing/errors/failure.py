@@ -22,10 +22,15 @@ TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/e
 _FAULTS = frozenset({4, 6, 7, 8, 11})
 """Signals for which :mod:`faulthandler` writes the stack: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
 _STACK_LIMIT = 16384
-_ERROR_FILE_LIMIT = 1 << 26
-"""Maximum size of an error file in bytes. The limit protects the agent's memory if a program has written a
-huge error file.
+_ERROR_FILE_LIMIT = 1 << 20
+"""Maximum number of bytes that are read of an error file, because it is read before a restart. Of a larger
+file, only the beginning of the message and the data of elasticrs at the end are used.
 """
+_TEXT_LIMIT = 1 << 16
+"""Maximum number of characters of a text in an error file. Longer texts are shortened in the middle."""
+_BEGINNING = rb'\s*\{\s*"message"\s*:\s*(?:\{\s*"message"\s*:\s*)?"'
+_PART_OF_STRING = r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*'
+_OWN_DATA = b'"elasticrs": {'
 
 
 class ProcessFailure:
@@ -47,6 +52,7 @@ class ProcessFailure:
         log_paths: log files by name of the stream.
         stderr_tail: last lines of the worker's stderr.
         host: host name of the worker's machine; ``None`` for this machine.
+        unread: reason why the files of the worker cannot be read. If it is set, no file is accessed.
 
     Attributes:
         error_file: path of the error file, or ``"<N/A>"`` if the worker has not written one.
@@ -89,6 +95,7 @@ class ProcessFailure:
         log_paths: Mapping[str, str] | None = None,
         stderr_tail: Sequence[str] = (),
         host: str | None = None,
+        unread: str = "",
     ) -> None:
         self.host = host
         self.local_rank = local_rank
@@ -109,7 +116,8 @@ class ProcessFailure:
         self.place: str | None = None
         self.is_start_error = False
         self.is_retryable = True
-        self.stack = _read_stack(error_file) if self.signal_number() in _FAULTS else None
+        has_stack = self.signal_number() in _FAULTS and error_file and not unread
+        self.stack = _read_stack(error_file) if has_stack else None
 
         self.more_notes: Sequence[str] = ()
         self.is_first = False
@@ -117,11 +125,10 @@ class ProcessFailure:
         age_ns = 0 if seen_ns is None else time.monotonic_ns() - seen_ns
         self.wall_ns = time.time_ns() - age_ns
         self.timestamp = self.wall_ns // 1_000_000_000
-        self._read(error_file)
+        self._read(error_file, unread)
 
-    def _read(self, path: str) -> None:
-        trouble = ""
-        if os.path.isfile(path):
+    def _read(self, path: str, trouble: str) -> None:
+        if not trouble and os.path.isfile(path):
             self.error_file = path
             try:
                 data = load_object(path)
@@ -270,8 +277,10 @@ def load_object(path: str) -> dict[str, Any]:
 
     with open(path, "rb") as file:
         content = file.read(_ERROR_FILE_LIMIT + 1)
-    if len(content) > _ERROR_FILE_LIMIT:
-        raise ValueError(f"more than {_ERROR_FILE_LIMIT >> 20} MiB")
+        if len(content) > _ERROR_FILE_LIMIT:
+            found = os.fstat(file.fileno())
+            file.seek(max(_ERROR_FILE_LIMIT, found.st_size - _TEXT_LIMIT))
+            return _parts(content, file.read(_TEXT_LIMIT), found.st_mtime, found.st_size)
     if not content:
         raise EmptyFileError("it is empty")
     try:
@@ -280,7 +289,54 @@ def load_object(path: str) -> dict[str, Any]:
         raise ValueError("nested too deeply") from None
     if not isinstance(data, dict):
         raise ValueError("not a JSON object, so there is no `message` in it")
+    _shorten(data)
     return data
+
+
+def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
+    """Return what is known of an error file that is too large, from its first and its last bytes.
+
+    Args:
+        beginning: first bytes of the file.
+        end: last bytes of the file.
+        written: time of its last change, in seconds since 1970.
+        size: size of the file in bytes.
+    """
+    import json
+    import re
+
+    found = re.match(_BEGINNING, beginning)
+    if found is None:
+        raise ValueError(f"it has {size:,} bytes, and no `message` at its beginning")
+    text = beginning[found.end() : found.end() + _TEXT_LIMIT].decode("utf-8", "replace")
+    message = json.loads(f'"{re.match(_PART_OF_STRING, text)[0]}"', strict=False)  # type: ignore[index]
+    told = f"{message}\n[the error file has {size:,} bytes, of which only the beginning is shown]"
+    data = {"message": {"message": told, "extraInfo": {"timestamp": str(int(written))}}}
+    own = end.rpartition(_OWN_DATA)[2].decode("utf-8", "replace")
+    try:
+        data["elasticrs"], _ = json.JSONDecoder().raw_decode("{" + own)
+    except (ValueError, RecursionError):
+        # Another program than elasticrs has written the file.
+        return data
+    return data
+
+
+def _shorten(data: dict[str, Any]) -> None:
+    """Shorten the long texts of an error file."""
+    message = data.get("message")
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    for each, name in ((data, "message"), (message, "message"), (extra, "py_callstack")):
+        if isinstance(each, dict) and isinstance(each.get(name), str):
+            each[name] = shortened(each[name])
+
+
+def shortened(text: str) -> str:
+    """Return a text of at most about :data:`_TEXT_LIMIT` characters, without the middle of a longer one."""
+    left_out = len(text) - _TEXT_LIMIT
+    if left_out <= 0:
+        return text
+    first, last = text[: _TEXT_LIMIT // 4], text[-(3 * _TEXT_LIMIT // 4) :]
+    return f"{first}\n[{left_out:,} characters are left out; the error file has them]\n{last}"
 
 
 def _read_stack(error_file: str) -> str | None:
