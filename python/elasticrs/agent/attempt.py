@@ -168,10 +168,12 @@ class Attempt(Record):
         self.oom_kills = failed.oom_kills_after
         self.replaced_workers.append(failed)
         self.pids[local_rank] = pid
-        others = [rank for rank, worker in self.exits.items() if worker.exitcode != 0]
-        self.first_failure = others[0] if others else None
-        if not others:
-            del self.stamps["failure_seen"]
+        others = sorted(self.failed_exits(), key=lambda worker: worker.seen_ns)
+        self.first_failure = others[0].local_rank if others else None
+        if others:
+            self.stamps["failure_seen"] = others[0].seen_ns
+        else:
+            self.stamps.pop("failure_seen", None)
         return failed
 
     def how_it_began(self) -> str:

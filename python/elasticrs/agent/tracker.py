@@ -461,11 +461,11 @@ class AttemptTracker:
         attempt.exits[event.local_rank] = event
         page, is_stopped = attempt.plan.page, "stopped" in attempt.stamps
         is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
-        if self._replaces and (event.exitcode != 0 or is_early) and not is_stopped:
+        # A worker that was ended by a time limit has failed, even if it handles the signal and exits with 0.
+        has_failed = event.exitcode != 0 or is_early or event.local_rank in attempt.expired
+        if self._replaces and has_failed and not is_stopped and attempt.first_failure is None:
             # Record the first failure here. If the other workers keep running, no other event reports it.
-            attempt.first_failure = (
-                event.local_rank if attempt.first_failure is None else attempt.first_failure
-            )
+            attempt.first_failure = event.local_rank
             attempt.stamps["failure_seen"] = event.seen_ns
         meetings = page.meetings() if page is not None and event.exitcode != 0 else ()
         self.events.append(machine.WorkerExited(event.local_rank, event.exitcode, meetings))

@@ -1,0 +1,174 @@
+"""Whatever the order in which the core reports the ends of workers, everything that describes an attempt can
+be asked without an error.
+"""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from elasticrs import _core
+from elasticrs.agent import job_report, tracker
+from elasticrs.agent import state_machine as machine
+from elasticrs.agent.attempt import phases
+from elasticrs.agent.failed_attempt import all_failures, headline_of
+from elasticrs.agent.job_events import EventRecorder
+from elasticrs.agent.job_metrics import MetricRecorder
+from elasticrs.agent.own_cause import Place, evidence, facts, first_word, own_cause
+from elasticrs.agent.tracker import AttemptTracker
+from elasticrs.agent.workers import CommandWorkers, WorkerSetup
+from elasticrs.host.clock import Clock
+from elasticrs.job.config import JobConfig, ObserveSettings
+from elasticrs.job.ranks import NodeShare, assign
+from elasticrs.multiprocessing.errors import ChildFailedError
+from elasticrs.workers.plan import Plan
+
+N = 3
+RANK = st.integers(0, N - 1)
+TIMER = {"scope": "s", "at": None, "deadline": 1.0, "others": 0}
+EVENTS = st.one_of(
+    st.tuples(st.just("exit"), RANK, st.sampled_from([0, 1, -9, -15, None]), st.sampled_from([None, 15, 9])),
+    st.tuples(st.just("timer"), RANK, st.sampled_from([None, 15])),
+    st.tuples(st.just("raised"), RANK, st.sampled_from(["begun", "slow", "stalled"])),
+    st.tuples(st.just("failure"), RANK),
+    st.tuples(st.just("swept"), RANK),
+    st.tuples(st.just("replaced"), RANK),
+    st.tuples(st.just("killed"), RANK),
+    st.tuples(st.just("stop")),
+)
+ENDED_BY_ITS_TIMER = [("timer", 1, 15), ("exit", 1, 0, 15), ("swept", 1), ("replaced", 1)]
+
+
+class Supervisor:
+    """The calls of the tracker that these events lead to, without processes."""
+
+    def heartbeats(self):
+        return []
+
+    def stop(self, *_args, **_known):
+        pass
+
+
+class NoWorkers(CommandWorkers):
+    def replaced(self, supervisor, local_rank):
+        pass
+
+
+class Owner:
+    def on_fd(self, fd, *, is_over):
+        return False
+
+    def on_fence(self):
+        pass
+
+
+class Said(list):
+    """Lines for the user. Observers that fail are told in one of them."""
+
+    def say(self, text):
+        assert "Error" not in text
+        self.append(text)
+
+
+class Played:
+    """A tracker that gets events. Leaves out those that the core cannot report."""
+
+    def __init__(self, *, replaces):
+        self.job = JobConfig(N, "job", on_failure="replace" if replaces else "restart")
+        said = Said()
+        observers = [EventRecorder(self.job, ObserveSettings()), MetricRecorder(self.job)]
+        workers = NoWorkers(WorkerSetup(self.job, None, None, {}), [])
+        self.tracker = AttemptTracker(Owner(), self.job, workers, said, observers)
+        self.tracker._supervisor = Supervisor()
+        plan = Plan(assign([NodeShare("default", N)], 0), "a", 1)
+        self.attempt = self.tracker.begin(machine.Start(1, 0), plan)
+        self.tracker.observers.prepared(self.attempt)
+        self._tell(_core.GroupStarted, pids=[11, 12, 13], started_ns=time.monotonic_ns())
+        self.has_failed = set()
+
+    def _tell(self, kind, **known):
+        event = SimpleNamespace(**{"seen_ns": time.monotonic_ns(), **known})
+        tracker._RECORDERS[kind](self.tracker, event)
+
+    def play(self, name, rank=0, *more):
+        has_exited, pid = rank in self.attempt.exits, self.attempt.pids[rank]
+        if name == "stop":
+            self.tracker.stop(machine.Stop(15, 1.0))
+        elif name == "exit" and not has_exited:
+            code, sent = more
+            if code != 0 or rank in self.attempt.expired:
+                self.has_failed.add(rank)
+            self._tell(_core.WorkerExited, local_rank=rank, pid=pid, exitcode=code, sent_signal=sent)
+        elif name == "timer" and not has_exited:
+            self._tell(_core.TimerExpired, local_rank=rank, pid=pid, signal=more[0], **TIMER)
+        elif name == "raised" and not has_exited:
+            self._tell(_core.WorkerRaised, local_rank=rank, pid=pid, text="E: x", exit=more[0], limit=1.0)
+        elif name == "failure" and self.attempt.first_failure is None:
+            now = time.monotonic_ns()
+            self._tell(_core.FailureSeen, local_rank=rank, signalled_ns=now, siblings=N - 1)
+        elif name == "killed":
+            how = {"reason": "signal", "signal": 15, "limit": 1.0}
+            self._tell(_core.WorkersKilled, local_ranks=[rank], pids=[pid], **how)
+        elif name == "swept" and rank in self.has_failed:
+            self._tell(_core.WorkerSwept, local_rank=rank, ended=[], more_ended=0, stuck=[])
+        elif name == "replaced" and rank in self.has_failed and has_exited:
+            self.has_failed.discard(rank)
+            self._tell(_core.WorkerReplaced, local_rank=rank, pid=pid + 100, started_ns=time.monotonic_ns())
+
+    def end(self):
+        for rank in range(N):
+            self.play("exit", rank, -15, 15)
+        outcome = "failed" if self.has_failed or self.attempt.first_failure is not None else "succeeded"
+        known = {"stuck_ranks": [], "wait_channels": [], "stuck": [], "spared": [], "ended": [], "more_ended": 0}
+        known |= {"nursery_exitcode": None, "nursery_hung": False, "ended_ns": time.monotonic_ns()}
+        self._tell(_core.GroupEnded, outcome=outcome, **known)
+
+
+def ask(played):
+    """Ask everything that describes the attempt and its end."""
+    job, result, attempt = played.job, played.tracker.result, played.attempt
+    place = Place("n", "n", 0, Clock())
+    evidence(attempt, ())
+    for each in [attempt, *attempt.replaced_workers]:
+        own_cause(each, place)
+        for rank in each.exits:
+            facts(each, rank, ())
+            each.how_it_ended(each.exits[rank])
+            first_word(each, rank, place)
+    phases(attempt, attempt)
+    result.phase = machine.Phase.FAILED
+    failed = all_failures(result)
+    headline = headline_of(result, failed) if failed else None
+    if failed:
+        ChildFailedError("job", failed).format_msg()
+    job_report.encode(job_report.report(job, result, failed, headline, 1))
+    played.tracker.observers.acting(machine.AnnounceRestart(1), None)
+    played.tracker.observers.started()
+    played.tracker.observers.ended(result, None)
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+@given(events=st.lists(EVENTS, max_size=12))
+@example(events=ENDED_BY_ITS_TIMER)
+@example(events=[("exit", 0, 1, None), *ENDED_BY_ITS_TIMER, ("swept", 0), ("replaced", 0)])
+def test_no_order_of_events_leads_to_an_error(replaces, events):
+    played = Played(replaces=replaces)
+    for event in events:
+        if replaces or event[0] not in {"swept", "replaced"}:
+            played.play(*event)
+    played.end()
+    ask(played)
+
+
+def test_a_worker_that_its_timer_ended_has_failed_although_it_exits_with_0():
+    played = Played(replaces=True)
+    for event in ENDED_BY_ITS_TIMER[:2]:
+        played.play(*event)
+    assert played.attempt.first_failure == 1
+    for event in ENDED_BY_ITS_TIMER[2:]:
+        played.play(*event)
+    assert (played.attempt.first_failure, played.attempt.exits) == (None, {})
+    (failed,) = played.attempt.replaced_workers
+    assert failed.first_failure == 1
