@@ -150,7 +150,7 @@ def test_control_characters_in_messages_are_escaped(pipe):
     console.say("node \x1b]0;title\x07\x9b2J\u202e was lost\r")
     assert os.read(reader, 200) == b"elasticrs: node \\x1b]0;title\\x07\\x9b2J\\u202e was lost\n"
     console.write("a\tb\n\x1b[31mred\udcff\n", 1.0)
-    assert os.read(reader, 200) == b"a\tb\n\\x1b[31mred\xff\n"
+    assert os.read(reader, 200) == b"a\tb\n\\x1b[31mred\\xff\n"
 
 
 @given(
@@ -198,3 +198,20 @@ def test_lines_show_the_time_as_configured(pipe, monkeypatch, log_prefix, variab
     finally:
         os.close(ours)
         os.close(theirs)
+
+
+@given(st.text(st.characters(), max_size=5000))
+@example("caf\udce9 " * 2000)
+@example("€" * 5000)
+def test_a_line_is_always_utf_8(text):
+    """Also if it names a file whose name is not UTF-8, and if it is cut."""
+    reader, writer = os.pipe()
+    console = Console(writer)
+    console.say(text)
+    assert console.flush(HANG)
+    line = os.read(reader, 65536)
+    os.close(reader)
+    os.close(writer)
+    assert line.decode("utf-8").startswith("elasticrs")
+    assert len(line) <= 4096
+    assert line.endswith(b"\n")

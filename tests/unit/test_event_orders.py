@@ -121,7 +121,14 @@ class Played:
         for rank in range(N):
             self.play("exit", rank, -15, 15)
         outcome = "failed" if self.has_failed or self.attempt.first_failure is not None else "succeeded"
-        known = {"stuck_ranks": [], "wait_channels": [], "stuck": [], "spared": [], "ended": [], "more_ended": 0}
+        known = {
+            "stuck_ranks": [],
+            "wait_channels": [],
+            "stuck": [],
+            "spared": [],
+            "ended": [],
+            "more_ended": 0,
+        }
         known |= {"nursery_exitcode": None, "nursery_hung": False, "ended_ns": time.monotonic_ns()}
         self._tell(_core.GroupEnded, outcome=outcome, **known)
 

@@ -14,7 +14,6 @@ import errno
 import os
 import select
 import signal
-import sys
 import time
 from collections import deque
 
@@ -123,9 +122,9 @@ class Console:
         """Write one line with the prefix, or queue it if the reader does not read. Truncate the line if it is
         too long for a single atomic write to a pipe.
         """
-        line = _encode(visible(self.prefixed(" ".join(text[:_PIPE_BUF].splitlines()))))
+        line = _encode(self.prefixed(" ".join(text[:_PIPE_BUF].splitlines())))
         if self.waiting < _KEPT:
-            self._put([line[: _PIPE_BUF - 1] + b"\n"])
+            self._put([_whole(line, _PIPE_BUF - 1) + b"\n"])
         if not self._is_late:
             self._is_late = not self.flush(_MOMENT)
 
@@ -153,7 +152,7 @@ class Console:
         Returns:
             False if the wait was interrupted or timed out before everything was written.
         """
-        data = _encode(visible(text))
+        data = _encode(text)
         self._put(data[start : start + _PIPE_BUF] for start in range(0, len(data), _PIPE_BUF))
         waking = select.poll()
         if wake_fd is not None:
@@ -233,11 +232,13 @@ class Console:
         return 0
 
 
+def _whole(text: bytes, limit: int) -> bytes:
+    """Return the beginning of UTF-8 text, at most ``limit`` bytes, without half of a character."""
+    return text if len(text) <= limit else text[:limit].decode("utf-8", "ignore").encode()
+
+
 def _encode(text: str) -> bytes:
-    """Encode text with the file system encoding, so that file names stay unchanged. Characters that it cannot
-    encode are escaped.
+    """Encode text as UTF-8. Lone surrogates are escaped, because a program that reads the lines may decode
+    them strictly.
     """
-    try:
-        return os.fsencode(text)
-    except UnicodeEncodeError:
-        return text.encode(sys.getfilesystemencoding(), "backslashreplace")
+    return visible(text).encode("utf-8", "backslashreplace")

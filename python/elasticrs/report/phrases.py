@@ -23,10 +23,13 @@ NOT_STARTED = "the workers could not be started"
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+# Bytes that are not UTF-8, for example of a file name in latin-1. In Python, they are lone surrogates.
+_CONTROLS |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 
 
 def visible(text: str) -> str:
-    """Return the text with control characters escaped, except newlines and tabs.
+    """Return the text with control characters escaped, except newlines and tabs. Bytes that are not UTF-8 are
+    escaped, too.
 
     Names of nodes and roles, and the output of workers, may contain sequences that clear the screen, set the
     terminal's title, or change the direction of text.
