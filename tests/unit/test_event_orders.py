@@ -57,7 +57,7 @@ class NoWorkers(CommandWorkers):
 
 
 class Owner:
-    def on_fd(self, fd, *, is_over):
+    def on_fd(self, _fd, **_known):
         return False
 
     def on_fence(self):
@@ -129,8 +129,8 @@ class Played:
             "ended": [],
             "more_ended": 0,
         }
-        known |= {"nursery_exitcode": None, "nursery_hung": False, "ended_ns": time.monotonic_ns()}
-        self._tell(_core.GroupEnded, outcome=outcome, **known)
+        known |= {"nursery_exitcode": None, "nursery_hung": False}
+        self._tell(_core.GroupEnded, outcome=outcome, ended_ns=time.monotonic_ns(), **known)
 
 
 def ask(played):
