@@ -12,15 +12,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from subprocess import DEVNULL
 
 from benchmarks import lost, peers, rendezvous
+from benchmarks.etcd_member import PROGRAM, running
 from benchmarks.harness import Launcher, Options, Row
 from benchmarks.nodes import Shape, free_port
-from elasticrs.rendezvous.etcd_server import EtcdServer
-
-V2 = "ETCD_ENABLE_V2"
-PROGRAM = "TORCHELASTIC_ETCD_BINARY_PATH"
 
 
 def measure(options: Options) -> list[Row]:
@@ -29,24 +25,16 @@ def measure(options: Options) -> list[Row]:
     if find_spec("etcd") is None:
         print("  torchrun is left out: its etcd-v2 needs python-etcd", file=sys.stderr)
         options = _ours(options)
-    server = EtcdServer()
-    os.environ[V2] = "true"
-    try:
-        server.start(stderr=DEVNULL)
-    finally:
-        del os.environ[V2]
+    with running() as member:
 
-    def meet(launcher: Launcher) -> Sequence[str]:
-        backend = "etcd-v2" if launcher.name == "torchrun" else "etcd"
-        return "--rdzv-backend", backend, "--rdzv-endpoint", server.get_endpoint()
+        def meet(launcher: Launcher) -> Sequence[str]:
+            backend = "etcd-v2" if launcher.name == "torchrun" else "etcd"
+            return "--rdzv-backend", backend, "--rdzv-endpoint", member.endpoint
 
-    try:
         return [
             *rendezvous.measure_shape(options, Shape(4, 1), meet=meet, where=" over etcd"),
             *peers.measure(options, meet, " over etcd"),
         ]
-    finally:
-        server.stop()
 
 
 def measure_hosted(options: Options) -> list[Row]:

@@ -10,12 +10,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 from urllib.request import urlopen
 
+from benchmarks.etcd_member import running
 from benchmarks.scale.children import Lines, write_line
 from elasticrs import _core
-from elasticrs.rendezvous.etcd_server import EtcdServer
 
 # Two fields of struct tcp_info (linux/tcp.h, since 4.1): bytes acknowledged by the peer, and bytes received.
 BYTES = struct.Struct("=QQ")
@@ -73,16 +72,12 @@ def serve_own(agents: int) -> None:
 
 def serve_etcd() -> None:
     """One member of etcd."""
-    server = EtcdServer()
-    server.start()
-    (keeper,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii").split()
-    (pid,) = Path(f"/proc/{keeper}/task/{keeper}/children").read_text(encoding="ascii").split()
-    write_line(1, {"port": server.get_port(), "pid": int(pid)})
-    lines = Lines()
-    while lines.is_open:
-        for _ in lines.read():
-            write_line(1, traffic_of_etcd(server.get_endpoint()))
-    server.stop()
+    with running() as member:
+        write_line(1, {"port": int(member.endpoint.rpartition(":")[2]), "pid": member.pid})
+        lines = Lines()
+        while lines.is_open:
+            for _ in lines.read():
+                write_line(1, traffic_of_etcd(member.endpoint))
 
 
 class KeptStore:

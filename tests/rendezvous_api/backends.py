@@ -1,46 +1,9 @@
-"""Back ends as users would write them: one in memory, and one in a file."""
+"""A back end for torch's dynamic rendezvous, as a user would write it."""
 
 import fcntl
 import os
 
-from elasticrs.rendezvous import RendezvousConnectionError
-from elasticrs.rendezvous.dynamic_rendezvous import RendezvousBackend
-
-
-class MemoryBackend(RendezvousBackend):
-    """A back end in memory with numbers as tokens. Each item of ``trouble`` disturbs one access. A ``"lost"``
-    write arrives, but its reply does not. A ``"refused"`` one does not arrive, and an ``"overtaken"`` one
-    comes after another write.
-    """
-
-    name = "memory"
-
-    def __init__(self):
-        self.value, self.token, self.trouble = None, 0, []
-        self.writes = 0
-
-    def get_state(self):
-        if self._next() in {"lost", "refused"}:
-            raise RendezvousConnectionError("no answer")
-        return None if self.value is None else (self.value, self.token)
-
-    def set_state(self, state, token=None):
-        trouble = self._next()
-        if trouble == "refused":
-            raise RendezvousConnectionError("not sent")
-        if trouble == "overtaken":
-            # Act as if another node had written the same state just before.
-            self.token += 1
-        is_set = token == self.token if self.value is not None else token is None
-        if is_set:
-            self.value, self.token = state, self.token + 1
-            self.writes += 1
-        if trouble == "lost":
-            raise RendezvousConnectionError("no answer")
-        return None if self.value is None else (self.value, self.token, is_set)
-
-    def _next(self):
-        return self.trouble.pop(0) if self.trouble else None
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 
 class FileBackend(RendezvousBackend):

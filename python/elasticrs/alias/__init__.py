@@ -56,12 +56,22 @@ _OURS = {
     _ELASTIC: "elasticrs",
     **{name: "elasticrs" + name[len(_TORCH) :] for name in _COMMANDS},
 }
+_KEPT = frozenset(
+    f"{_ELASTIC}.rendezvous.{name}"
+    for name in (
+        *("dynamic_rendezvous", "c10d_rendezvous_backend"),
+        *("etcd_rendezvous_backend", "etcd_store", "etcd_server", "_etcd_stub"),
+    )
+)
+"""Modules of torch that are not redirected, because elasticrs hands them on under its own names."""
 
 
 def our_name(name: str) -> str | None:
     """Return the full name of the elasticrs module that replaces a torch or torchelastic module; ``None`` if
     elasticrs does not replace it.
     """
+    if name in _KEPT:
+        return None
     for theirs, ours in _OURS.items():
         if name == theirs or name.startswith(theirs + "."):
             return ours + name[len(theirs) :]
@@ -97,7 +107,7 @@ class _Finder:
     ) -> ModuleSpec | None:
         name = our_name(fullname)
         if name is None:
-            return None
+            return _torchs_own(fullname) if fullname in _KEPT else None
         parent = name.rpartition(".")[0]
         if parent and parent not in sys.modules:
             # Elasticrs has not replaced the parent package, so let Python find the module in torch's own

@@ -8,7 +8,6 @@ jobs.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import signal
@@ -25,14 +24,12 @@ from elasticrs.multiprocessing.api import DefaultLogsSpecs, SignalException
 from elasticrs.multiprocessing.errors import ChildFailedError
 from elasticrs.rendezvous import registry
 from elasticrs.rendezvous.api import RendezvousError, RendezvousHandler, RendezvousParameters, is_kind
-from elasticrs.rendezvous.elastic.describe import C10D, is_in_file
 from elasticrs.report import phrases
 from elasticrs.workers.process import SupervisorError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
-    from typing import TypeGuard
 
     from elasticrs.agent.server.worker_group import RunResult
     from elasticrs.agent.signals import SignalPipe
@@ -41,10 +38,6 @@ if TYPE_CHECKING:
     from elasticrs.launcher.arguments import Launch
     from elasticrs.report.console import Console
 
-_MISTAKES = {
-    *(errno.EISDIR, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP),
-    *(errno.EACCES, errno.EPERM, errno.EROFS),
-}
 _DEFAULT_TIMEOUT = 900
 """Timeout in seconds that torch's launcher passes to every handler."""
 
@@ -173,22 +166,7 @@ def _make_handler(settings: HandlerSettings) -> RendezvousHandler:
     except Exception as error:
         if not is_kind(error, RendezvousError):
             raise UsageError(f"--rdzv-backend: {backend!r} failed: {error!r}") from error
-        cause = error.__cause__
-        if _is_no_place_for_a_file(cause, settings):
-            raise UsageError(
-                f"--rdzv-endpoint: got {endpoint!r}, expected a file that all nodes can open: "
-                f"{cause.strerror}"
-            ) from error
         raise
-
-
-def _is_no_place_for_a_file(error: BaseException | None, settings: HandlerSettings) -> TypeGuard[OSError]:
-    """Return true if the user's path is unusable, for example because it is a directory. Return false if the
-    file system has failed.
-    """
-    is_in_a_file = settings.rdzv_backend == C10D and is_in_file(settings.rdzv_conf)
-    is_given = is_in_a_file and settings.rdzv_endpoint.strip()
-    return bool(is_given) and isinstance(error, OSError) and error.errno in _MISTAKES
 
 
 def _run(agent: LocalElasticAgent, launch: Launch, console: Console, write: Callable[[str], object]) -> int:

@@ -1,15 +1,8 @@
-"""Script that runs etcd for a parent program. When the parent exits, the script stops etcd and removes its
-data. It is started by :class:`elasticrs.rendezvous.etcd_server.EtcdServer` and imports only the standard
-library.
-
-Arguments: pid of the parent program, folder to remove when the parent exits, and etcd's command line. The
-script exits with etcd's exit code. On SIGTERM, SIGINT and SIGHUP it stops etcd first.
-"""
+"""Start etcd so that it ends with its parent, and stop it."""
 
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -25,25 +18,6 @@ ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
-
-
-def main(parent: int, folder: str, command: list[str]) -> int:
-    """Run the command until it exits, the parent process exits, or a signal arrives. Return the exit code."""
-    watched = watch(parent)
-    if watched is None:
-        return 1
-    program, reader = watched
-    process = spawn(command)
-    poll = select.poll()
-    etcd = os.pidfd_open(process.pid)
-    for fd in (etcd, program, reader):
-        poll.register(fd, select.POLLIN)
-    if all(fd != etcd for fd, _ in poll.poll()):
-        end(process, _GRACE)
-    code = process.wait()
-    if any(fd == program for fd, _ in poll.poll(0)):
-        shutil.rmtree(folder, ignore_errors=True)
-    return code if code >= 0 else 128 - code
 
 
 def watch(parent: int) -> tuple[int, int] | None:
@@ -109,7 +83,3 @@ def find_program() -> str:
         f"{why}: install it (Debian, Ubuntu: apt-get install etcd-server; others: "
         "https://github.com/etcd-io/etcd/releases), or set TORCHELASTIC_ETCD_BINARY_PATH to its path"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from elasticrs.rendezvous.elastic.etcd_site import EtcdSite
 from elasticrs.rendezvous.elastic.handler import ElasticRendezvousHandler
 from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
 from elasticrs.rendezvous.elastic.settings import Settings
-from elasticrs.rendezvous.etcd_client import EtcdClient
 
 if TYPE_CHECKING:
     from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters
@@ -22,8 +22,7 @@ class EtcdRendezvous:
     :class:`EtcdRendezvousHandler`.
 
     Args:
-        client: an :class:`EtcdClient`, or a client of python-etcd, of which only the address and protocol are
-            used.
+        client: a client of python-etcd, of which only the address and protocol are used.
         prefix: prefix of all keys in etcd.
         run_id: name of the job.
         num_min_workers: minimum number of nodes.
@@ -42,8 +41,9 @@ class EtcdRendezvous:
         timeout: float,
         last_call_timeout: float,
     ) -> None:
-        site = EtcdClient.of(client).site.replaced(prefix=prefix.rstrip("/"))
-        host, port = site.endpoints[0]
+        host, port = client.host, client.port
+        is_tls = getattr(client, "protocol", "http") == "https"
+        site = EtcdSite(((host, port),), is_tls=is_tls, prefix=prefix.rstrip("/"))
         times = {"join_timeout": float(timeout), "last_call_timeout": float(last_call_timeout)}
         self.rendezvous = Rendezvous(
             "etcd",

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from typing import Any, cast
 
 from elasticrs.job.config import UsageError
 from elasticrs.rendezvous.api import RendezvousHandler, RendezvousParameters, rendezvous_handler_registry
@@ -104,11 +105,23 @@ def _create(params: RendezvousParameters) -> RendezvousHandler:
 def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     if not is_in_file(params.config):
         return _create(params)
-    from elasticrs.rendezvous.c10d_rendezvous_backend import create_file_backend
-    from elasticrs.rendezvous.dynamic_rendezvous import create_handler
+    if path := params.endpoint.strip():
+        # Open the file first, because torch would try to open it for minutes.
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        except OSError as error:
+            raise UsageError(
+                f"--rdzv-endpoint: got {path!r}, expected a file that all nodes can open: {error.strerror}"
+            ) from error
+    # Nodes that meet in a file use torch's rendezvous, as they do under torchrun.
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    backend, store = create_file_backend(params)
-    return create_handler(store, backend, params)
+    # Torch's classes have the same interface, and are the same classes where the alias is active.
+    theirs: Any = params
+    backend, store = create_backend(theirs)
+    handler: Any = create_handler(store, backend, theirs)
+    return cast("RendezvousHandler", handler)
 
 
 for _backend in BACKENDS:

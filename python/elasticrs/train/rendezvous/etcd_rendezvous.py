@@ -4,7 +4,8 @@ import this module.
 
 from __future__ import annotations
 
+from torch.distributed.elastic.rendezvous.etcd_store import EtcdStore
+
 from elasticrs.rendezvous.etcd_rendezvous import EtcdRendezvous, EtcdRendezvousHandler
-from elasticrs.rendezvous.etcd_store import EtcdStore
 
 __all__ = ["EtcdRendezvous", "EtcdRendezvousHandler", "EtcdStore"]

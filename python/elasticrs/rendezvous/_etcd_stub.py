@@ -1,0 +1,5 @@
+"""Torch's module of this name; see :mod:`elasticrs.rendezvous.torchs`."""
+
+from elasticrs.rendezvous.torchs import replace_with_torchs
+
+replace_with_torchs(__name__)
