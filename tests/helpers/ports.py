@@ -67,6 +67,11 @@ def sockets() -> Iterator[TcpSocket]:
             yield TcpSocket(int(fields[1].rpartition(":")[2], 16), fields[3], f"socket:[{fields[9]}]")
 
 
+def is_listening(port: int) -> bool:
+    """Return true if a process of this network namespace listens on this port. Connects to nothing."""
+    return any(each.port == port and each.state == LISTENS for each in sockets())
+
+
 def listens(pid: int, port: int) -> bool:
     """Return true if this process listens on this port."""
     links = {each.link for each in sockets() if each.port == port and each.state == LISTENS}

@@ -121,6 +121,9 @@ class AttemptTracker:
         if job.preload is not None:
             for remark in job.preload.remarks:
                 console.say(f"warm: {remark}")
+        if workers.follower is not None:
+            cold = " without preloaded modules" if job.preload is not None else ""
+            console.say(f"{workers.follower.name} follows the workers: each starts under it{cold}")
         self.why_unfit: str | None = None
         self._supervisor: _core.Supervisor | None = None
         self._warming: Warming | None = None
@@ -393,8 +396,11 @@ class AttemptTracker:
         """
         if self._warming is not None:
             return self._warming.is_warm, self._warming.why_cold
-        preload = self._job.preload
-        return (None, None) if preload is None else (False, "; ".join(preload.remarks))
+        preload, follower = self._job.preload, self._workers.follower
+        if preload is None:
+            return None, None
+        why = "; ".join(preload.remarks)
+        return False, why if follower is None else f"{follower.name} follows the workers"
 
     def _on_start_failed(self, event: _core.StartFailed) -> None:
         self._workers.ended(self.supervisor)

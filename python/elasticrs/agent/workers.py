@@ -13,6 +13,7 @@ from elasticrs.host import nvidia
 from elasticrs.job.config import UsageError, hang_limits
 from elasticrs.job.value import Value
 from elasticrs.workers.environment import virtual_local_rank, warm_environment, worker_env
+from elasticrs.workers.followers import follower_of
 from elasticrs.workers.logs import (
     LogPaths,
     coloured,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.attempt import Attempt
     from elasticrs.job.config import JobConfig
+    from elasticrs.workers.followers import Follower
     from elasticrs.workers.plan import Plan
     from elasticrs.workers.warm import Preload
 
@@ -134,6 +136,8 @@ class Workers(ABC):
             exited.
         warm_command: part of the command line that all workers have in common; ``None`` if no worker is
             forked from a warm nursery.
+        follower: debugger or tracer that follows the workers, which then start cold; ``None`` if there is
+            none.
         may_fork: false if files have changed since the warm nursery imported them. The workers of the next
             attempt then start cold.
     """
@@ -141,6 +145,7 @@ class Workers(ABC):
     are_started: bool = True
     leftovers: Leftovers | None = Leftovers()
     warm_command: Sequence[str] | None = None
+    follower: Follower | None = None
     may_fork: bool = True
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -398,17 +403,21 @@ class CommandWorkers(Workers):
     """Workers that run a program.
 
     As in torch, ``${local_rank}`` in an argument is replaced with the worker's local rank, and ``$$`` with a
-    dollar sign.
+    dollar sign. A debugger or tracer in this process that follows child processes changes the command line.
     """
 
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
         super().__init__(setup)
-        self._command = command
-        if setup.preload is not None:
+        self.follower = follower_of(command)
+        self._command = command if self.follower is None else self.follower.command
+        if setup.preload is not None and self.follower is None:
             self.warm_command = command
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         cpus = self.setup.job.cpus
+        if self.follower is not None:
+            for _ in environments:
+                self.follower.started()
         return [
             process_spec(
                 local_rank,

@@ -54,7 +54,7 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     if program not in (sys.executable, os.environ.get("PYTHON_EXEC")) and not name.startswith("python"):
         return Entry(name, why_cold=f"{name} is not a Python interpreter")
     interpreter = None if program == sys.executable else program
-    if interpreter is not None and _is_script(interpreter):
+    if _is_script(program):
         return Entry(name, why_cold=f"{name} is a script, which may start Python in another way")
     found = parse_python(arguments)
     isolating = next((letter for letter in found.letters if letter in _ISOLATED), None)
