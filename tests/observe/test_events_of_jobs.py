@@ -9,6 +9,7 @@ import sys
 import pytest
 from helpers.launcher import LAUNCHERS, Launched, clean_environment
 from helpers.packages import install
+from helpers.said import says
 from helpers.schema import schemas
 
 EVENT, INNER = schemas("events.md")
@@ -86,7 +87,10 @@ def test_failed_and_stopped_workers_are_recorded_with_their_exit_codes(launch, w
         "--nproc-per-node=2", worker_script(FAILS_AND_HANGS), env={"PET_EVENT_LOG_HANDLER": "console"}
     ).exits(1)
     events = read(of_console(job.stderr))
-    assert names(events)[4:] == ["WORKER FAILED", "WORKER FAILED", "AGENT SUCCEEDED"]
+    assert names(events)[4:] == ["WORKER FAILED", "WORKER FAILED", "AGENT SUCCEEDED", "AGENT job failed"]
+    last = json.loads(events[-1]["metadata"]["metadata"])
+    says(last["message"], "rank 1 of 2: ", "ValueError: no (worker.py:")
+    assert (last["verdict"], last["reason"]) == ("failed", None)
     stopped, failed = (event["metadata"] for event in events[4:6])
     assert json.loads(stopped["metadata"])["exit_code"] == [-15]
     inner = json.loads(failed["metadata"])
@@ -118,8 +122,19 @@ def test_a_failed_start_of_workers_is_recorded(launch, tmp_path):
     program.chmod(0o755)
     job = launch("--event-log-handler=console", "--no-python", program).exits(1)
     events = read(of_console(job.stderr))
-    assert names(events) == ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", "AGENT FAILED"]
-    assert "could not execute" in events[-1]["metadata"]["raw_error"]
+    ends = ["AGENT FAILED", "AGENT job failed"]
+    assert names(events) == ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", *ends]
+    assert "could not execute" in events[-2]["metadata"]["raw_error"]
+    last = json.loads(events[-1]["metadata"]["metadata"])
+    assert "could not execute" in last["message"]
+    assert last["verdict"] == "permanent"
+
+
+def test_a_worker_that_a_signal_killed_has_a_message(launch, worker_script):
+    script = worker_script("import os; os.kill(os.getpid(), 9)")
+    events = read(of_console(launch("--event-log-handler=console", script).exits(1).stderr))
+    (failed,) = (event["metadata"] for event in events if event["name"].endswith(".FAILED"))
+    assert "SIGKILL" in json.loads(failed["raw_error"])["message"]
 
 
 def test_an_expired_timer_is_recorded(launch, worker_script):
@@ -136,10 +151,11 @@ def test_an_expired_timer_is_recorded(launch, worker_script):
     ).exits(1)
     events = read(of_console(job.stderr))
     assert [event["name"] for event in events if "." not in event["name"]] == [
-        *("watchdog started", "timer expired", "kill worker process", "watchdog stopped")
+        *("watchdog started", "timer expired", "kill worker process", "watchdog stopped", "job failed")
     ]
     assert names(events)[2:5] == ["AGENT watchdog started", "WORKER START", "AGENT timer expired"]
-    assert names(events)[6:] == ["AGENT watchdog stopped", "WORKER FAILED", "AGENT SUCCEEDED"]
+    ends = ["WORKER FAILED", "AGENT SUCCEEDED", "AGENT job failed"]
+    assert names(events)[6:] == ["AGENT watchdog stopped", *ends]
     assert "'epoch'" in json.loads(events[7]["metadata"]["raw_error"])["message"]
     expired = next(event for event in events if event["name"] == "timer expired")
     inner = json.loads(expired["metadata"]["metadata"])
@@ -159,11 +175,12 @@ def test_a_hung_worker_is_recorded(launch, worker_script):
     events = [event for event in read(of_console(job.stderr)) if event["name"] != RUNNING]
     hang = ["WORKER START", "AGENT worker hung", "AGENT kill worker process"]
     attempt = ["AGENT RENDEZVOUS", "AGENT ASSIGN_WORKER_RANKS", *hang]
-    assert names(events) == [*attempt, "WORKER FAILED", *attempt, "WORKER FAILED", "AGENT SUCCEEDED"]
-    told = json.loads(events[-4]["metadata"]["metadata"])
-    assert told["worker_pid"] == events[-5]["metadata"]["worker_id"]
+    ends = ["WORKER FAILED", "AGENT SUCCEEDED", "AGENT job failed"]
+    assert names(events) == [*attempt, "WORKER FAILED", *attempt, *ends]
+    told = json.loads(events[-5]["metadata"]["metadata"])
+    assert told["worker_pid"] == events[-6]["metadata"]["worker_id"]
     assert "hung: no heartbeat for " in told["message"]
-    assert json.loads(events[-2]["metadata"]["raw_error"])["message"] == told["message"]
+    assert json.loads(events[-3]["metadata"]["raw_error"])["message"] == told["message"]
 
 
 def test_failure_events_of_a_job_are_synced_to_disk(launch, worker_script, tmp_path):
@@ -186,7 +203,7 @@ def test_failure_events_of_a_job_are_synced_to_disk(launch, worker_script, tmp_p
         *("--hang-timeout=1", f"--event-log-handler=file:{tmp_path / 'events.jsonl'}", script),
         argv=[sys.executable, worker_script(program, "program.py")],
     ).exits(1)
-    assert job.stdout == "SYNCED\n" * 3, "hung, killed, failed"
+    assert job.stdout == "SYNCED\n" * 4, "hung, killed, failed, job failed"
 
 
 HANGING_DISK = """

@@ -7,13 +7,16 @@ import os
 import re
 import signal
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers.held import held, thread_of
 from helpers.http_client import get, get_json, port_of, wait_until_answers
+from helpers.launcher import launcher_with
 from helpers.nodes import meeting
 from helpers.procs import wait_until
+from helpers.said import says
 from helpers.schema import schemas
 
 (STATUS,) = schemas("metrics.md")
@@ -210,6 +213,58 @@ def test_status_shows_failures_with_exceptions_and_error_files(launch, worker_sc
     assert Path(earlier["error_file"]).is_file()
     assert (earlier["rank"], earlier["exitcode"]) == (1, 1)
     assert (last["rank"], last["exitcode"], last["exception"]) == (1, 3, None)
+    assert last["error_file"] is None
+    assert (status["cause"]["rank"], status["cause"]["what"]) == (1, last["what"])
+    assert status["nodes"] == [os.uname().nodename]
+    release(job, pids)
+
+
+FAILS_ON_NODE_0 = """
+    import os, signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if rank == "0" and restarts == "0":
+        raise KeyError("first")
+    os.write(1, f"here {rank} {os.getpid()} {restarts}.\\n".encode())
+    signal.sigwait([signal.SIGUSR1])
+"""
+
+
+def test_every_node_shows_the_cause_of_a_failure_on_another_node(launch, worker_script):
+    options = (*meeting(), "--max-restarts=1", "--health-check-port=0")
+    jobs = [launch(*options, worker_script(FAILS_ON_NODE_0)) for _ in range(2)]
+    pids = [int(job.wait_for_line(r"here \d (\d+) 1\.")[1]) for job in jobs]
+    statuses = [
+        wait_until(partial(status_of, port_of(job)), lambda found: found["cause"] is not None) for job in jobs
+    ]
+    for status in statuses:
+        assert status["cause"]["rank"] == 0
+        assert "KeyError: 'first' (worker.py:" in status["cause"]["what"]
+    assert sorted(status["last_failure"] is None for status in statuses) == [False, True]
+    # Only the leader reads the names of all nodes from the store.
+    assert [os.uname().nodename] * 2 in [status["nodes"] for status in statuses]
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    assert [job.wait() for job in jobs] == [0, 0]
+
+
+STANDS_STILL = """
+    import os, signal
+    from elasticrs.timer import heartbeat
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    heartbeat(8 - int(os.environ["RANK"]))
+    os.write(1, b"here %d %d 0.\\n" % (int(os.environ["RANK"]), os.getpid()))
+    signal.sigwait([signal.SIGUSR1])
+"""
+
+
+def test_status_says_which_ranks_stand_where_while_no_rank_makes_progress(launch, worker_script):
+    argv = launcher_with("agent.job_health", PROGRESS_LIMIT=0.2)
+    job, port, pids = start(launch, worker_script(STANDS_STILL), "--hang-timeout=600", argv=argv)
+    status = wait_until(lambda: status_of(port), lambda found: found["no_progress"])
+    assert status["state"] == "HEALTHY"
+    assert status["no_progress"]["seconds"] >= 0.2
+    says(status["no_progress"]["what"], "rank 1 in step 7", "rank 0 in step 8")
     release(job, pids)
 
 

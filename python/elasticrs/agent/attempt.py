@@ -16,7 +16,8 @@ from elasticrs.workers.logs import LogPaths, error_file_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
+    from typing import Any
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.agent.ras import RasQuery
@@ -359,6 +360,9 @@ class JobResult(Record):
         attempts: all attempts, in order.
         read_history: function that returns the history of the job's failures on all nodes. The times in the
             history are seconds of this node's monotonic clock.
+        shared_cause: function that returns the first failure over all nodes; see
+            :meth:`.Decisions.shared_cause`.
+        node_names: function that returns the names of the nodes; see :meth:`.Decisions.node_names`.
         return_values: return values of the workers, by global rank.
     """
 
@@ -373,6 +377,8 @@ class JobResult(Record):
     clock: Clock = Clock()
     attempts: list[Attempt] = fresh(factory=list)
     read_history: Callable[[], FailureHistory] = FailureHistory
+    shared_cause: Callable[[], Mapping[str, Any] | None] = lambda: None
+    node_names: Callable[[], Sequence[str] | None] = lambda: None
     return_values: dict[int, object] = fresh(factory=dict)
 
     @property

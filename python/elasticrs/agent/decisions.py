@@ -4,6 +4,7 @@ also contains the implementation for jobs on a single node.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 
 from elasticrs.agent import state_machine as machine
@@ -13,8 +14,8 @@ from elasticrs.job.restart_policy import FailureHistory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeAlias
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any, TypeAlias
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
@@ -63,6 +64,18 @@ class Decisions(ABC):
 
     def open(self, supervisor: _core.Supervisor) -> None:  # noqa: B027 -- nothing to do for one node
         """Set the process supervisor. Called once, before any event except a signal."""
+
+    def shared_cause(self) -> Mapping[str, Any] | None:
+        """Return the first failure of the last failed round over all nodes, as the fields of a
+        :class:`~elasticrs.job.failure_cause.Cause`. Return ``None`` if there was none, or for one node.
+        """
+        return None
+
+    def node_names(self) -> Sequence[str] | None:
+        """Return the names of the nodes in the current round, by group rank; ``None`` if this agent does not
+        know them.
+        """
+        return (os.uname().nodename,)
 
     def read_history(self) -> FailureHistory:
         """Return the history of the job's failures. Times are in seconds on this node's monotonic clock."""

@@ -23,6 +23,7 @@ from elasticrs.events import (
     status_metadata,
 )
 from elasticrs.events.handlers import LineFileHandler
+from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
 from elasticrs.report import phrases
 
 if TYPE_CHECKING:
@@ -193,7 +194,21 @@ class EventRecorder(Observer):
         if self._tells_end:
             state = "SUCCEEDED" if reason is None else "FAILED"
             self._record(state, EventSource.AGENT, raw_error=reason)
+        if result.phase is Phase.FAILED and error is None:
+            self._record_failed_job(result)
         self._write_all()
+
+    def _record_failed_job(self, result: JobResult) -> None:
+        from elasticrs.agent.failed_attempt import all_failures, headline_of
+
+        failed = all_failures(result)
+        about: dict[str, object] = {
+            "message": headline_of(result, failed) if failed else result.message,
+            "verdict": result.verdict.value,
+            "reason": result.message,
+        }
+        metadata = self._metadata("FAILED", about)
+        self._pass_on(Event("job failed", EventSource.AGENT, _milliseconds(), metadata))
 
     def _write_all(self) -> None:
         if isinstance(self._handler, LineFileHandler):
@@ -226,7 +241,7 @@ class EventRecorder(Observer):
             details_of_worker(ranks, failure and failure.exitcode, failure and failure.pid),
             global_rank=ranks.global_rank if rank is None else rank,
             worker_id=str(pid),
-            raw_error=json.dumps(failure.error_file_data) if failure is not None else None,
+            raw_error=None if failure is None else json.dumps(_error_of(failure)),
             at_ns=at_ns,
         )
 
@@ -307,6 +322,15 @@ class WatchdogRecorder(EventRecorder):
 
 def _milliseconds(at_ns: int | None = None) -> int:
     return (time.time_ns() if at_ns is None else at_ns) // 1_000_000
+
+
+def _error_of(failure: ProcessFailure) -> dict[str, object]:
+    """Return the contents of a worker's error file. Without an error file, return what is known instead."""
+    if failure.error_file != NOT_AVAILABLE or failure.cause is not None:
+        return failure.error_file_data
+    from elasticrs.multiprocessing.errors.report import traceback_text
+
+    return {**failure.error_file_data, "message": traceback_text(failure)}
 
 
 def _reason(result: JobResult, error: BaseException | None) -> str | None:

@@ -17,10 +17,11 @@ from elasticrs.agent.observer import Observer
 from elasticrs.agent.pace import slowest
 from elasticrs.agent.state_machine import AnnounceRestart, Phase, Start, Stop
 from elasticrs.metrics.api import add_sink, remove_sink
+from elasticrs.report import phrases
 from elasticrs.report.traceback_summary import headline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import Any
 
     from elasticrs import _core
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from elasticrs.workers.plan import Plan
 
 SCHEMA = 1
+PROGRESS_LIMIT = 5.0
+"""Seconds without a heartbeat of any worker after which the status says that there is no progress."""
 MAX_EARLIER_FAILURES = 16
 """Maximum number of earlier failures that the status lists in addition to the last one."""
 
@@ -63,12 +66,14 @@ class HealthObserver(Observer):
         self._standings: dict[int, Standing] = {}
         self._is_uncharged = False
         self._is_stale = self._is_hang_counted = False
+        self._supervisor: _core.Supervisor | None = None
+        self._no_progress: dict[str, Any] | None = None
         self._native.identify(job.run_id, os.uname().nodename)
         self._publish()
 
     def opened(self, supervisor: _core.Supervisor) -> None:
         """Start answering health requests in the agent's loop, unless a thread of the server answers them."""
-        self._server.supervisor = supervisor
+        self._server.supervisor = self._supervisor = supervisor
         self._native.show(supervisor, is_asked=self._is_asked)
         if self._is_asked:
             supervisor.watch_fd(self._native.fd)
@@ -81,6 +86,12 @@ class HealthObserver(Observer):
         if not self._is_asked or fd != self._native.fd:
             return False
         attempt = self._attempt
+        if attempt is not None and attempt.running() and self._supervisor is not None:
+            self._no_progress = no_progress(
+                self._supervisor.heartbeats(), attempt.global_ranks(), len(attempt.exits), time.monotonic_ns()
+            )
+        # The cause of a failure on another node, and the time since the last progress, change at any time.
+        self._is_stale |= self._job.is_multi_node or self._no_progress is not None
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
             self._ranks,
             self._shown_budget,
@@ -166,6 +177,7 @@ class HealthObserver(Observer):
         self._result, self._attempt = result, result.attempts[-1]
         self._paused.clear()
         self._is_hang_counted = False
+        self._no_progress = None
         if self._failed_ns is not None:
             self._native.recovered((self._attempt.stamps["started"] - self._failed_ns) / 1e9)
             self._failed_ns = None
@@ -223,7 +235,9 @@ class HealthObserver(Observer):
             "exitcode": None if worker is None else worker.exitcode,
             "what": attempt.why_expired(local_rank) or ended,
             "exception": headline(raised.text) if raised is not None else None,
-            "error_file": attempt.paths.error_files.get(local_rank) or None,
+            # Do not look for the file, because a slow file system would delay the supervision of the workers.
+            # A worker sends its exception only after it has written the file.
+            "error_file": None if raised is None else attempt.paths.error_files.get(local_rank) or None,
             "time_ms": time.time_ns() // 1_000_000,
             "round": attempt.round,
         }
@@ -267,9 +281,26 @@ class HealthObserver(Observer):
             "group": None if attempt is None else _group(attempt),
             "workers": [] if attempt is None else self._workers(attempt),
             "slowest": _slowest(list(self._standings.values())),
+            "no_progress": self._no_progress,
+            "nodes": None if self._result is None else self._result.node_names(),
+            "cause": self._cause(),
             "last_failure": self._last_failure,
             "earlier_failures": list(self._earlier_failures),
         }
+
+    def _cause(self) -> dict[str, Any] | None:
+        """Return the first failure of the last failed attempt over all nodes."""
+        cause = None if self._result is None else self._result.shared_cause()
+        if cause is not None:
+            from elasticrs.rendezvous.elastic.announcements import failure_of
+
+            said = failure_of(cause, names_pid=False)
+            return {**{name: cause.get(name) for name in ("rank", "node", "round")}, "what": said}
+        last = self._last_failure
+        if last is None or self._job.is_multi_node:
+            return None
+        said = last["exception"] or last["what"]
+        return {"rank": last["rank"], "node": os.uname().nodename, "round": last["round"], "what": said}
 
     def _budget(self) -> tuple[int, int]:
         """Return the number of restarts that were counted against the restart budget, and the number of
@@ -308,6 +339,33 @@ class HealthObserver(Observer):
                 "training": self._training(ranks.local_rank, pid),
             })  # fmt: skip
         return shown
+
+
+def no_progress(
+    beats: Sequence[_core.Heartbeat], ranks: Mapping[int, int], exited: int, now_ns: int
+) -> dict[str, Any] | None:
+    """Return for how many seconds no worker of this node has made progress, and which ranks are where. Return
+    ``None`` if a worker has made progress recently, or if it is unknown.
+
+    Args:
+        beats: last heartbeat of each worker.
+        ranks: global ranks by local rank.
+        exited: number of workers that have exited.
+        now_ns: current time in nanoseconds of the monotonic clock.
+    """
+    if not beats:
+        return None
+    seconds = (now_ns - max(beat.at_ns for beat in beats)) / 1e9
+    if seconds < PROGRESS_LIMIT:
+        return None
+    places: dict[tuple[float, str], list[int]] = {}
+    for beat in beats:
+        where = "before its first step" if beat.step is None else f"in step {beat.step:,}"
+        where += f" in section '{phrases.printable(beat.section)}'" if beat.section else ""
+        places.setdefault((-1 if beat.step is None else beat.step, where), []).append(ranks[beat.local_rank])
+    told = [f"{phrases.ranks_text(sorted(places[key]), 8)} {key[1]}" for key in sorted(places)[:8]]
+    told += [f"{exited} exited"] if exited else []
+    return {"seconds": round(seconds, 3), "what": f"no progress for {seconds:.1f} s: {', '.join(told)}"}
 
 
 def _slowest(standings: Sequence[Standing]) -> dict[str, Any] | None:

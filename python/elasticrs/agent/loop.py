@@ -79,6 +79,7 @@ class Agent:
         )
         self.result = self._tracker.result
         self.result.read_history = decisions.read_history
+        self.result.shared_cause, self.result.node_names = decisions.shared_cause, decisions.node_names
         self._events = self._tracker.events
         self._actions: deque[machine.Action] = deque()
         self._requests = StopRequests()

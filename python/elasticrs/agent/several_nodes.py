@@ -29,7 +29,8 @@ from elasticrs.workers.ports import agent_hosts_store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
 
     from elasticrs import _core
     from elasticrs.agent.attempt import Attempt
@@ -112,6 +113,13 @@ class SeveralNodes(Decisions):
         self._first_failure = self._first_word = None
         self._gathers_evidence = False
         self.failed_elsewhere = False
+
+    def shared_cause(self) -> Mapping[str, Any] | None:
+        head = None if self._driver is None else self._driver.last_head
+        return None if head is None else head.cause
+
+    def node_names(self) -> Sequence[str] | None:
+        return None if self._driver is None else self._driver.node_names()
 
     def read_history(self) -> FailureHistory:
         head = None if self._driver is None else self._driver.last_head

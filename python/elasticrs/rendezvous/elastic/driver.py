@@ -117,6 +117,14 @@ class Driver:
         """Most recently received state of the job; ``None`` before the first one."""
         return None if self._member is None else self._member.last_head
 
+    def node_names(self) -> list[str] | None:
+        """Return the names of the nodes in the current round, by group rank. Only the leader reads them from
+        the store; return ``None`` for every other agent.
+        """
+        leader = None if self._member is None else self._member.leader
+        view = None if leader is None else leader.view
+        return None if view is None else [seat.name for seat in view.seats]
+
     @property
     def job_number(self) -> int:
         """Store revision at which the job's record was created; 0 while the revision is unknown.
