@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs._worker import flight
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.workers.logs import discard_unused_files, fault_file
 
@@ -147,6 +148,15 @@ def test_the_last_stack_in_a_fault_file_is_used(tmp_path):
     assert ProcessFailure(0, 5, -11, path).stack == "Fatal Python error: own\n\n  File x"
     assert ProcessFailure(0, 5, -9, path).stack is None
     assert ProcessFailure(0, 5, 1, path).stack is None
+
+
+def test_the_stack_of_a_crash_omits_the_thread_of_elasticrs(tmp_path):
+    path = str(tmp_path / "error.json")
+    own = f'Thread 0x1 (most recent call first):\n  File "{flight.__file__}", line 9 in _wait_for_request\n'
+    users = '  File "train.py", line 3 in <module>'
+    Path(fault_file(path)).write_text(f"Fatal Python error: x\n\n{own}\nCurrent thread 0x2:\n{users}\n")
+    stack = ProcessFailure(0, 5, -11, path).stack
+    assert stack == f"Fatal Python error: x\n\nCurrent thread 0x2:\n{users}"
 
 
 def test_only_empty_fault_files_are_discarded(tmp_path):

@@ -120,7 +120,11 @@ def ask(tmp_path, monkeypatch):
     return lambda word, **more: worker_count(word, {**environ, **more})
 
 
-def test_torch_counts_devices_in_a_child_process_if_no_other_source_can(ask):
+def test_torch_counts_devices_in_a_child_process_if_no_other_source_can(ask, tmp_path):
+    extension = tmp_path / "npu-1.dist-info"
+    extension.mkdir()
+    (extension / "METADATA").write_text("Name: npu\nVersion: 1\n")
+    (extension / "entry_points.txt").write_text("[torch.backends]\nnpu = npu:load\n")
     source = ask("xpu").source
     assert "short-lived" in source
     assert ask("xpu") == Count(2, "xpu", source)
@@ -204,6 +208,12 @@ def test_a_torch_folder_in_the_working_directory_is_not_imported(ask, tmp_path, 
     (tmp_path / "here" / "torch" / "__init__.py").write_text("raise SystemExit(1)")
     monkeypatch.chdir(tmp_path / "here")
     assert ask("xpu").number == 2
+
+
+def test_an_unknown_device_is_rejected_without_importing_torch(ask):
+    # Importing torch would fail, because the number of CUDA devices in the variable is no number.
+    with pytest.raises(UnknownDeviceError):
+        ask("four", CUDA="x")
 
 
 def test_missing_devices_are_reported(ask):

@@ -141,3 +141,26 @@ def test_max_restarts_accepts_a_window_as_text(make):
     assert made.max_restarts - 1 == 2
     with pytest.raises(ValueError, match=r"max_restarts must be .*, got '3/'"):
         make(max_restarts="3/")
+
+
+DURATIONS = [each for each in options.OPTIONS if each.kind and each.kind.metavar.startswith("DURATION")]
+
+
+@pytest.mark.parametrize("option", DURATIONS, ids=[each.name for each in DURATIONS])
+def test_every_option_that_takes_a_duration_accepts_units(option):
+    assert option.converted("10m") == option.converted("600") == 600
+    assert option.converted("1.5s") == 1.5
+
+
+def test_no_option_takes_a_number_of_seconds_in_another_way():
+    timed = {each.name for each in options.OPTIONS if each.kind and {"seconds", "timeout"} & words(each)}
+    assert timed - {each.name for each in DURATIONS} == set()
+
+
+def words(option):
+    return {*option.help.split(), *option.name.split("-")}
+
+
+def test_the_path_of_the_report_may_be_given_without_a_scheme():
+    (report,) = (each for each in options.OPTIONS if each.name == "report")
+    assert report.converted("out.json") == report.converted("file:out.json") == "out.json"

@@ -303,7 +303,11 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
         return _counted(word, *torch_devices.count(torch, word), "torch, in this process")
     if find_spec("torch") is None:
         return None
-    command = [environ.get("PYTHON_EXEC") or sys.executable, torch_devices.__file__, word]
+    python = environ.get("PYTHON_EXEC") or sys.executable
+    if word not in ("gpu", "xpu", "auto") and python == sys.executable and not _has_extensions():
+        # Only an extension of torch can define this device, so do not import torch for a typing error.
+        raise UnknownDeviceError(word)
+    command = [python, torch_devices.__file__, word]
     pipe = subprocess.PIPE
     try:
         with subprocess.Popen(command, env=dict(environ), stdout=pipe, stderr=pipe, text=True) as child:
@@ -319,6 +323,15 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
         raise CountError(f"torch could not count the devices: {last}")
     _, kind, number = stdout.splitlines()[-1].split()
     return _counted(word, kind, int(number), "torch, in a short-lived process")
+
+
+def _has_extensions() -> bool:
+    """Return true if a package is installed that torch loads while it is imported. Such a package may define
+    kinds of devices.
+    """
+    from importlib.metadata import entry_points
+
+    return bool(entry_points(group="torch.backends"))
 
 
 def _outputs(child: subprocess.Popen[str], word: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from elasticrs.job.policy_options import delays, exit_codes
+from elasticrs.job.policy_options import delays, exit_codes, in_seconds
 from elasticrs.job.value import Record, Value, shared_fields
 
 TYPE_CHECKING = False
@@ -531,13 +531,14 @@ def seconds_within(low: float, high: float = LONGEST, *, above: bool = False) ->
     if high < LONGEST:
         expected = f"seconds, {low:g} to {high:g}"
     else:
-        expected = f"seconds, more than {low:g}" if above else f"seconds, {low:g} or more"
+        least = f"more than {low:g}" if above else f"{low:g} or more"
+        expected = f"seconds or a duration such as 10m, {least}"
 
     def read(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise ValueError(expected)
         try:
-            number = float(value)
+            number = in_seconds(value) if isinstance(value, str) else float(value)
         except (ValueError, OverflowError):
             raise ValueError(expected) from None
         if number > LONGEST:

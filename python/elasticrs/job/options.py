@@ -187,7 +187,7 @@ def _hang_timeout(text: str) -> float | str:
         if colon:
             _interval(least)
     except ValueError:
-        raise ValueError("seconds, more than 0, auto or auto:SECONDS") from None
+        raise ValueError("seconds or a duration such as 10m, more than 0, auto or auto:DURATION") from None
     return text
 
 
@@ -217,14 +217,14 @@ def _warm(text: str) -> str:
     return ",".join(names)
 
 
-SECONDS = Kind(config.seconds, "SECONDS")
-EXIT_TIMEOUT = Kind(config.seconds, "SECONDS", "seconds, 0 for any time")
-INTERVAL = Kind(_interval, "SECONDS", "seconds above 0")
-HANG_TIMEOUT = Kind(_hang_timeout, "SECONDS|auto", "seconds above 0, 'auto' or 'auto:SECONDS'")
+SECONDS = Kind(config.seconds, "DURATION")
+EXIT_TIMEOUT = Kind(config.seconds, "DURATION", "seconds, 0 for any time")
+INTERVAL = Kind(_interval, "DURATION", "seconds above 0")
+HANG_TIMEOUT = Kind(_hang_timeout, "DURATION|auto", "seconds above 0, 'auto' or 'auto:SECONDS'")
 ON_FAILURE = Kind(_one_of("restart", "replace"), "restart|replace", "'restart' or 'replace'")
 MAX_RESTARTS = Kind(policy_options.MaxRestarts.parse, "N|N/DURATION")
 RESTART_DELAY = Kind(_text_of(policy_options.delays), "FIRST..LONGEST")
-REPORT = Kind(policy_options.report_path, "file:PATH")
+REPORT = Kind(policy_options.report_path, "PATH")
 NODE_CHECK = Kind(_node_check, "COMMAND|SOURCE")
 FATAL_EXIT_CODES = Kind(_text_of(policy_options.exit_codes), "CODES")
 EXIT_CODES = Kind(_text_of(policy_options.ExitCodes.parse), "torchrun|verdict|worker")

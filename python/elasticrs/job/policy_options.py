@@ -43,16 +43,26 @@ class MaxRestarts(int):
         return found
 
 
+def in_seconds(text: str) -> float:
+    """Parse a duration with or without a unit, such as ``90``, ``1.5s``, ``10m``, ``1h`` or ``2d``. Every
+    option that takes a duration uses this function.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    unit = _UNITS.get(text[-1:])
+    return float(text[:-1] if unit else text) * (unit or 1.0)
+
+
 def duration(text: str) -> float:
-    """Parse a duration, such as ``90``, ``1.5s``, ``10m``, ``1h`` or ``2d``, and return it in seconds.
+    """Parse a duration, and return it in seconds.
 
     Raises:
         ValueError: the text has another form, or the duration is 0 or longer than 30 days.
     """
     expected = "a duration such as 30s, 10m, 1h or 2d, of at most 30 days"
-    unit = _UNITS.get(text[-1:])
     try:
-        value = float(text[:-1] if unit else text) * (unit or 1.0)
+        value = in_seconds(text)
     except ValueError:
         raise ValueError(expected) from None
     if not 0 < value <= _LONGEST:
@@ -198,14 +208,15 @@ def similar_source(word: str) -> str | None:
 
 
 def report_path(text: str) -> str:
-    """Check that the destination of the JSON report is valid, and return it.
+    """Return the path of the JSON report. The text may be a path or ``file:PATH``, as for events.
 
     Raises:
-        ValueError: the text is not ``file:PATH``.
+        ValueError: the path is empty.
     """
-    if not text.startswith("file:") or text == "file:":
-        raise ValueError("file:PATH")
-    return text
+    path = text.removeprefix("file:")
+    if not path:
+        raise ValueError("PATH or file:PATH")
+    return path
 
 
 def command(text: str) -> list[str]:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help all lists the options"
+_ALIKE = 4
+"""Minimum number of equal characters at the start of an unknown option and of a suggested one."""
 _MANY = 32
 """Number of workers per CPU above which the launcher prints a warning, because so many workers are most
 likely a mistake.
@@ -329,6 +331,9 @@ def _suggestion(name: str) -> str:
 
     typed = name.partition("=")[0].lower().replace("_", "-")
     near = difflib.get_close_matches(typed, _BY_NAME, 1)
+    if not near:
+        # Suggest an option with the same start, such as --nproc-per-node for --nprocs.
+        near = [known for known in _BY_NAME if known.startswith(typed[: max(_ALIKE, len(typed) - 1)])]
     return f" (did you mean --{near[0]}?)" if near else _ALL
 
 

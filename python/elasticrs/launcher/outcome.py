@@ -45,7 +45,7 @@ def conclude(job: JobConfig, result: JobResult, headline: str | None, say: Calla
     code = job_report.exit_code(ExitCodes.parse(job.exit_codes), result, failed)
     document = job_report.report(job, result, failed, headline, code)
     if job.report is not None:
-        _write(job.report.removeprefix("file:"), job_report.encode(document), "--report", say)
+        _write(job.report, job_report.encode(document), "--report", say)
     if path is not None:
         _write(path, job_report.termination_message(document), "the termination message", say)
     return code

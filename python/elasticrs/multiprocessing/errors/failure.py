@@ -22,6 +22,8 @@ TORCH_HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/e
 _FAULTS = frozenset({4, 6, 7, 8, 11})
 """Signals for which :mod:`faulthandler` writes the stack: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
 _STACK_LIMIT = 16384
+_OWN_THREAD = '/elasticrs/_worker/flight.py", line '
+"""Part of a frame of the thread with which elasticrs waits for requests, which tells users nothing."""
 _ERROR_FILE_LIMIT = 1 << 20
 """Maximum number of bytes that are read of an error file, because it is read before a restart. Of a larger
 file, only the beginning of the message and the data of elasticrs at the end are used.
@@ -344,6 +346,7 @@ def _read_stack(error_file: str) -> str | None:
     text = last_bytes(fault_file(error_file), _STACK_LIMIT).decode("utf-8", "replace")
     # Use the last entry, because forked children may have written earlier entries to the same file.
     last = text[max(0, text.rfind("Fatal Python error")) :]
+    last = "\n\n".join(part for part in last.split("\n\n") if _OWN_THREAD not in part)
     # Remove the list of extension modules. It contains hundreds of names and does not help to explain the
     # crash.
     return last.partition("\nExtension modules:")[0].rstrip() or None
