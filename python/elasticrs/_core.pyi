@@ -274,6 +274,9 @@ class Heartbeat:
     @property
     def section(self) -> str | None:
         """Name of the section that the worker was in; ``None`` if it was in none."""
+    @property
+    def has_returned(self) -> bool:
+        """True if the worker's program had returned, and its process was exiting."""
 
 @final
 class RankSeen:

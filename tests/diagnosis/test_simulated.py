@@ -46,6 +46,15 @@ def test_the_faulty_rank_is_named_in_98_percent_of_simulated_jobs():
     assert right >= 0.98 * len(results), (right, len(results))
 
 
+def test_the_faulty_rank_is_named_or_a_candidate_in_meshes_with_pairs():
+    """In a group of two, the groups of the same kind decide which of two different calls is wrong."""
+    found = list(filter(None, (simulated(seed, [(2, 2), (2, 4), (4, 2)]) for seed in range(300))))
+    results = [(diagnose(run.evidence()), rank) for run, rank in found]
+    right = sum(blamed(diagnosis) == {rank} for diagnosis, rank in results)
+    assert right >= 0.85 * len(results), (right, len(results))
+    assert all(rank in blamed(diagnosis) | set(diagnosis.candidates) for diagnosis, rank in results)
+
+
 @given(st.integers(0, 10**9), st.booleans())
 @example(106, False)
 def test_healthy_ranks_are_never_blamed(seed, knows_groups):

@@ -13,9 +13,13 @@ from hypothesis import strategies as st
 
 from elasticrs._worker.error_file import write_whole
 from elasticrs.agent.attempt import Attempt
-from elasticrs.agent.hang_diagnosis import diagnose_running, diagnosis_of_failure, examine
+from elasticrs.agent.hang_diagnosis import (
+    accuse_after_failure,
+    diagnose_running,
+    diagnosis_of_failure,
+    examine,
+)
 from elasticrs.agent.record_requests import is_collective_failure
-from elasticrs.diagnosis.diagnose import blames_others
 from elasticrs.diagnosis.flight_record import MAX_BYTES
 from elasticrs.diagnosis.values import Confidence, NoRecord
 from elasticrs.job.ranks import WorkerRanks
@@ -62,8 +66,6 @@ def test_flight_records_of_all_ranks_identify_the_culprit(stuck):
     (culprit,) = stuck.diagnosis.culprits
     assert (culprit.ranks, culprit.confidence) == ((5,), Confidence.CERTAIN)
     assert "rank 5 did not enter it: it is in " in stuck.diagnosis.summary
-    assert blames_others(stuck.diagnosis, 5) is None
-    assert "rank 3, but the flight records blame rank 5" in blames_others(stuck.diagnosis, 3)
 
 
 def leave_a_fifo(path):
@@ -148,23 +150,31 @@ def aborted(tmp_path):
     return evidence
 
 
+def after_failure(attempt):
+    attempt.stamps["failure_seen"] = 1
+    attempt.diagnosis = diagnosis_of_failure(attempt)
+    accuse_after_failure(attempt)
+    return attempt.diagnosis
+
+
 def test_dumps_of_the_nccl_watchdog_identify_the_culprit(aborted):
     assert is_collective_failure(aborted.attempt)
-    found = diagnosis_of_failure(aborted.attempt)
+    found = after_failure(aborted.attempt)
     assert [(culprit.ranks, culprit.confidence) for culprit in found.culprits] == [((5,), Confidence.CERTAIN)]
     assert found.collectives[0].backend == "nccl"
+    assert (aborted.attempt.blame.ranks, aborted.attempt.first_failure) == ((5,), 5)
 
 
 def test_a_dump_that_would_run_code_when_unpickled_is_rejected(aborted):
     path = Path(f"{flight_dumps(aborted.files[5])}5")
     path.write_bytes(b"\x80\x02cos\nmkdir\nX\x01\0\0\0a\x85R.")
-    assert diagnosis_of_failure(aborted.attempt).no_record == {NoRecord.DAMAGED: (5,)}
+    assert after_failure(aborted.attempt).no_record == {NoRecord.DAMAGED: (5,)}
 
 
 def test_an_outdated_nccl_dump_is_not_used(aborted):
     path = f"{flight_dumps(aborted.files[5])}5"
     os.utime(path, (1, 1))
-    assert diagnosis_of_failure(aborted.attempt).no_record == {NoRecord.LATE: (5,)}
+    assert after_failure(aborted.attempt).no_record == {NoRecord.LATE: (5,)}
 
 
 def test_only_failures_of_collectives_are_diagnosed(aborted):

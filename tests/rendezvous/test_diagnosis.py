@@ -83,10 +83,23 @@ def test_the_failure_cause_of_a_job_contains_the_hang_diagnosis():
         assert "blame" not in agent.outcome.cause["diagnosis"]
 
 
-def test_the_diagnosis_says_if_heartbeats_and_flight_records_disagree():
-    _, agents = running(NODES, max_restarts=1)
+def test_conclusive_records_decide_even_if_no_node_has_found_the_blamed_rank_to_hang():
+    cluster, agents = running(NODES, max_restarts=0)
     hang(agents, range(NODES), rank=3)
-    assert told(agents)[0].endswith("the heartbeats blame rank 3, but the flight records blame rank 5")
+    assert cluster.head.state == "CLOSED"
+    for agent in agents:
+        cause = agent.outcome.cause
+        assert (cause["rank"], cause["group_rank"], cause["node"]) == (5, 5, agents[5].name)
+
+
+def test_an_undecided_diagnosis_names_the_candidates():
+    cluster, agents = running(4, max_restarts=0)
+    evidence = [evidence_of("two_against_two", rank) for rank in range(4)]
+    agents[1].send(m.WorkerFailed({**HUNG, "rank": 1}))
+    for number in range(4):
+        agents[number].send(m.GroupEnded(None, None, evidence[number]))
+    assert cluster.head.state == "CLOSED"
+    assert {agent.outcome.cause["blamed"] for agent in agents} == {"undecided, candidates: ranks 0-3"}
 
 
 @given(st.permutations(range(NODES)))

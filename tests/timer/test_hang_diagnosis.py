@@ -2,6 +2,8 @@
 records.
 """
 
+import json
+
 import pytest
 from helpers.said import line_with, says
 
@@ -49,13 +51,54 @@ def run(launch, worker_script, tmp_path):
 
 
 @pytest.mark.torch
-def test_the_report_notes_if_heartbeats_and_records_blame_different_ranks(run):
+def test_records_decide_everywhere_if_heartbeats_point_to_another_rank(run, tmp_path):
     # Rank 2 is a step behind, but it waits for rank 1.
     source = step("heartbeat(8); load_batch()", f"rank == 2 or heartbeat(8); {REDUCE}")
-    launched = run(source).exits(1)
-    says(launched.stderr, "rank 2 of 3", "hung: ", "rank 1 did not enter it")
-    line_with(launched.stderr, "note ", "the heartbeats blame rank 2", "the flight records blame rank 1")
-    assert "rank      : 2 (local_rank: 2)" in launched.stderr
+    report = tmp_path / "report.json"
+    launched = run(source, f"--report=file:{report}", "--max-restarts=1").exits(1)
+    lines = launched.stderr.splitlines()
+    told = [line for line in lines if "keeps the other ranks waiting" in line or "restarting, 0 of 1" in line]
+    assert [line.split(" (pid")[0] for line in told] == ["elasticrs: rank 1"] * 3
+    says(launched.stderr, "elasticrs: rank 1 of 3: hung: ", "rank 1 did not enter it")
+    assert "rank      : 1 (local_rank: 1)" in launched.stderr
+    assert "rank 2 of 3" not in launched.stderr
+    assert json.loads(report.read_text())["root_cause"] == 1
+
+
+@pytest.mark.torch
+def test_all_ranks_that_are_missing_are_named(run):
+    source = step("load_batch()").replace("rank == 1:", "rank in (1, 2):")
+    launched = run(source, nproc=4).exits(1)
+    line_with(launched.stderr, "ranks 1, 2 keep the other ranks waiting")
+    assert "rank      : 1, 2 (local_rank: 1, 2)" in launched.stderr
+
+
+@pytest.mark.torch
+def test_no_rank_is_named_if_the_records_do_not_decide(run, tmp_path):
+    report = tmp_path / "report.json"
+    source = step("distributed.barrier()")
+    launched = run(source, f"--report=file:{report}", nproc=2).exits(1)
+    line_with(launched.stderr, "undecided, candidates: ranks 0, 1: a rank hangs")
+    assert "rank      : undecided, candidates: ranks 0, 1 (local_rank: 0, 1)" in launched.stderr
+    assert json.loads(report.read_text())["root_cause"] is None
+
+
+EXITS = {"leaves": "os._exit(0)", "returns": "sys.exit(0)"}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("limit", [(), ("--hang-timeout=600",)])
+@pytest.mark.parametrize("how", EXITS)
+def test_a_rank_that_exits_early_with_code_0_is_the_root_cause(launch, worker_script, how, limit):
+    source = step(EXITS[how]).replace("import os,", "import os, sys,")
+    options = ("--warm=torch", "--nproc-per-node=3", *limit)
+    launched = launch(*options, worker_script(source), env={"OMP_NUM_THREADS": "1"}).exits(1)
+    says(
+        launched.stderr, "elasticrs: rank 1 of 3: exited with code 0 at ", "while others still waited for it"
+    )
+    root = launched.stderr[launched.stderr.index("Root Cause") :]
+    assert "rank      : 1 (local_rank: 1)" in root
+    assert "agreed on by all nodes" not in root
 
 
 @pytest.mark.torch
@@ -130,10 +173,11 @@ COLLECTIVE_FAILS = ("--hang-timeout=600", "--exit-timeout=60")
 @pytest.mark.torch
 def test_the_rank_that_made_a_collective_time_out_is_named(run):
     launched = run(TIMES_OUT, *COLLECTIVE_FAILS).exits(1)
-    says(launched.stderr, "of 3: RuntimeError: ", "imed out waiting")
+    says(launched.stderr, "RuntimeError: ", "imed out waiting")
     says(launched.stderr, "2 of 3 ranks wait in all_reduce #2 of the default group", "; rank 1 did not enter")
-    line_with(launched.stderr, "note ", "rank 1 did not enter it")
-    assert "Stopped by elasticrs after the first failure" in launched.stderr
+    says(launched.stderr, "rank 1 of 3: made a collective of the others fail; ")
+    root = launched.stderr[launched.stderr.index("Root Cause") :]
+    assert "rank      : 1 (local_rank: 1)" in root
 
 
 @pytest.mark.torch

@@ -144,7 +144,11 @@ def hung_attempt(local_rank, group_rank, step, *, was_found_here=True):
     now = attempt.exits[local_rank].seen_ns
     beats = [
         SimpleNamespace(
-            local_rank=rank, at_ns=now - 61 * 10**9, step=step + (rank != local_rank), section=None
+            local_rank=rank,
+            at_ns=now - 61 * 10**9,
+            step=step + (rank != local_rank),
+            section=None,
+            has_returned=False,
         )
         for rank in (0, 1)
     ]

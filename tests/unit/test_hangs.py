@@ -13,7 +13,9 @@ RANKS = {0: 4, 1: 5, 2: 6, 3: 7}
 
 
 def beat(local_rank, at, step=None, section=None):
-    return SimpleNamespace(local_rank=local_rank, at_ns=int(at * SECOND), step=step, section=section)
+    return SimpleNamespace(
+        local_rank=local_rank, at_ns=int(at * SECOND), step=step, section=section, has_returned=False
+    )
 
 
 def seen(local_rank, heartbeat, frame=None, state="S", wait_channel=""):

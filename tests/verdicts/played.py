@@ -150,7 +150,7 @@ class Node:
 
 
 def beat_of(rank, at_ns, step):
-    return SimpleNamespace(local_rank=rank, at_ns=at_ns, step=step, section=None)
+    return SimpleNamespace(local_rank=rank, at_ns=at_ns, step=step, section=None, has_returned=False)
 
 
 def hang_of(attempt, rank, seen_ns, hung):

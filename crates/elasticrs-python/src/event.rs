@@ -106,6 +106,7 @@ records! {
         at_ns: u64,
         step: Option<u64>,
         section: Option<String>,
+        has_returned: bool,
     }
 
     #[derive(Clone)]
@@ -296,7 +297,8 @@ fn timer_expired(timer: supervisor::TimerExpired) -> TimerExpired {
 
 /// Converts a heartbeat to its Python class.
 pub fn heartbeat(beat: readings::Heartbeat) -> Heartbeat {
-    Heartbeat { local_rank: beat.local_rank, at_ns: beat.at.0, step: beat.step, section: beat.section }
+    let readings::Heartbeat { local_rank, at, step, section, has_returned } = beat;
+    Heartbeat { local_rank, at_ns: at.0, step, section, has_returned }
 }
 
 fn worker_hung(hung: supervisor::WorkerHung) -> WorkerHung {

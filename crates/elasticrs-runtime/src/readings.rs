@@ -55,4 +55,6 @@ pub struct Heartbeat {
     pub at: Stamp,
     pub step: Option<u64>,
     pub section: Option<String>,
+    /// True if the program has returned, and the process is exiting.
+    pub has_returned: bool,
 }

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
     from elasticrs.agent.ras import RasQuery
+    from elasticrs.diagnosis.blame import Blame
     from elasticrs.diagnosis.values import Diagnosis
     from elasticrs.host.xids import Xid
     from elasticrs.job.failure_cause import Cause
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Exceeded time limit that made the agent stop a worker. Exactly one of ``timer``, ``hung`` and
-    ``raised`` is set.
+    """Reason for which a worker counts as failed, whatever its exit code: a time limit that it exceeded, or
+    other workers that waited for it. At most one of ``timer``, ``hung`` and ``raised`` is set.
 
     Args:
         seen_ns: time when the agent noticed that the limit was exceeded, in monotonic nanoseconds.
@@ -39,12 +40,14 @@ class Overdue(Value):
         hung: details of the missed heartbeat deadline; ``None`` for the other limits.
         raised: the uncaught exception after which the worker did not exit in time; ``None`` for the other
             limits.
+        is_blamed: true if :attr:`Attempt.blame` names this worker.
     """
 
     seen_ns: int
     timer: TimerExpired | None = None
     hung: WorkerHung | None = None
     raised: WorkerRaised | None = None
+    is_blamed: bool = False
 
 
 class Attempt(Record):
@@ -67,8 +70,11 @@ class Attempt(Record):
             this worker.
         first_failure: local rank of the worker that failed first.
         raised: uncaught exception that each worker reported, by local rank.
-        expired: time limits that made the agent stop workers, by local rank: timers, heartbeat deadlines, or
-            ``--exit-timeout``.
+        expired: reasons for which workers count as failed whatever their exit code, by local rank: timers,
+            heartbeat deadlines, ``--exit-timeout``, or other workers that waited for them.
+        blame: decision which ranks are to blame for a hang or a failed collective; see
+            :mod:`elasticrs.diagnosis.blame`. ``None`` without a hang, if the failed collective has no known
+            cause, and in jobs on several nodes, where the leader decides.
         diagnosis: diagnosis that names the ranks that keep the others waiting. ``None`` unless a worker hung
             or a collective failed, and there is enough evidence.
         ras: query to NCCL's RAS service. ``None`` unless a worker hung and a worker on this node uses NCCL.
@@ -107,6 +113,7 @@ class Attempt(Record):
     first_failure: int | None = None
     raised: dict[int, WorkerRaised] = fresh(factory=dict)
     expired: dict[int, Overdue] = fresh(factory=dict)
+    blame: Blame | None = None
     diagnosis: Diagnosis | None = None
     has_requested_records: bool = False
     ras: RasQuery | None = None
@@ -157,6 +164,7 @@ class Attempt(Record):
         failed = Attempt(self.round, self.restarts, self.plan, self.name, paths=paths, pids=list(self.pids))
         failed.files = self.files
         self.restarts = restarts
+        failed.blame, self.blame = self.blame, None
         for name in ("exits", "met", "expired", "raised"):
             known = getattr(self, name)
             if local_rank in known:
@@ -199,12 +207,71 @@ class Attempt(Record):
         if event.raised is not None:
             was = "was still exiting" if event.raised.exit == "slow" else "its exit made no progress"
             return f"it raised an exception, and {was} {event.raised.limit:g} s later (--exit-timeout)"
-        if event.hung is None:
+        if event.hung is None and not event.is_blamed:
             return None
-        from elasticrs.agent.hangs import hung
+        from elasticrs.agent.hangs import hung, kept_waiting
 
+        if event.hung is None:
+            return kept_waiting(self.exits.get(local_rank), event.seen_ns, self.diagnosis)
         is_found_here = self.first_failure is not None
-        return hung(event.hung, self.global_ranks(), self.diagnosis, was_found_here=is_found_here)
+        return hung(
+            event.hung,
+            self.global_ranks(),
+            self.diagnosis,
+            was_found_here=is_found_here,
+            local_rank=local_rank,
+            exited=self.exits.get(local_rank),
+        )
+
+    def accuse(self, blame: Blame, at_ns: int, event: WorkerHung | None = None) -> None:
+        """Record which workers are to blame for a hang or a failed collective, instead of the worker that the
+        core has killed or whose failure it has seen first.
+
+        Args:
+            blame: the decision. All of its ranks are on this node.
+            at_ns: time of the hang or failure, in nanoseconds of the monotonic clock.
+            event: event that reports the hang; ``None`` if a collective failed.
+        """
+        self.blame = blame
+        places = {rank: local_rank for local_rank, rank in self.global_ranks().items()}
+        named = [places[rank] for rank in blame.ranks]
+        if event is not None:
+            if not blame.is_decided:
+                named = [event.local_rank if event.local_rank in named else named[0]]
+            del self.expired[event.local_rank]
+        for local_rank in named:
+            exited = self.exits.get(local_rank)
+            is_early = exited is not None and exited.seen_ns < at_ns
+            seen_ns = exited.seen_ns if exited is not None and is_early else at_ns
+            self.expired.setdefault(local_rank, Overdue(seen_ns, hung=event, is_blamed=True))
+        if event is None:
+            self.first_failure = named[0]
+
+    def accused(self, local_rank: int) -> int:
+        """Return the local rank of the worker that is to blame for a failure: the given one, unless a hang is
+        blamed on another worker.
+        """
+        if self.blame is None or local_rank in self.expired:
+            return local_rank
+        return next((each for each, why in self.expired.items() if why.is_blamed), local_rank)
+
+    def who_failed(self, local_rank: int, pid: int | None = None, *, of: str = "") -> str:
+        """Return text that identifies the worker that failed first; after a hang, all workers to blame, or
+        the candidates. ``of`` is appended to the ranks.
+        """
+        event = self.expired.get(local_rank)
+        if self.blame is None or event is None or not event.is_blamed:
+            return self.who(local_rank, pid) + of
+        if self.blame.is_decided and len(self.blame.ranks) == 1:
+            return self.who(local_rank, pid) + of
+        return self.blame.text + of
+
+    def is_told_at_once(self, local_rank: int) -> bool:
+        """Return true if the failure of a worker is reported before the worker has exited: it has hung, or is
+        slow to exit.
+        """
+        event = self.expired.get(local_rank)
+        return event is not None and (event.is_blamed or self.is_slow_to_exit(local_rank))
 
     def is_slow_to_exit(self, local_rank: int) -> bool:
         """Return true if a worker exceeded ``--exit-timeout`` after an uncaught exception although its exit

@@ -45,6 +45,9 @@ def failures(attempt: Attempt) -> dict[int, ProcessFailure]:
     if read is None:
         read = [_failure(attempt, worker, _UNREAD) for worker in exits]
     found = {ranks[worker.local_rank]: failure for worker, failure in zip(exits, read, strict=True)}
+    first = next(iter(found.values()), None)
+    if first is not None and attempt.blame is not None and attempt.expired[first.local_rank].is_blamed:
+        first.is_first = True
     if found and attempt.xids:
         _add_xids(attempt, found)
     return found
@@ -103,9 +106,8 @@ def headline_of(result: JobResult, failed: Mapping[int, ProcessFailure]) -> str:
         told = f"rank {rank}{world} on node {cause.node}{how_elsewhere(cause.encoded())}"
     else:
         assert attempt is not None
-        who = attempt.who(failure.local_rank)
-        if attempt.plan.members is None:
-            who = f"rank {rank} of {attempt.world_size}"
+        world = f" of {attempt.world_size}" if attempt.plan.members is None else ""
+        who = attempt.who_failed(failure.local_rank, of=world)
         told = who + _how(attempt, failure)
     return told if cause is None or cause.diagnosis is None else f"{told}; {cause.diagnosis}"
 
@@ -176,6 +178,8 @@ def _last_failures(result: JobResult) -> dict[int, ProcessFailure]:
             remote.more_notes = [*remote.more_notes, *beats]
         failed = {rank: remote, **failed}
     failed[rank].is_first = True
+    if cause.blamed is not None:
+        failed[rank].named = f"{cause.blamed} (local_rank: {failed[rank].local_rank})"
     if cause.diagnosis is not None:
         failed[rank].more_notes = [cause.diagnosis, *failed[rank].more_notes]
     if result.attempts and cause.ground is not None:
@@ -312,11 +316,12 @@ def _add_hang(
         failure.more_notes = [attempt.diagnosis.summary]
     if rank == attempt.first_failure or (attempt.first_failure is None and rank in attempt.expired):
         failure.more_notes = [*failure.more_notes, *_last_heartbeats(attempt, failure.seen_ns)]
-    if attempt.diagnosis is not None and rank in attempt.expired:
-        from elasticrs.diagnosis.diagnose import blames_others
-
-        doubt = blames_others(attempt.diagnosis, attempt.global_ranks()[rank])
-        failure.more_notes = [*([] if doubt is None else [doubt]), *failure.more_notes]
+    blame = attempt.blame
+    if blame is not None and rank == attempt.first_failure and (len(blame.ranks) > 1 or not blame.is_decided):
+        places = {each: place for place, each in attempt.global_ranks().items()}
+        local_ranks = phrases.ranges_text(sorted(places[each] for each in blame.ranks))
+        ranks = blame.text.removeprefix("ranks ").removeprefix("rank ")
+        failure.named = f"{ranks} (local_rank: {local_ranks})"
     if attempt.ras is not None and rank in attempt.expired:
         failure.more_notes = [*failure.more_notes, *attempt.ras.notes()]
 

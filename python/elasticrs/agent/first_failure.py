@@ -12,9 +12,33 @@ from elasticrs.report.traceback_summary import summarize
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from elasticrs._core import WorkerHung
     from elasticrs.agent.attempt import Attempt
 
 _SIGTERM = 15
+
+
+def early_leavers(attempt: Attempt) -> tuple[int, ...]:
+    """Return the global ranks of the workers that exited with 0 before the first failure, if that failure
+    only reports a lost peer. The peer is then one of these workers.
+
+    Return an empty tuple if most workers have exited with 0, because the failed worker may then be the one
+    that is out of step. Also return an empty tuple if the job has workers on other nodes or workers that meet
+    again after a failure.
+    """
+    failure = attempt.raised.get(attempt.first_failure if attempt.first_failure is not None else -1)
+    ranks = attempt.global_ranks()
+    if failure is None or attempt.plan.page is not None or len(ranks) != attempt.world_size:
+        return ()
+    from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
+
+    left = [
+        ranks[local_rank]
+        for local_rank, exited in attempt.exits.items()
+        if exited.exitcode == 0 and exited.sent_signal is None
+    ]
+    is_minority = 2 * len(left) <= len(ranks)
+    return tuple(sorted(left)) if is_minority and reports_lost_peer(failure.text) else ()
 
 
 class _Seen(Value):
@@ -62,14 +86,28 @@ def first_seen(attempt: Attempt) -> int:
     return root_cause(seen)  # type: ignore[arg-type]  # `_Seen` has all fields that `root_cause` reads
 
 
+def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
+    if attempt.blame is not None and not attempt.blame.is_decided:
+        return ": a rank hangs"
+    if attempt.blame is not None and attempt.blame.basis == "records":
+        return f" {'keeps' if len(attempt.blame.ranks) == 1 else 'keep'} the other ranks waiting"
+    # Without records, several silent ranks only show which of them stopped first.
+    is_alone = sum(seen.is_late for seen in event.ranks) < 2
+    return " has hung" if is_alone or event.ground == "stopped" else " stopped first"
+
+
 def how_it_failed(attempt: Attempt, local_rank: int) -> str:
     """Return a phrase that says how a worker failed, to append to its name. Examples are `` raised KeyError``
     and `` died by SIGKILL``. The text of an exception follows in the line about the restart or in the report.
     """
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)
-    if overdue is not None and overdue.raised is None:
+    if overdue is not None and overdue.hung is not None:
+        return _how_it_hung(attempt, overdue.hung)
+    if overdue is not None and overdue.timer is not None:
         return " has hung"
+    if overdue is not None and overdue.is_blamed:
+        return f" {attempt.why_expired(local_rank)}"
     # If the worker was killed during its exit, report the signal, which says more than the exception.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = None

@@ -12,15 +12,18 @@ import time
 
 from elasticrs._worker.flight import MAX_ENTRIES
 from elasticrs.agent.record_requests import record_files, request_records
+from elasticrs.diagnosis.blame import decide, decided
 from elasticrs.diagnosis.diagnose import observe, telling
 from elasticrs.diagnosis.flight_record import MAX_BYTES, MAX_NAME
 from elasticrs.diagnosis.node_evidence import encode
 from elasticrs.diagnosis.stacks import MAX_TEXT
 from elasticrs.diagnosis.values import NoRecord, RankEvidence
+from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
 from elasticrs.workers.logs import flight_record_file, flight_requests_file, hang_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from elasticrs._core import WorkerHung
     from elasticrs.agent.attempt import Attempt
     from elasticrs.diagnosis.rank_record import RankFacts
     from elasticrs.diagnosis.values import Diagnosis
@@ -73,6 +76,29 @@ def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
     return _telling(attempt, facts), uses_nccl
 
 
+def diagnosis_of_failure(attempt: Attempt) -> Diagnosis | None:
+    """Name the ranks that made a collective fail, if all workers of the job ran on this node. Call this after
+    the workers have exited. Return ``None`` if there is not enough evidence.
+    """
+    return _telling(attempt, _facts_of_failure(attempt))
+
+
+def accuse_after_failure(attempt: Attempt) -> None:
+    """Blame the ranks that made a collective fail, if the attempt's diagnosis names them."""
+    blame = decided(attempt.diagnosis)
+    if blame is not None and attempt.blame is None:
+        attempt.accuse(blame, attempt.stamps["failure_seen"])
+
+
+def accuse(attempt: Attempt, event: WorkerHung) -> None:
+    """Decide which workers of this node are to blame for a hang, after :func:`examine`.
+
+    In a job on several nodes, the leader decides when it has the evidence of all nodes.
+    """
+    rank = attempt.global_ranks()[event.local_rank]
+    attempt.accuse(decide(attempt.diagnosis, rank, event.ground), event.seen_ns, event)
+
+
 def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
     """Find the ranks that other ranks of a running job wait for. Does not interrupt the workers.
 
@@ -94,13 +120,6 @@ def diagnose_running(attempt: Attempt, seconds: float) -> Diagnosis | None:
     while not all(map(os.path.lexists, requested)) and time.monotonic() < deadline:
         time.sleep(_PAUSE)
     return _telling(attempt, _facts(attempt, has_stacks=False))
-
-
-def diagnosis_of_failure(attempt: Attempt) -> Diagnosis | None:
-    """Name the ranks that made a collective fail, if all workers of the job ran on this node. Call this after
-    the workers have exited. Return ``None`` if there is not enough evidence.
-    """
-    return _telling(attempt, _facts_of_failure(attempt))
 
 
 def _telling(attempt: Attempt, facts: list[RankFacts]) -> Diagnosis | None:
@@ -155,6 +174,8 @@ def _facts(attempt: Attempt, stopped_ns: int | None = None, *, has_stacks: bool 
         error_file = attempt.paths.error_files.get(local_rank, "")
         is_late = time.monotonic() >= deadline
         found = _evidence(rank, error_file, has_exited=has_exited, is_late=is_late)
+        if found.records is NoRecord.LATE:
+            found = found._replace(records=_why_late(attempt, local_rank))
         facts.append(observe(found if has_stacks else found._replace(stacks=None)))
     return facts
 
@@ -168,6 +189,11 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
     facts = []
     for local_rank, rank in attempt.global_ranks().items():
         found = RankEvidence(rank, os.uname().nodename, NoRecord.LATE)
+        exited = attempt.exits.get(local_rank)
+        if exited is not None and exited.exitcode == 0 and exited.sent_signal is None:
+            found = found._replace(records=NoRecord.EXITED)
+        elif local_rank in attempt.raised:
+            found = found._replace(records=_why_late(attempt, local_rank))
         error_file = attempt.paths.error_files.get(local_rank, "")
         path = next(iter(record_files(attempt, local_rank, oldest)), None)
         if path is not None and time.monotonic() < deadline:
@@ -178,6 +204,17 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
             found = found._replace(records=records, groups=groups, has_raised=has_raised)
         facts.append(observe(found))
     return facts
+
+
+def _why_late(attempt: Attempt, local_rank: int) -> NoRecord:
+    """Return why a worker that could write its record has not written it in time."""
+    raised = attempt.raised.get(local_rank)
+    if raised is not None and reports_lost_peer(raised.text):
+        return NoRecord.LOST_PEER
+    hung = next((each.hung for each in attempt.expired.values() if each.hung is not None), None)
+    beats = attempt.heartbeats if hung is None else [seen.heartbeat for seen in hung.ranks]
+    has_returned = any(beat and beat.local_rank == local_rank and beat.has_returned for beat in beats)
+    return NoRecord.RETURNED if has_returned else NoRecord.LATE
 
 
 def _evidence(rank: int, error_file: str, *, has_exited: bool, is_late: bool) -> RankEvidence:

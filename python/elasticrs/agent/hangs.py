@@ -6,6 +6,7 @@ Imported only after a worker hung, or at the end of a job whose workers sent hea
 
 from __future__ import annotations
 
+import time
 from itertools import islice
 
 from elasticrs.diagnosis.stacks import MAX_TEXT, frame_of, short, threads
@@ -15,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from elasticrs._core import Heartbeat, RankSeen, WorkerHung
+    from elasticrs._core import Heartbeat, RankSeen, WorkerExited, WorkerHung
     from elasticrs.diagnosis.values import Diagnosis, Frame
 
 MAX_FRAMES = 12
@@ -33,6 +34,8 @@ def hung(
     diagnosis: Diagnosis | None = None,
     *,
     was_found_here: bool = True,
+    local_rank: int | None = None,
+    exited: WorkerExited | None = None,
 ) -> str:
     """Describe which worker hung, since when, and what the other workers did meanwhile.
 
@@ -43,16 +46,42 @@ def hung(
             summary replaces the innermost frames of the ranks.
         was_found_here: true if a worker on this node exceeded a time limit; false if only a worker on another
             node exceeded a limit.
+        local_rank: worker to describe; ``None`` for the worker that the event names.
+        exited: exit of that worker, if it had exited before the hang was found; ``None`` otherwise.
     """
-    own = next((seen for seen in event.ranks if seen.local_rank == event.local_rank), None)
-    others = [seen for seen in event.ranks if seen.local_rank != event.local_rank]
-    missed, stopped = _missed(event, own, was_found_here), _stopped_at(event, own, others)
+    if local_rank is None:
+        local_rank = event.local_rank
+    summary = diagnosis.summary if diagnosis is not None else ""
+    if exited is not None and exited.seen_ns < event.seen_ns:
+        return f"{_left_early(exited)}; {summary}"
+    own = next((seen for seen in event.ranks if seen.local_rank == local_rank), None)
+    others = [seen for seen in event.ranks if seen.local_rank != local_rank]
+    missed, stopped = _missed(event, own, was_found_here), _stopped_at(own, others)
     if diagnosis is not None and diagnosis.culprits:
         where = _STATES.get(own.state, "") if own is not None else ""
     else:
         where = _where(own, others, ranks)
-    summary = diagnosis.summary if diagnosis is not None else ""
     return "; ".join(filter(None, (missed, stopped, where, summary)))
+
+
+def kept_waiting(exited: WorkerExited | None, at_ns: int, diagnosis: Diagnosis | None) -> str:
+    """Describe a worker that made a collective of other workers fail.
+
+    Args:
+        exited: exit of the worker; ``None`` if it has not exited yet.
+        at_ns: time when the worker counts as failed, in nanoseconds of the monotonic clock.
+        diagnosis: diagnosis of the failed collective; ``None`` if there is none.
+    """
+    summary = "" if diagnosis is None else diagnosis.summary
+    is_early = exited is not None and exited.seen_ns <= at_ns
+    how = _left_early(exited) if exited is not None and is_early else "made a collective of the others fail"
+    return "; ".join(filter(None, (how, summary)))
+
+
+def _left_early(exited: WorkerExited) -> str:
+    age_ns = time.monotonic_ns() - exited.seen_ns
+    at = time.strftime("%H:%M:%S", time.localtime((time.time_ns() - age_ns) / 1e9))
+    return f"exited with code {exited.exitcode} at {at}, while others still waited for it"
 
 
 def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> str:
@@ -65,7 +94,16 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
         "exit": "its program had returned, but it had not exited",
         "line": "no rank has written a line",
     }[event.missed]
-    silent = (event.seen_ns - event.since_ns) / 1e9
+    since_ns = event.since_ns
+    if own is not None and beat is not None and beat.has_returned and event.missed != "exit":
+        return (
+            f"hung: its program returned {seconds((event.seen_ns - beat.at_ns) / 1e9)} before the others hung"
+        )
+    if own is not None and own.local_rank != event.local_rank:
+        # This worker is to blame, although the heartbeats point to another one.
+        what = f"in its section '{section}', no heartbeat" if section else "no heartbeat"
+        since_ns = since_ns if beat is None else beat.at_ns
+    silent = (event.seen_ns - since_ns) / 1e9
     others = ""
     if not was_found_here:
         others = ", but a rank on another node is waiting"
@@ -76,12 +114,12 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
     return f"hung: {what} for {seconds(silent)} (limit {event.limit:g} s{others})"
 
 
-def _stopped_at(event: WorkerHung, own: RankSeen | None, others: Sequence[RankSeen]) -> str:
+def _stopped_at(own: RankSeen | None, others: Sequence[RankSeen]) -> str:
     if own is None or own.heartbeat is None:
         return ""
     step = own.heartbeat.step
     beats = [seen.heartbeat for seen in others if seen.heartbeat is not None]
-    before = (min((beat.at_ns for beat in beats), default=0) - event.since_ns) / 1e9
+    before = (min((beat.at_ns for beat in beats), default=0) - own.heartbeat.at_ns) / 1e9
     is_earlier = f"{seconds(before)} before the others" if before >= _EARLIER else ""
     if step is None:
         return f"its last heartbeat came {is_earlier}" if is_earlier else ""

@@ -265,12 +265,16 @@ class EventRecorder(Observer):
 
     def _record_hung(self, local_rank: int, attempt: Attempt) -> None:
         event = self._hung
-        if event is None or event.local_rank != local_rank:
+        why = attempt.expired.get(local_rank)
+        if event is None or why is None or why.hung is None:
             return
         self._hung = None
-        claim: dict[str, object] = {"worker_pid": str(event.pid), "message": attempt.why_expired(local_rank)}
+        claim: dict[str, object] = {
+            "worker_pid": str(attempt.pids[local_rank]),
+            "message": attempt.why_expired(local_rank),
+        }
         self._record_watchdog("worker hung", claim)
-        self._record_watchdog("kill worker process", claim)
+        self._record_watchdog("kill worker process", {**claim, "worker_pid": str(event.pid)})
 
     def _record_watching(self, watches: bool) -> None:
         """Record that the timer watchdog starts or stops, unless it is already in that state."""

@@ -201,6 +201,8 @@ class HealthObserver(Observer):
         self._failed_ns = attempt.stamps["failure_seen"]
         if self._attempt is not None and not self._attempt.expired:
             self._native.enter("restarting")
+        if attempt.first_failure in attempt.exits:
+            self._note_failure(attempt)
         self._enter_state("UNHEALTHY")
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
@@ -228,8 +230,9 @@ class HealthObserver(Observer):
         ended = "has raised, and is still exiting" if worker is None else attempt.how_it_ended(worker)
         if self._last_failure is not None:
             self._earlier_failures.append(self._last_failure)
+        is_decided = attempt.blame is None or attempt.blame.is_decided
         self._last_failure = {
-            "rank": attempt.shown_ranks()[local_rank],
+            "rank": attempt.shown_ranks()[local_rank] if is_decided else None,
             "local_rank": local_rank,
             "pid": attempt.pids[local_rank] if worker is None else worker.pid,
             "exitcode": None if worker is None else worker.exitcode,
@@ -392,8 +395,10 @@ def _cause(attempt: Attempt) -> _core.RestartCause:
     if "started" not in attempt.stamps:
         return "start_failed"
     if attempt.expired and attempt.first_failure is not None:
-        is_hung = any(event.hung is not None for event in attempt.expired.values())
-        return "worker_hung" if is_hung else "timer_expired"
+        why = attempt.expired.values()
+        if any(event.hung is not None for event in why):
+            return "worker_hung"
+        return "worker_failed" if any(event.is_blamed for event in why) else "timer_expired"
     if attempt.first_failure is not None:
         return "worker_failed"
     if attempt.nursery_exitcode is not None or attempt.nursery_hung:

@@ -73,6 +73,7 @@ def report(
     """
     root = root_cause(failed) if failed else None
     stopped = victims(failed)
+    blame = result.attempts[-1].blame if result.attempts else None
     return {
         "schema": SCHEMA,
         "run_id": job.run_id,
@@ -85,7 +86,8 @@ def report(
         "signal": result.signum,
         "reason": result.message,
         "headline": headline,
-        "root_cause": root,
+        "root_cause": root if blame is None or blame.is_decided else None,
+        "blamed": None if blame is None else {**blame._asdict(), "basis": blame.basis.value},
         "failures": [_failure(rank, each, rank in stopped) for rank, each in failed.items()],
         "restarts": {
             "charged": result.restarts,

@@ -96,6 +96,8 @@ def is_collective_failure(attempt: Attempt) -> bool:
     from elasticrs.agent.first_failure import first_seen
     from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
 
+    if attempt.blame is not None and attempt.blame.basis == "exit":
+        return True
     if attempt.first_failure is None or attempt.first_failure in attempt.expired:
         return False
     first = first_seen(attempt)

@@ -98,15 +98,15 @@ class Story(Observer):
         )
 
     def failed(self, attempt: Attempt) -> None:
-        """Print the first failure now if the failed worker is slow to exit. Otherwise, :meth:`exited` prints
+        """Print the first failure now if a worker hung, or is slow to exit. Otherwise, :meth:`exited` prints
         the failure when the worker has exited.
         """
-        if attempt.first_failure is not None and attempt.is_slow_to_exit(attempt.first_failure):
+        if attempt.first_failure is not None and attempt.is_told_at_once(attempt.first_failure):
             self._tell_first(attempt)
 
     def exited(self, attempt: Attempt, worker: _core.WorkerExited) -> None:
         """Print a line about the worker that failed first."""
-        if worker.local_rank == attempt.first_failure and not attempt.is_slow_to_exit(worker.local_rank):
+        if worker.local_rank == attempt.first_failure and not attempt.is_told_at_once(worker.local_rank):
             self._tell_first(attempt)
 
     def replaced(self, attempt: Attempt, failed: Attempt) -> None:
@@ -185,7 +185,7 @@ class Story(Observer):
         if self._job.is_multi_node or not attempt.signalled:
             return
         first = first_seen(attempt)
-        who = attempt.who(first, attempt.pids[first]) + how_it_failed(attempt, first)
+        who = attempt.who_failed(first, attempt.pids[first]) + how_it_failed(attempt, first)
         others = (
             "the other rank: its" if attempt.signalled == 1 else f"the other {attempt.signalled} ranks: their"
         )
@@ -209,8 +209,8 @@ class Story(Observer):
             local_rank, how = failed[0].local_rank, f" {attempt.how_it_ended(failed[0])}"
         else:
             local_rank, how = first_of(attempt)
-        attempt.cause = attempt.who(local_rank) + how
-        return attempt.who(local_rank, attempt.exits[local_rank].pid) + how
+        attempt.cause = attempt.who_failed(local_rank) + how
+        return attempt.who_failed(local_rank, attempt.exits[local_rank].pid) + how
 
 
 def productive_ns(attempts: Iterable[Attempt]) -> int:

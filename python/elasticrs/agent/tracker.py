@@ -17,6 +17,7 @@ from elasticrs.agent import state_machine as machine
 from elasticrs.agent.attempt import Attempt, JobResult, Overdue, phases
 from elasticrs.agent.evidence import oom_kills, read_counters
 from elasticrs.agent.expired_timers import log_expired
+from elasticrs.agent.first_failure import early_leavers
 from elasticrs.agent.observer import Observers
 from elasticrs.agent.passed_signals import PassedSignals
 from elasticrs.agent.port_conflict import is_port_conflict
@@ -413,10 +414,14 @@ class AttemptTracker:
 
     def _on_failure(self, event: _core.FailureSeen) -> None:
         attempt = self.result.attempts[-1]
-        attempt.first_failure = event.local_rank
+        attempt.first_failure = attempt.accused(event.local_rank)
         attempt.signalled = event.siblings
         attempt.stamps["failure_seen"] = event.seen_ns
         attempt.stamps["siblings_signalled"] = event.signalled_ns
+        if attempt.blame is None and (left := early_leavers(attempt)):
+            from elasticrs.diagnosis.blame import Basis, Blame
+
+            attempt.accuse(Blame(left, True, Basis.EXIT), event.seen_ns)
         self.events.append(machine.FailureSeen(event.local_rank))
         self.observers.failed(attempt)
 
@@ -432,12 +437,14 @@ class AttemptTracker:
         self._is_overdue(event.local_rank, Overdue(event.seen_ns, hung=event))
         attempt = self.result.attempts[-1]
         if attempt.diagnosis is None:
-            from elasticrs.agent.hang_diagnosis import examine
+            from elasticrs.agent.hang_diagnosis import accuse, examine
 
             unknown: tuple[Diagnosis | None, bool] = (None, False)
             attempt.diagnosis, uses_nccl = attempt.files.run(partial(examine, attempt), unknown)
             if uses_nccl and attempt.ras is None and self._ras is not None:
                 attempt.ras = self._ras.query(attempt.paths)
+            if not self._replaces:
+                accuse(attempt, event)
         if self._job.is_multi_node and not self._replaces:
             self.events.append(machine.HangSeen(event.local_rank))
         self.observers.hung(event)
@@ -544,9 +551,10 @@ class AttemptTracker:
             from elasticrs.agent.record_requests import has_records, is_collective_failure
 
             if is_collective_failure(attempt) and attempt.files.run(partial(has_records, attempt), False):
-                from elasticrs.agent.hang_diagnosis import diagnosis_of_failure
+                from elasticrs.agent.hang_diagnosis import accuse_after_failure, diagnosis_of_failure
 
                 attempt.diagnosis = attempt.files.run(partial(diagnosis_of_failure, attempt), None)
+                accuse_after_failure(attempt)
         stuck = tuple(event.stuck_ranks)
         if outcome == "lost" and not stuck and "started" not in attempt.stamps:
             how = phrases.how_the_nursery_ended(event.nursery_exitcode, event.nursery_hung)

@@ -21,7 +21,7 @@ from elasticrs.diagnosis.values import NoRecord, Side, StuckCollective
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from elasticrs.diagnosis.rank_record import GroupSteps, Step
     from elasticrs.diagnosis.values import Call
@@ -68,6 +68,15 @@ class Matched(NamedTuple):
     """
     no_record: Mapping[int, NoRecord]
     """Ranks without a usable record, including ranks whose records are outdated."""
+    usual: Mapping[StuckCollective, Call] = {}
+    """For collectives whose calls do not match, the call that groups of the same kind made, if they made the
+    same calls as this group before.
+    """
+    progress: Mapping[int, tuple[int, ...]] = {}
+    """For each rank, the number of collectives that it has called in each kind of group. Groups with the same
+    description are of one kind. Only kinds count that contain each rank exactly once, such as the
+    tensor-parallel groups of a mesh. Empty if a rank has no usable record.
+    """
 
 
 def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
@@ -86,7 +95,8 @@ def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
         no_record |= dict.fromkeys(outdated, NoRecord.OUTDATED)
         groups = _groups(usable, world)
     stuck: list[StuckCollective] = []
-    not_started = {}
+    not_started, usual = {}, {}
+    kinds = _kinds(groups)
     for group in groups:
         found = _stuck(group)
         stuck += found
@@ -94,7 +104,12 @@ def match(ranks: Mapping[int, RankRecord | NoRecord]) -> Matched:
             late = _not_started(group, collective)
             if late:
                 not_started[collective] = late
-    return Matched(tuple(stuck), not_started, _receiving(usable, world), dict(sorted(no_record.items())))
+            call = _usual_call(group, collective, kinds) if collective.sides else None
+            if call is not None:
+                usual[collective] = call
+    progress = {} if no_record else _progress(kinds, world)
+    receiving = _receiving(usable, world)
+    return Matched(tuple(stuck), not_started, receiving, dict(sorted(no_record.items())), usual, progress)
 
 
 # --- groups ---
@@ -151,6 +166,49 @@ def _memberships(
 def _track(steps: Mapping[int, Step]) -> Track:
     waits_in = min((seq for seq, step in steps.items() if not step.is_complete), default=None)
     return Track(steps, max(steps), waits_in)
+
+
+def _kinds(groups: Iterable[Group]) -> dict[tuple[str, str], list[Group]]:
+    """Return the groups by kind: those with the same backend and description are of one kind."""
+    kinds: dict[tuple[str, str], list[Group]] = {}
+    for group in groups:
+        kinds.setdefault((group.backend, group.description), []).append(group)
+    return kinds
+
+
+def _usual_call(
+    group: Group, collective: StuckCollective, kinds: Mapping[tuple[str, str], Sequence[Group]]
+) -> Call | None:
+    """Return the call that other groups of the same kind made in place of a collective whose calls do not
+    match. Return ``None`` if they made different calls, or none of these, or if no group runs the same
+    program as this one.
+    """
+    before = {
+        seq: step.call
+        for track in group.tracks.values()
+        for seq, step in track.steps.items()
+        if seq < collective.seq
+    }
+    calls = set()
+    for other in kinds[group.backend, group.description]:
+        for track in () if other is group else other.tracks.values():
+            common = before.keys() & track.steps.keys()
+            is_alike = bool(common) and all(track.steps[seq].call == before[seq] for seq in common)
+            if is_alike and collective.seq in track.steps:
+                calls.add(track.steps[collective.seq].call)
+    (usual,) = calls if len(calls) == 1 else (None,)
+    return usual if any(side.call == usual for side in collective.sides) else None
+
+
+def _progress(
+    kinds: Mapping[tuple[str, str], Sequence[Group]], world: tuple[int, ...]
+) -> dict[int, tuple[int, ...]]:
+    counts = []
+    for alike in kinds.values():
+        ranks = [rank for group in alike for rank in group.tracks]
+        if tuple(sorted(ranks)) == world:
+            counts.append({rank: track.entered for group in alike for rank, track in group.tracks.items()})
+    return {rank: tuple(entered[rank] for entered in counts) for rank in world}
 
 
 # --- contradictions ---

@@ -4,11 +4,14 @@ Most ranks of a hung job only wait. A rank that waits in a collective waits for 
 it. An absent rank may itself wait in another collective. If it does not wait for any rank, it is a *root*.
 Only two kinds of ranks are blamed: roots, and ranks whose calls do not match those of a majority.
 
-- **CUL-1** If the ranks disagree, only a minority is blamed. If both sides are equally large, no rank is
-  blamed.
+- **CUL-1** If the ranks disagree, only a minority is blamed. If both sides are equally large, the groups that
+  run the same program decide, such as the other tensor-parallel groups. Without them, no rank is blamed.
 - **CUL-2** A rank whose stack shows that it waits for other ranks is blamed only if there is no better
   explanation, because gloo does not record point-to-point operations.
 - **CUL-3** The result does not depend on the order of the ranks.
+- **CUL-4** If nothing else decides, the numbers of collectives in all groups together may: ranks that run the
+  same program can be sorted by their progress. If all ranks but one can be sorted, that rank has skipped,
+  reordered or added a collective.
 """
 
 from __future__ import annotations
@@ -27,19 +30,50 @@ if TYPE_CHECKING:
     from elasticrs.diagnosis.values import Call, Frame, StuckCollective
 
 _CONFIDENCES = list(Confidence)
+_MAX_PROGRESSES = 256
+"""Maximum number of different progresses of ranks that are compared with each other."""
 
 
 def blame(
     matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]
-) -> tuple[Culprit, ...]:
-    """Return the culprits, sorted by confidence, highest first. Each rank is named at most once.
+) -> tuple[tuple[Culprit, ...], tuple[int, ...]]:
+    """Return the culprits, sorted by confidence, highest first. Each rank is named at most once. Also return
+    the candidates: the ranks among which the culprit is, if no culprit is more than a possible one.
 
     Args:
         matched: result of matching the flight records.
         stacks: frames of the main thread of each rank, innermost first. Ranks may be missing.
         ranks: all ranks of the job.
     """
-    return _Search(matched, stacks, ranks).culprits()
+    search = _Search(matched, stacks, ranks)
+    culprits = search.culprits()
+    is_known = any(culprit.confidence is not Confidence.POSSIBLE for culprit in culprits)
+    return culprits, () if is_known else search.suspects(culprits)
+
+
+def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
+    """Return the only rank without which all ranks can be sorted by their progress. Return ``None`` if there
+    is no such rank, if there are several, or if all ranks can be sorted.
+
+    Args:
+        progress: for each rank, the number of collectives in each kind of group.
+    """
+    by_progress: dict[tuple[int, ...], list[int]] = {}
+    for rank in sorted(progress):
+        by_progress.setdefault(tuple(progress[rank]), []).append(rank)
+    if len(by_progress) > _MAX_PROGRESSES:
+        return None
+    pairs = [
+        (one, other)
+        for one, other in itertools.combinations(sorted(by_progress), 2)
+        if any(mine > its for mine, its in zip(one, other, strict=True))
+    ]
+    if not pairs:
+        return None
+    everywhere = set(pairs[0]).intersection(*map(set, pairs))
+    # A progress that several ranks share is that of the program.
+    alone = [by_progress[each][0] for each in everywhere if len(by_progress[each]) == 1]
+    return alone[0] if len(alone) == 1 else None
 
 
 def shows_waiting(frames: Sequence[Frame] | None) -> bool | None:
@@ -91,6 +125,8 @@ class _Search:
         add(self._in_other_order([index for index, (_, end) in enumerate(ends) if not any(end)]))
         add(self._without_record(unexplained))
         add(self._outside(unexplained))
+        if all(culprit.confidence is Confidence.POSSIBLE for culprit in found):
+            add(self._out_of_line())
         found.sort(key=lambda culprit: (_CONFIDENCES.index(culprit.confidence), -_weight(culprit)))
         return tuple(found)
 
@@ -100,15 +136,18 @@ class _Search:
         for stuck in self._matched.stuck:
             if not stuck.sides:
                 continue
-            majority, *others = stuck.sides
+            majority = stuck.sides[0]
             compared = sum(len(side.ranks) for side in stuck.sides)
-            if 2 * len(majority.ranks) <= compared:
+            is_most = 2 * len(majority.ranks) > compared
+            expected = majority.call if is_most else self._matched.usual.get(stuck)
+            if expected is None:
                 continue  # CUL-1
             is_certain = stuck.are_members_known and 2 * len(majority.ranks) > len(stuck.members)
             confidence = Confidence.CERTAIN if is_certain else Confidence.LIKELY
-            for side in others:
-                reason = _difference(majority.call, side.call)
-                yield Culprit(side.ranks, reason, confidence, stuck, side.call, majority.call)
+            for side in stuck.sides:
+                if side.call != expected:
+                    reason = _difference(expected, side.call)
+                    yield Culprit(side.ranks, reason, confidence, stuck, side.call, expected)
 
     # --- roots ---
 
@@ -215,6 +254,29 @@ class _Search:
             )
             yield Culprit(tuple(breaking), Reason.OTHER_ORDER, Confidence.LIKELY, missed)
 
+    def _out_of_line(self) -> Iterator[Culprit]:
+        """Yield the only rank whose progress cannot be compared with that of others (**CUL-4**)."""
+        waiting = [stuck for stuck in self._matched.stuck if stuck.waiting or stuck.sides]
+        rank = out_of_line(self._matched.progress) if waiting else None
+        if rank is not None:
+            missed = max(waiting, key=lambda stuck: (rank in stuck.absent, len(stuck.waiting)))
+            yield Culprit((rank,), Reason.OTHER_ORDER, Confidence.LIKELY, missed)
+
+    def suspects(self, culprits: Iterable[Culprit]) -> tuple[int, ...]:
+        """Return the ranks among which the culprit is, for a hang in which no culprit is known for sure."""
+        found = {rank for culprit in culprits for rank in culprit.ranks}
+        stuck = self._matched.stuck
+        missing = {rank for each in stuck if each.waiting for rank in (*each.absent, *each.unknown)}
+        missing = {rank for rank in missing if self._matched.no_record.get(rank) is not NoRecord.LOST_PEER}
+        free = {rank for rank in missing if self._is_free(rank)}
+        for each in stuck:
+            found.update(rank for side in each.sides for rank in side.ranks)
+            if 2 * len(free.intersection(each.absent)) > len(each.members):
+                found.update(each.waiting)  # CUL-1
+            if not each.sides and not each.absent and not each.unknown:
+                found.update(each.members)
+        return tuple(sorted(found | (free or missing)))
+
     # --- missing evidence ---
 
     def _without_record(self, unexplained: Sequence[StuckCollective]) -> Iterator[Culprit]:
@@ -222,14 +284,18 @@ class _Search:
             missing = stuck.unknown
             if not stuck.are_members_known:
                 missing = tuple(self._matched.no_record)
-            suspects = tuple(rank for rank in missing if not self._shown.get(rank))
+            suspects = tuple(rank for rank in missing if not self._has_waited(rank))
             if not suspects or stuck.absent or 2 * len(suspects) > len(self._ranks):
                 continue
             yield Culprit(suspects, Reason.NO_RECORD, self._confidence_without(suspects), stuck)
 
+    def _has_waited(self, rank: int) -> bool:
+        """Return true if a rank without a record was waiting for other ranks, according to other evidence."""
+        return bool(self._shown.get(rank)) or self._matched.no_record.get(rank) is NoRecord.LOST_PEER
+
     def _confidence_without(self, suspects: Sequence[int]) -> Confidence:
         reasons = {self._matched.no_record.get(rank) for rank in suspects}
-        if reasons == {NoRecord.EXITED}:
+        if reasons <= {NoRecord.EXITED, NoRecord.RETURNED}:
             return Confidence.CERTAIN
         is_weak = not reasons.isdisjoint((NoRecord.OUTDATED, NoRecord.OFF, NoRecord.NO_TORCH, None))
         is_outside = all(self._shown.get(rank) is False for rank in suspects)

@@ -11,7 +11,6 @@ from elasticrs.diagnosis.paragraph import Writer
 from elasticrs.diagnosis.rank_record import RankFacts, reduced
 from elasticrs.diagnosis.stacks import main_thread, merge
 from elasticrs.diagnosis.values import Diagnosis, NoRecord
-from elasticrs.report.phrases import ranks_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def judge(facts: Iterable[RankFacts]) -> Diagnosis:
     matched = match({rank: found.record for rank, found in by_rank.items()})
     stacks = {rank: found.frames for rank, found in by_rank.items() if found.frames}
     merged = merge(stacks)
-    culprits = blame(matched, stacks, tuple(by_rank))
+    culprits, candidates = blame(matched, stacks, tuple(by_rank))
     blamed = {culprit.collective for culprit in culprits}
     stuck = tuple(sorted(matched.stuck, key=lambda stuck: (stuck not in blamed, -len(stuck.waiting))))
     nodes = {rank: found.node for rank, found in by_rank.items() if found.node}
@@ -62,6 +61,7 @@ def judge(facts: Iterable[RankFacts]) -> Diagnosis:
         summary=writer.summary(),
         ranks=len(by_rank),
         culprits=culprits,
+        candidates=candidates,
         collectives=stuck,
         no_record={reason: ranks for reason, ranks in no_record.items() if ranks},
         stacks=merged,
@@ -117,22 +117,6 @@ def telling(facts: Iterable[RankFacts]) -> Diagnosis | None:
         return None
     diagnosis = judge(facts)
     return diagnosis if diagnosis.culprits or diagnosis.collectives else None
-
-
-def blames_others(diagnosis: Diagnosis, rank: int) -> str | None:
-    """Return a line for the report if the heartbeats and the flight records blame different ranks.
-
-    Args:
-        diagnosis: diagnosis based on the flight records. Culprits that are only possible are ignored.
-        rank: rank that the heartbeats blame.
-
-    Returns:
-        The line; ``None`` if the flight records blame ``rank`` as well, or no rank at all.
-    """
-    blamed = sorted(diagnosis.blamed())
-    if not blamed or rank in blamed:
-        return None
-    return f"the heartbeats blame rank {rank}, but the flight records blame {ranks_text(blamed)}"
 
 
 def _decoded(encoded: bytes | None) -> list[RankFacts]:

@@ -33,6 +33,8 @@ _WHY_NO_RECORD = {
     NoRecord.OFF: "the recorder is off",
     NoRecord.LATE: "no answer in time",
     NoRecord.EXITED: "exited",
+    NoRecord.RETURNED: "its program has returned",
+    NoRecord.LOST_PEER: "it has lost a peer",
     NoRecord.LOST: "the node did not answer",
     NoRecord.DAMAGED: "the record is damaged",
     NoRecord.OUTDATED: "the record is older than the others",
@@ -107,6 +109,8 @@ class Writer:
             Reason.OUTSIDE: f"{ranks} {are} in no collective, so the others {doubt}wait for {them}",
             Reason.OTHER_ORDER: f"{ranks} did not enter it and {doubt}skipped or reordered a collective",
         }
+        if culprit.reason is Reason.OTHER_ORDER and not set(culprit.ranks) <= set(collective.absent):
+            blame[Reason.OTHER_ORDER] = f"{ranks} {doubt}skipped, reordered or added a collective"
         not_entered = f"{ranks} did not enter it"
         if doubt:
             not_entered += f", and the others {doubt}wait for {them}"

@@ -26,6 +26,10 @@ class NoRecord(str, Enum):
     LATE = "late"
     """The worker did not answer in time, for example because it holds the GIL."""
     EXITED = "exited"
+    RETURNED = "returned"
+    """The worker's program has returned, and its interpreter runs no more Python code."""
+    LOST_PEER = "lost_peer"
+    """The worker raised an exception that reports a lost peer, and has written no record. It was waiting."""
     LOST = "lost"
     """The rank's node did not answer."""
     DAMAGED = "damaged"
@@ -181,6 +185,10 @@ class Diagnosis(NamedTuple):
     """Number of ranks."""
     culprits: tuple[Culprit, ...]
     """Ranks to blame, sorted by confidence, highest first. Empty if the evidence points to no rank."""
+    candidates: tuple[int, ...]
+    """Ranks among which the culprit is, if no culprit is more than a possible one. Empty if the culprits are
+    known, or if no rank waits.
+    """
     collectives: tuple[StuckCollective, ...]
     """Collectives that have not completed. Those that explain the hang come first."""
     no_record: Mapping[NoRecord, tuple[int, ...]]
@@ -214,6 +222,7 @@ class Diagnosis(NamedTuple):
                 }
                 for culprit in self.culprits
             ],
+            "candidates": spans(self.candidates),
             "collectives": [_collective(stuck) for stuck in self.collectives],
             "no_record": {reason.value: spans(ranks) for reason, ranks in self.no_record.items()},
             "stacks": [

@@ -80,6 +80,8 @@ class Cause(Value):
         reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
         diagnosis: text that says which ranks kept the others waiting, according to the evidence from all
             nodes; see :mod:`elasticrs.diagnosis`. ``None`` if no diagnosis was possible.
+        blamed: text that names the ranks to blame for a hang, such as ``ranks 1, 2`` or ``undecided,
+            candidates: ranks 0, 1``; ``None`` if it is ``rank`` alone.
     """
 
     node: str | None = None
@@ -107,6 +109,7 @@ class Cause(Value):
     is_consequence: bool | None = None
     reached: int | None = None
     diagnosis: str | None = None
+    blamed: str | None = None
 
     def encoded(self) -> dict[str, Any]:
         """Return a dictionary of all fields that have a value. It can be sent as JSON."""

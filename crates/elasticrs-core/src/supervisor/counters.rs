@@ -66,7 +66,8 @@ impl RankState {
     pub(crate) fn heartbeat(&self, local_rank: u32) -> Option<Heartbeat> {
         let Self::Heartbeat(beat) = self else { return None };
         let section = beat.section.as_ref().map(|section| section.name.clone());
-        Some(Heartbeat { local_rank, at: Stamp(beat.last), step: beat.step, section })
+        let has_returned = beat.is_exiting;
+        Some(Heartbeat { local_rank, at: Stamp(beat.last), step: beat.step, section, has_returned })
     }
 }
 

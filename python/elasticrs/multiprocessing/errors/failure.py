@@ -77,7 +77,9 @@ class ProcessFailure:
         stack: stacks of all threads after a fault such as SIGSEGV, or the stack of a hung thread; ``None`` if
             there are none.
         more_notes: further lines for the report.
-        is_first: true if all nodes agree that this failure is the root cause.
+        named: text for the field ``rank`` of the report, if it names several ranks or no rank for sure;
+            ``None`` if this rank alone is named.
+        is_first: true if this failure is the root cause whatever the times of the failures.
     """
 
     __match_args__ = ("local_rank", "pid", "exitcode", "error_file")
@@ -122,6 +124,7 @@ class ProcessFailure:
         self.stack = _read_stack(error_file) if has_stack else None
 
         self.more_notes: Sequence[str] = ()
+        self.named: str | None = None
         self.is_first = False
 
         age_ns = 0 if seen_ns is None else time.monotonic_ns() - seen_ns

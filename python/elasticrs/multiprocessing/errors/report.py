@@ -84,7 +84,7 @@ def _root_entry(index: int, rank: int, failure: ProcessFailure) -> list[str]:
         f"[{index}]:",
         f"  time      : {_when(failure)}",
         f"  host      : {failure.host or os.uname().nodename}",
-        f"  rank      : {rank} (local_rank: {failure.local_rank})",
+        f"  rank      : {failure.named or f'{rank} (local_rank: {failure.local_rank})'}",
         f"  exitcode  : {exitcode} (pid: {failure.pid}) {name}".rstrip(),
         f"  error_file: {failure.error_file}",
         f"  traceback : {traceback}",

@@ -120,27 +120,59 @@ def diagnosed(
     enough flight records, or if the cause is neither a hang nor a failed collective.
 
     The flight records may blame another rank than the heartbeats, which are weak evidence if each node has
-    only one rank. If that rank has hung as well, return its cause. Otherwise the text says so.
+    only one rank. Then return the cause of that rank. If the records are undecided, the cause says so.
     """
     if cause is None or not view.has_evidence:
         return cause, None
     is_hang = blame_of(cause) is not None
     if not is_hang and not cause.get("is_consequence") and cause.get("exitcode") != -_SIGABRT:
         return cause, None
-    from elasticrs.diagnosis.diagnose import blames_others, diagnose_nodes
+    from elasticrs.diagnosis.blame import decide, decided
+    from elasticrs.diagnosis.diagnose import diagnose_nodes
 
     nodes = [(seat.name, view.evidence_of(rank)) for rank, seat in enumerate(view.seats)]
     diagnosis = diagnose_nodes(nodes, min(head.world_size, MAX_DIAGNOSED))
     if diagnosis is None:
         return cause, None
-    doubt, rank = None, cause.get("rank")
-    if is_hang and rank is not None and (doubt := blames_others(diagnosis, rank)) is not None:
-        blamed = diagnosis.blamed()
-        others = [other for other in known_causes(view, head) if other.get("rank") in blamed]
-        hung = [(blame, other) for other in others if (blame := blame_of(other)) is not None]
-        if hung:
-            cause, doubt = min(hung, key=lambda each: each[0])[1], None
-    return cause, cut("; ".join(filter(None, (diagnosis.summary, doubt))), MAX_DIAGNOSIS)
+    rank = cause.get("rank")
+    blame = decided(diagnosis)
+    if is_hang and rank is not None:
+        blame = decide(diagnosis, rank, cause["ground"])
+    if blame is not None and blame.is_decided and rank not in blame.ranks:
+        cause = _cause_of(view, head, cause, blame.ranks[0])
+    if blame is not None and (len(blame.ranks) > 1 or not blame.is_decided):
+        cause = {**cause, "blamed": blame.text}
+    return cause, cut(diagnosis.summary, MAX_DIAGNOSIS)
+
+
+def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return the cause of the hang of a rank that the flight records blame. If no node has reported that this
+    rank hung, return ``cause`` with the place of this rank.
+    """
+    from elasticrs.diagnosis.node_evidence import NodeEvidenceError, decode
+
+    known = [other for other in known_causes(view, head) if other.get("rank") == rank]
+    hung = [(blame, other) for other in known if (blame := blame_of(other)) is not None]
+    if hung:
+        return min(hung, key=lambda each: each[0])[1]
+    for group_rank, seat in enumerate(view.seats):
+        try:
+            ranks = [found.rank for found in decode(view.evidence_of(group_rank) or b"")]
+        except NodeEvidenceError:
+            continue  # This node has sent no usable evidence.
+        if rank in ranks:
+            node = view.nodes.get(seat.member)
+            place = {"node": seat.name, "host": seat.name if node is None else node.host}
+            kept = ("round", "time_ns", "error_ns", "ground", "silence")
+            return {
+                **{name: cause[name] for name in kept if name in cause},
+                **place,
+                "group_rank": group_rank,
+                "rank": rank,
+                "local_rank": ranks.index(rank),
+                "message": "kept the other ranks waiting, as their flight records show",
+            }
+    return cause
 
 
 def _reports(view: View, head: Head) -> list[Node]:

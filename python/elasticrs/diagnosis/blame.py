@@ -1,0 +1,72 @@
+"""Decides which ranks are to blame for a hang. The launcher's lines, the report, the events, the status page
+and the restart policy all show this decision.
+
+- **BLAME-1** If the flight records are conclusive, they decide.
+- **BLAME-2** If they are not, no rank is blamed, and the candidates are named. A rank that a signal has
+  stopped is an exception, because its state is proof.
+- **BLAME-3** Heartbeats decide only if there are no records, or if the records show no rank that waits.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+from elasticrs.report.phrases import ranks_text
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from elasticrs.diagnosis.values import Diagnosis
+
+_STOPPED = "stopped"
+
+
+class Basis(str, Enum):
+    """Evidence on which a decision is based."""
+
+    RECORDS = "records"
+    """Flight records and stacks of the ranks."""
+    EXIT = "exit"
+    """Exits with code 0 of ranks for which others still waited."""
+    HEARTBEATS = "heartbeats"
+    """Times and steps of the last heartbeats."""
+
+
+class Blame(NamedTuple):
+    """Ranks to blame for a hang, or the candidates if the evidence does not decide."""
+
+    ranks: tuple[int, ...]
+    """Ranks in ascending order; at least one."""
+    is_decided: bool
+    """True if all of these ranks are to blame; false if at least one of them is."""
+    basis: Basis
+
+    @property
+    def text(self) -> str:
+        """The ranks as text, such as ``rank 2``, ``ranks 1, 2`` or ``undecided, candidates: ranks 0, 1``."""
+        ranks = ranks_text(self.ranks)
+        return ranks if self.is_decided else f"undecided, candidates: {ranks}"
+
+
+def decided(diagnosis: Diagnosis | None) -> Blame | None:
+    """Return the ranks that the flight records blame. Return ``None`` if the records are not conclusive."""
+    blamed = () if diagnosis is None else tuple(sorted(diagnosis.blamed()))
+    return Blame(blamed, True, Basis.RECORDS) if blamed else None
+
+
+def decide(diagnosis: Diagnosis | None, rank: int, ground: str) -> Blame:
+    """Decide which ranks are to blame for a hang. Pure function.
+
+    Args:
+        diagnosis: result of comparing the flight records and stacks; ``None`` if there is not enough
+            evidence.
+        rank: rank that the heartbeats blame.
+        ground: reason for which the heartbeats blame it, as in ``WorkerHung.ground``.
+    """
+    blame = decided(diagnosis)
+    if blame is not None:
+        return blame
+    candidates = () if diagnosis is None else diagnosis.candidates
+    if ground == _STOPPED or not candidates or candidates == (rank,):
+        return Blame((rank,), True, Basis.HEARTBEATS)
+    return Blame(candidates, False, Basis.RECORDS)

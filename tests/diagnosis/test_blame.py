@@ -1,0 +1,54 @@
+"""Which ranks are to blame for a hang, according to flight records and heartbeats together."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diagnosis.recorded_evidence import recorded
+from diagnosis.test_simulated import SHAPES, simulated
+from elasticrs.diagnosis.blame import Basis, Blame, decide
+from elasticrs.diagnosis.culprits import out_of_line
+from elasticrs.diagnosis.diagnose import diagnose
+
+GROUNDS = ("stopped", "behind", "elsewhere", "apart", "oldest")
+
+
+@pytest.mark.parametrize("ground", GROUNDS)
+@pytest.mark.parametrize(("name", "guilty"), [("skipped", 2), ("missing_rank", 5), ("groups", 3)])
+def test_conclusive_records_decide_whatever_the_heartbeats_say(name, guilty, ground):
+    assert decide(diagnose(recorded(name)), 0, ground) == Blame((guilty,), True, Basis.RECORDS)
+
+
+def test_no_rank_is_blamed_if_the_records_are_undecided():
+    diagnosis = diagnose(recorded("two_against_two"))
+    blame = decide(diagnosis, 1, "behind")
+    assert (blame.ranks, blame.is_decided) == ((0, 1, 2, 3), False)
+    assert blame.text == "undecided, candidates: ranks 0-3"
+    # The state of a process is proof.
+    assert decide(diagnosis, 1, "stopped") == Blame((1,), True, Basis.HEARTBEATS)
+
+
+def test_heartbeats_decide_without_records():
+    assert decide(None, 3, "oldest") == Blame((3,), True, Basis.HEARTBEATS)
+
+
+@given(st.integers(0, 10**9), st.data())
+def test_the_faulty_rank_is_blamed_or_a_candidate(seed, data):
+    found = simulated(seed, SHAPES)
+    if found is None:
+        return
+    run, rank = found
+    silent = data.draw(st.integers(0, len(run.called) - 1))
+    blame = decide(diagnose(run.evidence()), silent, data.draw(st.sampled_from(GROUNDS[1:])))
+    assert rank in blame.ranks
+    assert not blame.is_decided or blame.ranks == (rank,)
+
+
+def test_the_only_rank_that_does_not_fit_into_the_order_of_all_is_out_of_line():
+    # Numbers of collectives in tensor-parallel groups, data-parallel groups and the default group.
+    in_order = {0: (18, 8, 0), 2: (18, 9, 0), 3: (18, 9, 1)}
+    assert out_of_line(in_order) is None
+    assert out_of_line({**in_order, 1: (17, 9, 1)}) == 1
+    # Two ranks differ, and no other rank shows which is right.
+    assert out_of_line({0: (2, 1), 1: (1, 2)}) is None
+    assert out_of_line({0: (2, 1), 1: (1, 2), 2: (1, 2)}) == 0
