@@ -56,7 +56,7 @@ ifeq ($(wildcard $(EXTENSION)),)
 REBUILD := force
 endif
 
-.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train soak-hosted interop lint lint-rust lint-python docs bench wheel release try-release rebuild clean force
+.PHONY: help setup build demo demo-train demo-hang demo-etcd demo-multinode check nightly test test-rust test-python test-gpu attack soak soak-store soak-train interop lint lint-rust lint-python docs bench wheel release try-release rebuild clean force
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,8 +88,8 @@ demo-train: build ## train as steps over a state; one worker is killed, the othe
 demo-hang: build ## train a real model; one worker hangs in a collective, is found, its stack is kept, and the job recovers
 	@$(PY) examples/hang/demo.py
 
-demo-etcd: build ## three agents meet in an etcd of three members; the one with rank 0 is killed, then a member of etcd (HOSTED=1: the agents host it)
-	@$(PY) examples/ddp_multinode/demo_etcd.py $(if $(HOSTED),--hosted)
+demo-etcd: build ## three agents meet in an etcd of three members; the one with rank 0 is killed, then a member of etcd
+	@$(PY) examples/ddp_multinode/demo_etcd.py
 
 demo-multinode: build ## three hosts train; one is cut off, comes back; their store is killed, comes back (namespaces if root)
 	@$(PY) examples/ddp_multinode/demo.py
@@ -113,7 +113,7 @@ check: build ## a meaningful part of lint and tests, to run after each change (s
 nightly: ## every test with thorough random examples, then soaks, other releases of torch, and the comparison with torchrun
 	@$(MAKE) test ALL=1
 	@$(MAKE) soak SOAK="--seconds 1800 --seed $$(date +%s)"
-	@$(MAKE) soak-store soak-train soak-hosted
+	@$(MAKE) soak-store soak-train
 	@$(MAKE) interop TORCH='2.6.*'
 	@$(MAKE) release
 	@$(MAKE) rebuild
@@ -138,6 +138,31 @@ test-rust: ## the Rust part of `make test`
 
 test-python: build $(PYTEST_NEEDS) ## the Python part of `make test`; PYTEST="-k signals -x" selects tests
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal --durations 15 --durations-min 2 $(PYTEST_SELECT) $(PYTEST)
+
+interop: build ## the workers' store with the clients of another torch: TORCH='2.6.*'
+	@tools/interop.sh '$(TORCH)'
+
+GPU_KIT ?=
+test-gpu: ## checks for a machine with a GPU and torch: needs a wheel in dist/ (`make wheel`), no Rust, no .venv, no network
+	@wheel=$$(ls -t dist/elasticrs-*.whl 2>/dev/null | head -n 1); \
+	[ -n "$$wheel" ] || { echo "no wheel in dist/: make one with 'make wheel' on a machine with Rust, and copy it there" >&2; exit 1; }; \
+	$(or $(PYTHON),python3) -m tests.gpu_kit --wheel "$$wheel" $(GPU_KIT)
+
+attack: build ## hangs of every kind, programs that misbehave, hostile clients, each with its right answer; takes minutes
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal tests/attack $(PYTEST)
+
+SOAK ?= --seconds 600
+
+soak: build ## random schedules of the rendezvous for ten minutes; SOAK="--seconds N --seed S"
+	@PYTHONPATH=tests $(PY) -m tests.rendezvous.soak $(SOAK)
+
+soak-store: build ## a store that keeps its state is killed and started again under a running job; KILLS=200
+	@ELASTICRS_STORE_KILLS=$(or $(KILLS),200) $(PY) -m pytest -q -n0 tests/store_away -k no_worker_ends
+
+soak-train: build ## workers of elasticrs.train are killed at random moments: started by hand, by an agent, by two; KILLS=200
+	@for agents in 0 1 2; do \
+	    PYTHONPATH=tests $(PY) -m tests.train.soak --kills $(or $(KILLS),200) --agents $$agents || exit 1; \
+	done
 
 interop: build ## the workers' store with the clients of another torch: TORCH='2.6.*'
 	@tools/interop.sh '$(TORCH)'

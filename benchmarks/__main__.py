@@ -44,7 +44,6 @@ BENCHMARKS: dict[str, Callable[[Options], list[Row]]] = {
     "nodes-verdict": verdict.measure,
     "nodes-idle": idle.measure_nodes,
     "nodes-etcd": etcd.measure,
-    "nodes-hosted": etcd.measure_hosted,
     "timers": timers.measure,
     "timers-deadlines": deadlines.measure,
     "scrape": scrape.measure,

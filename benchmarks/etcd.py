@@ -1,22 +1,19 @@
-"""Rendezvous in etcd. elasticrs uses the v3 API, and torchrun's ``etcd-v2`` the v2 API. An etcd hosted by the
-agents is compared with the store of an agent.
+"""Rendezvous in etcd. elasticrs uses the v3 API, and torchrun's ``etcd-v2`` the v2 API.
 
 Torchrun needs python-etcd, which it does not bring along, and an etcd before 3.6, which has v2.
 """
 
 import os
 import shutil
-import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks import lost, peers, rendezvous
+from benchmarks import peers, rendezvous
 from benchmarks.etcd_member import PROGRAM, running
 from benchmarks.harness import Launcher, Options, Row
-from benchmarks.nodes import Shape, free_port
+from benchmarks.nodes import Shape
 
 
 def measure(options: Options) -> list[Row]:
@@ -37,29 +34,6 @@ def measure(options: Options) -> list[Row]:
         ]
 
 
-def measure_hosted(options: Options) -> list[Row]:
-    """Measure what etcd adds to each phase of a job. Its members write to the disk of the temporary
-    folder.
-    """
-    if not _choose_program("nodes-hosted"):
-        return []
-    options, shape, hosts = _ours(options), Shape(3, 1), " that host etcd"
-
-    def meet(_: Launcher) -> Sequence[str]:
-        # Each job uses new ports, because etcd members of the previous job may not have exited yet.
-        seats = ",".join(f"127.0.0.1:{_seat()}" for _ in range(shape.nodes))
-        return "--rdzv-backend", "etcd", "--rdzv-endpoint", seats, "--rdzv-conf", "host=1"
-
-    return [
-        *rendezvous.measure_shape(options, shape),
-        *rendezvous.measure_shape(options, shape, meet=meet, where=hosts),
-        *peers.measure(options, shape=shape),
-        *peers.measure(options, meet, hosts, shape),
-        *lost.measure_killed(options),
-        *lost.measure_killed(options, meet, hosts),
-    ]
-
-
 def _choose_program(benchmark: str) -> bool:
     """Choose the etcd binary that all agents run: the user's, else the one next to Python, else the one on
     ``PATH``.
@@ -74,17 +48,6 @@ def _choose_program(benchmark: str) -> bool:
         return False
     os.environ[PROGRAM] = program
     return True
-
-
-def _seat() -> int:
-    """Return a free port for clients. The next port, which the etcd members use among themselves, is free
-    too.
-    """
-    while True:
-        port = free_port()
-        with suppress(OSError), socket.socket() as peers_port:
-            peers_port.bind(("127.0.0.1", port + 1))
-            return port
 
 
 def _ours(options: Options) -> Options:

@@ -3,13 +3,12 @@
 #
 #   sh two_hosts.sh c10d node1:29400 train.py              the agent of node1 hosts the store; the job ends with it
 #   sh two_hosts.sh etcd etcd1:2379,etcd2:2379 train.py    they meet in an etcd that is there: any host may be lost
-#   sh two_hosts.sh hosted node1,node2,node3 train.py      they host etcd themselves, on three hosts
 #
 # JOB is the job's name, NPROC the number of workers on each host, ELASTICRS_TOKEN a secret that keeps strangers out.
 set -eu
 
 if [ $# -lt 3 ]; then
-    echo "usage: $0 c10d|etcd|hosted ENDPOINTS SCRIPT [ARGUMENT...]" >&2
+    echo "usage: $0 c10d|etcd ENDPOINTS SCRIPT [ARGUMENT...]" >&2
     exit 2
 fi
 store=$1
@@ -18,9 +17,8 @@ shift 2
 case $store in
     c10d) set -- --rdzv-backend c10d "$@" ;;
     etcd) set -- --rdzv-backend etcd "$@" ;;
-    hosted) set -- --rdzv-backend etcd --rdzv-conf host=1 "$@" ;;
     *)
-        echo "$0: $store is not c10d, etcd or hosted" >&2
+        echo "$0: $store is neither c10d nor etcd" >&2
         exit 2
         ;;
 esac

@@ -1,6 +1,5 @@
 """Trains with three agents that meet in etcd, kills the agent with rank 0 and then a member of etcd, and
-describes what happened. With ``--hosted``, the agents host etcd themselves. Killing an agent then also kills
-a member, and another agent replaces it.
+describes what happened.
 
 The training script is that of `ddp_digits`, as it is. Exits with 1 when anything is not as promised: the
 others do not go on, a worker ends because a member of etcd does, too little accuracy.
@@ -9,17 +8,15 @@ others do not go on, a worker ends because a member of etcd does, too little acc
 import argparse
 import os
 import re
-import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from several_agents import TRAIN, UP, Agents, PromiseError
 
 # isort: split
 # Found by way of the module above.
-from helpers import etcd, ports, procs
+from helpers import etcd
 
 EPOCHS = 40
 BATCH_SIZE = 4
@@ -30,15 +27,14 @@ RUNNING = re.compile(r"elasticrs\[.*: attempt .* is running")
 
 
 class Demo(Agents):
-    """Demo with three agents and their etcd cluster (``None`` if the agents host it themselves)."""
+    """Demo with three agents and an etcd cluster of three members."""
 
-    def __init__(self, cluster: etcd.Etcd | None, folder: Path, *, epochs: int, is_verbose: bool) -> None:
+    def __init__(self, cluster: etcd.Etcd, folder: Path, *, epochs: int, is_verbose: bool) -> None:
         super().__init__(lambda node: f"agent {node + 1}", lambda _: (), is_verbose=is_verbose)
         self._cluster = cluster
-        endpoint, conf = _hosted() if cluster is None else (cluster.endpoint, "")
         arguments = ["--nnodes", f"{NODES - 1}:{NODES}", "--nproc-per-node", "1", "--warm", "auto"]
-        arguments += ["--rdzv-backend", "etcd", "--rdzv-endpoint", endpoint, "--rdzv-id", "demo"]
-        arguments += ["--rdzv-conf", f"last_call_timeout=10{conf}", str(TRAIN)]
+        arguments += ["--rdzv-backend", "etcd", "--rdzv-endpoint", cluster.endpoint, "--rdzv-id", "demo"]
+        arguments += ["--rdzv-conf", "last_call_timeout=10", str(TRAIN)]
         arguments += ["--checkpoint", str(folder / "digits.pt"), "--epochs", str(epochs)]
         arguments += ["--batch-size", str(BATCH_SIZE), "--stamps"]
         print(f"{NODES} agents, each:\n$ elasticrun {' '.join(arguments)}\n", flush=True)
@@ -63,65 +59,36 @@ class Demo(Agents):
         self.wait_for_resume(since)
         epoch = self.wait_for_epochs(PAUSE, since)
 
-        if self._cluster is None:
-            since = len(self.lines)
-            self.start(self._arguments)
-            others.append(len(self.agents) - 1)
-            self.tell(
-                f"after epoch {epoch}: {self.name(others[-1])} is started, to host the lost member of etcd"
-            )
-            self.wait_for_workers(NODES, since, where=others)
-            epoch = self.wait_for_epochs(PAUSE, since)
-
         since = len(self.lines)
-        self.tell(f"after epoch {epoch}: {self._kill_a_member(others)} is killed (SIGKILL)")
+        self._cluster.kill(self._cluster.leader())
+        self.tell(f"after epoch {epoch}: the leader of etcd is killed (SIGKILL)")
         epoch = self.wait_for_epochs(PAUSE, since)
         if any(UP.search(each.text) for each in self.lines[since:]):
             raise PromiseError("workers were started again")
         self.tell(f"after epoch {epoch}: the same workers train")
         self.wait_for_success(others)
 
-    def _kill_a_member(self, nodes: Sequence[int]) -> str:
-        if self._cluster is not None:
-            self._cluster.kill(self._cluster.leader())
-            return "the leader of etcd"
-        below = procs.descendants(self.agents[nodes[0]].pid)
-        os.kill(next(each.pid for each in below if "--initial-cluster" in each.command), signal.SIGKILL)
-        return f"the member of etcd of {self.name(nodes[0])}"
 
-
-def _hosted() -> tuple[str, str]:
-    """Return endpoints on this machine, and the setting with which the agents host etcd there."""
-    return ",".join(f"127.0.0.1:{port}" for port in ports.pairs(NODES)), ",host=1"
-
-
-def run(folder: Path, *, epochs: int, is_hosted: bool, is_verbose: bool) -> int:
+def run(folder: Path, *, epochs: int, is_verbose: bool) -> int:
     program = etcd.binary()
     if program is None:
         print("no etcd: install etcd-server, or run `make setup` where Debian's packages are at hand")
         return 1
     os.environ["TORCHELASTIC_ETCD_BINARY_PATH"] = program
-    cluster = None if is_hosted else etcd.Etcd(folder, size=3)
+    cluster = etcd.Etcd(folder, size=3)
     try:
         return 0 if Demo(cluster, folder, epochs=epochs, is_verbose=is_verbose).play() else 1
     finally:
-        if cluster is not None:
-            cluster.close()
+        cluster.close()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="to train in all (default: %(default)s)")
     parser.add_argument("--verbose", action="store_true", help="all lines of agents and workers, with times")
-    parser.add_argument("--hosted", action="store_true", help="the agents host etcd themselves")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ddp_etcd_") as folder:
-        return run(
-            Path(folder),
-            epochs=arguments.epochs,
-            is_hosted=arguments.hosted,
-            is_verbose=arguments.verbose,
-        )
+        return run(Path(folder), epochs=arguments.epochs, is_verbose=arguments.verbose)
 
 
 if __name__ == "__main__":

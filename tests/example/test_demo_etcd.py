@@ -8,18 +8,12 @@ from helpers.procs import reap_adopted
 @pytest.mark.slow
 @pytest.mark.torch
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("options", "worlds"),
-    [(("--epochs=10",), (3, 2)), (("--epochs=16", "--hosted"), (3, 2, 3))],
-    ids=["etcd of a site", "hosted"],
-)
-def test_training_continues_after_an_agent_and_an_etcd_member_are_killed(run_demo, options, worlds):
+def test_training_continues_after_an_agent_and_an_etcd_member_are_killed(run_demo):
     if etcd.binary() is None:
         pytest.skip("needs etcd")
-    printed = run_demo("ddp_multinode/demo_etcd.py", *options)
+    printed = run_demo("ddp_multinode/demo_etcd.py", "--epochs=10")
     # Reap the nursery of the killed agent.
     reap_adopted()
     told = [line[11:].split(":")[0] for line in printed.splitlines() if line[8:9] == "s"]
-    expected = [f"{world} workers train" for world in worlds]
-    assert [line for line in told if "workers train" in line] == expected
+    assert [line for line in told if "workers train" in line] == ["3 workers train", "2 workers train"]
     assert "NOT AS PROMISED" not in printed

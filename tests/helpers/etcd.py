@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from helpers import ports
 from helpers.control import Program
-from helpers.hosts import Host
 from helpers.procs import HANG, wait_until
 
 TRIES = 5
@@ -316,22 +315,3 @@ def _encoded(body: dict[str, Any]) -> dict[str, Any]:
 
 def _decoded(text: str) -> bytes:
     return base64.b64decode(text)
-
-
-_ASK_FOR_HEALTH = """
-import sys
-from elasticrs.rendezvous.elastic.etcd_gateway import Gateway, GatewayError
-from elasticrs.rendezvous.elastic.etcd_membership import Seat
-for name in sys.argv[1:]:
-    try:
-        if Gateway().is_healthy(Seat(name, 2379, 2380), 2):
-            print(name)
-    except (OSError, GatewayError):
-        pass
-"""
-
-
-def healthy_members(host: Host, *others: Host) -> list[str]:
-    """Return the names of the hosts whose etcd members answer requests from ``host``."""
-    names = (each.name for each in (host, *others))
-    return host.run(sys.executable, "-c", _ASK_FOR_HEALTH, *names).stdout.split()

@@ -29,19 +29,6 @@ def free() -> int:
             return port
 
 
-def pairs(count: int) -> list[int]:
-    """Return ``count`` free ports in ascending order. The port after each of them is also free, and no two
-    pairs overlap.
-    """
-    found = set[int]()
-    while len(found) < count:
-        port = free() & ~1
-        if is_free(port) and is_free(port + 1):
-            found.add(port)
-            _recent.extend((port, port + 1))
-    return sorted(found)
-
-
 def is_free(port: int) -> bool:
     """Return true if nothing listens on this port."""
     with socket.socket(socket.AF_INET6) as sock:

@@ -7,7 +7,7 @@ from helpers.groups import group
 
 __all__ = ["connect_etcd", "group", "relay_to"]
 
-OVER_EACH = ("test_client", "test_client_cluster", "test_client_troubles", "test_hosted")
+OVER_EACH = ("test_client", "test_client_cluster", "test_client_troubles")
 """What depends on the release of etcd: its interface, its words, and how members come and go. The gate tests
 the installed release, and the nightly run the other one as well.
 """

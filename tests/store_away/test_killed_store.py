@@ -193,5 +193,5 @@ def test_a_store_that_does_not_return_ends_the_job_cleanly(store, job):
         agent.exits(1)
         cause, last = agent.stderr.splitlines()[-2:]
         assert "failed after" in last
-        says(cause, "--rdzv-conf host=1", "elasticrs.store --state")
+        says(cause, "--rdzv-backend etcd", "elasticrs.store --state")
     procs.assert_gone([each.pid for each in found])

@@ -17,8 +17,8 @@ OF_THE_STORE |= {"ca_cert", "ssl_cert", "ssl_cert_key", "user", "password_file",
 OF_THE_MEETING = {"join_timeout", "last_call_timeout", "restart_call_timeout", "worker_port_range"}
 OF_THE_MEETING |= {"order_hint"}
 OF_NODES = {"scale_up_delay", "settle", "close_timeout", "exit_barrier_timeout", "stall_timeout", "scale_up"}
-OF_NODES |= {"max_node_losses", "max_short_losses", "short_round", "is_host", "bind_addr", "rank", "host"}
-OF_NODES |= {"homogeneous", "fresh", "drain", "token", "token_file", "peer_port", "store_type"}
+OF_NODES |= {"max_node_losses", "max_short_losses", "short_round", "is_host", "bind_addr", "rank"}
+OF_NODES |= {"homogeneous", "same_command", "fresh", "drain", "token", "token_file", "store_type"}
 OF_NODES |= {"heartbeat_timeout", "cas_backoff_max_seconds", "timeout"}
 
 JOB = SimpleNamespace(nproc=4)
@@ -45,7 +45,7 @@ def test_each_setting_is_either_for_workers_or_for_nodes():
 
 @pytest.mark.parametrize(
     ("backend", "token", "conf"),
-    [("c10d", "secret", {}), ("c10d", None, {}), ("etcd", None, {}), ("etcd", "secret", {"host": 1})],
+    [("c10d", "secret", {}), ("c10d", None, {}), ("etcd", None, {}), ("etcd", "secret", {})],
 )
 def test_agents_remove_the_registration_of_a_worker(backend, token, conf):
     environ = {} if token is None else {"ELASTICRS_TOKEN": token}
@@ -78,14 +78,6 @@ def test_workers_get_a_token_for_only_their_own_keys():
     assert place_of(token="other").settings.token != found.settings.token
     without = place_of(token=None)
     assert (without.scope, without.settings.token) == (None, None)
-
-
-@pytest.mark.parametrize("conf", [{}, {"protocol": "https", "ca_cert": "/dev/null", "ssl_cert": "/dev/null"}])
-def test_workers_have_their_own_user_in_an_etcd_hosted_by_agents(conf):
-    found = place_of("etcd", host=1, peer_port=1234, **conf).etcd
-    assert (found.user, len(found.password), found.is_tls) == ("elasticrs-workers", 64, bool(conf))
-    assert found.seats == ()
-    assert found.prefix.startswith("/torchelastic/p2p/workers/")
 
 
 def test_workers_use_the_agents_user_in_an_external_etcd(tmp_path):

@@ -170,10 +170,9 @@ def test_a_time_box_yields_at_least_one_sample():
     assert list(time_box(60.0, 3)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("measure", [etcd.measure, etcd.measure_hosted])
-def test_a_benchmark_without_etcd_says_that_it_is_skipped(measure, monkeypatch, capsys):
+def test_a_benchmark_without_etcd_says_that_it_is_skipped(monkeypatch, capsys):
     monkeypatch.setenv(etcd.PROGRAM, "/no/etcd")
-    assert measure(BOTH) == []
+    assert etcd.measure(BOTH) == []
     assert "is skipped: no etcd" in capsys.readouterr().err
 
 
@@ -183,5 +182,5 @@ def test_etcd_next_to_python_is_used_if_none_is_on_the_path(monkeypatch, tmp_pat
     beside = tmp_path / "etcd"
     beside.touch(mode=0o700)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert etcd._choose_program("nodes-hosted")
+    assert etcd._choose_program("nodes-etcd")
     assert os.environ[etcd.PROGRAM] == str(beside)

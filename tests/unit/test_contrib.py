@@ -15,7 +15,7 @@ from elasticrs.launcher.arguments import parse
 CONTRIB = Path(__file__).resolve().parents[2] / "contrib"
 KUBERNETES = [
     document
-    for path in sorted((CONTRIB / "kubernetes").glob("*.yaml"))
+    for path in sorted(CONTRIB.glob("*/*.yaml"))
     for document in yaml.safe_load_all(path.read_text(encoding="utf-8"))
 ]
 KINDS = {each["kind"] for each in KUBERNETES}
@@ -56,7 +56,7 @@ VERDICT = ExitCodes("verdict")
 
 
 def test_contrib_has_a_manifest_of_each_kubernetes_kind():
-    assert {"Service", "Job", "JobSet", "PyTorchJob", "TrainJob"} <= KINDS
+    assert {"Service", "StatefulSet", "Job", "JobSet", "PyTorchJob", "TrainJob"} <= KINDS
     assert (len(JOBS), len(PODS), len(COMMANDS)) == (3, 2, 6)
 
 

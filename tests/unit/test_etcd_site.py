@@ -177,33 +177,3 @@ def test_every_etcd_backend_name_creates_a_rendezvous_handler(name, caplog):
     assert get_rendezvous_handler(RendezvousParameters("etcd", "", "j", 1, 1)).get_backend() == "etcd"
     with pytest.raises(ValueError, match="rdzv_endpoint"):
         get_rendezvous_handler(RendezvousParameters("etcd", "", "j", 1, 2))
-
-
-# --- hosted by the agents ---
-
-
-def test_each_hosted_etcd_member_has_a_client_port_and_a_peer_port():
-    made = site("a,b:7000,[::1]", host=1)
-    found = [("::1", 2379, 2380, "http"), ("a", 2379, 2380, "http"), ("b", 7000, 7001, "http")]
-    assert [each.values() for each in made.seats] == found
-    assert made.seats == site("[::1],b:7000,a", host=1).seats
-    assert made.seats[0].peer_url == "http://[::1]:2380"
-    made = site("https://a", host=1, ca_cert="/proc/version", ssl_cert="/proc/version")
-    assert (made.seats[0].url, made.seats[0].peer_url) == ("https://a:2379", "https://a:2380")
-    made = site("a,b,c", host="true", peer_port="9")
-    assert {each.peer_port for each in made.seats} == {9}
-    assert site("a,b,c").seats == site("a,b", host=0).seats == ()
-
-
-def test_the_bind_address_of_hosted_members_can_be_set():
-    met, notices = described("a", host=1, bind_addr="10.0.0.1", is_host=1)
-    assert met.settings.bind_addr == "10.0.0.1"
-    (notice,) = notices
-    assert notice.startswith("rdzv_configs: is_host: ")
-
-
-def test_the_token_sets_the_password_of_hosted_members():
-    met, notices = described("a", host=1, token="secret")
-    assert (notices, met.etcd.user) == ([], "root")
-    assert met.etcd.password != described("a", host=1, token="other")[0].etcd.password
-    assert met.etcd.password not in repr(met.etcd)

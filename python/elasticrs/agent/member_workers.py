@@ -16,7 +16,6 @@ from elasticrs.agent.decisions import OneNode
 from elasticrs.host.background_call import BackgroundCall
 from elasticrs.job.config import LOOPBACK
 from elasticrs.rendezvous.elastic.describe import describe
-from elasticrs.rendezvous.elastic.etcd_membership import workers_password
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, decide
 from elasticrs.rendezvous.elastic.keys import workers_job, workers_scope
 from elasticrs.rendezvous.elastic.meeting_point import CannotHost, MeetingPoint
@@ -175,13 +174,10 @@ def _workers_token(rendezvous: Rendezvous) -> str | None:
     """Return a credential that gives access only to the workers' keys, because workers never get the job's
     own token.
 
-    Return ``None`` if the job has no token, or if it uses an etcd cluster that the site operates. In such a
-    cluster, workers log in with the agents' ``user`` and ``password_file``, which :func:`for_workers` passes
-    on.
+    Return ``None`` if the job has no token, or if it uses etcd. In etcd, workers log in with the agents'
+    ``user`` and ``password_file``, which :func:`for_workers` passes on.
     """
-    token, etcd = rendezvous.settings.token, rendezvous.etcd
-    if token is None:
+    token = rendezvous.settings.token
+    if token is None or rendezvous.etcd is not None:
         return None
-    if etcd is None:
-        return scoped_token(token, workers_scope(rendezvous.run_id))
-    return workers_password(rendezvous.run_id, etcd.prefix, token) if etcd.seats else None
+    return scoped_token(token, workers_scope(rendezvous.run_id))

@@ -14,7 +14,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from elasticrs.job.config import UsageError, seconds_within
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.describe import Words, describe
-from elasticrs.rendezvous.elastic.etcd_membership import WORKERS, workers_prefix
 from elasticrs.rendezvous.elastic.keys import workers_scope
 from elasticrs.train.membership import STUCK_TIMEOUT
 from elasticrs.workers.environment import TOKEN_VARIABLE
@@ -118,10 +117,6 @@ def parse(
     if not may_host and backend == "c10d":
         config["is_host"] = "0"
     token = environ.get(TOKEN_VARIABLE)
-    if backend == "etcd" and JOB_VARIABLE in environ:
-        # Remove the token from the environment, because `describe` would use it as the job's token. If agents
-        # host etcd, the token is the password of the etcd user for workers, not the job's token.
-        environ = {name: value for name, value in environ.items() if name != TOKEN_VARIABLE}
     rendezvous, notices = describe(
         backend,
         parts.netloc,
@@ -139,18 +134,10 @@ def parse(
     name, _, before = environ.get(MEMBER_VARIABLE, "").partition(" ")
     job = environ.get(JOB_VARIABLE)
     rendezvous = rendezvous.replaced(member=name or None, replaces=before or None, job=job)
-    if job is not None and token is not None:
-        rendezvous = _with_workers_token(rendezvous, token)
+    if job is not None and token is not None and rendezvous.etcd is None:
+        # The token is the credential that the agent gave its workers.
+        rendezvous = rendezvous.replaced(scope=workers_scope(rendezvous.run_id))
     return MeetingPlace(url, rendezvous, backend, stuck, notices)
-
-
-def _with_workers_token(rendezvous: Rendezvous, token: str) -> Rendezvous:
-    """Return the rendezvous settings with the credential that the agent gave its workers."""
-    if rendezvous.etcd is None:
-        return rendezvous.replaced(scope=workers_scope(rendezvous.run_id))
-    prefix = workers_prefix(rendezvous.run_id, rendezvous.etcd.prefix)
-    etcd = rendezvous.etcd.replaced(user=WORKERS, password=token, prefix=prefix)
-    return rendezvous.replaced(etcd=etcd)
 
 
 def _config(query: str, source: str) -> dict[str, object]:

@@ -154,15 +154,10 @@ def store_lost(member: Member) -> None:
     where = f"lost {member.rendezvous.store} in round {member.age.seen}"
     seconds, why = member.rendezvous.store_lost_timeout, member.joining.trouble
     todo = (
-        "start the job again; it outlives the loss of any node with etcd on three of them"
-        " (--rdzv-backend etcd --rdzv-conf host=1), and the death of a store of its own that keeps its state"
-        " (python -m elasticrs.store --state FILE)"
+        "start the job again; it outlives the loss of any node with --rdzv-backend etcd, or with a store on a"
+        " machine of its own (python -m elasticrs.store --state FILE)"
     )
-    etcd = member.rendezvous.etcd
-    if etcd is not None and etcd.seats:
-        seats = len(etcd.seats)
-        todo = f"start the job again; {seats // 2 + 1} of its {seats} members must be up"
-    elif etcd is not None:
+    if member.rendezvous.etcd is not None:
         todo = "start the job again when etcd answers; most of its members must be up"
     text = f"{where} and could not reach it again within {seconds:g} s ({why}); {todo}"
     _give_up(member, Outcome("lost", text))

@@ -147,7 +147,7 @@ def describe(
         host, given_port = parse_endpoint(words.endpoint, endpoint)
     else:
         host, given_port = own.etcd.endpoints[0]
-        if settings.token is not None and not own.etcd.seats:
+        if settings.token is not None:
             notices.append("the token has no effect, because etcd's permissions decide which nodes may join")
     port = DEFAULT_PORT if given_port is None else given_port
     if high == 1 and port == 0 and is_loopback_name(host):
@@ -161,8 +161,6 @@ def describe(
         notices += _check_static(words, endpoint, host, given_port)
     if not 0 < len(run_id.encode(errors="surrogateescape")) <= _MAX_RUN_ID:
         raise UsageError(f"{words.run_id}: got {run_id!r}, expected 1 to {_MAX_RUN_ID} bytes")
-    if own.etcd is not None and own.etcd.seats and settings.token is not None:
-        own.etcd = own.etcd.with_token(run_id, settings.token)
     rendezvous = Rendezvous(
         kind,
         host,

@@ -40,9 +40,6 @@ other agents have read the outcome of the job.
 
 _FAREWELL_TICK = "farewell tick"
 _TICK = 0.01
-_MARGIN = 10.0
-"""Additional seconds of waiting for a hosted etcd member to exit."""
-
 _PORT = "port"
 """Name of a timer of the driver. When it fires, the driver tries again to take the port back from the
 workers.
@@ -176,13 +173,6 @@ class Driver:
             return left
         for event in drop_stale(self.meeting_point.take(), self._member.keys.head):
             left += [messages.Announce(event.message)] if isinstance(event, Notice) else self.tell(event)
-        for kind, text in self.meeting_point.take_from_etcd():
-            if kind == "refused" and not self._member.joining.was_registered:
-                left += self.tell(ConnectionLost("cannot_host", text))
-            else:
-                # Report the message about this node's etcd member, but stay in the job, because this node can
-                # still connect to the other etcd members.
-                left.append(messages.Announce(text))
         for name in self._timers.take_due():
             if name == _PORT:
                 left += self._take_port_back()
@@ -218,8 +208,8 @@ class Driver:
     @property
     def fds(self) -> tuple[int, ...]:
         """File descriptors to watch. Call :meth:`poll` when one of them is readable."""
-        found = (self.meeting_point.fd, self.meeting_point.etcd_fd)
-        return tuple(fd for fd in found if fd is not None)
+        fd = self.meeting_point.fd
+        return () if fd is None else (fd,)
 
     def lose(self, why: str) -> list[LoopAction]:
         """Close the connection, if it is open, and report the loss to the state machine. ``why`` is the
@@ -291,12 +281,10 @@ class Driver:
         self._exit = action
         if self._stays:
             return [action]
-        self.meeting_point.leave(action.outcome.kind)
         if not self.meeting_point.is_needed():
             return [action]
         self._timers = Timers()
-        margin = 0.0 if self.meeting_point.etcd_fd is None else _MARGIN
-        self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout + margin)
+        self._timers.arm(_FAREWELL, self._rendezvous.settings.close_timeout)
         self._timers.arm(_FAREWELL_TICK, _TICK)
         return []
 

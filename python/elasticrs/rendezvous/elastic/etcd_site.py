@@ -17,13 +17,11 @@ import os
 from elasticrs.job.config import UsageError, seconds_within
 from elasticrs.job.value import Value
 from elasticrs.rendezvous.elastic.addresses import is_loopback_name
-from elasticrs.rendezvous.elastic.etcd_membership import Seat, password_of
 from elasticrs.rendezvous.elastic.settings import (
     Key,
     path,
     read_secret,
     read_value,
-    truth,
     whole,
 )
 from elasticrs.rendezvous.endpoint import parse_endpoint, shown_endpoint
@@ -83,9 +81,6 @@ KEYS = (
     Key("etcd_prefix", "/torchelastic/p2p", _prefix, "put before the names of all keys"),
     Key("lease_ttl", 5, _ttl, "seconds without a keep-alive after which a node is lost, 2 or more"),
     Key("read_timeout", 60.0, seconds_within(0, above=True), "seconds for an answer of etcd"),
-    Key("host", False, truth, "1: the agents of the endpoints host etcd for the job; 1, 3 or 5 of them"),
-    Key("peer_port", None, whole(1),
-        "port of hosted members for each other; default: the port of the endpoint + 1"),
 )  # fmt: skip
 """Settings that are specific to the back end ``etcd``."""
 
@@ -94,16 +89,8 @@ _ALIASES = {"cacert": "ca_cert", "cert": "ssl_cert", "key": "ssl_cert_key", "sto
 
 _FIELDS = {"etcd_prefix": "prefix", "lease_ttl": "ttl", "read_timeout": "read_timeout"}
 NAMES = (*(key.name for key in KEYS), *_ALIASES)
-_HOSTING = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_attempt")
-"""Settings of elasticrs's own store that have no effect with etcd. But ``bind_addr`` has an effect for etcd
-members that agents host.
-"""
-
-ROOT = "root"
-"""Name of the etcd user with which agents log in to hosted members."""
-
-_SIZES = (1, 3, 5)
-_LAST_PORT = 65535
+_OF_OWN_STORE = ("is_host", "bind_addr", "keep_alive_interval", "keep_alive_max_attempt")
+"""Settings of elasticrs's own store that have no effect with etcd."""
 
 
 class EtcdSite(Value):
@@ -120,7 +107,6 @@ class EtcdSite(Value):
         prefix: prefix of all keys.
         ttl: time to live of a session's lease, in seconds.
         read_timeout: seconds to wait for a response.
-        seats: addresses of the members that the agents host; empty if the agents do not host etcd.
     """
 
     endpoints: tuple[tuple[str, int], ...]
@@ -134,20 +120,6 @@ class EtcdSite(Value):
     prefix: str = ""
     ttl: int = 5
     read_timeout: float = 60.0
-    seats: tuple[Seat, ...] = ()
-
-    @property
-    def files(self) -> list[str]:
-        """Paths of the TLS files for etcd members that agents host: CA certificates, certificate, and the
-        certificate's key. Empty if TLS is not used.
-        """
-        return [str(file) for file in (self.ca_cert, self.cert, self.key)] if self.is_tls else []
-
-    def with_token(self, run_id: str, token: bytes) -> EtcdSite:
-        """Return a copy of the settings with the user and password for etcd members that agents host. The
-        password is derived from the job's token.
-        """
-        return self.replaced(user=ROOT, password=password_of(run_id, self.prefix, token))
 
     @property
     def keep_alive(self) -> dict[str, object]:
@@ -251,19 +223,13 @@ def read_site(
             f"{source}: protocol: got {given['protocol']!r}, but {option} has {scheme}://: leave one out"
         )
     notices: list[str] = []
-    is_hosted = bool(read.get("host"))
-    useless = [name for name in _HOSTING if not (is_hosted and name == "bind_addr")]
-    in_vain = [name for name in useless if rest.pop(name, None) is not None]
+    in_vain = [name for name in _OF_OWN_STORE if rest.pop(name, None) is not None]
     if in_vain:
         notices.append(f"{source}: {', '.join(in_vain)}: no effect with etcd, which has lease_ttl")
     is_tls = protocol == "https"
     defaults = {key.name: key.default for key in KEYS}
     fields: dict[str, Any] = {field: read.get(name, defaults[name]) for name, field in _FIELDS.items()}
     fields |= _files(read, source, is_tls=is_tls) | _user(read, rest, source, notices)
-    if is_hosted:
-        fields["seats"] = _seats(endpoints, read, source, option, is_tls=is_tls)
-    elif "peer_port" in read:
-        raise UsageError(f"{source}: peer_port is for members that the agents host: add host=1")
     site = EtcdSite(endpoints, is_tls=is_tls, **fields)
     if site.user is not None and not is_tls and not all(is_loopback_name(host) for host, _ in endpoints):
         notices.append(f"{source}: user: the password goes to etcd unencrypted: use https")
@@ -304,37 +270,6 @@ def _endpoints(option: str, text: str) -> tuple[str | None, tuple[tuple[str, int
     if len(schemes) > 1 or not schemes <= {None, *_SCHEMES} or any(port == 0 for _, port in found):
         raise UsageError(f"{option}: got {text!r}, expected {EXPECTED}")
     return schemes.pop(), tuple(dict.fromkeys(found))
-
-
-def _seats(
-    endpoints: tuple[tuple[str, int], ...], read: Mapping[str, Any], source: str, option: str, *, is_tls: bool
-) -> tuple[Seat, ...]:
-    """Return the addresses of the etcd members that the agents host."""
-    if len(endpoints) not in _SIZES:
-        raise UsageError(
-            f"{option}: got {len(endpoints)} endpoints, expected 1, 3 or 5 with host=1: most members have to "
-            "be up, so an even count tolerates no more failures, and more than 5 are only slower"
-        )
-    if "user" in read:
-        raise UsageError(f"{source}: host=1 and user cannot be combined: hosted members have none")
-    if is_tls and not {"ca_cert", "ssl_cert"} <= read.keys():
-        raise UsageError(
-            f"{source}: host=1 with https needs ca_cert and ssl_cert, which tell members and agents from "
-            "strangers"
-        )
-    scheme, port = "https" if is_tls else "http", read.get("peer_port")
-    # Sort the endpoints, because each member's name contains the index of its endpoint. The index must be the
-    # same on all nodes.
-    seats = tuple(
-        Seat(host, own, own + 1 if port is None else port, scheme) for host, own in sorted(endpoints)
-    )
-    taken = [(seat.host, each) for seat in seats for each in (seat.port, seat.peer_port)]
-    if len(set(taken)) < len(taken) or any(each > _LAST_PORT for _, each in taken):
-        raise UsageError(
-            f"{option}: with host=1 each endpoint has two ports, that for clients and peer_port (by default "
-            "the next one): got the same one twice, or one that is too high"
-        )
-    return seats
 
 
 def _files(read: Mapping[str, Any], source: str, *, is_tls: bool) -> dict[str, Any]:

@@ -258,7 +258,6 @@ class ElasticRendezvousHandler(RendezvousHandler):
         outcome.
         """
         deadline = time.monotonic() + self.rendezvous.settings.close_timeout
-        self.home.leave()
         while (is_needed := self.home.is_needed()) and time.monotonic() < deadline:
             time.sleep(_FAREWELL_TICK)
         self.home.close()

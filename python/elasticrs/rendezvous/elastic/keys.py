@@ -45,12 +45,7 @@ def workers_keys(rendezvous: Rendezvous, job: str, number: int) -> Keys:
         job: name of the agents' job in the store.
         number: store revision at which the record of the agents' job was created.
     """
-    etcd, root = rendezvous.etcd, ""
-    if etcd is not None and etcd.seats and rendezvous.settings.token is not None:
-        from elasticrs.rendezvous.elastic.etcd_membership import workers_prefix
-
-        root = workers_prefix(rendezvous.run_id, etcd.prefix).removeprefix(etcd.prefix)
-    return Keys(workers_job(rendezvous.run_id, job, number), root)
+    return Keys(workers_job(rendezvous.run_id, job, number))
 
 
 def workers_of(agent: str) -> str:
@@ -64,12 +59,11 @@ class Keys:
     Args:
         run_id: run id that the user has given. ``%`` and ``/`` are escaped, so that the keys of different
             jobs never overlap.
-        root: prefix that is put before all keys.
     """
 
-    def __init__(self, run_id: str, root: str = "") -> None:
+    def __init__(self, run_id: str) -> None:
         escaped = run_id.replace("%", "%25").replace("/", "%2F")
-        self.prefix = f"{root}/elasticrs/{escaped}/"
+        self.prefix = f"/elasticrs/{escaped}/"
         self.job = self.prefix + "job"
         self.head = self.prefix + "head"
         self.nodes = self.prefix + "nodes/"

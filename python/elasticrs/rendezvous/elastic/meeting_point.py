@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from functools import partial
 
 from elasticrs.host.background_call import BackgroundCall
@@ -17,7 +16,6 @@ from elasticrs.rendezvous.elastic import hosting
 from elasticrs.rendezvous.elastic.addresses import is_unspecified, packed
 from elasticrs.rendezvous.elastic.keys import Keys
 from elasticrs.rendezvous.elastic.rendezvous import ThisAgent
-from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.store.coordination import Connected, ConnectionLost, Notice
 from elasticrs.store.session import Client, NativeSession, Server
 
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.job.restart_policy import RestartSettings
-    from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.store import Store
     from elasticrs.store.coordination import Request, StoreEvent
@@ -56,11 +53,6 @@ _REMEDIES_OF_ETCD = {
     "limit": "free space in etcd (alarm NOSPACE: compact, defragment, disarm)",
 }
 """Advice to the user if the store is etcd, by the kind of connection loss."""
-_REMEDIES_OF_HOSTED = {
-    "refused": "the agents of most endpoints must be up: {most} of {seats}",
-    "denied": _REMEDIES["token"],
-}
-"""Advice to the user if the agents host etcd. It replaces the general advice about etcd."""
 _BY_HAND = (
     ("--rdzv-endpoint HOST:PORT", "--master-port PORT"),
     ("--rdzv-endpoint", "--master-addr and --master-port"),
@@ -69,10 +61,6 @@ _BY_HAND = (
 
 _PATIENCE = 1.0
 """Seconds to wait for a name lookup or for replies from etcd. The next attempt to connect repeats both."""
-
-_DOUBT = 2.0
-"""Seconds for which another job's etcd must respond at an endpoint before that is reported as a configuration
-error."""
 
 _BEFORE_MEETING = ("refused", "unreachable")
 """Kinds of connection loss that suggest a wrong endpoint if this agent has never been connected."""
@@ -91,26 +79,16 @@ class Home(Record):
 
     runs: int = 0
     server: Server | None = None
-    etcd: EtcdHost | None = None
 
     def is_needed(self) -> bool:
-        """Return true if other agents may still be using the store hosted here. Call :meth:`leave` first."""
-        if self.etcd is not None:
-            self.etcd.take()
-            return self.etcd.fd is not None
+        """Return true if other agents may still be using the store hosted here."""
         return self.server is not None and self.server.sessions() > 0
-
-    def leave(self) -> None:
-        """Announce that this agent will not start another run."""
-        if self.etcd is not None:
-            self.etcd.leave("succeeded")
 
     def close(self) -> None:
         """Close the store. Idempotent."""
-        for store in (self.server, self.etcd):
-            if store is not None:
-                store.close()
-        self.server = self.etcd = None
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
 
 class MeetingPoint:
@@ -150,12 +128,10 @@ class MeetingPoint:
         self._rendezvous = rendezvous
         self._supervisor = supervisor
         self._server: Server | None = None
-        self._etcd: EtcdHost | None = None
         self._session: NativeSession | None = None
         self._met: tuple[bytes, int] | None = None
         self._may_decide_again = False
         self._has_met = False
-        self._foreign_since: float | None = None
         self._clock = Clock(0, None)
         self._shared: Store | None = None
         self._notices: list[Notice] = []
@@ -192,32 +168,6 @@ class MeetingPoint:
         return self._session.fd if self._session is not None else None
 
     @property
-    def etcd_fd(self) -> int | None:
-        """File descriptor that is readable when :meth:`take_from_etcd` has to be called; ``None`` if this
-        agent does not host an etcd member.
-        """
-        return self._etcd.fd if self._etcd is not None else None
-
-    def take_from_etcd(self) -> list[tuple[str, str]]:
-        """Return new messages from the program that runs etcd. Restart the program if it has failed.
-
-        See :meth:`.etcd_host.EtcdHost.take`.
-        """
-        if self._etcd is None:
-            return []
-        fd, news = self._etcd.fd, self._etcd.take()
-        if fd is not None and self._etcd.fd != fd:
-            if self._supervisor is not None:
-                self._supervisor.unwatch_fd(fd)
-            if self._etcd.fd is not None or self._etcd.start_again():
-                self._watch_etcd()
-        return news
-
-    def _watch_etcd(self) -> None:
-        if self._supervisor is not None and self.etcd_fd is not None:
-            self._supervisor.watch_fd(self.etcd_fd)
-
-    @property
     def clock(self) -> Clock:
         """Best available estimate of the store's wall clock."""
         estimate = self._session.clock() if self._session is not None else None
@@ -231,8 +181,6 @@ class MeetingPoint:
         Raises:
             CannotHost: this agent cannot host the store, although the user requires it.
         """
-        if self._rendezvous.etcd is not None and self._rendezvous.etcd.seats:
-            self._host_etcd()
         if not self._hosting.may_host:
             return
         if self._home is not None and self._home.server is not None:
@@ -305,15 +253,6 @@ class MeetingPoint:
         finally:
             session.close()
 
-    def _host_etcd(self) -> None:
-        from elasticrs.rendezvous.elastic.etcd_host import EtcdHost
-
-        if self._home is not None and self._home.etcd is not None:
-            self._etcd, self._home.etcd = self._home.etcd, None
-        else:
-            self._etcd = EtcdHost(self._rendezvous)
-        self._watch_etcd()
-
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
         """Start to connect. :meth:`take` returns the result later, as a :class:`Connected` or
         :class:`ConnectionLost` event.
@@ -347,8 +286,6 @@ class MeetingPoint:
                 # Ignore the error, because the agent opens its own connection next. If the store is
                 # unreachable, opening that connection reports the reason.
                 self._shared = None
-        if (obstacle := self._obstacle()) is not None:
-            return obstacle
         try:
             self._session = self._connected(self._met if same else None)
         except OSError as error:
@@ -356,49 +293,6 @@ class MeetingPoint:
         if self._supervisor is not None:
             self._supervisor.watch_fd(self._session.fd)
         return None
-
-    def _obstacle(self) -> ConnectionLost | None:
-        """If the agents host etcd, return the reason why this agent must not open a session yet; ``None`` if
-        there is no such reason.
-
-        A session must not start if an endpoint is used by another job's etcd. It must also not start before
-        the members require the job's password, because the session would be lost at that moment.
-        """
-        etcd = self._rendezvous.etcd
-        if etcd is None or not etcd.seats or self._has_met:
-            return None
-        from elasticrs.rendezvous.elastic.etcd_gateway import Gateway
-        from elasticrs.rendezvous.elastic.etcd_membership import foreign, label_of
-
-        label = label_of(self._rendezvous.run_id, etcd.prefix, self._rendezvous.settings.token)
-        store, seconds = self._rendezvous.store, _PATIENCE / len(etcd.seats)
-        away = ConnectionLost("refused", f"{store} is not running yet; {self._hint('refused')}")
-
-        def ask() -> ConnectionLost | bool:
-            try:
-                gateway = Gateway(etcd.files, etcd.password)
-            except OSError:
-                # Let the session start anyway, because it will report which certificate or key file is
-                # invalid.
-                return True
-            seat = gateway.find_foreign(etcd.seats, label, seconds)
-            if seat is not None:
-                # Report a final error only if another job's etcd keeps responding, because a leftover etcd of
-                # an earlier job may be about to exit.
-                since = self._foreign_since = self._foreign_since or time.monotonic()
-                kind = "not_ours" if time.monotonic() - since > _DOUBT else "refused"
-                return ConnectionLost(kind, foreign(shown_endpoint(seat.host, seat.port)))
-            self._foreign_since = None
-            is_protected = etcd.password is None or gateway.is_protected(etcd.seats, seconds)
-            if is_protected is False:
-                text = f"{store} accepts clients without a token (yet); {_REMEDIES['token']}"
-                return ConnectionLost("refused", text)
-            return is_protected or away
-
-        answer = self._ask(ask, 3 * _PATIENCE)
-        if answer is None:
-            answer = etcd.password is None or away
-        return None if answer is True else answer
 
     def _connected(self, met: tuple[bytes, int] | None) -> NativeSession:
         settings, supervisor = self._rendezvous.settings, self._supervisor
@@ -507,11 +401,7 @@ class MeetingPoint:
         """Return advice for the user about a lost connection to etcd. The advice may be empty."""
         etcd = self._rendezvous.etcd
         assert etcd is not None
-        todo = _REMEDIES_OF_ETCD.get(kind, "")
-        if etcd.seats:
-            todo = _REMEDIES_OF_HOSTED.get(kind, todo)
-        most, seats = len(etcd.seats) // 2 + 1, len(etcd.seats)
-        return todo.format(prefix=etcd.prefix, most=most, seats=seats)
+        return _REMEDIES_OF_ETCD.get(kind, "").format(prefix=etcd.prefix)
 
     def send(self, request: Request) -> None:
         """Send a request. Drop it if there is no session, because the loss of the session is reported
@@ -520,19 +410,8 @@ class MeetingPoint:
         if self._session is not None:
             self._session.send(request)
 
-    def leave(self, outcome: str) -> None:
-        """If this agent hosts an etcd member, close the agent's session and tell the member's program that
-        the agent is about to exit. The program keeps running until all sessions are closed.
-        """
-        if self._etcd is not None:
-            self.close_shared_store()
-            self.disconnect()
-            self._etcd.leave(outcome)
-
     def is_needed(self) -> bool:
-        """Return true if other agents are still using the store hosted here. Call :meth:`leave` first."""
-        if self._etcd is not None:
-            return self._etcd.fd is not None
+        """Return true if other agents are still using the store hosted here."""
         if self._server is None:
             return False
         own = (self._session is not None) + (self._shared is not None)
@@ -599,15 +478,11 @@ class MeetingPoint:
         """
         self.close_shared_store()
         self.disconnect()
-        if self._supervisor is not None and self.etcd_fd is not None:
-            self._supervisor.unwatch_fd(self.etcd_fd)
         if self._home is not None and stays:
-            self._home.server, self._home.etcd = self._server, self._etcd
-            self._server = self._etcd = None
-        for store in (self._server, self._etcd):
-            if store is not None:
-                store.close()
-        self._server = self._etcd = None
+            self._home.server, self._server = self._server, None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 def node_name() -> str:
