@@ -122,9 +122,11 @@ class Cluster:
         self.store = Store(lambda *_: None)
         self._running = False
 
-    def add(self, name, begin=None, local_address=None, **differs):
+    def add(self, name, begin=None, local_address=None, machine=None, **differs):
         number = f"{len(self.store.conns) + 1:02x}"
         agent = Agent(self, agents.member(number, name, **{**self.settings, **differs}))
+        if machine is not None:
+            agent.member.agent = agent.member.agent.replaced(host=machine)
         agent.address = local_address or agent.address
         self.agents.append(agent)
         if begin is not None:

@@ -82,6 +82,53 @@ def test_a_second_agent_of_a_job_of_one_node_waits_if_the_store_outlives_the_fir
     assert b.starts
 
 
+HOSTS = {"why_hosts": "told to host the store", "hosts_store": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [({"is_host": True}, "is_host=1"), ({"port": 0}, "port"), ({"host": "node1"}, "/etc/hosts")],
+)
+def test_a_host_of_the_store_that_waits_alone_names_the_likely_mistake(given, word):
+    cluster = Cluster(min_nodes=2, max_nodes=2)
+    a = cluster.add("a", **{**HOSTS, **given})
+    a.fire("doubt/0")
+    says(a.texts[-1], "store", "told to host", word)
+
+
+@pytest.mark.parametrize("given", [{"why_hosts": None}, {"host": "localhost"}])
+def test_no_mistake_is_named_if_there_may_be_none(given):
+    cluster = Cluster(min_nodes=2, max_nodes=2)
+    a = cluster.add("a", **{**HOSTS, **given})
+    said = list(a.texts)
+    a.fire("doubt/0")
+    assert a.texts == said
+
+
+def test_no_mistake_is_named_once_another_machine_has_joined():
+    cluster = Cluster(min_nodes=3, max_nodes=3)
+    a = cluster.add("a", **HOSTS)
+    cluster.add("b")
+    said = list(a.texts)
+    a.fire("doubt/0")
+    assert a.texts == said
+
+
+def test_a_node_that_waits_because_another_one_takes_part_twice_is_named():
+    cluster = Cluster(min_nodes=2, max_nodes=2, scale_up=False)
+    a = cluster.add("a", machine="one")
+    cluster.add("a", machine="one")
+    assert a.starts
+    said = list(a.texts)
+    cluster.add("a", machine="one")
+    assert a.texts == said, "the third agent of the same machine is an ordinary spare"
+    cluster.add("b", machine="two")
+    says(a.texts[-1], "node a", "node b", "one launcher")
+    said = list(a.texts)
+    cluster.add("c", machine="three")
+    assert a.texts == said
+
+
 def test_a_refused_node_is_named_by_an_address_that_other_nodes_know():
     cluster = Cluster(min_nodes=2, max_nodes=2)
     cluster.add("a", local_addr="a.test")

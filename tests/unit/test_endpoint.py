@@ -39,6 +39,8 @@ def test_malformed_endpoints_are_refused(endpoint):
 def test_an_ipv6_address_without_brackets_gets_a_hint():
     with pytest.raises(UsageError, match=r"^endpoint: got 'fd00::1'.* \[fd00::1\]$"):
         parse_endpoint("endpoint", "fd00::1")
+    with pytest.raises(UsageError, match=r"\[fd00::1\]:29400$"):
+        parse_endpoint("endpoint", "fd00::1:29400")
 
 
 names = st.from_regex(r"[A-Za-z0-9_.-]{1,40}", fullmatch=True)

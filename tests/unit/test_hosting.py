@@ -95,6 +95,16 @@ def test_agents_on_other_hosts_are_clients():
     assert not decide(rendezvous("node"), Machine("node1", known={"node": ["10.9.9.9"]})).may_host
 
 
+@pytest.mark.parametrize("how", [{}, {"is_host": True}])
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00::2"])
+def test_names_are_not_looked_up_if_the_endpoint_is_an_address(host, how, monkeypatch):
+    machine = Machine(own=["10.0.0.1", "fd00::2"])
+    monkeypatch.setattr(machine, "host_names", lambda: pytest.fail("a name server was asked"))
+    assert decide(rendezvous(host, **how), machine).fallback == host
+    assert listening_address(host, machine) == host
+    assert not decide(rendezvous("10.0.0.9"), machine).may_host
+
+
 @pytest.mark.parametrize("host", ["localhost", "LocalHost", "localhost."])
 def test_localhost_is_served_on_ipv4_and_ipv6_loopback(host):
     assert listens(host, NODE1) == (("127.0.0.1", 29400), ("::1", 29400))

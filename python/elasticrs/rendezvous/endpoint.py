@@ -23,8 +23,11 @@ def parse_endpoint(name: str, endpoint: str) -> tuple[str, int | None]:
         host, colon, tail = endpoint.partition(":")
         port = tail if colon else None
         valid = bool(host) and not any(character.isspace() or character in ",/=[]" for character in host)
+        address, _, last = endpoint.rpartition(":")
         if _is_ipv6(endpoint):
             expected = f"{EXPECTED}, an IPv6 address in brackets: [{endpoint}]"
+        elif _is_ipv6(address) and _is_port(last):
+            expected = f"{EXPECTED}, an IPv6 address in brackets: [{address}]:{last}"
     if not valid or not (port is None or _is_port(port)):
         raise UsageError(f"{name}: got {endpoint!r}, expected {expected}")
     return host, None if port is None else int(port)

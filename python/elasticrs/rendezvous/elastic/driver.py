@@ -346,7 +346,7 @@ class Driver:
         if lost is not None:
             return (lost,)
         if self.meeting_point.hosts and not was_host:
-            return (messages.StoreHosted(self.meeting_point.fallback_addr),)
+            return (messages.StoreHosted(self.meeting_point.fallback_addr, self.meeting_point.why_hosts),)
         return ()
 
     def _bind_store(self) -> Sequence[Event]:

@@ -4,8 +4,11 @@ job.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from elasticrs.job.ranks import NodeShare, node_ranks
 from elasticrs.rendezvous.elastic import round_outcome, seating, static_ranks
+from elasticrs.rendezvous.elastic.addresses import is_loopback_name
 from elasticrs.rendezvous.elastic.announcements import named, nodes
 from elasticrs.rendezvous.elastic.keys import agent_of
 from elasticrs.rendezvous.elastic.leader import close, forget, guards, has_passed, here, write
@@ -16,9 +19,12 @@ from elasticrs.store.coordination import Delete, DeletePrefix, Put
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from elasticrs.rendezvous.elastic.leader_view import View
     from elasticrs.rendezvous.elastic.member import Leader, Member
-    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+    from elasticrs.rendezvous.elastic.records import Node
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous, ThisAgent
     from elasticrs.store.coordination import Operation
 
 MEMBERS_PER_TXN = 99
@@ -35,6 +41,10 @@ FIRST_NEWS, LATER_NEWS = 1.0, 30.0
 """Seconds until the first message that nodes are missing, and seconds between further messages. If all nodes
 start at about the same time, they join before the first message is due.
 """
+
+
+DOUBT = 10.0
+"""Seconds until a message names the mistake that probably keeps the other nodes away."""
 
 
 def slow_members(view: View) -> set[str]:
@@ -76,9 +86,9 @@ def decide(member: Member, leader: Leader, view: View) -> None:
     if is_short and has_passed(member, leader, "join", settings.join_timeout):
         last = view.head or Head("ENDED", 0)
         close(member, leader, view, last.replaced(outcome="timeout", reason=_too_few(member, view)))
-    elif is_short and has_passed(member, leader, "waiting", FIRST_NEWS):
-        _tell_of_waiting(member, leader, view)
-    elif not is_short and leader.told_more != view.round:
+    elif is_short:
+        _tell_what_is_missing(member, leader, view)
+    elif leader.told_more != view.round:
         leader.told_more = view.round
         _tell_of_more(member, view)
 
@@ -92,6 +102,17 @@ def _enough(view: View, excluded: str, count: int) -> list[str]:
     return others[: min(count, MAX_COMPARED)]
 
 
+def _tell_what_is_missing(member: Member, leader: Leader, view: View) -> None:
+    if has_passed(member, leader, "waiting", FIRST_NEWS):
+        _tell_of_waiting(member, leader, view)
+    if has_passed(member, leader, "doubt", DOUBT) and not leader.told_doubt:
+        leader.told_doubt = True
+        joined = [view.nodes[each] for each in view.candidates]
+        text = likely_mistake(member.rendezvous, member.agent, joined)
+        if text is not None:
+            member.do(Announce(text))
+
+
 def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
     count = len(view.candidates)
     forget(member, leader, "waiting")
@@ -102,6 +123,51 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
         least, limit = member.rendezvous.min_nodes, member.settings.join_timeout
         text = f"waiting for nodes: {count} of at least {least} have joined{who}"
         member.do(Announce(f"{text} (for at most {limit:g} s, join_timeout)"))
+
+
+def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[Node]) -> str | None:
+    """Return a message about the mistake that probably keeps the other nodes away: each of several nodes
+    hosts a store, or the others cannot find this one. Return ``None`` if another machine has joined, or if
+    another agent hosts the store.
+    """
+    is_hosted_here = agent.why_hosts is not None and not is_loopback_name(rendezvous.host)
+    if not is_hosted_here or any(node.host != agent.host for node in joined):
+        return None
+    if rendezvous.settings.is_host:
+        todo = "is_host=1 is for one node only; the others need is_host=0, or neither"
+    elif rendezvous.port == 0:
+        todo = "the others cannot know the port; give one: --rdzv-endpoint HOST:PORT"
+    else:
+        todo = f"if {rendezvous.host} is another node, the names in /etc/hosts or DNS are wrong here"
+    return (
+        f"no other machine has reached the rendezvous store {rendezvous.endpoint}. This node hosts it"
+        f" ({agent.why_hosts}): {todo}"
+    )
+
+
+def crowd(view: View) -> tuple[str, str] | None:
+    """Return the node of which several agents take part in the running round, and a node of another machine
+    that waits as a spare because of that; ``None`` if there are none. The reason is usually that each task of
+    a scheduler has started a launcher.
+    """
+    seated = [view.nodes[seat.member] for seat in view.seats if seat.member in view.nodes]
+    hosts = Counter(node.host for node in seated)
+    twice = next((node for node in seated if hosts[node.host] > 1), None)
+    waiting = sorted(view.nodes[each].shown for each in view.waiting if view.nodes[each].host not in hosts)
+    return (twice.shown, waiting[0]) if twice is not None and waiting else None
+
+
+def tell_of_crowd(member: Member, leader: Leader, view: View) -> None:
+    """Tell the user once if a node waits because several agents of another node take part."""
+    if leader.told_crowd or len(view.waiting) == leader.seen_waiting:
+        return
+    leader.seen_waiting = len(view.waiting)
+    found = crowd(view)
+    if found is None:
+        return
+    leader.told_crowd = True
+    text = f"several agents of node {found[0]} take part, while node {found[1]} waits as a spare"
+    member.do(Announce(f"{text}: start one launcher for each node (srun --ntasks-per-node=1)"))
 
 
 def _tell_of_more(member: Member, view: View) -> None:

@@ -149,7 +149,9 @@ def _by_address(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
 
 def _is_own_name(host: str, resolver: SystemResolver) -> bool:
     name = plain(host)
-    return any(plain(own) == name for own in resolver.host_names())
+    # Do not ask for this machine's names if the host is an address, because a name server that does not
+    # answer would delay the start by many seconds.
+    return packed(host) is None and any(plain(own) == name for own in resolver.host_names())
 
 
 def listening_address(host: str, resolver: SystemResolver) -> str | None:
@@ -195,7 +197,8 @@ def _with_fallback(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemRes
     if is_loopback_name(rendezvous.host) or not (hosting.may_host or hosting.is_explicit):
         return hosting
     fallback = None if is_unspecified(rendezvous.host) or not hosting.may_host else rendezvous.host
-    if fallback is None or hosting.is_explicit:
+    is_own_address = fallback is not None and is_usable_elsewhere(fallback) and resolver.is_local(fallback)
+    if fallback is None or (hosting.is_explicit and not is_own_address):
         # If the user chose which node hosts the store, prefer this machine's address to the endpoint, because
         # the endpoint may be a proxy that forwards only the store's port.
         fallback = _address_of_own_name(resolver) or fallback

@@ -196,7 +196,9 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
 
 def _store_hosted(member: Member, event: messages.StoreHosted) -> None:
     # Only update the description of this agent, because the agent is not connected to the store yet.
-    member.agent = member.agent.replaced(hosts_store=True, fallback_addr=event.fallback_addr)
+    member.agent = member.agent.replaced(
+        hosts_store=True, fallback_addr=event.fallback_addr, why_hosts=event.why_hosts
+    )
 
 
 def _store_port_failed(member: Member, event: messages.StorePortFailed) -> None:

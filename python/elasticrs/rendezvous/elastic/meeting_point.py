@@ -376,12 +376,18 @@ class MeetingPoint:
             policy,
             self.hosts,
             self.fallback_addr,
+            why_hosts=self.why_hosts,
         )
 
     @property
     def fallback_addr(self) -> str | None:
         """Address at which other machines can reach this node; see :class:`.hosting.Hosting`."""
         return self._hosting.fallback
+
+    @property
+    def why_hosts(self) -> str | None:
+        """Reason why this agent hosts the store; ``None`` if it does not."""
+        return self._hosting.reason if self.hosts else None
 
     def _explained(self, lost: ConnectionLost) -> str:
         etcd = self._rendezvous.etcd

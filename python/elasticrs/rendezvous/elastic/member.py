@@ -137,6 +137,9 @@ class Leader(Record):
         told: number of waiting nodes that was last reported to the user.
         told_more: number of the latest round when the user was told that the leader waits for more nodes.
         told_damaged: number of damaged records that were reported to the user.
+        told_doubt: true if the user was told why other nodes are probably missing.
+        told_crowd: true if the user was told that several agents of a node keep another node out.
+        seen_waiting: number of waiting nodes when that was last checked.
     """
 
     view: View | None = None
@@ -152,6 +155,9 @@ class Leader(Record):
     told: int = -1
     told_more: int = -1
     told_damaged: int = 0
+    told_doubt: bool = False
+    told_crowd: bool = False
+    seen_waiting: int = 0
 
     def is_free(self) -> bool:
         """Return true if the leader may make a decision, because all of its writes were answered and are

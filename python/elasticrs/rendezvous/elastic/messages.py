@@ -98,10 +98,11 @@ class AskForRound(Value):
 
 class StoreHosted(Value):
     """Event: this process started to serve the coordination store after the rendezvous had begun.
-    ``fallback_addr`` is the agent's new fallback address; see :class:`~.rendezvous.ThisAgent`.
+    For the arguments see :class:`~.rendezvous.ThisAgent`.
     """
 
     fallback_addr: str | None = None
+    why_hosts: str | None = None
 
 
 class StorePort(Value):

@@ -139,6 +139,7 @@ class ThisAgent(Value):
             then reports rounds to the user.
         health_timeout: maximum number of seconds that this node needs, after its workers have stopped, for
             the node check and for the wait until device memory is free. 0 if it does neither.
+        why_hosts: reason why this process serves the store; ``None`` if it does not.
     """
 
     job: str
@@ -153,3 +154,4 @@ class ThisAgent(Value):
     keeps_workers: bool = False
     fatal_exit_codes: str = ""
     health_timeout: float = 0.0
+    why_hosts: str | None = None

@@ -141,3 +141,5 @@ def _running(member: Member, leader: Leader, view: View, head: Head) -> None:
             write(member, leader, view, [member.put_head(ended)])
     else:
         forget(member, leader, "scale")
+        if view.waiting:
+            formation.tell_of_crowd(member, leader, view)
