@@ -66,6 +66,12 @@ _BEFORE_MEETING = ("refused", "unreachable")
 """Kinds of connection loss that suggest a wrong endpoint if this agent has never been connected."""
 
 
+_ANY_RUN = "another job of one node"
+"""Run id that no agent's store serves, to ask for a store that serves any job. An agent whose store refuses
+it shows it to the user.
+"""
+
+
 class CannotHost(Exception):  # noqa: N818 -- a statement, told to the user
     """Raised if this agent cannot host the store, although the user requires it. The message gives the reason
     to the user.
@@ -241,7 +247,7 @@ class MeetingPoint:
         client = Client(
             self._rendezvous.host,
             self._rendezvous.port,
-            run_id=os.urandom(16).hex(),
+            run_id=_ANY_RUN,
             token=self._rendezvous.settings.token,
             connect_timeout=_PATIENCE,
             interval=self._rendezvous.settings.keep_alive_interval,
