@@ -1,6 +1,7 @@
 """The failure report. ``tests/golden/failure-report.txt`` contains whole reports."""
 
 import json
+import os
 import pickle
 import re
 import subprocess
@@ -17,6 +18,8 @@ from elasticrs.agent.failed_attempt import failures
 from elasticrs.job.ranks import NodeShare, assign
 from elasticrs.multiprocessing import errors
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
+from elasticrs.multiprocessing.errors.report import painted
+from elasticrs.report.console import Console
 from elasticrs.workers.plan import Plan
 
 NOW = time.monotonic_ns()
@@ -246,6 +249,34 @@ def test_a_full_disk_or_port_conflict_gets_a_note_with_advice(tmp_path, exceptio
     text = str(ChildFailedError("x", {0: ProcessFailure(0, 100, 1, path, seen_ns=NOW)}))
     notes = re.findall(r"  note      : (.*)", text)
     assert [advice in note for note in notes] == [True] if advice else notes == []
+
+
+def test_a_missing_module_gets_a_note_with_the_interpreter(tmp_path):
+    path = Path(recorded(tmp_path, "a", "Traceback (most recent call last):\nModuleNotFoundError: x\n"))
+    facts = {"exception": "builtins.ModuleNotFoundError", "python": "/opt/python"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "elasticrs": {"failure": facts}}))
+    text = str(ChildFailedError("x", {0: ProcessFailure(0, 100, 1, str(path), seen_ns=NOW)}))
+    assert re.search("  note      : .*/opt/python.*PYTHON_EXEC", text)
+
+
+def test_the_report_has_colours_only_on_a_terminal(monkeypatch):
+    text = str(ChildFailedError("x", {0: ProcessFailure(0, 1, -9, "")})) + "\nverdict: transient\n"
+    assert re.sub("\x1b\\[[0-9;]*m", "", painted(text)) == text
+
+    def printed(fds: tuple[int, int]) -> str:
+        end, fd = fds
+        Console(fd, "none").write(text, 1, paint=painted)
+        shown = os.read(end, 1 << 16).decode()
+        os.close(end)
+        os.close(fd)
+        return shown
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[1;31mRoot Cause" in printed(os.openpty())
+    assert "\x1b" not in printed(os.pipe())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in printed(os.openpty())
 
 
 @pytest.mark.parametrize(

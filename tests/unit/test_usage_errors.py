@@ -24,6 +24,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch(0o600)
     (tmp_path / "binary").write_bytes(b"\xff")
+    (tmp_path / "crlf.sh").write_bytes(b"#!/bin/sh\r\ntrue\r\n")
+    (tmp_path / "crlf.sh").chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logs, "layout", lambda *_: pytest.fail("log files were laid out"))
     return tmp_path
@@ -55,7 +57,7 @@ def test_invalid_command_lines_print_the_expected_line(folder, monkeypatch, capf
     name = f"usage-errors-{kind}"
     texts = {title: line_of(title.split()[1:], monkeypatch, capfd) for title in golden.titles(name)}
     golden(name, texts, {r"are more than .*": "are more than LIMIT"})
-    assert sorted(os.listdir(folder)) == ["binary", "empty", "folder", "train.py"]
+    assert sorted(os.listdir(folder)) == ["binary", "crlf.sh", "empty", "folder", "train.py"]
 
 
 def test_invalid_rendezvous_settings_raise_the_expected_error(folder, golden):

@@ -104,6 +104,46 @@ FAILING = """
 
 # --- what it records ---
 
+INNER_LAUNCHER = """
+    import json, os, subprocess, sys, textwrap
+
+    inner = '''
+    import json, os
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": "inner", "elasticrs": {"pid": os.getpid(), "written_by": "launcher"}}, file)
+    raise SystemExit(1)
+    '''
+    def launch():
+        subprocess.run([sys.executable, "-c", textwrap.dedent(inner)], check=True)
+
+    if sys.argv[1] == "handled":
+        try:
+            launch()
+        except subprocess.CalledProcessError:
+            print("handled")
+        raise KeyError("own")
+    try:
+        launch()
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError("the launcher failed") from error
+"""
+
+
+@pytest.mark.parametrize(("kind", "is_kept"), [("handled", False), ("fatal", True)])
+def test_the_failure_of_an_inner_launcher_is_recorded_only_if_it_ends_the_worker(worker, kind, is_kept):
+    (worker.directory / "program.py").write_text(textwrap.dedent(INNER_LAUNCHER))
+    worker.command([sys.executable, str(worker.directory / "program.py"), kind])
+    assert (worker.error()["message"] == "inner") == is_kept
+    if not is_kept:
+        assert "KeyError: 'own'" in worker.callstack()
+
+
+def test_leaving_the_debugger_is_recorded_as_not_retryable_with_the_interpreter(worker):
+    worker.run("import bdb; raise bdb.BdbQuit")
+    facts = worker.error()["elasticrs"]["failure"]
+    assert (facts["exception"], facts["is_retryable"]) == ("bdb.BdbQuit", False)
+    assert facts["python"] == sys.executable
+
 
 @pytest.mark.parametrize("python", interpreters())
 def test_an_uncaught_exception_is_recorded_and_printed_as_without_the_hook(worker, python):

@@ -7,6 +7,7 @@ Workers that cannot import elasticrs execute it by path, so it uses only the sta
 
 import json
 import os
+import sys
 import time
 import traceback
 
@@ -25,8 +26,13 @@ _STARTERS = ("<frozen ", "/runpy.py", "/importlib/__init__.py")
 _ELASTICRS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 """Folder of this package, which may be installed in any place."""
 
-FROM_HOOK = '"written_by": "hook"'
-"""Text that marks an error file as written by the worker's hook."""
+_NOT_RETRYABLE = {("elasticrs.errors", "NonRetryable"), ("bdb", "BdbQuit")}
+"""Modules and names of the exceptions after which another attempt makes no sense."""
+
+_OF_CHILDREN = {
+    *("CalledProcessError", "ChildFailedError", "ProcessRaisedException", "ProcessExitedException"),
+}
+"""Names of exceptions that say that a process failed that this process had started."""
 
 
 def error_document(error: BaseException, written_by: str) -> str:
@@ -70,7 +76,8 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         ``train.py:88``, in the user's program if possible. ``is_start_error``: true if a file of the program
         could not be parsed, or lacks a module that it imports at its top level. ``is_retryable``: false if
         the exception, one of its causes, or a member of one of these exception groups is an
-        ``elasticrs.errors.NonRetryable``.
+        ``elasticrs.errors.NonRetryable`` or ``bdb.BdbQuit``, with which a user has left the debugger.
+        ``python``: path of the interpreter.
     """
     kind = type(error)
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -93,12 +100,13 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         "place": "%s:%d" % (os.path.basename(shown[-1][0]), shown[-1][1]) if shown else None,  # noqa: UP031
         "is_start_error": isinstance(error, (SyntaxError, ImportError)) and is_code and is_importing,
         "is_retryable": not _is_marked(error),
+        "python": sys.executable,
     }
 
 
 def _is_marked(error: BaseException) -> bool:
-    """Return true if an exception, or any exception among its causes and exception group members, is an
-    ``elasticrs.errors.NonRetryable``.
+    """Return true if an exception, or any exception among its causes and exception group members, is one of
+    :data:`_NOT_RETRYABLE`.
     """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -107,10 +115,7 @@ def _is_marked(error: BaseException) -> bool:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        if any(
-            base.__module__ == "elasticrs.errors" and base.__name__ == "NonRetryable"
-            for base in type(each).__mro__
-        ):
+        if any((base.__module__, base.__name__) in _NOT_RETRYABLE for base in type(each).__mro__):
             return True
         pending.append(each.__cause__)
         members = getattr(each, "exceptions", ())
@@ -150,12 +155,12 @@ def may_be_replaced(path: str) -> bool:
 
 
 def write_uncaught(path: str, error: BaseException) -> None:
-    """Write the error file for an uncaught exception, unless ``@record`` has already written it.
+    """Write the error file for an uncaught exception, unless the file already says what happened.
 
     Raises:
         OSError: the file cannot be written.
     """
-    if not _is_from_elsewhere(path):
+    if not _is_kept(path, error):
         write_whole(path, error_document(error, "hook"))
 
 
@@ -210,15 +215,39 @@ def _notice_text(error: BaseException) -> str:
     return "".join([part.decode("utf-8", "ignore") for part in parts])
 
 
-def _is_from_elsewhere(path: str) -> bool:
+def _is_kept(path: str, error: BaseException) -> bool:
+    """Return true if an existing error file says more than this exception. It does if this process has
+    written it otherwise than by the hook (``@record``, the program itself), or if the exception only says
+    that another process has failed, which has written the file.
+
+    An exception of another process that this process has handled, for example of the workers of a launcher
+    that it has started, says nothing about this failure.
+    """
     if not os.path.isfile(path):
         # Do not read a file that is not a regular file, because reading a terminal or a pipe would block.
         return False
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return FROM_HOOK not in file.read()
+            data = json.load(file)
     except FileNotFoundError:
         return False
+    except ValueError:
+        return True
+    own = data.get("elasticrs") if isinstance(data, dict) else None
+    writer = own.get("pid") if isinstance(own, dict) else None
+    if writer not in (None, os.getpid()):
+        return _says_that_child_failed(error)
+    return not isinstance(own, dict) or own.get("written_by") != "hook"
+
+
+def _says_that_child_failed(error: "BaseException | None") -> bool:
+    for _ in range(10):  # at most this number of exceptions in a chain
+        if error is None:
+            return False
+        if type(error).__name__ in _OF_CHILDREN:
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
 
 
 def _write(path: str, text: str) -> None:

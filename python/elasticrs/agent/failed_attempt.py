@@ -268,9 +268,11 @@ def hand_on(error: ChildFailedError, headline: str) -> None:
         "node": first.host or os.uname().nodename,
     }
     message = {"message": headline, "errorCode": first.exitcode or 0, "extraInfo": extra}
+    # Name the writer, because a parent process that handles this failure may fail for another reason.
+    writer = {"pid": os.getpid(), "written_by": "launcher"}
     path = os.environ["TORCHELASTIC_ERROR_FILE"]
     handler._rm(path)
-    handler._write_error_file(path, json.dumps({"message": message}))
+    handler._write_error_file(path, json.dumps({"message": message, "elasticrs": writer}))
 
 
 def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> ProcessFailure:

@@ -563,12 +563,25 @@ def _check_script(script: str) -> None:
         raise UsageError(f"script {script!r} cannot be read: permission denied")
 
 
+def _check_interpreter(program: str, what: str) -> None:
+    """Raise ``UsageError`` if the first line of a script names an interpreter and ends with CR LF."""
+    with open(program, "rb") as file:
+        line = file.read(256).partition(b"\n")[0]
+    words = line[2:].split()
+    if line.startswith(b"#!") and line.endswith(b"\r") and words and not os.path.exists(words[0] + b"\r"):
+        raise UsageError(
+            f"the first line of {what} {program!r}, {os.fsdecode(line.strip())}, ends with CR LF, so the "
+            "kernel looks for another interpreter; convert the script, for example with dos2unix"
+        )
+
+
 def _check_program(program: str, what: str, environ: Mapping[str, str]) -> None:
     if os.sep in program:
         if not os.path.exists(program):
             raise UsageError(f"{what} {program!r} does not exist")
         if os.path.isdir(program) or not os.access(program, os.X_OK):
             raise UsageError(f"{what} {program!r} is not executable")
+        _check_interpreter(program, what)
         return
     for folder in environ.get("PATH", os.defpath).split(os.pathsep):
         path = os.path.join(folder, program)

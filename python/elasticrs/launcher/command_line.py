@@ -14,6 +14,7 @@ import sys
 from functools import partial
 
 from elasticrs.agent.signals import catch_signals, ignored_signals
+from elasticrs.launcher import terminal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,9 +51,14 @@ def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> 
     # Install the signal handlers before the slow imports, because a signal during the imports would otherwise
     # kill the process without cleanup.
     signals = _catch_first_signals(ends_by_sigint)
+    before = None
     try:
+        if args is None:
+            terminal.leave_input_to_foreground()
+            before = terminal.settings()
         return _main(sys.argv[1:] if args is None else args, signals, owns_process=args is None)
     finally:
+        terminal.restore(before)
         if signals is not None:
             # Ignore signals from now on, because a signal during the interpreter's shutdown would change the
             # exit code.
@@ -291,8 +297,10 @@ def _write(console: Console, signals: SignalPipe | None, others: Sequence[int], 
     Any signal except SIGTSTP and the signals in ``others`` interrupts the wait, so that the user can stop a
     launcher whose reader has stopped reading.
     """
+    from elasticrs.multiprocessing.errors.report import painted
+
     if signals is None:
-        return console.write(text, PATIENCE)
+        return console.write(text, PATIENCE, paint=painted)
     pipe = signals
 
     def is_asked_to_stop() -> bool:
@@ -301,7 +309,7 @@ def _write(console: Console, signals: SignalPipe | None, others: Sequence[int], 
             pipe.stop_this_process()
         return any(signum not in {signal.SIGTSTP, *others} for signum in taken)
 
-    return console.write(text, PATIENCE, pipe.fd, is_asked_to_stop)
+    return console.write(text, PATIENCE, pipe.fd, is_asked_to_stop, painted)
 
 
 def _open_standard_descriptors() -> None:

@@ -140,6 +140,7 @@ class Console:
         patience: float,
         wake_fd: int | None = None,
         is_enough: Callable[[], bool] = lambda: True,
+        paint: Callable[[str], str] = lambda text: text,
     ) -> bool:
         """Write the queued lines, followed by a text of any length. Wait until everything is written.
 
@@ -148,11 +149,13 @@ class Console:
             patience: maximum number of seconds to wait while the reader does not read.
             wake_fd: file descriptor that can interrupt the wait when it is readable.
             is_enough: called when ``wake_fd`` is readable; returns true to interrupt the wait.
+            paint: adds colours to the text, if the console has any.
 
         Returns:
             False if the wait was interrupted or timed out before everything was written.
         """
-        data = _encode(text)
+        shown = visible(text)
+        data = (paint(shown) if self._has_colours() else shown).encode("utf-8", "backslashreplace")
         self._put(data[start : start + _PIPE_BUF] for start in range(0, len(data), _PIPE_BUF))
         waking = select.poll()
         if wake_fd is not None:
@@ -165,6 +168,13 @@ class Console:
                 self._is_late = True
                 return False
         return True
+
+    def _has_colours(self) -> bool:
+        """Return true if the console is a terminal that shows colours, and the user has not turned them off
+        (``NO_COLOR``).
+        """
+        environ = os.environ
+        return not environ.get("NO_COLOR") and environ.get("TERM", "dumb") != "dumb" and os.isatty(self._fd)
 
     def _put(self, lines: Iterable[bytes]) -> None:
         with self._lock:

@@ -69,6 +69,7 @@ class ProcessFailure:
         exception: qualified name of the type of the recorded exception; ``None`` if unknown.
         place: file name and line where the exception was raised, such as ``train.py:88``; ``None`` if
             unknown.
+        python: path of the interpreter that recorded the exception; ``None`` if unknown.
         is_start_error: true if the program could not be parsed, or lacks a module that it imports at its
             top level.
         is_retryable: false if the worker has marked its error as not worth another attempt. A worker does so
@@ -118,6 +119,7 @@ class ProcessFailure:
         self.recorded_pid: int | None = None
         self.exception: str | None = None
         self.place: str | None = None
+        self.python: str | None = None
         self.is_start_error = False
         self.is_retryable = True
         has_stack = self.signal_number() in _FAULTS and error_file and not unread
@@ -161,6 +163,8 @@ class ProcessFailure:
             case {"failure": {"exception": str(exception), **facts}}:
                 place = facts.get("place")
                 self.exception, self.place = exception, place if isinstance(place, str) else None
+                python = facts.get("python")
+                self.python = python if isinstance(python, str) else None
                 self.is_start_error = facts.get("is_start_error") is True
                 self.is_retryable = facts.get("is_retryable") is not False
         message = data.get("message")

@@ -71,6 +71,23 @@ def format_report(
     return "\n".join([*parts, *([] if conclusion is None else [thin, conclusion]), line])
 
 
+def painted(report: str) -> str:
+    """Return the report with a terminal's escape sequences: the headings of the root cause in bold red, the
+    verdict in bold, and the other failures faint.
+    """
+    lines: list[str] = []
+    is_other = False
+    for line in report.split("\n"):
+        is_other = line == "Failures:" or (is_other and not line.startswith(("-", "=")))
+        style = "2" if is_other else ""
+        if line.endswith(" FAILED") or line.startswith("Root Cause ("):
+            style = "1;31"
+        elif line.startswith("verdict: "):
+            style = "1"
+        lines.append(f"\x1b[{style}m{line}\x1b[0m" if style else line)
+    return "\n".join(lines)
+
+
 # --- the root cause ---
 
 
@@ -293,6 +310,8 @@ def _advice(failure: ProcessFailure) -> Iterable[str]:
                 " counters of the OOM killer did not change"
             )
         return
+    if failure.exception == "builtins.ModuleNotFoundError" and failure.python is not None:
+        yield f"the worker's interpreter is {failure.python}; PYTHON_EXEC names another one"
     said = how_it_failed(failure)
     yield from [advice for words, advice in _ADVICE if words.lower() in said.lower()][:1]
 
