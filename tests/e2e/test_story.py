@@ -30,14 +30,14 @@ def logs_folder(stderr):
     return folder
 
 
-def test_a_restart_message_names_rank_exception_line_and_restarts_left(launch, worker_script):
+def test_a_restart_message_names_rank_exception_line_and_restart(launch, worker_script):
     job = launch("--nproc-per-node=3", "--max-restarts=3", worker_script(RAISES)).exits(0)
     lines = re.findall(
         r"rank 1 \(pid \d+\): FileNotFoundError: data\.bin \(worker\.py:(\d+)\);"
         r" 2 others .*restarting\D*(\d) of 3",
         job.stderr,
     )
-    assert [left for _, left in lines] == ["2", "1"]
+    assert [restart for _, restart in lines] == ["1", "2"]
     source = worker_script(RAISES).read_text().splitlines()
     assert {source[int(line) - 1].strip() for line, _ in lines} == {'raise FileNotFoundError("data.bin")'}
     assert re.search(r"restarting.*\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", job.stderr)

@@ -130,7 +130,7 @@ except ChildFailedError as error:
     found = told(launched)
     assert 'TOLD {"values": [1, 1]}' in launched.stdout
     assert found == {"codes": [0, 0], "text": SILENT}
-    assert re.search(SILENT + r"; restarting\D* 0 of 1\b", launched.stderr)
+    assert re.search(SILENT + r"; restarting\D* 1 of 1\b", launched.stderr)
 
 
 def test_an_attempt_leaks_no_descriptors_or_processes(host):

@@ -92,7 +92,7 @@ def test_a_hung_rank_is_named_and_the_group_restarts(run, tmp_path, how, evidenc
     assert launched.stdout.count("DONE\n") == 3
     line = line_with(launched.stderr, "rank 1 (pid ", "hung", "limit 1 s", "step 1,204", "1 step behind")
     where = "stopped by" if how == "stopped" else "in <module> (worker.py:"
-    says(line, where, "ranks 0, 2 in wait_for_peers (worker.py:", "restarting", "0 of 1")
+    says(line, where, "ranks 0, 2 in wait_for_peers (worker.py:", "restarting", "1 of 1")
     for rank in (0, 2):
         assert "in wait_for_peers" in evidence(rank)
     kept = evidence(1)

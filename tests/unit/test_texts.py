@@ -18,9 +18,9 @@ def test_restart_and_stop_messages_match_the_golden_file(golden):
     ends = [how_it_ended(exitcode) for exitcode in (3, -9, -40, None)]
     nurseries = [how_the_nursery_ended(-9, hung=hung) for hung in (True, False)]
     restarts = [
-        restart_line("rank 2 (pid 42) died by SIGKILL", 3, 1, 4, "now"),
-        restart_line("rank 0 (pid 7) exited with code 1", 1, 0, 1, "now"),
-        restart_line("rank 0 (pid 7) exited with code 1", 0, 0, 1, "now"),
+        restart_line("rank 2 (pid 42) died by SIGKILL", 3, "3 of 4", "now"),
+        restart_line("rank 0 (pid 7) exited with code 1", 1, "1 of 1", "now"),
+        restart_line("rank 0 (pid 7) exited with code 1", 0, "1 of 1", "now"),
     ]
     stops = [stop_line(15, 15, 30.0), stop_line(2, 2, 30.0), stop_line(2, 9, 0.0)]
     stops += [stop_line(15, signum, 30.0, have_exited=True) for signum in (15, 9)]

@@ -86,12 +86,13 @@ class Story(Observer):
             self._say(f"port {attempt.plan.master_port} was taken; trying another one (no restart charged)")
             return
         self._is_restart = True
+        policy = self._job.restart_settings
+        used = policy.max_restarts - action.restarts_left if policy.window is None else self._result.restarts
         self._say(
             phrases.restart_line(
                 self._cause(attempt),
                 attempt.signalled,
-                action.restarts_left,
-                self._job.max_restarts,
+                phrases.restarts_used(used, policy.max_restarts, policy.window),
                 time.strftime("%Y-%m-%d %H:%M:%S"),
                 action.delay,
             )
@@ -114,8 +115,6 @@ class Story(Observer):
         (local_rank,) = failed.exits
         policy = self._job.restart_settings
         used = f"restart {phrases.restarts_used(attempt.restarts, policy.max_restarts, policy.window)}"
-        if policy.window is None:
-            used = f"{policy.max_restarts - attempt.restarts} of {policy.max_restarts} left"
         self._say(
             phrases.replace_line(
                 self._cause(failed),

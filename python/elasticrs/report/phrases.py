@@ -87,25 +87,22 @@ def restarts_used(used: int, most: int, window: float | None) -> str:
     return f"{used} of {most}" if window is None else f"{used}, at most {most} in {duration(window)}"
 
 
-def restart_line(
-    cause: str, stopped: int, restarts_left: int, max_restarts: int, when: str, delay: float = 0.0
-) -> str:
+def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float = 0.0) -> str:
     """Return the line that announces a restart.
 
     Args:
         cause: the failed worker and the reason.
         stopped: number of other workers that were stopped for the restart.
-        restarts_left: number of restarts left.
-        max_restarts: maximum number of restarts.
+        restart: number of the restart and the limit, as from :func:`restarts_used`.
         when: time of the failure.
         delay: seconds until the restart.
     """
     others = f"; {stopped} other{'s' if stopped != 1 else ''} stopped" if stopped else ""
     soon = f" in {duration(delay)}" if delay else ""
-    return f"{cause}{others}; restarting{soon}, {restarts_left} of {max_restarts} left ({when})"
+    return f"{cause}{others}; restarting{soon}, restart {restart} ({when})"
 
 
-def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left: str, when: str) -> str:
+def replace_line(cause: str, others: int, pid: int, span_ns: int, restart: str, when: str) -> str:
     """Return the line that reports that a worker was replaced.
 
     Args:
@@ -113,13 +110,11 @@ def replace_line(cause: str, others: int, pid: int, span_ns: int, restarts_left:
         others: number of other workers, which keep running.
         pid: pid of the replacement.
         span_ns: nanoseconds between the failure and the start of the replacement.
-        restarts_left: number of restarts left, as in "2 of 3 left".
+        restart: number of the restart and the limit, such as "restart 1 of 3".
         when: time of the failure.
     """
     left_alone = f"; {others} other{'s continue' if others != 1 else ' continues'}" if others else ""
-    return (
-        f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)}, {restarts_left} ({when})"
-    )
+    return f"{cause}{left_alone}; replaced by pid {pid} after {milliseconds(span_ns)}, {restart} ({when})"
 
 
 def slow_worker(rank: int | None, pid: int, rate: float, median: float, seconds: float) -> str:
