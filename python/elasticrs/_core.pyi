@@ -141,10 +141,13 @@ class StartFailed:
     def message(self) -> str:
         """One line that says what failed, for which local rank, and why."""
     @property
-    def local_rank(self) -> int: ...
+    def local_rank(self) -> int:
+        """Worker that could not be started; 0 if no worker could, because there is no nursery."""
     @property
     def stage(self) -> str | None:
-        """Step that failed, as a verb phrase: ``"execute"``, ``"open the log file"``, …"""
+        """Step that failed, as a verb phrase: ``"execute"``, ``"open the log file"``, …; ``None`` if it is
+        unknown, or if there is no nursery.
+        """
     @property
     def errno(self) -> int | None:
         """Error number of the failed step; ``None`` if the start hung until its deadline."""

@@ -12,6 +12,7 @@ import threading
 
 import pytest
 from helpers.groups import Group
+from helpers.held import held
 from helpers.procs import HANG, assert_gone, descendants, run_program
 
 from elasticrs import _core
@@ -250,6 +251,55 @@ def test_a_forked_child_cannot_use_or_harm_the_supervisor():
     refused, pid = printed.splitlines()
     assert refused.startswith("refused: ")
     assert refused.endswith(f" pid {pid}")
+
+
+def test_a_client_of_an_agent_refuses_requests_in_a_forked_child():
+    printed = run_python("""
+        import os
+        from elasticrs import _core
+        s = _core.Supervisor()
+        server = _core.CoordinationServer([("127.0.0.1", 0)], run_id="a-run")
+        client = _core.CoordinationClient("127.0.0.1", server.port, run_id="a-run", supervisor=s)
+        child = os.fork()
+        if child == 0:
+            for request in (lambda: client.txn(1, [], []), lambda: client.watch(2, "a"), lambda: client.wait(0)):
+                try:
+                    request()
+                except _core.SupervisorError:
+                    print("refused", flush=True)
+            os._exit(0)
+        assert os.waitpid(child, 0) == (child, 0)
+        client.txn(3, [], [])
+        while not any(getattr(event, "tag", None) == 3 for event in client.take()):
+            assert client.wait(20)
+        print("answered")
+        client.close()
+        s.close()
+        server.close()
+    """)
+    assert printed.split() == ["refused"] * 3 + ["answered"]
+
+
+def test_other_threads_run_while_a_dropped_supervisor_waits_for_its_nursery():
+    supervisor = _core.Supervisor()
+    owners = [supervisor]
+    begins = threading.Event()
+
+    def drop():
+        begins.set()
+        owners.clear()
+
+    thread = threading.Thread(target=drop)
+    nursery = supervisor.nursery_pid
+    del supervisor
+    with held(nursery):
+        thread.start()
+        begins.wait()
+        # A thread that kept the GIL would prevent this one from running until the nursery has been killed.
+        thread.join(0.3)
+        assert thread.is_alive()
+    thread.join()
+    assert_gone([nursery])
 
 
 def test_an_agent_that_exits_without_closing_leaves_no_processes():

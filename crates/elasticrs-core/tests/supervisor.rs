@@ -5,7 +5,7 @@ mod common;
 
 use std::io::{self, BufRead, Write};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use common::groups::{
     HANG, KILL, KILLED, TERM, close, event, group, hanging_worker, is_warm, run, supervisor, telling_group,
@@ -179,6 +179,18 @@ fn a_nursery_that_is_stopped_is_detected_and_resumed() {
     assert_eq!(exits.len(), 2);
     assert_eq!(outcome(&end), Outcome::Failed, "how the worker ended is known");
     close(supervisor);
+}
+
+#[test]
+fn closing_resumes_a_stopped_nursery() {
+    let supervisor = supervisor();
+    run(&supervisor, &[&["daemonise"]]);
+    let nursery = supervisor.nursery_pid().unwrap();
+    kill(nursery, libc::SIGSTOP);
+    wait_for_state(nursery, 'T');
+    let begun = Instant::now();
+    close(supervisor);
+    assert!(begun.elapsed() < HANG);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::ffi::CString;
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStringExt;
 
-use elasticrs_nursery::launch::{Import, Launched, NurseryImage, launch};
+use elasticrs_nursery::launch::{Import, Interrupt, Launched, NurseryImage, launch};
 use elasticrs_nursery::protocol::{Reply, Request};
 use elasticrs_nursery::spec::ProcessSpec;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -30,8 +30,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     let count: u32 = argument()?.to_str().ok_or("no number")?.parse()?;
     let argv = arguments.map(|argument| CString::new(argument.into_vec())).collect::<Result<Vec<_>, _>>()?;
 
-    let mut nursery =
-        launch(&[NurseryImage::Program { path: program, args: vec![c"worker-nursery".into()] }], &Import::default())?;
+    let mut nursery = launch(
+        &[NurseryImage::Program { path: program, args: vec![c"worker-nursery".into()] }],
+        &Import::default(),
+        &Interrupt::default(),
+    )?;
     next(&mut nursery)?;
     let mut pids = Vec::new();
     for local_rank in 0..count {

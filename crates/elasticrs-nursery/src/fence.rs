@@ -103,7 +103,7 @@ impl Fence {
     pub fn from_descriptors(fds: Vec<OwnedFd>, holder: Holder) -> io::Result<Self> {
         let [page, timer] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| io::Error::from_raw_os_error(libc::EMFILE))?;
         Ok(Self {
-            deadline: Deadline { page: Page::map(page)? },
+            deadline: Deadline { page: Page::map_our_own(page)? },
             timer: timer::from_descriptor(timer)?,
             holder: Some(holder),
         })
@@ -310,7 +310,7 @@ mod tests {
     fn both() -> (Deadline, Timer) {
         let agent = Deadline { page: Page::of_our_own(c"elasticrs-fence").unwrap() };
         let page = agent.page.as_fd().try_clone_to_owned().unwrap();
-        let deadline = Deadline { page: Page::map(page).unwrap() };
+        let deadline = Deadline { page: Page::map_our_own(page).unwrap() };
         (agent, Timer { deadline, nurseries: vec![0], at: None, looks: 0, passed: 0 })
     }
 

@@ -1,6 +1,6 @@
 //! Starts nursery processes for the agent.
 
-use std::ffi::{CString, OsString};
+use std::ffi::{CStr, CString, OsString};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use elasticrs_sys::features::{UnsupportedKernel, check_floor};
 use elasticrs_sys::signal::Signal;
+pub use elasticrs_sys::spawn::Interrupt;
 use elasticrs_sys::spawn::{self, Child, Command, Failure, Program, Stack, Standard};
 use elasticrs_sys::stage::Stage;
 use elasticrs_sys::{fds, pidfd, wait};
@@ -43,6 +44,17 @@ pub enum NurseryImage {
         /// Arguments of the program, starting with the program's own name.
         args: Vec<CString>,
     },
+}
+
+impl NurseryImage {
+    /// Returns the path of the program. `None` if the program is run from memory.
+    pub fn path(&self) -> Option<&CStr> {
+        match self {
+            Self::Warm(warm) => warm.process.argv.first().map(CString::as_c_str),
+            Self::Embedded(_) => None,
+            Self::Program { path, .. } => Some(path),
+        }
+    }
 }
 
 /// Program of a warm nursery. The program reads the text of a [`Start`] from `START_VARIABLE`, imports modules, and
@@ -103,6 +115,15 @@ pub struct Launched {
     pub sentinel: Option<Box<Launched>>,
 }
 
+impl Launched {
+    /// Kills the nursery and its sentinel, because nobody needs them. Blocks until both have exited.
+    pub fn discard(self) {
+        for Self { pid, pidfd, .. } in [Some(&self), self.sentinel.as_deref()].into_iter().flatten() {
+            end(*pid, pidfd);
+        }
+    }
+}
+
 /// Module imports that a nursery process performs before it can fork workers.
 #[derive(Debug)]
 pub struct Warming {
@@ -136,6 +157,12 @@ pub enum LaunchError {
     Start { stage: Stage, errno: Errno },
     #[error("could not prepare the nursery: {0}")]
     Prepare(#[from] io::Error),
+    /// The program of the nursery was not executed in time, probably because its file system does not respond.
+    #[error(
+        "could not start the nursery: {} was not executed within {limit:?}; its file system may not respond",
+        program.to_string_lossy()
+    )]
+    Hung { program: CString, limit: Duration },
 }
 
 impl From<Errno> for LaunchError {
@@ -147,23 +174,34 @@ impl From<Errno> for LaunchError {
 /// Starts a nursery from the first of these images that can be executed.
 ///
 /// Safe to call in a multithreaded process. The nursery does not depend on the calling thread, because it watches the
-/// whole process. The nursery and its workers inherit descriptors 0 to 2, the working directory, the resource limits
+/// whole process. But until a warm nursery is ready, the kernel kills it when the calling thread exits. The nursery and its workers inherit descriptors 0 to 2, the working directory, the resource limits
 /// and the umask of this process. If [`raise`](super::descriptors::raise) has raised the soft limit on file
 /// descriptors, they get the previous limit. The images are tried in order, because some systems do not allow the
 /// embedded image to be executed (`vm.memfd_noexec`, security modules).
-pub fn launch(images: &[NurseryImage], import: &Import) -> Result<Launched, LaunchError> {
+///
+/// Blocks until a program was executed, so it can block forever on a dead network file system. `interrupt` ends it, and
+/// then no process is left.
+pub fn launch(images: &[NurseryImage], import: &Import, interrupt: &Interrupt) -> Result<Launched, LaunchError> {
     check_floor()?;
-    launch_as(images, import, Start { token: Token::random()?, descriptors: descriptors::given(), is_sentinel: false })
+    let start = Start { token: Token::random()?, descriptors: descriptors::given(), is_sentinel: false };
+    launch_as(images, import, start, interrupt)
 }
 
-/// Starts the process that guards a nursery. `token` identifies the descendants of the nursery.
-pub fn launch_sentinel(images: &[NurseryImage], token: Token) -> Result<Launched, LaunchError> {
-    launch_as(images, &Import::default(), Start { token, descriptors: None, is_sentinel: true })
+/// Starts the process that guards a nursery. `token` identifies the descendants of the nursery. Can block like
+/// [`launch`].
+pub fn launch_sentinel(images: &[NurseryImage], token: Token, interrupt: &Interrupt) -> Result<Launched, LaunchError> {
+    launch_as(images, &Import::default(), Start { token, descriptors: None, is_sentinel: true }, interrupt)
 }
 
-fn launch_as(images: &[NurseryImage], import: &Import, start: Start) -> Result<Launched, LaunchError> {
+fn launch_as(
+    images: &[NurseryImage],
+    import: &Import,
+    start: Start,
+    interrupt: &Interrupt,
+) -> Result<Launched, LaunchError> {
     let token = start.token;
     let (ours, theirs) = UnixStream::pair()?;
+    let link = AgentLink::new(ours)?;
     let (stages, stages_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC | OFlag::O_NONBLOCK)?;
     let agent = pidfd::open(nix::unistd::getpid().as_raw())?;
     let [socket_number, agent_number, stages_number] = FIXED_FDS;
@@ -176,26 +214,23 @@ fn launch_as(images: &[NurseryImage], import: &Import, start: Start) -> Result<L
         let (program, argv, env) = match image {
             NurseryImage::Warm(_) if start.is_sentinel => continue,
             NurseryImage::Warm(warm) => {
-                let sentinel = Box::new(launch_sentinel(images, token)?);
+                let sentinel = Box::new(launch_sentinel(images, token, interrupt)?);
                 let variables = [
                     Some((START_VARIABLE, text.clone())),
                     import.since.map(|since| (SINCE_VARIABLE, since.to_string())),
                 ];
                 let since = import.since.unwrap_or_else(|| report::length(&warm.report));
                 let command = warm_command(warm, variables.into_iter().flatten(), &passed);
-                let command = command.map(|command| Command { is_background: import.is_background, ..command });
-                match command.and_then(|command| spawn::spawn(&command, &mut stack)) {
-                    Ok(child) => {
-                        let mut launched = launched(child, ours, stages, token)?;
-                        launched.warming = Some(Warming { warm: Arc::clone(warm), since });
-                        launched.sentinel = Some(sentinel);
-                        return Ok(launched);
+                let is_background = import.is_background;
+                let command = command.map(|command| Command { is_background, interrupt: Some(interrupt), ..command });
+                match command.and_then(|command| spawn_unless(interrupt, &command, &mut stack)) {
+                    Ok(Child { pid, pidfd }) => {
+                        let warming = Some(Warming { warm: Arc::clone(warm), since });
+                        return Ok(Launched { pid, pidfd, link, stages, token, warming, sentinel: Some(sentinel) });
                     }
                     Err(error) => failure = error,
                 }
-                // The only possible error is ESRCH, which means that the sentinel has already exited.
-                let _ = pidfd::send_signal(&sentinel.pidfd, libc::SIGKILL);
-                wait::reap(sentinel.pid);
+                sentinel.discard();
                 continue;
             }
             NurseryImage::Embedded(content) => {
@@ -224,18 +259,33 @@ fn launch_as(images: &[NurseryImage], import: &Import, start: Start) -> Result<L
             cpus: None,
             oom_score_adj: None,
             stages: None,
+            interrupt: Some(interrupt),
         };
-        match spawn::spawn(&command, &mut stack) {
-            Ok(child) => return launched(child, ours, stages, token),
+        match spawn_unless(interrupt, &command, &mut stack) {
+            Ok(Child { pid, pidfd }) => {
+                return Ok(Launched { pid, pidfd, link, stages, token, warming: None, sentinel: None });
+            }
             Err(error) => failure = error,
         }
     }
     Err(LaunchError::Start { stage: failure.stage, errno: failure.errno })
 }
 
-fn launched(child: Child, socket: UnixStream, stages: OwnedFd, token: Token) -> Result<Launched, LaunchError> {
-    let link = AgentLink::new(socket)?;
-    Ok(Launched { pid: child.pid, pidfd: child.pidfd, link, stages, token, warming: None, sentinel: None })
+/// Same as [`spawn::spawn`], but also fails with `ECANCELED` if the child was killed by the interrupt.
+fn spawn_unless(interrupt: &Interrupt, command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure> {
+    let Child { pid, pidfd } = spawn::spawn(command, stack)?;
+    if interrupt.is_set() {
+        end(pid, &pidfd);
+        return Err(Failure { stage: Stage::Exec, errno: Errno::ECANCELED, descriptor: 0 });
+    }
+    Ok(Child { pid, pidfd })
+}
+
+/// Kills and reaps a child.
+fn end(pid: i32, pidfd: &OwnedFd) {
+    // Ignore the only possible error, ESRCH. It means that the child has already exited.
+    let _ = pidfd::send_signal(pidfd, libc::SIGKILL);
+    wait::reap(pid);
 }
 
 fn warm_command<'fd>(

@@ -25,13 +25,13 @@ use crate::event::{object, records};
 use crate::home::{Home, teller};
 use crate::lease;
 use crate::spec::duration;
-use crate::stores::Stores;
+use crate::stores::Entered;
 use crate::supervisor::{LOOK, Supervisor};
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct CoordinationServer {
     inner: Server,
-    home: Stores,
+    home: Entered,
     notices: Arc<List>,
 }
 
@@ -68,12 +68,12 @@ impl CoordinationServer {
         };
         let grace = duration(grace, "grace")?;
         let state = state.map(|file| Durable { file, grace });
-        let home = Stores::entered()?;
+        let home = Entered::new()?;
         let config =
             Config { run_id, token: checked_token(token)?, max_connections, max_bytes, request_timeout, state };
         let notices = Arc::<List>::default();
         let tell = teller(supervisor.as_ref(), &notices);
-        let inner = py.detach(|| Server::start(&home, &addresses, config, tell));
+        let inner = py.detach(|| Server::start(&*home, &addresses, config, tell));
         Ok(Self { inner: inner.map_err(|error| server_error(&error))?, home, notices })
     }
 
@@ -261,6 +261,7 @@ impl CoordinationClient {
         then: Vec<Bound<'_, PyTuple>>,
         otherwise: Vec<Bound<'_, PyTuple>>,
     ) -> PyResult<()> {
+        self.home.check_owner()?;
         if compares.len().max(then.len()).max(otherwise.len()) > MAX_STEPS {
             return Err(PyValueError::new_err(format!("a transaction has at most {MAX_STEPS} compares, and ops")));
         }
@@ -274,12 +275,14 @@ impl CoordinationClient {
 
     #[pyo3(signature = (tag, prefix, *, exact=false, snapshot=false))]
     fn watch(&self, tag: u64, prefix: &str, exact: bool, snapshot: bool) -> PyResult<()> {
+        self.home.check_owner()?;
         let watch = Watch { prefix: key(prefix)?, exact };
         self.inner.watch(tag, watch, snapshot).map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
     #[pyo3(signature = (prefix, *, exact=false))]
     fn unwatch(&self, prefix: &str, exact: bool) -> PyResult<()> {
+        self.home.check_owner()?;
         let watch = Watch { prefix: key(prefix)?, exact };
         self.inner.unwatch(watch).map_err(|error| PyValueError::new_err(error.to_string()))
     }

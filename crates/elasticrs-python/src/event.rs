@@ -208,6 +208,9 @@ fn start_failed(failure: StartFailure) -> StartFailed {
         StartFailure::Hung { local_rank, stage, .. } => {
             StartFailed { message, local_rank, stage: stage.map(|stage| stage.to_string()), errno: None, subject: None }
         }
+        StartFailure::Nursery { errno, .. } => {
+            StartFailed { message, local_rank: 0, stage: None, errno, subject: None }
+        }
     }
 }
 

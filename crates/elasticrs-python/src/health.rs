@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 use crate::error::listen_error;
 use crate::home::teller;
 use crate::spec::duration;
+use crate::stores::end_detached;
 use crate::supervisor::Supervisor;
 
 #[pyclass(frozen, module = "elasticrs._core")]
@@ -130,6 +131,12 @@ impl HealthServer {
 
     fn close(&self, py: Python<'_>) {
         py.detach(|| self.handle.close());
+    }
+}
+
+impl Drop for HealthServer {
+    fn drop(&mut self) {
+        end_detached(|| self.handle.close());
     }
 }
 

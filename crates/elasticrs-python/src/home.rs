@@ -9,31 +9,31 @@ use elasticrs_runtime::notices::{List, Tell};
 use elasticrs_runtime::runtime::{Spawn, Task};
 use pyo3::prelude::*;
 
-use crate::stores::Stores;
+use crate::error::Error;
+use crate::stores::Entered;
 use crate::supervisor::Supervisor;
 
 /// Thread on which a store client runs.
 pub enum Home {
     Agent(Py<Supervisor>),
-    Stores(Stores),
+    Stores(Entered),
 }
 
 impl Home {
     /// Chooses the supervisor's thread. Without a supervisor, chooses the thread that runs all stores of this process.
     pub fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
-        supervisor.map_or_else(|| Stores::entered().map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
+        supervisor.map_or_else(|| Entered::new().map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
     }
 
     /// Raises an exception in a forked child, because the thread belongs to the parent.
     pub fn check_owner(&self) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.check_owner(),
-            // Do nothing, because the supervisor's methods already raise an exception in a forked child.
-            Self::Agent(_) => Ok(()),
+            Self::Agent(supervisor) => Ok(supervisor.get().inner.check_owner().map_err(Error)?),
         }
     }
 
-    /// Same as [`Stores::close`].
+    /// Same as [`Stores::close`](crate::stores::Stores::close).
     pub fn close(&self, py: Python<'_>, end: impl FnOnce() + Send) -> PyResult<()> {
         match self {
             Self::Stores(stores) => stores.close(py, end),

@@ -5,6 +5,7 @@
 //! waits for it.
 
 use std::io;
+use std::ops::Deref;
 use std::sync::{Arc, Mutex, Weak};
 
 use elasticrs_runtime::lock;
@@ -27,13 +28,6 @@ impl Stores {
     /// Creates a `Stores` that does not hold a reference to the thread yet.
     pub fn new() -> Self {
         Self { runtime: Mutex::default(), owner: std::process::id() }
-    }
-
-    /// Creates a reference to the thread that runs all stores of this process. Starts the thread if necessary.
-    pub fn entered() -> PyResult<Self> {
-        let stores = Self::new();
-        stores.enter().map_err(|error| os_error(&error, "start the thread of the stores"))?;
-        Ok(stores)
     }
 
     /// Acquires a reference to the thread. The first reference starts the thread.
@@ -90,5 +84,46 @@ impl Spawn for Stores {
 impl Drop for Stores {
     fn drop(&mut self) {
         self.leave();
+    }
+}
+
+/// A reference to the stores' thread that belongs to a Python object. Dropping it releases the GIL while it waits.
+pub struct Entered(Stores);
+
+impl Entered {
+    /// Creates a reference to the thread that runs all stores of this process. Starts the thread if necessary.
+    pub fn new() -> PyResult<Self> {
+        let stores = Stores::new();
+        stores.enter().map_err(|error| os_error(&error, "start the thread of the stores"))?;
+        Ok(Self(stores))
+    }
+}
+
+impl Deref for Entered {
+    type Target = Stores;
+
+    fn deref(&self) -> &Stores {
+        &self.0
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        end_detached(|| self.0.leave());
+    }
+}
+
+/// Runs the end of a Python object that is deallocated, without the GIL, because the end may wait for a thread. Call
+/// this only from `Drop` of a Python class.
+pub fn end_detached(end: impl FnOnce() + Send) {
+    let mut end = Some(end);
+    Python::try_attach(|py| py.detach(|| run(&mut end)));
+    // Not yet run if the interpreter is shutting down.
+    run(&mut end);
+}
+
+fn run(end: &mut Option<impl FnOnce()>) {
+    if let Some(end) = end.take() {
+        end();
     }
 }

@@ -19,7 +19,7 @@ use crate::error::{Error, os_error};
 use crate::event::{FdReady, Heartbeat, heartbeat, object, to_python};
 use crate::nursery::{self, WarmNursery};
 use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy, duration, signal};
-use crate::stores::Stores;
+use crate::stores::{Stores, end_detached};
 
 /// Maximum time to wait before checking for Python's signals again. The check is needed because two kinds of signals do
 /// not interrupt the wait: those that arrive between the last check and the system call, and those that the kernel
@@ -233,5 +233,15 @@ impl Supervisor {
             closed
         });
         Ok(closed.map_err(Error)?)
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        end_detached(|| {
+            // Ignore the error of a forked child, in which nothing is closed.
+            let _ = self.inner.close(false);
+            self.stores.leave();
+        });
     }
 }

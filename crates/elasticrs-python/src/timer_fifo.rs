@@ -13,6 +13,7 @@ use elasticrs_core::timer::record::{self, Refusal, Request};
 use pyo3::prelude::*;
 
 use crate::error::os_error;
+use crate::stores::end_detached;
 
 /// A timer record: pid, scope, expiration time (-1 to release the timer) and signal number (0 for none).
 type Record = (i32, String, f64, i32);
@@ -75,8 +76,11 @@ impl TimerFifo {
 #[pymethods]
 impl TimerFifo {
     #[new]
-    fn new(path: PathBuf) -> PyResult<Self> {
-        let made = Fifo::create(Some(&path)).and_then(|fifo| Ok((File::from(fifo.descriptor()?), fifo)));
+    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        let made = py.detach(|| {
+            let fifo = Fifo::create(Some(&path))?;
+            Ok::<_, std::io::Error>((File::from(fifo.descriptor()?), fifo))
+        });
         let (input, fifo) = made.map_err(|error| {
             let is_read = error.kind() == ErrorKind::ResourceBusy;
             let doing = if is_read { "another timer server reads" } else { "could not make the FIFO" };
@@ -97,7 +101,13 @@ impl TimerFifo {
             .map_err(|error| os_error(&error, &format!("read {}", self.path.display())))
     }
 
-    fn close(&self) {
-        drop(self.reader().take());
+    fn close(&self, py: Python<'_>) {
+        py.detach(|| drop(self.reader().take()));
+    }
+}
+
+impl Drop for TimerFifo {
+    fn drop(&mut self) {
+        end_detached(|| drop(self.reader().take()));
     }
 }

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, listen_error};
 use crate::home::teller;
-use crate::stores::Stores;
+use crate::stores::{Entered, end_detached};
 use crate::supervisor::Supervisor;
 
 #[derive(Clone, Copy, FromPyObject)]
@@ -25,7 +25,7 @@ enum PortOrRange {
 pub struct WorkerStore {
     inner: worker::WorkerStore,
     /// Reference to the stores' thread. `None` if no store is served, or if a supervisor holds the reference instead.
-    home: Mutex<Option<Stores>>,
+    home: Mutex<Option<Entered>>,
     notices: Arc<List>,
 }
 
@@ -66,8 +66,8 @@ impl WorkerStore {
             });
             self.inner.serve_elsewhere(inner, hand_over, tell)
         } else {
-            let home = Stores::entered()?;
-            let served = py.detach(|| self.inner.serve(&home, tell));
+            let home = Entered::new()?;
+            let served = py.detach(|| self.inner.serve(&*home, tell));
             if served.is_ok() {
                 *lock(&self.home) = Some(home);
             }
@@ -99,6 +99,6 @@ impl WorkerStore {
 impl Drop for WorkerStore {
     /// Closes the store before `home` is dropped, because dropping `home` waits for the stores' thread.
     fn drop(&mut self) {
-        self.inner.close();
+        end_detached(|| self.inner.close());
     }
 }

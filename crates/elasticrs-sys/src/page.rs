@@ -4,6 +4,7 @@ use std::ffi::CStr;
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU64;
 
@@ -48,7 +49,7 @@ impl Page {
     }
 
     /// Creates a shared memory page of zeros. Share the page only with trusted processes, because it may not be sealed.
-    /// If sealed memory is not supported, the page is an unnamed temporary file.
+    /// If sealed memory is not supported, the page is an unnamed file in `/dev/shm` or in the temporary directory.
     ///
     /// # Errors
     ///
@@ -59,23 +60,43 @@ impl Page {
             Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::EPERM)) => {
                 let file = nameless_file()?;
                 nix::unistd::ftruncate(&file, i64::from(SIZE))?;
-                Self::map(file)
+                Self::map_our_own(file)
             }
             made => made,
         }
     }
 
-    /// Maps a shared memory page into this process. `file` is a descriptor of the page that another process has sent.
+    /// Maps a shared memory page into this process. `file` is a descriptor of the page that another process has sent,
+    /// which may be untrusted.
+    ///
+    /// # Errors
+    ///
+    /// `EINVAL` if [`Self::sealed`] did not create the page. Also fails if no memory is available.
+    pub fn map(file: OwnedFd) -> io::Result<Self> {
+        if sealed_by(&file).is_some_and(|seals| seals.contains(SEALS)) { Self::map_any(file) } else { Err(invalid()) }
+    }
+
+    /// Maps a shared memory page that a trusted process has sent.
     ///
     /// # Errors
     ///
     /// `EINVAL` if [`Self::sealed`] or [`Self::of_our_own`] did not create the page. Also fails if no memory is
     /// available.
-    pub fn map(file: OwnedFd) -> io::Result<Self> {
+    pub fn map_our_own(file: OwnedFd) -> io::Result<Self> {
         let facts = nix::sys::stat::fstat(&file)?;
-        let is_safe = sealed_by(&file).map_or(facts.st_nlink == 0, |seals| seals.contains(SEALS));
-        if !is_safe || facts.st_size != i64::from(SIZE) {
-            return Err(Errno::EINVAL.into());
+        let is_nameless = facts.st_mode & libc::S_IFMT == libc::S_IFREG && facts.st_nlink == 0;
+        // Only seals that keep the file's size count. On tmpfs, every file has the seal that forbids further seals.
+        let size = SEALS.difference(SealFlag::F_SEAL_SEAL);
+        match sealed_by(&file) {
+            Some(seals) if seals.intersects(size) => Self::map(file),
+            Some(_) | None if is_nameless => Self::map_any(file),
+            Some(_) | None => Err(invalid()),
+        }
+    }
+
+    fn map_any(file: OwnedFd) -> io::Result<Self> {
+        if nix::sys::stat::fstat(&file)?.st_size != i64::from(SIZE) {
+            return Err(invalid());
         }
         // SAFETY: the kernel chooses the address, so the new mapping does not replace another one.
         let memory = unsafe {
@@ -118,11 +139,20 @@ fn sealed_by(file: &OwnedFd) -> Option<SealFlag> {
     fcntl(file, FcntlArg::F_GET_SEALS).ok().map(SealFlag::from_bits_retain)
 }
 
-/// Creates an unnamed file in the temporary directory. `O_EXCL` prevents it from getting a name later, so no
-/// other program can open it.
+/// Creates an unnamed file in memory or, if that is not possible, in the temporary directory.
 fn nameless_file() -> io::Result<OwnedFd> {
+    // Prefer `/dev/shm`, because the temporary directory may be on a network file system that does not respond.
+    nameless_file_in(Path::new("/dev/shm")).or_else(|_| nameless_file_in(&std::env::temp_dir()))
+}
+
+/// Creates an unnamed file. `O_EXCL` prevents it from getting a name later, so no other program can open it.
+fn nameless_file_in(folder: &Path) -> io::Result<OwnedFd> {
     let flags = OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_EXCL | OFlag::O_CLOEXEC;
-    Ok(open(&std::env::temp_dir(), flags, Mode::S_IRUSR | Mode::S_IWUSR)?)
+    Ok(open(folder, flags, Mode::S_IRUSR | Mode::S_IWUSR)?)
+}
+
+fn invalid() -> io::Error {
+    Errno::EINVAL.into()
 }
 
 #[cfg(test)]
@@ -147,6 +177,22 @@ mod tests {
         let theirs = page.as_fd().try_clone_to_owned().unwrap();
         assert_eq!(nix::unistd::ftruncate(&theirs, 0), Err(Errno::EPERM));
         assert_eq!(fcntl(&theirs, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_WRITE)), Err(Errno::EPERM));
+    }
+
+    #[test]
+    fn unnamed_files_of_any_file_system_are_shared_only_between_trusted_processes() {
+        // `/dev/shm` is a tmpfs. The other file systems have no seals.
+        for folder in ["/dev/shm", env!("CARGO_MANIFEST_DIR")] {
+            let file = nameless_file_in(Path::new(folder)).unwrap();
+            nix::unistd::ftruncate(&file, 4096).unwrap();
+            let ours = Page::map_our_own(file.try_clone().unwrap()).unwrap();
+            ours.number().store(7, Ordering::Release);
+            let theirs = Page::map_our_own(file.try_clone().unwrap()).unwrap();
+            assert_eq!(theirs.number().load(Ordering::Acquire), 7);
+            assert_eq!(Page::map(file).unwrap_err().raw_os_error(), Some(libc::EINVAL));
+        }
+        let named = std::fs::File::open("/proc/self/exe").unwrap();
+        assert_eq!(Page::map_our_own(named.into()).unwrap_err().raw_os_error(), Some(libc::EINVAL));
     }
 
     #[test]

@@ -16,12 +16,14 @@ use std::ffi::{CStr, CString, c_char, c_int, c_long, c_void};
 use std::num::NonZeroUsize;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, mprotect, munmap};
 
 use super::stage::Stage;
-use super::{priority, wait};
+use super::{pidfd, priority, wait};
 
 const STACK: usize = 256 * 1024;
 const GUARD: usize = 64 * 1024;
@@ -79,6 +81,57 @@ pub struct Command<'fd> {
     /// Pipe for progress reports. Before each stage that can block forever, the number of the [`Stage`] is written to
     /// the pipe as one byte.
     pub stages: Option<BorrowedFd<'fd>>,
+    /// Handle with which another thread can end a [`spawn`] that blocks.
+    pub interrupt: Option<&'fd Interrupt>,
+}
+
+/// Ends calls of [`spawn`] that block, from another thread: kills the child whose program has not been executed yet.
+#[derive(Debug)]
+pub struct Interrupt {
+    is_set: AtomicBool,
+    /// Number of the pidfd of the child that is about to execute its program, or -1.
+    child: AtomicI32,
+    /// Held while the descriptor `child` is used, and while [`spawn`] takes it away.
+    using: Mutex<()>,
+}
+
+impl Default for Interrupt {
+    fn default() -> Self {
+        Self { is_set: AtomicBool::new(false), child: AtomicI32::new(-1), using: Mutex::default() }
+    }
+}
+
+impl Interrupt {
+    /// Kills the child that is about to execute its program, if there is one, and makes all later calls of [`spawn`]
+    /// with this handle fail with `ECANCELED`. A child that has already executed its program keeps running.
+    pub fn set(&self) {
+        let _using = self.using.lock().unwrap_or_else(PoisonError::into_inner);
+        self.is_set.store(true, Ordering::SeqCst);
+        let child = self.child.load(Ordering::SeqCst);
+        if child >= 0 {
+            // SAFETY: `spawn` keeps the descriptor open until it has locked `using` and removed the number.
+            let child = unsafe { BorrowedFd::borrow_raw(child) };
+            // Ignore the only possible error, ESRCH. It means that the child has already exited.
+            let _ = pidfd::send_signal(child, libc::SIGKILL);
+        }
+    }
+
+    /// Returns true once [`Self::set`] was called.
+    pub fn is_set(&self) -> bool {
+        self.is_set.load(Ordering::SeqCst)
+    }
+
+    /// Called by a child before it begins. Returns false if the child must not begin. Because the child stores its
+    /// descriptor first, either the child sees that the handle is set, or [`Self::set`] sees the child.
+    fn begin(&self, child: c_int) -> bool {
+        self.child.store(child, Ordering::SeqCst);
+        !self.is_set()
+    }
+
+    fn end(&self) {
+        let _using = self.using.lock().unwrap_or_else(PoisonError::into_inner);
+        self.child.store(-1, Ordering::SeqCst);
+    }
 }
 
 /// A running child, which leads its own session and process group.
@@ -146,6 +199,8 @@ struct Shared<'a> {
     moved: Vec<RawFd>,
     stages: RawFd,
     file: RawFd,
+    /// pidfd of the child, which the kernel stores here before the child runs.
+    pidfd: c_int,
     failure: Option<Failure>,
 }
 
@@ -160,6 +215,7 @@ impl<'a> Shared<'a> {
             moved: vec![-1; command.fds.len()],
             stages: -1,
             file: -1,
+            pidfd: -1,
             failure: None,
         }
     }
@@ -168,22 +224,25 @@ impl<'a> Shared<'a> {
 /// Starts a child in its own session. Returns when the child has executed its program or has failed.
 ///
 /// This function can block forever on a dead network file system, because the child opens log files, changes its
-/// directory and executes a program. The blocked thread can still be killed.
+/// directory and executes a program. [`Command::interrupt`] ends it. The blocked thread can also be killed.
 pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure> {
     let mut shared = Shared::new(command, nix::unistd::getpid().as_raw());
-    let mut pidfd: c_int = -1;
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;
     let before = set_signal_mask(u64::MAX);
-    // SAFETY: the stack is a live mapping that no other code uses. `shared` and `pidfd` outlive the call, and the child
-    // uses `shared` only while this thread is suspended in `clone` (CLONE_VFORK).
+    // SAFETY: the stack is a live mapping that no other code uses. `shared` outlives the call, and the child uses it
+    // only while this thread is suspended in `clone` (CLONE_VFORK). The kernel stores the pidfd before the child runs.
     let pid = unsafe {
-        let argument = (&raw mut shared).cast::<c_void>();
-        Errno::result(libc::clone(child_main, stack.top(), flags, argument, &raw mut pidfd))
+        let argument = &raw mut shared;
+        let pidfd = &raw mut (*argument).pidfd;
+        Errno::result(libc::clone(child_main, stack.top(), flags, argument.cast::<c_void>(), pidfd))
     };
     set_signal_mask(before);
+    if let Some(interrupt) = command.interrupt {
+        interrupt.end();
+    }
     let pid = pid.map_err(|errno| Failure { stage: Stage::Clone, errno, descriptor: 0 })?;
     // SAFETY: the kernel has created the descriptor for this call, and no other code owns it.
-    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+    let pidfd = unsafe { OwnedFd::from_raw_fd(shared.pidfd) };
     match shared.failure {
         None => Ok(Child { pid, pidfd }),
         Some(failure) => {
@@ -211,6 +270,10 @@ extern "C" fn child_main(argument: *mut c_void) -> c_int {
     // SAFETY: `spawn` passes a pointer to its `Shared` and is suspended until the child has finished with it, so this
     // is the only reference.
     let shared = unsafe { &mut *argument.cast::<Shared<'_>>() };
+    if shared.command.interrupt.is_some_and(|interrupt| !interrupt.begin(shared.pidfd)) {
+        shared.failure = Some(failed(Stage::Exec)(Errno::ECANCELED));
+        return 127;
+    }
     if let Err(failure) = run(shared) {
         shared.failure = Some(failure);
     }

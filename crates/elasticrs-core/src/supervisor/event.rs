@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use elasticrs_nursery::launch::LaunchError;
 pub use elasticrs_nursery::protocol::SweepOutcome;
 use elasticrs_runtime::readings::{Dest, Heartbeat};
 use elasticrs_sys::clock::Stamp;
@@ -286,6 +287,14 @@ pub enum StartFailure {
         /// Time limit for the start, see [`crate::spec::GroupPolicy::start_deadline`].
         deadline: std::time::Duration,
     },
+    /// There is no nursery that could start the workers, because none could be launched.
+    #[error("{message}")]
+    Nursery {
+        /// Text of the [`elasticrs_nursery::launch::LaunchError`].
+        message: String,
+        /// Error number of the failed system call. `None` if the launch exceeded its time limit.
+        errno: Option<i32>,
+    },
 }
 
 impl StartFailure {
@@ -294,10 +303,21 @@ impl StartFailure {
         Self::Worker { local_rank, stage: Stage::Receive, errno: libc::EMFILE, subject: format!("/proc/{pid}") }
     }
 
-    /// Returns the local rank of the worker that could not be started.
+    /// Returns the failure of a group whose nursery could not be launched.
+    pub(super) fn no_nursery(error: &LaunchError) -> Self {
+        let errno = match error {
+            LaunchError::Unsupported(_) | LaunchError::Hung { .. } => None,
+            LaunchError::Start { errno, .. } => Some(*errno as i32),
+            LaunchError::Prepare(error) => error.raw_os_error(),
+        };
+        Self::Nursery { message: error.to_string(), errno }
+    }
+
+    /// Returns the local rank of the worker that could not be started. This is the first one if none could.
     pub fn local_rank(&self) -> u32 {
         match self {
             Self::Worker { local_rank, .. } | Self::Hung { local_rank, .. } => *local_rank,
+            Self::Nursery { .. } => 0,
         }
     }
 }

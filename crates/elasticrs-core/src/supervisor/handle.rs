@@ -391,7 +391,8 @@ impl Supervisor {
         Ok(())
     }
 
-    fn check_owner(&self) -> Result<(), SupervisorError> {
+    /// Fails in a child made by `fork`.
+    pub fn check_owner(&self) -> Result<(), SupervisorError> {
         if std::process::id() == self.owner { Ok(()) } else { Err(SupervisorError::Forked { owner: self.owner }) }
     }
 

@@ -9,10 +9,7 @@ use std::time::{Duration, Instant};
 
 use elasticrs_nursery::activity::Activity;
 use elasticrs_nursery::connections::Release;
-use elasticrs_nursery::launch::{
-    Import as Terms, LaunchError, Launched, NurseryImage, REPORT_FD, Warm, Warming, launch, launch_sentinel,
-    stage_reached,
-};
+use elasticrs_nursery::launch::{LaunchError, Launched, REPORT_FD, Warm, Warming, stage_reached};
 use elasticrs_nursery::link::AgentLink;
 use elasticrs_nursery::protocol::{FIXED_FDS, Reply, Request};
 use elasticrs_nursery::report::ImportFailure;
@@ -24,7 +21,10 @@ use elasticrs_sys::pidfd;
 use elasticrs_sys::procfs;
 use elasticrs_sys::stage::Stage;
 use elasticrs_sys::stat::Stat;
+use elasticrs_sys::wait;
+use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
+use nix::unistd::Pid;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
@@ -44,7 +44,7 @@ pub(super) enum NurseryEvent {
 }
 
 /// Time limit for a nursery to exit. Nurseries are small and exit quickly unless the machine is very busy.
-const DEATH_LIMIT: Duration = Duration::from_secs(5);
+pub(super) const DEATH_LIMIT: Duration = Duration::from_secs(5);
 
 /// A running nursery.
 #[derive(Debug)]
@@ -77,7 +77,13 @@ pub(super) struct Import {
     pub(super) failure: Option<ImportFailure>,
     /// True if the import was stopped because the guard process, which cleans up if the agent is killed, was lost.
     pub(super) is_unguarded: bool,
+    /// Keeps the thread alive that has launched the nursery. See [`Parent`].
+    _parent: Parent,
 }
+
+/// Keeps the thread alive that has launched a nursery, until this value is dropped. The kernel kills a nursery that
+/// imports modules when that thread exits, because such a nursery does not watch its agent.
+pub(super) type Parent = std::sync::mpsc::SyncSender<std::convert::Infallible>;
 
 /// The sentinel (a process that cleans up if the nursery cannot), and the memory page that it shares with the
 /// nursery.
@@ -98,13 +104,29 @@ impl Guard {
 }
 
 impl Nursery {
-    pub(super) fn launch(images: &[NurseryImage], import: &Terms) -> Result<Self, LaunchError> {
-        Self::of(launch(images, import)?)
+    /// Takes over a nursery that was launched. Must be called on the runtime thread. If that fails, the nursery and its
+    /// sentinel are killed.
+    pub(super) fn of(launched: Launched, parent: &Parent) -> Result<Self, LaunchError> {
+        let pids = [Some(launched.pid), launched.sentinel.as_ref().map(|sentinel| sentinel.pid)];
+        Self::assembled(launched, parent).inspect_err(|_| {
+            #[allow(clippy::disallowed_methods, reason = "`reap` runs on a thread of its own")]
+            for pid in pids.into_iter().flatten() {
+                // Use the pids, because the pidfds are closed by now. The processes are not reaped yet.
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+                tokio::task::spawn_blocking(move || wait::reap(pid));
+            }
+        })
     }
 
-    fn of(launched: Launched) -> Result<Self, LaunchError> {
+    fn assembled(launched: Launched, parent: &Parent) -> Result<Self, LaunchError> {
         let Launched { pid, pidfd, link, stages, token, warming, sentinel } = launched;
-        let import = warming.map(|Warming { warm, since }| Import { warm, since, failure: None, is_unguarded: false });
+        let import = warming.map(|Warming { warm, since }| Import {
+            warm,
+            since,
+            failure: None,
+            is_unguarded: false,
+            _parent: parent.clone(),
+        });
         let mut nursery = Self {
             pid,
             token,
@@ -120,7 +142,8 @@ impl Nursery {
             hung: false,
         };
         if let Some(sentinel) = sentinel {
-            let mut guard = Guard { sentinel: Box::new(Self::of(*sentinel)?), activity: Activity::new()? };
+            let mut guard =
+                Guard { sentinel: Box::new(Self::assembled(*sentinel, parent)?), activity: Activity::new()? };
             guard.introduce(&nursery.pidfd)?;
             nursery.send(&Request::Activity, guard.activity.descriptors()?);
             nursery.sentinel = Some(guard);
@@ -128,19 +151,19 @@ impl Nursery {
         Ok(nursery)
     }
 
-    pub(super) fn has_lost_sentinel(&self) -> bool {
-        let ended = |guard: &Guard| watch::ended(&[guard.sentinel.pidfd.get_ref().as_fd()]) == [true];
-        self.import.is_none() && self.sentinel.as_ref().is_some_and(ended)
+    /// If the sentinel was lost, reaps it and returns the memory page that it shared with the nursery.
+    pub(super) fn take_lost_sentinel(&mut self) -> Option<Activity> {
+        let ended = |guard: &mut Guard| watch::ended(&[guard.sentinel.pidfd.get_ref().as_fd()]) == [true];
+        let Guard { sentinel, activity } = self.sentinel.take_if(|guard| self.import.is_none() && ended(guard))?;
+        exit_of(sentinel.pidfd.get_ref());
+        Some(activity)
     }
 
-    /// Replaces a sentinel that was lost. If that fails, the nursery continues without a sentinel.
-    pub(super) fn renew_sentinel(&mut self, images: &[NurseryImage]) -> Result<Option<&mut Self>, LaunchError> {
-        let Some(Guard { sentinel, activity }) = self.sentinel.take() else { return Ok(None) };
-        exit_of(sentinel.pidfd.get_ref());
-        let sentinel = Box::new(Self::of(launch_sentinel(images, self.token)?)?);
-        let guard = self.sentinel.insert(Guard { sentinel, activity });
+    /// Lets a new sentinel guard the nursery. Returns the sentinel.
+    pub(super) fn guard_by(&mut self, sentinel: Self, activity: Activity) -> io::Result<&mut Self> {
+        let guard = self.sentinel.insert(Guard { sentinel: Box::new(sentinel), activity });
         guard.introduce(&self.pidfd)?;
-        Ok(Some(&mut guard.sentinel))
+        Ok(&mut guard.sentinel)
     }
 
     /// Sends a request to the nursery and to its sentinel. See [`Self::send`].
@@ -311,6 +334,9 @@ impl Nursery {
         // Close the connection even if requests are still unsent. A nursery that has not read its requests is dead or
         // hangs, so it could not handle them.
         drop(link);
+        // Resume a nursery that a user has stopped with a signal, because it could not exit otherwise. Ignore the only
+        // possible error, ESRCH.
+        let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGCONT);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
             let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);
             if tokio::time::timeout(DEATH_LIMIT, pidfd.readable()).await.is_err() {
@@ -368,4 +394,33 @@ async fn death_limit(ending: Option<Instant>) {
 fn exit_of(pidfd: &OwnedFd) -> WorkerExit {
     let reaped = waitid(Id::PIDFd(pidfd.as_fd()), WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG);
     reaped.map_or(WorkerExit::Unknown, WorkerExit::of)
+}
+
+#[cfg(test)]
+mod tests {
+    use elasticrs_nursery::launch::{Import as Terms, Interrupt, NurseryImage, launch};
+    use elasticrs_testkit::{open_fds, wait_until};
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_nursery_that_cannot_be_taken_over_is_killed_and_reaped() {
+        let args = [c"sh", c"-c", c"cat <&3 >/dev/null"].map(Into::into).to_vec();
+        let images = [NurseryImage::Program { path: c"/bin/sh".into(), args }];
+        let launched = || launch(&images, &Terms::default(), &Interrupt::default()).unwrap();
+        let (mut nursery, sentinel) = (launched(), launched());
+        nursery.sentinel = Some(Box::new(sentinel));
+        // No descriptor is free for the page that the two share.
+        let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+        let lowest = open_fds().into_iter().max().unwrap() + 1;
+        setrlimit(Resource::RLIMIT_NOFILE, libc::rlim_t::try_from(lowest).unwrap(), hard).unwrap();
+        let parent = std::sync::mpsc::sync_channel(0).0;
+        let fillers: Vec<_> = std::iter::from_fn(|| std::fs::File::open("/dev/null").ok()).collect();
+        let refused = Nursery::of(nursery, &parent);
+        setrlimit(Resource::RLIMIT_NOFILE, soft, hard).unwrap();
+        drop(fillers);
+        assert!(matches!(refused, Err(LaunchError::Prepare(_))));
+        wait_until("the end of both", || !wait::has_children());
+    }
 }

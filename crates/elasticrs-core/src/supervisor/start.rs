@@ -39,7 +39,7 @@ pub(super) struct Starting {
     failure: Option<StartFailure>,
     nursery: Option<NurseryExit>,
     stop: Option<StopPolicy>,
-    /// The group, while it waits for the nursery to finish its imports. `None` once the workers are being started.
+    /// The group, while it waits for a nursery that is ready. `None` once the workers are being started.
     waiting: Option<GroupSpec>,
     /// Events of workers that are already running, stored until all workers have been started.
     early: Vec<Input>,
@@ -58,13 +58,13 @@ impl Starting {
         }
     }
 
-    /// Delays the start of the workers until the nursery has finished its imports.
-    pub(super) fn wait_for_import(&mut self, spec: GroupSpec) {
+    /// Delays the start of the workers until there is a nursery that has finished its imports.
+    pub(super) fn wait_for_nursery(&mut self, spec: GroupSpec) {
         self.waiting = Some(spec);
     }
 
-    /// Removes and returns the group that waits for the nursery's imports. `None` if the nursery was already asked to
-    /// start the workers.
+    /// Removes and returns the group that waits for a nursery. `None` if the nursery was already asked to start the
+    /// workers.
     pub(super) fn take_waiting(&mut self) -> Option<GroupSpec> {
         self.waiting.take()
     }
@@ -200,10 +200,10 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_group_that_waits_for_imports_is_started_once() {
+    fn a_group_that_waits_for_a_nursery_is_started_once() {
         let mut starting = Starting::new(&group(true));
         assert!(starting.take_waiting().is_none());
-        starting.wait_for_import(group(true));
+        starting.wait_for_nursery(group(true));
         assert!(starting.take_waiting().is_some());
         assert!(starting.take_waiting().is_none());
     }

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use elasticrs_nursery::launch::{Import, LaunchError};
+use elasticrs_nursery::launch::LaunchError;
 use elasticrs_nursery::protocol::{PROTOCOL, Reply as NurseryReply, SweepLimits};
 use elasticrs_runtime::threads::panic_message;
 use elasticrs_sys::clock::Stamp;
@@ -35,6 +35,7 @@ mod guarded_sockets;
 mod heartbeats;
 mod images;
 mod imports;
+mod launches;
 mod nursery_changes;
 pub(super) mod raised_workers;
 mod retired;
@@ -51,6 +52,7 @@ use gathering::Evidence;
 use guarded_sockets::GuardedSockets;
 use heartbeats::Heartbeats;
 use images::Images;
+use launches::{Finished, Launches};
 use raised_workers::{RaisedEvent, RaisedWorkers};
 use retired::Retired;
 use running::Running;
@@ -75,10 +77,13 @@ pub(super) async fn run(
     shared: Shared,
     ready: Reply<Result<(), SupervisorError>>,
 ) {
-    let task = match Task::new(config, shared) {
+    let mut task = match Task::new(config, shared) {
         Ok(task) => task,
         Err(error) => return drop(ready.send(Err(error))),
     };
+    if let Err(error) = task.launch_first().await {
+        return drop(ready.send(Err(error.into())));
+    }
     // Ignore an error. It means that the creator has stopped waiting, and the task stops because its inbox is closed.
     let _ = ready.send(Ok(()));
     // Run the loop as a separate task. Otherwise, each wake-up of another task on this thread would poll everything
@@ -94,6 +99,7 @@ struct Task {
     shared: Shared,
     images: Images,
     nursery: CurrentNursery,
+    launches: Launches,
     second: SecondNursery,
     guard: GuardedSockets,
     current: Current,
@@ -115,6 +121,7 @@ struct Task {
 enum Wake {
     Nursery(NurseryEvent),
     Second(NurseryEvent),
+    Launched(Box<Finished>),
     Member(MemberExit),
     Swept(SweepOutcome),
     Task(Result<(), JoinError>),
@@ -135,13 +142,15 @@ impl Task {
         }
         let images = Images::new(config.nursery);
         let guard = GuardedSockets::new(Arc::clone(&shared.fence), Arc::clone(&shared.queue));
-        let mut nursery = images.launch(&Import::default())?;
-        guard.equip(&mut nursery);
-        let mut task = Self {
+        if !procfs::is_own() {
+            shared.queue.degraded(procfs::MISSING);
+        }
+        Ok(Self {
             owns_process: config.owns_process,
             features: Features::get(),
             images,
-            nursery: CurrentNursery::new(nursery, Arc::clone(&shared.nursery_pid)),
+            nursery: CurrentNursery::new(Arc::clone(&shared.nursery_pid)),
+            launches: Launches::new(Arc::clone(&shared.queue)),
             second: SecondNursery::new(Arc::clone(&shared.queue)),
             guard,
             current: Current::Idle,
@@ -156,12 +165,7 @@ impl Task {
             zombies: ZombieReports::new(Arc::clone(&shared.queue)),
             orphans: Orphans::default(),
             shared,
-        };
-        task.nursery.arm_import(&mut task.deadlines);
-        if !procfs::is_own() {
-            task.shared.queue.degraded(procfs::MISSING);
-        }
-        Ok(task)
+        })
     }
 
     // --- the loop ---------------------------------------------------------------------------------------------
@@ -172,7 +176,10 @@ impl Task {
                 Wake::Nursery(NurseryEvent::Reply(reply, fds)) => self.on_reply(reply, fds),
                 Wake::Nursery(NurseryEvent::Died(exit)) => self.on_nursery_death(exit),
                 Wake::Nursery(NurseryEvent::GivenUp) => self.give_up_nursery(),
-                Wake::Second(event) => self.second.on_event(&event, &mut self.images, &mut self.retired),
+                Wake::Second(event) => {
+                    self.second.on_event(&event, &mut self.images, &mut self.retired, &mut self.launches);
+                }
+                Wake::Launched(finished) => self.on_launched(*finished),
                 Wake::Member(MemberExit { pid, exit, seen }) => {
                     self.on_notices();
                     self.input(Input::Exited { pid, exit, seen });
@@ -214,6 +221,7 @@ impl Task {
             event = self.nursery.next() => Wake::Nursery(event),
             Some(exit) = self.current.next_exit() => Wake::Member(exit),
             swept = self.sweeps.own_completed() => Wake::Swept(swept),
+            finished = self.launches.finished() => Wake::Launched(Box::new(finished)),
             Some(result) = self.tasks.join_next() => Wake::Task(result),
             evidence = self.evidence.gathered() => Wake::Evidence(evidence),
             command = inbox.recv() => match command {
@@ -283,7 +291,9 @@ impl Task {
                 answer(&reply, ());
             }
             Command::Resume => self.input(Input::Resume),
-            Command::ImportBeside(limit) => self.second.launch(limit, &mut self.images, &mut self.retired),
+            Command::ImportBeside(limit) => {
+                self.second.launch(limit, &self.images, &mut self.retired, &mut self.launches);
+            }
             Command::TakeOver(reply) => answer(&reply, self.take_over()),
             Command::Spawn(task) => {
                 // Create the future inside the task, so that a panic in `task()` is handled like a panic of the future.
@@ -321,7 +331,7 @@ impl Task {
             match timer {
                 Timer::Start => self.on_hung_start(),
                 Timer::Fence => self.fence_start(),
-                Timer::Warm => self.nursery.kill_hung_import(),
+                Timer::Warm => self.on_overdue_import(),
                 Timer::SlowImport => self.nursery.slow_import().into_iter().for_each(|m| self.shared.queue.degraded(m)),
                 Timer::Kill if self.current.is_starting() => self.kill_start(),
                 Timer::Sweep => self.on_overdue_sweep(),
@@ -397,10 +407,7 @@ impl Task {
             Current::Idle => {}
             Current::Starting(starting) => {
                 starting.stop(policy);
-                if starting.take_waiting().is_some() {
-                    // Skip the clean-up of leftover processes, because the nursery has not started any worker yet.
-                    self.on_swept(SweepOutcome::default());
-                } else {
+                if !self.end_waiting() {
                     let grace = if policy.signal == Signal::KILL { Duration::ZERO } else { policy.grace };
                     self.deadlines.hasten(Timer::Kill, grace, Instant::now());
                 }
@@ -504,7 +511,9 @@ impl Task {
             let mut spared = running.map(Running::adopted).unwrap_or_default();
             let sessions = running.map(Running::started).unwrap_or_default();
             spared.extend(self.second.pids());
-            let (token, owns_process) = (self.nursery.token(), self.owns_process);
+            // Without a nursery so far, there is nothing to clean up.
+            let Some(token) = self.nursery.token() else { return self.on_swept(SweepOutcome::default()) };
+            let owns_process = self.owns_process;
             self.sweeps.start_own(limits.give_up, move |limit| {
                 watch::sweep_after_loss(token, owns_process, &spared, &sessions, limit)
             });
@@ -562,7 +571,8 @@ impl Task {
     /// exists.
     async fn close(mut self, keep_descendants: bool) {
         self.evidence.cancel(&mut self.retired);
-        self.second.stop(&mut self.retired);
+        self.second.stop(&mut self.retired, &mut self.launches);
+        self.launches.cancel(|_| true);
         if let Some(nursery) = self.nursery.take() {
             let leave = keep_descendants && self.current.is_idle();
             let message = nursery.left_behind();
@@ -572,6 +582,9 @@ impl Task {
         } else if let Some(sweep) = self.sweeps.take_own() {
             // Only wait for the lost nursery's processes, because SIGKILL has already been sent to all of them.
             let _ = tokio::time::timeout(CLOSE_LIMIT, sweep).await;
+        }
+        for unwanted in self.launches.finish().await {
+            self.retired.add_nursery(unwanted);
         }
         self.retired.finish().await;
     }

@@ -35,7 +35,12 @@ pub fn is_warm() -> bool {
 
 /// Returns a warm nursery. `programs/nursery.rs` explains `what`.
 pub fn warm_image(what: &str, limit: Duration) -> NurseryImage {
-    let program = process(vec![super::nursery_program().into()]);
+    warm_image_of(super::nursery_program(), what, limit)
+}
+
+/// Same as [`warm_image`], but executes `program`, which must execute the program of the nurseries.
+pub fn warm_image_of(program: &Path, what: &str, limit: Duration) -> NurseryImage {
+    let program = process(vec![program.into()]);
     let process = ProcessSpec { env: vec![c_string(format!("WARM_NURSERY={what}"))], ..program };
     let report = File::open("/dev/null").unwrap().into();
     NurseryImage::Warm(Arc::new(Warm { process, ignored: Vec::new(), report, limit }))

@@ -202,6 +202,7 @@ pub(crate) fn command<'fd>(
         cpus: process.cpus.as_ref().map(CpuSet::mask),
         oom_score_adj: None,
         stages: None,
+        interrupt: None,
     })
 }
 

@@ -19,22 +19,21 @@ const SLOW_IMPORT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) struct CurrentNursery {
     nursery: Option<Nursery>,
-    /// Token of the last nursery, used to find the processes that the nursery left behind.
-    token: Token,
+    /// Token of the last nursery, used to find the processes that the nursery left behind. `None` before the first one.
+    token: Option<Token>,
     /// Pid of the nursery, for readers on other threads. Zero if there is no nursery.
     pid: Arc<AtomicI32>,
 }
 
 impl CurrentNursery {
-    pub(super) fn new(nursery: Nursery, pid: Arc<AtomicI32>) -> Self {
-        pid.store(nursery.pid, Ordering::Relaxed);
-        Self { token: nursery.token, nursery: Some(nursery), pid }
+    pub(super) fn new(pid: Arc<AtomicI32>) -> Self {
+        Self { token: None, nursery: None, pid }
     }
 
     /// Switches to another nursery. Returns the previous nursery if it still exists.
     pub(super) fn replace(&mut self, nursery: Nursery) -> Option<Nursery> {
         self.pid.store(nursery.pid, Ordering::Relaxed);
-        self.token = nursery.token;
+        self.token = Some(nursery.token);
         self.nursery.replace(nursery)
     }
 
@@ -44,7 +43,7 @@ impl CurrentNursery {
         self.nursery.take()
     }
 
-    pub(super) fn token(&self) -> Token {
+    pub(super) fn token(&self) -> Option<Token> {
         self.token
     }
 

@@ -1,9 +1,8 @@
 //! Programs that nurseries run.
 
-use elasticrs_nursery::launch::{Import, LaunchError, NurseryImage};
+use elasticrs_nursery::launch::NurseryImage;
 
 use crate::spec::GroupSpec;
-use crate::supervisor::nursery_io::Nursery;
 
 /// Programs that can be run as the nursery process, in order of preference.
 #[derive(Debug)]
@@ -14,8 +13,8 @@ impl Images {
         Self(images)
     }
 
-    pub(super) fn all(&self) -> &[NurseryImage] {
-        &self.0
+    pub(super) fn all(&self) -> Vec<NurseryImage> {
+        self.0.clone()
     }
 
     pub(super) fn can_be_warm(&self) -> bool {
@@ -27,19 +26,9 @@ impl Images {
         self.0.retain(|image| !is_warm(image));
     }
 
-    /// Launches a nursery: tries the programs for it in order, and uses the first one that can be executed on this
-    /// machine. `import` says which modules the nursery imports in advance.
-    pub(super) fn launch(&self, import: &Import) -> Result<Nursery, LaunchError> {
-        Nursery::launch(&self.0, import)
-    }
-
-    /// Launches the nursery that starts this group. If no worker needs modules that the nursery has imported in
-    /// advance, the nursery imports nothing, so that the group starts without delay.
-    pub(super) fn launch_for(&self, spec: &GroupSpec) -> Result<Nursery, LaunchError> {
-        Nursery::launch(&self.fitting(spec), &Import::default())
-    }
-
-    fn fitting(&self, spec: &GroupSpec) -> Vec<NurseryImage> {
+    /// Returns the programs of a nursery that starts this group. If no worker needs modules that the nursery has
+    /// imported in advance, the nursery imports nothing, so that the group starts without delay.
+    pub(super) fn fitting(&self, spec: &GroupSpec) -> Vec<NurseryImage> {
         let has_warm_workers = spec.processes.iter().any(|process| process.warm);
         self.0.iter().filter(|image| has_warm_workers || !is_warm(image)).cloned().collect()
     }

@@ -3,18 +3,21 @@
 
 use std::time::Instant;
 
+use elasticrs_nursery::activity::Activity;
 use elasticrs_nursery::fence::Look;
 use elasticrs_nursery::held;
-use elasticrs_nursery::launch::Import as Terms;
+use elasticrs_nursery::launch::{Import as Terms, LaunchError};
+use elasticrs_nursery::token::Token;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 
 use super::check::NurseryAction;
 use super::current::Current;
-use super::imports::import_rest;
+use super::imports::rest;
+use super::launches::{Finished, LAUNCH_LIMIT, Purpose, Reason, SLOW_LAUNCH};
 use super::{Task, current_nursery};
 use crate::supervisor::deadlines::{AT_ONCE, Timer};
-use crate::supervisor::event::{Event, NurseryExit};
+use crate::supervisor::event::{Event, NurseryExit, StartFailure};
 use crate::supervisor::nursery_io::{Guard, Import, Nursery};
 use crate::supervisor::start::Starting;
 use crate::supervisor::state::Input;
@@ -36,9 +39,86 @@ impl Task {
             return false;
         }
         let Some(nursery) = self.second.take_over(&self.shared.fence, &mut self.retired) else { return false };
+        self.launches.cancel(Purpose::is_current);
         self.use_nursery(nursery);
         true
     }
+
+    // --- launches ---------------------------------------------------------------------------------------------
+
+    /// Launches the first nursery. If its program is slow to execute, continues without it after a short time, so that
+    /// the agent can handle signals in the meantime.
+    pub(super) async fn launch_first(&mut self) -> Result<(), LaunchError> {
+        self.launch(Reason::Needed, Terms::default());
+        if let Ok(Finished { result, .. }) = tokio::time::timeout(SLOW_LAUNCH, self.launches.finished()).await {
+            self.use_nursery(result?);
+        }
+        Ok(())
+    }
+
+    fn launch(&mut self, reason: Reason, import: Terms) {
+        self.launches.nursery(Purpose::Current(reason), self.images.all(), import, LAUNCH_LIMIT);
+    }
+
+    pub(super) fn on_launched(&mut self, Finished { purpose, result }: Finished) {
+        match (purpose, result) {
+            (None, Ok(unwanted)) => self.retired.add_nursery(unwanted),
+            (None, Err(_)) => {}
+            (Some(Purpose::Current(reason)), result) => self.on_current_launched(reason, result),
+            (Some(Purpose::Sentinel(token, activity)), result) => self.on_sentinel_launched(token, activity, result),
+            (Some(Purpose::Second(terms)), result) => {
+                self.second.launched(terms, result, &mut self.images, &mut self.retired);
+            }
+        }
+    }
+
+    fn on_current_launched(&mut self, reason: Reason, result: Result<Nursery, LaunchError>) {
+        match (reason, result) {
+            (Reason::ImportRest(_), Ok(nursery)) if nursery.import.is_some() => self.use_nursery(nursery),
+            (Reason::ImportRest(exit), result) => {
+                if let Ok(nursery) = result {
+                    self.retired.add_nursery(nursery);
+                }
+                self.go_on_cold(exit);
+            }
+            (Reason::Needed | Reason::GoOnCold(_), Ok(nursery)) => {
+                self.use_nursery(nursery);
+                self.start_waiting();
+            }
+            (reason, Err(error)) => {
+                // Ignore the error if no group waits, because the next start of a group launches a nursery again and
+                // reports any error.
+                let waiting = self.current.starting_mut().and_then(Starting::take_waiting);
+                match reason {
+                    _ if waiting.is_none() => {}
+                    Reason::GoOnCold(exit) => self.end_without_nursery(exit),
+                    Reason::Needed | Reason::ImportRest(_) => self.start_has_failed(StartFailure::no_nursery(&error)),
+                }
+            }
+        }
+    }
+
+    fn on_sentinel_launched(&mut self, token: Token, activity: Activity, result: Result<Nursery, LaunchError>) {
+        let nursery = self.nursery.get().filter(|nursery| nursery.token == token);
+        let guarded = match (nursery, result) {
+            (Some(nursery), Ok(sentinel)) => {
+                nursery.guard_by(sentinel, activity).map(|sentinel| self.guard.equip_one(sentinel)).map_err(Into::into)
+            }
+            (None, Ok(sentinel)) => {
+                self.retired.add_nursery(sentinel);
+                Ok(())
+            }
+            (Some(_), Err(error)) => Err(error),
+            (None, Err(_)) => Ok(()),
+        };
+        if let Err(error) = guarded {
+            let message = format!("the nursery's sentinel was lost, and cannot be replaced: {error}");
+            self.shared.queue.degraded(message);
+        }
+        self.start_waiting();
+    }
+
+    // --- the current nursery ----------------------------------------------------------------------------------
 
     pub(super) fn on_ready(&mut self) {
         if self.nursery.finish_import(&mut self.deadlines) {
@@ -50,14 +130,22 @@ impl Task {
     /// Replaces the guard process of the nursery if it was lost. Only the guard process can clean up if the agent is
     /// killed while the nursery hangs.
     pub(super) fn check_sentinel(&mut self) {
-        let Some(nursery) = self.nursery.get().filter(|nursery| nursery.has_lost_sentinel()) else { return };
-        match nursery.renew_sentinel(self.images.all()) {
-            Ok(Some(sentinel)) => self.guard.equip_one(sentinel),
-            Ok(None) => {}
-            Err(error) => {
-                self.shared.queue.degraded(format!("the nursery's sentinel was lost, and cannot be replaced: {error}"));
+        if let Some(nursery) = self.nursery.get()
+            && let Some(activity) = nursery.take_lost_sentinel()
+        {
+            self.launches.sentinel(self.images.all(), nursery.token, activity);
+        }
+    }
+
+    /// Stops an import that exceeds its time limit.
+    pub(super) fn on_overdue_import(&mut self) {
+        let is_rest = |purpose: &Purpose| matches!(purpose, Purpose::Current(Reason::ImportRest(_)));
+        for purpose in self.launches.cancel(is_rest) {
+            if let Purpose::Current(Reason::ImportRest(exit)) = purpose {
+                self.go_on_cold(exit);
             }
         }
+        self.nursery.kill_hung_import();
     }
 
     /// Checks for dead workers whose exits the nursery has not reported.
@@ -115,14 +203,18 @@ impl Task {
         let exit = NurseryExit { exit, hung: lost.as_ref().is_some_and(|nursery| nursery.hung) };
         let (import, sentinel) = lost.map_or((None, None), |nursery| (nursery.import, nursery.sentinel));
         if let Some(import) = import {
-            if self.on_lost_import(import, sentinel, exit) {
-                return;
-            }
-        } else if let Some(Guard { mut sentinel, .. }) = sentinel {
+            return self.on_lost_import(import, sentinel, exit);
+        }
+        if let Some(Guard { mut sentinel, .. }) = sentinel {
             // Kill the sentinel, because this process cleans up instead.
             sentinel.kill();
             self.retired.add_nursery(*sentinel);
         }
+        self.end_without_nursery(exit);
+    }
+
+    /// Ends the group, because its nursery has exited and is not replaced.
+    fn end_without_nursery(&mut self, exit: NurseryExit) {
         match &mut self.current {
             Current::Idle => {}
             Current::Starting(starting) => {
@@ -154,32 +246,19 @@ impl Task {
         matches!(self.shared.fence.look(), Ok(Look::Passed { .. }))
     }
 
-    /// Handles the death of a nursery during its imports. Returns false if a group is being started and no other
-    /// nursery could be launched.
-    fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, exit: NurseryExit) -> bool {
-        match import_rest(import, sentinel, exit, false, &self.images, &mut self.retired) {
-            Some(nursery) => {
-                self.use_nursery(nursery);
-                true
-            }
+    /// Handles the death of a nursery during its imports.
+    fn on_lost_import(&mut self, import: Import, sentinel: Option<Guard>, exit: NurseryExit) {
+        match rest(import, sentinel, exit, false, &mut self.retired) {
+            Some(import) => self.launch(Reason::ImportRest(exit), import),
             None => self.go_on_cold(exit),
         }
     }
 
-    /// Replaces the nursery with one that imports no modules, for the rest of the job. Returns false if a group is
-    /// being started and the new nursery could not be launched.
-    fn go_on_cold(&mut self, exit: NurseryExit) -> bool {
+    /// Replaces the nursery with one that imports no modules, for the rest of the job.
+    fn go_on_cold(&mut self, exit: NurseryExit) {
         current_nursery::disarm_import(&mut self.deadlines);
         self.images.forget_warm();
         self.shared.queue.push(Event::Warmed { failure: Some(exit), is_beside: false });
-        if let Ok(nursery) = self.images.launch(&Terms::default()) {
-            self.use_nursery(nursery);
-            self.start_waiting();
-            true
-        } else {
-            // Ignore the error, because the next start of a group launches a nursery again and reports any error.
-            self.current.starting_mut().map(Starting::take_waiting);
-            self.current.is_idle()
-        }
+        self.launch(Reason::GoOnCold(exit), Terms::default());
     }
 }

@@ -5,6 +5,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use elasticrs_nursery::fence::Look;
+use elasticrs_nursery::launch::Import as Terms;
 use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::spec::ProcessSpec;
 use elasticrs_nursery::tree::Status;
@@ -15,12 +16,13 @@ use elasticrs_sys::stage::Stage;
 
 use super::check::CHECK_INTERVAL;
 use super::current::Current;
+use super::launches::{Purpose, Reason};
 use super::running::Running;
 use super::{FENCE_SLACK, Task};
 use crate::spec::{GroupSpec, StopPolicy};
 use crate::supervisor::command::{Adopted, SupervisorError};
 use crate::supervisor::deadlines::{AT_ONCE, Timer};
-use crate::supervisor::event::{Event, StartFailure};
+use crate::supervisor::event::{Event, StartFailure, SweepOutcome};
 use crate::supervisor::start::Starting;
 use crate::supervisor::state::Input;
 use crate::supervisor::watch;
@@ -36,20 +38,22 @@ impl Task {
         if !self.current.is_idle() {
             return Err(SupervisorError::Busy);
         }
-        if !self.nursery.exists() {
-            let nursery = self.images.launch_for(&spec)?;
-            self.use_nursery(nursery);
-        }
         self.heartbeats.give_pages(&mut spec).map_err(SupervisorError::Heartbeats)?;
+        self.check_sentinel();
         let mut starting = Starting::new(&spec);
-        if self.nursery.is_warming() {
-            starting.wait_for_import(spec);
+        if !self.nursery.exists() && !self.launches.are_running(Purpose::is_current) {
+            let (purpose, images) = (Purpose::Current(Reason::Needed), self.images.fitting(&spec));
+            self.launches.nursery(purpose, images, Terms::default(), spec.policy.start_deadline);
+        }
+        if self.has_ready_nursery() {
+            self.current = Current::Starting(starting);
+            self.request_start(&spec).inspect_err(|_| self.current = Current::Idle)?;
+        } else {
+            starting.wait_for_nursery(spec);
             self.current = Current::Starting(starting);
             self.deadlines.disarm(Timer::Warm);
             self.nursery.arm_import(&mut self.deadlines);
-        } else {
-            self.current = Current::Starting(starting);
-            self.request_start(&spec).inspect_err(|_| self.current = Current::Idle)?;
+            self.deadlines.arm(Timer::Fence, FENCE_SLACK, Instant::now());
         }
         Ok(())
     }
@@ -57,7 +61,6 @@ impl Task {
     fn request_start(&mut self, spec: &GroupSpec) -> io::Result<()> {
         let requests = spec.processes.iter().map(|process| spec.policy.spawn_request(process, &spec.descriptors));
         let requests = requests.collect::<io::Result<Vec<_>>>()?;
-        self.check_sentinel();
         let Some(nursery) = self.nursery.get() else { return Ok(()) };
         // Discard progress reports that earlier worker starts left in the pipe.
         nursery.stage_reached();
@@ -70,8 +73,17 @@ impl Task {
         Ok(())
     }
 
-    /// Starts the group that was waiting for the nursery's imports, if there is one.
+    /// Returns true if there is a nursery that can start workers now, and its guard process exists.
+    fn has_ready_nursery(&self) -> bool {
+        let is_launching = self.launches.are_running(|purpose| purpose.is_current() || purpose.is_sentinel());
+        self.nursery.exists() && !self.nursery.is_warming() && !is_launching
+    }
+
+    /// Starts the group that was waiting for the nursery, if there is one and the nursery is ready.
     pub(super) fn start_waiting(&mut self) {
+        if !self.has_ready_nursery() {
+            return;
+        }
         let Some(spec) = self.current.starting_mut().and_then(Starting::take_waiting) else { return };
         if let (Err(error), Current::Starting(starting)) = (self.request_start(&spec), &mut self.current) {
             let errno = error.raw_os_error().unwrap_or(libc::EMFILE);
@@ -152,6 +164,20 @@ impl Task {
         }
     }
 
+    /// Ends a start that still waits for a nursery, because a stop was requested. Returns false if there is none.
+    pub(super) fn end_waiting(&mut self) -> bool {
+        if self.current.starting_mut().and_then(Starting::take_waiting).is_none() {
+            return false;
+        }
+        let is_only_for_it = |purpose: &Purpose| {
+            matches!(purpose, Purpose::Current(Reason::Needed | Reason::GoOnCold(_))) || purpose.is_sentinel()
+        };
+        self.launches.cancel(is_only_for_it);
+        // Skip the clean-up of leftover processes, because the nursery has not started any worker yet.
+        self.on_swept(SweepOutcome::default());
+        true
+    }
+
     /// Kills the nursery, because a stop was requested during the start and the grace period has passed. All workers
     /// die with the nursery, including those that are still being started.
     pub(super) fn kill_start(&mut self) {
@@ -180,6 +206,9 @@ impl Task {
             Ok(Look::Passed { first: false } | Look::Unset | Look::HandedOver(_)) | Err(_) => {}
             Ok(Look::Passed { first: true }) => {
                 self.on_fenced_start();
+                if self.end_waiting() {
+                    return;
+                }
                 if self.current.is_starting() {
                     return self.kill_start();
                 }

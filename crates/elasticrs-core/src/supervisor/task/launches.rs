@@ -1,0 +1,256 @@
+//! Launches nurseries, each on a thread of its own, because executing a program can block forever on a dead network
+//! file system. A thread exits when its launch is over. If the nursery imports modules, the thread first waits for the
+//! end of the imports, because the kernel kills such a nursery together with its thread.
+
+#![allow(clippy::disallowed_methods, reason = "the launches run on threads of their own")]
+
+use std::convert::Infallible;
+use std::ffi::CString;
+use std::sync::Arc;
+use std::sync::mpsc::sync_channel;
+use std::thread::Builder;
+use std::time::{Duration, Instant};
+
+use elasticrs_nursery::activity::Activity;
+use elasticrs_nursery::launch::{self, Import as Terms, Interrupt, LaunchError, Launched, NurseryImage};
+use elasticrs_nursery::token::Token;
+use elasticrs_runtime::threads;
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::or_panic;
+use crate::supervisor::event::NurseryExit;
+use crate::supervisor::nursery_io::{DEATH_LIMIT, Nursery};
+use crate::supervisor::queue::Queue;
+
+/// Time limit of a launch that no group waits for.
+pub(super) const LAUNCH_LIMIT: Duration = Duration::from_secs(30);
+/// Time after which the user is notified that a launch is still running.
+pub(super) const SLOW_LAUNCH: Duration = Duration::from_secs(5);
+/// Maximum number of threads. It is reached only if earlier launches hang in a way that even SIGKILL does not end.
+/// Further launches then fail.
+const MAX_THREADS: usize = 8;
+const STACK: usize = 256 * 1024;
+
+/// Purpose of a launch. At most one launch of each kind is running.
+#[derive(Debug)]
+pub(super) enum Purpose {
+    /// Launches the nursery that starts the workers.
+    Current(Reason),
+    /// Launches a new guard for the nursery with this token, and the page that the two share.
+    Sentinel(Token, Activity),
+    Second(SecondTerms),
+}
+
+/// Reason for launching the nursery that starts the workers.
+#[derive(Debug)]
+pub(super) enum Reason {
+    /// There is no nursery.
+    Needed,
+    /// The last nursery has exited during its imports, in this way. The new one imports the remaining modules.
+    ImportRest(NurseryExit),
+    /// The same, but the new nursery imports nothing.
+    GoOnCold(NurseryExit),
+}
+
+/// Terms of a second nursery.
+#[derive(Debug)]
+pub(super) struct SecondTerms {
+    /// Deadline for the second nursery's module imports.
+    pub(super) until: Instant,
+    /// Nice value to restore when the nursery takes over. `None` if the nursery runs at normal priority.
+    pub(super) nice: Option<i32>,
+    /// Exit of the last second nursery, if that has exited during its imports.
+    pub(super) lost: Option<NurseryExit>,
+}
+
+impl Purpose {
+    pub(super) fn is_current(&self) -> bool {
+        matches!(self, Self::Current(_))
+    }
+
+    pub(super) fn is_sentinel(&self) -> bool {
+        matches!(self, Self::Sentinel(..))
+    }
+
+    pub(super) fn is_second(&self) -> bool {
+        matches!(self, Self::Second(_))
+    }
+}
+
+/// A nursery that was launched, or the error if that failed.
+#[derive(Debug)]
+pub(super) struct Finished {
+    /// `None` if the launch was cancelled, so that nobody needs the nursery.
+    pub(super) purpose: Option<Purpose>,
+    pub(super) result: Result<Nursery, LaunchError>,
+}
+
+/// Launches that are running.
+#[derive(Debug)]
+pub(super) struct Launches {
+    running: Vec<Running>,
+    tasks: JoinSet<(u64, Result<Nursery, LaunchError>)>,
+    newest: u64,
+    /// Cloned for each thread, so that the number of threads is known.
+    threads: Arc<()>,
+    queue: Arc<Queue>,
+}
+
+#[derive(Debug)]
+struct Running {
+    number: u64,
+    purpose: Purpose,
+    _cancel: Cancel,
+}
+
+/// Kills the process of a launch that is no longer needed. Does nothing if the launch is over.
+#[derive(Debug)]
+struct Cancel(Arc<Interrupt>);
+
+impl Drop for Cancel {
+    fn drop(&mut self) {
+        self.0.set();
+    }
+}
+
+impl Launches {
+    pub(super) fn new(queue: Arc<Queue>) -> Self {
+        Self { running: Vec::new(), tasks: JoinSet::new(), newest: 0, threads: Arc::default(), queue }
+    }
+
+    /// Starts to launch a nursery: the first of these images that can be executed. A launch that takes longer than
+    /// `limit` fails. Must be called on the runtime thread.
+    pub(super) fn nursery(&mut self, purpose: Purpose, images: Vec<NurseryImage>, import: Terms, limit: Duration) {
+        let launch = Launch { program: program(&images), limit };
+        self.start(purpose, launch, move |interrupt| launch::launch(&images, &import, interrupt));
+    }
+
+    /// Starts to launch a process that guards a nursery.
+    pub(super) fn sentinel(&mut self, images: Vec<NurseryImage>, token: Token, activity: Activity) {
+        let launch = Launch { program: program(&images), limit: LAUNCH_LIMIT };
+        let purpose = Purpose::Sentinel(token, activity);
+        self.start(purpose, launch, move |interrupt| launch::launch_sentinel(&images, token, interrupt));
+    }
+
+    fn start(
+        &mut self,
+        purpose: Purpose,
+        launch: Launch,
+        call: impl FnOnce(&Interrupt) -> Result<Launched, LaunchError> + Send + 'static,
+    ) {
+        self.newest += 1;
+        let (number, interrupt) = (self.newest, Arc::new(Interrupt::default()));
+        self.running.push(Running { number, purpose, _cancel: Cancel(Arc::clone(&interrupt)) });
+        let is_full = Arc::strong_count(&self.threads) > MAX_THREADS;
+        let (threads, queue) = (Arc::clone(&self.threads), Arc::clone(&self.queue));
+        self.tasks.spawn_local(async move {
+            let result = if is_full { Err(launch.hung()) } else { launch.run(interrupt, &queue, threads, call).await };
+            (number, result)
+        });
+    }
+
+    /// Returns true while a launch for such a purpose is running.
+    pub(super) fn are_running(&self, is_purpose: impl Fn(&Purpose) -> bool) -> bool {
+        self.running.iter().any(|running| is_purpose(&running.purpose))
+    }
+
+    /// Cancels the launches for such purposes, and returns the purposes.
+    pub(super) fn cancel(&mut self, is_purpose: impl Fn(&Purpose) -> bool) -> Vec<Purpose> {
+        self.running.extract_if(.., |running| is_purpose(&running.purpose)).map(|running| running.purpose).collect()
+    }
+
+    /// Waits until a launch has finished. The future never completes if no launch is running. Cancel-safe.
+    pub(super) async fn finished(&mut self) -> Finished {
+        let Some(done) = self.tasks.join_next().await else { return std::future::pending().await };
+        let (number, result) = or_panic(done);
+        let index = self.running.iter().position(|running| running.number == number);
+        Finished { purpose: index.map(|index| self.running.swap_remove(index).purpose), result }
+    }
+
+    /// Waits until all cancelled launches are over. Returns the nurseries that were launched nevertheless.
+    pub(super) async fn finish(&mut self) -> Vec<Nursery> {
+        let mut launched = Vec::new();
+        let everything = async {
+            while !self.tasks.is_empty() {
+                launched.extend(self.finished().await.result);
+            }
+        };
+        if timeout(DEATH_LIMIT, everything).await.is_err() {
+            let message = "a nursery that was being launched did not exit after SIGKILL, and is still there";
+            self.queue.degraded(message);
+        }
+        launched
+    }
+}
+
+/// A launch: the program that its messages name, and its time limit.
+#[derive(Debug)]
+struct Launch {
+    program: CString,
+    limit: Duration,
+}
+
+impl Launch {
+    fn hung(self) -> LaunchError {
+        LaunchError::Hung { program: self.program, limit: self.limit }
+    }
+
+    /// Runs `call` on a new thread. If that takes too long, interrupts it and waits a short time for the thread to exit.
+    /// A thread that still hangs exits later by itself.
+    async fn run(
+        self,
+        interrupt: Arc<Interrupt>,
+        queue: &Queue,
+        threads: Arc<()>,
+        call: impl FnOnce(&Interrupt) -> Result<Launched, LaunchError> + Send + 'static,
+    ) -> Result<Nursery, LaunchError> {
+        let (sender, mut launched) = oneshot::channel();
+        let (parent, all_ready) = sync_channel::<Infallible>(0);
+        let thread = {
+            let interrupt = Arc::clone(&interrupt);
+            move || {
+                if let Err(Ok(unwanted)) = sender.send(call(&interrupt)) {
+                    unwanted.discard();
+                }
+                drop(threads);
+                // Wait until the nursery no longer depends on this thread.
+                let _ = all_ready.recv();
+            }
+        };
+        threads::start(Builder::new().name("elasticrs-launch".into()).stack_size(STACK), thread)?;
+        let slow = SLOW_LAUNCH.min(self.limit);
+        let mut result = timeout(slow, &mut launched).await;
+        if result.is_err() && slow < self.limit {
+            queue.degraded(self.slow());
+            result = timeout(self.limit.saturating_sub(slow), &mut launched).await;
+        }
+        let is_over = result.is_ok();
+        if !is_over {
+            interrupt.set();
+            result = timeout(DEATH_LIMIT, launched).await;
+        }
+        match result {
+            Ok(Ok(Ok(launched))) => Nursery::of(launched, &parent),
+            Ok(Ok(Err(error))) if is_over => Err(error),
+            // The launch was interrupted, or its thread has panicked.
+            Ok(Ok(Err(_)) | Err(_)) | Err(_) => Err(self.hung()),
+        }
+    }
+
+    fn slow(&self) -> String {
+        format!(
+            "{} is still being executed after {} s, probably because its file system does not respond; workers that \
+             are to be started wait for it for at most {} s",
+            self.program.to_string_lossy(),
+            SLOW_LAUNCH.as_secs(),
+            self.limit.as_secs_f64(),
+        )
+    }
+}
+
+/// Returns the program that the messages about a slow launch name: the first one that is not run from memory.
+fn program(images: &[NurseryImage]) -> CString {
+    images.iter().find_map(NurseryImage::path).unwrap_or(c"the nursery's program in memory").to_owned()
+}
