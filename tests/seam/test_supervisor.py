@@ -262,9 +262,9 @@ def test_a_client_of_an_agent_refuses_requests_in_a_forked_child():
         client = _core.CoordinationClient("127.0.0.1", server.port, run_id="a-run", supervisor=s)
         child = os.fork()
         if child == 0:
-            for request in (lambda: client.txn(1, [], []), lambda: client.watch(2, "a"), lambda: client.wait(0)):
+            for request, *arguments in (client.txn, 1, [], []), (client.watch, 2, "a"), (client.unwatch, "a"):
                 try:
-                    request()
+                    request(*arguments)
                 except _core.SupervisorError:
                     print("refused", flush=True)
             os._exit(0)

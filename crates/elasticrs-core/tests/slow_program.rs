@@ -105,8 +105,9 @@ fn the_fence_is_renewed_while_another_nursery_is_slow_to_execute() {
     let (renewed, renewals) = channel();
     let fence = job.supervisor.fence();
     let keep = async move {
+        let mut ticks = tokio::time::interval(Duration::from_millis(100));
         while renewed.send(fence.set(Some(boot_now() + 1_000_000_000))).is_ok() {
-            tokio::time::sleep(Duration::from_millis(100)).await;
+            ticks.tick().await;
         }
     };
     job.supervisor.spawn(Box::new(|| Box::pin(keep))).unwrap();

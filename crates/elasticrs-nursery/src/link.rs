@@ -166,23 +166,29 @@ fn invalid(error: postcard::Error) -> io::Error {
 /// Received bytes and descriptors that have not been returned as messages yet.
 #[derive(Debug, Default)]
 struct Received {
-    bytes: Vec<u8>,
+    /// Buffer for received bytes. It is kept between calls, because zeroing a new one would take longer than the rest of
+    /// a call.
+    buffer: Vec<u8>,
+    /// Number of bytes in the buffer that were received.
+    filled: usize,
+    /// Number of these bytes that were already returned as messages.
     used: usize,
     batches: VecDeque<Vec<OwnedFd>>,
 }
 
 impl Received {
     fn read(&mut self, socket: &OwnedFd) -> io::Result<()> {
-        self.bytes.drain(..self.used);
-        self.used = 0;
-        let filled = self.bytes.len();
-        // Double the buffer, so that a large frame needs only a few calls. `shrink_to` below releases the unused part,
-        // so that the buffer stays small for small frames.
-        self.bytes.resize(filled + CHUNK.max(filled), 0);
-        let chunk = socket::receive(socket, &mut self.bytes[filled..]);
-        self.bytes.truncate(filled + chunk.as_ref().map_or(0, |chunk| chunk.bytes));
-        self.bytes.shrink_to(CHUNK);
-        let chunk = chunk?;
+        self.buffer.copy_within(self.used..self.filled, 0);
+        (self.filled, self.used) = (self.filled - self.used, 0);
+        if self.filled == self.buffer.len() {
+            // Double the buffer, so that a large frame needs only a few calls.
+            self.buffer.resize(CHUNK.max(2 * self.filled), 0);
+        } else if self.filled == 0 && self.buffer.len() > CHUNK {
+            self.buffer.truncate(CHUNK);
+            self.buffer.shrink_to_fit();
+        }
+        let chunk = socket::receive(socket, &mut self.buffer[self.filled..])?;
+        self.filled += chunk.bytes;
         if chunk.truncated || !chunk.fds.is_empty() {
             self.batches.push_back(chunk.fds);
         }
@@ -190,7 +196,7 @@ impl Received {
     }
 
     fn next<M: Message + DeserializeOwned>(&mut self) -> io::Result<Option<(M, Vec<OwnedFd>)>> {
-        let unused = &self.bytes[self.used..];
+        let unused = &self.buffer[self.used..self.filled];
         let Some((header, rest)) = unused.split_first_chunk::<HEADER>() else { return Ok(None) };
         let length = u32::from_le_bytes(*header) as usize;
         if length > MAX_FRAME {

@@ -104,6 +104,34 @@ pub enum Event {
     Panicked { message: String },
 }
 
+impl Event {
+    /// Returns true if the event only informs the agent or the user. Such an event may be dropped if the agent does not
+    /// take its events, because workers and their descendants can cause any number of them.
+    pub(super) fn is_notice(&self) -> bool {
+        match self {
+            Self::WorkerRaised(raised) => raised.exit == ExitStage::Begun,
+            Self::TimerExpired(expired) => expired.signal.is_none(),
+            Self::WorkerPaused { .. }
+            | Self::WorkerResumed { .. }
+            | Self::LogTrouble { .. }
+            | Self::Degraded { .. } => true,
+            Self::Warmed { .. }
+            | Self::GroupStarted { .. }
+            | Self::StartFailed(_)
+            | Self::WorkerExited { .. }
+            | Self::WorkerSwept { .. }
+            | Self::WorkerReplaced { .. }
+            | Self::ReplaceFailed(_)
+            | Self::FailureSeen { .. }
+            | Self::WorkerHung(_)
+            | Self::WorkersKilled(_)
+            | Self::Fenced
+            | Self::GroupEnded { .. }
+            | Self::Panicked { .. } => false,
+        }
+    }
+}
+
 impl From<Notice> for Event {
     fn from(notice: Notice) -> Self {
         match notice {

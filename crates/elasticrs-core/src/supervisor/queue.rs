@@ -13,13 +13,53 @@ use elasticrs_sys::poll::{Polled, poll_readable};
 
 use super::event::Event;
 
+/// Maximum number of [notices](Event::is_notice) that wait for the agent. Further ones are dropped and counted.
+const MAX_NOTICES: usize = 1024;
+
 /// Queue of events from the runtime thread. The agent can wait for an event and for watched descriptors at the same
 /// time.
+///
+/// An agent that takes no events keeps at most [`MAX_NOTICES`] notices waiting, because workers and their descendants
+/// can cause any number of them. The number of all other events depends on the requests of the agent.
 #[derive(Debug)]
 pub struct Queue {
-    events: Mutex<VecDeque<Event>>,
+    events: Mutex<Events>,
     watched: Mutex<Vec<RawFd>>,
     wake: Wake,
+}
+
+#[derive(Debug, Default)]
+struct Events {
+    waiting: VecDeque<Event>,
+    notices: usize,
+    /// Number of notices that were dropped and not reported yet.
+    dropped: u64,
+}
+
+impl Events {
+    fn push(&mut self, event: Event) {
+        if event.is_notice() {
+            if self.notices == MAX_NOTICES {
+                self.dropped += 1;
+                return;
+            }
+            self.notices += 1;
+        }
+        self.waiting.push_back(event);
+    }
+
+    fn pop(&mut self) -> Option<Event> {
+        let event = self.waiting.pop_front()?;
+        self.notices -= usize::from(event.is_notice());
+        if self.waiting.is_empty() && self.dropped > 0 {
+            let dropped = std::mem::take(&mut self.dropped);
+            let message = format!(
+                "{dropped} further messages about the workers were dropped, because {MAX_NOTICES} were already waiting"
+            );
+            self.push(Event::Degraded { message });
+        }
+        Some(event)
+    }
 }
 
 /// Result of [`Queue::next`].
@@ -40,9 +80,9 @@ impl Queue {
         Ok(Self { events: Mutex::default(), watched: Mutex::default(), wake: Wake::new()? })
     }
 
-    /// Adds an event and wakes the waiter. Called by the runtime thread.
+    /// Adds an event and wakes the waiter. Called by the runtime thread. Drops a notice if too many are waiting.
     pub fn push(&self, event: Event) {
-        lock(&self.events).push_back(event);
+        lock(&self.events).push(event);
         self.wake.set();
     }
 
@@ -82,8 +122,8 @@ impl Queue {
 
     fn take(&self) -> Next {
         let mut events = lock(&self.events);
-        let event = events.pop_front();
-        if events.is_empty() {
+        let event = events.pop();
+        if events.waiting.is_empty() {
             // Clear the wake-up while holding the lock. Otherwise the wake-up of a concurrent push could be lost.
             self.wake.clear();
         }
@@ -96,7 +136,44 @@ mod tests {
     use std::io::Write;
     use std::sync::Arc;
 
+    use proptest::prelude::*;
+
     use super::*;
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(16))]
+
+        #[test]
+        fn only_notices_are_dropped_and_all_dropped_ones_are_counted(
+            bursts in prop::collection::vec((0..3 * MAX_NOTICES, 0..4_usize), 1..6)
+        ) {
+            let mut events = Events::default();
+            let (mut pushed, mut notices) = (Vec::new(), 0);
+            for (index, (burst, paused)) in bursts.into_iter().enumerate() {
+                for number in 0..burst {
+                    events.push(Event::Degraded { message: format!("{index} {number}") });
+                }
+                notices += burst;
+                for _ in 0..paused {
+                    let event = event(&pushed.len().to_string());
+                    events.push(event.clone());
+                    pushed.push(event);
+                }
+                prop_assert!(events.waiting.len() <= MAX_NOTICES + pushed.len());
+            }
+            let popped: Vec<_> = std::iter::from_fn(|| events.pop()).collect();
+            let (told, kept): (Vec<_>, Vec<_>) = popped.into_iter().partition(Event::is_notice);
+            prop_assert_eq!(kept, pushed);
+            prop_assert!(told.len() <= MAX_NOTICES + 1);
+            if notices > MAX_NOTICES {
+                let Some(Event::Degraded { message }) = told.last() else { panic!("the dropped ones are counted") };
+                prop_assert!(message.starts_with(&format!("{} ", notices - MAX_NOTICES)), "{}", message);
+            } else {
+                prop_assert_eq!(told.len(), notices);
+            }
+            prop_assert_eq!((events.notices, events.dropped), (0, 0));
+        }
+    }
 
     fn event(message: &str) -> Event {
         Event::Panicked { message: message.into() }
