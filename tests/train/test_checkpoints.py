@@ -306,16 +306,31 @@ def with_a_cause(_, stream):
 
 
 @pytest.mark.parametrize("save", [None, as_torch_save_does, with_a_cause])
-def test_a_full_disk_loses_the_checkpoint_but_not_the_training(saving, monkeypatch, caplog, save):
+def test_a_full_disk_fails_the_training_only_at_its_end(saving, monkeypatch, caplog, save):
     set_checkpoint_manager(FullDisk(saving.directory))
     if save is not None:
         monkeypatch.setattr(Saved, "save", save)
     with caplog.at_level(logging.WARNING):
-        assert train_sums(2, state=Saved) == [(10, 550)] * 2
-    # Two periodic checkpoints and that of the final state have failed.
+        found = train_sums(2, state=Saved)
+    # The two periodic checkpoints may be lost, but not that of the final state.
+    assert [type(each) for each in found] == [CheckpointError] * 2
     assert len(caplog.records) == 3
     assert all(os.strerror(errno.ENOSPC) in record.getMessage() for record in caplog.records)
     assert os.listdir(saving.directory) == []
+
+
+def test_a_disk_that_is_full_for_a_while_loses_only_checkpoints(saving, caplog):
+    class FullAtFirst(FullDisk):
+        made = 0
+
+        def create_checkpoint(self):
+            self.made += 1
+            return super().create_checkpoint() if self.made < 3 else super(FullDisk, self).create_checkpoint()
+
+    set_checkpoint_manager(FullAtFirst(saving.directory))
+    with caplog.at_level(logging.WARNING):
+        assert train_sums(2, state=Saved) == [(10, 550)] * 2
+    assert len(caplog.records) == 2
 
 
 def while_an_error_is_handled(*_):

@@ -8,8 +8,20 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from elasticrs.train import SimpleWorkerStats, State, data, event_logger, events, fault_injection
+from elasticrs._worker.error_file import failure_facts
+from elasticrs.train import (
+    NonRetryableException,
+    RetryableException,
+    SimpleWorkerStats,
+    State,
+    data,
+    event_logger,
+    events,
+    fault_injection,
+)
+from elasticrs.train.checkpoint.manager import CheckpointError
 from elasticrs.train.data import Shares
+from elasticrs.train.errors import CannotContinueError
 from elasticrs.train.rendezvous import RendezvousParameters, get_rendezvous
 
 
@@ -200,6 +212,61 @@ def test_a_state_that_needs_unpickling_is_loaded_with_a_warning(torch_programs):
     first, warning, second, *_ = saves(torch_programs, "fraction")
     assert (first, second) == ("4", "1/3")
     assert "unpickled" in warning
+
+
+LOADS_FROM_A_PEER = """
+import io, os, sys
+import torch
+from elasticrs.train import State
+from elasticrs.train.state import load_from_peer
+
+class Plain(State):
+    found = None
+    def sync(self, *_): ...
+    def state_dict(self): return {"weights": torch.ones(2)}
+    def load_state_dict(self, content): self.found = content
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (sys.argv[1],)
+
+def stream_of(content):
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    stream.seek(0)
+    return stream
+
+state = Plain()
+load_from_peer(state, stream_of(state.state_dict()), is_protected=False)
+print(state.found["weights"].tolist())
+try:
+    load_from_peer(state, stream_of(Evil()), is_protected=False)
+except Exception as error:
+    print(type(error).__name__, "ELASTICRS_TOKEN" in str(error), os.path.exists(sys.argv[1]))
+load_from_peer(state, stream_of(Evil()), is_protected=True)
+print(os.path.exists(sys.argv[1]))
+"""
+
+
+@pytest.mark.torch
+def test_a_state_of_a_peer_runs_code_only_if_the_store_needs_a_token(torch_programs, tmp_path):
+    said = torch_programs.checked(LOADS_FROM_A_PEER, str(tmp_path / "made")).splitlines()
+    assert said[0] == "[1.0, 1.0]"
+    assert "UnpicklingError True False" in said
+    assert said[-1] == "True"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_retryable"),
+    [
+        (NonRetryableException("x"), False),
+        (CannotContinueError("x"), True),
+        (CheckpointError("x"), True),
+        (RetryableException("x"), True),
+    ],
+)
+def test_the_launcher_does_not_retry_what_the_program_marks(error, is_retryable):
+    assert failure_facts(error)["is_retryable"] == is_retryable
 
 
 def saves(programs, which):

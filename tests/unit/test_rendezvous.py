@@ -174,6 +174,12 @@ def test_rank_0_publishes_the_master_address():
         set = dict.__setitem__
 
     store = Store()
+    chosen = RendezvousStoreInfo.build(0, store, "10.0.0.1")
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("", chosen.master_port))
+    # The store of the workers sets SO_REUSEADDR, as torch's does.
+    with socket.create_server(("", chosen.master_port)):
+        pass
     published = RendezvousStoreInfo.build(0, store, "10.0.0.1", 7)
     assert RendezvousStoreInfo.build(1, store, None) == published == RendezvousStoreInfo("10.0.0.1", 7)
 

@@ -115,7 +115,9 @@ def _is_marked(error: BaseException) -> bool:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        if any((base.__module__, base.__name__) in _NOT_RETRYABLE for base in type(each).__mro__):
+        may_succeed = getattr(each, "may_succeed_later", False)
+        marks = ((base.__module__, base.__name__) for base in type(each).__mro__)
+        if not may_succeed and any(mark in _NOT_RETRYABLE for mark in marks):
             return True
         pending.append(each.__cause__)
         members = getattr(each, "exceptions", ())

@@ -6,6 +6,7 @@ were written for torch therefore work here, and so do torch's tests, which compa
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,16 +80,27 @@ class RendezvousStoreInfo:
             rank: rank of this node.
             store: shared store, with the methods ``set`` and ``get`` for bytes.
             local_addr: address of this node; its fully qualified name if ``None``.
-            server_port: port of the workers' store; a free port if ``None``.
+            server_port: port of the workers' store; a free port if ``None``, which is reserved on rank 0 as
+                long as the result exists.
         """
+        held = None
         if rank == 0:
             import socket
 
             store.set(RendezvousStoreInfo.MASTER_ADDR_KEY, (local_addr or socket.getfqdn()).encode())
-            store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(server_port or _free_port()).encode())
+            if not server_port:
+                from elasticrs.workers.ports import StorePort
+
+                held = StorePort(is_served=False)
+                server_port = held.number
+            store.set(RendezvousStoreInfo.MASTER_PORT_KEY, str(server_port).encode())
         addr = store.get(RendezvousStoreInfo.MASTER_ADDR_KEY).decode()
         port = int(store.get(RendezvousStoreInfo.MASTER_PORT_KEY).decode())
-        return RendezvousStoreInfo(addr, port)
+        found = RendezvousStoreInfo(addr, port)
+        if held is not None:
+            # Keep the port reserved as long as this object exists.
+            weakref.finalize(found, held.close)
+        return found
 
 
 class RendezvousInfo:
@@ -328,11 +340,3 @@ class RendezvousHandlerRegistry:
 
 rendezvous_handler_registry = RendezvousHandlerRegistry()
 """Global registry of backends. Launchers look up backends in this registry."""
-
-
-def _free_port() -> int:
-    from elasticrs.workers.ports import StorePort
-
-    reserved = StorePort(is_served=False)
-    reserved.close()
-    return reserved.number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from functools import cache
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -12,6 +11,7 @@ from elasticrs.rendezvous.endpoint import shown_endpoint
 from elasticrs.train.meeting_url import JOB_VARIABLE, MEMBER_VARIABLE, MeetingPlace, parse
 from elasticrs.train.p2p import CoordinatorP2P
 from elasticrs.workers.environment import TOKEN_VARIABLE
+from elasticrs.workers.ports import bind
 
 __all__ = ["AgentCoordinator"]
 
@@ -82,8 +82,10 @@ def _place_of_restarted_workers() -> MeetingPlace:
 
     store, rank, world = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
     if rank == 0:
-        with socket.create_server(("", 0)) as free:
-            port = free.getsockname()[1]
+        # Keep the socket, because another process could take a port that is free.
+        held = bind(0)
+        _stores.append(held)
+        port = held.getsockname()[1]
         store.set(_PLACE_KEY, f"{port} {os.urandom(16).hex()}")
     port, token = store.get(_PLACE_KEY).decode().split()
     # Keep the store object alive. On rank 0 it may contain the server, from which other ranks may still read.

@@ -25,11 +25,13 @@ class FinalState(Value):
         content: Bytes that ``State.save`` wrote on another worker. ``None`` if no living worker has a copy.
         in_checkpoint: True if the newest checkpoint holds the final state.
         trouble: Message for the user that explains why there is no content, and what the user can do.
+        is_protected: True if only processes that know the job's token could have chosen the content.
     """
 
     content: bytes | None
     in_checkpoint: bool
     trouble: str
+    is_protected: bool = False
 
 
 class Coordinator(ABC):

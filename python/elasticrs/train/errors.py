@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from elasticrs.errors import NonRetryable
+
 __all__ = ["NonRetryableException", "RetryableException", "StopException"]
 
 
@@ -9,8 +11,18 @@ class StopException(Exception):  # noqa: N818 -- torchelastic's name
     """Raised to end the training loop when the job is closed."""
 
 
-class NonRetryableException(Exception):  # noqa: N818 -- torchelastic's name
-    """Raised when this process cannot continue training. Other workers may continue."""
+class NonRetryableException(NonRetryable):
+    """Raised by a train step for an error that another attempt would repeat. The launcher then ends the job,
+    as with :class:`elasticrs.errors.NonRetryable`.
+    """
+
+
+class CannotContinueError(NonRetryableException):
+    """Raised by the loop when this process cannot continue training. Other workers may continue, and another
+    attempt of the job may succeed.
+    """
+
+    may_succeed_later = True
 
 
 class RetryableException(RuntimeError):  # noqa: N818 -- named like the others

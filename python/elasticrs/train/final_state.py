@@ -120,9 +120,14 @@ def publish(
     store.set(_END, json.dumps({"world_size": world_size, "in_checkpoint": in_checkpoint}))
 
 
-def join_late(store: Store, place: str | None) -> Late | None:
+def join_late(store: Store, place: str | None, *, is_protected: bool) -> Late | None:
     """Get the job's final state and a rank for this process, then serve the state to other processes. Return
     ``None`` if no worker has published a final state.
+
+    Args:
+        store: store of the job.
+        place: place of this worker, from :func:`place_of`.
+        is_protected: true if the store accepts only clients that know the job's token.
 
     Raises:
         DistError: the store cannot be reached.
@@ -147,7 +152,7 @@ def join_late(store: Store, place: str | None) -> Late | None:
         "no live worker has it, and there is no final checkpoint; call set_checkpoint_manager so that the"
         " final state is saved"
     )
-    return Late(rank, world_size, FinalState(content, end["in_checkpoint"], trouble))
+    return Late(rank, world_size, FinalState(content, end["in_checkpoint"], trouble, is_protected))
 
 
 def _take_seat(

@@ -339,8 +339,11 @@ class Membership:
         """
         from elasticrs.train import final_state
 
+        rendezvous = self._handler.rendezvous
+        password = None if rendezvous.etcd is None else rendezvous.etcd.password
+        is_protected = bool(rendezvous.settings.token or password)
         with closing(self._handler.open_job_store()) as store:
-            late = final_state.join_late(store, self._place())
+            late = final_state.join_late(store, self._place(), is_protected=is_protected)
         if late is not None:
             os.environ.update(RANK=str(late.rank), WORLD_SIZE=str(late.world_size))
         return late
@@ -502,12 +505,27 @@ class Membership:
         return True
 
     def _await_end(self, current: Round) -> None:
-        """If another worker has finished, wait until this worker has completed the same number of steps."""
+        """If another worker has finished, wait until this worker has completed the same number of steps, or
+        until a worker has died.
+        """
         with suppress(DistError):
             if self._is_in(current) and current.board.check(["done"]):
                 self._set_leave_step(current, int(current.board.get("done")))
+        seen: set[str] = set()
+        silent_since: float | None = None
         while self._is_in(current) and current.step.done < (current.step.at or AT_ONCE):
-            time.sleep(_TICK)
+            # A peer that dies now may leave this worker in a collective for ever.
+            try:
+                keys = set(current.board.list_keys())
+            except DistError:
+                silent_since = time.monotonic() if silent_since is None else silent_since
+                if time.monotonic() - silent_since > self._stuck_timeout:
+                    return
+                keys = seen
+            if _has_lost(seen, keys):
+                return
+            seen |= keys
+            time.sleep(_pause(current))
 
     def _break_off(self, current: Round) -> None:
         """Abort the collective that blocks the main thread. End this process if that takes too long."""

@@ -15,7 +15,7 @@ from elasticrs.store import DistError
 from elasticrs.train import groups
 from elasticrs.train.checkpoint import get_checkpoint_manager
 from elasticrs.train.coordinator import Coordinator, FinalState
-from elasticrs.train.errors import NonRetryableException, StopException
+from elasticrs.train.errors import CannotContinueError, StopException
 from elasticrs.train.events import record
 from elasticrs.train.meeting_url import parse
 from elasticrs.train.membership import Membership
@@ -164,15 +164,15 @@ class CoordinatorP2P(Coordinator):
             if error.has_failed:
                 # Raise an error, because the job has failed. Without an error, the training loop would return
                 # this worker's current state as the result of the training.
-                raise NonRetryableException(f"the training has failed: {error}") from error
+                raise CannotContinueError(f"the training has failed: {error}") from error
             self.stop_training = True
             raise StopException(str(error)) from error
         except RendezvousTimeoutError as error:
             record("rendezvous_failed_timeout", self.rank)
-            raise NonRetryableException(f"permanently stuck: {error}") from error
+            raise CannotContinueError(f"permanently stuck: {error}") from error
         except RendezvousError as error:
             record("rendezvous_failed", self.rank)
-            raise NonRetryableException(str(error)) from error
+            raise CannotContinueError(str(error)) from error
 
     def _join_late(self) -> None:
         try:
@@ -333,7 +333,7 @@ class CoordinatorP2P(Coordinator):
             NonRetryableException: This process has already trained in this job, and cannot train in it again.
         """
         if self._job in _trained:
-            raise NonRetryableException(
+            raise CannotContinueError(
                 f"this process has already trained in job {self._job[1]}, which has ended: a process trains "
                 "once in a job"
             )

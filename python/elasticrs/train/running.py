@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from elasticrs.metrics import api as metrics
 from elasticrs.train import forked, state_machine, step_heartbeats
 from elasticrs.train.checkpoint import get_checkpoint_manager
+from elasticrs.train.checkpoint.manager import CheckpointError
 from elasticrs.train.checkpoint.saving import CheckpointSaver, load_newest
 from elasticrs.train.coordinator import Coordinator
-from elasticrs.train.errors import NonRetryableException, StopException
+from elasticrs.train.errors import CannotContinueError, NonRetryableException, StopException
 from elasticrs.train.measuring import GROUP, Measured, Times
 from elasticrs.train.request_signals import RequestSignals
-from elasticrs.train.state import State, is_torchelastic_program, why_not_saved
+from elasticrs.train.state import State, is_torchelastic_program, load_from_peer, why_not_saved
 from elasticrs.train.state_machine import Action, Event, Loop
 from elasticrs.train.votes import Vote, disagreement, have_ended_together
 from elasticrs.train.worker_stats import WorkerStats
@@ -248,7 +249,7 @@ class _Run:
             if isinstance(error, SystemExit) and not error.code:
                 # Replace the exit with an error. The agent would take exit code 0 to mean that the worker has
                 # finished, and the other workers would wait for it.
-                raise NonRetryableException("the program has ended in the middle of the training") from error
+                raise CannotContinueError("the program has ended in the middle of the training") from error
             raise
         finally:
             self._close_steps()
@@ -309,7 +310,7 @@ class _Run:
                 # Wait for the other workers before raising. If this worker exited now, it would abort their
                 # exchange of votes.
                 self._coordinator.barrier()
-            raise NonRetryableException(trouble)
+            raise CannotContinueError(trouble)
         self._vote = Vote(last_round=self._votes[0].next_round)
 
     def _sync(self) -> Event:
@@ -357,8 +358,11 @@ class _Run:
     def _keep_final_state(self) -> None:
         """Make the final state available to workers that start after training has finished.
 
-        Save the state in a checkpoint if possible. Otherwise, each worker keeps a copy in memory. The loop
-        calls this before it closes the job.
+        Save the state in a checkpoint if there is a checkpoint manager. Otherwise, each worker keeps a copy
+        in memory. The loop calls this before it closes the job.
+
+        Raises:
+            CheckpointError: The checkpoint could not be written.
         """
         in_checkpoint = False
         if self._checkpoints is not None:
@@ -366,6 +370,13 @@ class _Run:
             if not in_checkpoint:
                 in_checkpoint = self._checkpoints.save_checkpoint(self._state, self._rank)
             self._is_stored = in_checkpoint
+            if not in_checkpoint:
+                # All workers raise this, because they have exchanged the result. Another attempt continues
+                # from the last checkpoint.
+                raise CheckpointError(
+                    "the final checkpoint could not be written (rank 0 has logged why), so the result of the "
+                    "training would be lost"
+                )
         content = None
         if self._plain.keeps_final_state and not in_checkpoint and why_not_saved(self._state) is None:
             content = self._saved_content()
@@ -396,7 +407,7 @@ class _Run:
         final = None if self._is_final else self._plain.final_state()
         if final is None:
             if not (self._is_final or self._is_loaded):
-                raise NonRetryableException(
+                raise CannotContinueError(
                     "the training had ended before this worker joined, and its coordinator cannot get the "
                     "final state"
                 )
@@ -405,16 +416,16 @@ class _Run:
         reason = why_not_saved(self._state)
         try:
             if reason is None and final.content is not None:
-                self._state.load(io.BytesIO(final.content))
+                load_from_peer(self._state, io.BytesIO(final.content), is_protected=final.is_protected)
                 self._is_final = True
             elif reason is None and final.in_checkpoint:
                 self._is_final = load_newest(self._state)
         except Exception as error:
-            raise NonRetryableException(
+            raise CannotContinueError(
                 f"{ended}, and its final state cannot be loaded: {type(error).__name__}: {error}"
             ) from error
         if not self._is_final:
-            raise NonRetryableException(
+            raise CannotContinueError(
                 f"{ended}, and its final state is not available: {reason or final.trouble}"
             )
         _log.warning("%s: the final state was loaded", ended)
@@ -427,7 +438,7 @@ class _Run:
         self._snapshot = _NOTHING
         try:
             if self._forks != forked.count():
-                raise NonRetryableException(forked.message())
+                raise CannotContinueError(forked.message())
             if coordinator.should_stop_training():
                 return Event.ENDED
             self._snapshot = self._state.capture_snapshot()
@@ -495,13 +506,13 @@ class _Run:
         if self._forks != forked.count():
             # Do not call the coordinator in a forked child, because it belongs to the parent.
             self._error = (
-                error if isinstance(error, NonRetryableException) else NonRetryableException(forked.message())
+                error if isinstance(error, NonRetryableException) else CannotContinueError(forked.message())
             )
             return Event.BROKE
         if isinstance(error, StopException):
             if self._is_loaded:
                 return Event.CUT
-            error = NonRetryableException("the job was closed before this worker had the state of the others")
+            error = CannotContinueError("the job was closed before this worker had the state of the others")
         self._plain.on_error(error)
         self._error = error
         if isinstance(error, _MISTAKES) or not isinstance(error, self._retryable):

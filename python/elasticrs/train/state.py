@@ -96,35 +96,15 @@ class State(ABC):
         """Read what :meth:`save` wrote, and pass it to :meth:`load_state_dict`.
 
         Content that ``torch.load`` accepts with ``weights_only=True`` is read that way. Other content is
-        unpickled, which can run code from the file, and a warning says so. GPU tensors are loaded onto the
+        unpickled, which can run code from the file, and a warning says so. The final state that another
+        worker sends is unpickled only if the job has a token. GPU tensors are loaded onto the
         current GPU of this process, regardless of the rank that saved them, or into main memory if this
         process has no GPU.
 
         Args:
             stream: seekable stream to read from.
         """
-        import torch
-
-        def on_this_gpu(storage: Any, location: str) -> Any:
-            # Map tensors to this rank's own GPU. Another rank may have saved them on a GPU that this rank
-            # must not use.
-            if not location.startswith("cuda"):
-                return None  # torch's default
-            return storage.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else storage
-
-        start = stream.tell()
-        try:
-            content = torch.load(stream, weights_only=True, map_location=on_this_gpu)
-        except pickle.UnpicklingError as error:
-            reason = str(error).partition("\n")[0]
-            _log.warning(
-                "the checkpoint holds more than tensors and plain containers, so it is unpickled in full, "
-                "which can run code from the file: %s",
-                reason,
-            )
-            stream.seek(start)
-            content = torch.load(stream, weights_only=False, map_location=on_this_gpu)
-        self.load_state_dict(content)
+        _load(self, stream, may_run_code=True)
 
     def should_save_checkpoint(self, rank: int) -> bool:  # noqa: ARG002 -- used by subclasses
         """Return true if it is time for a checkpoint. The loop calls this after every step if a checkpoint
@@ -136,6 +116,55 @@ class State(ABC):
             rank: rank of this worker.
         """
         return False
+
+
+def load_from_peer(state: State, stream: IO[bytes], *, is_protected: bool) -> None:
+    """Load a state that another worker has sent.
+
+    Args:
+        state: state to load into.
+        stream: stream with what :meth:`State.save` wrote.
+        is_protected: true if only processes that know the job's token could have chosen the content. If not,
+            :meth:`State.load` accepts only tensors and plain containers. A ``load`` of the program is called
+            in any case.
+
+    Raises:
+        UnpicklingError: the content holds other objects, and is not protected.
+    """
+    if type(state).load is State.load:
+        _load(state, stream, may_run_code=is_protected)
+    else:
+        state.load(stream)
+
+
+def _load(state: State, stream: IO[bytes], *, may_run_code: bool) -> None:
+    import torch
+
+    def on_this_gpu(storage: Any, location: str) -> Any:
+        # Map tensors to this rank's own GPU. Another rank may have saved them on a GPU that this rank
+        # must not use.
+        if not location.startswith("cuda"):
+            return None  # torch's default
+        return storage.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else storage
+
+    start = stream.tell()
+    try:
+        content = torch.load(stream, weights_only=True, map_location=on_this_gpu)
+    except pickle.UnpicklingError as error:
+        reason = str(error).partition("\n")[0]
+        if not may_run_code:
+            raise pickle.UnpicklingError(
+                "it holds more than tensors and plain containers, and unpickling it could run code that"
+                f" anyone who reaches the store has written: set ELASTICRS_TOKEN ({reason})"
+            ) from error
+        _log.warning(
+            "the checkpoint holds more than tensors and plain containers, so it is unpickled in full, "
+            "which can run code from the file: %s",
+            reason,
+        )
+        stream.seek(start)
+        content = torch.load(stream, weights_only=False, map_location=on_this_gpu)
+    state.load_state_dict(content)
 
 
 def why_not_saved(state: State) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import IO, TYPE_CHECKING
 
-from elasticrs.train.errors import NonRetryableException
+from elasticrs.train.errors import CannotContinueError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-class CheckpointError(NonRetryableException):
+class CheckpointError(CannotContinueError):
     """Raised when a checkpoint cannot be used."""
 
 
