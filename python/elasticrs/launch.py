@@ -13,6 +13,11 @@ import sys
 _program = "/" + (sys.argv or [""])[0]
 _is_command = __name__ == "__main__" or _program.endswith(("/elasticrun", "/elasticrs/__main__.py"))
 _ends_by_sigint = _is_command and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+if _is_command:
+    # Hold signals back until the handlers are installed, because a stop signal during the imports would kill
+    # this process without a report.
+    _held = _signal.SIGTERM, _signal.SIGHUP, _signal.SIGQUIT, _signal.SIGUSR1, _signal.SIGUSR2
+    _before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _held)
 if _ends_by_sigint:
     # Until the signal handlers are installed, let Ctrl-C kill this process directly instead of raising
     # `KeyboardInterrupt`, which would print a traceback.
@@ -55,7 +60,9 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     if args is not None:
         launch(parse_args(args))
-    elif code := command_line.main(ends_by_sigint=_ends_by_sigint):
+    elif code := command_line.main(
+        ends_by_sigint=_ends_by_sigint, signal_mask=_before if _is_command else None
+    ):
         sys.exit(code)
 
 

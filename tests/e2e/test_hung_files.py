@@ -1,5 +1,7 @@
 """Files that do not respond delay a restart by a limit, and never stop it."""
 
+import sys
+
 import pytest
 from helpers.launcher import launcher_with
 
@@ -42,3 +44,72 @@ def test_the_report_of_a_failure_whose_files_hang_names_the_exit_code(launch, tm
     launched.exits(1)
     assert "exit code 1" in launched.stderr
     assert "its error file could not be read" in launched.stderr
+
+
+AUDITED = """
+import os, sys, threading
+from elasticrs.launch import main
+from elasticrs.agent import loop, tracker
+
+EVENTS = {
+    "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate",
+    "socket.getaddrinfo", "socket.gethostbyname", "subprocess.Popen", "os.posix_spawn",
+}
+# The counters of the kernel, and the modules that are imported after a failure.
+PACKAGE = os.path.dirname(os.path.dirname(loop.__file__))
+ALLOWED = ("/proc/", "/sys/", "/dev/", sys.prefix, sys.base_prefix, PACKAGE)
+watch = {"on": False}
+
+def hook(event, args):
+    if watch["on"] and event in EVENTS and threading.get_ident() == threading.main_thread().ident:
+        path = os.fsdecode(args[0]) if isinstance(args[0], (str, bytes)) else str(args[0])
+        if not path.startswith(ALLOWED):
+            os.write(2, f"TOUCHED {event} {path}\\n".encode())
+
+def switching(kind, name, is_on):
+    method = getattr(kind, name)
+    def switch(self, *args):
+        watch["on"] = is_on
+        return method(self, *args)
+    setattr(kind, name, switch)
+
+switching(tracker.AttemptTracker, "_run_begins", True)
+switching(loop.Agent, "_finish", False)
+sys.addaudithook(hook)
+main()
+"""
+
+FAILS = """
+    import os, signal, sys, time
+    from elasticrs.timer import heartbeat
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    heartbeat(1)
+    if os.environ["RANK"] == "0":
+        if attempt == "0":
+            raise ValueError("first")
+        if attempt == "1":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if attempt == "2":
+            print("wrong option", file=sys.stderr)
+            sys.exit(3)
+        if attempt == "3":
+            raise RuntimeError("Connection reset by peer")
+    signal.pause()
+"""
+
+
+TWO_NODES = (
+    *("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+    *("--rdzv-conf", "last_call_timeout=0.1"),
+)
+
+
+@pytest.mark.parametrize("options", [(), ("--on-failure", "replace"), TWO_NODES])
+def test_the_main_thread_touches_no_file_while_the_job_runs(options, launch, worker_script, tmp_path):
+    """From the first start to the end of the job, except for counters of the kernel and imports."""
+    options = ("--nproc-per-node", "2", "--max-restarts", "4", "--hang-timeout", "2", *options)
+    logs = ("--log-dir", tmp_path / "logs", "--tee", "3")
+    launched = launch(*options, *logs, worker_script(FAILS), argv=(sys.executable, "-c", AUDITED))
+    assert launched.wait() == 1
+    touched = {line for line in launched.stderr.splitlines() if line.startswith("TOUCHED")}
+    assert touched == set(), launched.stderr

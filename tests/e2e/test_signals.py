@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 
 import pytest
 from helpers import procs
@@ -295,3 +296,23 @@ def test_a_worker_paused_by_sigstop_is_reported_and_can_be_terminated(running):
     launched.exits(1)
     # The launcher resumed the worker for the signal, and the worker's handler ran.
     launched.wait_for_lines("GOT SIGTERM", N)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_during_the_first_imports_ends_the_launcher_with_1(launch, worker_script, signum):
+    """As early as the launcher's own code can tell: before its first module is imported."""
+    program = f"""
+        import os, sys
+        class Sends:
+            def find_spec(self, name, path=None, target=None):
+                if name == "elasticrs.launcher":
+                    os.kill(os.getpid(), {int(signum)})
+        sys.meta_path.insert(0, Sends())
+        sys.argv = ["/elasticrun", *sys.argv[1:]]
+        from elasticrs.launch import main
+        main()
+    """
+    argv = (sys.executable, "-c", textwrap.dedent(program))
+    job = launch(worker_script("print('started')"), argv=argv)
+    job.exits(1)
+    assert job.stdout == ""

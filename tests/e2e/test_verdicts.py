@@ -205,6 +205,12 @@ class TestTerminationLog:
         assert b"ValueError" in text
         assert len(text) <= 4096
 
+    def test_a_worker_without_an_exception_is_described_by_its_exit(self, launch, worker_script, log):
+        script = worker_script("raise SystemExit(3)")
+        launch(script, env={"ELASTICRS_TERMINATION_LOG": str(log)}).exits(1)
+        assert "exit code 3" in log.read_text()
+        assert "None" not in log.read_text()
+
     @pytest.mark.parametrize("how", ["success", "no file", "empty", "error file"])
     def test_no_verdict_is_written_on_success_or_without_a_separate_file(
         self, launch, worker_script, log, how

@@ -286,3 +286,12 @@ def test_a_sigkill_from_outside_gets_a_note(sent_signal, note, has_note):
     failure = ProcessFailure(0, 100, -9, "", seen_ns=NOW, sent_signal=sent_signal, note=note)
     text = str(ChildFailedError("x", {0: failure}))
     assert ("batch system" in text) is has_note
+
+
+def test_a_worker_whose_rank_was_taken_over_has_no_rank_in_the_report():
+    """The key of such a worker is a negative placeholder."""
+    failures = {-3: ProcessFailure(2, 102, 1, "", seen_ns=NOW), 0: stopped(0), -2: stopped(1)}
+    text = ChildFailedError("x", failures).format_msg()
+    assert not re.search(r"rank\S* *:? -\d", text)
+    assert "local_rank: 2" in text
+    assert "local rank 1" in text

@@ -68,14 +68,14 @@ def job(launch, authority, tmp_path, worker_script):
         signal.sigwait({signal.SIGUSR1})
     """)
 
-    def start(port, *options, ca=authority.ca):
+    def start(port, *options, ca=authority.ca, argv=LAUNCHER):
         env = {
             "ELASTICRS_KUBEFLOW_PROGRESS": "1",
             "KUBEFLOW_TRAINER_SERVER_URL": f"https://127.0.0.1:{port}{PATH}",
             "KUBEFLOW_TRAINER_SERVER_CA_CERT": str(ca),
             "KUBEFLOW_TRAINER_SERVER_TOKEN": str(token),
         }
-        started = launch("--hang-timeout=600", *options, script, env=env, argv=LAUNCHER)
+        started = launch("--hang-timeout=600", *options, script, env=env, argv=argv)
         started.token = token
         return started
 
@@ -114,6 +114,16 @@ def test_the_lowest_step_is_reported_with_the_token_of_the_pod(job, authority):
         assert requests.empty()
         finish(started)
         assert "progress" not in started.stderr
+
+
+def test_the_last_step_is_reported_at_the_end(job, authority):
+    argv = launcher_with("agent.job_progress", INTERVAL=HANG)
+    with serving(authority.issue("kubeflow"), lambda: 200) as (requests, port):
+        started = job(port, "--nproc-per-node=2", argv=argv)
+        started.wait_for_lines("STEPPED", 2)
+        assert requests.empty()
+        finish(started)
+        assert until(requests, bool)[-1] == {"step": "2", "restarts": "0"}
 
 
 @pytest.mark.parametrize("cause", ["status", "authority", "token"])

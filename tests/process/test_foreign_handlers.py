@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 from helpers import procs
 
-from elasticrs.multiprocessing import DefaultLogsSpecs, PContext, Std, SubprocessContext, start_processes
+from elasticrs.multiprocessing import (
+    DefaultLogsSpecs,
+    PContext,
+    Std,
+    SubprocessContext,
+    foreign,
+    start_processes,
+)
 
 FACTORY = "elasticrs.multiprocessing.api.get_subprocess_handler"
 
@@ -89,3 +96,32 @@ def test_a_failed_start_leaves_no_processes():
     with pytest.raises(TypeError):
         start_processes("x", "sleep", args, {0: {}, 1: {}}, DefaultLogsSpecs(os.devnull))
     assert {each.pid for each in procs.children()} <= before
+
+
+def test_a_program_that_survives_sigkill_is_left_behind(monkeypatch, caplog):
+    """A program may hang in the kernel. No test can make one without a broken file system, so this one only
+    seems to run.
+    """
+    monkeypatch.setattr(foreign, "_KILL_LIMIT", 0.01)
+
+    class Stuck:
+        pid = 17
+
+        def poll(self):
+            return None
+
+        def wait(self, timeout):
+            raise subprocess.TimeoutExpired("stuck", timeout)
+
+    class StuckHandler:
+        proc = Stuck()
+
+        def close(self, death_sig):
+            sent.append(death_sig)
+
+    sent: list[int] = []
+    programs = foreign.ForeignPrograms(None, None, {0: StuckHandler()})  # type: ignore[arg-type]
+    programs.stop(signal.SIGTERM, 0.01)
+    assert sent == [signal.SIGTERM, signal.SIGKILL]
+    assert "pid 17" in caplog.text
+    assert programs.exits == {}

@@ -32,6 +32,9 @@ INTERVAL = 30.0
 TIMEOUT = 10.0
 """Timeout in seconds for each blocking operation of a request."""
 
+END_TIMEOUT = 2.0
+"""Maximum number of seconds for which the end of the job waits for the last report."""
+
 _MAX_ANSWER = 65536
 """Number of bytes of the server's answer that are read."""
 
@@ -54,6 +57,8 @@ class ProgressReporter(Observer):
         self._supervisor: _core.Supervisor | None = None
         self._attempt: Attempt | None = None
         self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._last: Mapping[str, int] | None = None
         self._problem = ""
         self._fd = -1
 
@@ -62,7 +67,7 @@ class ProgressReporter(Observer):
         self._supervisor = supervisor
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         supervisor.watch_fd(self._fd)
-        thread = threading.Thread(target=self._work, name="elasticrs-progress", daemon=True)
+        self._thread = thread = threading.Thread(target=self._work, name="elasticrs-progress", daemon=True)
         # Block all signals in the new thread, so that the main thread receives them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
@@ -85,14 +90,22 @@ class ProgressReporter(Observer):
         self._attempt = attempt
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Stop the thread, but do not wait for it."""
+        """Stop the thread. Wait until it has sent the last step, for at most :data:`END_TIMEOUT` seconds."""
         self._is_over.set()
+        if self._thread is not None:
+            self._thread.join(END_TIMEOUT)
+
+    def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
+        """Remember the last step of the attempt, because the supervisor does not know it for longer."""
+        self._last = self._progress()
 
     def _work(self) -> None:
         told: Mapping[str, int] | None = None
         has_failed = False
-        while not self._is_over.wait(INTERVAL):
-            found = self._progress()
+        is_over = False
+        while not is_over:
+            is_over = self._is_over.wait(INTERVAL)
+            found = self._last if is_over else self._progress()
             if found is None or found == told:
                 continue
             try:

@@ -165,10 +165,16 @@ def termination_message(document: Mapping[str, Any]) -> str:
     lines = [f"{verdict}: {document['reason'] or document['headline'] or ''}"]
     if document["reason"] and document["headline"] and document["headline"] != document["reason"]:
         lines.append(document["headline"])
-    lines += [
-        f"rank {failure['rank']} on {failure['node']}: {failure['message']}"
-        for failure in document["failures"]
-        if not failure["was_stopped"]
-    ]
+    lines += [_in_one_line(failure) for failure in document["failures"] if not failure["was_stopped"]]
     text = "\n".join(lines).encode("utf-8", "backslashreplace")
     return text[:MAX_TERMINATION_MESSAGE].decode("utf-8", "ignore")
+
+
+def _in_one_line(failure: Mapping[str, Any]) -> str:
+    rank = failure["rank"]
+    who = f"local rank {failure['local_rank']}" if rank is None else f"rank {rank}"
+    told = failure["message"]
+    if told is None:
+        code = failure["exit_code"]
+        told = "unknown exit status" if code is None else failure["signal"] or f"exit code {code}"
+    return f"{who} on {failure['node']}: {told}"

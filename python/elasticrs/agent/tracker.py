@@ -58,7 +58,7 @@ if TYPE_CHECKING:
             """Handle the expiry of this node's lease."""
 
 
-_TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE))
+_TRANSIENT = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT))
 _NO_PROGRAM = frozenset((
     *(errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP),
     # The mount is gone, or the file server has failed.

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from abc import ABC, abstractmethod
+from functools import partial
 
 from elasticrs import _core
 from elasticrs.host import nvidia
@@ -302,12 +303,18 @@ def prepare_replacement(
     own["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
     own.update(_member(attempt.plan, local_rank))
     error_file = paths.error_files.get(local_rank)
-    if error_file and os.path.exists(error_file):
-        os.rename(error_file, error_file_of(error_file, attempt.pids[local_rank]))
+    if error_file:
+        kept = error_file_of(error_file, attempt.pids[local_rank])
+        attempt.files.run(partial(_set_aside, error_file, kept), None)
     streams = [each for each in _streams(setup, attempt) if each.local_rank == local_rank]
     if streams:
         supervisor.follow(streams)
     return workers.replacement(paths, local_rank, {**setup.environ, **own})
+
+
+def _set_aside(path: str, kept: str) -> None:
+    if os.path.exists(path):
+        os.rename(path, kept)
 
 
 def _member(plan: Plan, local_rank: int) -> dict[str, str]:

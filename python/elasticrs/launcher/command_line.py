@@ -8,6 +8,7 @@ line on stderr describes the mistake.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from elasticrs.launcher import terminal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from elasticrs.agent.attempt import JobResult
     from elasticrs.agent.observer import Observer
@@ -39,18 +40,26 @@ _FIRST_SIGNALS = (
 )
 
 
-def main(args: Sequence[str] | None = None, *, ends_by_sigint: bool = False) -> int:
+def main(
+    args: Sequence[str] | None = None,
+    *,
+    ends_by_sigint: bool = False,
+    signal_mask: Iterable[int] | None = None,
+) -> int:
     """Launch a job, wait until it has finished, and return the exit code.
 
     Args:
         args: command line without the program name; ``sys.argv[1:]`` if ``None``.
         ends_by_sigint: true if SIGINT has its default action until signal handlers are installed; see
             :mod:`elasticrs.launch`.
+        signal_mask: blocked signals from now on; ``None`` to change nothing.
     """
     _open_standard_descriptors()
     # Install the signal handlers before the slow imports, because a signal during the imports would otherwise
     # kill the process without cleanup.
     signals = _catch_first_signals(ends_by_sigint)
+    if signal_mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
     before = None
     try:
         if args is None:
@@ -226,10 +235,20 @@ def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:
     folder after the job if it contains no files.
     """
     if launch.logs.logs_specs is None:
+        from elasticrs.host.background_call import FileAccess
         from elasticrs.workers.logs import RunLogs
 
         logs = RunLogs(launch.logs, launch.job.run_id, launch.job.nproc)
-        return logs.attempt, logs.remove_if_empty
+        files = FileAccess()
+
+        def attempt(name: str, variables: dict[int, dict[str, str]]) -> LogPaths:
+            paths = files.run(partial(logs.attempt, name, variables), None)
+            if paths is None:
+                why = "the file system of the logs does not respond"
+                raise TimeoutError(errno.ETIMEDOUT, why, logs.directory)
+            return paths
+
+        return attempt, partial(files.run, logs.remove_if_empty, None)
     from elasticrs.multiprocessing.plugins import attempt_logs, make_logs_specs
 
     specs = make_logs_specs(launch.logs, launch.job.nproc)

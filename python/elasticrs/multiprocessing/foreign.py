@@ -7,6 +7,7 @@ is responsible for the descendants of its program.
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import time
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
     from elasticrs.host.numa import NumaOptions
     from elasticrs.multiprocessing.api import PContext
+
+_log = logging.getLogger("elasticrs.multiprocessing")
+
+_KILL_LIMIT = 10.0
+"""Maximum number of seconds to wait for programs after SIGKILL, because a program may hang in the kernel."""
 
 
 def replaced_factory() -> Callable[..., Any] | None:
@@ -73,7 +79,7 @@ class ForeignPrograms(Record):
 
     def stop(self, death_sig: signal.Signals, timeout: float) -> None:
         """Send a signal to the running programs, wait up to ``timeout`` seconds, and kill the remaining ones
-        with SIGKILL.
+        with SIGKILL. A program that does not exit :data:`_KILL_LIMIT` seconds later is left behind.
         """
         self._send(death_sig)
         deadline = time.monotonic() + timeout
@@ -81,8 +87,15 @@ class ForeignPrograms(Record):
             with suppress(subprocess.TimeoutExpired):
                 handler.proc.wait(max(0.0, deadline - time.monotonic()))
         self.kill()
-        for handler in self.handlers.values():
-            handler.proc.wait()
+        deadline = time.monotonic() + _KILL_LIMIT
+        for rank, handler in self.handlers.items():
+            try:
+                handler.proc.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:  # noqa: PERF203 -- one iteration per worker
+                _log.warning(
+                    "local rank %d (pid %d) did not exit within %g s after SIGKILL; it is left behind",
+                    *(rank, handler.proc.pid, _KILL_LIMIT),
+                )
         self.has_ended()
 
     def kill(self) -> None:

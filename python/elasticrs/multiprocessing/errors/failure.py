@@ -26,10 +26,11 @@ _OWN_THREAD = '/elasticrs/_worker/flight.py", line '
 """Part of a frame of the thread with which elasticrs waits for requests, which tells users nothing."""
 _ERROR_FILE_LIMIT = 1 << 20
 """Maximum number of bytes that are read of an error file, because it is read before a restart. Of a larger
-file, only the beginning of the message and the data of elasticrs at the end are used.
+file, only the first line of the message and the data of elasticrs at the end are used.
 """
 _TEXT_LIMIT = 1 << 16
 """Maximum number of characters of a text in an error file. Longer texts are shortened in the middle."""
+_LINE_LIMIT = 1000
 _BEGINNING = rb'\s*\{\s*"message"\s*:\s*(?:\{\s*"message"\s*:\s*)?"'
 _PART_OF_STRING = r'(?:[^"\\]+|\\u[0-9a-fA-F]{4}|\\[^u])*'
 _OWN_DATA = b'"elasticrs": {'
@@ -303,7 +304,8 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
-    """Return what is known of an error file that is too large, from its first and its last bytes.
+    """Return what is known of an error file that is too large, from its first and its last bytes: the first
+    line of its message, and the data of elasticrs.
 
     Args:
         beginning: first bytes of the file.
@@ -319,7 +321,9 @@ def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str,
         raise ValueError(f"it has {size:,} bytes, and no `message` at its beginning")
     text = beginning[found.end() : found.end() + _TEXT_LIMIT].decode("utf-8", "replace")
     message = json.loads(f'"{re.match(_PART_OF_STRING, text)[0]}"', strict=False)  # type: ignore[index]
-    told = f"{message}\n[the error file has {size:,} bytes, of which only the beginning is shown]"
+    line = message.lstrip().split("\n", 1)[0][:_LINE_LIMIT]
+    # The line of the exception comes last, as in a traceback.
+    told = f"[the error file has {size:,} bytes; only the first line of its message is shown]\n{line}"
     data = {"message": {"message": told, "extraInfo": {"timestamp": str(int(written))}}}
     own = end.rpartition(_OWN_DATA)[2].decode("utf-8", "replace")
     try:

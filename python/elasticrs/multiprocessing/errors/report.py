@@ -101,7 +101,7 @@ def _root_entry(index: int, rank: int, failure: ProcessFailure) -> list[str]:
         f"[{index}]:",
         f"  time      : {_when(failure)}",
         f"  host      : {failure.host or os.uname().nodename}",
-        f"  rank      : {failure.named or f'{rank} (local_rank: {failure.local_rank})'}",
+        f"  rank      : {failure.named or f'{_rank_of(rank)} (local_rank: {failure.local_rank})'}",
         f"  exitcode  : {exitcode} (pid: {failure.pid}) {name}".rstrip(),
         f"  error_file: {failure.error_file}",
         f"  traceback : {traceback}",
@@ -158,7 +158,7 @@ def _others(
         first = failures[group[0]]
         where = f" on {first.host}" if first.host is not None else ""
         since = _since([failures[rank] for rank in group], failures[root])
-        who = ranks_text(sorted(group))
+        who = _who(group, failures)
         lines.append(f"  [{order.index(group[0])}]: {who}{where}, {since}: {_said(first)}")
         own = dict.fromkeys(note for rank in group for note in _own_notes(failures[rank]))
         lines += [f"       note: {note}" for note in list(own)[:_MAX_NOTES]]
@@ -327,11 +327,25 @@ def _without(traceback: str, tail: Sequence[str]) -> list[str]:
 # --- workers that were stopped ---
 
 
+def _rank_of(rank: int) -> str:
+    """Return a global rank for display. A negative number stands for a worker whose rank another worker has
+    taken over.
+    """
+    return str(rank) if rank >= 0 else "none, another worker has taken it over"
+
+
+def _who(ranks: Iterable[int], failures: Mapping[int, ProcessFailure]) -> str:
+    known = sorted(rank for rank in ranks if rank >= 0)
+    without = sorted(failures[rank].local_rank for rank in ranks if rank < 0)
+    named = [f"local rank {local_rank}, whose rank was taken over" for local_rank in without]
+    return ", ".join([*([ranks_text(known)] if known else []), *named])
+
+
 def _stopped(ranks: Sequence[int], failures: Mapping[int, ProcessFailure]) -> list[str]:
     by_end: dict[str, list[int]] = {}
     for rank in sorted(ranks):
         by_end.setdefault(_stopped_how(failures[rank]), []).append(rank)
-    ends = [f"{ranks_text(group)} ({end})" for end, group in by_end.items()]
+    ends = [f"{_who(group, failures)} ({end})" for end, group in by_end.items()]
     if not ends:
         return []
     title = "Stopped by elasticrs after the first failure:"
