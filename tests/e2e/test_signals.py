@@ -316,3 +316,4 @@ def test_a_signal_during_the_first_imports_ends_the_launcher_with_1(launch, work
     job = launch(worker_script("print('started')"), argv=argv)
     job.exits(1)
     assert job.stdout == ""
+    assert f"stopped by {signal.Signals(signum).name}" in job.stderr

@@ -138,6 +138,8 @@ class Story(Observer):
     def ended(self, result: JobResult, error: BaseException | None) -> None:
         """Print the duration of the job, the number of restarts, and the folder of the logs."""
         self.started()
+        if error is None and result.signum is not None and not result.attempts:
+            self._say(f"stopped by {phrases.signal_name(result.signum)} before any worker was started")
         if error is not None or not result.attempts:
             return
         took = phrases.duration((time.monotonic_ns() - self._begun_ns) / 1e9)

@@ -201,6 +201,8 @@ class Console:
                 written = os.pwritev(self._fd, (line,), -1, _NO_WAIT)
             except OSError as error:
                 self._is_gone = error.errno not in _NOT_AT_ONCE
+                # Do not wait for the thread if the pipe is full, because its reader does not read.
+                self._is_late = error.errno == errno.EAGAIN
                 return
             except NotImplementedError:
                 return  # The C library has no `pwritev2`.
