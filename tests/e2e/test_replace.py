@@ -310,3 +310,28 @@ def test_a_custom_loop_that_closes_its_job_is_not_restarted(launch, worker_scrip
     job = launch(*options, script).exits(0)
     assert job.stdout.count("DONE.") == 2
     assert "restarting" not in job.stderr
+
+
+def test_a_worker_that_its_timer_ended_is_replaced_although_it_exits_with_0(launch, worker_script):
+    script = worker_script("""
+        import os, signal, sys
+        from elasticrs import timer
+
+        rank, life = os.environ["LOCAL_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        os.write(1, f"UP rank={rank} pid={os.getpid()} life={life}\\n".encode())
+        if (rank, life) == ("1", "0"):
+            timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"], signal.SIGTERM))
+            with timer.expires(after=0.1):
+                while True:
+                    signal.pause()
+        while True:
+            signal.pause()
+    """)
+    options = ("--nproc-per-node=2", "--max-restarts=2", "--on-failure=replace")
+    job = launch(*options, script, env={"TORCHELASTIC_ENABLE_FILE_TIMER": "1"})
+    *first, (rank, new) = started(job, 3)
+    assert rank == 1
+    assert end(job, [dict(first)[0], new]) == 0, job.stderr
+    assert "1 of 2" in job.stderr
