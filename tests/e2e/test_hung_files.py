@@ -1,5 +1,6 @@
 """Files that do not respond delay a restart by a limit, and never stop it."""
 
+import os
 import sys
 
 import pytest
@@ -113,3 +114,10 @@ def test_the_main_thread_touches_no_file_while_the_job_runs(options, launch, wor
     assert launched.wait() == 1
     touched = {line for line in launched.stderr.splitlines() if line.startswith("TOUCHED")}
     assert touched == set(), launched.stderr
+
+
+def test_a_report_file_that_hangs_does_not_stop_the_end(launch, worker_script, tmp_path):
+    os.mkfifo(tmp_path / "report")
+    launched = launch("--report", tmp_path / "report", worker_script("raise SystemExit(3)"), argv=IMPATIENT)
+    launched.exits(1)
+    assert "--report could not be written" in launched.stderr

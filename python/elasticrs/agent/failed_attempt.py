@@ -6,10 +6,11 @@ Imported only after a failure.
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from elasticrs.agent.evidence import oom_note, probably_oom
 from elasticrs.agent.state_machine import Phase
-from elasticrs.host.background_call import FILE_LIMIT
+from elasticrs.host.background_call import FILE_LIMIT, FileAccess
 from elasticrs.job.failure_cause import Verdict
 from elasticrs.multiprocessing.errors import ChildFailedError, ProcessFailure
 from elasticrs.multiprocessing.errors.failure import NOT_AVAILABLE
@@ -224,7 +225,9 @@ def print_report(
     headline = headline_of(result, failed)
     write(format_report(job.name, failed, "=", "-", told) + os.linesep)
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        hand_on(ChildFailedError(job.name, failed), headline)
+        files = result.attempts[-1].files if result.attempts else FileAccess()
+        if not files.run(partial(hand_on, ChildFailedError(job.name, failed), headline), False):
+            say("the root cause was not written to TORCHELASTIC_ERROR_FILE: the file system does not respond")
     return headline
 
 
@@ -248,10 +251,10 @@ def conclusion(job: JobConfig, result: JobResult) -> str:
     return f"verdict: {word} ({result.message or reason}); next: {next_}"
 
 
-def hand_on(error: ChildFailedError, headline: str) -> None:
+def hand_on(error: ChildFailedError, headline: str) -> bool:
     """Write the launcher's own error file, which the launcher's parent process reads. Copy the error file of
     the worker that failed first. If that file is not on this node, write a one-line summary of the failure
-    instead.
+    instead. Return true.
     """
     from elasticrs.multiprocessing.errors import get_error_handler
 
@@ -259,7 +262,7 @@ def hand_on(error: ChildFailedError, headline: str) -> None:
     handler = get_error_handler()
     if os.path.isfile(first.error_file):
         handler.dump_error_file(first.error_file, first.exitcode or 0)
-        return
+        return True
     import json
 
     extra = {
@@ -273,6 +276,7 @@ def hand_on(error: ChildFailedError, headline: str) -> None:
     path = os.environ["TORCHELASTIC_ERROR_FILE"]
     handler._rm(path)
     handler._write_error_file(path, json.dumps({"message": message, "elasticrs": writer}))
+    return True
 
 
 def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> ProcessFailure:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 from elasticrs.agent.first_failure import first_seen, how_it_failed
 from elasticrs.agent.observer import Observer
@@ -155,7 +156,10 @@ class Story(Observer):
         how = "stopped" if result.phase is Phase.STOPPED else "failed"
         if result.signum is not None:
             how = f"stopped by {phrases.signal_name(result.signum)}"
-        folder = folder_with_files(result.attempts)
+        attempts = result.attempts
+        # If the files hang, name the folder anyway.
+        run: str | None = attempts[-1].paths.run_folder
+        folder = attempts[-1].files.run(partial(folder_with_files, attempts), run)
         logs = f"; logs in {folder}" if folder else ""
         policy = self._job.restart_settings
         charged = f"{used} of {policy.max_restarts} restarts charged"

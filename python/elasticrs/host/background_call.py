@@ -71,8 +71,8 @@ class FileAccess:
         return found[0]
 
     def begin(self, act: Callable[[], object]) -> None:
-        """Start a function without waiting for it. Its result and its errors are ignored. Do nothing if an
-        earlier function is still running.
+        """Start a function without waiting for it. Its result is ignored, and it may not raise an exception.
+        Do nothing if an earlier function is still running.
         """
         if self._free.acquire(blocking=False):
 

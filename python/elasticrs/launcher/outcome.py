@@ -5,6 +5,7 @@ message.
 from __future__ import annotations
 
 import os
+from functools import partial
 
 from elasticrs.agent.state_machine import Phase
 
@@ -80,8 +81,14 @@ def _termination_log() -> str | None:
 
 def _write(path: str, text: str, what: str, say: Callable[[str], None]) -> None:
     from elasticrs._worker.error_file import write_whole
+    from elasticrs.host.background_call import FILE_LIMIT, FileAccess
+
+    def hangs() -> None:
+        say(
+            f"{what} could not be written to {path} within {FILE_LIMIT:g} s: its file system does not respond"
+        )
 
     try:
-        write_whole(path, text)
+        FileAccess(hangs).run(partial(write_whole, path, text), None)
     except OSError as error:
         say(f"{what} could not be written to {path}: {error.strerror}")
