@@ -1,4 +1,4 @@
-"""A worker that finishes its last steps does not wait for ever for a peer that has died."""
+"""A worker that finishes its last steps does not wait forever for a peer that has died."""
 
 import threading
 from types import SimpleNamespace
