@@ -56,6 +56,12 @@ def tensor_and_data(rank: int, *, stuck: int) -> list[Step]:
     return [*step, *([LOAD] if rank == stuck else []), *step]
 
 
+def in_pairs(rank: int, *, skips: bool) -> list[Step]:
+    """Return the steps of a rank of a mesh, in the second of which it may skip a tensor-parallel reduce."""
+    tensor, data = reduce(group=rank // 2), reduce(8, group=2 + rank % 2)
+    return [tensor, tensor, data, *([] if skips else [tensor]), tensor, data, barrier()]
+
+
 SCENARIOS = {
     "missing_rank": Scenario(8, {5: [reduce(), barrier(), LOAD], -1: [reduce(), barrier(), reduce()]}),
     "busy_rank": Scenario(2, {1: [reduce(), SPIN], -1: [reduce(), reduce()]}),
@@ -68,6 +74,8 @@ SCENARIOS = {
         4, {0: [reduce(), barrier()], 2: [reduce(), barrier()], -1: [reduce(), reduce()]}
     ),
     "groups": Scenario(4, {rank: tensor_and_data(rank, stuck=3) for rank in range(4)}, TENSOR_AND_DATA),
+    "pairs": Scenario(4, {rank: in_pairs(rank, skips=rank == 1) for rank in range(4)}, TENSOR_AND_DATA),
+    "two_missing": Scenario(4, {1: [reduce(), LOAD], 2: [reduce(), LOAD], -1: [reduce(), reduce()]}),
     "dead_rank": Scenario(4, {1: [reduce(), EXIT], -1: [reduce(), reduce()]}),
     "receiving": Scenario(4, {0: [reduce(), RECEIVE], 1: [reduce(), LOAD], -1: [reduce(), barrier()]}),
 }

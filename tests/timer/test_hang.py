@@ -394,3 +394,68 @@ def test_a_rank_that_is_missing_in_a_collective_of_torch_is_named(run):
     assert launched.stdout.count("DONE\n") == 4
     line = line_with(launched.stderr, "rank 2 ", "hung", "step 12", "3 of 4 ranks wait in all_reduce #13")
     says(line, "rank 2 did not enter it", "in next_batch (worker.py:")
+
+
+LONG_EVALUATION = """
+    import os, select
+    from elasticrs.timer import heartbeat
+    for step in range(30):
+        heartbeat(step)
+        select.select([], [], [], 0.01)
+        if step == 20:
+            # Longer than the learned limit and than the time between two checks, in each attempt.
+            select.select([], [], [], 6)
+    os.write(1, b"DONE\\n")
+"""
+
+
+@pytest.mark.slow
+def test_a_long_evaluation_exceeds_a_learned_limit_at_most_once(run):
+    launched = run(LONG_EVALUATION, "auto:1", "--max-restarts=2", nproc=2).exits(0)
+    assert launched.stdout.count("DONE\n") == 2
+    assert len(re.findall("limit 1 s", launched.stderr)) <= 2
+    line_with(launched.stderr, "--hang-timeout auto: the learned limit of 1 s", "30 minutes")
+    line_with(launched.stderr, "succeeded", "1 restart charged")
+
+
+CHECKPOINT_OF_ONE_RANK = """
+    import os, sys, select, types
+    from elasticrs.timer import heartbeat
+    rank = int(os.environ["RANK"])
+    here = [f"here.{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
+    open(here[rank], "w").close()
+    while not all(map(os.path.exists, here)):
+        select.select([], [], [], 0.01)
+    # The stack of a rank that waits in torch.
+    wait = compile("def barrier():\\n  while not os.path.exists('saved'): select.select([], [], [], 0.01)",
+                   "/lib/torch/distributed/distributed_c10d.py", "exec")
+    exec(wait)
+    heartbeat(1)
+    if rank == 0:
+        with heartbeat.section("checkpoint", limit=600):
+            select.select([], [], [], 3)
+            open("saved", "w").close()
+    barrier()
+    os.write(1, b"DONE\\n")
+"""
+
+
+def test_ranks_that_wait_for_a_rank_in_a_section_do_not_hang(run, tmp_path):
+    launched = run(CHECKPOINT_OF_ONE_RANK, 1, nproc=3, cwd=tmp_path).exits(0)
+    assert launched.stdout.count("DONE\n") == 3
+    says(launched.stderr, "local ranks 1, 2 are waiting in torch while local rank 0 is in a section")
+
+
+def test_a_hang_that_the_request_for_stacks_ends_is_told(run):
+    # The signal interrupts the sleep of C code.
+    source = """
+        import ctypes, os, select
+        from elasticrs.timer import heartbeat
+        heartbeat(1)
+        ctypes.CDLL(None).sleep(600)
+        heartbeat(2)
+        select.select([], [], [], 0.5)
+        os.write(1, b"DONE\\n")
+    """
+    launched = run(source, 1).exits(0)
+    says(launched.stderr, "local rank 0 is active again", "signal that requests stacks")

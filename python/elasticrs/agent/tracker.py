@@ -22,7 +22,13 @@ from elasticrs.agent.observer import Observers
 from elasticrs.agent.passed_signals import PassedSignals
 from elasticrs.agent.port_conflict import is_port_conflict
 from elasticrs.agent.story import Story
-from elasticrs.agent.workers import prepare_group, prepare_replacement, warm_nursery, watch_timers
+from elasticrs.agent.workers import (
+    prepare_group,
+    prepare_replacement,
+    warm_nursery,
+    watch_hangs,
+    watch_timers,
+)
 from elasticrs.host.background_call import FILE_LIMIT, FileAccess
 from elasticrs.host.nvidia import are_gpus_visible
 from elasticrs.report import phrases
@@ -66,6 +72,11 @@ _NO_PROGRAM = frozenset((
 ))  # fmt: skip
 """Error numbers that mean that this node cannot execute the program, although other nodes may be able to."""
 
+GENEROUS = 1800.0
+"""Minimum limit of a step in seconds, after a hang that a learned limit has found. The same as for steps
+whose duration is unknown.
+"""
+
 DRAIN_TIMEOUT = 10.0
 """Seconds for which the job waits for a slow console at its end. The log files are complete even if the
 console is not.
@@ -108,6 +119,7 @@ class AttemptTracker:
         self._owns_process = owns_process
         self._replaces = job.replaces_workers
         self._restarts = 0
+        self._is_generous = False
         self._passed = PassedSignals(self._forward, console.say)
         self.result = JobResult()
         self.events: deque[machine.Event] = deque()
@@ -447,7 +459,25 @@ class AttemptTracker:
                 accuse(attempt, event)
         if self._job.is_multi_node and not self._replaces:
             self.events.append(machine.HangSeen(event.local_rank))
+        self._learn_from(event)
         self.observers.hung(event)
+
+    def _learn_from(self, event: _core.WorkerHung) -> None:
+        """After a hang that only a learned limit has found, use a generous limit in the next attempts.
+
+        The silence may have been an evaluation that takes longer than all steps so far. The next attempt
+        comes to the same place, and must not be ended there again.
+        """
+        if not isinstance(self._job.hang_timeout, str) or event.missed not in ("step", "line"):
+            return
+        if event.limit >= GENEROUS or self._is_generous:
+            return
+        self._is_generous = True
+        watch_hangs(self._workers.setup, self.supervisor, GENEROUS)
+        self._console.say(
+            f"--hang-timeout auto: the learned limit of {event.limit:g} s was exceeded. In the next attempts,"
+            f" steps may take {GENEROUS / 60:g} minutes, because a long evaluation looks the same"
+        )
 
     def _is_overdue(self, local_rank: int, why: Overdue) -> None:
         self.result.attempts[-1].expired.setdefault(local_rank, why)

@@ -220,17 +220,32 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, 
                 raise
             raise UsageError(_bad_timer_file(path, error)) from error
         variables = {"TORCHELASTIC_TIMER_FILE": timer_file, _TIMER_FILE: timer_file}
-    job = setup.job
-    if job.hang_timeout is not None:
-        limit, least = hang_limits(job.hang_timeout)
-        supervisor.watch_hangs(
-            _enough(limit),
-            startup=_enough(job.hang_startup_timeout),
-            exit_limit=_enough(job.hang_exit_timeout or None),
-            least=_enough(least),
-            stop_delay=_STOP_DELAY if _is_observed_elsewhere(job, environ) else 0.0,
-        )
+    watch_hangs(setup, supervisor)
     return variables
+
+
+def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float = 0.0) -> None:
+    """Monitor the heartbeats of the workers if ``--hang-timeout`` is given. Applies from the next attempt on.
+
+    Args:
+        setup: settings of the workers.
+        supervisor: supervisor of the workers.
+        least: minimum in seconds of a limit that is derived from the heartbeats, if it is above that of the
+            settings.
+    """
+    job = setup.job
+    if job.hang_timeout is None:
+        return
+    limit, shortest = hang_limits(job.hang_timeout)
+    if least:
+        shortest = max(least, shortest or 0.0)
+    supervisor.watch_hangs(
+        _enough(limit),
+        startup=_enough(job.hang_startup_timeout),
+        exit_limit=_enough(job.hang_exit_timeout or None),
+        least=_enough(shortest),
+        stop_delay=_STOP_DELAY if _is_observed_elsewhere(job, setup.environ) else 0.0,
+    )
 
 
 def _is_observed_elsewhere(job: JobConfig, environ: Mapping[str, str]) -> bool:

@@ -22,7 +22,9 @@
 //!   at least [`LOOK_FOR_ABSENT`] passes between two checks;
 //! - **HANG-9** once the program of a rank has returned, the limit for the exit applies to the rank instead of the
 //!   limit for steps. If another heartbeat follows, the limit for steps applies again, because a background thread is
-//!   still training.
+//!   still training;
+//! - **HANG-10** a rank that waits for other ranks is not hung while another rank is in a section whose limit has not
+//!   passed, see [`Watch::excuse`]. Its limit starts anew when that section ends.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -203,6 +205,15 @@ pub struct Watch {
     unwatched_reported: bool,
     /// Ranks that [`Watch::still_exiting`] has already returned.
     exits_reported: BTreeSet<usize>,
+    excuse: Option<Excuse>,
+}
+
+/// Ranks that wait for a rank in a section.
+#[derive(Debug)]
+struct Excuse {
+    ranks: BTreeSet<usize>,
+    /// The rank in the section, and the time of its last heartbeat. A later heartbeat ends the excuse.
+    section_of: (usize, u64),
 }
 
 impl Watch {
@@ -220,6 +231,7 @@ impl Watch {
             thawed: started,
             unwatched_reported: false,
             exits_reported: BTreeSet::new(),
+            excuse: None,
         }
     }
 
@@ -275,6 +287,30 @@ impl Watch {
             return Verdict::LookAgain(next.max(now.saturating_add(nanoseconds(least))));
         }
         Verdict::Hung(late)
+    }
+
+    /// Records that `ranks` wait for other ranks while the rank `busy` is in a section. Until the next heartbeat of `busy`,
+    /// or until the limit of its section has passed, the time of `ranks` does not count (**HANG-10**).
+    ///
+    /// Returns false if `busy` is not in a section.
+    pub fn excuse(&mut self, ranks: BTreeSet<usize>, busy: usize, seen: &[RankState]) -> bool {
+        let Some(last) = seen.get(busy).and_then(in_section) else { return false };
+        self.excuse = Some(Excuse { ranks, section_of: (busy, last) });
+        true
+    }
+
+    /// Forgives the inactive time of ranks that wait for a rank in a section. `terms` are the limits of all ranks.
+    fn forgive_excused(&mut self, now: u64, seen: &[RankState], terms: &[Overdue]) {
+        let Some(Excuse { ranks, section_of: (busy, last) }) = self.excuse.take() else { return };
+        let limit = terms.iter().find(|term| term.rank == busy).map(|term| term.limit);
+        let silent = now.saturating_sub(last).saturating_sub(self.credits[busy].of(last));
+        let is_open = seen.get(busy).and_then(in_section) == Some(last);
+        for term in terms.iter().filter(|term| ranks.contains(&term.rank) && term.missed == Missed::Step) {
+            self.credits[term.rank].add(term.since, u64::MAX, now);
+        }
+        if is_open && limit.is_none_or(|limit| silent < nanoseconds(limit)) {
+            self.excuse = Some(Excuse { ranks, section_of: (busy, last) });
+        }
     }
 
     /// Returns the local ranks that may have caused a hang on another node, in order of decreasing inactive time.
@@ -348,7 +384,9 @@ impl Watch {
         let limit = self.step_limit(seen);
         let mut next = now.saturating_add(nanoseconds(limit));
         let mut late = Vec::new();
-        for mut overdue in self.terms(seen, line, limit) {
+        let terms = self.terms(seen, line, limit);
+        self.forgive_excused(now, seen, &terms);
+        for mut overdue in terms {
             let credit = match overdue.missed {
                 Missed::Line => self.credits[self.credits.len() - 1].of(overdue.since),
                 _ => self.credits[overdue.rank].of(overdue.since),
@@ -420,6 +458,14 @@ impl Watch {
         for (credit, since) in self.credits.iter_mut().zip(signs) {
             credit.add(since, gap, now);
         }
+    }
+}
+
+/// Returns the time of the last heartbeat of a rank that is in a section. `None` if it is in none.
+pub fn in_section(seen: &RankState) -> Option<u64> {
+    match seen {
+        RankState::Heartbeat(Beat { last, section: Some(_), is_exiting: false, .. }) => Some(*last),
+        _ => None,
     }
 }
 
@@ -552,7 +598,7 @@ fn only<'a>(placed: &[(usize, &'a str)], is: impl Fn(&str) -> bool) -> Option<(u
 }
 
 /// Returns true if torch waits for other ranks in this frame: in a collective, or during a backward pass.
-fn waits(frame: &str) -> bool {
+pub fn waits(frame: &str) -> bool {
     frame.contains("/torch/distributed/") || frame.ends_with(" in _engine_run_backward")
 }
 

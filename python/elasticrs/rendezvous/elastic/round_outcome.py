@@ -161,16 +161,15 @@ def _cause_of(view: View, head: Head, cause: dict[str, Any], rank: int) -> dict[
         except NodeEvidenceError:
             continue  # This node has sent no usable evidence.
         if rank in ranks:
-            node = view.nodes.get(seat.member)
-            place = {"node": seat.name, "host": seat.name if node is None else node.host}
             kept = ("round", "time_ns", "error_ns", "ground", "silence")
             return {
                 **{name: cause[name] for name in kept if name in cause},
-                **place,
+                "node": seat.name,
+                "host": seat.name,
                 "group_rank": group_rank,
                 "rank": rank,
                 "local_rank": ranks.index(rank),
-                "message": "kept the other ranks waiting, as their flight records show",
+                "message": "hung: kept the other ranks waiting, as the flight records show",
             }
     return cause
 

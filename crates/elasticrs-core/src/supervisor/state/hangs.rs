@@ -14,7 +14,8 @@ use crate::spec::StopPolicy;
 use crate::supervisor::event::{RankSeen, TimerExpired, WorkerHung};
 use crate::supervisor::evidence::WorkerEvidence;
 use crate::timer::hang::{
-    Ground, Limits, Overdue, RankState, RemoteHang, Suspect, Verdict, Watch, blame, blame_beside, still_late,
+    Ground, Limits, Missed, Overdue, RankState, RemoteHang, Suspect, Verdict, Watch, blame, blame_beside, in_section,
+    still_late, waits,
 };
 
 /// Heartbeats and output of all workers at one point in time.
@@ -213,7 +214,7 @@ impl Group {
         for action in actions {
             let (hung, is_due) = match action {
                 PendingAction::Hung(_) if is_stopped => continue,
-                PendingAction::Hung(check) => (self.judge(check, evidence), true),
+                PendingAction::Hung(check) => (self.judge_and_tell(check, evidence), true),
                 PendingAction::Stop(policy, remote, check) => {
                     delayed.push(PendingAction::StopLater { policy, due });
                     self.judge_beside(check, &remote, evidence)
@@ -298,7 +299,7 @@ impl Group {
             PendingAction::Timer(timer) => self.on_timer_due(timer),
             PendingAction::Exit(local_rank) => self.on_exit_overdue(local_rank),
             PendingAction::Hung(check) => {
-                if let Some(hung) = self.judge(check, evidence) {
+                if let Some(hung) = self.judge_and_tell(check, evidence) {
                     self.on_hung(hung);
                 }
             }
@@ -313,6 +314,45 @@ impl Group {
             PendingAction::KillHung { local_rank, seen, .. } => self.fail_at_once(local_rank, seen, None),
             PendingAction::StopLater { policy, .. } => self.on_stop(policy),
         }
+    }
+
+    /// Judges the ranks that exceeded their limits, once their stacks are known. If no rank hangs after all, reports why.
+    fn judge_and_tell(&mut self, check: HangCheck, evidence: &[WorkerEvidence]) -> Option<WorkerHung> {
+        let check = self.without_excused(check, evidence);
+        let due: Vec<usize> = check.late.iter().filter(|late| late.is_due).map(|late| late.rank).collect();
+        let hung = self.judge(check, evidence);
+        if hung.is_none() && self.phase == Phase::Running && !evidence.is_empty() {
+            let running = due.iter().map(|rank| &self.members[*rank]).filter(|member| member.runs());
+            let ranks = running.map(|member| member.local_rank).collect::<Vec<_>>();
+            let message = recovered(&ranks);
+            self.effects.extend((!ranks.is_empty()).then_some(Effect::Report(Event::Degraded { message })));
+        }
+        hung
+    }
+
+    /// Returns `check` without the ranks that wait for other ranks, if another rank is in a section whose limit has not
+    /// passed (**HANG-10**).
+    fn without_excused(&mut self, mut check: HangCheck, evidence: &[WorkerEvidence]) -> HangCheck {
+        let is_due = |rank: usize| check.late.iter().any(|late| late.rank == rank && late.is_due);
+        let mut working = (0..check.seen.len()).filter(|rank| self.members[*rank].runs() && !is_due(*rank));
+        let Some(busy) = working.find(|rank| in_section(&check.seen[*rank]).is_some()) else { return check };
+        let frame_of = |rank: usize| {
+            let local_rank = self.members[rank].local_rank;
+            evidence.iter().find(|worker| worker.local_rank == local_rank)?.frame.as_deref()
+        };
+        let is_excused = |late: &Overdue| late.missed == Missed::Step && frame_of(late.rank).is_some_and(waits);
+        let excused: std::collections::BTreeSet<usize> =
+            check.late.iter().filter(|late| is_excused(late)).map(|late| late.rank).collect();
+        if excused.is_empty() {
+            return check;
+        }
+        check.late.retain(|late| !excused.contains(&late.rank));
+        let ranks = excused.iter().map(|rank| self.members[*rank].local_rank).collect::<Vec<_>>();
+        let message = waits_for_section(&ranks, self.members[busy].local_rank);
+        if self.watch.as_mut().is_some_and(|watch| watch.excuse(excused, busy, &check.seen)) {
+            self.effects.push(Effect::Report(Event::Degraded { message }));
+        }
+        check
     }
 
     fn judge(&self, check: HangCheck, evidence: &[WorkerEvidence]) -> Option<WorkerHung> {
@@ -416,6 +456,21 @@ impl Group {
 fn ranks_are(local_ranks: &[u32]) -> String {
     let names = local_ranks.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     if local_ranks.len() == 1 { format!("local rank {names} is") } else { format!("local ranks {names} are") }
+}
+
+/// Returns the message about ranks that wait for the rank `busy`, which is in a section.
+fn waits_for_section(local_ranks: &[u32], busy: u32) -> String {
+    let ranks_are = ranks_are(local_ranks);
+    format!("{ranks_are} waiting in torch while local rank {busy} is in a section: this does not count as a hang")
+}
+
+/// Returns the message about ranks that exceeded their limits, but have been active again since.
+fn recovered(local_ranks: &[u32]) -> String {
+    let ranks_are = ranks_are(local_ranks);
+    format!(
+        "{ranks_are} active again after a silence that exceeded the limit. The signal that requests stacks interrupts \
+         calls of C code such as sleep(), so it may have ended a hang"
+    )
 }
 
 /// Returns a warning about ranks whose program returned more than `step` ago but whose process has not exited. `exit`

@@ -55,6 +55,26 @@ fn ranks_without_a_heartbeat_are_reported_once_after_the_step_limit() {
 }
 
 #[test]
+fn ranks_that_wait_for_a_rank_in_a_section_are_not_hung_until_it_ends() {
+    // Checks invariant HANG-10.
+    let excused = || std::collections::BTreeSet::from([1]);
+    let mut ranks = Watch::new(fixed(10), 2, 0);
+    let busy = [section(1, Some(60)), beat(1)];
+    assert_eq!(watch(&mut ranks, 1, 11, &busy, None), Some((11, vec![1])));
+    assert!(ranks.excuse(excused(), 0, &busy));
+    assert_eq!(watch(&mut ranks, 12, 60, &busy, None), None);
+    assert_eq!(watch(&mut ranks, 61, 61, &busy, None), Some((61, vec![0])), "the section has its own limit");
+    let mut ranks = Watch::new(fixed(10), 2, 0);
+    assert_eq!(watch(&mut ranks, 1, 11, &busy, None), Some((11, vec![1])));
+    assert!(ranks.excuse(excused(), 0, &busy));
+    assert_eq!(watch(&mut ranks, 12, 40, &busy, None), None);
+    // The section has ended. The limit of the rank that waited starts anew.
+    let after = [beat(41), beat(1)];
+    assert_eq!(watch(&mut ranks, 41, 100, &after, None), Some((51, vec![1, 0])));
+    assert!(!ranks.excuse(excused(), 0, &after), "no rank is in a section");
+}
+
+#[test]
 fn the_exit_limit_applies_to_a_rank_whose_program_has_returned() {
     // Checks invariant HANG-9.
     let exiting = |at| RankState::Heartbeat(Beat { last: at * SECOND, is_exiting: true, ..Beat::default() });

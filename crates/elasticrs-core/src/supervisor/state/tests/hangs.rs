@@ -271,3 +271,36 @@ fn a_hung_worker_that_exits_during_evidence_gathering_is_reported_as_hung() {
     assert!(matches!(group.on_input(LOOK)[..], [Effect::TakeEvidence { .. }]));
     assert_eq!(hung(&group.on_input(exited(101, FAILED))), [1]);
 }
+
+fn frame(local_rank: u32, frame: &str) -> WorkerEvidence {
+    WorkerEvidence { local_rank, frame: Some(frame.to_owned()), ..WorkerEvidence::default() }
+}
+
+const REDUCE: &str = "File \"/lib/torch/distributed/distributed_c10d.py\", line 4181 in all_reduce";
+const LOADS: &str = "File \"/job/train.py\", line 7 in load";
+
+/// Returns a group whose rank 0 is in a section without a limit, while the others have been silent for four seconds.
+fn beside_a_section() -> Group {
+    let mut group = silent();
+    let section = Some(crate::timer::hang::Section { name: "checkpoint".to_owned(), limit: None });
+    let mut seen = vec![RankState::Heartbeat(Beat { section, ..Beat::default() })];
+    seen.extend([0; 3].map(|last| RankState::Heartbeat(Beat { last, ..Beat::default() })));
+    let _ = group.on_input(Input::Snapshot(Snapshot { at: Stamp(4_000_000_000), seen, line: None }));
+    group
+}
+
+#[test]
+fn ranks_that_wait_for_a_rank_in_a_section_are_not_killed() {
+    let mut group = beside_a_section();
+    let effects = after(&mut group, LOOK, (1..4).map(|rank| frame(rank, REDUCE)).collect());
+    assert_eq!(signals(&effects), []);
+    assert!(matches!(reports(&effects)[0], Effect::Report(Event::Degraded { .. })), "{effects:?}");
+}
+
+#[test]
+fn a_section_does_not_excuse_a_rank_that_does_not_wait() {
+    let mut group = beside_a_section();
+    let found = vec![frame(1, REDUCE), frame(2, LOADS), frame(3, REDUCE)];
+    let effects = after(&mut group, LOOK, found);
+    assert_eq!(effects.iter().filter(|effect| **effect == to_group(102, Signal::KILL)).count(), 1, "{effects:?}");
+}
