@@ -219,7 +219,8 @@ def print_report(
     failed = all_failures(result)
     told = None if result.phase is not Phase.FAILED else conclusion(job, result)
     if not failed:
-        for line in filter(None, (result.message, told)):
+        # The message already says why the job ended and what the user can do.
+        if line := result.message or told:
             say(line)
         return result.message
     headline = headline_of(result, failed)
