@@ -164,34 +164,6 @@ soak-train: build ## workers of elasticrs.train are killed at random moments: st
 	    PYTHONPATH=tests $(PY) -m tests.train.soak --kills $(or $(KILLS),200) --agents $$agents || exit 1; \
 	done
 
-interop: build ## the workers' store with the clients of another torch: TORCH='2.6.*'
-	@tools/interop.sh '$(TORCH)'
-
-GPU_KIT ?=
-test-gpu: ## checks for a machine with a GPU and torch: needs a wheel in dist/ (`make wheel`), no Rust, no .venv, no network
-	@wheel=$$(ls -t dist/elasticrs-*.whl 2>/dev/null | head -n 1); \
-	[ -n "$$wheel" ] || { echo "no wheel in dist/: make one with 'make wheel' on a machine with Rust, and copy it there" >&2; exit 1; }; \
-	$(or $(PYTHON),python3) -m tests.gpu_kit --wheel "$$wheel" $(GPU_KIT)
-
-attack: build ## hangs of every kind, programs that misbehave, hostile clients, each with its right answer; takes minutes
-	@$(PY) -m pytest -n $(JOBS) --dist worksteal tests/attack $(PYTEST)
-
-SOAK ?= --seconds 600
-
-soak: build ## random schedules of the rendezvous for ten minutes; SOAK="--seconds N --seed S"
-	@PYTHONPATH=tests $(PY) -m tests.rendezvous.soak $(SOAK)
-
-soak-store: build ## a store that keeps its state is killed and started again under a running job; KILLS=200
-	@ELASTICRS_STORE_KILLS=$(or $(KILLS),200) $(PY) -m pytest -q -n0 tests/store_away -k no_worker_ends
-
-soak-train: build ## workers of elasticrs.train are killed at random moments: started by hand, by an agent, by two; KILLS=200
-	@for agents in 0 1 2; do \
-	    PYTHONPATH=tests $(PY) -m tests.train.soak --kills $(or $(KILLS),200) --agents $$agents || exit 1; \
-	done
-
-soak-hosted: build ## nodes that host etcd are killed, stopped and cut off (root); ROUNDS=200
-	@ELASTICRS_HOSTED_ROUNDS=$(or $(ROUNDS),200) $(PY) -m pytest -q -n0 -s tests/network/hosted_etcd_monkey.py
-
 lint: build ## formatters, linters, links of rustdoc, types, the stub of the extension, layers and import cycles, rules of the tree
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint-rust lint-python
 
