@@ -101,7 +101,9 @@ class UnderAgents(Trainers):
         if nodes == (1, 1) and not meets:
             return [*options, "--standalone"]
         options += meeting(f"{nodes[0]}:{nodes[1]}", self._port)
-        conf = ",".join(f"{name}={value}" for name, value in self._conf.items())
+        # Each agent gets the names of its own trainers as arguments.
+        settings = {"same_command": 0, **self._conf}
+        conf = ",".join(f"{name}={value}" for name, value in settings.items())
         return [*options, f"--rdzv-conf={conf}"]
 
     def after(self, *names: str) -> Sequence[str]:
