@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from helpers.packages import install
+from helpers.said import says
 
 SHOW = """
     import json, os
@@ -55,6 +56,15 @@ def test_python_reads_the_program_from_the_command_line_or_from_stdin(launch, wo
     launched.end_stdin()
     launched.exits(0)
     launched.wait_for_line("^RAN 0 a --b$", "stdout")
+
+
+@pytest.mark.beyond_torchrun  # torchrun says nothing
+def test_a_line_says_that_only_one_worker_can_read_the_program_from_stdin(launch):
+    launched = launch("--nproc-per-node=2", "--", "-", stdin=subprocess.PIPE)
+    launched.feed(f"{CODE}\n".encode())
+    launched.end_stdin()
+    launched.exits(0)
+    says(launched.stderr, "one of the 2 workers", "standard input")
 
 
 # Under torchrun, the fork server and the resource tracker of the first attempt outlive the launcher for a

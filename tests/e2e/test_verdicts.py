@@ -283,10 +283,19 @@ class TestNodeCheck:
 
 
 def test_an_unwritable_report_file_is_reported_and_does_not_fail_the_job(launch, worker_script, tmp_path):
-    path = tmp_path / "missing" / "report.json"
+    path = tmp_path / "folder"
+    path.mkdir()
     launched = launch("--report", f"file:{path}", worker_script("pass")).exits(0)
     assert str(path) in launched.stderr
-    assert os.strerror(2) in launched.stderr
+    assert os.strerror(errno.EISDIR) in launched.stderr
+
+
+def test_the_folder_of_the_report_is_created_before_the_job_runs(launch, worker_script, tmp_path):
+    path = tmp_path / "new" / "folder" / "report.json"
+    launch("--report", path, worker_script("pass")).exits(0)
+    assert report_of(path)["outcome"] == "succeeded"
+    refused = launch("--report", path / "more.json", worker_script("raise SystemExit(3)")).exits(2)
+    assert "--report" in refused.stderr
 
 
 def test_a_report_pipe_without_a_reader_does_not_block_the_job(launch, worker_script, tmp_path):

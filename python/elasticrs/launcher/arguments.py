@@ -176,6 +176,11 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     cpus = len(os.sched_getaffinity(0))
     if nproc > _MANY * cpus:
         notices.append(f"--nproc-per-node is {nproc}, but this node has only {cpus} CPUs to run workers on")
+    if nproc > 1 and not args.no_python and not args.module and _is_from_stdin(args):
+        notices.append(
+            f"only one of the {nproc} workers can read the program from standard input; the others run "
+            "nothing: write the program to a file"
+        )
     variables = {"TORCHELASTIC_SIGNALS_TO_HANDLE": _names(args.signals_to_handle)}
     if nproc > 1 and "OMP_NUM_THREADS" not in environ:
         variables["OMP_NUM_THREADS"] = "1"
@@ -496,6 +501,14 @@ def _command(args: Namespace, environ: Mapping[str, str]) -> list[str]:
     # Prepend `./` to the name, because Python would treat a name that starts with `-` as an option.
     path = os.path.join(os.curdir, script) if script.startswith("-") else script
     return [python, "-u", path, *args.training_script_args]
+
+
+def _is_from_stdin(args: Namespace) -> bool:
+    script = args.training_script
+    if script == "/dev/stdin":
+        return True
+    has_options = script.startswith("-") and not os.path.exists(script)
+    return has_options and parse_python([script, *args.training_script_args]).kind == "stdin"
 
 
 def _python_words(args: Namespace, python: str) -> list[str]:

@@ -104,6 +104,10 @@ def _main(argv: Sequence[str], signals: SignalPipe | None, *, owns_process: bool
             raise_descriptor_limit()
             _look_here_last()
         check_limits(launch)
+        if launch.job.report is not None:
+            from elasticrs.launcher.outcome import make_report_folder
+
+            make_report_folder(launch.job.report)
         return _run(launch, signals)
     except TextRequested as request:
         return _print_text(request.what, request.words)

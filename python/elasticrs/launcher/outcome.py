@@ -25,6 +25,22 @@ empty, no message is written.
 """
 
 
+def make_report_folder(path: str) -> None:
+    """Create the folder of the JSON report, so that a mistake in the path is noticed before the job runs.
+
+    Raises:
+        UsageError: the folder cannot be created.
+    """
+    from elasticrs.job.config import UsageError
+
+    try:
+        os.makedirs(os.path.dirname(path) or os.curdir, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"--report: got {path!r}, whose folder cannot be created: {error.strerror}"
+        ) from None
+
+
 def conclude(job: JobConfig, result: JobResult, headline: str | None, say: Callable[[str], None]) -> int:
     """Write the JSON report and the termination message of a finished job, and return the launcher's exit
     code. Print a line for each file that cannot be written.
