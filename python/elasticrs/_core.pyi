@@ -275,6 +275,9 @@ class Heartbeat:
     @property
     def step(self) -> int | None: ...
     @property
+    def is_global(self) -> bool:
+        """True if the worker counts its steps across restarts."""
+    @property
     def section(self) -> str | None:
         """Name of the section that the worker was in; ``None`` if it was in none."""
     @property

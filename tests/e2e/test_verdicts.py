@@ -8,6 +8,7 @@ import signal
 import pytest
 from helpers import procs
 from helpers.ended import Ended, report_of
+from helpers.said import says
 
 from elasticrs.agent.attempt import JobResult
 from elasticrs.job.config import JobConfig
@@ -59,6 +60,31 @@ GROUPS = """
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if attempt < 3:
         raise ExceptionGroup("errors", [[ValueError, KeyError, OSError][attempt]("x")])
+"""
+ONE_EPOCH_AN_ATTEMPT = """
+    import os
+    from elasticrs.timer import heartbeat
+    done = int(open("done").read()) if os.path.exists("done") else 0
+    for step in range(20):
+        heartbeat(step)
+    open("done", "w").write(str(done + 1))
+    if done < 5:
+        raise RuntimeError("a transient fault")
+"""
+NO_PROGRESS = """
+    import os, signal
+    from elasticrs.timer import heartbeat
+    for step in range(6):
+        heartbeat(step, across_restarts={across_restarts})
+    {fails}
+"""
+MODULE_IS_GONE_FOR_A_MOMENT = """
+    import os
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt in (1, 2):
+        import there_is_no_such_module
+    if attempt == 0:
+        raise RuntimeError("a transient fault")
 """
 
 
@@ -129,6 +155,33 @@ def test_the_third_equal_failure_ends_the_job(run):
 
 def test_different_exception_groups_at_the_same_place_are_different_failures(run):
     ended = run(GROUPS, nproc=1)
+    assert (ended.code, ended.restarts) == (0, 3)
+
+
+def test_a_job_that_finishes_an_epoch_in_each_attempt_is_not_permanent(run):
+    ended = run(ONE_EPOCH_AN_ATTEMPT, "--max-restarts=9", "--hang-timeout=60", nproc=1)
+    assert (ended.code, ended.restarts) == (0, 5)
+
+
+@pytest.mark.parametrize("across_restarts", [True, False])
+@pytest.mark.parametrize(
+    ("fails", "words"),
+    [("signal.pause()", ["hang", "step 5"]), ("os.kill(os.getpid(), signal.SIGSEGV)", ["SIGSEGV", "step 5"])],
+    ids=["hang", "crash"],
+)
+def test_the_same_hang_or_crash_in_the_same_step_ends_a_job_with_a_window(run, fails, words, across_restarts):
+    # The third failure ends the job in both cases, but for steps whose count starts again it takes three
+    # times the number that is set here.
+    most = 3 if across_restarts else 1
+    script = NO_PROGRESS.format(fails=fails, across_restarts=across_restarts)
+    options = ("--hang-timeout=1", "--max-restarts=1/0.1s", "--restart-delay=0.2s")
+    ended = run(script, *options, f"--max-same-failures={most}", nproc=1)
+    assert (ended.code, ended.report["verdict"], ended.restarts) == (1, "permanent", 2)
+    says(ended.report["reason"], *words, "3 times")
+
+
+def test_a_module_that_is_missing_for_a_moment_does_not_end_the_job(run):
+    ended = run(MODULE_IS_GONE_FOR_A_MOMENT)
     assert (ended.code, ended.restarts) == (0, 3)
 
 

@@ -1,9 +1,15 @@
 """Reading of error files by the agent."""
 
+import errno
+import http.client
 import json
 import pickle
 import re
+import socket
+import ssl
 import time
+import urllib.error
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -11,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elasticrs._worker import flight
+from elasticrs._worker.error_file import error_document, failure_facts
 from elasticrs.multiprocessing.errors import ProcessFailure
 from elasticrs.workers.logs import discard_unused_files, fault_file
 
@@ -219,3 +226,67 @@ def test_an_invalid_retryable_value_is_reported_and_ignored(tmp_path, value, is_
     failure = ProcessFailure(0, 5, 1, write(tmp_path, {"message": "m", "timestamp": 1, "retryable": value}))
     assert failure.is_retryable
     assert [repr(value) in note for note in failure.more_notes] == ([] if is_clear else [True])
+
+
+class OwnRefusalError(ConnectionRefusedError):
+    """A subclass, such as that of an HTTP library."""
+
+
+class LibraryError(OSError):
+    """An error of a library, such as ``requests.ConnectionError``."""
+
+
+def raised_from(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+def raised_while_handling(error: BaseException, context: BaseException) -> BaseException:
+    error.__context__ = context
+    return error
+
+
+class GroupError(Exception):
+    """An exception group, which Python 3.10 lacks."""
+
+    def __init__(self, *exceptions: BaseException) -> None:
+        self.exceptions = exceptions
+
+
+def with_itself_as_cause() -> BaseException:
+    error = RuntimeError("x")
+    return raised_from(error, error)
+
+
+REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+TRANSIENT = [
+    *(REFUSED, OwnRefusalError("x"), BrokenPipeError(), TimeoutError(), futures.TimeoutError()),
+    *(socket.gaierror(-3, "x"), ssl.SSLEOFError(8, "x"), http.client.RemoteDisconnected("x")),
+    *(
+        OSError(getattr(errno, name), "x")
+        for name in ("EHOSTUNREACH", "ENETUNREACH", "ETIMEDOUT", "ECONNRESET")
+    ),
+    urllib.error.URLError(socket.gaierror(-2, "x")),
+    type("DistBackendError", (RuntimeError,), {"__module__": "torch.distributed"})("x"),
+    raised_from(RuntimeError("no data"), REFUSED),
+    raised_from(KeyError("x"), raised_from(RuntimeError("y"), OwnRefusalError("z"))),
+    raised_while_handling(LibraryError("x"), raised_from(ValueError("y"), REFUSED)),
+    GroupError(REFUSED, GroupError(TimeoutError())),
+]
+PERSISTENT = [
+    *(ValueError("Connection refused"), OSError(errno.ENOENT, "x"), OSError("x"), OSError([], "x")),
+    *(FileNotFoundError(), PermissionError(), ssl.SSLCertVerificationError(1, "x")),
+    *(urllib.error.URLError("x"), urllib.error.HTTPError("x", 404, "x", None, None)),
+    raised_from(RuntimeError("x"), ValueError("y")),
+    # A mistake in an exception handler.
+    raised_while_handling(KeyError("x"), REFUSED),
+    *(GroupError(REFUSED, ValueError("x")), GroupError(), with_itself_as_cause()),
+]
+
+
+@pytest.mark.parametrize("is_transient", [True, False])
+def test_the_error_file_says_whether_an_exception_reports_a_lost_connection(tmp_path, is_transient):
+    for error in TRANSIENT if is_transient else PERSISTENT:
+        assert failure_facts(error)["is_transient"] is is_transient, repr(error)
+        failure = ProcessFailure(0, 1, 1, write(tmp_path, error_document(error, "hook")))
+        assert failure.is_transient is is_transient

@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 from elasticrs.job.failure_cause import Cause, Permanence
 from elasticrs.job.restart_policy import (
     MAX_SUSPECTS,
-    TRANSIENT,
+    STEADY,
+    UNPROVEN,
     Evidence,
     FailureHistory,
     RestartDecision,
     RestartSettings,
     StopKind,
     decide,
+    exclude,
+    is_suspect,
 )
 
 PLENTY = RestartSettings(max_restarts=1000, max_same_failures=3)
@@ -62,19 +65,77 @@ class TestFailures:
         [
             failure(exception="builtins.KeyError"),
             failure(place="train.py:89"),
-            failure(rank=4, reached=5),
+            failure(rank=4, reached=5, is_global=True),
             failure(exception=None),
             failure(place=None),
         ],
         ids=["exception", "place", "rank and step", "no exception", "no place"],
     )
     def test_a_different_failure_resets_the_count_of_same_failures(self, other):
-        same = failure(reached=7)
+        same = failure(reached=7, is_global=True)
         assert stops(decisions(PLENTY, [same, same, other, same, same])) == (5, None)
 
-    @pytest.mark.parametrize("exception", sorted(TRANSIENT))
-    def test_connection_errors_never_count_as_the_same_failure(self, exception):
-        assert stops(decisions(PLENTY, [failure(exception=exception)] * 9)) == (9, None)
+    def test_connection_errors_never_count_as_the_same_failure(self):
+        assert stops(decisions(PLENTY, [failure(is_transient=True)] * 30)) == (30, None)
+
+    @pytest.mark.parametrize(
+        "steps",
+        [{"reached": 62}, {"reached": 62, "frame": "f"}],
+        ids=["optimizer steps or steps of an epoch", "with a frame"],
+    )
+    def test_steps_that_restart_with_each_attempt_prove_nothing_about_the_place(self, steps):
+        # The attempts ran for a minute each, or the steps differ.
+        assert stops(decisions(PLENTY, [failure(ran=STEADY, **steps)] * 30)) == (30, None)
+        others = [failure(**{**steps, "reached": 62 - number % 3}) for number in range(30)]
+        assert stops(decisions(PLENTY, others)) == (30, None)
+
+    def test_equal_failures_after_unproven_steps_end_the_job_later(self):
+        assert stops(decisions(PLENTY, [failure(reached=19)] * 30)) == (
+            PLENTY.max_same_failures * UNPROVEN - 1,
+            StopKind.PERMANENT,
+        )
+
+    @pytest.mark.parametrize(
+        "what",
+        [
+            {"exception": None, "silence": 4.0, "place": "f (train.py:5)"},
+            {"exception": None, "exitcode": -11, "place": None},
+        ],
+        ids=["hang", "SIGSEGV"],
+    )
+    def test_the_same_hang_or_crash_in_the_same_step_ends_the_job(self, what):
+        windowed = RestartSettings(max_restarts=3, window=10.0, max_same_failures=3)
+        for same, most in (
+            (failure(reached=5, is_global=True, ran=100.0, **what), 3),
+            (failure(reached=5, ran=1.0, **what), 3 * UNPROVEN),
+        ):
+            found = decisions(windowed, [same] * 30, seconds_apart=60.0, ran=100.0)
+            assert stops(found) == (most - 1, StopKind.PERMANENT)
+            assert "step 5" in found[-1].reason
+        assert stops(decisions(PLENTY, [failure(reached=5, ran=STEADY, **what)] * 30)) == (30, None)
+
+    @pytest.mark.parametrize("code", [-9, -15, 1, None])
+    def test_exit_codes_and_signals_of_other_processes_never_count_as_the_same_failure(self, code):
+        same = failure(exception=None, exitcode=code, reached=5, is_global=True)
+        assert stops(decisions(PLENTY, [same] * 30)) == (30, None)
+
+    @pytest.mark.parametrize("nodes", [1, 2])
+    def test_a_start_error_is_permanent_only_if_no_attempt_got_past_the_start(self, nodes):
+        missing = failure(exception="builtins.ModuleNotFoundError", place="train.py:1", **BROKEN_MOUNT)
+        both = [missing, missing.replaced(node="node2")][:nodes]
+        failed = decide(PLENTY, FailureHistory(), Evidence((Cause(exitcode=-9),), nodes=nodes))
+        stopped = decide(PLENTY, FailureHistory(), Evidence(tuple(both), nodes=nodes))
+        assert (failed.stop, stopped.stop) == (None, StopKind.PERMANENT)
+        history = failed.history
+        for _ in range(30):
+            decision = decide(PLENTY, history, Evidence(tuple(both), nodes=nodes))
+            assert decision.stop is None
+            history = decision.history
+
+    def test_a_round_that_ended_for_another_reason_after_a_minute_has_got_past_the_start(self):
+        history = exclude(PLENTY, FailureHistory(), Evidence(nodes=2, ran=STEADY)).history
+        assert history.has_started
+        assert not exclude(PLENTY, FailureHistory(), Evidence(nodes=2, ran=1.0)).history.has_started
 
     def test_an_attempt_of_unknown_duration_does_not_count_as_progress(self):
         assert stops(decisions(PLENTY, [failure()] * 9, ran=None)) == (2, StopKind.PERMANENT)
@@ -104,7 +165,7 @@ class TestRestartDelay:
         assert [each.delay for each in found] == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
     def test_progress_resets_the_delay(self):
-        found = decisions(self.SLOW, [Cause(reached=step) for step in (1, 1, 1, 2, 2)])
+        found = decisions(self.SLOW, [Cause(reached=step, is_global=True) for step in (1, 1, 1, 2, 2)])
         assert [each.delay for each in found] == [1, 2, 4, 1, 2]
 
     def test_there_is_no_delay_by_default(self):
@@ -215,6 +276,32 @@ class TestNodeExclusion:
         bound = (("node1", "2 agents have this name"),)
         assert excluded(LIMITED, evidence("node1", "node2", bound=bound)) == ["node2"]
 
+    def test_an_unfit_node_without_other_nodes_ends_the_job(self):
+        decision = decide(LIMITED, FailureHistory(), evidence("node1", nodes=1, available=1))
+        assert (decision.stop, decision.exclude) == (StopKind.UNFIT, None)
+        assert "node1" in decision.reason
+        assert decide(PLENTY, FailureHistory(), evidence("node1", nodes=1, available=1)).stop is None
+
+    def test_equal_start_errors_of_one_node_that_has_to_stay_are_not_permanent(self):
+        starts = evidence(
+            causes=(failure(node="node3", exception="ImportError", **BROKEN_MOUNT),), min_nodes=4
+        )
+        history = FailureHistory()
+        for _ in range(2):
+            history = decide(LIMITED, history, starts).history
+        decision = decide(LIMITED, history, starts)
+        assert (decision.stop, decision.exclude) == (StopKind.UNFIT, None)
+        assert "node3" in decision.reason
+        assert is_suspect(decision.history, "node3")
+        assert not is_suspect(decision.history, "node1")
+
+    def test_an_implicated_node_is_kept_in_the_history_of_a_job_that_ends(self):
+        starts = evidence(causes=(failure(node="node3", exception=None, **BROKEN_MOUNT),))
+        once = LIMITED.replaced(max_restarts=1)
+        decision = decide(once, decide(once, FailureHistory(), starts).history, starts)
+        assert (decision.stop, decision.history.excluded) == (StopKind.EXHAUSTED, 0)
+        assert is_suspect(decision.history, "node3")
+
     def test_the_only_node_of_a_round_is_excluded_if_there_is_a_spare(self):
         assert excluded(LIMITED, evidence("node1", nodes=1, available=2)) == ["node1"]
 
@@ -234,6 +321,11 @@ CAUSES = st.builds(
     exception=st.sampled_from([None, "builtins.ValueError", "builtins.KeyError"]),
     place=st.sampled_from([None, "train.py:8", "model.py:9"]),
     reached=st.none() | st.integers(0, 3),
+    is_global=st.sampled_from([None, True]),
+    is_transient=st.sampled_from([None, True]),
+    silence=st.sampled_from([None, 4.0]),
+    exitcode=st.sampled_from([None, 1, -9, -11]),
+    ran=st.sampled_from([None, 1.0, STEADY]),
     permanence=st.sampled_from([None, *(each.value for each in Permanence)]),
     permanent_rank=st.none() | st.integers(0, 7),
     permanent_sign=st.just("sign"),
@@ -318,3 +410,35 @@ def test_no_window_contains_more_restarts_than_allowed(most, window, gaps):
             restarted.append(now)
             assert sum(at > now - window for at in restarted) <= most
             assert len(history.charged_at) <= most
+
+
+@given(st.lists(CAUSES, min_size=1, max_size=10))
+def test_a_job_whose_steps_or_attempts_show_progress_is_never_permanent(causes):
+    causes = [cause.replaced(permanence=None) for cause in causes]
+    steady = [cause.replaced(is_global=None, ran=STEADY) for cause in causes]
+    assert stops(decisions(PLENTY, steady))[1] is None
+    rising = [
+        cause.replaced(reached=step, is_global=True, ran=1.0) for step, cause in enumerate(causes, start=1)
+    ]
+    assert stops(decisions(PLENTY, rising))[1] is None
+
+
+@given(CAUSES, st.integers(1, 4))
+def test_a_failure_that_repeats_itself_ends_the_job_or_never_counts(cause, most):
+    same = cause.replaced(permanence=None, ran=1.0)
+    restarts, stop = stops(decisions(PLENTY.replaced(max_same_failures=most), [same] * 30))
+    assert (restarts, stop) in {
+        (30, None),
+        (most - 1, StopKind.PERMANENT),
+        (most * UNPROVEN - 1, StopKind.PERMANENT),
+    }
+
+
+@given(st.integers(1, 4), st.lists(CAUSES, max_size=5))
+def test_no_start_error_is_permanent_after_another_failure(nodes, causes):
+    history = decide(PLENTY, FailureHistory(), Evidence((Cause(exitcode=1),), nodes=nodes)).history
+    starts = [cause.replaced(permanence=Permanence.START_ERROR.value) for cause in causes]
+    for start in starts:
+        decision = decide(PLENTY, history, Evidence((start,), nodes=nodes, ran=1.0))
+        assert decision.stop is None
+        history = decision.history

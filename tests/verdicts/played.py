@@ -21,7 +21,7 @@ from elasticrs.agent.attempt import Attempt, JobResult, Overdue
 from elasticrs.agent.decisions import OneNode
 from elasticrs.agent.first_failure import first_seen
 from elasticrs.agent.own_cause import Place, first_word, own_cause
-from elasticrs.agent.several_nodes import verdict_of
+from elasticrs.agent.several_nodes import has_failed_alone, verdict_of
 from elasticrs.host import clock
 from elasticrs.host.clock import Clock
 from elasticrs.job.failure_cause import Cause
@@ -84,7 +84,7 @@ class Node:
         failed_ns = began_ns + int(ran * 1e9)
         attempt.stamps = {"planned": began_ns, "started": began_ns, "ended": failed_ns + 50 * MS}
         if step is not None:
-            attempt.heartbeats = [beat_of(rank, began_ns, step) for rank in range(len(ends))]
+            attempt.heartbeats = [beat_of(rank, began_ns, *step) for rank in range(len(ends))]
         for rank, end in enumerate(ends):
             self._end(attempt, rank, end, failed_ns)
         if counters:
@@ -149,13 +149,16 @@ class Node:
         clock.time = self._clocks
 
 
-def beat_of(rank, at_ns, step):
-    return SimpleNamespace(local_rank=rank, at_ns=at_ns, step=step, section=None, has_returned=False)
+def beat_of(rank, at_ns, step, is_global=False):
+    return SimpleNamespace(
+        local_rank=rank, at_ns=at_ns, step=step, is_global=is_global, section=None, has_returned=False
+    )
 
 
 def hang_of(attempt, rank, seen_ns, hung):
     beat = beat_of(rank, seen_ns - 61_000 * MS, hung["step"])
-    seen = SimpleNamespace(local_rank=rank, heartbeat=beat, frame=None, state="S", wait_channel="")
+    frame = hung.get("frame")
+    seen = SimpleNamespace(local_rank=rank, heartbeat=beat, frame=frame, state="S", wait_channel="")
     return SimpleNamespace(
         local_rank=rank,
         missed="step",
@@ -174,7 +177,9 @@ def error_file(error, pid, recorded_ns):
     if "own" in error:
         return error["own"] if isinstance(error["own"], str) else json.dumps(error["own"])
     exception, place = error["exception"], error.get("place", "train.py:88")
-    facts = {name: error[name] for name in ("is_retryable", "is_start_error") if name in error}
+    facts = {
+        name: error[name] for name in ("is_retryable", "is_start_error", "is_transient") if name in error
+    }
     text = f"{exception.rpartition('.')[2]}: {error.get('message', 'x')}"
     file, _, line = place.partition(":")
     stack = f'Traceback (most recent call last):\n  File "/job/{file}", line {line}, in f\n{text}'
@@ -210,6 +215,7 @@ class Played:
         self._nodes = [Node(folder, place, clocks[place]) for place in range(len(shape))]
         self._order = order or range(len(shape))
         self._results = [JobResult() for _ in shape]
+        self._last = [(None, None) for _ in shape]
 
     def _record(self, number, restarts, attempt):
         """Add the record of an attempt to each node's result."""
@@ -220,9 +226,18 @@ class Played:
             result.attempts.append(
                 node.attempt(
                     *(number, restarts, self._shape, ends, began_ns, attempt.get("ran", 1.0)),
-                    *(attempt.get("step"), attempt.get("oom", ())),
+                    *(self._step(attempt), attempt.get("oom", ())),
                 )
             )
+
+    @staticmethod
+    def _step(attempt):
+        """Return the step in the workers' last heartbeats, and whether it is counted across restarts. Return
+        ``None`` if there were no heartbeats.
+        """
+        if "step" not in attempt:
+            return (attempt["global_step"], True) if "global_step" in attempt else None
+        return None if attempt["step"] is None else (attempt["step"], False)
 
     def _worker(self, word):
         """Return how a worker ends. ``word`` names an entry of the vocabulary, optionally followed by ``@``
@@ -307,7 +322,7 @@ class Played:
                 if "delay" in agent.timers:
                     agent.fire("delay")
         here = [place for place in range(count) if NODES[place] != self._attempts[-1].get("lost")]
-        return [self._of_node(cluster, agents[place], self._results[place]) for place in here]
+        return [self._of_node(cluster, agents[place], place) for place in here]
 
     def _report(self, agents, given):
         """Let the nodes report. All nodes report their first failures, and then the exits of their
@@ -321,6 +336,7 @@ class Played:
                 if cause is not None and attempt.first_failure is not None:
                     agent.send(messages.WorkerFailed(node.first_word(attempt).encoded()))
             here = given if given.get("on", agent.name) == agent.name else {}
+            self._last[place] = cause, here.get("found_unfit")
             ended[place] = messages.GroupEnded(
                 None if cause is None else cause.encoded(), here.get("unfit"), unfit=here.get("found_unfit")
             )
@@ -332,14 +348,16 @@ class Played:
             else:
                 agents[place].send(event)
 
-    def _of_node(self, cluster, agent, result):
-        outcome, head = agent.outcome, cluster.head
+    def _of_node(self, cluster, agent, place):
+        outcome, head, result = agent.outcome, cluster.head, self._results[place]
         if outcome is None:
             text = "\n".join([*(stop.why for stop in agent.all(messages.Stop)), *agent.texts])
             return Verdict(None, None, head.used, None, text)
         result.phase = machine.Phase.FAILED if outcome.kind != "succeeded" else machine.Phase.SUCCEEDED
         result.exit_code = 0 if outcome.kind == "succeeded" else 1
-        result.message, result.verdict = outcome.message, verdict_of(outcome)
+        cause, found_unfit = self._last[place]
+        is_unfit = found_unfit is not None or has_failed_alone(cause, head.failures, agent.name)
+        result.message, result.verdict = outcome.message, verdict_of(outcome, is_unfit=is_unfit)
         if outcome.cause is not None:
             result.first_cause = Cause.decoded(outcome.cause)
         return self._reported(result, head.used)
@@ -354,8 +372,7 @@ def orders(case):
     return list(itertools.permutations(range(nodes))) if nodes <= 3 else [range(nodes), range(nodes)[::-1]]
 
 
-def expected(case) -> dict[str, Any]:
-    """Return the fields of the verdict that a case specifies."""
-    return {
-        name: case["then"][name] for name in ("verdict", "code", "restarts", "root") if name in case["then"]
-    }
+def expected(case, node) -> dict[str, Any]:
+    """Return the fields of the verdict that a case specifies for a node."""
+    then = {**case["then"], **case["then"].get(node, {})}
+    return {name: then[name] for name in ("verdict", "code", "restarts", "root") if name in then}

@@ -54,6 +54,8 @@ pub struct Heartbeat {
     pub local_rank: u32,
     pub at: Stamp,
     pub step: Option<u64>,
+    /// True if the worker counts its steps across restarts.
+    pub is_global: bool,
     pub section: Option<String>,
     /// True if the program has returned, and the process is exiting.
     pub has_returned: bool,

@@ -5,6 +5,7 @@ under the key ``elasticrs``. :class:`elasticrs.multiprocessing.errors.ErrorHandl
 Workers that cannot import elasticrs execute it by path, so it uses only the standard library of Python 3.8.
 """
 
+import errno
 import json
 import os
 import sys
@@ -16,6 +17,9 @@ _NOTICE_PART = 2000
 
 _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
+
+_MAX_DEPTH = 16
+"""Maximum number of causes of causes that are considered. Prevents endless recursion."""
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 """Path fragments that identify code outside the user's program."""
@@ -33,6 +37,25 @@ _OF_CHILDREN = {
     *("CalledProcessError", "ChildFailedError", "ProcessRaisedException", "ProcessExitedException"),
 }
 """Names of exceptions that say that a process failed that this process had started."""
+
+_TRANSIENT = frozenset(
+    (
+        *("builtins.ConnectionError", "builtins.TimeoutError", "asyncio.exceptions.TimeoutError"),
+        *("concurrent.futures._base.TimeoutError", "socket.timeout", "socket.gaierror", "socket.herror"),
+        *("ssl.SSLEOFError", "ssl.SSLZeroReturnError", "http.client.RemoteDisconnected"),
+        *("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError"),
+        *("torch.distributed.DistStoreError", "torch.distributed.DistQueueEmptyError"),
+    )
+)
+"""Types of exceptions that report a lost connection or a timeout. Their subclasses do so as well."""
+
+_OF_NETWORK = frozenset(
+    (
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(errno.ENOTCONN, errno.EADDRNOTAVAIL),
+    )
+)
+"""Numbers of network errors for which Python has no type of its own."""
 
 
 def error_document(error: BaseException, written_by: str) -> str:
@@ -77,7 +100,8 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         could not be parsed, or lacks a module that it imports at its top level. ``is_retryable``: false if
         the exception, one of its causes, or a member of one of these exception groups is an
         ``elasticrs.errors.NonRetryable`` or ``bdb.BdbQuit``, with which a user has left the debugger.
-        ``python``: path of the interpreter.
+        ``is_transient``: true if the exception reports a lost connection or a timeout. ``python``: path of
+        the interpreter.
     """
     kind = type(error)
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
@@ -100,8 +124,31 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         "place": "%s:%d" % (os.path.basename(shown[-1][0]), shown[-1][1]) if shown else None,  # noqa: UP031
         "is_start_error": isinstance(error, (SyntaxError, ImportError)) and is_code and is_importing,
         "is_retryable": not _is_marked(error),
+        "is_transient": _is_transient(error),
         "python": sys.executable,
     }
+
+
+def _is_transient(error: BaseException, depth: int = 0) -> bool:
+    """Return true if an exception reports a lost connection or a timeout, or was raised because of such an
+    exception. An exception group does so if all of its members do.
+    """
+    if depth > _MAX_DEPTH:
+        return False
+    members = getattr(error, "exceptions", None)
+    if isinstance(members, tuple) and members:
+        return all(isinstance(each, BaseException) and _is_transient(each, depth + 1) for each in members)
+    names = {"%s.%s" % (base.__module__, base.__qualname__) for base in type(error).__mro__}  # noqa: UP031
+    if names & _TRANSIENT:
+        return True
+    causes: list[object] = [error.__cause__]
+    if isinstance(error, OSError):
+        if isinstance(error.errno, int) and error.errno in _OF_NETWORK:
+            return True
+        # `URLError` contains the reason. If an HTTP library defines an `OSError`, the original error is its
+        # context. Other exceptions that have a context are often mistakes in an exception handler.
+        causes += [error.__context__, vars(error).get("reason")]
+    return any(isinstance(cause, BaseException) and _is_transient(cause, depth + 1) for cause in causes)
 
 
 def _is_marked(error: BaseException) -> bool:

@@ -143,9 +143,11 @@ def own_cause(
         exception=first.exception,
         # Omit the source line of an error that only reports a lost peer, because the cause is not in this
         # worker's program.
-        place=None if is_consequence else first.place,
+        place=None if is_consequence else _place(attempt, first),
         is_consequence=is_consequence or None,
-        reached=_reached(attempt),
+        is_transient=first.is_transient or None,
+        ran=_ran(attempt, first),
+        **_reached(attempt),
         **permanent,
     )
 
@@ -160,8 +162,9 @@ def facts(attempt: Attempt, local_rank: int, fatal_exit_codes: Collection[int]) 
     """
     failed = {rank: each for rank, each in failures(attempt).items() if each.local_rank == local_rank}
     permanent = _permanence(attempt, failed, (), fatal_exit_codes)
-    known = {name: getattr(each, name) for each in failed.values() for name in ("exception", "place")}
-    return {**known, **permanent, "reached": _reached(attempt)}
+    names = ("exception", "place", "is_transient")
+    known = {name: getattr(each, name) or None for each in failed.values() for name in names}
+    return {**known, **permanent, **_reached(attempt)}
 
 
 def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
@@ -184,12 +187,34 @@ def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
     )
 
 
-def _reached(attempt: Attempt) -> int | None:
-    """Return the highest training step in the workers' last heartbeats, or ``None`` if no heartbeat contained
-    a step.
+def _reached(attempt: Attempt) -> dict[str, Any]:
+    """Return the highest training step in the workers' last heartbeats, as fields of a cause. The steps are
+    counted across restarts only if all workers say so.
     """
-    steps = [beat.step for beat in attempt.heartbeats if beat.step is not None]
-    return max(steps, default=None)
+    steps = {beat.step: beat.is_global for beat in attempt.heartbeats if beat.step is not None}
+    return {"reached": max(steps), "is_global": all(steps.values()) or None} if steps else {}
+
+
+def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
+    """Return the place in the code where the worker raised an exception, or where it hung."""
+    frame = _hang(attempt, failure.local_rank).get("frame")
+    if frame is None:
+        return failure.place
+    from elasticrs.agent import hangs
+
+    return hangs.place(frame)
+
+
+def _ran(attempt: Attempt, failure: ProcessFailure) -> float | None:
+    """Return the number of seconds from the start of the workers until the failure, or until the worker made
+    its last progress before it hung. Return ``None`` if one of the times is unknown.
+    """
+    overdue, started_ns = attempt.expired.get(failure.local_rank), attempt.stamps.get("started")
+    hung = None if overdue is None else overdue.hung
+    end_ns = failed_ns(failure) if hung is None else hung.since_ns
+    if started_ns is None or end_ns is None:
+        return None
+    return round(max(0, end_ns - started_ns) / 1e9, 3)
 
 
 def _permanence(

@@ -16,9 +16,9 @@ from elasticrs.agent.evidence import read_counters
 from elasticrs.host.background_call import BackgroundCall
 from elasticrs.host.nvidia import MEMORY_LIMIT, are_gpus_visible
 from elasticrs.job.config import SAFETY_TICK
-from elasticrs.job.failure_cause import Verdict
+from elasticrs.job.failure_cause import Permanence, Verdict
 from elasticrs.job.ranks import NodeShare
-from elasticrs.job.restart_policy import FailureHistory
+from elasticrs.job.restart_policy import FailureHistory, is_suspect
 from elasticrs.rendezvous.elastic import messages
 from elasticrs.rendezvous.elastic.driver import Driver
 from elasticrs.rendezvous.elastic.hosting import SystemResolver, decide
@@ -79,6 +79,7 @@ class SeveralNodes(Decisions):
         self._gathers_evidence = False
         self._group_exists = False
         self._found_unfit: str | None = None
+        self._last_cause: Cause | None = None
 
     # --- called by the loop ---
 
@@ -194,7 +195,7 @@ class SeveralNodes(Decisions):
 
                 # If the program cannot be executed, report a worker failure. The restart policy can then
                 # exclude this node, provided that the program starts on all other nodes.
-                cause = no_program(why, self._place())
+                self._last_cause = cause = no_program(why, self._place())
                 return self._over(messages.GroupEnded(cause.encoded()))
             return self._over(messages.StartFailed(why, event.transient))
         if isinstance(event, machine.FailureSeen):
@@ -275,6 +276,7 @@ class SeveralNodes(Decisions):
             cause = own_cause(attempt, self._place(), self._first_word, fatal_exit_codes=codes)
         else:
             cause = None
+        self._last_cause = cause
         from elasticrs.agent.record_requests import has_records
 
         evidence = None
@@ -385,8 +387,24 @@ class SeveralNodes(Decisions):
             self.phase = machine.Phase.STOPPED
             return [machine.Exit(1)]
         # Report an unfit node even if it was not excluded, because it should not run the next job either.
-        verdict = verdict_of(outcome, is_unfit=self._found_unfit is not None)
+        verdict = verdict_of(outcome, is_unfit=self._found_unfit is not None or self._has_failed_alone)
         return [machine.ReportFailure(outcome.message, verdict), machine.Exit(code)]
+
+    @property
+    def _has_failed_alone(self) -> bool:
+        return has_failed_alone(self._last_cause, self.read_history(), node_name())
+
+
+def has_failed_alone(cause: Cause | None, history: FailureHistory, node: str) -> bool:
+    """Return true if repeatedly only this node could not start the program.
+
+    Args:
+        cause: cause of this node's last failure; ``None`` if its workers did not fail by themselves.
+        history: failures of the job.
+        node: name of this node.
+    """
+    is_start_error = cause is not None and cause.permanence == Permanence.START_ERROR
+    return is_start_error and is_suspect(history, node)
 
 
 def verdict_of(outcome: messages.Outcome, *, is_unfit: bool = False) -> Verdict:
@@ -395,8 +413,8 @@ def verdict_of(outcome: messages.Outcome, *, is_unfit: bool = False) -> Verdict:
 
     Args:
         outcome: outcome of the job for this node.
-        is_unfit: true if a check found this node unfit.
+        is_unfit: true if a check found this node unfit, or if only this node could not start the program.
     """
-    if outcome.is_permanent:
-        return Verdict.PERMANENT
-    return Verdict.UNFIT if is_unfit or outcome.kind in ("stuck", "excluded") else Verdict.FAILED
+    if is_unfit or outcome.kind in ("stuck", "excluded"):
+        return Verdict.UNFIT
+    return Verdict.PERMANENT if outcome.is_permanent else Verdict.FAILED

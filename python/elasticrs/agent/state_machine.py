@@ -454,7 +454,7 @@ def _on_worker_to_replace(
         history, state = decision.history, state.replaced(met=met)
         if decision.stop is not None:
             return _stop_all(state.replaced(stopped_by=decision))
-    elif (reason := why_permanent(evidence)) is not None:
+    elif (reason := why_permanent(evidence, history)) is not None:
         return _stop_all(state.replaced(stopped_by=RestartDecision(history, StopKind.PERMANENT, reason)))
     return state.replaced(history=history, replacing=state.replacing | {local_rank}), []
 

@@ -77,7 +77,11 @@ class Cause(Value):
             3``.
         is_consequence: true if the exception only reports that a peer is lost or does not answer; otherwise
             ``None``.
+        is_transient: true if the exception only reports a lost connection or a timeout; otherwise ``None``.
         reached: last training step that any worker of the node has completed; ``None`` without heartbeats.
+        is_global: true if ``reached`` is counted across restarts (``heartbeat(step, across_restarts=True)``);
+            otherwise ``None``.
+        ran: seconds from the start of the workers until the failure, or until the hang began.
         diagnosis: text that says which ranks kept the others waiting, according to the evidence from all
             nodes; see :mod:`elasticrs.diagnosis`. ``None`` if no diagnosis was possible.
         blamed: text that names the ranks to blame for a hang, such as ``ranks 1, 2`` or ``undecided,
@@ -107,7 +111,10 @@ class Cause(Value):
     permanent_rank: int | None = None
     permanent_sign: str | None = None
     is_consequence: bool | None = None
+    is_transient: bool | None = None
     reached: int | None = None
+    is_global: bool | None = None
+    ran: float | None = None
     diagnosis: str | None = None
     blamed: str | None = None
 
@@ -125,3 +132,7 @@ class Cause(Value):
                 :func:`.rendezvous.elastic.validation.cause`.
         """
         return Cause(**{name: fields[name] for name in Cause._names if name in fields})
+
+
+NO_CAUSE = Cause()
+"""Placeholder for a failure about which nothing is known."""

@@ -5,27 +5,33 @@ The agent of one node and the leader of a job on several nodes both call :func:`
 judged by one set of rules:
 
 - **POLICY-1** A failure that another attempt would repeat stops the job immediately; see
-  :class:`Permanence`. A start error stops the job only if at least two nodes report one in the same round, if
-  two nodes report the same one in consecutive rounds, or if the round has a single node. If only one of
-  several nodes reports a start error, that node may be broken, so the workers are restarted.
+  :class:`Permanence`. A start error stops the job only if no earlier attempt has got past the start of the
+  program, and at least two nodes report one in the same round, two nodes report the same one in consecutive
+  rounds, or the round has a single node. If only one of several nodes reports a start error, that node may be
+  broken, so the workers are restarted.
 - **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Two
-  failures are equal if the same exception was raised at the same place, on the same rank or in the same
-  training step (or before the first step). Connection errors do not count, because they are often transient.
+  failures are equal if the same exception was raised at the same place, or if the workers hung at the same
+  place or crashed with the same signal, on the same rank or in the same training step (or before the first
+  step). Connection errors do not count, because they are often transient. Progress is a higher step, if steps
+  are counted across restarts. Otherwise, an attempt has made progress if it ran for :data:`STEADY` seconds
+  before it failed or hung. If its workers made steps in less time, or hung, it takes :data:`UNPROVEN` times
+  as many equal failures, each after the same number of steps.
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
-- **POLICY-5** At most one node per failure is excluded from the job, and the workers are restarted on the
-  remaining nodes. A node is excluded immediately if its own check has found it unfit. If a node is the only
-  one to report a start error, it is excluded when it is implicated for the second time. No node is excluded
-  if the evidence is insufficient, if more than ``max_excluded_nodes`` nodes in total or more than half of the
-  round's nodes would have to be excluded, if fewer than the minimum number of nodes would remain, or if all
-  suspect nodes are in ``Evidence.bound``.
+- **POLICY-5** The job stops if its only node was found unfit and cannot be excluded. Otherwise, at most one
+  node per failure is excluded from the job, and the workers are restarted on the remaining nodes. A node is
+  excluded immediately if its own check has found it unfit. If a node is the only one to report a start error,
+  it is excluded when it is implicated for the second time. No node is excluded if the evidence is
+  insufficient, if more than ``max_excluded_nodes`` nodes in total or more than half of the round's nodes
+  would have to be excluded, if fewer than the minimum number of nodes would remain, or if all suspect nodes
+  are in ``Evidence.bound``.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 
-from elasticrs.job.failure_cause import Permanence
+from elasticrs.job.failure_cause import NO_CAUSE, Permanence
 from elasticrs.job.value import Value
 
 TYPE_CHECKING = False
@@ -35,16 +41,16 @@ if TYPE_CHECKING:
     from elasticrs.job.failure_cause import Cause
 
 STEADY = 60.0
-"""Number of seconds after which an attempt without heartbeats is assumed to have made progress."""
-TRANSIENT = frozenset(
-    {
-        *("builtins.ConnectionError", "builtins.ConnectionResetError", "builtins.ConnectionAbortedError"),
-        *("builtins.ConnectionRefusedError", "builtins.BrokenPipeError", "builtins.TimeoutError"),
-        *("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError"),
-        *("torch.distributed.DistStoreError", "torch.distributed.DistQueueEmptyError"),
-    }
-)
-"""Types of exceptions that report a lost connection or a timeout."""
+"""Number of seconds after which an attempt has made progress, unless steps are counted across restarts."""
+UNPROVEN = 3
+"""Factor for ``max_same_failures`` if workers hung or made steps, and steps are not counted across restarts.
+Such attempts may have made progress: steps may be counted from the start of an epoch, and each attempt may
+finish an epoch.
+"""
+CRASHES = {4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV", 31: "SIGSYS"}
+"""Signals with which a program ends itself. Other signals usually come from other processes."""
+HANG = "hang"
+"""Kind of a failure that was a hang, in place of an exception type."""
 MAX_DOUBLINGS = 30
 """Maximum number of times that a delay is doubled. Prevents an overflow after many failures."""
 MAX_SUSPECTS = 8
@@ -85,7 +91,7 @@ class Evidence(Value):
         causes: failures that the nodes have reported, with the root cause first. Empty if none is known.
         nodes: number of nodes that took part in the attempt.
         now: current time in seconds, on a clock that all calls share.
-        ran: seconds for which the workers ran; ``None`` if unknown.
+        ran: seconds for which the workers ran; ``None`` if unknown. :attr:`.Cause.ran` is more exact.
         jitter: random number from 0 to 1, which shortens a delay by up to a half.
         unfit: names of the nodes whose own check found them unfit after this failure, each with the reason.
         bound: names of the nodes that cannot be excluded, each with the reason.
@@ -115,10 +121,12 @@ class FailureHistory(Value):
         charged: number of charged restarts.
         charged_at: times of the charges that are still within the window, in seconds, oldest first. Empty if
             there is no window.
-        last: exception type, place, global rank and training step of the last failure; ``None`` if the last
-            failure was not an exception.
+        last: kind (exception type, :data:`HANG` or signal name), place, global rank and training step of the
+            last failure; ``None`` if the last failure may not be counted as equal to another one.
         same: number of consecutive failures that equal ``last``.
-        reached: highest training step that the job has completed; ``None`` if it is unknown.
+        reached: highest training step that the job has completed; ``None`` if steps are not counted across
+            restarts.
+        has_started: true if an attempt has got past the start of the program.
         without_progress: number of consecutive failures without progress between them.
         start_error: name of the node and description of the error, if the last failure was a start error that
             only this node reported; otherwise ``None``.
@@ -132,6 +140,7 @@ class FailureHistory(Value):
     last: tuple[str, str, int | None, int | None] | None = None
     same: int = 0
     reached: int | None = None
+    has_started: bool = False
     without_progress: int = 0
     start_error: tuple[str, str] | None = None
     implicated: tuple[tuple[str, int], ...] = ()
@@ -145,6 +154,8 @@ class StopKind(str, Enum):
     """Another attempt would fail in the same way."""
     EXHAUSTED = "exhausted"
     """The restart budget is used up."""
+    UNFIT = "unfit"
+    """The failures come from nodes that are unfit but cannot be excluded. Other nodes may succeed."""
 
     __str__ = str.__str__
 
@@ -179,12 +190,14 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
         evidence: evidence about this failure.
     """
     after = _with_failure(history, evidence)
-    reason = why_permanent(evidence) or _why_start_error_moved(history, after)
-    if reason is None:
-        excluding = exclude(settings, after, evidence)
-        reason = None if excluding.exclude is not None else _why_repeated(settings, after)
+    reason = why_permanent(evidence, history) or _why_start_error_moved(history, after)
     if reason is not None:
         return RestartDecision(after, StopKind.PERMANENT, reason)
+    excluding = exclude(settings, after, evidence)
+    if excluding.exclude is None:
+        kind, reason = _why_useless(settings, excluding.history, evidence)
+        if reason is not None:
+            return RestartDecision(excluding.history, kind, reason)
     charged_at: tuple[float, ...] = ()
     used, limit = history.charged, f"max_restarts={settings.max_restarts}"
     if settings.window is not None:
@@ -192,7 +205,8 @@ def decide(settings: RestartSettings, history: FailureHistory, evidence: Evidenc
         used, limit = len(charged_at), f"{limit} in {settings.window:g} s"
         charged_at = (*charged_at, evidence.now)
     if used >= settings.max_restarts:
-        return RestartDecision(after, StopKind.EXHAUSTED, f"no restart is left ({limit}, {used} used)")
+        stopped = excluding.history.replaced(excluded=history.excluded)
+        return RestartDecision(stopped, StopKind.EXHAUSTED, f"no restart is left ({limit}, {used} used)")
     charged = excluding.history.replaced(charged=history.charged + 1, charged_at=charged_at)
     doublings = min(after.without_progress - 1, MAX_DOUBLINGS)
     delay = min(settings.first_delay * 2**doublings, max(settings.longest_delay, settings.first_delay))
@@ -213,6 +227,7 @@ def exclude(settings: RestartSettings, history: FailureHistory, evidence: Eviden
     Returns:
         A decision that has no delay and charges no restart.
     """
+    history = history.replaced(has_started=_has_started(history, evidence))
     unfit = dict(sorted(evidence.unfit))
     reasons = dict(unfit)
     start_error = _start_error_of_one_node(evidence)
@@ -278,27 +293,75 @@ def recent(settings: RestartSettings, history: FailureHistory, now: float) -> tu
     return tuple(time for time in history.charged_at if time > since)
 
 
+def is_suspect(history: FailureHistory, node: str) -> bool:
+    """Return true if a node was implicated in enough failures to be excluded from the job.
+
+    Args:
+        history: failures so far.
+        node: name of the node.
+    """
+    return dict(history.implicated).get(node, 0) >= IMPLICATED_TWICE
+
+
 def _with_failure(history: FailureHistory, evidence: Evidence) -> FailureHistory:
-    causes, ran = evidence.causes, evidence.ran
-    steps = [cause.reached for cause in causes if cause.reached is not None]
-    reached = max(steps, default=None)
-    if reached is None:
-        has_progressed = ran is not None and ran >= STEADY
+    reached = _reached(evidence)
+    if _are_steps_global(evidence):
+        has_progressed = history.reached is None or (reached or 0) > history.reached
     else:
-        has_progressed = history.reached is None or reached > history.reached
-    first = causes[0] if causes else None
-    last = None
-    if first is not None and first.exception not in (None, *TRANSIENT) and first.place is not None:
-        last = (str(first.exception), first.place, first.rank, reached)
-    is_same = not has_progressed and last is not None and _are_same(history.last, last)
-    highest = [step for step in (history.reached, reached) if step is not None]
+        ran = _ran(evidence)
+        has_progressed = ran is not None and ran >= STEADY
+    last = _identity(evidence, history)
+    is_same = not has_progressed and last is not None and _are_same(history.last, last, evidence)
+    highest = [history.reached, reached if _are_steps_global(evidence) else None]
     return history.replaced(
         last=last,
         same=history.same + 1 if is_same else int(last is not None),
-        reached=max(highest, default=None),
+        reached=max((step for step in highest if step is not None), default=None),
+        has_started=_has_started(history, evidence),
         without_progress=1 if has_progressed else history.without_progress + 1,
         start_error=_start_error_of_one_node(evidence),
     )
+
+
+def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, int | None, int | None] | None:
+    """Return the kind, place, rank and step of the root cause. Return ``None`` if another failure may not be
+    considered equal, because the cause is unknown, transient, or lacks a place.
+    """
+    first, step = evidence.causes[0] if evidence.causes else NO_CAUSE, _reached(evidence)
+    # If an earlier attempt has got past the start, a file system may have failed for a moment.
+    is_late_start = first.permanence == Permanence.START_ERROR and history.has_started
+    if first.is_transient or is_late_start:
+        return None
+    if first.silence is not None:
+        return HANG, first.place or "", first.rank, step
+    if first.exception is not None:
+        return None if first.place is None else (first.exception, first.place, first.rank, step)
+    # Only the step shows that the program crashed at the same place.
+    crash = None if step is None or first.is_consequence else CRASHES.get(-(first.exitcode or 0))
+    return None if crash is None else (crash, "", first.rank, step)
+
+
+def _reached(evidence: Evidence) -> int | None:
+    return max((cause.reached for cause in evidence.causes if cause.reached is not None), default=None)
+
+
+def _are_steps_global(evidence: Evidence) -> bool:
+    """Return true if the steps of all nodes that reported one are counted across restarts."""
+    counted = [cause.is_global for cause in evidence.causes if cause.reached is not None]
+    return bool(counted) and all(counted)
+
+
+def _ran(evidence: Evidence) -> float | None:
+    """Return the number of seconds until the first failure or the start of the hang."""
+    exact = (evidence.causes[0] if evidence.causes else NO_CAUSE).ran
+    return evidence.ran if exact is None else exact
+
+
+def _has_started(history: FailureHistory, evidence: Evidence) -> bool:
+    """Return true if this or an earlier attempt has got past the start of the program on all of its nodes."""
+    if evidence.causes:
+        return history.has_started or not _start_errors(evidence)
+    return history.has_started or (evidence.ran is not None and evidence.ran >= STEADY)
 
 
 def _start_error_of_one_node(evidence: Evidence) -> tuple[str, str] | None:
@@ -316,7 +379,7 @@ def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str |
     Such an error probably affects every node. Only one node per round reports it, because the first failure
     stops the workers of all nodes.
     """
-    if before.start_error is None or now.start_error is None:
+    if before.start_error is None or now.start_error is None or before.has_started:
         return None
     (one, sign), (other, same) = before.start_error, now.start_error
     if one == other or sign != same:
@@ -325,21 +388,28 @@ def _why_start_error_moved(before: FailureHistory, now: FailureHistory) -> str |
 
 
 def _are_same(
-    one: tuple[str, str, int | None, int | None] | None, other: tuple[str, str, int | None, int | None]
+    one: tuple[str, str, int | None, int | None] | None,
+    other: tuple[str, str, int | None, int | None],
+    evidence: Evidence,
 ) -> bool:
     if one is None or one[:2] != other[:2]:
         return False
     # Without heartbeats, the step is unknown (``None``) in every failure. Two unknown steps are considered
     # equal.
-    return one[2] == other[2] or one[3] == other[3]
+    return one[3] == other[3] or (_are_steps_global(evidence) and one[2] == other[2])
 
 
-def why_permanent(evidence: Evidence) -> str | None:
+def why_permanent(evidence: Evidence, history: FailureHistory) -> str | None:
     """Return the reason why another attempt would fail in the same way (POLICY-1). Return ``None`` if the
     evidence shows no such reason.
+
+    Args:
+        evidence: evidence about the failure.
+        history: failures before this one.
     """
     starts = _start_errors(evidence)
-    if starts and len({cause.node for cause in starts}) >= min(2, evidence.nodes):
+    is_everywhere = len({cause.node for cause in starts}) >= min(2, evidence.nodes)
+    if starts and is_everywhere and not history.has_started:
         first = starts[0]
         return f"{_who(first)} failed while the program started ({first.permanent_sign}): not transient"
     for cause in _permanent(evidence):
@@ -359,14 +429,35 @@ def _start_errors(evidence: Evidence) -> list[Cause]:
     return [cause for cause in _permanent(evidence) if cause.permanence == Permanence.START_ERROR]
 
 
-def _why_repeated(settings: RestartSettings, history: FailureHistory) -> str | None:
-    most, last = settings.max_same_failures, history.last
-    if not most or last is None or history.same < most:
+def _why_useless(
+    settings: RestartSettings, history: FailureHistory, evidence: Evidence
+) -> tuple[StopKind, str | None]:
+    """Return the reason not to restart the workers on the same nodes, and its kind. The reason is ``None`` if
+    there is no such reason.
+    """
+    unfit = dict(evidence.unfit)
+    if settings.max_excluded_nodes is not None and unfit and evidence.nodes == 1:
+        node, why = min(unfit.items())
+        return StopKind.UNFIT, f"node {node} is unfit, and no other node could replace it: {why}"
+    repeated = _why_repeated(settings, history, evidence)
+    starts = _start_error_of_one_node(evidence)
+    if repeated is not None and starts is not None and is_suspect(history, starts[0]):
+        # The failure is not permanent, because the program starts on all other nodes.
+        return StopKind.UNFIT, f"{repeated}, and only on node {starts[0]}"
+    return StopKind.PERMANENT, repeated and f"{repeated}: not transient"
+
+
+def _why_repeated(settings: RestartSettings, history: FailureHistory, evidence: Evidence) -> str | None:
+    if history.last is None:
         return None
-    exception, place, rank, step = last
+    kind, place, rank, step = history.last
+    is_proven = _are_steps_global(evidence) or (not step and kind != HANG)
+    most = settings.max_same_failures * (1 if is_proven else UNPROVEN)
+    if not most or history.same < most:
+        return None
+    at = f" at {place}" if place else ""
     where = f" in step {step}" if step is not None else "" if rank is None else f" on rank {rank}"
-    name = exception.rpartition(".")[2]
-    return f"the same {name} at {place}{where}, {history.same} times without progress: not transient"
+    return f"the same {kind.rpartition('.')[2]}{at}{where}, {history.same} times without progress"
 
 
 _KINDS = frozenset(each.value for each in Permanence)

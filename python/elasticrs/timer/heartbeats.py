@@ -26,6 +26,8 @@ _PID, _COUNT, _STEP, _LIMIT, _EXIT, _TIMES = 0, 1, 2, 3, 4, 64
 _NAME = slice(64, 128)  # Offsets in bytes.
 _LAST = 127
 _UNLIMITED = 2**64 - 1
+_GLOBAL = 2**63
+"""Bit in the word of the step that is set if the steps are counted across restarts."""
 
 _words: memoryview | None = None
 _automatic: memoryview | None = None
@@ -35,7 +37,7 @@ _mark = 1
 """Lowest bit of a heartbeat's timestamp: 1 if the heartbeat ends a step, 0 if it ends a part of a section."""
 
 
-def _heartbeat(step: int | None = None) -> None:
+def _heartbeat(step: int | None = None, across_restarts: bool = False) -> None:
     """Report progress of this worker to the agent, for example once in each training step.
 
     After its first heartbeat, a worker is considered failed if it sends no further heartbeat within
@@ -45,6 +47,9 @@ def _heartbeat(step: int | None = None) -> None:
     Args:
         step: number of the step that starts, 0 or more, shown in reports. -1 means that no step has started
             yet.
+        across_restarts: true if ``step`` counts all steps of the training, so that it continues from the
+            checkpoint after a restart. The restart policy then uses it to decide whether the training makes
+            progress. False if it may start again from 0 in an attempt or an epoch.
 
     Raises:
         ValueError: the step is negative or too large.
@@ -56,7 +61,7 @@ def _heartbeat(step: int | None = None) -> None:
     _count += 1
     words[_COUNT] = _count
     if step is not None:
-        words[_STEP] = step + 1
+        words[_STEP] = step + 1 | _GLOBAL if across_restarts else step + 1
 
 
 class Section:
@@ -107,7 +112,7 @@ class Section:
 if TYPE_CHECKING:
 
     class _Heartbeat(Protocol):
-        def __call__(self, step: int | None = None) -> None: ...
+        def __call__(self, step: int | None = None, across_restarts: bool = False) -> None: ...
         def section(self, name: str, limit: float | None) -> Section: ...
 
     heartbeat: _Heartbeat

@@ -10,7 +10,7 @@ use elasticrs_runtime::readings::{Heartbeat, Readings, Source, TimerCounts};
 use elasticrs_sys::clock::Stamp;
 
 use crate::logs::LogTotals;
-use crate::timer::hang::RankState;
+use crate::timer::hang::{Beat, RankState};
 use crate::timer::pages::HeartbeatPage;
 
 /// Counts active expiration timers, expired timers, and expired timers that were handled late.
@@ -66,8 +66,8 @@ impl RankState {
     pub(crate) fn heartbeat(&self, local_rank: u32) -> Option<Heartbeat> {
         let Self::Heartbeat(beat) = self else { return None };
         let section = beat.section.as_ref().map(|section| section.name.clone());
-        let has_returned = beat.is_exiting;
-        Some(Heartbeat { local_rank, at: Stamp(beat.last), step: beat.step, section, has_returned })
+        let Beat { last, step, is_global, is_exiting, .. } = *beat;
+        Some(Heartbeat { local_rank, at: Stamp(last), step, is_global, section, has_returned: is_exiting })
     }
 }
 

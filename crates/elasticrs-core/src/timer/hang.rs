@@ -76,6 +76,8 @@ pub struct Limits {
 pub struct Beat {
     pub last: u64,
     pub step: Option<u64>,
+    /// True if the worker counts its steps across restarts.
+    pub is_global: bool,
     pub section: Option<Section>,
     /// True if the program has returned and the process is exiting. In that case, `last` is the time at which the
     /// program returned.

@@ -23,6 +23,8 @@ const NAME: usize = 8;
 const NAME_WORDS: usize = 8;
 const TIMES: usize = 64;
 const TIMES_KEPT: usize = 128;
+/// Bit of the word `STEP` that is set if the worker counts its steps across restarts.
+const GLOBAL: u64 = 1 << 63;
 /// Value of the word `LIMIT` while the worker is in a program section without a time limit.
 const UNLIMITED: u64 = u64::MAX;
 /// Tolerance, in nanoseconds, for heartbeat times in the future. The reader reads the clock before it reads the shared
@@ -93,7 +95,8 @@ impl HeartbeatPage {
         let before_exit = times.iter().rev().nth(1).copied().filter(|_| is_exiting);
         RankState::Heartbeat(Beat {
             last: last.min(now),
-            step: step.checked_sub(1),
+            step: (step & !GLOBAL).checked_sub(1),
+            is_global: step & GLOBAL != 0,
             section,
             is_exiting,
             before_exit,
@@ -130,6 +133,17 @@ mod tests {
     #[test]
     fn an_empty_page_has_no_heartbeat() {
         assert_eq!(HeartbeatPage::new(0).unwrap().read(7), RankState::NoHeartbeat);
+    }
+
+    #[test]
+    fn a_bit_of_the_step_says_whether_steps_are_counted_across_restarts() {
+        let page = HeartbeatPage::new(0).unwrap();
+        put(&page, TIMES, 51);
+        put(&page, COUNT, 1);
+        for (word, step, is_global) in [(8, Some(7), false), (GLOBAL | 8, Some(7), true), (GLOBAL, None, true)] {
+            put(&page, STEP, word);
+            assert_eq!(page.read(99), RankState::Heartbeat(Beat { last: 51, step, is_global, ..Beat::default() }));
+        }
     }
 
     #[test]

@@ -73,6 +73,7 @@ class ProcessFailure:
         python: path of the interpreter that recorded the exception; ``None`` if unknown.
         is_start_error: true if the program could not be parsed, or lacks a module that it imports at its
             top level.
+        is_transient: true if the exception only reports a lost connection or a timeout.
         is_retryable: false if the worker has marked its error as not worth another attempt. A worker does so
             with :class:`elasticrs.errors.NonRetryable`, or with ``"retryable": false`` in its error file. The
             string ``"false"`` has the same effect.
@@ -122,6 +123,7 @@ class ProcessFailure:
         self.place: str | None = None
         self.python: str | None = None
         self.is_start_error = False
+        self.is_transient = False
         self.is_retryable = True
         has_stack = self.signal_number() in _FAULTS and error_file and not unread
         self.stack = _read_stack(error_file) if has_stack else None
@@ -167,6 +169,7 @@ class ProcessFailure:
                 python = facts.get("python")
                 self.python = python if isinstance(python, str) else None
                 self.is_start_error = facts.get("is_start_error") is True
+                self.is_transient = facts.get("is_transient") is True
                 self.is_retryable = facts.get("is_retryable") is not False
         message = data.get("message")
         extra = message.get("extraInfo") if isinstance(message, dict) else None

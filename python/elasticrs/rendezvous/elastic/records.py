@@ -513,6 +513,7 @@ _HISTORY = {
     "charged_at": validation.list_of(validation.SPAN, MAX_IN_WINDOW),
     "last": validation.row_of(_NAME, _NAME, _OPTIONAL_WHOLE, _OPTIONAL_WHOLE),
     "reached": validation.WHOLE,
+    "has_started": validation.FLAG,
 }
 _SLOT = (_COUNT, _NAME, _COUNT, _COUNT, _COUNT, _COUNT)
 _SEAT = (_NAME, _NAME, _ADDRESS)

@@ -260,10 +260,11 @@ def judge(
     reason = _why_not_again(view, counted, settings)
     if reason is None and decision.stop is StopKind.EXHAUSTED:
         reason = f"workers failed in round {head.round} and {decision.reason}"
-    elif reason is None and decision.stop is StopKind.PERMANENT:
-        reason, counted = decision.reason, counted.replaced(permanent=True)
-    elif reason is None:
-        counted = counted.with_failures(decision.history)
+    elif reason is None and decision.stop is not None:
+        reason = decision.reason
+        counted = counted.replaced(permanent=decision.stop is StopKind.PERMANENT)
+    # Keep the history even if the job ends, because an implicated node reports that it is unfit.
+    counted = counted.with_failures(decision.history)
     return Verdict(witnesses(view) if charged else [], counted, reason)
 
 

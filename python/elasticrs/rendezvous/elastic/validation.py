@@ -116,8 +116,8 @@ CAUSE: dict[str, Check] = {
     **dict.fromkeys(("round", "rank", "local_rank", "pid", "permanent_rank"), COUNT),
     **dict.fromkeys(("time_ns", "error_ns"), TIME),
     "exitcode": optional(WHOLE),
-    "is_consequence": FLAG,
-    "silence": _is_span,
+    **dict.fromkeys(("is_consequence", "is_transient", "is_global"), FLAG),
+    **dict.fromkeys(("silence", "ran"), _is_span),
     "lines": list_of(TEXT, 1000),
     "xids": list_of(TEXT, 1000),
 }
