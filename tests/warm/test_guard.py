@@ -40,6 +40,15 @@ LEAVES = {
     "a_rank_that_must_be": "import os; rank = os.environ['LOCAL_RANK']",
     "a_size": "import os; is_distributed = 'WORLD_SIZE' in os.environ",
     "a_temporary_folder": "import tempfile; kept = tempfile.TemporaryDirectory()",
+    "a_tee": "import sys, types; s = sys.stdout; sys.stdout = types.SimpleNamespace(write=s.write)",
+    "a_codec": "import codecs, sys; sys.stderr = codecs.getwriter('utf-8')(sys.stderr.buffer)",
+    "a_detached_stream": "import io, sys; sys.stdout = io.TextIOWrapper(sys.stdout.detach())",
+    "a_closed_stream": "import sys; sys.stdout.close(); sys.stdout = sys.stderr",
+    "an_original_stream": "import io, sys; sys.__stdout__ = io.StringIO()",
+    "a_standard_descriptor": "import os; os.dup2(os.open('/dev/null', os.O_WRONLY), 1)",
+    "a_closed_descriptor": "import os; os.close(2)",
+    "an_environment": "import os; os.environ = dict(os.environ)",
+    "a_first_folder": "import sys; sys.path.insert(0, '/first')",
     "a_second_nursery": "import os, select; os.fork() and select.select([], [], [], 0.3)",
 }
 EXECUTES = """
@@ -60,7 +69,7 @@ ENDS = {
 }
 """Modules that end the process, and a token of the cause that is reported."""
 CLEAN = {
-    "an_environment": "import os; kept = os.environ.copy()",
+    "a_copy": "import os; kept = os.environ.copy()",
     "a_device": "kept = open('/dev/null')",
     "a_log": "kept = open('log', 'a')",
     "a_folder_descriptor": "import os; kept = os.open('.', os.O_RDONLY)",
@@ -202,10 +211,24 @@ def test_rank_zero_only_of_known_libraries_uses_the_rank_of_the_worker(launch, t
     assert started.stdout.count("RUNS 2 True True") == 2, started.stderr
 
 
-def test_a_worker_fork_that_exits_at_once_is_an_error(launch, worker_script, library):
-    env = library(ends="import os; os.register_at_fork(after_in_child=lambda: os._exit(0))")
-    started = launch("--warm=ends", worker_script(""), env=env).exits(1)
-    says(started.stderr, "could not create", "local rank 0", "forked")
+NO_FORKS = {
+    "a_handler_that_exits": "import os; os.register_at_fork(after_in_child=lambda: os._exit(0))",
+    "an_audit_hook": "import sys; sys.addaudithook(lambda name, _: name == 'os.fork' and 1 / 0)",
+    "a_missing_function": "import time; time.tzset = None",
+}
+
+
+@pytest.mark.parametrize("name", NO_FORKS)
+def test_workers_that_cannot_be_forked_start_cold(launch, worker_script, library, name):
+    script = worker_script(f"""
+        import os, sys
+        os.write(1, f"RUNS {{sys.argv[1:]}} {{os.environ['RANK']}} {{{name!r} in sys.modules}}\\n".encode())
+    """)
+    options = ("--nproc-per-node=2", "--tee=3", "--max-restarts=0", "--warm", name)
+    started = launch(*options, script, "an argument", env=library(**{name: NO_FORKS[name]})).exits(0)
+    for rank in (0, 1):
+        line_with(started.stdout, "RUNS ['an argument']", f"{rank} False")
+    says(started.stderr, "warm:", "cold")
 
 
 def test_modules_that_end_the_process_are_left_out_and_the_rest_is_preloaded(preload):
@@ -224,12 +247,6 @@ def test_a_nice_value_raised_by_an_import_is_raised_only_once(launch, worker_scr
     before = os.getpriority(os.PRIO_PROCESS, 0)
     launched = launch("--warm=nicer", script, env=env).exits(0)
     assert launched.stdout == f"NICE {before + 1}\n"
-
-
-def test_an_audit_hook_that_refuses_forks_is_reported(launch, worker_script, library):
-    env = library(refuses="import sys; sys.addaudithook(lambda name, _: name == 'os.fork' and 1 / 0)")
-    started = launch("--warm=refuses", worker_script(""), env=env).exits(1)
-    says(started.stderr, "could not create", "local rank 0", "os.fork")
 
 
 def test_fork_safe_modules_are_preloaded(preload):

@@ -234,9 +234,12 @@ class AttemptTracker:
         Raises:
             Exception: a function of the user cannot be pickled. In this case, no event follows.
         """
-        supervisor = self.supervisor
         if self._warming is not None:
-            self._workers.may_fork = self._warming.may_fork(supervisor)
+            self._workers.may_fork = self._warming.may_fork(self.supervisor)
+        self._start(attempt)
+
+    def _start(self, attempt: Attempt) -> None:
+        supervisor = self.supervisor
         try:
             group = prepare_group(self._workers, supervisor, attempt, self._extra)
             self.observers.prepared(attempt)
@@ -417,6 +420,15 @@ class AttemptTracker:
 
     def _on_start_failed(self, event: _core.StartFailed) -> None:
         self._workers.ended(self.supervisor)
+        if self._warming is not None and self._warming.is_warm and self._workers.may_fork:
+            # The fork may be what failed, for example in a handler of an imported library.
+            self._workers.may_fork = False
+            self._warming.start_cold(event.message)
+            attempt = self.result.attempts[-1]
+            # Use other log files, because workers that had been forked before the failure may have written.
+            attempt.name += "_cold"
+            self._start(attempt)
+            return
         self.result.message, self.result.start_errno = event.message, event.errno
         has_no_program = event.stage == "execute" and event.errno in _NO_PROGRAM
         self.events.append(

@@ -127,6 +127,11 @@ class Warming:
         self._is_over, self.is_warm, self.why_cold = True, False, why
         self._say(f"warm: workers start cold from now on: {why}")
 
+    def start_cold(self, why: str) -> None:
+        """Report that the workers of this attempt start cold because they could not be forked."""
+        self.is_warm, self.why_cold = False, why
+        self._say(f"warm: workers start cold: {why}")
+
     def may_fork(self, supervisor: Supervisor) -> bool:
         """Return true if the workers of a new attempt may be forked from a process with preloaded modules. If
         the modules' files have changed, first try to switch to a second process, which has imported the new

@@ -18,20 +18,27 @@ class Captured:
     def __init__(self, lowest: int) -> None:
         import fcntl
 
-        self._kept = {fd: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, lowest) for fd in (1, 2)}
-        for fd in self._kept:
+        self._kept = {}
+        for fd in (1, 2):
             memory = os.memfd_create("imports")
+            # Keep a descriptor of the memory, because an import may close or replace the stream's descriptor.
+            self._kept[fd] = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, lowest) for each in (fd, memory)]
             os.dup2(memory, fd)
             os.close(memory)
 
     def end(self) -> dict[int, bytes]:
         """Restore the streams. Return the captured output, keyed by file descriptor."""
+        from contextlib import suppress
+
         printed = {}
-        for fd, kept in self._kept.items():
-            (sys.stdout if fd == 1 else sys.stderr).flush()
-            printed[fd] = os.pread(fd, os.fstat(fd).st_size, 0)
+        for fd, (kept, memory) in self._kept.items():
+            # An import may have closed the stream or its descriptor.
+            with suppress(ValueError, OSError):
+                (sys.stdout if fd == 1 else sys.stderr).flush()
+            printed[fd] = os.pread(memory, os.fstat(memory).st_size, 0)
             os.dup2(kept, fd)
             os.close(kept)
+            os.close(memory)
         return printed
 
 

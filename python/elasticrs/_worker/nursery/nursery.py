@@ -13,7 +13,7 @@ the nursery. This file does not need elasticrs to be importable. It guarantees:
 - **WARM-3** the output of the imports is recorded. Each worker prints it, as if the worker had run the
   imports.
 - **WARM-4** an unexpected error ends the nursery before it is ready. Workers then start without preloaded
-  modules.
+  modules. After an unexpected error in a forked worker, the worker executes its command line.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ _AT: list[str] = []
 """Name of the module that is being imported. Empty if no import is running."""
 
 _exit, _execv, _execve = os._exit, os.execv, os.execve  # Keep the originals, because imports may patch `os`.
+_executable = sys.executable
 
 _AT_FIRST = frozenset(sys.modules)
 """Modules that the interpreter had imported before this file ran."""
@@ -174,18 +175,26 @@ def _uses_cuda() -> bool:
     return any(code != _NOT_INITIALIZED for code in codes)
 
 
+_STREAMS = ("__stdin__", "__stdout__", "__stderr__")
+
+
 def _standard_streams() -> list[Any]:
-    return [sys.__stdin__, sys.__stdout__, sys.__stderr__]
+    return [getattr(sys, name) for name in _STREAMS]
 
 
-def _settings(stream: Any) -> dict[str, object]:
-    stream.buffer.fileno()  # Fail if the stream is closed or detached, because every worker needs it.
+def _settings(stream: Any) -> dict[str, object] | None:
+    """Return the settings of a standard stream, or ``None`` if the stream is closed or detached."""
+    try:
+        stream.buffer.fileno()
+    except (ValueError, AttributeError):
+        return None
     return {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
 
 
 class _Surroundings:
     """Process state that imports must not change, because each worker starts with it: umask, signal mask,
-    timers, nice value, working directory and standard streams.
+    timers, nice value, working directory, standard streams, the dictionary of the environment, and the first
+    entry of ``sys.path``, which the interpreter moves behind the folder of the script.
     """
 
     def __init__(self, folders: list[str], variables: Any, children: Any) -> None:
@@ -196,7 +205,9 @@ class _Surroundings:
         self._place, self._mask = os.getcwd(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._umask, self._nice = os.umask(0), os.getpriority(os.PRIO_PROCESS, 0)
         os.umask(self._umask)
-        self._streams = [_settings(stream) for stream in _standard_streams()]
+        self._standard = _standard_streams()
+        self._streams = [_settings(stream) for stream in self._standard]
+        self._environ, self._first_entry = os.environ, sys.path[:1]
         self.blas: dict[str, dict[str, str]] = {}
         """Variables that the script had set when an OpenBLAS library was loaded, by path of the library."""
 
@@ -237,10 +248,27 @@ class _Surroundings:
         if os.getcwd() != self._place:
             os.chdir(self._place)
             changed = "the working directory"
-        for stream, settings in zip(_standard_streams(), self._streams, strict=True):
-            if _settings(stream) != settings:
-                stream.reconfigure(**settings)
+        changed = self._restore_streams() or changed
+        if os.environ is not self._environ:
+            os.environ = self._environ  # noqa: B003 -- the object that the import has replaced
+            changed = "os.environ"
+        if sys.path[:1] != self._first_entry:
+            changed = "the beginning of sys.path"
+        return changed
+
+    def _restore_streams(self) -> str | None:
+        changed = None
+        for name, stream, settings in zip(_STREAMS, self._standard, self._streams, strict=True):
+            found = _settings(stream)
+            if found != settings:
                 changed = "the standard streams"
+                # A closed or detached stream cannot be restored.
+                if found is not None:
+                    stream.reconfigure(**(settings or {}))
+            for each in (name, name.strip("_")):
+                if getattr(sys, each, None) is not stream:
+                    changed = f"sys.{each}"
+                    setattr(sys, each, stream)
         return changed
 
     def hidden(self) -> str | None:
@@ -309,12 +337,16 @@ def _why_unclean(before: dict[int, str], surroundings: _Surroundings) -> str | N
         return "it creates a temporary directory at import"
     if surroundings.variables.asked:
         return f"it reads {surroundings.variables.asked[0]} at import"
+    if not surroundings.variables:
+        return "it clears the environment at import"
     variable = surroundings.variables.changed()
     if variable:
         return f"it changes {variable} at import, which the script has set"
     changed = surroundings.restore()
     if changed:
         return f"it changes {changed} at import"
+    if any(_open_files().get(fd) != before[fd] for fd in (0, 1, 2)):
+        return "it changes the standard descriptors at import"
     hidden = surroundings.hidden()
     return hidden and f"it imports {hidden}, which is also next to the script"
 
@@ -538,6 +570,13 @@ def _become_worker(
     renewal.output(printed)
 
 
+def _start_cold(argv: list[bytes], env: list[bytes], error: BaseException) -> NoReturn:
+    """Execute the command line of this worker, because the fork could not be prepared."""
+    why = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
+    os.write(2, b"elasticrs: warm: this worker starts cold, because its fork failed to start: " + why + b"\n")
+    _execve(_executable, argv, dict(entry.split(b"=", 1) for entry in env))
+
+
 def _serve() -> None:
     """Run the imports, and then fork workers on request. Returns only in the forked workers."""
     environ, arguments = dict(os.environ), list(sys.argv)
@@ -572,7 +611,10 @@ def _serve() -> None:
         _report(failed=f"{type(error).__name__}: {error}{where}")
         raise
     argv, env = core.warm_nursery_main(start)
-    _become_worker(renewal, argv, env, arguments, imported)
+    try:
+        _become_worker(renewal, argv, env, arguments, imported)
+    except BaseException as error:
+        _start_cold(argv, env, error)
     hooked = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
     if hooked == _HOOK:
         sys.path.insert(0, hooked)
