@@ -191,8 +191,10 @@ def _reached(attempt: Attempt) -> dict[str, Any]:
     """Return the highest training step in the workers' last heartbeats, as fields of a cause. The steps are
     counted across restarts only if all workers say so.
     """
-    steps = {beat.step: beat.is_global for beat in attempt.heartbeats if beat.step is not None}
-    return {"reached": max(steps), "is_global": all(steps.values()) or None} if steps else {}
+    found = [(beat.step, beat.is_global) for beat in attempt.heartbeats if beat.step is not None]
+    if not found:
+        return {}
+    return {"reached": max(step for step, _ in found), "is_global": all(each for _, each in found) or None}
 
 
 def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
