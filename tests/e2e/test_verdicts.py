@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from helpers import procs
+from helpers import ports, procs
 from helpers.ended import Ended, report_of
 from helpers.said import says
 
@@ -296,10 +296,13 @@ class TestNodeCheck:
         assert "row remap failure" in launched.stderr
         assert not (tmp_path / "ran").exists()
 
-    def test_a_node_that_became_unfit_is_not_used_for_a_restart(self, launch, worker_script):
+    @pytest.mark.parametrize("rendezvous", [(), ("--nnodes=1", "--rdzv-backend=c10d")], ids=["none", "c10d"])
+    def test_a_node_that_became_unfit_is_not_used_for_a_restart(self, launch, worker_script, rendezvous):
         once = "sh -c 'test ! -e checked; code=$?; touch checked; exit $code'"
-        launched = launch(*self.OPTIONS, once, worker_script(self.FAILS_ONCE)).exits(193)
-        assert "Root Cause" in launched.stderr
+        endpoint = (f"--rdzv-endpoint=127.0.0.1:{ports.free()}",) if rendezvous else ()
+        options = (*self.OPTIONS, once, *rendezvous, *endpoint)
+        launched = launch(*options, worker_script(self.FAILS_ONCE)).exits(193)
+        assert "0 of 1 restarts charged" in launched.stderr
 
     @pytest.mark.parametrize(
         ("check", "limit"), [("true", "60"), ("sleep 600", "0.37")], ids=["fit", "hangs"]

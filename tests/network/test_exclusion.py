@@ -154,6 +154,23 @@ def test_a_node_that_alone_lacks_a_module_is_excluded_after_two_failures(hosts, 
     job.assert_empty()
 
 
+@pytest.mark.parametrize("max_restarts", [1, 3])
+def test_a_node_that_alone_lacks_a_module_and_has_to_stay_exits_with_193(
+    hosts, multinode, worker_script, max_restarts
+):
+    script = """
+        import os, signal
+        if os.uname().nodename == "node2":
+            import there_is_no_such_module
+        signal.pause()
+    """
+    machines = hosts(2)
+    options = ("--exit-codes", "verdict", "--max-restarts", str(max_restarts))
+    job = multinode(machines[0], "2", *options, script=worker_script(script))
+    job.start(*machines)
+    assert job.ended() == [1, 193], job.story("other exit codes")
+
+
 def test_a_node_that_alone_cannot_run_the_program_is_excluded_after_two_tries(hosts, multinode, tmp_path):
     good, broken = tmp_path / "good", tmp_path / "broken"
     good.write_text("#!/bin/sh\ntest $WORLD_SIZE = 1 || exec sleep 600\n")
