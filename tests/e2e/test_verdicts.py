@@ -54,6 +54,27 @@ BAD_DATA = """
     from xml.etree import ElementTree
     ElementTree.fromstring("<a>")  # Its error is a subclass of SyntaxError.
 """
+REJECTS = """
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.parse_args()
+"""
+CATCHES_THE_REJECTION = """
+    import argparse, os, sys
+    try:
+        argparse.ArgumentParser().parse_args(["--unknown"])
+    except SystemExit:
+        os.write(1, b"the defaults are used")
+    sys.exit(2)
+"""
+LOSES_A_SERVICE = """
+    import logging, sys
+    logging.basicConfig(level=logging.INFO)
+    logging.info("step 1")
+    logging.error("the service is lost")
+    sys.exit(2)
+"""
 SAME_AGAIN = "raise ValueError('x')"
 GROUPS = """
     import os
@@ -113,11 +134,19 @@ def run(launch, worker_script, tmp_path):
         ("import there_is_no_such_module", ("--run-path", "--start-method", "fork")),
         ("import there_is_no_such_module", ("--warm", "sys")),
         ("def f(:", ()),
-        ("import sys; sys.exit(2)", ("-r", "3", "--log-dir", "logs")),
+        (REJECTS, ("--warm", "argparse")),
+        (REJECTS, ()),
     ],
     ids=[
         *("marked", "marked cause", "marked member", "own error file", "exit code", "import"),
-        *("import of a path", "import in a fork", "import in a warm worker", "syntax", "usage"),
+        *(
+            "import of a path",
+            "import in a fork",
+            "import in a warm worker",
+            "syntax",
+            "usage in a warm worker",
+            "usage",
+        ),
     ],
 )
 def test_a_permanent_failure_ends_the_job_without_a_restart(run, script, options):
@@ -132,14 +161,24 @@ def test_a_permanent_failure_ends_the_job_without_a_restart(run, script, options
         ("import sys; sys.exit(42)", ("--fatal-exit-codes", "3,40,41,43-49")),
         ("import os; os.kill(os.getpid(), 9)", ("--fatal-exit-codes", "9,137")),
         ("import sys; sys.exit(2)", ()),
-        ("print('started'); import sys; sys.exit(2)", ("-r", "3", "--log-dir", "logs")),
+        (LOSES_A_SERVICE, ("-r", "3", "--log-dir", "logs")),
+        (CATCHES_THE_REJECTION, ()),
         (LAZY_IMPORT, ("--max-same-failures", "0")),
         (LIBRARY_IMPORT, ("--max-same-failures", "0")),
         (BAD_DATA, ("--max-same-failures", "0")),
         (SAME_AGAIN, ("--max-same-failures", "0")),
     ],
     ids=[
-        *("other code", "signal", "unknown output", "output", "lazy import", "import by a library", "data"),
+        *(
+            "other code",
+            "signal",
+            "exit 2",
+            "lost service",
+            "caught",
+            "lazy import",
+            "import by a library",
+            "data",
+        ),
         "check is off",
     ],
 )

@@ -97,8 +97,9 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     Returns:
         ``exception``: qualified name of its type. ``place``: file name and line where it was raised, such as
         ``train.py:88``, in the user's program if possible. ``is_start_error``: true if a file of the program
-        could not be parsed, or lacks a module that it imports at its top level. ``is_retryable``: false if
-        the exception, one of its causes, or a member of one of these exception groups is an
+        could not be parsed, or lacks a module that it imports at its top level, or if the program has
+        rejected its arguments (``SystemExit``; see HOOK-7 in the hook). ``is_retryable``: false if the
+        exception, one of its causes, or a member of one of these exception groups is an
         ``elasticrs.errors.NonRetryable`` or ``bdb.BdbQuit``, with which a user has left the debugger.
         ``is_transient``: true if the exception reports a lost connection or a timeout. ``python``: path of
         the interpreter.
@@ -122,7 +123,8 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     return {
         "exception": "%s.%s" % (kind.__module__, kind.__qualname__),  # noqa: UP031
         "place": "%s:%d" % (os.path.basename(shown[-1][0]), shown[-1][1]) if shown else None,  # noqa: UP031
-        "is_start_error": isinstance(error, (SyntaxError, ImportError)) and is_code and is_importing,
+        "is_start_error": isinstance(error, SystemExit)
+        or (isinstance(error, (SyntaxError, ImportError)) and is_code and is_importing),
         "is_retryable": not _is_marked(error),
         "is_transient": _is_transient(error),
         "python": sys.executable,

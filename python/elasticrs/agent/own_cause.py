@@ -34,9 +34,6 @@ traceback is the most informative part; see :func:`~elasticrs.report.traceback_s
 BEFORE_ALL_STEPS = -1
 """Step that is reported for a rank that missed the deadline of its first heartbeat."""
 
-_USAGE_ERROR = 2
-"""Exit code with which :mod:`argparse`, like most programs, rejects the command line."""
-
 MAX_LINES = 8
 MAX_XIDS = 4
 MAX_LINE = 120
@@ -249,21 +246,12 @@ def _permanence(
 def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
     """Return true if a worker failed while its program was starting. Return false if it failed :data:`STEADY`
     seconds or more after the workers were started.
-
-    A program that rejects its arguments exits with 2. Exit code 2 counts only if standard output is an empty
-    file, because a program that has printed something has started.
     """
     started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
-    if started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9:
-        # The failure is not a start error, because the program has already run for some time. A late import
-        # may fail for a temporary reason, such as a file system error.
-        return False
-    if failure.is_start_error:
-        return True
-    stdout = attempt.paths.stdouts.get(failure.local_rank)
-    if failure.exitcode != _USAGE_ERROR or failure.exception is not None or stdout is None:
-        return False
-    return attempt.files.run(lambda: os.path.isfile(stdout) and os.path.getsize(stdout) == 0, False)
+    # If the program has already run for some time, the failure is not a start error. A late import may fail
+    # for a temporary reason, such as a file system error.
+    is_late = started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9
+    return failure.is_start_error and not is_late
 
 
 def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:

@@ -16,6 +16,8 @@ has to work in any Python from 3.8 on, even if elasticrs cannot be imported ther
 - **HOOK-6** if the program has a Python handler for SIGUSR1 or SIGUSR2, that signal is ignored while the
   interpreter shuts down, because the interpreter then restores the default action, which would kill a worker
   that is about to exit with 0.
+- **HOOK-7** ``sys.exit`` is replaced by a function that calls it. If a parser of command lines exits with 2,
+  and the program then ends, this is recorded like an uncaught exception, because no restart can fix it.
 """
 
 import os
@@ -25,7 +27,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, NoReturn
+
+_PARSERS = frozenset(("argparse", "optparse", "click.core", "typer.core"))
+"""Modules that call ``sys.exit(2)`` if they reject the command line of the program."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _WRITER = os.path.join(os.path.dirname(_HERE), "error_file.py")
@@ -136,6 +141,27 @@ def _ignore_requests() -> None:
             signal(signum, SIG_IGN)
 
 
+def _watch_rejections() -> "list[SystemExit]":
+    """Replace ``sys.exit`` (HOOK-7). Return a list that contains the last exit if a parser of command lines
+    has requested it.
+    """
+    leave = sys.exit
+    rejected: list[SystemExit] = []
+
+    def exit_(*status: object) -> "NoReturn":
+        rejected.clear()
+        try:
+            leave(*status)  # type: ignore[arg-type]
+        except SystemExit as error:
+            if error.code == 2 and sys._getframe(1).f_globals.get("__name__") in _PARSERS:
+                rejected.append(error)
+            raise
+
+    exit_.__name__ = exit_.__qualname__ = "exit"
+    sys.exit = exit_
+    return rejected
+
+
 def _install(path: str) -> None:
     import atexit
     import faulthandler
@@ -145,6 +171,7 @@ def _install(path: str) -> None:
     notices = os.environ.get("ELASTICRS_NOTICES", "")
     previous = sys.excepthook
     recorded: BaseException | None = None
+    rejected = _watch_rejections()
 
     def record(error: BaseException, is_end: bool) -> None:
         if os.getpid() == pid and not isinstance(error, KeyboardInterrupt):
@@ -176,7 +203,7 @@ def _install(path: str) -> None:
             _ignore_requests()
         # Also check `sys.last_value`, because the program may have replaced the `sys.excepthook` installed
         # here. The interpreter stores every uncaught exception in `sys.last_value`.
-        error = getattr(sys, "last_value", None)
+        error = getattr(sys, "last_value", None) or (rejected[0] if rejected else None)
         if error is not None and error is not recorded:
             record(error, is_end=True)
 
