@@ -401,7 +401,7 @@ def test_a_report_pipe_without_a_reader_does_not_block_the_job(launch, worker_sc
 
 def test_a_supervisor_failure_writes_a_report(tmp_path):
     path, said = tmp_path / "report.json", []
-    job = JobConfig(1, "job42", name="train.py", report=f"file:{path}")
+    job = JobConfig(1, "job42", name="train.py", report=str(path))
     assert conclude_stopped(job, JobResult(), "no free file descriptor", said.append) == 1
     report = report_of(path)
     assert (report["outcome"], report["reason"]) == ("failed", "no free file descriptor")
