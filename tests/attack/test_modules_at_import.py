@@ -59,14 +59,14 @@ MODULES = {
     "patched_fork": "import os; os.fork = lambda: 1 / 0",
     "patched_processes": "import subprocess; subprocess.Popen = subprocess.run = None",
     "patched_exec": "import os; os.execv = os.execve = os.execvp = None",
-    "session": "import os\ntry: os.setsid()\nexcept OSError: pass",
+    "session": "import contextlib, os\nwith contextlib.suppress(OSError): os.setsid()",
     # The state of the process.
     "handler": "import signal; signal.signal(signal.SIGTERM, lambda *_: None)",
     "ignores_children": "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
     "handles_children": "import signal; signal.signal(signal.SIGCHLD, lambda *_: print('child'))",
     "ignores_everything": (
-        "import signal\nfor each in signal.valid_signals() - {9, 19, 32, 33}:\n"
-        "    try: signal.signal(each, signal.SIG_IGN)\n    except OSError: pass"
+        "import contextlib, signal\nfor each in signal.valid_signals() - {9, 19, 32, 33}:\n"
+        "    with contextlib.suppress(OSError): signal.signal(each, signal.SIG_IGN)"
     ),
     "blocks_everything": "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())",
     "alarm": "import signal; signal.signal(signal.SIGALRM, lambda *_: None); signal.alarm(100)",
