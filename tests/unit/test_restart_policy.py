@@ -114,6 +114,10 @@ class TestFailures:
             assert "step 5" in found[-1].reason
         assert stops(decisions(PLENTY, [failure(reached=5, ran=STEADY, **what)] * 30)) == (30, None)
 
+    def test_a_hang_whose_place_is_unknown_equals_the_others_in_the_same_step(self):
+        hang = failure(exception=None, silence=4.0, place="f (train.py:5)", reached=5, is_global=True)
+        assert stops(decisions(PLENTY, [hang, hang.replaced(place=None), hang])) == (2, StopKind.PERMANENT)
+
     @pytest.mark.parametrize("code", [-9, -15, 1, None])
     def test_exit_codes_and_signals_of_other_processes_never_count_as_the_same_failure(self, code):
         same = failure(exception=None, exitcode=code, reached=5, is_global=True)

@@ -102,7 +102,7 @@ os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGKILL))
 def test_a_nursery_killed_before_the_workers_run_is_reported(launch, library, worker_script):
     env = library(killer=KILLER)
     launched = launch("--max-restarts=1", "--warm=killer", worker_script("pass"), env=env).exits(1)
-    line_with(launched.stderr, "the nursery died by SIGKILL", "restarting", "0 of 1")
+    line_with(launched.stderr, "the nursery died by SIGKILL", "restarting", "1 of 1")
     line_with(launched.stderr, "failed after", "the nursery died by SIGKILL")
 
 

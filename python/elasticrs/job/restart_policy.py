@@ -392,7 +392,10 @@ def _are_same(
     other: tuple[str, str, int | None, int | None],
     evidence: Evidence,
 ) -> bool:
-    if one is None or one[:2] != other[:2]:
+    if one is None or one[0] != other[0]:
+        return False
+    # The place of a hang is unknown if the worker could not tell its stack in time.
+    if one[1] != other[1] and not (other[0] == HANG and "" in (one[1], other[1])):
         return False
     # Without heartbeats, the step is unknown (``None``) in every failure. Two unknown steps are considered
     # equal.
