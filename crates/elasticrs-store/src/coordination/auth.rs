@@ -6,7 +6,7 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 use subtle::ConstantTimeEq as _;
 
-use super::protocol::{Digest, Secret};
+use super::protocol::Digest;
 
 /// Side of the connection that proves its knowledge of the token. The proof includes the side, because a peer could
 /// otherwise send a proof back to the side that computed it.
@@ -19,7 +19,7 @@ pub(super) enum Direction {
 }
 
 /// Starts the computation of an HMAC-SHA256 with this token as the key.
-pub(super) fn keyed(token: &[u8]) -> Hmac<Sha256> {
+pub(crate) fn keyed(token: &[u8]) -> Hmac<Sha256> {
     Hmac::new_from_slice(token).expect("HMAC takes a key of any length")
 }
 
@@ -64,7 +64,7 @@ pub(crate) fn hex(bytes: &[u8]) -> String {
 }
 
 /// Returns true if two secrets are equal. Compares in constant time.
-pub(super) fn is_same(one: &Secret, other: &Secret) -> bool {
+pub(crate) fn is_same(one: &[u8], other: &[u8]) -> bool {
     one.ct_eq(other).into()
 }
 

@@ -1,11 +1,12 @@
 //! Encodes and decodes the data with which sessions connect to each other: the entry that each session publishes in
 //! etcd, and the first message on a connection. All functions are pure.
 
+use hmac::{Hmac, Mac};
 use sha2::{Digest, Sha256};
 
 use super::mapping::{Keys, Region, signed};
 use super::messages as pb;
-use crate::coordination::auth::hex;
+use crate::coordination::auth::{hex, keyed};
 
 /// Prefix of the keys under which sessions publish their contact entries ([`Card`]). It is relative to the store's
 /// prefix, and sorts after all keys of users.
@@ -73,8 +74,8 @@ fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
 }
 
 /// Length of [`Hello::encode`] in bytes.
-pub(super) const HELLO: usize = MAGIC.len() + 8 + 16;
-const MAGIC: [u8; 8] = *b"\x93ERSLNK\x01";
+pub(super) const HELLO: usize = MAGIC.len() + 8 + 16 + 32;
+const MAGIC: [u8; 8] = *b"\x93ERSLNK\x02";
 
 /// First message on a link, sent by the session that opens it. The other session answers with its own nonce.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,15 +85,30 @@ pub(super) struct Hello {
 }
 
 impl Hello {
-    pub(super) fn encode(&self) -> Vec<u8> {
-        [&MAGIC[..], &self.lease.to_be_bytes(), &self.nonce].concat()
+    /// Encodes the message to the session whose nonce is `peer`. It ends with a proof that the sender has read the
+    /// nonce, without revealing it.
+    pub(super) fn encode(&self, peer: &Nonce) -> Vec<u8> {
+        let proof = self.mac(peer).finalize().into_bytes();
+        [&MAGIC[..], &self.lease.to_be_bytes(), &self.nonce, &proof].concat()
     }
 
-    /// Decodes a hello. Returns `None` if the bytes are not a hello, because any program can connect.
-    pub(super) fn decode(bytes: &[u8; HELLO]) -> Option<Self> {
+    /// Decodes a message to the session whose nonce is `own`. Returns `None` if the bytes are not a hello or the sender
+    /// does not know the nonce, because any program can connect.
+    pub(super) fn decode(bytes: &[u8; HELLO], own: &Nonce) -> Option<Self> {
         let rest = bytes.strip_prefix(&MAGIC)?;
-        let (lease, nonce) = rest.split_first_chunk()?;
-        Some(Self { lease: i64::from_be_bytes(*lease), nonce: nonce.try_into().ok()? })
+        let (lease, rest) = rest.split_first_chunk()?;
+        let (nonce, proof) = rest.split_first_chunk()?;
+        let hello = Self { lease: i64::from_be_bytes(*lease), nonce: *nonce };
+        // The comparison takes the same time for every proof.
+        hello.mac(own).verify_slice(proof).is_ok().then_some(hello)
+    }
+
+    fn mac(&self, peer: &Nonce) -> Hmac<Sha256> {
+        let mut mac = keyed(peer);
+        mac.update(b"link\0");
+        mac.update(&self.lease.to_be_bytes());
+        mac.update(&self.nonce);
+        mac
     }
 }
 
@@ -165,12 +181,15 @@ mod tests {
         }
 
         #[test]
-        fn a_hello_is_decoded_unchanged_and_a_wrong_bit_is_noticed(lease: i64, nonce: Nonce, at in 0..HELLO) {
+        fn a_hello_is_decoded_unchanged_and_a_wrong_bit_is_noticed(lease: i64, nonce: Nonce, peer: Nonce, at in 0..HELLO) {
             let hello = Hello { lease, nonce };
-            let mut bytes: [u8; HELLO] = hello.encode().try_into().unwrap();
-            prop_assert_eq!(Hello::decode(&bytes), Some(hello));
+            let mut bytes: [u8; HELLO] = hello.encode(&peer).try_into().unwrap();
+            prop_assert_eq!(Hello::decode(&bytes, &peer), Some(hello));
+            let mut other = peer;
+            other[at % other.len()] ^= 1;
+            prop_assert_eq!(Hello::decode(&bytes, &other), None);
             bytes[at] ^= 1;
-            prop_assert_ne!(Hello::decode(&bytes), Some(hello));
+            prop_assert_eq!(Hello::decode(&bytes, &peer), None);
         }
     }
 }

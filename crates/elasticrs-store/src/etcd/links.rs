@@ -15,7 +15,8 @@
 //!   refused or broken connection proves nothing, because a firewall or the network may be the cause;
 //! - **LINK-2** a link that cannot be opened, or that the network breaks, does no harm, because the lease still
 //!   expires;
-//! - **LINK-3** a peer is trusted only if it sends the nonce from its card in etcd.
+//! - **LINK-3** a peer is trusted only if it sends the nonce from its card in etcd. A caller is asked for in etcd only
+//!   after it has proved that it has read this session's card.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -41,7 +42,7 @@ use super::mapping::{Keys, unsigned};
 use super::messages as pb;
 use super::open::RANGE;
 use super::options::Site;
-use crate::coordination::auth::random;
+use crate::coordination::auth::{is_same, random};
 use crate::session::error::Failure;
 use crate::session::guard::Guard;
 use crate::session::network::resolve;
@@ -140,8 +141,10 @@ impl Links {
     async fn answer(self: Rc<Self>, mut stream: TcpStream) {
         let mut bytes = [0; HELLO];
         let Ok(Ok(_)) = timeout(LIMIT, stream.read_exact(&mut bytes)).await else { return };
-        let Some(hello) = Hello::decode(&bytes) else { return };
-        let Some(caller) = self.card(hello.lease).await.filter(|card| card.nonce == hello.nonce) else { return };
+        // Check the proof before asking etcd, so that strangers cannot make this session send requests.
+        let Some(hello) = Hello::decode(&bytes, &self.own.nonce) else { return };
+        let caller = self.card(hello.lease).await.filter(|card| is_same(&card.nonce, &hello.nonce));
+        let Some(caller) = caller else { return };
         if stream.write_all(&self.own.nonce).await.is_ok() {
             self.guard.linked(stream.as_fd(), self.word, !self.is_guarded.replace(true));
             tokio::join!(ended(&mut stream), self.stay_linked(&caller));
@@ -208,11 +211,11 @@ impl Links {
         let hello = Hello { lease: self.own.lease, nonce: self.own.nonce };
         let mut nonce = Nonce::default();
         let answer = async {
-            stream.write_all(&hello.encode()).await?;
+            stream.write_all(&hello.encode(&peer.nonce)).await?;
             stream.read_exact(&mut nonce).await
         };
         let patience = if is_known { Duration::MAX } else { LIMIT };
-        matches!(timeout(patience, answer).await, Ok(Ok(_))) && nonce == peer.nonce
+        matches!(timeout(patience, answer).await, Ok(Ok(_))) && is_same(&nonce, &peer.nonce)
     }
 
     async fn card(&self, lease: i64) -> Option<Card> {
@@ -344,7 +347,7 @@ mod tests {
             let calls = tokio::task::spawn_blocking(move || {
                 let call = || {
                     let mut caller = Caller::connect(address).unwrap();
-                    caller.write_all(&Hello { lease: 8, nonce: Nonce::default() }.encode()).unwrap();
+                    caller.write_all(&Hello { lease: 8, nonce: Nonce::default() }.encode(&Nonce::default())).unwrap();
                     caller
                 };
                 let mut callers: Vec<Caller> = (0..CALLERS).map(|_| call()).collect();
@@ -359,6 +362,27 @@ mod tests {
             calls.await.unwrap();
             answering.abort();
             assert!(answering.await.unwrap_err().is_cancelled());
+        });
+    }
+
+    /// LINK-3
+    #[test]
+    fn a_stranger_is_disconnected_without_a_request_to_etcd() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        tokio::task::LocalSet::new().block_on(&runtime, async {
+            let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+            let address = listener.local_addr().unwrap();
+            // A request to etcd would wait for a connection to etcd, and the stranger would stay connected.
+            let (_connections, channel) = watch::channel(None);
+            let answering = tokio::task::spawn_local(links(channel).run(listener));
+            let call = tokio::task::spawn_blocking(move || {
+                let mut stranger = Caller::connect(address).unwrap();
+                stranger.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+                stranger.write_all(&Hello { lease: 8, nonce: Nonce::default() }.encode(&[1; 16])).unwrap();
+                assert_eq!(stranger.read(&mut [0]).unwrap(), 0);
+            });
+            call.await.unwrap();
+            answering.abort();
         });
     }
 }
