@@ -31,18 +31,24 @@ from elasticrs.rendezvous.elastic.hosting import (
 )
 
 ALL = ("::",)
+ONE = (1, 1)
+"""Numbers of nodes of a job with one node."""
 
 
 class Machine:
     """A fake machine: its names, its addresses, and what its name service knows."""
 
-    def __init__(self, *names, own=(), known=None, has_ipv6=True):
+    def __init__(self, *names, own=(), known=None, has_ipv6=True, outgoing=None):
+        self.outgoing = outgoing
         self.names = names
         self.own = {"127.0.0.1", "0.0.0.0", *own, *(("::", "::1") if has_ipv6 else ())}
         self.known = known or {}
 
     def host_names(self):
         return list(self.names)
+
+    def outgoing_address(self):
+        return self.outgoing
 
     def resolve(self, name):
         if packed(name) is not None:
@@ -106,18 +112,31 @@ def test_names_are_not_looked_up_if_the_endpoint_is_an_address(host, how, monkey
 
 
 @pytest.mark.parametrize("host", ["localhost", "LocalHost", "localhost."])
-def test_localhost_is_served_on_ipv4_and_ipv6_loopback(host):
-    assert listens(host, NODE1) == (("127.0.0.1", 29400), ("::1", 29400))
-    assert listens(host, Machine(has_ipv6=False)) == (("127.0.0.1", 29400),)
+def test_localhost_is_served_on_ipv4_and_ipv6_loopback_for_one_node(host):
+    assert listens(host, NODE1, nodes=ONE) == (("127.0.0.1", 29400), ("::1", 29400))
+    assert listens(host, Machine(has_ipv6=False), nodes=ONE) == (("127.0.0.1", 29400),)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1"])
-def test_a_loopback_address_is_served_on_that_address_only(host):
-    assert listens(host, NODE1) == ((host, 29400),)
+def test_a_loopback_address_is_served_on_that_address_only_for_one_node(host):
+    assert listens(host, NODE1, nodes=ONE) == ((host, 29400),)
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "::1"])
+def test_other_nodes_reach_a_store_whose_host_has_a_loopback_endpoint(host):
+    machine = Machine("node1", own=["10.0.0.1"], known={"node1": ["127.0.1.1", "10.0.0.1"]})
+    found = decide(rendezvous(host, nodes=(2, 2)), machine)
+    assert (found.listen, found.fallback) == ((("::", 29400),), "10.0.0.1")
+    # The machine's own name may resolve to a loopback address only.
+    assert (
+        decide(rendezvous(host, nodes=(2, 2)), Machine("node1", outgoing="10.0.0.7")).fallback == "10.0.0.7"
+    )
+    only_here = decide(rendezvous(host, nodes=(2, 2), bind_addr="127.0.0.1"), machine)
+    assert only_here.listen == (("127.0.0.1", 29400),)
 
 
 def test_port_0_is_bound_on_a_single_address():
-    assert listens("localhost", NODE1, 0) == (("127.0.0.1", 0),)
+    assert listens("localhost", NODE1, 0, nodes=ONE) == (("127.0.0.1", 0),)
     assert listens("node1", NODE1, 0) == (("::", 0),)
 
 
@@ -125,7 +144,8 @@ def test_is_host_overrides_the_hosting_decision():
     told = decide(rendezvous("service", is_host=True), NODE1)
     assert (told.listen, told.is_explicit) == ((("::", 29400),), True)
     assert listens("node1", NODE1, is_host=False) == ()
-    assert listens("localhost", NODE1, is_host=True) == (("127.0.0.1", 29400), ("::1", 29400))
+    assert listens("localhost", NODE1, is_host=True, nodes=ONE) == (("127.0.0.1", 29400), ("::1", 29400))
+    assert listens("localhost", NODE1, is_host=True) == (("::", 29400),)
     assert listens("0.0.0.0", NODE1, is_host=True) == (("::", 29400),)
     assert not decide(rendezvous("node1"), NODE1).is_explicit
     assert decide(rendezvous("node1", is_host=False), NODE1).is_explicit
@@ -141,7 +161,7 @@ def test_node_rank_0_hosts_the_store_with_the_static_backend():
     assert listens("node1", NODE2, backend="static", node_rank=0) == (("::", 29400),)
     assert listens("node1", NODE1, backend="static", node_rank=1) == ()
     assert listens("node1", NODE1, backend="static", node_rank=1, is_host=True) == (("::", 29400),)
-    assert listens("127.0.0.1", NODE1, backend="static", node_rank=0) == (("127.0.0.1", 29400),)
+    assert listens("127.0.0.1", NODE1, backend="static", node_rank=0) == (("::", 29400),)
 
 
 @pytest.mark.parametrize(
@@ -210,9 +230,10 @@ flags = st.none() | st.booleans()
     flags,
     st.none() | st.just("10.0.0.1"),
     st.sampled_from([NODE1, NODE2]),
+    st.sampled_from([ONE, (1, 2)]),
 )
-def test_every_hosting_decision_is_consistent(host, port, is_host, bind_addr, machine):
-    how = {"is_host": is_host, "bind_addr": bind_addr}
+def test_every_hosting_decision_is_consistent(host, port, is_host, bind_addr, machine, nodes):
+    how = {"is_host": is_host, "bind_addr": bind_addr, "nodes": nodes}
     try:
         found = decide(rendezvous(host, port, **how), machine)
     except UsageError:
@@ -227,7 +248,7 @@ def test_every_hosting_decision_is_consistent(host, port, is_host, bind_addr, ma
         assert found.listen == (("10.0.0.1", port),)
     elif found.may_host:
         on_loopback = {is_loopback(address) for address, _ in found.listen}
-        assert on_loopback == {is_loopback_name(host)}
+        assert on_loopback == {is_loopback_name(host) and nodes == ONE}
 
 
 @given(hosts.filter(lambda host: not (is_loopback_name(host) or is_unspecified(host))))
@@ -402,7 +423,7 @@ def test_hosting_is_decided_with_the_system_resolver():
     own_name = os.uname().nodename
     assert decide(rendezvous(own_name), SystemResolver()).may_host
     assert not decide(rendezvous("192.0.2.1"), SystemResolver()).may_host
-    served = decide(rendezvous("localhost", 0), SystemResolver()).listen
+    served = decide(rendezvous("localhost", 0, nodes=ONE), SystemResolver()).listen
     assert served == (("127.0.0.1", 0),)
 
 

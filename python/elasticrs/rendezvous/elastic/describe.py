@@ -158,7 +158,7 @@ def describe(
                 f"{words.settings}: is_host: got {int(settings.is_host)} for node rank {node_rank}, "
                 "but node rank 0 hosts the static rendezvous: leave it out"
             )
-        notices += _check_static(words, endpoint, host, given_port)
+        notices += _check_static(words, endpoint, host, given_port, node_rank)
     if not 0 < len(run_id.encode(errors="surrogateescape")) <= _MAX_RUN_ID:
         raise UsageError(f"{words.run_id}: got {run_id!r}, expected 1 to {_MAX_RUN_ID} bytes")
     rendezvous = Rendezvous(
@@ -237,7 +237,9 @@ def _static_rank(nodes: tuple[int, int], node_rank: int | None, configured: obje
     return rank
 
 
-def _check_static(words: Words, endpoint: str, host: str, port: int | None) -> list[str]:
+def _check_static(
+    words: Words, endpoint: str, host: str, port: int | None, node_rank: int | None
+) -> list[str]:
     if not port:
         raise UsageError(
             f"{words.endpoint}: got {endpoint!r}, expected HOST:PORT with the static rendezvous, "
@@ -245,7 +247,12 @@ def _check_static(words: Words, endpoint: str, host: str, port: int | None) -> l
         )
     if not is_loopback_name(host):
         return []
+    if node_rank:
+        return [
+            f"the static rendezvous is at {host}, so this agent expects node rank 0 on this machine; if it "
+            f"is on another machine, set {words.endpoint} to an address of that machine"
+        ]
     return [
-        f"the static rendezvous is at {host}, so only agents on this machine can join; "
-        f"for agents on other machines, set {words.endpoint} to an address of this machine"
+        f"the static rendezvous is at {host}; on other machines, set {words.endpoint} to an address of this "
+        "machine"
     ]

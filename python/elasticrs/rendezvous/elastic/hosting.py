@@ -6,9 +6,10 @@ The decisions are pure functions of the settings and a :class:`SystemResolver`, 
 - **HOST-1** The setting ``is_host`` decides. Without it, an agent may host the store if the host of the
   endpoint is a loopback name, is this machine's name, or has an address of this machine. If several agents of
   a machine may host, the first takes the port, and the others become clients.
-- **HOST-2** A store at a loopback name listens on loopback only. Otherwise it listens on all interfaces
-  unless ``bind_addr`` is set, because a host's own name may resolve to 127.0.1.1 on that host and to another
-  address elsewhere.
+- **HOST-2** A store at a loopback name listens on loopback only if the job has one node. Otherwise it listens
+  on all interfaces unless ``bind_addr`` is set, because a host's own name may resolve to 127.0.1.1 on that
+  host and to another address elsewhere, and because the other nodes may have been given an address of the
+  host whose own endpoint is a loopback name.
 - **HOST-3** A name that cannot be resolved is not an error at first. In a container cluster, a name may
   appear only some time after its container has started, and may refer to an earlier container until then. An
   agent that cannot resolve the name acts as a client and retries. Whenever no store answers at an address of
@@ -20,7 +21,8 @@ The decisions are pure functions of the settings and a :class:`SystemResolver`, 
   which other nodes may be unable to resolve.
 - **ADDR-2** On the machine that hosts the store, the local address of the connection to the store may be a
   loopback address. In that case the node publishes the endpoint's host, because agents on other machines
-  reach this machine under that name or address.
+  reach this machine under that name or address. If the endpoint is a loopback name, it publishes the address
+  of its own name, or else the address that the kernel would use for connections to other networks.
 - **ADDR-3** Two agents share a loopback interface if their kernel's boot id and their network namespace are
   the same. A comparison of host names would not be enough, because containers and cloned machines may all
   have the same name.
@@ -55,6 +57,8 @@ ANY_PORT = (("127.0.0.1", 0),)
 """Where a store listens that only this agent uses."""
 
 _LOOPBACK = ("127.0.0.1", "::1")
+_ELSEWHERE = ((_socket.AF_INET, "192.0.2.1"), (_socket.AF_INET6, "2001:db8::1"))
+"""Addresses of no machine: they are reserved for documentation."""
 
 
 class Hosting(Value):
@@ -194,8 +198,11 @@ def unresolved(rendezvous: Rendezvous, trouble: str) -> str:
 
 
 def _with_fallback(rendezvous: Rendezvous, hosting: Hosting, resolver: SystemResolver) -> Hosting:
-    if is_loopback_name(rendezvous.host) or not (hosting.may_host or hosting.is_explicit):
+    is_local_name = is_loopback_name(rendezvous.host)
+    if (is_local_name and rendezvous.max_nodes == 1) or not (hosting.may_host or hosting.is_explicit):
         return hosting
+    if is_local_name:
+        return hosting.replaced(fallback=_address_of_own_name(resolver) or resolver.outgoing_address())
     fallback = None if is_unspecified(rendezvous.host) or not hosting.may_host else rendezvous.host
     is_own_address = fallback is not None and is_usable_elsewhere(fallback) and resolver.is_local(fallback)
     if fallback is None or (hosting.is_explicit and not is_own_address):
@@ -221,7 +228,7 @@ def _listen(rendezvous: Rendezvous, resolver: SystemResolver) -> tuple[tuple[str
     port, bind_addr = rendezvous.port, rendezvous.settings.bind_addr
     if bind_addr is not None:
         return ((bind_addr, port),)
-    if not is_loopback_name(rendezvous.host):
+    if not is_loopback_name(rendezvous.host) or rendezvous.max_nodes > 1:
         return ((ANY_ADDRESS[0] if resolver.is_local(ANY_ADDRESS[0]) else ANY_ADDRESS[1], port),)
     if is_loopback(rendezvous.host):
         return ((rendezvous.host, port),)
@@ -318,6 +325,23 @@ class SystemResolver:
             # Python's codec for international names raises this error if a label is empty or too long.
             raise OSError("not a host name") from None
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+    def outgoing_address(self) -> str | None:
+        """Return the address of this machine that the kernel would use for connections to other networks;
+        ``None`` if there is no route to them. No packet is sent.
+        """
+        for family, elsewhere in _ELSEWHERE:
+            sock = _socket.socket(family, _socket.SOCK_DGRAM | _socket.SOCK_CLOEXEC)
+            try:
+                sock.connect((elsewhere, 9))
+                address = str(sock.getsockname()[0])
+            except OSError:
+                continue
+            finally:
+                sock.close()
+            if is_usable_elsewhere(address):
+                return address
+        return None
 
     def is_local(self, address: str) -> bool:
         """Return true if a numeric address belongs to this machine, which means that a server can listen on
