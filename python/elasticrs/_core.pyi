@@ -1185,8 +1185,8 @@ class CoordinationServer:
             data, and its sessions get their full time to live to reconnect.
         grace: with ``state``, the minimum time to live of a session, in seconds.
         supervisor: report lines for the user as :class:`Degraded` events of this supervisor; if ``None``,
-            :meth:`take_notices` returns them. All stores of a process share a thread, which is never the
-            supervisor's thread.
+            :meth:`take_notices` returns them. All of these stores of a process share a thread, which is
+            neither the supervisor's thread nor that of the workers' stores.
 
     Raises:
         OSError: an address cannot be used (the message contains the address and the port), or there are no
@@ -1229,6 +1229,16 @@ class CoordinationServer:
         """Return the number of connected clients."""
     def take_notices(self) -> list[str]:
         """Return one line for each unknown or refused client. See also :meth:`WorkerStore.take_notices`."""
+    def lead_workers(self, address: tuple[str, int] | None, agent: int | None = None) -> None:
+        """Pass connections of workers on to their store. Workers connect to this store if their script sets
+        ``MASTER_ADDR`` and ``MASTER_PORT`` to its address. Only workers on this machine and on the machines
+        of connected clients are served. Before the first call, workers are refused.
+
+        Args:
+            address: host and port of the workers' store; ``None`` while there is none, but one is expected.
+            agent: pid of the agent whose workers are the only ones to serve; ``None`` to serve all.
+        """
+
     def stop_listening(self) -> None:
         """Close the listening sockets. Existing connections stay open."""
     def listen_again(self) -> None:

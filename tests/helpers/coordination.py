@@ -143,13 +143,21 @@ class RawClient:
     def send(self, kind: int, body: bytes) -> None:
         self.socket.sendall(frame(kind, body))
 
+    @staticmethod
+    def greeting(
+        *, major: int = MAJOR, run_id: str = RUN, interval_ms: int = 1000, attempts: int = 5
+    ) -> bytes:
+        """Return the first bytes of a client."""
+        body = struct.pack("<HH", major, 0) + text(run_id) + struct.pack("<IH", interval_ms, attempts)
+        # An empty challenge, no session to resume, and no previously known store.
+        return MAGIC + frame(0x01, body + bytes(32 + 2))
+
     def hello(
         self, *, major: int = MAJOR, run_id: str = RUN, interval_ms: int = 1000, attempts: int = 5
     ) -> None:
-        self.socket.sendall(MAGIC)
-        body = struct.pack("<HH", major, 0) + text(run_id) + struct.pack("<IH", interval_ms, attempts)
-        # An empty challenge, no session to resume, and no previously known store.
-        self.send(0x01, body + bytes(32 + 2))
+        self.socket.sendall(
+            self.greeting(major=major, run_id=run_id, interval_ms=interval_ms, attempts=attempts)
+        )
         assert self.exactly(len(MAGIC)) == MAGIC
 
     def connected(self, **hello: Any) -> "RawClient":

@@ -63,7 +63,7 @@ def test_the_threads_of_elasticrs_block_signals():
     health = _core.HealthServer("127.0.0.1", 0, 60.0)
     try:
         # A new thread sets its own name, so wait until all names are there.
-        names = {"elasticrs", "elasticrs-store", "elasticrs-healt"}
+        names = {"elasticrs", "elasticrs-ranks", "elasticrs-healt"}
         blocked = procs.wait_until(blocked_signals, lambda seen: not set(seen) < names)
         for signum in (signal.SIGPIPE, signal.SIGTERM, signal.SIGCHLD):
             assert [name for name, mask in blocked.items() if not mask >> (signum - 1) & 1] == []
@@ -125,17 +125,17 @@ def test_the_store_thread_starts_with_the_first_client_and_keeps_running():
         for store in (first, second, unused):
             store.serve(supervisor)
         assert first.waiting() == {}
-        assert thread_of(own, "elasticrs-store") is None
+        assert thread_of(own, "elasticrs-ranks") is None
         unused.close()
         ask(first.port)
-        thread = thread_of(own, "elasticrs-store")
+        thread = thread_of(own, "elasticrs-ranks")
         assert thread is not None
         first.close()
         ask(second.port)
         second.close()
-        assert thread_of(own, "elasticrs-store") == thread
+        assert thread_of(own, "elasticrs-ranks") == thread
         with pytest.raises(ConnectionRefusedError):
             ask(unused.port)
     finally:
         supervisor.close()
-    assert thread_of(own, "elasticrs-store") is None
+    assert thread_of(own, "elasticrs-ranks") is None

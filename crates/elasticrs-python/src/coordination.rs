@@ -6,8 +6,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticrs_runtime::notices::List;
+use elasticrs_runtime::runtime::Spawn;
 use elasticrs_store::coordination::client::{self, Options};
 use elasticrs_store::coordination::leases::Leases;
+use elasticrs_store::coordination::relay::Target;
 use elasticrs_store::coordination::server::{
     Config, Durable, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT, Server, ServerError,
 };
@@ -25,13 +27,15 @@ use crate::event::{object, records};
 use crate::home::{Home, teller};
 use crate::lease;
 use crate::spec::duration;
-use crate::stores::Entered;
+use crate::stores::{Entered, Of, Stores, end_detached};
 use crate::supervisor::{LOOK, Supervisor};
 
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct CoordinationServer {
     inner: Server,
     home: Entered,
+    /// Reference to the thread of the workers' stores. Acquired when a worker connects to this store.
+    workers: Arc<Stores>,
     notices: Arc<List>,
 }
 
@@ -68,13 +72,18 @@ impl CoordinationServer {
         };
         let grace = duration(grace, "grace")?;
         let state = state.map(|file| Durable { file, grace });
-        let home = Entered::new()?;
+        let home = Entered::new(Of::Agents)?;
         let config =
             Config { run_id, token: checked_token(token)?, max_connections, max_bytes, request_timeout, state };
         let notices = Arc::<List>::default();
         let tell = teller(supervisor.as_ref(), &notices);
-        let inner = py.detach(|| Server::start(&*home, &addresses, config, tell));
-        Ok(Self { inner: inner.map_err(|error| server_error(&error))?, home, notices })
+        let workers = Arc::new(Stores::new(Of::Workers));
+        let on_workers_thread = {
+            let workers = Arc::clone(&workers);
+            Box::new(move |task| workers.enter().is_ok() && workers.spawn(task))
+        };
+        let inner = py.detach(|| Server::start(&*home, &addresses, config, on_workers_thread, tell));
+        Ok(Self { inner: inner.map_err(|error| server_error(&error))?, home, workers, notices })
     }
 
     #[getter]
@@ -101,6 +110,11 @@ impl CoordinationServer {
         self.notices.take()
     }
 
+    #[pyo3(signature = (address, agent=None))]
+    fn lead_workers(&self, address: Option<(String, u16)>, agent: Option<u32>) {
+        self.inner.lead_workers(address.map_or(Target::Later, |(host, port)| Target::At { host, port, agent }));
+    }
+
     fn stop_listening(&self, py: Python<'_>) -> PyResult<()> {
         self.home.check_owner()?;
         py.detach(|| self.inner.stop_listening());
@@ -113,7 +127,16 @@ impl CoordinationServer {
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        self.home.close(py, || self.inner.close())
+        self.home.close(py, || {
+            self.inner.close();
+            self.workers.leave();
+        })
+    }
+}
+
+impl Drop for CoordinationServer {
+    fn drop(&mut self) {
+        end_detached(|| self.workers.leave());
     }
 }
 

@@ -1,7 +1,7 @@
 //! Chooses the thread on which a store client runs, and the destination of its messages to the user.
 //!
-//! An agent's client runs on the supervisor's thread. Other clients run on the same thread as the stores of this
-//! process. The supervisor has its own thread, because a busy store could delay its signals and keep-alives.
+//! An agent's client runs on the supervisor's thread. Other clients run on the same thread as the agents'
+//! stores of this process. The supervisor has its own thread, because a busy store could delay its signals and keep-alives.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use elasticrs_runtime::runtime::{Spawn, Task};
 use pyo3::prelude::*;
 
 use crate::error::Error;
-use crate::stores::Entered;
+use crate::stores::{Entered, Of};
 use crate::supervisor::Supervisor;
 
 /// Thread on which a store client runs.
@@ -20,9 +20,9 @@ pub enum Home {
 }
 
 impl Home {
-    /// Chooses the supervisor's thread. Without a supervisor, chooses the thread that runs all stores of this process.
+    /// Chooses the supervisor's thread. Without a supervisor, chooses the thread of the agents' stores.
     pub fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
-        supervisor.map_or_else(|| Entered::new().map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
+        supervisor.map_or_else(|| Entered::new(Of::Agents).map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
     }
 
     /// Raises an exception in a forked child, because the thread belongs to the parent.

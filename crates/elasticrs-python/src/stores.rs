@@ -1,8 +1,10 @@
-//! The thread on which all stores of a process run.
+//! The threads on which the stores of a process run: one for the stores of agents, and one for the stores of workers.
 //!
-//! The thread exits when the last store is closed. The stores of an agent keep the thread running until the supervisor
-//! is closed, so that the next attempt can use the same thread. A forked child does not have this thread, and never
-//! waits for it.
+//! Everyone who reaches the port of a workers' store can keep its thread busy, so agents do not share it.
+//!
+//! A thread exits when its last store is closed. The workers' stores of an agent keep their thread running until the
+//! supervisor is closed, so that the next attempt can use the same thread. A forked child does not have these threads,
+//! and never waits for them.
 
 use std::io;
 use std::ops::Deref;
@@ -14,32 +16,52 @@ use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, os_error};
 
-/// The thread that all stores share, and the pid of the process that started it. The pid is needed because a forked
-/// child may not use its parent's thread.
-static SHARED: Mutex<Option<(u32, Weak<Runtime>)>> = Mutex::new(None);
+/// A thread that stores share, and the pid of the process that started it. The pid is needed because a forked child may
+/// not use its parent's thread.
+type Shared = Mutex<Option<(u32, Weak<Runtime>)>>;
 
-/// An optional reference to the stores' thread. The thread keeps running while any reference exists.
+/// The clients whose stores share a thread.
+#[derive(Debug, Clone, Copy)]
+pub enum Of {
+    Agents,
+    Workers,
+}
+
+impl Of {
+    fn shared(self) -> (&'static str, &'static Shared) {
+        static AGENTS: Shared = Mutex::new(None);
+        static WORKERS: Shared = Mutex::new(None);
+        match self {
+            Self::Agents => ("elasticrs-store", &AGENTS),
+            Self::Workers => ("elasticrs-ranks", &WORKERS),
+        }
+    }
+}
+
+/// An optional reference to a thread of stores. The thread keeps running while any reference exists.
 pub struct Stores {
+    of: Of,
     runtime: Mutex<Option<Arc<Runtime>>>,
     owner: u32,
 }
 
 impl Stores {
     /// Creates a `Stores` that does not hold a reference to the thread yet.
-    pub fn new() -> Self {
-        Self { runtime: Mutex::default(), owner: std::process::id() }
+    pub fn new(of: Of) -> Self {
+        Self { of, runtime: Mutex::default(), owner: std::process::id() }
     }
 
     /// Acquires a reference to the thread. The first reference starts the thread.
     pub fn enter(&self) -> io::Result<()> {
         let mut own = lock(&self.runtime);
         if own.is_none() {
-            let mut shared = lock(&SHARED);
+            let (name, shared) = self.of.shared();
+            let mut shared = lock(shared);
             let known =
                 shared.as_ref().filter(|(pid, _)| *pid == self.owner).and_then(|(_, runtime)| runtime.upgrade());
             let runtime = match known {
                 Some(runtime) => runtime,
-                None => Arc::new(Runtime::new("elasticrs-store")?),
+                None => Arc::new(Runtime::new(name)?),
             };
             *shared = Some((self.owner, Arc::downgrade(&runtime)));
             *own = Some(runtime);
@@ -87,13 +109,13 @@ impl Drop for Stores {
     }
 }
 
-/// A reference to the stores' thread that belongs to a Python object. Dropping it releases the GIL while it waits.
+/// A reference to a thread of stores that belongs to a Python object. Dropping it releases the GIL while it waits.
 pub struct Entered(Stores);
 
 impl Entered {
-    /// Creates a reference to the thread that runs all stores of this process. Starts the thread if necessary.
-    pub fn new() -> PyResult<Self> {
-        let stores = Stores::new();
+    /// Creates a reference to the thread that runs these stores of this process. Starts the thread if necessary.
+    pub fn new(of: Of) -> PyResult<Self> {
+        let stores = Stores::new(of);
         stores.enter().map_err(|error| os_error(&error, "start the thread of the stores"))?;
         Ok(Self(stores))
     }

@@ -19,7 +19,7 @@ use crate::error::{Error, os_error};
 use crate::event::{FdReady, Heartbeat, heartbeat, object, to_python};
 use crate::nursery::{self, WarmNursery};
 use crate::spec::{GroupSpec, LogStream, ProcessSpec, StopPolicy, duration, signal};
-use crate::stores::{Stores, end_detached};
+use crate::stores::{Of, Stores, end_detached};
 
 /// Maximum time to wait before checking for Python's signals again. The check is needed because two kinds of signals do
 /// not interrupt the wait: those that arrive between the last check and the system call, and those that the kernel
@@ -30,7 +30,7 @@ pub(crate) const LOOK: Duration = Duration::from_secs(5);
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct Supervisor {
     pub(crate) inner: core::Supervisor,
-    /// Reference to the stores' thread. Acquired when the first store is used.
+    /// Reference to the thread of the workers' stores. Acquired when the first one is used.
     pub(crate) stores: Arc<Stores>,
 }
 
@@ -43,7 +43,7 @@ impl Supervisor {
         let nursery = warm.into_iter().chain(nursery::images(py, nursery)?).collect();
         let config = Config { nursery, owns_process };
         let inner = py.detach(|| core::Supervisor::new(config)).map_err(Error)?;
-        Ok(Self { inner, stores: Arc::new(Stores::new()) })
+        Ok(Self { inner, stores: Arc::new(Stores::new(Of::Workers)) })
     }
 
     #[getter]

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, listen_error};
 use crate::home::teller;
-use crate::stores::{Entered, end_detached};
+use crate::stores::{Entered, Of, end_detached};
 use crate::supervisor::Supervisor;
 
 #[derive(Clone, Copy, FromPyObject)]
@@ -66,7 +66,7 @@ impl WorkerStore {
             });
             self.inner.serve_elsewhere(inner, hand_over, tell)
         } else {
-            let home = Entered::new()?;
+            let home = Entered::new(Of::Workers)?;
             let served = py.detach(|| self.inner.serve(&*home, tell));
             if served.is_ok() {
                 *lock(&self.home) = Some(home);

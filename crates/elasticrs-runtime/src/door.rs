@@ -27,7 +27,11 @@ const SILENCE: Duration = Duration::from_secs(10);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     Health,
+    /// The store of the agents.
     Store,
+    /// The store of the workers. Everyone who reaches its port can connect, so it also leaves descriptors for the
+    /// agents.
+    Workers,
 }
 
 /// A listener that stops accepting connections before they use up the process's descriptors.
@@ -79,6 +83,12 @@ impl Door {
     }
 }
 
+/// Returns how many file descriptors the process has when a server of this kind accepts no further connections.
+pub fn share(purpose: Purpose) -> usize {
+    let soft = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
+    usize::try_from(soft.saturating_sub(kept(soft, purpose))).unwrap_or(usize::MAX)
+}
+
 /// Returns true if this kind of server may keep the connection `fd`: the number of `fd`, or the lowest free descriptor
 /// number, is below the server's limit.
 ///
@@ -99,6 +109,7 @@ fn kept(soft: u64, purpose: Purpose) -> u64 {
         // Also reserve descriptors for health requests and for one connection per store. A store that has used up its
         // descriptors accepts one more connection and holds it until descriptors are free.
         Purpose::Store => own + (soft / 16).clamp(8, 64),
+        Purpose::Workers => kept(soft, Purpose::Store) + (soft / 8).clamp(8, 1024),
     }
 }
 
@@ -118,6 +129,7 @@ mod tests {
         let limits = [64, 256, 1024, 1 << 20];
         assert_eq!(limits.map(|soft| kept(soft, Purpose::Health)), [16, 32, 64, 64]);
         assert_eq!(limits.map(|soft| kept(soft, Purpose::Store)), [24, 48, 128, 128]);
+        assert_eq!(limits.map(|soft| kept(soft, Purpose::Workers)), [32, 80, 256, 1152]);
         let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         assert!(is_within_share(socket.as_fd(), Purpose::Store));
     }

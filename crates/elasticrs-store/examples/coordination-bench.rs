@@ -39,7 +39,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         request_timeout: REQUEST_TIMEOUT,
         state: None,
     };
-    let server = Server::start(&store, &[("127.0.0.1".into(), 0)], config, Box::new(drop))?;
+    let server = Server::start(&store, &[("127.0.0.1".into(), 0)], config, Box::new(|_| false), Box::new(drop))?;
     let port = server.port();
     let mut out = io::stdout().lock();
 

@@ -11,13 +11,15 @@ use tokio::task::yield_now;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::auth::{self, Direction};
-use super::hub::{Entered, Hub, Refusal};
+use super::hub::{Entered, Hub, Refusal, Slot};
 use super::leases::Leases;
 use super::outbox::Outbox;
 use super::probe::QUESTION;
 use super::protocol::{Answer, Hello, Request, VERSION};
+use super::relay::{Caller, Target, descends, recognise};
 use super::scope::{allows, scoped_token};
 use super::state::SessionId;
+use super::turns::{Turn, Turns};
 use super::wire::{Broken, Frames, MAGIC, MAX_REQUEST, MAX_UNPROVEN, Malformed};
 use crate::types::{LostKind, Scope};
 
@@ -80,19 +82,22 @@ struct Connection {
 }
 
 /// Serves one client until its connection is closed.
-pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>) {
+pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>, mut slot: Slot) {
     // Without `TCP_NODELAY`, small messages would be delayed. If setting it fails, serve the client anyway.
     let _ = stream.set_nodelay(true);
     let mut connection = Connection { hub, stream, frames: Frames::new(MAX_UNPROVEN), outbox, scope: None };
     let met = timeout(HANDSHAKE, Box::pin(connection.handshake())).await;
     let session = match met {
         Ok(Ok(session)) => session,
+        // Box what few connections need, because every connection has room for its unboxed futures.
+        Ok(Err(Disconnect::Foreign)) => return Box::pin(connection.lead_on()).await,
         Ok(Err(end)) => return connection.part(end).await,
         Err(_) => {
             let said = format!("no handshake within {} s", HANDSHAKE.as_secs());
             return connection.part(Disconnect::Refused((LostKind::Timeout, said))).await;
         }
     };
+    slot.prove();
     connection.frames.set_limit(MAX_REQUEST);
     let (hub, outbox) = (Rc::clone(&connection.hub), Rc::clone(&connection.outbox));
     let mut user = User { hub, outbox, session, is_broken: false };
@@ -184,6 +189,11 @@ impl Connection {
     }
 
     fn ready(&self, hello: &Hello, proof: Option<[u8; 32]>) -> Result<SessionId, Disconnect> {
+        let limit = self.hub.config.max_connections;
+        if self.hub.proven.get() >= limit {
+            let said = format!("the store has reached its limit of {limit} connections");
+            return Err(Disconnect::Refused((LostKind::Limit, said)));
+        }
         let entered = self.hub.enter(&self.outbox, hello).map_err(Disconnect::Refused)?;
         let Entered { session, secret, revision, pace } = entered;
         let ids = self.hub.ids.clone();
@@ -197,35 +207,70 @@ impl Connection {
 
     /// Executes requests and sends answers until the connection is closed.
     async fn converse(&mut self, session: SessionId) -> Disconnect {
+        let hub = Rc::clone(&self.hub);
         let mut begun = None;
         loop {
+            let mut turn = Turn::new();
             while !self.outbox.is_closing() {
                 match self.frames.cut() {
                     Ok(Some(frame)) => {
                         begun = None;
                         // Reset the count of unparsed bytes, because the request is complete.
                         self.outbox.set_unparsed(0);
-                        let done = Request::decode(frame).map_err(Disconnect::from).and_then(|request| {
-                            if !allows(self.scope.as_deref(), &request) {
-                                let said = "the token of this client does not allow access to these keys";
-                                return Err(Disconnect::Refused((LostKind::Denied, said.into())));
+                        let request = match Request::decode(frame) {
+                            Ok(request) => request,
+                            Err(malformed) => return malformed.into(),
+                        };
+                        if !allows(self.scope.as_deref(), &request) {
+                            let said = "the token of this client does not allow access to these keys";
+                            return Disconnect::Refused((LostKind::Denied, said.into()));
+                        }
+                        if !turn.takes(hub.steps(&request)) {
+                            Box::pin(self.wait_for_turn(&mut turn, &hub.turns)).await;
+                            if self.outbox.is_closing() {
+                                break;
                             }
-                            self.hub.request(session, request, &self.outbox).map_err(Disconnect::Refused)
-                        });
-                        if let Err(end) = done {
-                            return end;
+                        }
+                        if let Err(refusal) = hub.request(session, request, &self.outbox) {
+                            return Disconnect::Refused(refusal);
                         }
                     }
                     Ok(None) => break,
                     Err(broken) => return broken.into(),
                 }
             }
+            turn.end().await;
             if self.outbox.is_closing() {
                 return Disconnect::Gone;
             }
             if let Err(end) = self.read_on(&mut begun).await {
                 return end;
             }
+        }
+    }
+
+    /// Waits until it is this connection's turn to do more work. First sends the answers that the client is waiting
+    /// for.
+    async fn wait_for_turn<'a>(&self, turn: &mut Turn<'a>, turns: &'a Turns) {
+        // Ignore an error. The next read reports it, after the requests that have arrived were executed.
+        let _ = self.flush().await;
+        self.hub.hold(&self.outbox, self.frames.capacity());
+        self.outbox.waits.set(true);
+        turn.renew(turns).await;
+        self.outbox.waits.set(false);
+    }
+
+    /// Sends the queued messages as far as the client accepts them. Returns true if all of them were sent.
+    async fn flush(&self) -> Result<bool, Disconnect> {
+        // Send only the messages queued before the call of `settled`, because `settled` does not wait until later
+        // changes are on disk.
+        let pushed = self.outbox.pushed();
+        self.hub.settled().await;
+        match self.outbox.flush(&self.stream, pushed) {
+            // A broken pipe means that the client has closed the connection. Continue, because the client's last
+            // requests can still be read.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(true),
+            result => Ok(result?),
         }
     }
 
@@ -263,18 +308,8 @@ impl Connection {
     async fn read(&mut self) -> Result<(), Disconnect> {
         self.frames.rest();
         loop {
-            // Send only the messages queued before the call of `settled`, because `settled` does not wait until later
-            // changes are on disk.
-            let pushed = self.outbox.pushed();
-            self.hub.settled().await;
-            let is_sent = match self.outbox.flush(&self.stream, pushed) {
-                Ok(is_sent) => is_sent,
-                // A broken pipe means that the client has closed the connection. Continue, because the client's last
-                // requests can still be read.
-                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => true,
-                Err(error) => return Err(error.into()),
-            };
-            let interest = if is_sent { Interest::READABLE } else { Interest::READABLE | Interest::WRITABLE };
+            let interest =
+                if self.flush().await? { Interest::READABLE } else { Interest::READABLE | Interest::WRITABLE };
             tokio::select! {
                 ready = self.stream.ready(interest) => { ready?; }
                 () = self.outbox.wake.notified() => {
@@ -307,6 +342,54 @@ impl Connection {
         }
     }
 
+    /// Passes the connection of a worker on to the workers' store. Closes the connection of any other foreign peer.
+    async fn lead_on(mut self) {
+        let led = timeout(HANDSHAKE, Box::pin(self.find_workers_store())).await;
+        let why = match led {
+            Ok(Ok((host, port))) => {
+                let Self { hub, stream, frames, outbox, .. } = self;
+                match hub.relay.pass_on(stream, frames.unread().to_vec(), host, port) {
+                    Ok(()) => return,
+                    Err(error) => return tell_of_worker(&hub, &outbox, &error.to_string()),
+                }
+            }
+            Ok(Err(None)) => return self.part(Disconnect::Foreign).await,
+            Ok(Err(Some(why))) => why,
+            Err(_) => "no round of this job is running",
+        };
+        tell_of_worker(&self.hub, &self.outbox, why);
+    }
+
+    /// Returns the host and port of the workers' store for a worker, as soon as a round is running. Otherwise returns
+    /// the reason why the peer is not served, or `None` if it is no worker.
+    async fn find_workers_store(&mut self) -> Result<(String, u16), Option<&'static str>> {
+        let hub = Rc::clone(&self.hub);
+        let mut target = hub.relay.target.clone();
+        if *target.borrow() == Target::Nowhere {
+            return Err(None);
+        }
+        let pid = loop {
+            match recognise(self.frames.unread()) {
+                Caller::Unknown => self.read().await.map_err(|_| None)?,
+                Caller::Worker(pid) => break pid,
+                Caller::Stranger => return Err(None),
+            }
+        };
+        let (peer, own) = (self.outbox.peer.ip(), self.stream.local_addr().map_err(|_| None)?.ip().to_canonical());
+        if !peer.is_loopback() && peer != own && !hub.has_client_at(peer) {
+            return Err(Some("no agent of this job is connected from that address"));
+        }
+        loop {
+            if let Target::At { host, port, agent } = &*target.borrow_and_update() {
+                if agent.zip(pid).is_some_and(|(agent, pid)| !descends(pid, agent)) {
+                    return Err(Some("it is no worker of this job"));
+                }
+                return Ok((host.clone(), *port));
+            }
+            target.changed().await.map_err(|_| None)?;
+        }
+    }
+
     /// Closes the connection. If the client was refused, first sends the reason and gives the client time to read it.
     async fn part(mut self, end: Disconnect) {
         match end {
@@ -335,6 +418,16 @@ impl Connection {
             self.stream.ready(Interest::WRITABLE).await?;
         }
         stream::part(&self.stream, MAX_DROPPED).await
+    }
+}
+
+/// Tells the user about a worker that is not served. Tells it only once, because the worker tries again and again.
+fn tell_of_worker(hub: &Hub, outbox: &Outbox, why: &str) {
+    if !hub.has_told_of_worker.replace(true) {
+        hub.notices.say(format!(
+            "a worker at {} looks for the store of its process group at the port of the rendezvous, and is not served: {why}. Leave MASTER_ADDR and MASTER_PORT in the script as the launcher sets them",
+            outbox.peer
+        ));
     }
 }
 

@@ -10,20 +10,22 @@
 //!   connection, the session ends, because a client does so only when its process exits. If the connection breaks, the
 //!   session is absent (without a connection) until it is resumed or its time to live expires.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::future::pending;
+use std::net::IpAddr;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use elasticrs_runtime::notices::Notices;
+use elasticrs_runtime::notices::{Notices, Rate, WINDOW};
 use elasticrs_sys::clock::{boot_now, wall_now};
 use elasticrs_sys::heap;
 use tokio::sync::Notify;
-use tokio::task::{JoinSet, yield_now};
+use tokio::task::{AbortHandle, JoinSet, yield_now};
+use tokio::time::timeout;
 
 use super::auth;
 use super::durable::{Granted, Image, StateError, StateFile};
@@ -32,7 +34,10 @@ use super::leases::Leases;
 use super::memory::{CONNECTION_COST, Held, Message};
 use super::outbox::Outbox;
 use super::protocol::{Answer, Hello, Pace, Request, Secret, encode_changes};
+use super::relay::Relay;
 use super::state::{Revision, SessionId, State};
+use super::turns::{REQUEST, Turns};
+use super::unproven::{Room, Unproven, limit};
 use super::watches::Watches;
 use crate::types::{LostKind, OpResult, StoreId, Txn, Watch};
 
@@ -125,6 +130,17 @@ pub(super) struct Hub {
     pub(super) notices: Notices,
     pub(super) sessions: Arc<AtomicUsize>,
     pub(super) tasks: RefCell<JoinSet<()>>,
+    pub(super) turns: Turns,
+    /// Connections that have not completed the handshake.
+    pub(super) unproven: RefCell<Unproven<AbortHandle>>,
+    /// Number of connections that have completed it.
+    pub(super) proven: Cell<usize>,
+    /// Wakes the task that waits until a connection has completed the handshake or was closed.
+    pub(super) left: Notify,
+    closed: RefCell<Rate>,
+    pub(super) relay: Relay,
+    /// True if the user was told about a worker that could not be served.
+    pub(super) has_told_of_worker: Cell<bool>,
     /// Buffer into which all connections read, one at a time.
     pub(super) scratch: RefCell<Vec<u8>>,
     pub(super) held: Rc<Held>,
@@ -140,7 +156,13 @@ pub(super) struct Hub {
 pub(super) type Refusal = (LostKind, String);
 
 impl Hub {
-    pub(super) fn new(config: Config, ids: Vec<StoreId>, notices: Notices, sessions: Arc<AtomicUsize>) -> Self {
+    pub(super) fn new(
+        config: Config,
+        ids: Vec<StoreId>,
+        notices: Notices,
+        sessions: Arc<AtomicUsize>,
+        relay: Relay,
+    ) -> Self {
         let shared = Shared {
             state: State::new(config.max_bytes),
             watches: Watches::default(),
@@ -157,6 +179,13 @@ impl Hub {
             notices,
             sessions,
             tasks: RefCell::default(),
+            turns: Turns::new(),
+            unproven: RefCell::default(),
+            proven: Cell::default(),
+            left: Notify::new(),
+            closed: RefCell::new(Rate::new(1, WINDOW)),
+            relay,
+            has_told_of_worker: Cell::default(),
             scratch: RefCell::new(vec![0; 64 * 1024]),
             held: Rc::default(),
             journal: None,
@@ -288,6 +317,12 @@ impl Hub {
         shared.absent < self.config.max_connections && self.has_room_in(shared)
     }
 
+    /// Returns true if a client at this address has a session and a connection.
+    pub(super) fn has_client_at(&self, address: IpAddr) -> bool {
+        let shared = self.shared.borrow();
+        shared.sessions.values().any(|known| known.outbox.as_ref().is_some_and(|outbox| outbox.peer.ip() == address))
+    }
+
     /// Notifies all clients that the store was closed.
     pub(super) fn say_farewell(&self) {
         for outbox in self.shared.borrow().sessions.values().filter_map(|session| session.outbox.as_ref()) {
@@ -348,6 +383,51 @@ impl Hub {
             shared.ended.push(session);
             self.sessions.store(shared.sessions.len(), Ordering::Relaxed);
             self.reap.notify_one();
+        }
+    }
+
+    /// Returns the maximum number of steps that a request takes, for [`super::turns`].
+    pub(super) fn steps(&self, request: &Request) -> usize {
+        let state = &self.shared.borrow().state;
+        let more = match request {
+            Request::Txn { txn, .. } => state.steps(txn),
+            Request::Watch { watch, snapshot: true, .. } => state.steps_of_snapshot(watch),
+            Request::Watch { .. }
+            | Request::Unwatch(_)
+            | Request::KeepAlive { .. }
+            | Request::Hello(_)
+            | Request::Prove { .. } => 0,
+        };
+        more.saturating_add(REQUEST)
+    }
+
+    /// Waits until one more connection may be accepted. If too many have not completed the handshake, closes one of
+    /// them.
+    pub(super) async fn make_room(&self, descriptors: usize) {
+        loop {
+            let most = limit(self.config.max_connections, descriptors);
+            let room = self.unproven.borrow_mut().make_room(most, Instant::now());
+            match room {
+                Room::Free => return,
+                Room::Close(connection, address) => {
+                    connection.abort();
+                    if let Some(left_out) = self.closed.borrow_mut().admit(Instant::now()) {
+                        let more = if left_out > 0 {
+                            format!(" ({left_out} more since the last message)")
+                        } else {
+                            String::new()
+                        };
+                        self.notices.say(format!(
+                            "closed a connection from {address}: it has not completed the handshake, and {most} such connections are the limit{more}"
+                        ));
+                    }
+                    return;
+                }
+                Room::After(rest) => {
+                    // Ignore which of the two has happened, because the loop looks again.
+                    let _ = timeout(rest, self.left.notified()).await;
+                }
+            }
         }
     }
 
@@ -511,13 +591,59 @@ impl Hub {
             // already arrived.
             yield_now().await;
             yield_now().await;
-            let mut shared = self.shared.borrow_mut();
-            for session in shared.leases.expired() {
-                if let Some(outbox) = shared.sessions.get(&session).and_then(|known| known.outbox.as_ref()) {
+            self.end_silent();
+        }
+    }
+
+    fn end_silent(&self) {
+        let shared = &mut *self.shared.borrow_mut();
+        for session in shared.leases.expired() {
+            match shared.sessions.get(&session).and_then(|known| known.outbox.as_ref()) {
+                // Keep a session whose requests wait for a turn, because a keep-alive may be among them.
+                Some(outbox) if outbox.waits.get() => {
+                    self.renew(&mut shared.leases, session);
+                    continue;
+                }
+                Some(outbox) => {
                     outbox.refuse(LostKind::Silent, "the store did not hear from this client in time".into());
                 }
-                self.end_in(&mut shared, session);
+                None => {}
             }
+            self.end_in(shared, session);
+        }
+    }
+}
+
+/// Counts a connection, until it is dropped.
+pub(super) struct Slot {
+    hub: Rc<Hub>,
+    /// Number of the connection while it has not completed the handshake.
+    unproven: Option<u64>,
+}
+
+impl Slot {
+    /// Counts a connection that has not completed the handshake. `number` is its number among those.
+    pub(super) fn new(hub: &Rc<Hub>, number: u64) -> Self {
+        Self { hub: Rc::clone(hub), unproven: Some(number) }
+    }
+
+    /// Counts the connection among those that have completed the handshake.
+    pub(super) fn prove(&mut self) {
+        if let Some(number) = self.unproven.take() {
+            self.hub.unproven.borrow_mut().remove(number);
+            self.hub.proven.update(|count| count + 1);
+            self.hub.left.notify_one();
+        }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        if let Some(number) = self.unproven {
+            self.hub.unproven.borrow_mut().remove(number);
+            self.hub.left.notify_one();
+        } else {
+            self.hub.proven.update(|count| count - 1);
         }
     }
 }

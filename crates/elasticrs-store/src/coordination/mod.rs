@@ -4,13 +4,15 @@
 //! lease. When a session ends, the store deletes the keys that are attached to its lease. The pure functions of
 //! `state`, `watches` and [`leases`] make the decisions; [`server`] and [`client`] do the I/O. [`protocol`] and
 //! [`wire`] define the messages between them. On the server, `connection`, `hub` and `outbox` serve the clients,
-//! `memory` limits what they may hold, and `journal` and [`durable`] keep the state on disk. On the client, `connect`,
+//! `memory` limits what they may hold, `turns` divides the thread among them, `unproven` limits the connections of
+//! strangers, and `journal` and [`durable`] keep the state on disk. On the client, `connect`,
 //! `session` and `unanswered` implement [`crate::session`] for this store. `auth` checks tokens, [`scope`] restricts a
-//! session to a key prefix, and `probe` recognises a port of torch's `TCPStore`.
+//! session to a key prefix, `probe` recognises a port of torch's `TCPStore`, and `relay` serves workers that connect to
+//! this store.
 //!
 //! A server's hub owns the keys, watches and leases. A connection's task owns its socket and shares only its unsent
 //! messages with the hub. A client's task owns its socket and its deadline, and the client's user owns the list of
-//! events. Each module states its invariants: `STATE`, `WATCH`, `LEASE`, `MEM` and `HUB` for the server, `CLIENT` and
+//! events. Each module states its invariants: `STATE`, `WATCH`, `LEASE`, `MEM`, `HUB`, `TURN`, `DOOR` and `RELAY` for the server, `CLIENT` and
 //! `ASKED` for the client, `WIRE` and `PROTO` for the messages.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
@@ -31,10 +33,13 @@ mod memory;
 mod outbox;
 pub(crate) mod probe;
 pub mod protocol;
+pub mod relay;
 pub mod scope;
 pub mod server;
 mod session;
 mod state;
+mod turns;
 mod unanswered;
+mod unproven;
 mod watches;
 pub mod wire;

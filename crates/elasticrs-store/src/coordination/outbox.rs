@@ -40,6 +40,8 @@ pub(super) struct Outbox {
     /// True if at least one byte was sent on this connection.
     has_begun: Cell<bool>,
     is_closing: Cell<bool>,
+    /// True while the store has not executed the requests that it has read from the client.
+    pub(super) waits: Cell<bool>,
     pub(super) wake: Notify,
     all: Rc<Held>,
     /// Memory that is counted for the connection, including the received part of an incomplete request.
@@ -57,6 +59,7 @@ impl Outbox {
             unread_of_long: Cell::default(),
             has_begun: Cell::default(),
             is_closing: Cell::default(),
+            waits: Cell::default(),
             wake: Notify::new(),
             all: Rc::clone(all),
             connection: Charge::new(all, CONNECTION_COST),

@@ -7,8 +7,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
+use std::time::Instant;
 
-use elasticrs_runtime::door::{Door, Purpose};
+use elasticrs_runtime::door::{Door, Purpose, share};
 use elasticrs_runtime::listen::{ListenError, listen_at_all};
 use elasticrs_runtime::notices::{Notices, Tell};
 use elasticrs_runtime::runtime::Spawn;
@@ -16,12 +17,14 @@ use elasticrs_runtime::threads::ask;
 use nix::sys::socket::{Shutdown, shutdown};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::watch;
 use tokio::task::{JoinSet, yield_now};
 
 use super::durable::{StateError, StateFile};
-use super::hub::Hub;
 pub use super::hub::{Config, Durable, MAX_BYTES, MAX_CONNECTIONS, REQUEST_TIMEOUT};
+use super::hub::{Hub, Slot};
 use super::outbox::Outbox;
+use super::relay::{OnWorkersThread, Relay, Target};
 use super::state::entry_limit;
 use super::{auth, connection};
 use crate::types::LostKind;
@@ -50,17 +53,20 @@ pub enum ServerError {
 pub struct Server {
     commands: UnboundedSender<Command>,
     sessions: Arc<AtomicUsize>,
+    target: watch::Sender<Target>,
     /// Addresses on which the server listens, in the form that [`listen_at_all`] takes.
     addresses: Vec<(String, u16)>,
 }
 
 impl Server {
     /// Listens on the named addresses and starts the server. The server calls `tell` with a message for the user when
-    /// it refuses a client, or when a program with another protocol connects.
+    /// it refuses a client, or when a program with another protocol connects. It uses `on_workers_thread` to serve
+    /// workers ([`Self::lead_workers`]).
     pub fn start(
         runtime: &dyn Spawn,
         named: &[(String, u16)],
         config: Config,
+        on_workers_thread: OnWorkersThread,
         tell: Tell,
     ) -> Result<Self, ServerError> {
         let listeners = listen_at_all(named)?;
@@ -78,15 +84,17 @@ impl Server {
         let open =
             |state: &Durable| StateFile::open(&state.file, config.run_id.as_deref(), id, entry_limit(config.max_bytes));
         let kept = config.state.as_ref().map(open).transpose()?;
+        let (target, targets) = watch::channel(Target::default());
         let is_running = runtime.spawn(Box::new(move || {
-            let hub = Hub::new(config, vec![id], Notices::new(tell), counted);
+            let relay = Relay::new(targets, on_workers_thread);
+            let hub = Hub::new(config, vec![id], Notices::new(tell), counted, relay);
             let hub = match kept {
                 Some((file, image)) => hub.going_on_with(file, image),
                 None => hub,
             };
             Box::pin(run(Rc::new(hub), listeners, inbox))
         }));
-        if is_running { Ok(Self { commands, sessions, addresses }) } else { Err(ServerError::Stopped) }
+        if is_running { Ok(Self { commands, sessions, target, addresses }) } else { Err(ServerError::Stopped) }
     }
 
     /// Returns the port of the first address, even while the server is not listening on it.
@@ -97,6 +105,11 @@ impl Server {
     /// Returns the number of clients that have a session.
     pub fn sessions(&self) -> usize {
         self.sessions.load(Ordering::Relaxed)
+    }
+
+    /// Sets the workers' store to which the server passes on connections of workers.
+    pub fn lead_workers(&self, target: Target) {
+        self.target.send_replace(target);
     }
 
     /// Returns true if the server has stopped, because it was closed, its thread has exited, or one of its tasks has
@@ -217,6 +230,7 @@ fn listen(hub: &Rc<Hub>, accepting: &mut JoinSet<()>, listeners: Vec<TcpListener
 
 async fn accept(hub: Rc<Hub>, mut door: Door) {
     loop {
+        hub.make_room(share(Purpose::Store)).await;
         let (stream, peer) = door.accept(&hub.notices, "the store").await;
         admit(&hub, stream, peer);
     }
@@ -225,22 +239,24 @@ async fn accept(hub: Rc<Hub>, mut door: Door) {
 fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
     let mut tasks = hub.tasks.borrow_mut();
     while let Some(ended) = tasks.try_join_next() {
-        if let Err(error) = ended {
+        // A connection is cancelled if it has to make room for others.
+        if let Err(error) = ended
+            && !error.is_cancelled()
+        {
             hub.notices.say(format!("the store has lost a connection: {error}"));
         }
     }
-    let limit = hub.config.max_connections;
-    let said = if tasks.len() >= limit {
-        format!("the store has reached its limit of {limit} connections")
-    } else if hub.has_room() {
+    if hub.has_room() {
         // Create the outbox here instead of in the task, because its memory must be counted before the next connection
         // is accepted.
         let outbox = Rc::new(Outbox::new(&hub.held, peer));
-        tasks.spawn_local(connection::serve(Rc::clone(hub), stream, outbox));
+        let number = hub.unproven.borrow_mut().number();
+        let slot = Slot::new(hub, number);
+        let task = tasks.spawn_local(connection::serve(Rc::clone(hub), stream, outbox, slot));
+        hub.unproven.borrow_mut().add(number, task, peer.ip(), Instant::now());
         return;
-    } else {
-        "the store is full".into()
-    };
+    }
+    let said = String::from("the store is full");
     hub.notices.say(format!("refused {peer}: {said}"));
     let outbox = Outbox::new(&hub.held, peer);
     outbox.refuse(LostKind::Limit, said);

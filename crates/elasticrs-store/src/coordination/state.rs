@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Bound;
 use std::sync::Arc;
 
+use super::turns::OPERATION;
 use super::wire::MAX_ANSWER;
 use crate::types::{Change, Compare, Entry, Op, OpResult, Txn, Watch};
 
@@ -20,10 +21,10 @@ pub(super) type SessionId = u64;
 /// Estimated memory overhead of a key, in bytes, in addition to its name and value. It covers the key's entries
 /// in two trees.
 const ENTRY_COST: usize = 256;
-/// Maximum number of steps for all searches of one transaction. This many steps take about 100 ms, and the store
+/// Maximum number of steps for all searches of one transaction. This many steps take about 25 ms, and the store
 /// serves no other client during that time. A single search takes at most half as many steps as the store has
-/// keys.
-const MAX_SEARCHED: usize = 1 << 20;
+/// keys, so this is enough for any search in a store of the default size.
+const MAX_SEARCHED: usize = 1 << 18;
 
 /// A revision with all its changes.
 #[derive(Debug, PartialEq, Eq)]
@@ -150,6 +151,23 @@ impl State {
             }
         }
         self.commit(changes)
+    }
+
+    /// Returns the maximum number of steps that a transaction takes, for [`super::turns`].
+    pub(super) fn steps(&self, txn: &Txn) -> usize {
+        let all = self.entries.len();
+        let ops = txn.then.iter().chain(&txn.otherwise).map(|op| match op {
+            Op::Put { .. } | Op::Delete(_) | Op::Get(_) => OPERATION,
+            Op::DeletePrefix(_) | Op::Range { limit: 0, .. } => OPERATION + all,
+            Op::Range { limit, .. } => OPERATION + all.min(usize::try_from(*limit).unwrap_or(all)),
+            Op::Predecessor { .. } => OPERATION + all / 2,
+        });
+        ops.fold(OPERATION * txn.compares.len(), usize::saturating_add)
+    }
+
+    /// Returns the maximum number of steps for a [`Self::snapshot`].
+    pub(super) fn steps_of_snapshot(&self, covers: &Watch) -> usize {
+        if covers.exact { OPERATION } else { OPERATION + self.entries.len() }
     }
 
     /// Executes a transaction. Returns [`Exceeded::Full`], without any change, if the store has no room for it.

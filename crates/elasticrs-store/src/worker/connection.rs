@@ -6,7 +6,7 @@ use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::task::{Context, Poll, ready};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -20,6 +20,8 @@ use super::wire::{Parser, Request};
 pub(super) const CHUNK: usize = 128 * 1024;
 /// Maximum number of unsent reply bytes. If there are more, no further requests of the connection are executed.
 const MAX_UNSENT: usize = 64 * 1024;
+/// Duration after which a connection lets the others take their turn. A request that was started in time is completed.
+const TURN: Duration = Duration::from_millis(2);
 /// Maximum capacity that each buffer of an idle connection may keep, in bytes.
 const MAX_IDLE: usize = 16 * 1024;
 
@@ -100,6 +102,7 @@ impl Connection {
             _ => *waker = Some(cx.waker().clone()),
         }
         drop(waker);
+        let turn = Instant::now() + TURN;
         loop {
             let may_read = self.send(cx)?;
             if until == Until::Greeted && self.parser.is_validated() {
@@ -108,10 +111,14 @@ impl Connection {
             if !may_read {
                 return Poll::Pending;
             }
-            if !self.unparsed.is_empty() && self.work_off_unparsed()? {
+            if Instant::now() >= turn {
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
+            }
+            if !self.unparsed.is_empty() && self.work_off_unparsed(turn)? {
                 continue;
             }
-            match ready!(self.receive(cx))? {
+            match ready!(self.receive(cx, turn))? {
                 0 if self.unparsed.is_empty() => return Poll::Ready(Ok(Until::Left)),
                 0 => return Poll::Ready(Err(Closed::Truncated)),
                 CHUNK => {
@@ -127,34 +134,34 @@ impl Connection {
     }
 
     /// Reads once and executes the complete requests. Returns the number of bytes that were read.
-    fn receive(&mut self, cx: &mut Context<'_>) -> Poll<Result<usize, Closed>> {
+    fn receive(&mut self, cx: &mut Context<'_>, turn: Instant) -> Poll<Result<usize, Closed>> {
         let mut scratch = std::mem::take(&mut self.hub.borrow_mut().scratch);
         // Restore the buffer's size, because the buffer is empty if another connection panicked while using it.
         scratch.resize(CHUNK, 0);
-        let result = self.receive_into(&mut scratch, cx);
+        let result = self.receive_into(&mut scratch, cx, turn);
         self.hub.borrow_mut().scratch = scratch;
         result
     }
 
-    fn receive_into(&mut self, scratch: &mut [u8], cx: &mut Context<'_>) -> Poll<Result<usize, Closed>> {
+    fn receive_into(&mut self, scratch: &mut [u8], cx: &mut Context<'_>, turn: Instant) -> Poll<Result<usize, Closed>> {
         let mut buffer = ReadBuf::new(scratch);
         ready!(Pin::new(&mut self.stream).poll_read(cx, &mut buffer))?;
         let bytes = buffer.filled();
         if self.unparsed.is_empty() {
-            let used = self.work_off(bytes)?;
+            let used = self.work_off(bytes, turn)?;
             self.unparsed.extend_from_slice(&bytes[used..]);
             self.settle()?;
         } else {
             self.unparsed.extend_from_slice(bytes);
-            self.work_off_unparsed()?;
+            self.work_off_unparsed(turn)?;
         }
         Poll::Ready(Ok(bytes.len()))
     }
 
     /// Executes the complete requests in `unparsed`. Returns true if there was at least one.
-    fn work_off_unparsed(&mut self) -> Result<bool, Closed> {
+    fn work_off_unparsed(&mut self, turn: Instant) -> Result<bool, Closed> {
         let mut unparsed = std::mem::take(&mut self.unparsed);
-        let used = self.work_off(&unparsed)?;
+        let used = self.work_off(&unparsed, turn)?;
         unparsed.drain(..used);
         if unparsed.is_empty() && unparsed.capacity() > MAX_IDLE {
             unparsed = Vec::new();
@@ -164,9 +171,9 @@ impl Connection {
         Ok(used > 0)
     }
 
-    /// Executes the requests at the start of `bytes`. Stops early if there are too many unsent bytes of replies.
-    /// Returns the length of the executed requests in bytes.
-    fn work_off(&mut self, bytes: &[u8]) -> Result<usize, Closed> {
+    /// Executes the requests at the start of `bytes`. Stops early if there are too many unsent bytes of replies, or when
+    /// the turn ends. Returns the length of the executed requests in bytes.
+    fn work_off(&mut self, bytes: &[u8], turn: Instant) -> Result<usize, Closed> {
         let mut hub = self.hub.borrow_mut();
         let mut out = self.peer.out.borrow_mut();
         let mut used = 0;
@@ -186,6 +193,9 @@ impl Connection {
                         waker.wake();
                     }
                 }
+            }
+            if Instant::now() >= turn {
+                break;
             }
         }
         Ok(used)

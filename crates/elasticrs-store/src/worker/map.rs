@@ -92,6 +92,8 @@ type Waiters = HashMap<Key, BTreeMap<u64, Id>>;
 #[derive(Debug, Default)]
 pub struct Map {
     values: HashMap<Key, Vec<u8>>,
+    /// Length of the reply that lists the keys of `values`, without the count at its start.
+    listed: usize,
     queues: HashMap<Key, VecDeque<Vec<u8>>>,
     waiting: HashMap<Id, Waiting>,
     /// Connections that wait for a key, longest wait first. One map for each kind of wait ([`What`]).
@@ -188,6 +190,7 @@ impl Map {
         } else {
             self.budget.charge(cost(key, value))?;
             self.values.insert(key.into(), value.to_vec());
+            self.listed += 8 + key.len();
         }
         Ok(())
     }
@@ -262,6 +265,7 @@ impl Map {
         let removed = self.values.remove(key);
         if let Some(value) = &removed {
             self.budget.release(cost(key, value));
+            self.listed -= 8 + key.len();
         }
         removed.is_some()
     }
@@ -276,7 +280,8 @@ impl Map {
     }
 
     fn list_keys(&self, reply: &mut Vec<u8>) -> Result<(), Refused> {
-        self.check_reply(8 + self.values.keys().map(|key| 8 + key.len()).sum::<usize>())?;
+        self.check_reply(8 + self.listed)?;
+        reply.reserve(8 + self.listed);
         put_number(reply, signed(self.values.len()));
         for key in self.values.keys() {
             put_bytes(reply, key);

@@ -76,7 +76,7 @@ pub(super) async fn run(
         notices: Rc::clone(&notices),
     }));
     let mut connections = JoinSet::new();
-    let closed = match Door::new(listener, Purpose::Store) {
+    let closed = match Door::new(listener, Purpose::Workers) {
         Ok(mut door) => serve(&mut door, &hub, &mut connections, &mut questions).await,
         Err(error) => {
             notices.say(format!("the workers' store cannot be served: {error}"));

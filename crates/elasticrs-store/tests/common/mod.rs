@@ -22,7 +22,7 @@ pub fn serve(runtime: &Runtime) -> Server {
         request_timeout: REQUEST_TIMEOUT,
         state: None,
     };
-    Server::start(runtime, &[("127.0.0.1".into(), 0)], config, Box::new(drop)).unwrap()
+    Server::start(runtime, &[("127.0.0.1".into(), 0)], config, Box::new(|_| false), Box::new(drop)).unwrap()
 }
 
 pub fn options(port: u16, interval: Duration) -> Options {

@@ -5,6 +5,7 @@ use tokio::sync::mpsc::unbounded_channel;
 use tokio::task::{LocalSet, spawn_local};
 
 use super::super::protocol::VERSION;
+use super::super::relay::Target;
 use super::super::server::run;
 use super::*;
 
@@ -20,7 +21,11 @@ fn a_hub(tell: Tell) -> Hub {
         request_timeout: REQUEST_TIMEOUT,
         state: None,
     };
-    Hub::new(config, vec![OWN, FORERUNNER], Notices::new(tell), Arc::default())
+    Hub::new(config, vec![OWN, FORERUNNER], Notices::new(tell), Arc::default(), nobodys_relay())
+}
+
+fn nobodys_relay() -> Relay {
+    Relay::new(tokio::sync::watch::channel(Target::default()).1, Box::new(|_| false))
 }
 
 fn an_outbox(hub: &Hub) -> Rc<Outbox> {
@@ -123,4 +128,18 @@ async fn a_panic_while_ending_sessions_stops_the_store_with_a_notice() {
     LocalSet::new().run_until(serving).await.unwrap();
     let line = notices.recv().unwrap();
     assert!(line.starts_with("the store has ended"), "{line}");
+}
+
+#[test]
+fn a_session_does_not_expire_while_its_requests_wait_for_a_turn() {
+    let hub = a_hub(Box::new(drop));
+    let outbox = an_outbox(&hub);
+    enter(&hub, &outbox, None, None).unwrap();
+    let hour = 3_600_000_000_000;
+    for (waits, left) in [(true, 1), (false, 0)] {
+        outbox.waits.set(waits);
+        hub.shared.borrow_mut().leases.look(boot_now() + hour);
+        hub.end_silent();
+        assert_eq!(sessions(&hub), left);
+    }
 }

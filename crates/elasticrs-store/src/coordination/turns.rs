@@ -1,0 +1,133 @@
+//! Divides the server's thread among the connections.
+//!
+//! A connection takes a *short turn* whenever it has complete requests. A short turn is long enough for the usual
+//! requests of a client, such as a keep-alive. For more work than that, the connection needs a *long turn*. One
+//! connection at a time has a long turn, and the others that want one wait in order.
+//!
+//! - **TURN-1** between two long turns, every connection that has requests gets a short turn, and the bytes that have
+//!   arrived in the meantime are read;
+//! - **TURN-2** a turn ends after [`SHORT`] steps or [`LONG`], or after one request that takes longer.
+
+use std::time::{Duration, Instant};
+
+use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::task::yield_now;
+
+/// Maximum number of steps of a short turn. They take up to half a millisecond.
+pub(super) const SHORT: usize = 4096;
+/// Duration after which a long turn ends. A request that was started in time is completed.
+const LONG: Duration = Duration::from_millis(2);
+
+/// Number of steps in a long turn between two looks at the clock, which takes as long as a step.
+const UNWATCHED: usize = 512;
+
+/// Steps for a request, in addition to those of its operations. A step is the work for one key in a search, about 0.1
+/// microseconds.
+pub(super) const REQUEST: usize = 16;
+/// Steps for an operation on one key.
+pub(super) const OPERATION: usize = 8;
+
+/// The one long turn of a server.
+#[derive(Debug)]
+pub(super) struct Turns(Semaphore);
+
+impl Turns {
+    pub(super) fn new() -> Self {
+        Self(Semaphore::new(1))
+    }
+}
+
+/// A connection's current turn.
+#[derive(Debug)]
+pub(super) enum Turn<'a> {
+    /// A short turn, with the number of steps that are left.
+    Short(usize),
+    /// A long turn, which ends at `until`. The clock is read again after `unwatched` steps.
+    Long { until: Instant, unwatched: usize, _permit: SemaphorePermit<'a> },
+}
+
+impl<'a> Turn<'a> {
+    pub(super) fn new() -> Self {
+        Self::Short(SHORT)
+    }
+
+    /// Returns true if the turn has time for a request that takes up to `steps` steps. Subtracts the steps.
+    pub(super) fn takes(&mut self, steps: usize) -> bool {
+        match self {
+            Self::Short(left) => left.checked_sub(steps).map(|rest| *left = rest).is_some(),
+            Self::Long { until, unwatched, .. } => {
+                if let Some(rest) = unwatched.checked_sub(steps) {
+                    *unwatched = rest;
+                    return true;
+                }
+                *unwatched = UNWATCHED;
+                Instant::now() < *until
+            }
+        }
+    }
+
+    /// Ends this turn and waits for a long one.
+    pub(super) async fn renew(&mut self, turns: &'a Turns) {
+        std::mem::replace(self, Self::Short(0)).end().await;
+        let permit = turns.0.acquire().await.expect("the semaphore is never closed");
+        *self = Self::Long { until: Instant::now() + LONG, unwatched: UNWATCHED, _permit: permit };
+    }
+
+    /// Ends the turn. After a long turn, first lets the other connections take theirs.
+    pub(super) async fn end(self) {
+        if let Self::Long { .. } = self {
+            // Keep the permit while yielding, because the next long turn would otherwise begin before newly arrived
+            // bytes are read.
+            yield_now().await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::rc::Rc;
+
+    use tokio::task::LocalSet;
+
+    use super::*;
+
+    #[test]
+    fn a_short_turn_has_time_for_small_requests_only() {
+        let mut turn = Turn::new();
+        assert!(!turn.takes(SHORT + 1));
+        assert!(turn.takes(SHORT - 1) && turn.takes(1) && !turn.takes(1));
+    }
+
+    /// TURN-1
+    #[tokio::test(flavor = "current_thread")]
+    async fn between_two_long_turns_every_other_task_gets_a_turn() {
+        let turns = Rc::new(Turns::new());
+        let log = Rc::new(RefCell::new(Vec::new()));
+        let tasks = LocalSet::new();
+        for name in ["a", "b"] {
+            let (turns, log) = (Rc::clone(&turns), Rc::clone(&log));
+            tasks.spawn_local(async move {
+                let mut turn = Turn::new();
+                for _ in 0..2 {
+                    turn.renew(&turns).await;
+                    log.borrow_mut().push(name);
+                }
+                turn.end().await;
+            });
+        }
+        let seen = Rc::clone(&log);
+        tasks.spawn_local(async move {
+            for _ in 0..20 {
+                seen.borrow_mut().push("-");
+                yield_now().await;
+            }
+        });
+        tasks.await;
+        let log = log.take();
+        let between: Vec<_> = log.split(|name| *name == "-").collect();
+        // Each long turn is alone between two turns of the third task, and the two connections alternate.
+        assert!(between.iter().all(|turns| turns.len() <= 1), "{log:?}");
+        assert_eq!(between.concat(), ["a", "b", "a", "b"]);
+    }
+}

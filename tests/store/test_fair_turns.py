@@ -1,0 +1,154 @@
+"""One client, or one kind of client, does not keep a store from answering the others."""
+
+import contextlib
+import fcntl
+import socket
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+
+import pytest
+from helpers import procs
+from helpers.coordination import MAGIC, REPLY, Client, RawClient, get, serving, text, transaction
+from helpers.held import held, thread_of
+from helpers.torch_clients import GREETING
+
+KEYS = 2000
+SEARCHES = 25
+"""Number of searches in a transaction. Each of them goes through :data:`KEYS` keys."""
+FLOOD = 60
+"""Number of transactions that a client sends at once. The store reads all of them with one system call."""
+
+SERVE = """
+import sys
+from elasticrs import _core
+store = _core.CoordinationServer([("127.0.0.1", 0)], run_id=None)
+workers = _core.WorkerStore("127.0.0.1")
+workers.serve()
+print(store.port, workers.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def stores() -> Iterator[tuple[int, int, int]]:
+    """Serve both stores in another process, and return its pid and the ports of the stores."""
+    command = [sys.executable, "-c", SERVE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        store, workers = map(int, process.stdout.readline().split())
+        yield process.pid, store, workers
+        process.communicate()
+    assert process.returncode == 0
+
+
+def predecessor(prefix: str, key: str) -> bytes:
+    """Return an operation of a transaction."""
+    return b"\5" + text(prefix) + text(key)
+
+
+LONG_SEARCHES = transaction(*[predecessor("a/", "k")] * SEARCHES)
+
+
+def unread(client: RawClient) -> int:
+    """Return the number of received bytes that were not read yet."""
+    return struct.unpack("i", fcntl.ioctl(client.socket.fileno(), termios.FIONREAD, bytes(4)))[0]
+
+
+def fill(client: Client) -> None:
+    """Write the keys of which a search from ``k`` for its predecessor below ``a/`` visits as many as
+    possible.
+    """
+    for names in (
+        [f"b/{number}" for number in range(KEYS)],
+        ["k"],
+        [f"a/{number}" for number in range(KEYS)],
+    ):
+        client.txn(then=[("put", name, b"", False) for name in names])
+
+
+def test_a_client_with_long_searches_delays_no_other_client(stores):
+    pid, port, _ = stores
+    client, greedy = Client(port).connected(), RawClient(port).connected()
+    fill(client)
+    greedy.socket.sendall(LONG_SEARCHES)
+    answer = 5 + len(greedy.until(REPLY))
+    with held(thread_of(pid, "elasticrs-store")):
+        greedy.socket.sendall(FLOOD * LONG_SEARCHES)
+        client.inner.txn(99, [], [("get", "k")])
+    client.tag = 99
+    client.reply()
+    # The greedy client has only some of its answers when the other client has its own.
+    assert unread(greedy) < FLOOD * answer / 2
+    for _ in range(FLOOD):
+        greedy.until(REPLY)
+    client.close()
+    greedy.close()
+
+
+def test_many_clients_with_long_searches_share_one_turn(stores):
+    pid, port, _ = stores
+    client, crowd = Client(port).connected(), [RawClient(port).connected() for _ in range(FLOOD)]
+    fill(client)
+    crowd[0].socket.sendall(LONG_SEARCHES)
+    answer = 5 + len(crowd[0].until(REPLY))
+    with held(thread_of(pid, "elasticrs-store")):
+        for each in crowd:
+            each.socket.sendall(LONG_SEARCHES)
+        client.inner.txn(99, [], [("get", "k")])
+    client.tag = 99
+    client.reply()
+    assert sum(map(unread, crowd)) < FLOOD * answer / 2
+    for each in crowd:
+        each.until(REPLY)
+        each.close()
+    client.close()
+
+
+def test_a_search_through_too_many_keys_ends_the_session():
+    with serving() as store:
+        client, greedy = store.client(), store.raw().connected()
+        fill(client)
+        greedy.socket.sendall(transaction(*[predecessor("a/", "k")] * 200))
+        assert "searches" in greedy.refusal("limit")
+
+
+def test_the_workers_store_does_not_delay_the_coordination_store(stores):
+    pid, port, workers = stores
+    client = Client(port).connected()
+    with socket.create_connection(("127.0.0.1", workers)) as worker:
+        worker.sendall(GREETING + b"\x07")
+        assert worker.recv(8, socket.MSG_WAITALL) == bytes(8)
+        # Stop the thread that serves workers, as if it were busy.
+        with held(thread_of(pid, "elasticrs-ranks")):
+            worker.sendall(b"\x11")
+            assert client.put("k", b"v") == 1
+        assert worker.recv(8, socket.MSG_WAITALL) == bytes(8)
+    client.close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+def test_strangers_that_only_connect_keep_no_client_out(host):
+    token = {"token": b"secret"}
+    with serving(**token, max_connections=64) as store, contextlib.ExitStack() as crowd:
+        present = store.client(**token)
+        for _ in range(200):
+            address = (("127.0.0.1", store.port), procs.HANG, (host, 0))
+            crowd.enter_context(socket.create_connection(*address)).sendall(MAGIC)
+        # The store is not full, although more peers than its limit are connected.
+        late = [store.client(**token) for _ in range(8)]
+        present.put("k", b"v")
+        for client in late:
+            assert client.txn(then=[("get", "k")]).results[0].value == b"v"
+
+
+def test_a_full_store_refuses_only_further_clients():
+    with serving(max_connections=20) as store:
+        crowd = [store.raw().connected() for _ in range(20)]
+        refused = store.raw()
+        refused.hello()
+        assert "20 connections" in refused.refusal("limit")
+        for each in crowd:
+            each.socket.sendall(transaction(get("k")))
+            each.until(REPLY)

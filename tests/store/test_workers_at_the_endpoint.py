@@ -1,0 +1,96 @@
+"""Workers whose script sets ``MASTER_ADDR`` and ``MASTER_PORT`` to the endpoint of the rendezvous."""
+
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from helpers import procs
+from helpers.coordination import Server, serving
+from helpers.said import says
+from helpers.torch_clients import GREETING
+
+from elasticrs import _core
+
+
+@contextmanager
+def workers_store() -> Iterator[_core.WorkerStore]:
+    store = _core.WorkerStore("127.0.0.1")
+    store.serve()
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def worker(port: int, pid: int) -> socket.socket:
+    """Return the connection of a worker that has sent its greeting."""
+    sock = socket.create_connection(("127.0.0.1", port), timeout=procs.HANG)
+    sock.sendall(GREETING + b"\r" + struct.pack("<I", pid))
+    return sock
+
+
+def add(sock: socket.socket) -> int:
+    """Add 1 to a counter in the workers' store, and return the result."""
+    sock.sendall(b"\x04" + struct.pack("<Q", 1) + b"n" + struct.pack("<q", 1))
+    return int.from_bytes(sock.recv(8, socket.MSG_WAITALL), "little")
+
+
+def is_served(sock: socket.socket) -> bool:
+    """Return true if the store has answered the greeting, and false if it has closed the connection."""
+    return len(sock.recv(4, socket.MSG_WAITALL)) == 4
+
+
+@pytest.mark.parametrize("token", [None, b"secret"])
+def test_a_worker_at_the_endpoint_uses_the_store_of_the_current_round(token):
+    with serving(token=token) as store, workers_store() as first, workers_store() as second:
+        # A worker may come before the agent knows the round.
+        store.inner.lead_workers(None)
+        early = worker(store.port, os.getpid())
+        store.inner.lead_workers(("127.0.0.1", first.port))
+        assert is_served(early)
+        assert add(early) == 1
+        assert add(early) == 2
+        store.inner.lead_workers(("localhost", second.port), os.getpid())
+        with worker(store.port, os.getpid()) as late:
+            assert is_served(late)
+            assert add(late) == 1
+        first.close()
+        assert not early.recv(1)
+        early.close()
+        assert store.inner.take_notices() == []
+
+
+def test_a_worker_of_another_job_is_refused_with_one_notice():
+    with serving() as store, workers_store() as workers:
+        store.inner.lead_workers(("127.0.0.1", workers.port), os.getpid())
+        for _ in range(20):
+            with worker(store.port, 1) as stranger:
+                assert not is_served(stranger)
+        (line,) = store.inner.take_notices()
+        says(line, "no worker of this job", "MASTER_ADDR", "MASTER_PORT")
+
+
+def test_the_probe_for_a_torch_store_is_not_passed_on():
+    with serving() as store, workers_store() as workers:
+        store.inner.lead_workers(("127.0.0.1", workers.port))
+        with socket.create_connection(("127.0.0.1", store.port), timeout=procs.HANG) as probe:
+            probe.sendall(GREETING + b"\x07")
+            assert not probe.recv(8)
+        assert store.inner.take_notices() == []
+
+
+def test_closing_the_store_closes_the_connections_of_its_workers():
+    with workers_store() as workers:
+        server = Server()
+        server.inner.lead_workers(("127.0.0.1", workers.port))
+        with worker(server.port, os.getpid()) as own:
+            assert is_served(own)
+            closed = server.inner
+            closed.close()
+            # The thread of the other store keeps the connection open until it is closed there.
+            workers.close()
+            assert not own.recv(1)
+        server.close()
