@@ -162,6 +162,7 @@ class Driver:
                     left.append(action)
                 else:
                     pending.extend(self._do(action))
+        self.meeting_point.follow(self.last_head)
         return left
 
     def poll(self) -> list[LoopAction]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from elasticrs import _core
     from elasticrs.job.restart_policy import RestartSettings
+    from elasticrs.rendezvous.elastic.records import Head
     from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
     from elasticrs.store import Store
     from elasticrs.store.coordination import Request, StoreEvent
@@ -141,6 +142,7 @@ class MeetingPoint:
         self._clock = Clock(0, None)
         self._shared: Store | None = None
         self._notices: list[Notice] = []
+        self._led_to: tuple[str, int] | None = None
         # With the back end ``static``, open the store that the nodes share before the round starts. The store
         # accepts no new connections during a round, because the workers use the same port.
         self._shares_early = rendezvous.is_static and (home is not None or supervisor is None)
@@ -191,9 +193,11 @@ class MeetingPoint:
             return
         if self._home is not None and self._home.server is not None:
             self._server, self._home.server = self._home.server, None
+            self._lead_workers(None)
             return
         try:
             self._server = self._serve()
+            self._lead_workers(None)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and not self._hosting.is_explicit:
                 # Another agent on this machine probably hosts the store, so become a client. If an unrelated
@@ -258,6 +262,23 @@ class MeetingPoint:
             return session.wait(_PATIENCE) and any(isinstance(each, Connected) for each in session.take())
         finally:
             session.close()
+
+    def follow(self, head: Head | None) -> None:
+        """Serve workers that connect to the store hosted here, in the round that ``head`` describes. Their
+        script may have set ``MASTER_ADDR`` and ``MASTER_PORT`` to the endpoint of the rendezvous. Do nothing
+        if this agent does not host the store.
+        """
+        address = workers_store(head)
+        if address != self._led_to:
+            self._lead_workers(address)
+
+    def _lead_workers(self, address: tuple[str, int] | None) -> None:
+        # With the back end `static`, the workers use the port of the endpoint anyway.
+        if self._server is not None and not self._rendezvous.is_static:
+            self._led_to = address
+            # In a job of one node, all workers are those of this agent.
+            agent = os.getpid() if self._rendezvous.max_nodes == 1 else None
+            self._server.lead_workers(address, agent)
 
     def connect(self, *, same: bool = False) -> ConnectionLost | None:
         """Start to connect. :meth:`take` returns the result later, as a :class:`Connected` or
@@ -495,6 +516,11 @@ class MeetingPoint:
         if self._server is not None:
             self._server.close()
             self._server = None
+
+
+def workers_store(head: Head | None) -> tuple[str, int] | None:
+    """Return the host and port of the workers' store in the round that is running; ``None`` if none is."""
+    return head.master if head is not None and head.state == "RUNNING" else None
 
 
 def node_name() -> str:
