@@ -77,17 +77,17 @@ BLAMES_THE_FIRST = """
     import atexit, os, signal, sys
     fifo, rank = sys.argv[1], int(os.environ["RANK"])
     if rank == 1:
-        @atexit.register
-        def exit_slowly():
-            with open(fifo, "w") as file:
-                file.write("recorded")
-            signal.pause()
+        file = open(fifo)
+        # Exit only when rank 0 has failed because it was stopped, and has exited.
+        atexit.register(file.read)
         def load():
             raise FileNotFoundError("data.bin")
         load()
     elif rank == 0:
-        open(fifo).read(1)
-        raise RuntimeError("the other rank is gone")
+        def fail(*_):
+            raise RuntimeError("the other rank is gone")
+        signal.signal(signal.SIGTERM, fail)
+        file = open(fifo, "w")
     signal.pause()
 """
 

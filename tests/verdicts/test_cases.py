@@ -13,6 +13,7 @@ from helpers.schema import DOCS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elasticrs._worker import error_file
 from elasticrs.job import restart_policy
 from elasticrs.job.config import UsageError
 from elasticrs.launcher.arguments import parse, resolve
@@ -80,12 +81,12 @@ def test_every_row_of_the_tables_and_every_rule_has_a_case():
 
 @pytest.mark.parametrize(("message", "is_consequence"), CONSEQUENCES)
 def test_errors_that_only_report_a_lost_peer_are_recognised(message, is_consequence):
-    assert root_cause.reports_lost_peer(message) is is_consequence
+    assert error_file.reports_lost_peer(message) is is_consequence
 
 
 def test_every_phrase_about_a_lost_peer_has_an_example_message():
     messages = [message.lower() for message, is_consequence in CONSEQUENCES if is_consequence]
-    assert [words for words in root_cause._LOST_PEER if not any(words in text for text in messages)] == []
+    assert [words for words in error_file._LOST_PEER if not any(words in text for text in messages)] == []
 
 
 @st.composite

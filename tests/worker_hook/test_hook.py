@@ -499,7 +499,8 @@ def lone_copy(tmp_path: Path) -> Callable[[], str]:
     def copy() -> str:
         target = tmp_path / "lone"
         shutil.copytree(HOOK, target / "hook")
-        shutil.copy(Path(HOOK).parent / "error_file.py", target)
+        for name in ("error_file.py", "fast_exit.py"):
+            shutil.copy(Path(HOOK).parent / name, target)
         return str(target / "hook")
 
     return copy

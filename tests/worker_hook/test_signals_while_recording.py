@@ -32,8 +32,8 @@ END = """
     train()
 """
 MOMENTS = [
-    ("open", "error_file.py"),
-    ("compile", "error_file.py"),
+    ("open", "error_file."),
+    ("exec", "error_file.py"),
     ("open", ".partial"),
     ("os.rename", "error.json"),
 ]

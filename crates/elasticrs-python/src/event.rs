@@ -250,7 +250,7 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         Event::TimerExpired(timer) => object(py, timer_expired(timer)),
         Event::WorkerHung(hung) => object(py, worker_hung(*hung)),
         Event::WorkerRaised(raised) => {
-            let supervisor::WorkerRaised { local_rank, pid, text, seen, limit, exit } = raised;
+            let supervisor::WorkerRaised { local_rank, pid, text, seen, limit, is_own: _, exit } = raised;
             let limit = limit.map(|limit| limit.as_secs_f64());
             object(py, WorkerRaised { local_rank, pid, text, seen_ns: seen.0, limit, exit: exit.name() })
         }

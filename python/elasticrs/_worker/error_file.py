@@ -6,11 +6,13 @@ Workers that cannot import elasticrs execute it by path, so it uses only the sta
 """
 
 import errno
-import json
 import os
 import sys
 import time
-import traceback
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _NOTICE_PART = 2000
 """Maximum size of each of the two parts of a notice, in bytes. The agent reads at most 4096 bytes."""
@@ -57,6 +59,15 @@ _OF_NETWORK = frozenset(
 )
 """Numbers of network errors for which Python has no type of its own."""
 
+_LOST_PEER = (
+    *("connection closed", "connection reset", "connection aborted", "connection was closed", "broken pipe"),
+    *("socket closed", "failed to recv, got 0 bytes", "remote process exited", "connectionreseterror"),
+    *("ncclremoteerror", "collective operation timeout", "timed out waiting", "application timeout"),
+)
+"""Phrases with which gloo, NCCL, torch's stores and Python report that a peer has closed a connection or does
+not answer.
+"""
+
 
 def error_document(error: BaseException, written_by: str) -> str:
     """Return the content of the error file.
@@ -65,11 +76,10 @@ def error_document(error: BaseException, written_by: str) -> str:
         error: the exception, with its traceback.
         written_by: ``"hook"`` or ``"record"``.
     """
-    kind = type(error)
-    try:
-        text = "%s: %s" % (kind.__name__, error)  # noqa: UP031
-    except Exception:
-        text = traceback.format_exception_only(kind, error)[-1].strip()
+    import json
+    import traceback
+
+    kind, text = type(error), _message(error)
     now = time.time_ns()
     return json.dumps(
         {
@@ -91,6 +101,16 @@ def error_document(error: BaseException, written_by: str) -> str:
     )
 
 
+def _message(error: BaseException) -> str:
+    kind = type(error)
+    try:  # A program's `__str__` may fail.
+        return "%s: %s" % (kind.__name__, error)  # noqa: UP031
+    except Exception:
+        import traceback
+
+        return traceback.format_exception_only(kind, error)[-1].strip()
+
+
 def failure_facts(error: BaseException) -> "dict[str, object]":
     """Describe an uncaught exception for the restart policy.
 
@@ -104,6 +124,8 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         ``is_transient``: true if the exception reports a lost connection or a timeout. ``python``: path of
         the interpreter.
     """
+    import traceback
+
     kind = type(error)
     frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     frames = [(code, line) for code, line in frames if not code.co_filename.startswith(_ELASTICRS)] or frames
@@ -157,6 +179,18 @@ def _is_marked(error: BaseException) -> bool:
     """Return true if an exception, or any exception among its causes and exception group members, is one of
     :data:`_NOT_RETRYABLE`.
     """
+    return any(
+        (base.__module__, base.__name__) in _NOT_RETRYABLE
+        for each in _related(error, with_context=False)
+        if not getattr(each, "may_succeed_later", False)
+        for base in type(each).__mro__
+    )
+
+
+def _related(error: BaseException, *, with_context: bool = True) -> "Iterator[BaseException]":
+    """Iterate over an exception, its causes, and the members of exception groups. With ``with_context``, also
+    over the exceptions during whose handling these were raised.
+    """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -164,15 +198,13 @@ def _is_marked(error: BaseException) -> bool:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        may_succeed = getattr(each, "may_succeed_later", False)
-        marks = ((base.__module__, base.__name__) for base in type(each).__mro__)
-        if not may_succeed and any(mark in _NOT_RETRYABLE for mark in marks):
-            return True
+        yield each
         pending.append(each.__cause__)
+        if with_context and not each.__suppress_context__:
+            pending.append(each.__context__)
         members = getattr(each, "exceptions", ())
         if isinstance(members, tuple):
             pending += [member for member in members if isinstance(member, BaseException)]
-    return False
 
 
 def write_whole(path: str, text: str) -> None:
@@ -215,11 +247,53 @@ def write_uncaught(path: str, error: BaseException) -> None:
         write_whole(path, error_document(error, "hook"))
 
 
-def give_notice(name: str, error: BaseException) -> None:
-    """Notify the agent that this process has written its error file and is about to exit.
+def reports_lost_peer(message: str) -> bool:
+    """Return true if a failure's message only reports a lost or unresponsive peer."""
+    text = message.lower()
+    return any(words in text for words in _LOST_PEER)
 
-    The notice contains the time and the end of the traceback, so that the agent can name the exception
-    without reading a file.
+
+def is_own_failure(error: BaseException) -> bool:
+    """Return true if an uncaught exception cannot be the consequence of another rank's end, so that the agent
+    may stop the other ranks at once.
+
+    False for errors of connections, for torch's errors of collectives, for a ``RuntimeError`` that native
+    code raised, as torch does for most errors of its backends, and for messages about lost peers. This
+    includes the exceptions from which ``error`` follows. Then the agent waits for the exit of this process,
+    because the rank that failed first may be about to record its own exception.
+    """
+    return not any(_may_follow_from_peer(each) for each in _related(error))
+
+
+def _may_follow_from_peer(error: BaseException) -> bool:
+    if isinstance(error, (ConnectionError, TimeoutError, EOFError)):
+        return True
+    if any(base.__module__.startswith("torch.distributed") for base in type(error).__mro__):
+        return True
+    if isinstance(error, RuntimeError) and not _is_raised_by_statement(error):
+        return True
+    return reports_lost_peer(_message(error))
+
+
+def _is_raised_by_statement(error: BaseException) -> bool:
+    """Return true if a ``raise`` statement of a Python program raised the exception, not native code."""
+    from opcode import opmap
+
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    if entry is None:
+        return False
+    code = entry.tb_frame.f_code.co_code
+    return entry.tb_lasti < len(code) and code[entry.tb_lasti] == opmap["RAISE_VARARGS"]
+
+
+def give_notice(name: str, error: BaseException) -> None:
+    """Notify the agent that an uncaught exception ends this process.
+
+    The notice contains the time, whether the exception is a failure of its own (see :func:`is_own_failure`),
+    and the end of the traceback, so that the agent can stop the other ranks and name the exception without
+    reading a file.
 
     Args:
         name: name of the agent's abstract socket, from ``ELASTICRS_NOTICES``. The kernel adds the pid of the
@@ -228,6 +302,7 @@ def give_notice(name: str, error: BaseException) -> None:
     """
     if not name:
         return
+    now = time.monotonic_ns()
     from _socket import AF_UNIX, SOCK_DGRAM, socket
 
     text = _notice_text(error)
@@ -236,7 +311,8 @@ def give_notice(name: str, error: BaseException) -> None:
         # If the agent's receive queue is full, wait for at most one second, because a stopped agent must not
         # delay this worker's exit any longer.
         notices.settimeout(1)
-        notices.sendto(f"{time.monotonic_ns()}\n{text}".encode(), "\0" + name)
+        own = " own" if is_own_failure(error) else ""
+        notices.sendto(f"{now}{own}\n{text}".encode(), "\0" + name)
     except OSError:
         return  # A lost notice is harmless, because the agent reads the error file after the worker's exit.
     finally:
@@ -249,6 +325,8 @@ def _notice_text(error: BaseException) -> str:
     The agent reads at most 4096 bytes per notice. The end of the text may be the traceback of another
     process. For an exception group, return the text of its first member.
     """
+    import traceback
+
     told, frames = error, error.__traceback__
     for _ in range(10):  # at most this number of groups inside of each other
         members = getattr(told, "exceptions", ())
@@ -277,6 +355,8 @@ def _is_kept(path: str, error: BaseException) -> bool:
     if not os.path.isfile(path):
         # Do not read a file that is not a regular file, because reading a terminal or a pipe would block.
         return False
+    import json
+
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             data = json.load(file)

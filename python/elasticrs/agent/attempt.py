@@ -267,11 +267,20 @@ class Attempt(Record):
         return self.blame.text + of
 
     def is_told_at_once(self, local_rank: int) -> bool:
-        """Return true if the failure of a worker is reported before the worker has exited: it has hung, or is
-        slow to exit.
+        """Return true if the failure of a worker is reported before the worker has exited: it has hung, its
+        exception has stopped the others, or it is slow to exit.
         """
+        if local_rank == self.first_failure and self.was_stopped_by_exception():
+            return True
         event = self.expired.get(local_rank)
         return event is not None and (event.is_blamed or self.is_slow_to_exit(local_rank))
+
+    def was_stopped_by_exception(self) -> bool:
+        """Return true if the other workers were stopped when the first worker raised its exception, before it
+        exited.
+        """
+        raised = None if self.first_failure is None else self.raised.get(self.first_failure)
+        return raised is not None and self.stamps.get("failure_seen") == raised.seen_ns
 
     def is_slow_to_exit(self, local_rank: int) -> bool:
         """Return true if a worker exceeded ``--exit-timeout`` after an uncaught exception although its exit
@@ -348,14 +357,13 @@ class Attempt(Record):
         """Return the failed workers, starting with the first failure. The others follow in the order in which
         the agent saw their exits.
 
-        A worker has failed if its exit code is not 0, if it exceeded a time limit, or if it exited before its
-        work was done.
+        A worker has failed if its exit code is not 0, if it exceeded a time limit, if it exited before its
+        work was done, or if the others were stopped because of its exception.
         """
-        failed = [
-            worker
-            for worker in self.exits.values()
-            if worker.exitcode != 0 or worker.local_rank in self.expired or worker.local_rank in self.silent
-        ]
+        ended = {*self.expired, *self.silent}
+        if self.first_failure is not None and self.was_stopped_by_exception():
+            ended.add(self.first_failure)
+        failed = [each for each in self.exits.values() if each.exitcode != 0 or each.local_rank in ended]
         return sorted(failed, key=lambda worker: (worker.local_rank != self.first_failure, worker.seen_ns))
 
     def fail_silently(self, local_ranks: Collection[int], ended_ns: int) -> None:

@@ -70,13 +70,14 @@ def first_seen(attempt: Attempt) -> int:
         return first
     from elasticrs.multiprocessing.errors.root_cause import root_cause
 
-    exited = attempt.exits[first]
+    exited = attempt.exits.get(first)
+    end_ns = exited.seen_ns if exited is not None else attempt.raised[first].seen_ns
     seen = {}
     for local_rank in sorted({first, *attempt.raised}):
         raised = attempt.raised.get(local_rank)
         seen[local_rank] = _Seen(
-            raised.pid if raised is not None else exited.pid,
-            exited.seen_ns,
+            raised.pid if raised is not None else attempt.pids[local_rank],
+            end_ns,
             # Treat the other workers as signalled, because the agent is already stopping them.
             None if local_rank == first else _SIGTERM,
             None if raised is None else raised.seen_ns,

@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import time
 
+from elasticrs._worker.error_file import reports_lost_peer
 from elasticrs.agent.failed_attempt import failures
 from elasticrs.host.clock import Clock
 from elasticrs.job.failure_cause import Cause, Permanence
 from elasticrs.job.restart_policy import STEADY, Evidence
 from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors.report import traceback_text
-from elasticrs.multiprocessing.errors.root_cause import failed_ns, reports_lost_peer, root_cause, victims
+from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
 from elasticrs.report.phrases import how_the_nursery_ended
 from elasticrs.report.traceback_summary import shortened
 

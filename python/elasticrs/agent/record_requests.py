@@ -36,7 +36,7 @@ def request_after_lost_peer(attempt: Attempt, text: str) -> None:
         attempt: running attempt.
         text: text of the exception.
     """
-    from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
+    from elasticrs._worker.error_file import reports_lost_peer
 
     if not attempt.has_requested_records and reports_lost_peer(text):
         attempt.has_requested_records = True
@@ -93,8 +93,8 @@ def is_collective_failure(attempt: Attempt) -> bool:
     An exception counts if it reports a lost or silent peer. Without an exception, a death by SIGABRT counts,
     because NCCL's watchdog kills its process with SIGABRT.
     """
+    from elasticrs._worker.error_file import reports_lost_peer
     from elasticrs.agent.first_failure import first_seen
-    from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
 
     if attempt.blame is not None and attempt.blame.basis == "exit":
         return True

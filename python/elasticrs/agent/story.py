@@ -100,8 +100,8 @@ class Story(Observer):
         )
 
     def failed(self, attempt: Attempt) -> None:
-        """Print the first failure now if a worker hung, or is slow to exit. Otherwise, :meth:`exited` prints
-        the failure when the worker has exited.
+        """Print the first failure now if a worker hung, raised an exception, or is slow to exit. Otherwise,
+        :meth:`exited` prints the failure when the worker has exited.
         """
         if attempt.first_failure is not None and attempt.is_told_at_once(attempt.first_failure):
             self._tell_first(attempt)

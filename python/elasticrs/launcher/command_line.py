@@ -231,7 +231,10 @@ def _tell_failure(
 
 def _has_raised(result: JobResult) -> bool:
     """Return true if the job was stopped while a rank that had raised an exception was still exiting."""
-    return bool(result.attempts and result.attempts[-1].raised and result.attempts[-1].first_failure is None)
+    if not result.attempts or not result.attempts[-1].raised:
+        return False
+    attempt = result.attempts[-1]
+    return attempt.first_failure is None or attempt.was_stopped_by_exception()
 
 
 def _logs(launch: Launch) -> tuple[AttemptLogs, Callable[[], object]]:

@@ -222,9 +222,12 @@ def call_and_return(function: Callable[..., Any], arguments: tuple[Any, ...], re
         # multiprocessing would only print the error.
         record(_send)(value, result)
     except Exception as error:
+        from elasticrs._worker import fast_exit
         from elasticrs._worker.error_file import give_notice
 
         give_notice(os.environ.get("ELASTICRS_NOTICES", ""), error)
+        if fast_exit.is_enabled():
+            fast_exit.leave_after_callbacks(1)
         raise
 
 

@@ -191,6 +191,8 @@ pub struct WorkerRaised {
     pub seen: Stamp,
     /// Time limit for the exit, starting at `seen`. `None` if there is no limit.
     pub limit: Option<Duration>,
+    /// True if the exception cannot be the consequence of another worker's end, according to the process.
+    pub is_own: bool,
     pub exit: ExitStage,
 }
 

@@ -70,8 +70,9 @@ pub enum Input {
     Snapshot(Snapshot),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<WorkerEvidence>),
-    /// A member, or one of its descendants, has recorded an uncaught exception.
-    Raised(WorkerRaised),
+    /// Members, or their descendants, have recorded uncaught exceptions. `dying` are the pids of the members that the
+    /// kernel is ending: one of these ends may have caused the exceptions.
+    Raised { workers: Vec<WorkerRaised>, dying: Vec<i32> },
     /// Result of a progress check of a member that is exiting after an exception. `progressed` is true if the member
     /// has made progress since the previous check. It is `None` if progress cannot be determined, for example at the
     /// first check.
@@ -180,6 +181,8 @@ pub struct Group {
     waiting: Option<Vec<PendingAction>>,
     /// Indices of failed members that still have leftover processes, in exit order. The first one is being cleaned up.
     left: VecDeque<usize>,
+    /// True if [`Timer::Kill`] has expired while an excused member was still exiting. See [`Member::is_excused`].
+    is_overdue: bool,
 }
 
 impl Group {
@@ -200,6 +203,7 @@ impl Group {
             effects: Vec::new(),
             waiting: None,
             left: VecDeque::new(),
+            is_overdue: false,
         }
     }
 
@@ -233,14 +237,20 @@ impl Group {
     /// [`Self::on_input`], because members that are already dead must not be recorded as signalled.
     pub fn may_signal(&self, input: &Input) -> bool {
         match input {
-            Input::Exited { exit, .. } => {
-                self.phase == Phase::Running && (self.waiting.is_some() || !exit.is_success())
-            }
+            Input::Exited { exit, .. } => match self.phase {
+                Phase::Running => {
+                    let is_anyone_ending = self.members.iter().any(Member::ends_by_its_exception);
+                    self.waiting.is_some() || !exit.is_success() || is_anyone_ending
+                }
+                Phase::Stopping => self.waiting.is_some(),
+                Phase::Killing | Phase::Sweeping { .. } | Phase::Finished => false,
+            },
+            Input::Raised { .. } => self.phase == Phase::Running,
             Input::Stop(_)
             | Input::StopForHang(..)
             | Input::Signal(..)
             | Input::Forward(..)
-            | Input::Expired(Timer::Kill | Timer::Check | Timer::Hang)
+            | Input::Expired(Timer::Kill | Timer::Check | Timer::Hang | Timer::Condemned(_))
             | Input::ExitSampled { .. }
             | Input::Evidence(_) => true,
             _ => false,
@@ -287,7 +297,7 @@ impl Group {
             Input::Watch(limits) => self.on_watch(limits),
             Input::Snapshot(snapshot) => self.snapshot = snapshot,
             Input::Evidence(found) => self.on_evidence(&found),
-            Input::Raised(raised) => self.on_raised(raised),
+            Input::Raised { workers, dying } => self.on_raised(workers, &dying),
             Input::ExitSampled { local_rank, progressed } => {
                 self.on_exit_sampled(local_rank, progressed);
             }
@@ -317,7 +327,7 @@ impl Group {
             self.effects.push(Effect::Disarm(Timer::Exit(local_rank)));
         }
         let condemned = member.condemned.is_some();
-        if condemned {
+        if condemned || member.is_slow() {
             self.effects.push(Effect::Disarm(Timer::Condemned(local_rank)));
         }
         let has_failed = self.phase == Phase::Running && (!exit.is_success() || condemned);
@@ -331,6 +341,8 @@ impl Group {
         }
         self.stop_rest_of(pid);
         self.sweep_when_all_have_ended();
+        self.kill_when_nobody_is_excused();
+        self.stop_after_raise(&[]);
     }
 
     /// Records members that have died but whose exits have not been reported.
@@ -364,8 +376,15 @@ impl Group {
                 self.begin_stop(policy, None);
                 self.sweep_when_all_have_ended();
             }
-            // Send the new stop signal. The deadline for SIGKILL may become earlier, but never later.
-            Phase::Stopping => self.begin_stop(policy, None),
+            // Send the new stop signal. The deadline for SIGKILL may become earlier, but never later. A request is for
+            // all members, also for those that are exiting after an exception.
+            Phase::Stopping => {
+                for member in &mut self.members {
+                    member.is_excused = false;
+                }
+                self.is_overdue = false;
+                self.begin_stop(policy, None);
+            }
             Phase::Sweeping { lingering: true } => {
                 self.outcome = Outcome::Stopped;
                 self.sweep(AT_ONCE);
@@ -385,13 +404,7 @@ impl Group {
 
     fn on_expired(&mut self, timer: Timer) {
         match timer {
-            Timer::Kill if self.phase == Phase::Stopping => {
-                let killed = self.overdue_workers();
-                self.kill();
-                for killed in killed {
-                    self.report(Event::WorkersKilled(killed));
-                }
-            }
+            Timer::Kill if self.phase == Phase::Stopping => self.kill_overdue(),
             Timer::GiveUp if self.phase == Phase::Killing => self.sweep_on_end(),
             Timer::Paused(local_rank) => {
                 let paused = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
@@ -463,12 +476,12 @@ impl Group {
     fn begin_stop(&mut self, policy: StopPolicy, but: Option<i32>) {
         self.on_resume();
         if policy.is_hard() {
-            return self.kill();
+            return self.kill_unless_excused();
         }
         // Signal the running members first, because the group has to wait for their exits.
         for ended in [false, true] {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
-            for member in members.filter(|m| Some(m.pid) != but) {
+            for member in members.filter(|m| Some(m.pid) != but && !m.is_excused) {
                 let to = if member.runs() { self.policy.stop_scope } else { StopScope::Group };
                 self.effects.push(member.stop(policy.signal, to));
             }
@@ -480,6 +493,38 @@ impl Group {
         self.effects.push(Effect::Hasten(Timer::Kill, policy.grace));
         self.grace = if self.phase == Phase::Stopping { self.grace.min(policy.grace) } else { policy.grace };
         (self.phase, self.stop_signal) = (Phase::Stopping, Some(policy.signal));
+    }
+
+    /// Kills the members that did not exit within their grace period, and reports them.
+    fn kill_overdue(&mut self) {
+        let killed = self.overdue_workers();
+        self.kill_unless_excused();
+        for killed in killed {
+            self.report(Event::WorkersKilled(killed));
+        }
+    }
+
+    /// Kills all members except those that are excused. These keep their own limits.
+    fn kill_unless_excused(&mut self) {
+        if !self.is_anyone_excused() {
+            return self.kill();
+        }
+        for member in self.members.iter_mut().filter(|m| !m.is_gone() && !(m.is_excused && m.runs())) {
+            self.effects.push(member.send(Signal::KILL, StopScope::Group));
+        }
+        (self.phase, self.stop_signal, self.is_overdue) = (Phase::Stopping, Some(Signal::KILL), true);
+        self.effects.push(Effect::Disarm(Timer::Kill));
+    }
+
+    /// Kills the remaining processes after the last excused member has exited, if the others were killed before.
+    fn kill_when_nobody_is_excused(&mut self) {
+        if self.phase == Phase::Stopping && self.is_overdue && !self.is_anyone_excused() {
+            self.kill();
+        }
+    }
+
+    fn is_anyone_excused(&self) -> bool {
+        self.members.iter().any(|m| m.is_excused && m.runs())
     }
 
     fn kill(&mut self) {

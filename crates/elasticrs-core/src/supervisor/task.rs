@@ -369,11 +369,13 @@ impl Task {
             // Read no notices yet, because a sender can be identified only if the pids of all workers are known.
             return;
         }
-        for notice in self.raised.take() {
-            let Current::Running(running) = &self.current else { return };
-            if let Some(raised) = self.raised.add(notice, running) {
-                self.input(Input::Raised(raised));
-            }
+        let Current::Running(running) = &self.current else { return };
+        // Decide about all notices together, so that workers that have raised at the same time all end by themselves.
+        let notices = self.raised.take();
+        let workers: Vec<_> = notices.into_iter().filter_map(|notice| self.raised.add(notice, running)).collect();
+        if !workers.is_empty() {
+            let dying = running.dying();
+            self.input(Input::Raised { workers, dying });
         }
     }
 

@@ -18,6 +18,10 @@ has to work in any Python from 3.8 on, even if elasticrs cannot be imported ther
   that is about to exit with 0.
 - **HOOK-7** ``sys.exit`` is replaced by a function that calls it. If a parser of command lines exits with 2,
   and the program then ends, this is recorded like an uncaught exception, because no restart can fix it.
+
+- **HOOK-7** a program that an uncaught exception has ended leaves without the teardown of its interpreter,
+  after all ``atexit`` callbacks (``fast_exit.py``). ``ELASTICRS_FAST_EXIT=0`` disables this. A program that
+  ends in another way is torn down as usual.
 """
 
 import os
@@ -33,7 +37,9 @@ _PARSERS = frozenset(("argparse", "optparse", "click.core", "typer.core"))
 """Modules that call ``sys.exit(2)`` if they reject the command line of the program."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_WRITER = os.path.join(os.path.dirname(_HERE), "error_file.py")
+_WRITER, _FAST_EXIT = [
+    os.path.join(os.path.dirname(_HERE), name) for name in ("error_file.py", "fast_exit.py")
+]
 
 
 def _step_aside() -> None:
@@ -130,6 +136,29 @@ def _is_end(frame: "types.FrameType") -> bool:
     return frame.f_code.co_name not in ("<module>", "_run_module_as_main")
 
 
+def _is_of_program(error: BaseException) -> bool:
+    """Return true if the exception has left the main module, so that the interpreter ends because of it.
+    Return false if the interpreter printed it and went on, as it does after an exception in a callback.
+    """
+    traceback = error.__traceback__
+    if traceback is None:
+        return False
+    code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_globals
+    is_main = code.co_name == "<module>" and names is sys.modules["__main__"].__dict__
+    return is_main or code.co_name == "_run_module_as_main"
+
+
+def _load(path: str) -> "dict[str, Any]":
+    """Return the names that a file beside this folder defines, without a module in ``sys.modules``."""
+    from _frozen_importlib_external import SourceFileLoader
+
+    name = os.path.basename(path)[:-3]
+    names: dict[str, Any] = {"__name__": name, "__file__": path}
+    code: Any = SourceFileLoader(name, path).get_code(name)
+    exec(code, names)
+    return names
+
+
 def _ignore_requests() -> None:
     """Ignore SIGUSR1 and SIGUSR2 while the interpreter shuts down, if the program handles them in Python
     (HOOK-6).
@@ -164,7 +193,6 @@ def _watch_rejections() -> "list[SystemExit]":
 
 def _install(path: str) -> None:
     import atexit
-    import faulthandler
     from _thread import get_ident
 
     pid, main = os.getpid(), get_ident()
@@ -172,29 +200,31 @@ def _install(path: str) -> None:
     previous = sys.excepthook
     recorded: BaseException | None = None
     rejected = _watch_rejections()
+    has_failed = False
 
     def record(error: BaseException, is_end: bool) -> None:
         if os.getpid() == pid and not isinstance(error, KeyboardInterrupt):
             undisturbed(lambda: write(error, is_end))
 
     def write(error: BaseException, is_end: bool) -> None:
-        nonlocal recorded
-        recorded = error
+        nonlocal recorded, has_failed
+        recorded, has_failed = error, is_end
         try:
-            with open(_WRITER, "rb") as file:
-                code = compile(file.read(), _WRITER, "exec")
-            writer = {"__name__": "error_file", "__file__": _WRITER}
-            exec(code, writer)
-            writer["write_uncaught"](path, error)  # type: ignore[operator]
-            if is_end:
-                writer["give_notice"](notices, error)  # type: ignore[operator]
+            writer = _load(_WRITER)
+            try:
+                # Notify the agent first, because it stops the other ranks at the notice.
+                if is_end:
+                    writer["give_notice"](notices, error)
+            finally:
+                writer["write_uncaught"](path, error)
         except Exception as problem:
             if sys.stderr is not None:
                 sys.stderr.write("elasticrs: cannot write %s: %r\n" % (path, problem))  # noqa: UP031
 
     def excepthook(kind: "type[BaseException]", error: BaseException, traceback: object) -> None:
         try:
-            record(error, get_ident() == main and _is_end(sys._getframe()))
+            ends = get_ident() == main and not sys.flags.inspect and _is_end(sys._getframe())
+            record(error, ends)
         finally:  # Print the exception even if a signal handler raised.
             previous(kind, error, traceback)  # type: ignore[arg-type]
 
@@ -205,10 +235,26 @@ def _install(path: str) -> None:
         # here. The interpreter stores every uncaught exception in `sys.last_value`.
         error = getattr(sys, "last_value", None) or (rejected[0] if rejected else None)
         if error is not None and error is not recorded:
-            record(error, is_end=True)
+            record(error, _is_of_program(error))
+
+    def at_end() -> None:
+        if has_failed and os.getpid() == pid:
+            ending = _load(_FAST_EXIT)
+            if ending["is_enabled"]():
+                ending["leave"](1)
 
     sys.excepthook = excepthook
+    # Callbacks run in reverse order, so the first one runs last. In a worker that was forked from a warm
+    # nursery, modules have registered callbacks before, so there the nursery has registered one for this
+    # function.
+    sys.__dict__.pop("_elasticrs_at_end", atexit.register)(at_end)
     atexit.register(at_exit)
+    _keep_stacks(path)
+
+
+def _keep_stacks(path: str) -> None:
+    """Make :mod:`faulthandler` write the stacks of a crash or a hang next to the error file."""
+    import faulthandler
 
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path)):
         return  # The error file is a device such as /dev/null, so create no file next to it.

@@ -577,6 +577,22 @@ def _start_cold(argv: list[bytes], env: list[bytes], error: BaseException) -> No
     _execve(_executable, argv, dict(entry.split(b"=", 1) for entry in env))
 
 
+def _register_last_callback() -> Callable[[Callable[[], None]], None]:
+    """Register an ``atexit`` callback before any module does, so that it runs last. Return a function that
+    sets what it calls.
+    """
+    import atexit
+
+    chosen: list[Callable[[], None]] = []
+
+    def run_last() -> None:
+        for function in chosen:
+            function()
+
+    atexit.register(run_last)
+    return chosen.append
+
+
 def _serve() -> None:
     """Run the imports, and then fork workers on request. Returns only in the forked workers."""
     environ, arguments = dict(os.environ), list(sys.argv)
@@ -585,6 +601,7 @@ def _serve() -> None:
         os.execve(sys.executable, sys.orig_argv, environ)
     sys.path[:] = [entry for entry in sys.path if entry != _HERE]
     sys.path_importer_cache.pop(_HERE, None)
+    at_end = _register_last_callback()
     start = environ[_START]
     for name in (_SETTINGS, _START, _SINCE):
         os.environ.pop(name, None)
@@ -618,6 +635,7 @@ def _serve() -> None:
     hooked = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
     if hooked == _HOOK:
         sys.path.insert(0, hooked)
+        sys._elasticrs_at_end = at_end  # type: ignore[attr-defined]  # The hook takes it.
     del sys.modules["sitecustomize"]
 
 

@@ -22,6 +22,8 @@
 
 from __future__ import annotations
 
+from elasticrs._worker.error_file import reports_lost_peer
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,15 +32,6 @@ if TYPE_CHECKING:
 
 RECORD_WINDOW_NS = 60_000_000_000
 WAVE_NS = 5_000_000_000
-
-_LOST_PEER = (
-    *("connection closed", "connection reset", "connection aborted", "connection was closed", "broken pipe"),
-    *("socket closed", "failed to recv, got 0 bytes", "remote process exited", "connectionreseterror"),
-    *("ncclremoteerror", "collective operation timeout", "timed out waiting", "application timeout"),
-)
-"""Phrases with which gloo, NCCL, torch's stores and Python report that a peer has closed a connection or does
-not answer.
-"""
 
 
 def failed_ns(failure: ProcessFailure) -> int | None:
@@ -74,12 +67,6 @@ def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
 def _is_silent(failure: ProcessFailure) -> bool:
     """Return true if the worker exited on its own without recording an exception."""
     return failure.sent_signal is None and failure.recorded_ns is None and failure.cause is None
-
-
-def reports_lost_peer(message: str) -> bool:
-    """Return true if a failure's message only reports a lost or unresponsive peer."""
-    text = message.lower()
-    return any(words in text for words in _LOST_PEER)
 
 
 def in_order(failures: Mapping[int, ProcessFailure]) -> list[int]:

@@ -82,7 +82,7 @@ impl Group {
     /// signal to stop. `why` is an event to report first.
     pub(super) fn fail(&mut self, local_rank: u32, worker: i32, but: Option<i32>, seen: Stamp, why: Option<Event>) {
         self.outcome = Outcome::Failed;
-        let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker).count();
+        let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker && !m.is_excused).count();
         let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
         self.begin_stop(self.policy.on_failure, but);
         self.effects.extend(why.map(Effect::Report));
@@ -99,6 +99,9 @@ impl Group {
     /// Kills a failed member that has not exited in time. If it does not exit after SIGKILL either, stops the whole
     /// group, because a member that is still alive cannot be replaced.
     pub(super) fn on_condemned(&mut self, local_rank: u32) {
+        if self.is_excused(local_rank) {
+            return self.on_excused_overdue(local_rank);
+        }
         let member = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
         let Some(member) = member.filter(|_| self.phase == Phase::Running) else { return };
         let Some(seen) = member.condemned else { return };

@@ -180,12 +180,19 @@ impl Group {
             if !waiting.iter().any(|earlier| earlier.is_of_same_rank(&action)) {
                 waiting.push(action);
             }
-        } else if self.phase == Phase::Running {
+        } else if self.phase == Phase::Running || self.is_excused_exit(&action) {
             self.effects.push(Effect::TakeEvidence { title: action.title() });
             self.waiting = Some(vec![action]);
         } else {
             self.carry_out(action, &[]);
         }
+    }
+
+    /// Returns true if the action ends a worker whose exception has stopped the group, so that nobody has asked for the
+    /// evidence yet.
+    fn is_excused_exit(&self, action: &PendingAction) -> bool {
+        matches!(action, PendingAction::Exit(local_rank)
+            if self.is_excused(*local_rank))
     }
 
     pub(super) fn on_evidence(&mut self, evidence: &[WorkerEvidence]) {

@@ -5,7 +5,7 @@ use elasticrs_sys::signal::Signal;
 
 use super::Effect;
 use crate::spec::StopScope;
-use crate::supervisor::event::{KillReason, WorkerRaised};
+use crate::supervisor::event::{ExitStage, KillReason, WorkerRaised};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Pause {
@@ -48,6 +48,9 @@ pub(super) struct Member {
     /// `None` if there was no such failure. Set only in groups that replace failed workers.
     pub(super) condemned: Option<Stamp>,
     pub(super) place: Place,
+    /// True if the worker's own exception stopped the group. The worker gets no signal to stop, because it ends by
+    /// itself, and it keeps the time limit for its exit, whatever the grace period of the others is.
+    pub(super) is_excused: bool,
 }
 
 impl Member {
@@ -86,6 +89,17 @@ impl Member {
     /// Returns true if the last signal sent to the worker's whole process group was this one or SIGKILL.
     pub(super) fn group_has_got(&self, signal: Signal) -> bool {
         self.group_sent.is_some_and(|sent| sent == signal || sent == Signal::KILL)
+    }
+
+    /// Returns true if an uncaught exception of its own is ending the worker, and not that of a descendant, which the
+    /// worker may survive.
+    pub(super) fn ends_by_its_exception(&self) -> bool {
+        self.runs() && self.raised.as_ref().is_some_and(|raised| raised.is_own && raised.pid == self.pid)
+    }
+
+    /// Returns true if the worker's exit after an exception has exceeded its time limit, although it makes progress.
+    pub(super) fn is_slow(&self) -> bool {
+        self.raised.as_ref().is_some_and(|raised| raised.exit == ExitStage::Slow)
     }
 
     /// Returns true if all processes of the worker are gone and its pid may be reused.

@@ -2,7 +2,7 @@ use std::collections::BTreeSet;
 
 use proptest::prelude::*;
 
-use self::exits::{raised, sampled};
+use self::exits::{failed_by_itself, raised, sampled};
 use self::hangs::{DELAYED, FOUR_SECONDS, after_evidence, remote_hang, snapshot};
 use super::*;
 use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
@@ -408,8 +408,13 @@ fn any_exit() -> impl Strategy<Value = WorkerExit> {
 
 fn any_input() -> impl Strategy<Value = Input> {
     let pid = || prop::sample::select(vec![100, 101, 102, 103, 999]);
-    let timer =
-        prop_oneof![Just(Timer::Kill), Just(Timer::GiveUp), Just(Timer::Hang), (0..4_u32).prop_map(Timer::Paused)];
+    let timer = prop_oneof![
+        Just(Timer::Kill),
+        Just(Timer::GiveUp),
+        Just(Timer::Hang),
+        (0..4_u32).prop_map(Timer::Paused),
+        (0..4_u32).prop_map(Timer::Condemned)
+    ];
     prop_oneof![
         6 => (pid(), any_exit()).prop_map(|(pid, exit)| exited(pid, exit)),
         2 => pid().prop_map(|pid| Input::Paused { pid, signal: 19 }),
@@ -428,6 +433,7 @@ fn any_input() -> impl Strategy<Value = Input> {
         1 => Just(Input::StopForHang(TERM_30, remote_hang())),
         2 => Just(Input::Evidence(Vec::new())),
         2 => (0..4_u32).prop_map(raised),
+        2 => (0..4_u32).prop_map(failed_by_itself),
         2 => (0..4_u32, any::<Option<bool>>()).prop_map(|(rank, progressed)| sampled(rank, progressed)),
         2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
         2 => Just(swept()),
@@ -563,7 +569,9 @@ proptest! {
             let effects = group.on_input(Input::Expired(Timer::Kill));
             let killed: BTreeSet<_> =
                 signals(&effects).into_iter().filter(|(_, s)| *s == Signal::KILL).map(|(pid, _)| pid).collect();
-            prop_assert_eq!(killed.len(), PIDS.len(), "SUP-4");
+            let spared = group.members.iter().filter(|m| m.is_excused && m.runs()).map(|m| m.pid).collect();
+            prop_assert!(killed.is_disjoint(&spared), "their exit has a limit of its own");
+            prop_assert_eq!(killed.len() + spared.len(), PIDS.len(), "SUP-4");
             seen.take(&effects)?;
         }
         for pid in PIDS {

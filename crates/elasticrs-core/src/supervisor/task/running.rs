@@ -9,6 +9,7 @@ use elasticrs_nursery::protocol::Request;
 use elasticrs_nursery::tree::Status;
 use elasticrs_sys::pidfd;
 use elasticrs_sys::signal::Signal;
+use elasticrs_sys::stat::Stat;
 use nix::unistd::{Pid, getpgid, getsid};
 use tokio::task::JoinSet;
 
@@ -109,6 +110,12 @@ impl Running {
         let (pids, pidfds): (Vec<_>, Vec<_>) = living.map(|member| (member.pid, member.pidfd.as_fd())).unzip();
         let ended = watch::ended(&pidfds);
         pids.into_iter().zip(ended).filter_map(|(pid, ended)| ended.then_some(pid)).collect()
+    }
+
+    /// Returns the pids of the members that the kernel is ending. Such a process closes its connections before its exit
+    /// can be seen, which may take seconds if it has much memory or uses a GPU.
+    pub(super) fn dying(&self) -> Vec<i32> {
+        self.group.living().filter(|pid| Stat::of(*pid).is_some_and(|stat| stat.is_ending())).collect()
     }
 
     /// Returns the pid of the running worker with this local rank.

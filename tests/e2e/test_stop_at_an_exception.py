@@ -1,0 +1,111 @@
+"""The other ranks are stopped when a rank raises an exception, and not only when it has exited."""
+
+import json
+import re
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.beyond_torchrun
+
+WAITS = """
+    import os, signal, sys
+    rank = int(os.environ["RANK"])
+    # Ranks 1 and 0 wait for each other: rank 1 exits when rank 0 has got SIGTERM.
+    if rank == 0 and not os.path.exists("fifo"):
+        os.mkfifo("partial")
+        os.rename("partial", "fifo")
+    while not os.path.exists("fifo"):
+        signal.sigtimedwait([], 0.01)
+    def stopped(*_):
+        print("STOPPED", flush=True)
+        with open("fifo", "w"):
+            os._exit(0)
+    def flush():
+        with open("fifo") as file:
+            file.read()
+        print("FLUSHED", flush=True)
+"""
+
+
+def test_the_siblings_are_stopped_while_the_rank_that_raised_may_finish(launch, worker_script, tmp_path):
+    body = """
+    import atexit
+    if rank == 1:
+        atexit.register(flush)
+        raise ValueError("no such batch")
+    signal.signal(signal.SIGTERM, stopped)
+    while True:
+        signal.pause()
+    """
+    timeline = tmp_path / "timeline"
+    launched = launch(
+        *("--nproc-per-node=2", "--exit-timeout=5", "--shutdown-timeout=3000"),
+        worker_script(textwrap.dedent(WAITS) + textwrap.dedent(body)),
+        env={"ELASTICRS_TIMELINE": str(timeline)},
+    ).exits(1)
+    assert "STOPPED" in launched.stdout
+    assert "FLUSHED" in launched.stdout
+    told, traceback = (launched.stderr.index(text) for text in ("; stopping the other rank", "Root Cause"))
+    assert told < traceback
+    report = launched.stderr.partition("Root Cause")[2]
+    assert re.search(r"rank +: 1\b", report)
+    assert re.search(r"exitcode +: 1 ", report)
+    assert "no such batch" in report
+    stamps = {each["event"]: each["ns"] for each in map(json.loads, timeline.read_text().splitlines())}
+    assert stamps["failure_seen"] <= stamps["siblings_signalled"] < stamps["group_ended"]
+
+
+def test_ranks_that_raise_at_the_same_time_fail_with_an_exception(launch, worker_script):
+    script = worker_script("""
+        import os
+        raise ValueError("rank " + os.environ["RANK"])
+    """)
+    launched = launch("--nproc-per-node=2", script).exits(1)
+    report = launched.stderr.partition("Root Cause")[2]
+    assert re.search("ValueError: rank [01]", report)
+
+
+def test_a_rank_that_raised_and_exits_with_0_has_failed(launch, worker_script):
+    script = worker_script("""
+        import atexit, os, signal
+        if os.environ["RANK"] == "1":
+            atexit.register(os._exit, 0)
+            raise ValueError("no such batch")
+        while True:
+            signal.pause()
+    """)
+    launched = launch("--nproc-per-node=2", script).exits(1)
+    assert "no such batch" in launched.stderr.partition("Root Cause")[2]
+
+
+def test_an_exception_in_a_child_that_the_worker_handles_stops_nobody(launch, worker_script, tmp_path):
+    failing = tmp_path / "failing.py"
+    failing.write_text("raise ValueError('handled')\n")
+    script = worker_script(f"""
+        import os, subprocess, sys
+        from elasticrs.workers.environment import hook_environment
+        argv = [sys.executable, {str(failing)!r}]
+        assert subprocess.run(argv, env=hook_environment(os.environ)).returncode == 1
+        print("WENT ON")
+    """)
+    launched = launch("--nproc-per-node=2", script).exits(0)
+    assert launched.stdout.count("WENT ON") == 2
+
+
+def test_a_warm_worker_runs_the_callbacks_of_preloaded_modules_before_it_leaves(
+    launch, worker_script, tmp_path
+):
+    (tmp_path / "own_library.py").write_text(
+        "import atexit, os\natexit.register(lambda: os.write(1, b'OF THE MODULE\\n'))\n"
+        "class Holder:\n    def __del__(self, write=os.write): write(1, b'TORN DOWN\\n')\n"
+    )
+    script = worker_script("""
+        import atexit, own_library
+        holder = own_library.Holder()
+        atexit.register(print, "OF THE SCRIPT", flush=True)
+        raise ValueError
+    """)
+    launched = launch("--warm=own_library", script, env={"PYTHONPATH": str(tmp_path)}).exits(1)
+    assert launched.stdout.splitlines() == ["OF THE SCRIPT", "OF THE MODULE"]
+    assert "cold" not in launched.stderr

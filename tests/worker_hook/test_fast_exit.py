@@ -1,0 +1,122 @@
+"""Tests of workers that leave without the teardown of their interpreter after an uncaught exception."""
+
+import gzip
+import multiprocessing
+import sys
+
+import pytest
+from worker_hook.test_hook import interpreters, worker
+
+__all__ = ["worker"]
+
+TORN_DOWN = """
+    import atexit, os, sys, threading
+
+    class Holder:
+        def __del__(self, write=os.write):
+            write(1, b"torn down\\n")
+
+    holder = Holder()
+"""
+
+
+def run(worker, source, **env):
+    """Return the lines that a program prints, and its exit code."""
+    done = worker.run(TORN_DOWN + source, **env)
+    return done.stdout.splitlines(), done.returncode
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_a_failed_program_is_not_torn_down_but_everything_else_has_run(worker, python):
+    source = """
+    def late():
+        threading.main_thread().join()
+        print("thread")
+
+    atexit.register(print, "callback")
+    threading.Thread(target=late).start()
+    try:
+        raise ValueError
+    finally:
+        print("finally")
+    """
+    done = worker.run(TORN_DOWN + source, python=python)
+    assert (done.stdout.splitlines(), done.returncode) == (["finally", "thread", "callback"], 1)
+    assert done.stderr.endswith("ValueError\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "env", "exitcode"),
+    [
+        ("    raise ValueError\n", {"ELASTICRS_FAST_EXIT": "0"}, 1),
+        ("    raise ValueError\n", {"CUDA_INJECTION64_PATH": "/opt/nsys/libToolsInjection64.so"}, 1),
+        ("    print('done')\n", {}, 0),
+        ("    raise KeyboardInterrupt\n", {}, -2),
+        ("    sys.excepthook(ValueError, ValueError(), None)\n", {}, 0),
+        ("    sys.last_value = ValueError()\n", {}, 0),
+        ("    t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()\n", {}, 0),
+        ("    if os.fork() == 0: raise ValueError\n    os.wait()\n", {}, 0),
+    ],
+)
+def test_other_ends_are_torn_down_as_usual(worker, source, env, exitcode):
+    lines, code = run(worker, source, **env)
+    assert ("torn down" in lines, code) == (True, exitcode)
+
+
+def test_an_error_is_not_torn_down_although_the_script_replaces_sys_excepthook(worker):
+    source = "    sys.excepthook = lambda *_: print('own hook')\n    raise ValueError\n"
+    assert run(worker, source) == (["own hook"], 1)
+
+
+def test_the_exit_code_is_that_of_a_failed_flush(worker):
+    source = """
+    print("lost")
+    os.close(1)
+    raise ValueError
+    """
+    plain = worker.run(TORN_DOWN + source, hooked=False).returncode
+    assert worker.run(TORN_DOWN + source).returncode == plain == 120
+
+
+def test_data_in_open_files_is_written(worker):
+    source = """
+    import gzip, tempfile
+    text = open("text", "w")
+    text.write("text")
+    binary = open("binary", "wb")
+    binary.write(b"binary")
+    packed = gzip.open("packed", "wt")
+    packed.write("packed")
+    temporary = tempfile.NamedTemporaryFile(dir=".", prefix="temporary")
+    temporary.write(b"x")
+    raise ValueError
+    """
+    assert run(worker, source) == ([], 1)
+    folder = worker.directory
+    assert [(folder / name).read_text() for name in ("text", "binary")] == ["text", "binary"]
+    with gzip.open(folder / "packed", "rt") as file:
+        assert file.read() == "packed"
+    assert list(folder.glob("temporary*")) == []
+
+
+def test_a_function_in_a_spawned_process_runs_its_callbacks_and_is_not_torn_down(worker):
+    source = """
+    import multiprocessing
+    from elasticrs.multiprocessing.function_process import call_and_return
+
+    def fail():
+        atexit.register(print, "callback")
+        threading.kept = Holder()
+        raise ValueError
+
+    if __name__ == "__main__":
+        holder = None
+        child = multiprocessing.get_context("spawn").Process(target=call_and_return, args=(fail, (), 1))
+        child.start()
+        child.join()
+        print(child.exitcode)
+    """
+    assert "spawn" in multiprocessing.get_all_start_methods()
+    done = worker.run(TORN_DOWN + source, python=sys.executable)
+    lines = done.stdout.splitlines()
+    assert lines[lines.index("callback") :] == ["callback", "1"]
