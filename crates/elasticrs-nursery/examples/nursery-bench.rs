@@ -73,7 +73,7 @@ fn spawn(nursery: &mut Launched, count: u32, command: &str) -> Result<Vec<i32>> 
 fn sweep(nursery: &mut Launched) -> Result<Duration> {
     let begin = Instant::now();
     let limits = SweepLimits::at_once(Duration::from_secs(10));
-    nursery.link.send(&Request::Sweep { number: 1, left_by: None, limits }, Vec::new())?;
+    nursery.link.send(&Request::Sweep { number: 1, left_by: None, limits, savers: None }, Vec::new())?;
     while !matches!(next(nursery)?.0, Reply::Swept { .. }) {}
     Ok(begin.elapsed())
 }

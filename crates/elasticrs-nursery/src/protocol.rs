@@ -78,6 +78,18 @@ impl SweepLimits {
     }
 }
 
+/// Processes that a sweep spares, because they have got a stop signal and may be saving. The worker was only a wrapper
+/// that the signal has ended.
+///
+/// Such a process is in the session of one of the workers and has a handler for the signal, or descends from such a
+/// process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Savers {
+    /// Pids of the workers, which have exited.
+    pub workers: Vec<i32>,
+    pub signal: i32,
+}
+
 /// A message from the agent to the nursery.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Request {
@@ -113,6 +125,10 @@ pub enum Request {
         /// [subreaper](ProcessSpec::keeps_orphans). `None` to stop all descendants.
         left_by: Option<i32>,
         limits: SweepLimits,
+        /// Processes that may still be saving what their worker needs after a stop, and that are spared.
+        ///
+        /// `None` to spare none. A second request before the answer replaces the processes that are spared.
+        savers: Option<Savers>,
     },
     /// Keep the connection whose descriptor is sent with this request open until the nursery process exits.
     ///

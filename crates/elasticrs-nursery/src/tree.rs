@@ -25,10 +25,11 @@ use nix::unistd::{Pid, getpgid, getsid, gettid};
 
 use super::protocol::Descendant;
 
-/// Numbers of the fields in `/proc/PID/stat` that contain the masks of blocked and ignored signals. The masks cover the
-/// lowest 31 signals.
+/// Numbers of the fields in `/proc/PID/stat` that contain the masks of blocked, ignored and handled signals. The masks
+/// cover the lowest 31 signals.
 const BLOCKED: usize = 32;
 const IGNORED: usize = 33;
+const CAUGHT: usize = 34;
 
 /// Upper bound on the pids that the kernel assigns.
 const HIGHEST_PID: i32 = 4 << 20;
@@ -260,9 +261,17 @@ impl Target {
 
     /// True if the process ignores or blocks this signal.
     pub fn disregards(&self, signal: Signal) -> bool {
+        self.has(BLOCKED, signal) || self.has(IGNORED, signal)
+    }
+
+    /// True if the process has a handler for this signal.
+    pub fn handles(&self, signal: Signal) -> bool {
+        self.has(CAUGHT, signal)
+    }
+
+    fn has(&self, field: usize, signal: Signal) -> bool {
         let Some(stat) = &self.stat else { return false };
-        let has = |field| stat.field::<u64>(field).is_some_and(|signals| signals & 1 << (signal as i32 - 1) != 0);
-        has(BLOCKED) || has(IGNORED)
+        stat.field::<u64>(field).is_some_and(|signals| signals & 1 << (signal as i32 - 1) != 0)
     }
 
     /// Sends a signal to the process. Does nothing if the process has exited in the meantime.

@@ -26,7 +26,8 @@ fn processes_killed_by_the_fence_are_reported_only_in_the_next_sweep() {
         let daemon: i32 = lines.said[0].parse().unwrap();
         fence.set(Some(boot_now()));
         wait_for_end(daemon);
-        client.send(&Request::Sweep { number, left_by: None, limits: SweepLimits::at_once(Duration::from_secs(10)) });
+        let limits = SweepLimits::at_once(Duration::from_secs(10));
+        client.send(&Request::Sweep { number, left_by: None, limits, savers: None });
         assert!(matches!(client.next_reply().0, Reply::Fenced), "first of all");
         let Reply::Exited { pid, .. } = client.next_reply().0 else { panic!("then the worker") };
         assert_eq!(pid, worker.pid);

@@ -60,7 +60,8 @@ impl Hung {
 #[test]
 fn a_sweep_by_the_nursery_reports_only_the_hung_process_as_stuck() {
     let Some(mut hung) = Hung::start() else { return };
-    hung.client.send(&Request::Sweep { number: 1, left_by: None, limits: SweepLimits::at_once(GIVE_UP) });
+    let limits = SweepLimits::at_once(GIVE_UP);
+    hung.client.send(&Request::Sweep { number: 1, left_by: None, limits, savers: None });
     hung.others.iter().for_each(|&pid| wait_for_end(pid));
     let swept = hung.client.swept();
     hung.check(&swept.ended, &swept.stuck);

@@ -163,7 +163,8 @@ impl Client {
     /// Requests a sweep of all descendants. The time limits are in milliseconds.
     pub fn request_sweep(&mut self, linger_ms: u64, grace_ms: u64, give_up_ms: u64) {
         let [linger, grace, give_up] = [linger_ms, grace_ms, give_up_ms].map(Duration::from_millis);
-        self.send(&Request::Sweep { number: 1, left_by: None, limits: SweepLimits { linger, grace, give_up } });
+        let limits = SweepLimits { linger, grace, give_up };
+        self.send(&Request::Sweep { number: 1, left_by: None, limits, savers: None });
     }
 
     /// Waits for the result of a sweep.

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use elasticrs_nursery::protocol::SweepLimits;
+use elasticrs_nursery::protocol::{Savers, SweepLimits};
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
@@ -114,6 +114,8 @@ pub enum Effect {
     /// Stop all remaining processes of the group. Answered by [`Input::Swept`]. Replaces an earlier request that is
     /// still pending.
     Sweep(SweepLimits),
+    /// Like [`Self::Sweep`], but let processes run that may be saving.
+    SweepOthers(SweepLimits, Savers),
     /// Kill the processes that this worker left behind when it exited. At most one [`Self::SweepWorker`] is pending at
     /// a time.
     ///
@@ -155,6 +157,9 @@ enum Phase {
     /// All workers have exited, or did not exit after SIGKILL. Their descendants are being cleaned up. `lingering` is
     /// true while the descendants are still allowed to run.
     Sweeping { lingering: bool },
+    /// All workers have exited after a stop signal, but processes that they left behind may still be saving. These keep
+    /// the rest of the grace period, until [`Timer::Kill`].
+    Saving,
     /// The end of the group was reported.
     Finished,
 }
@@ -243,7 +248,7 @@ impl Group {
                     self.waiting.is_some() || !exit.is_success() || is_anyone_ending
                 }
                 Phase::Stopping => self.waiting.is_some(),
-                Phase::Killing | Phase::Sweeping { .. } | Phase::Finished => false,
+                Phase::Killing | Phase::Sweeping { .. } | Phase::Saving | Phase::Finished => false,
             },
             Input::Raised { .. } => self.phase == Phase::Running,
             Input::Stop(_)
@@ -284,7 +289,9 @@ impl Group {
                 self.look();
             }
             Input::Expired(timer) => self.on_expired(timer),
-            Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. }) => self.report_end(swept),
+            Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. } | Phase::Saving) => {
+                self.report_end(swept)
+            }
             // Ignore `Resume` if the group is not suspended, and `Swept` if no clean-up is running.
             Input::Resume | Input::Swept(_) => {}
             Input::NurseryLost(exit) => self.on_nursery_lost(exit),
@@ -319,6 +326,7 @@ impl Group {
         self.settle_before_exit(index, exit);
         let member = &mut self.members[index];
         member.ended = true;
+        member.ended_by_stop = member.is_ended_by_stop(exit);
         let (local_rank, sent) = (member.local_rank, member.sent);
         if !matches!(member.pause, Pause::Running) {
             self.effects.push(Effect::Disarm(Timer::Paused(local_rank)));
@@ -389,6 +397,11 @@ impl Group {
                 self.outcome = Outcome::Stopped;
                 self.sweep(AT_ONCE);
             }
+            Phase::Saving if policy.is_hard() => self.end_saves(),
+            Phase::Saving => {
+                self.grace = self.grace.min(policy.grace);
+                self.effects.push(Effect::Hasten(Timer::Kill, policy.grace));
+            }
             Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Finished => {}
         }
     }
@@ -405,6 +418,7 @@ impl Group {
     fn on_expired(&mut self, timer: Timer) {
         match timer {
             Timer::Kill if self.phase == Phase::Stopping => self.kill_overdue(),
+            Timer::Kill if self.phase == Phase::Saving => self.on_overdue_saves(),
             Timer::GiveUp if self.phase == Phase::Killing => self.sweep_on_end(),
             Timer::Paused(local_rank) => {
                 let paused = self.members.iter_mut().find(|m| m.local_rank == local_rank && !m.ended);
@@ -450,6 +464,7 @@ impl Group {
             Phase::Sweeping { lingering: true } => {
                 self.sweep(AT_ONCE);
             }
+            Phase::Saving => self.end_saves(),
             Phase::Killing | Phase::Sweeping { lingering: false } | Phase::Finished => {}
         }
     }
@@ -461,6 +476,7 @@ impl Group {
             Phase::Running => self.outcome = Outcome::Lost,
             // Start a new clean-up in this process, because the lost nursery cannot complete the pending clean-up.
             Phase::Sweeping { .. } => return self.sweep(AT_ONCE),
+            Phase::Saving => return self.end_saves(),
             Phase::Stopping | Phase::Killing | Phase::Finished => {}
         }
         // Kill all workers, because those that Python started do not die together with the nursery.
@@ -555,6 +571,9 @@ impl Group {
     }
 
     fn sweep_on_end(&mut self) {
+        if self.phase == Phase::Stopping && !self.is_overdue && self.sweep_others() {
+            return;
+        }
         self.effects.push(Effect::Disarm(Timer::Kill));
         self.effects.push(Effect::Disarm(Timer::GiveUp));
         match (self.outcome, self.policy.on_success) {
@@ -591,5 +610,6 @@ mod hangs;
 mod member;
 mod pausing;
 mod replacing;
+mod saving;
 #[cfg(test)]
 mod tests;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use elasticrs_nursery::launch::LaunchError;
-use elasticrs_nursery::protocol::{PROTOCOL, Reply as NurseryReply, SweepLimits};
+use elasticrs_nursery::protocol::{PROTOCOL, Reply as NurseryReply, Savers, SweepLimits};
 use elasticrs_runtime::threads::panic_message;
 use elasticrs_sys::clock::Stamp;
 use elasticrs_sys::features::{Features, check_floor};
@@ -470,6 +470,7 @@ impl Task {
                 }
             }
             Effect::Sweep(limits) => self.sweep(limits),
+            Effect::SweepOthers(limits, savers) => self.sweep_others(limits, Some(savers)),
             Effect::SweepWorker { local_rank, pid } => self.sweep_worker(local_rank, pid),
             Effect::TakeEvidence { title } => {
                 if let Some(running) = self.current.running() {
@@ -506,8 +507,13 @@ impl Task {
     /// Makes the nursery clean up the processes that the workers left behind. If there is no nursery, this process
     /// cleans them up on another thread.
     fn sweep(&mut self, limits: SweepLimits) {
+        self.sweep_others(limits, None);
+    }
+
+    /// Like [`Self::sweep`], but the nursery lets processes run that may be saving.
+    fn sweep_others(&mut self, limits: SweepLimits, savers: Option<Savers>) {
         if let Some(nursery) = self.nursery.get() {
-            self.sweeps.request(nursery, limits);
+            self.sweeps.request(nursery, limits, savers);
         } else {
             let running = self.current.running();
             let mut spared = running.map(Running::adopted).unwrap_or_default();

@@ -348,7 +348,14 @@ impl Nursery {
         match request {
             Request::Spawn { process, keep_ignored } => return self.spawn(process, &keep_ignored, fds),
             Request::SignalGroup { pid, signal } => self.signal_group(pid, signal),
-            Request::Sweep { number, left_by, limits } => self.begin_sweep(limits, Some(number), left_by),
+            Request::Sweep { number, left_by, limits, savers } => {
+                self.begin_sweep(limits, Some(number), left_by);
+                if let Some(sweep) = &mut self.sweep
+                    && left_by.is_none()
+                {
+                    sweep.spare(savers);
+                }
+            }
             Request::Hold { beside, word } => self.hold(fds, beside, word),
             Request::Release(which) => self.held.release(which),
             Request::Fence { holder } => self.set_fence(fds, holder),
@@ -364,6 +371,9 @@ impl Nursery {
     /// `number` is the number of the request to answer, or `None` if no answer is expected.
     fn begin_sweep(&mut self, limits: SweepLimits, number: Option<u32>, left_by: Option<i32>) {
         if let Some(sweep) = &mut self.sweep {
+            if left_by.is_none() {
+                sweep.spare(None);
+            }
             return sweep.bring_forward(limits, number, left_by);
         }
         self.reserve.clear();

@@ -14,7 +14,7 @@ use nix::sys::signal::Signal;
 use super::Nursery;
 use crate::cleaner::{LAST_MOMENT, LONGEST, Patience};
 use crate::held;
-use crate::protocol::{Descendant, SweepLimits};
+use crate::protocol::{Descendant, Savers, SweepLimits};
 use crate::token::Token;
 use crate::tree::{self, Listed, Signalled, Status, Target};
 
@@ -73,6 +73,7 @@ pub(super) struct Sweep {
     /// Time at which a check first found no more processes to kill. `None` if a process still has to be killed.
     only_held: Option<Instant>,
     pause: Duration,
+    savers: Option<Savers>,
 }
 
 /// Result of one pass over all processes that may have to be killed.
@@ -107,6 +108,7 @@ impl Sweep {
             corpses: BTreeSet::new(),
             only_held: None,
             pause: Duration::ZERO,
+            savers: None,
         }
     }
 
@@ -129,6 +131,12 @@ impl Sweep {
         now.term = now.term.min(by.term);
         now.kill = now.kill.min(by.kill);
         now.give_up = now.give_up.min(by.give_up).max(now.kill);
+        self.pause = Duration::ZERO;
+    }
+
+    /// Sets which processes are spared. They are waited for like all others.
+    pub(super) fn spare(&mut self, savers: Option<Savers>) {
+        self.savers = savers;
         self.pause = Duration::ZERO;
     }
 
@@ -211,7 +219,7 @@ impl Sweep {
         let mut look = Look::default();
         let corpses = std::mem::take(&mut self.corpses);
         let living: Vec<i32> = self.left_by.iter().flat_map(|_| &nursery.workers).copied().collect();
-        let mut others = BTreeSet::new();
+        let (mut others, mut savers) = (BTreeSet::new(), BTreeSet::new());
         for listed in tree::descendants(nursery.pid, &living) {
             let Some(target) = Target::open(nursery.pid, listed) else {
                 look.unsure = true;
@@ -239,11 +247,23 @@ impl Sweep {
             if self.left_by.is_none() || !nursery.given_up.contains(&listed.pid) {
                 look.others.push(listed);
             }
+            if savers.contains(&listed.parent) || self.saves(&target) {
+                savers.insert(listed.pid);
+                continue;
+            }
             if let Some(signal) = signal {
                 look.new |= self.signal(nursery, listed.pid, &target, signal);
             }
         }
         look
+    }
+
+    /// True if the process may be saving, according to [`Savers`].
+    fn saves(&self, target: &Target) -> bool {
+        self.savers.as_ref().is_some_and(|savers| {
+            let signal = Signal::try_from(savers.signal).ok();
+            savers.workers.contains(&target.status.session) && signal.is_some_and(|signal| target.handles(signal))
+        })
     }
 
     /// True if processes in `session` are spared, because they belong to another worker than `left_by`.

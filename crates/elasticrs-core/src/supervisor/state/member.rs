@@ -1,6 +1,7 @@
 //! State of one worker in a group.
 
 use elasticrs_sys::clock::Stamp;
+use elasticrs_sys::exit::WorkerExit;
 use elasticrs_sys::signal::Signal;
 
 use super::Effect;
@@ -51,6 +52,8 @@ pub(super) struct Member {
     /// True if the worker's own exception stopped the group. The worker gets no signal to stop, because it ends by
     /// itself, and it keeps the time limit for its exit, whatever the grace period of the others is.
     pub(super) is_excused: bool,
+    /// True if the worker had no handler for the stop signal, so that the signal has ended it.
+    pub(super) ended_by_stop: bool,
 }
 
 impl Member {
@@ -89,6 +92,12 @@ impl Member {
     /// Returns true if the last signal sent to the worker's whole process group was this one or SIGKILL.
     pub(super) fn group_has_got(&self, signal: Signal) -> bool {
         self.group_sent.is_some_and(|sent| sent == signal || sent == Signal::KILL)
+    }
+
+    /// Returns true if this exit is the default action of the signal that was sent to stop the worker.
+    pub(super) fn is_ended_by_stop(&self, exit: WorkerExit) -> bool {
+        let sent = self.sent.filter(|sent| *sent != Signal::KILL).map(Signal::number);
+        matches!(exit, WorkerExit::Signaled { signal } if sent == Some(signal))
     }
 
     /// Returns true if an uncaught exception of its own is ending the worker, and not that of a descendant, which the

@@ -11,6 +11,7 @@ use crate::supervisor::start::tests::policy;
 mod exits;
 mod hangs;
 mod replacing;
+mod saving;
 
 const PIDS: [i32; 4] = [100, 101, 102, 103];
 const TERM_30: StopPolicy = StopPolicy { signal: Signal::TERM, grace: Duration::from_secs(30) };
@@ -18,6 +19,8 @@ const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZER
 const FAILED: WorkerExit = WorkerExit::Exited { code: 1 };
 const DONE: WorkerExit = WorkerExit::Exited { code: 0 };
 const KILLED: WorkerExit = WorkerExit::Signaled { signal: 9 };
+/// The exit of a worker that SIGTERM has ended.
+const ENDED: WorkerExit = WorkerExit::Signaled { signal: 15 };
 
 const LINGER: Descendants = Descendants::Linger(Duration::from_secs(5));
 
@@ -402,6 +405,7 @@ fn any_exit() -> impl Strategy<Value = WorkerExit> {
         3 => Just(DONE),
         1 => Just(FAILED),
         1 => Just(KILLED),
+        1 => Just(ENDED),
         1 => Just(WorkerExit::Unknown),
     ]
 }
@@ -478,6 +482,13 @@ impl Seen {
                     self.armed.remove(timer);
                 }
                 Effect::Sweep(_) => self.owed_sweeps += 1,
+                Effect::SweepOthers(_, savers) => {
+                    self.owed_sweeps += 1;
+                    let told = savers.workers.iter().all(|pid| self.stopped_groups.contains(pid));
+                    prop_assert!(told, "SUP-8: they save because they have got the signal");
+                    // The sweep kills what the others have left.
+                    self.stopped_groups.extend(PIDS);
+                }
                 Effect::SweepWorker { .. } => panic!("nobody is replaced: {effect:?}"),
                 Effect::TakeEvidence { .. } => {
                     prop_assert!(!self.takes_evidence, "one after the other");
@@ -564,7 +575,7 @@ proptest! {
                 seen.check_scope(&effects)?;
             }
         }
-        let stopping = seen.armed.contains(&Timer::Kill);
+        let stopping = seen.armed.contains(&Timer::Kill) && group.phase != Phase::Saving;
         if stopping && seen.ends.is_empty() {
             let effects = group.on_input(Input::Expired(Timer::Kill));
             let killed: BTreeSet<_> =

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use elasticrs_nursery::protocol::{Request, SweepLimits};
+use elasticrs_nursery::protocol::{Request, Savers, SweepLimits};
 use tokio::task::JoinHandle;
 
 use super::or_panic;
@@ -43,14 +43,14 @@ impl Default for Sweeps {
 impl Sweeps {
     /// Requests that the nursery clean up all processes of the group. If earlier requests are still pending, their
     /// results are combined with the result of this request.
-    pub(super) fn request(&mut self, nursery: &mut Nursery, limits: SweepLimits) {
-        nursery.send(&Request::Sweep { number: self.number(), left_by: None, limits }, Vec::new());
+    pub(super) fn request(&mut self, nursery: &mut Nursery, limits: SweepLimits, savers: Option<Savers>) {
+        nursery.send(&Request::Sweep { number: self.number(), left_by: None, limits, savers }, Vec::new());
     }
 
     /// Makes the nursery clean up after the failed worker with this local rank, whose pid was `worker`.
     pub(super) fn request_for_worker(&mut self, nursery: &mut Nursery, local_rank: u32, worker: i32) {
         let number = self.number_for_worker(local_rank);
-        nursery.send(&Request::Sweep { number, left_by: Some(worker), limits: AT_ONCE }, Vec::new());
+        nursery.send(&Request::Sweep { number, left_by: Some(worker), limits: AT_ONCE, savers: None }, Vec::new());
     }
 
     fn number(&mut self) -> u32 {

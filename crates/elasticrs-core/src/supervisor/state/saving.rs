@@ -1,0 +1,56 @@
+//! Handles processes that are still saving after a stop signal has ended their worker.
+//!
+//! A worker may be a wrapper, such as a shell, that starts the trainer and does not pass signals on. The stop signal ends
+//! the wrapper, but the trainer handles the signal and saves a checkpoint.
+
+use elasticrs_nursery::protocol::{Savers, SweepLimits};
+use elasticrs_sys::signal::Signal;
+
+use super::member::Member;
+use super::{AT_ONCE, Effect, Event, GIVE_UP_AFTER, Group, Phase, StopScope, Timer};
+use crate::supervisor::event::{KillReason, WorkersKilled};
+
+impl Group {
+    /// Cleans up after the last exit, but lets processes run that may be saving. Returns false if there cannot be any.
+    ///
+    /// A worker that handled the signal has decided itself what becomes of its helpers, so these are not spared. So are
+    /// helpers that do not handle the signal.
+    pub(super) fn sweep_others(&mut self) -> bool {
+        let Some(signal) = self.stop_signal.filter(|signal| *signal != Signal::KILL) else { return false };
+        let mut workers = Vec::new();
+        for member in self.members.iter_mut().filter(|m| is_wrapper(m)) {
+            if !member.group_has_got(signal) {
+                self.effects.push(member.send(signal, StopScope::Group));
+            }
+            workers.push(member.pid);
+        }
+        if workers.is_empty() {
+            return false;
+        }
+        self.phase = Phase::Saving;
+        let limits = SweepLimits::at_once(self.grace.saturating_add(GIVE_UP_AFTER));
+        self.effects.push(Effect::SweepOthers(limits, Savers { workers, signal: signal.number() }));
+        true
+    }
+
+    /// Kills the processes that are still saving at the end of the grace period, and reports them.
+    pub(super) fn on_overdue_saves(&mut self) {
+        let Some(signal) = self.stop_signal else { return };
+        let workers = self.members.iter().filter(|m| is_wrapper(m)).map(|m| (m.local_rank, m.pid)).collect();
+        self.end_saves();
+        let (reason, limit) = (KillReason::AfterSignal(signal), self.grace);
+        self.report(Event::WorkersKilled(WorkersKilled { workers, reason, limit }));
+    }
+
+    /// Kills the processes that are still saving.
+    pub(super) fn end_saves(&mut self) {
+        self.sweep(AT_ONCE);
+        self.effects.push(Effect::Disarm(Timer::Kill));
+    }
+}
+
+/// Returns true if the worker may have been a wrapper around a process that is still saving. The nursery is not the
+/// parent of adopted workers, so it cannot clean up after these.
+fn is_wrapper(member: &Member) -> bool {
+    member.ended_by_stop && !member.adopted && !member.is_gone()
+}
