@@ -69,7 +69,7 @@ def program(body, saves, save, error="ValueError"):
 @pytest.mark.parametrize(
     ("how", "error", "told"),
     [
-        *[(how, "ValueError", "ValueError: no such batch .*; stopping") for how in SAVES],
+        *[(how, "ValueError", "raised ValueError; stopping") for how in SAVES],
         # The others are not stopped at once for an error that one of them may have caused.
         ("writes", "ConnectionError", "still exiting; stopping"),
     ],

@@ -56,6 +56,25 @@ def test_the_siblings_are_stopped_while_the_rank_that_raised_may_finish(launch, 
     assert stamps["failure_seen"] <= stamps["siblings_signalled"] < stamps["group_ended"]
 
 
+@pytest.mark.parametrize(("code", "told"), [("7", r"exitcode +: 7 "), ("'bad lr'", "SystemExit: bad lr")])
+def test_sys_exit_stops_the_siblings_like_an_exception(launch, worker_script, code, told):
+    body = f"""
+    import atexit
+    if rank == 1:
+        atexit.register(flush)
+        sys.exit({code})
+    signal.signal(signal.SIGTERM, stopped)
+    while True:
+        signal.pause()
+    """
+    script = worker_script(textwrap.dedent(WAITS) + textwrap.dedent(body))
+    launched = launch("--nproc-per-node=2", "--exit-timeout=5", "--shutdown-timeout=3000", script).exits(1)
+    assert "FLUSHED" in launched.stdout
+    assert re.search("rank 1 .* raised SystemExit; stopping the other rank", launched.stderr)
+    report = launched.stderr.partition("Root Cause")[2]
+    assert re.search(told, report)
+
+
 def test_ranks_that_raise_at_the_same_time_fail_with_an_exception(launch, worker_script):
     script = worker_script("""
         import os

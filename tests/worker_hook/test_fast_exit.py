@@ -63,6 +63,62 @@ def test_other_ends_are_torn_down_as_usual(worker, source, env, exitcode):
     assert ("torn down" in lines, code) == (True, exitcode)
 
 
+CYCLE = """
+    def f():
+        try: sys.exit(3)
+        except SystemExit as error: error.me = error
+    f()
+"""
+EXITS = [
+    ("    sys.exit(3)\n", 3, False),
+    ("    sys.exit(-1)\n", 255, False),
+    ("    sys.exit(2**70)\n", 255, False),
+    ("    sys.exit('bad lr')\n", 1, False),
+    ("    import argparse; argparse.ArgumentParser().error('x')\n", 2, False),
+    ("    try: 1 / 0\n    except ZeroDivisionError: sys.exit(4)\n", 4, False),
+    ("    atexit.register(print, 'callback')\n    sys.exit(3)\n", 3, False),
+    # These end successfully, or in a way that the hook cannot see.
+    ("    sys.exit()\n", 0, True),
+    ("    sys.exit(0)\n", 0, True),
+    ("    sys.exit(256)\n", 0, True),
+    ("    raise SystemExit(3)\n", 3, True),
+    ("    try: sys.exit(3)\n    except SystemExit: print()\n", 0, True),
+    ("    try: sys.exit(3)\n    except SystemExit as error: kept = error\n", 0, True),
+    ("    try: sys.exit(3)\n    except SystemExit as error: error.code = 0; raise\n", 0, True),
+    (CYCLE, 0, True),
+    ("    atexit.register(sys.exit, 3)\n", 0, True),
+    ("    t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()\n", 0, True),
+]
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_an_exit_with_a_code_is_not_torn_down(worker, python):
+    for source, exitcode, is_torn_down in EXITS:
+        plain = worker.run(TORN_DOWN + source, hooked=False, python=python)
+        done = worker.run(TORN_DOWN + source, python=python)
+        assert (done.returncode, plain.returncode) == (exitcode, exitcode), source
+        assert ("torn down" in done.stdout) == is_torn_down, source
+        assert done.stdout.replace("torn down\n", "") == plain.stdout.replace("torn down\n", ""), source
+        # A traceback of the exit shows the wrapper's frame.
+        assert done.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:], source
+        assert worker.error_file.exists() == ("bad lr" in source or "argparse" in source), source
+        worker.error_file.unlink(missing_ok=True)
+
+
+def test_the_code_of_a_caught_exit_is_equal_to_that_of_the_program(worker):
+    source = """
+    import json, pickle
+    for status in (3, "text"):
+        try:
+            sys.exit(status)
+        except SystemExit as error:
+            assert error.code == status and isinstance(error.code, type(status))
+            assert type(pickle.loads(pickle.dumps(error.code))) is type(status)
+            assert error.args == (status,)
+    """
+    assert run(worker, source) == (["torn down"], 0)
+
+
 def test_an_error_is_not_torn_down_although_the_script_replaces_sys_excepthook(worker):
     source = "    sys.excepthook = lambda *_: print('own hook')\n    raise ValueError\n"
     assert run(worker, source) == (["own hook"], 1)

@@ -69,18 +69,21 @@ not answer.
 """
 
 
-def error_document(error: BaseException, written_by: str) -> str:
+def error_document(error: BaseException, written_by: str, at_ns: "int | None" = None) -> str:
     """Return the content of the error file.
 
     Args:
         error: the exception, with its traceback.
         written_by: ``"hook"`` or ``"record"``.
+        at_ns: time when it was raised, in monotonic nanoseconds; ``None`` for now.
     """
     import json
     import traceback
 
     kind, text = type(error), _message(error)
-    now = time.time_ns()
+    now_ns = time.monotonic_ns()
+    at_ns = now_ns if at_ns is None else at_ns
+    now = time.time_ns() - (now_ns - at_ns)
     return json.dumps(
         {
             "message": {
@@ -92,7 +95,7 @@ def error_document(error: BaseException, written_by: str) -> str:
             },
             "elasticrs": {
                 "time_ns": now,
-                "monotonic_ns": time.monotonic_ns(),
+                "monotonic_ns": at_ns,
                 "pid": os.getpid(),
                 "written_by": written_by,
                 "failure": failure_facts(error),
@@ -118,7 +121,7 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         ``exception``: qualified name of its type. ``place``: file name and line where it was raised, such as
         ``train.py:88``, in the user's program if possible. ``is_start_error``: true if a file of the program
         could not be parsed, or lacks a module that it imports at its top level, or if the program has
-        rejected its arguments (``SystemExit``; see HOOK-7 in the hook). ``is_retryable``: false if the
+        rejected its arguments (``SystemExit``; see HOOK-8 in the hook). ``is_retryable``: false if the
         exception, one of its causes, or a member of one of these exception groups is an
         ``elasticrs.errors.NonRetryable`` or ``bdb.BdbQuit``, with which a user has left the debugger.
         ``is_transient``: true if the exception reports a lost connection or a timeout. ``python``: path of
@@ -145,7 +148,7 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
     return {
         "exception": "%s.%s" % (kind.__module__, kind.__qualname__),  # noqa: UP031
         "place": "%s:%d" % (os.path.basename(shown[-1][0]), shown[-1][1]) if shown else None,  # noqa: UP031
-        "is_start_error": isinstance(error, SystemExit)
+        "is_start_error": (isinstance(error, SystemExit) and error.code == 2)
         or (isinstance(error, (SyntaxError, ImportError)) and is_code and is_importing),
         "is_retryable": not _is_marked(error),
         "is_transient": _is_transient(error),
@@ -237,14 +240,20 @@ def may_be_replaced(path: str) -> bool:
     return not os.path.lexists(path) or (os.path.isfile(path) and not os.path.islink(path))
 
 
-def write_uncaught(path: str, error: BaseException) -> None:
+def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
     """Write the error file for an uncaught exception, unless the file already says what happened.
+
+    Args:
+        path: the error file.
+        error: the exception.
+        at_ns: see :func:`error_document`. The agent stops the other ranks before the file is written, so the
+            time of the file would be later than their exits.
 
     Raises:
         OSError: the file cannot be written.
     """
     if not _is_kept(path, error):
-        write_whole(path, error_document(error, "hook"))
+        write_whole(path, error_document(error, "hook", at_ns))
 
 
 def reports_lost_peer(message: str) -> bool:
@@ -288,7 +297,7 @@ def _is_raised_by_statement(error: BaseException) -> bool:
     return entry.tb_lasti < len(code) and code[entry.tb_lasti] == opmap["RAISE_VARARGS"]
 
 
-def give_notice(name: str, error: BaseException) -> None:
+def give_notice(name: str, error: BaseException, at_ns: "int | None" = None) -> None:
     """Notify the agent that an uncaught exception ends this process.
 
     The notice contains the time, whether the exception is a failure of its own (see :func:`is_own_failure`),
@@ -299,20 +308,37 @@ def give_notice(name: str, error: BaseException) -> None:
         name: name of the agent's abstract socket, from ``ELASTICRS_NOTICES``. The kernel adds the pid of the
             sender to each message.
         error: the uncaught exception.
+        at_ns: see :func:`error_document`.
     """
+    at_ns = time.monotonic_ns() if at_ns is None else at_ns
+    _send(name, at_ns, _notice_text(error), is_own_failure(error))
+
+
+def give_notice_of_exit(name: str, code: str, is_own: bool, at_ns: int) -> None:
+    """Notify the agent that ``sys.exit`` has ended the program of this process.
+
+    Args:
+        name: as for :func:`give_notice`.
+        code: the exit code or text.
+        is_own: whether the exit is a failure of its own, see :func:`is_own_failure`.
+        at_ns: see :func:`error_document`.
+    """
+    text = "Traceback (most recent call last):\nSystemExit: %s\n" % code[: _NOTICE_PART // 2]  # noqa: UP031
+    _send(name, at_ns, text, is_own)
+
+
+def _send(name: str, at_ns: int, text: str, is_own: bool) -> None:
     if not name:
         return
-    now = time.monotonic_ns()
     from _socket import AF_UNIX, SOCK_DGRAM, socket
 
-    text = _notice_text(error)
     notices = socket(AF_UNIX, SOCK_DGRAM)
     try:
         # If the agent's receive queue is full, wait for at most one second, because a stopped agent must not
         # delay this worker's exit any longer.
         notices.settimeout(1)
-        own = " own" if is_own_failure(error) else ""
-        notices.sendto(f"{now}{own}\n{text}".encode(), "\0" + name)
+        own = " own" if is_own else ""
+        notices.sendto(f"{at_ns}{own}\n{text}".encode(*_CODEC), "\0" + name)
     except OSError:
         return  # A lost notice is harmless, because the agent reads the error file after the worker's exit.
     finally:

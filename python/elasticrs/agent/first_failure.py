@@ -30,7 +30,7 @@ def early_leavers(attempt: Attempt) -> tuple[int, ...]:
     ranks = attempt.global_ranks()
     if failure is None or attempt.plan.page is not None or len(ranks) != attempt.world_size:
         return ()
-    from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
+    from elasticrs._worker.error_file import reports_lost_peer
 
     left = [
         ranks[local_rank]

@@ -10,6 +10,7 @@ import os
 import stat
 import time
 
+from elasticrs._worker.error_file import reports_lost_peer
 from elasticrs._worker.flight import MAX_ENTRIES
 from elasticrs.agent.record_requests import record_files, request_records
 from elasticrs.diagnosis.blame import decide, decided
@@ -18,7 +19,6 @@ from elasticrs.diagnosis.flight_record import MAX_BYTES, MAX_NAME
 from elasticrs.diagnosis.node_evidence import encode
 from elasticrs.diagnosis.stacks import MAX_TEXT
 from elasticrs.diagnosis.values import NoRecord, RankEvidence
-from elasticrs.multiprocessing.errors.root_cause import reports_lost_peer
 from elasticrs.workers.logs import flight_record_file, flight_requests_file, hang_file
 
 TYPE_CHECKING = False

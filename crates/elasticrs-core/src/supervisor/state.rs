@@ -10,7 +10,7 @@ use elasticrs_sys::signal::Signal;
 
 use self::hangs::PendingAction;
 pub use self::hangs::Snapshot;
-use self::member::{Member, Pause, Place, to_group};
+use self::member::{Member, Pause, Place, StopRole, to_group};
 pub use super::deadlines::Timer;
 use super::deadlines::{AT_ONCE, GIVE_UP_AFTER};
 use super::event::{Event, NurseryExit, Outcome, StartFailure, SweepOutcome, TimerExpired, WorkerRaised};
@@ -290,7 +290,7 @@ impl Group {
             }
             Input::Expired(timer) => self.on_expired(timer),
             Input::Swept(swept) if matches!(self.phase, Phase::Sweeping { .. } | Phase::Saving) => {
-                self.report_end(swept)
+                self.report_end(swept);
             }
             // Ignore `Resume` if the group is not suspended, and `Swept` if no clean-up is running.
             Input::Resume | Input::Swept(_) => {}
@@ -326,7 +326,9 @@ impl Group {
         self.settle_before_exit(index, exit);
         let member = &mut self.members[index];
         member.ended = true;
-        member.ended_by_stop = member.is_ended_by_stop(exit);
+        if member.is_ended_by_stop(exit) {
+            member.stop_role = StopRole::EndedBySignal;
+        }
         let (local_rank, sent) = (member.local_rank, member.sent);
         if !matches!(member.pause, Pause::Running) {
             self.effects.push(Effect::Disarm(Timer::Paused(local_rank)));
@@ -387,8 +389,8 @@ impl Group {
             // Send the new stop signal. The deadline for SIGKILL may become earlier, but never later. A request is for
             // all members, also for those that are exiting after an exception.
             Phase::Stopping => {
-                for member in &mut self.members {
-                    member.is_excused = false;
+                for member in self.members.iter_mut().filter(|m| m.is_excused()) {
+                    member.stop_role = StopRole::Usual;
                 }
                 self.is_overdue = false;
                 self.begin_stop(policy, None);
@@ -497,7 +499,7 @@ impl Group {
         // Signal the running members first, because the group has to wait for their exits.
         for ended in [false, true] {
             let members = self.members.iter_mut().filter(|m| m.ended == ended && !m.is_gone());
-            for member in members.filter(|m| Some(m.pid) != but && !m.is_excused) {
+            for member in members.filter(|m| Some(m.pid) != but && !m.is_excused()) {
                 let to = if member.runs() { self.policy.stop_scope } else { StopScope::Group };
                 self.effects.push(member.stop(policy.signal, to));
             }
@@ -525,7 +527,7 @@ impl Group {
         if !self.is_anyone_excused() {
             return self.kill();
         }
-        for member in self.members.iter_mut().filter(|m| !m.is_gone() && !(m.is_excused && m.runs())) {
+        for member in self.members.iter_mut().filter(|m| !m.is_gone() && !m.is_excused()) {
             self.effects.push(member.send(Signal::KILL, StopScope::Group));
         }
         (self.phase, self.stop_signal, self.is_overdue) = (Phase::Stopping, Some(Signal::KILL), true);
@@ -540,7 +542,7 @@ impl Group {
     }
 
     fn is_anyone_excused(&self) -> bool {
-        self.members.iter().any(|m| m.is_excused && m.runs())
+        self.members.iter().any(Member::is_excused)
     }
 
     fn kill(&mut self) {

@@ -16,12 +16,12 @@ has to work in any Python from 3.8 on, even if elasticrs cannot be imported ther
 - **HOOK-6** if the program has a Python handler for SIGUSR1 or SIGUSR2, that signal is ignored while the
   interpreter shuts down, because the interpreter then restores the default action, which would kill a worker
   that is about to exit with 0.
-- **HOOK-7** ``sys.exit`` is replaced by a function that calls it. If a parser of command lines exits with 2,
-  and the program then ends, this is recorded like an uncaught exception, because no restart can fix it.
-
 - **HOOK-7** a program that an uncaught exception has ended leaves without the teardown of its interpreter,
   after all ``atexit`` callbacks (``fast_exit.py``). ``ELASTICRS_FAST_EXIT=0`` disables this. A program that
   ends in another way is torn down as usual.
+- **HOOK-8** a program that ``sys.exit`` has ended with another code than 0 counts as failed in the same way.
+  A text is recorded, and so is 2 from a parser of command lines, because no restart can fix that. A
+  ``SystemExit`` that the program catches has no effect, and neither has one that it raises itself.
 """
 
 import os
@@ -148,6 +148,72 @@ def _is_of_program(error: BaseException) -> bool:
     return is_main or code.co_name == "_run_module_as_main"
 
 
+def _watch_exits(ended: "Callable[[Any], None]") -> None:
+    """Wrap ``sys.exit``, and call ``ended`` when its ``SystemExit`` has ended the program (HOOK-8).
+
+    The interpreter shows a ``SystemExit`` to no hook. But it drops the exception's code last, when no frame
+    of the program is left. If the program catches the exception, the code is dropped within one of its
+    frames. So the code is replaced by an equal object that notices this.
+    """
+    real, is_collecting = sys.exit, False
+
+    def note(phase: str, _details: object) -> None:
+        nonlocal is_collecting
+        is_collecting = phase == "start"
+
+    def drop(code: object) -> None:
+        # The garbage collector may run without a frame, and may find an exception that was caught.
+        if sys._getframe(1).f_back is None and not is_collecting:
+            ended(code)
+
+    class Status(int):
+        def __del__(self) -> None:
+            drop(self)
+
+        def __reduce__(self) -> "tuple[Any, ...]":
+            return int, (int(self),)
+
+    class Text(str):
+        def __del__(self) -> None:
+            drop(self)
+
+        def __reduce__(self) -> "tuple[Any, ...]":
+            return str, (str(self),)
+
+    def leave(*status: object) -> "NoReturn":
+        try:
+            real(*status)  # type: ignore[arg-type]
+        except SystemExit as error:
+            kinds: dict[type, Any] = {int: Status, str: Text}
+            kind = kinds.get(type(error.code))
+            if kind is not None and _exit_status(error.code) and not _is_end(sys._getframe()):
+                import gc
+
+                if note not in gc.callbacks:
+                    gc.callbacks.append(note)
+                context = error.__context__
+                code = kind(error.code)
+                code.is_own = context is None or _load(_WRITER)["is_own_failure"](context)
+                caller = sys._getframe(1).f_globals.get("__name__")
+                code.is_recorded = kind is Text or (code == 2 and caller in _PARSERS)
+                error.code = code
+                del code  # The traceback keeps the variables of this frame.
+            raise
+
+    leave.__doc__, leave.__module__ = real.__doc__, real.__module__
+    leave.__name__ = leave.__qualname__ = real.__name__
+    sys.exit = leave
+
+
+def _exit_status(code: object) -> int:
+    """Return the exit status of a process whose interpreter ends with ``SystemExit(code)``."""
+    if code is None:
+        return 0
+    if not isinstance(code, int):
+        return 1
+    return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
+
+
 def _load(path: str) -> "dict[str, Any]":
     """Return the names that a file beside this folder defines, without a module in ``sys.modules``."""
     from _frozen_importlib_external import SourceFileLoader
@@ -170,85 +236,95 @@ def _ignore_requests() -> None:
             signal(signum, SIG_IGN)
 
 
-def _watch_rejections() -> "list[SystemExit]":
-    """Replace ``sys.exit`` (HOOK-7). Return a list that contains the last exit if a parser of command lines
-    has requested it.
+class _Failure:
+    """Records how the program of this process fails, and ends the process after that.
+
+    Attributes:
+        status: exit status of the interpreter; 0 while the program has not failed.
     """
-    leave = sys.exit
-    rejected: list[SystemExit] = []
 
-    def exit_(*status: object) -> "NoReturn":
-        rejected.clear()
+    def __init__(self, path: str) -> None:
+        from _thread import get_ident
+
+        self._path, self._notices = path, os.environ.get("ELASTICRS_NOTICES", "")
+        self._pid, self._get_ident, self._main = os.getpid(), get_ident, get_ident()
+        self._previous = sys.excepthook
+        self._recorded: BaseException | None = None
+        self._is_over = False
+        self.status = 0
+
+    def excepthook(self, kind: "type[BaseException]", error: BaseException, traceback: object) -> None:
         try:
-            leave(*status)  # type: ignore[arg-type]
-        except SystemExit as error:
-            if error.code == 2 and sys._getframe(1).f_globals.get("__name__") in _PARSERS:
-                rejected.append(error)
-            raise
+            self._record(error, self._is_main() and _is_end(sys._getframe()))
+        finally:  # Print the exception even if a signal handler raised.
+            self._previous(kind, error, traceback)  # type: ignore[arg-type]
 
-    exit_.__name__ = exit_.__qualname__ = "exit"
-    sys.exit = exit_
-    return rejected
+    def exited(self, code: "Any") -> None:
+        """Record that ``sys.exit`` has ended the program."""
+        if os.getpid() == self._pid and self._is_main() and not self._is_over:
+            self.status = _exit_status(code)
+            undisturbed(lambda: self._write(lambda writer: self._write_exit(writer, code)))
+
+    def at_exit(self) -> None:
+        if os.getpid() == self._pid:
+            _ignore_requests()
+        # Also check `sys.last_value`, because the program may have replaced the `sys.excepthook` installed
+        # here. The interpreter stores every uncaught exception in `sys.last_value`.
+        error = getattr(sys, "last_value", None)
+        if error is not None and error is not self._recorded:
+            self._record(error, _is_of_program(error))
+
+    def at_end(self) -> None:
+        """Leave at once if the program has failed. All other callbacks have run."""
+        self._is_over = True
+        if self.status and os.getpid() == self._pid:
+            ending = _load(_FAST_EXIT)
+            if ending["is_enabled"]():
+                ending["leave"](self.status)
+
+    def _is_main(self) -> bool:
+        return self._get_ident() == self._main and not sys.flags.inspect
+
+    def _record(self, error: BaseException, is_end: bool) -> None:
+        if os.getpid() == self._pid and not isinstance(error, KeyboardInterrupt):
+            self._recorded, self.status = error, int(is_end)
+            undisturbed(lambda: self._write(lambda writer: self._write_error(writer, error, is_end)))
+
+    def _write(self, action: "Callable[[dict[str, Any]], None]") -> None:
+        try:
+            action(_load(_WRITER))
+        except Exception as problem:
+            if sys.stderr is not None:
+                sys.stderr.write("elasticrs: cannot write %s: %r\n" % (self._path, problem))  # noqa: UP031
+
+    def _write_error(self, writer: "dict[str, Any]", error: BaseException, is_end: bool) -> None:
+        at_ns = writer["time"].monotonic_ns()
+        try:
+            # Notify the agent first, because it stops the other ranks at the notice.
+            if is_end:
+                writer["give_notice"](self._notices, error, at_ns)
+        finally:
+            writer["write_uncaught"](self._path, error, at_ns)
+
+    def _write_exit(self, writer: "dict[str, Any]", code: "Any") -> None:
+        at_ns = writer["time"].monotonic_ns()
+        writer["give_notice_of_exit"](self._notices, str(code), code.is_own, at_ns)
+        if code.is_recorded:
+            error = SystemExit(str(code) if isinstance(code, str) else int(code))
+            writer["write_uncaught"](self._path, error, at_ns)
 
 
 def _install(path: str) -> None:
     import atexit
-    from _thread import get_ident
 
-    pid, main = os.getpid(), get_ident()
-    notices = os.environ.get("ELASTICRS_NOTICES", "")
-    previous = sys.excepthook
-    recorded: BaseException | None = None
-    rejected = _watch_rejections()
-    has_failed = False
-
-    def record(error: BaseException, is_end: bool) -> None:
-        if os.getpid() == pid and not isinstance(error, KeyboardInterrupt):
-            undisturbed(lambda: write(error, is_end))
-
-    def write(error: BaseException, is_end: bool) -> None:
-        nonlocal recorded, has_failed
-        recorded, has_failed = error, is_end
-        try:
-            writer = _load(_WRITER)
-            try:
-                # Notify the agent first, because it stops the other ranks at the notice.
-                if is_end:
-                    writer["give_notice"](notices, error)
-            finally:
-                writer["write_uncaught"](path, error)
-        except Exception as problem:
-            if sys.stderr is not None:
-                sys.stderr.write("elasticrs: cannot write %s: %r\n" % (path, problem))  # noqa: UP031
-
-    def excepthook(kind: "type[BaseException]", error: BaseException, traceback: object) -> None:
-        try:
-            ends = get_ident() == main and not sys.flags.inspect and _is_end(sys._getframe())
-            record(error, ends)
-        finally:  # Print the exception even if a signal handler raised.
-            previous(kind, error, traceback)  # type: ignore[arg-type]
-
-    def at_exit() -> None:
-        if os.getpid() == pid:
-            _ignore_requests()
-        # Also check `sys.last_value`, because the program may have replaced the `sys.excepthook` installed
-        # here. The interpreter stores every uncaught exception in `sys.last_value`.
-        error = getattr(sys, "last_value", None) or (rejected[0] if rejected else None)
-        if error is not None and error is not recorded:
-            record(error, _is_of_program(error))
-
-    def at_end() -> None:
-        if has_failed and os.getpid() == pid:
-            ending = _load(_FAST_EXIT)
-            if ending["is_enabled"]():
-                ending["leave"](1)
-
-    sys.excepthook = excepthook
+    failure = _Failure(path)
+    sys.excepthook = failure.excepthook
+    _watch_exits(failure.exited)
     # Callbacks run in reverse order, so the first one runs last. In a worker that was forked from a warm
     # nursery, modules have registered callbacks before, so there the nursery has registered one for this
     # function.
-    sys.__dict__.pop("_elasticrs_at_end", atexit.register)(at_end)
-    atexit.register(at_exit)
+    sys.__dict__.pop("_elasticrs_at_end", atexit.register)(failure.at_end)
+    atexit.register(failure.at_exit)
     _keep_stacks(path)
 
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::hangs::PendingAction;
-use super::member::Member;
+use super::member::{Member, StopRole};
 use super::{Effect, Event, Group, Phase, Signal, StopScope, Timer, WorkerRaised};
 use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
 
@@ -54,8 +54,8 @@ impl Group {
         let raised = self.members.iter().filter(|m| m.ends_by_its_exception());
         let first = raised.filter_map(|m| Some((m.raised.as_ref()?.seen, m.local_rank, m.pid))).min();
         let Some((seen, local_rank, pid)) = first else { return };
-        for member in &mut self.members {
-            member.is_excused = member.ends_by_its_exception();
+        for member in self.members.iter_mut().filter(|m| m.ends_by_its_exception()) {
+            member.stop_role = StopRole::Excused;
         }
         self.fail(local_rank, pid, None, seen, None);
     }
@@ -63,12 +63,11 @@ impl Group {
     /// Returns true if the exception of the worker with this local rank has stopped the group, and the worker is still
     /// exiting within its own limits.
     pub(super) fn is_excused(&self, local_rank: u32) -> bool {
-        self.phase == Phase::Stopping
-            && self.members.iter().any(|m| m.local_rank == local_rank && m.is_excused && m.runs())
+        self.phase == Phase::Stopping && self.members.iter().any(|m| m.local_rank == local_rank && m.is_excused())
     }
 
     fn excused(&mut self, local_rank: u32) -> Option<&mut Member> {
-        self.members.iter_mut().find(|m| m.local_rank == local_rank && m.is_excused && m.runs())
+        self.members.iter_mut().find(|m| m.local_rank == local_rank && m.is_excused())
     }
 
     /// Handles a new sample of a worker that is exiting after an uncaught exception. `progressed` is true if the
@@ -118,7 +117,7 @@ impl Group {
     fn kill_excused(&mut self, local_rank: u32, why: impl FnOnce(&Member) -> Event) {
         let Some(member) = self.excused(local_rank) else { return };
         let (kill, why) = (member.send(Signal::KILL, StopScope::Group), why(member));
-        member.is_excused = false;
+        member.stop_role = StopRole::Usual;
         self.effects.push(kill);
         self.report(why);
         self.kill_when_nobody_is_excused();
@@ -154,7 +153,7 @@ impl Group {
     /// were already sent SIGKILL.
     pub(super) fn overdue_workers(&self) -> Vec<WorkersKilled> {
         let mut killed: Vec<WorkersKilled> = Vec::new();
-        let is_overdue = |m: &&Member| m.runs() && m.sent != Some(Signal::KILL) && !m.is_excused;
+        let is_overdue = |m: &&Member| m.runs() && m.sent != Some(Signal::KILL) && !m.is_excused();
         for member in self.members.iter().filter(is_overdue) {
             let (reason, worker) = (member.why_overdue(), (member.local_rank, member.pid));
             match killed.iter_mut().find(|killed| killed.reason == reason) {

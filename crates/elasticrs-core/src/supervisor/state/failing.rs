@@ -82,7 +82,7 @@ impl Group {
     /// signal to stop. `why` is an event to report first.
     pub(super) fn fail(&mut self, local_rank: u32, worker: i32, but: Option<i32>, seen: Stamp, why: Option<Event>) {
         self.outcome = Outcome::Failed;
-        let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker && !m.is_excused).count();
+        let siblings = self.members.iter().filter(|m| m.runs() && m.pid != worker && !m.is_excused()).count();
         let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
         self.begin_stop(self.policy.on_failure, but);
         self.effects.extend(why.map(Effect::Report));

@@ -27,6 +27,18 @@ pub(super) enum Place {
     Promised,
 }
 
+/// Part of a worker in the stop of its group.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum StopRole {
+    #[default]
+    Usual,
+    /// The worker's own exception stopped the group. The worker gets no signal to stop, because it ends by itself, and it
+    /// keeps the time limit for its exit, whatever the grace period of the others is.
+    Excused,
+    /// The worker had no handler for the stop signal, so the signal has ended it.
+    EndedBySignal,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Member {
     pub(super) local_rank: u32,
@@ -49,11 +61,7 @@ pub(super) struct Member {
     /// `None` if there was no such failure. Set only in groups that replace failed workers.
     pub(super) condemned: Option<Stamp>,
     pub(super) place: Place,
-    /// True if the worker's own exception stopped the group. The worker gets no signal to stop, because it ends by
-    /// itself, and it keeps the time limit for its exit, whatever the grace period of the others is.
-    pub(super) is_excused: bool,
-    /// True if the worker had no handler for the stop signal, so that the signal has ended it.
-    pub(super) ended_by_stop: bool,
+    pub(super) stop_role: StopRole,
 }
 
 impl Member {
@@ -92,6 +100,11 @@ impl Member {
     /// Returns true if the last signal sent to the worker's whole process group was this one or SIGKILL.
     pub(super) fn group_has_got(&self, signal: Signal) -> bool {
         self.group_sent.is_some_and(|sent| sent == signal || sent == Signal::KILL)
+    }
+
+    /// Returns true if the worker is still exiting after the exception that has stopped the group.
+    pub(super) fn is_excused(&self) -> bool {
+        self.stop_role == StopRole::Excused && self.runs()
     }
 
     /// Returns true if this exit is the default action of the signal that was sent to stop the worker.

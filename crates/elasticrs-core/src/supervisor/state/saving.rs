@@ -6,7 +6,7 @@
 use elasticrs_nursery::protocol::{Savers, SweepLimits};
 use elasticrs_sys::signal::Signal;
 
-use super::member::Member;
+use super::member::{Member, StopRole};
 use super::{AT_ONCE, Effect, Event, GIVE_UP_AFTER, Group, Phase, StopScope, Timer};
 use crate::supervisor::event::{KillReason, WorkersKilled};
 
@@ -52,5 +52,5 @@ impl Group {
 /// Returns true if the worker may have been a wrapper around a process that is still saving. The nursery is not the
 /// parent of adopted workers, so it cannot clean up after these.
 fn is_wrapper(member: &Member) -> bool {
-    member.ended_by_stop && !member.adopted && !member.is_gone()
+    member.stop_role == StopRole::EndedBySignal && !member.adopted && !member.is_gone()
 }
