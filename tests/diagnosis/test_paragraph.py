@@ -53,6 +53,14 @@ def test_a_thousand_ranks_give_a_short_paragraph():
     assert len(summary) < 300
 
 
+def test_ranks_whose_call_is_named_are_not_counted_again():
+    # The others have completed the collective in which rank 1 made another call, and wait in the next one.
+    evidence = [rank(number, calls("barrier") if number == 1 else WAITS, WAITING) for number in range(3)]
+    summary = diagnose(evidence).summary
+    assert "where 2 ranks called" in summary
+    assert "more rank" not in summary
+
+
 def test_each_culprit_gets_its_own_clause():
     groups = {str(number): [2 * number, 2 * number + 1] for number in range(4)}
     evidence = []

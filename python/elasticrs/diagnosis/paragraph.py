@@ -164,6 +164,7 @@ class Writer:
         """
         blamed_in = [culprit.collective for culprit in self._culprits if culprit.collective]
         told = self._named.union(*(collective.waiting for collective in blamed_in))
+        told = told.union(*(side.ranks for collective in blamed_in for side in collective.sides))
         others = self._waiting - told
         if not told or not others:
             return []
