@@ -80,7 +80,8 @@ NO_EFFECT = {
 def test_durations_accept_fractions_and_reject_invalid_values(name):
     assert getattr(settings(**{name: "0.25"}), name) == 0.25
     assert getattr(settings(**{name: 3}), name) == 3.0
-    bad = ["-1", "nan", "x", "", "1s", True, [1], None, "inf", "1e10", 2e9]
+    assert getattr(settings(**{name: "2m"}), name) == 120.0
+    bad = ["-1", "nan", "x", "", "1y", True, [1], None, "inf", "1e10", 2e9]
     for value in [*bad, "0"] if name in SOME_SECONDS else bad:
         assert mistake(**{name: value}).startswith(f"--rdzv-conf: {name}: got {value!r}, ")
     if name in ANY_SECONDS:

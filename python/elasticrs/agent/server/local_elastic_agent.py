@@ -366,10 +366,15 @@ def _name_command(spec: WorkerSpec) -> None:
     nodes.
     """
     handler: Any = spec.rdzv_handler
-    rendezvous: Rendezvous | None = getattr(handler, "rendezvous", None)
-    if rendezvous is None or spec.entrypoint is None:
+    if spec.entrypoint is None or not hasattr(handler, "rendezvous"):
         return
     from elasticrs.rendezvous.elastic import commands
+    from elasticrs.rendezvous.elastic.rendezvous import Rendezvous
+
+    rendezvous = handler.rendezvous
+    # Check the type, because a handler of another package may have an attribute of this name.
+    if not isinstance(rendezvous, Rendezvous):
+        return
 
     arguments = [str(each) for each in spec.args]
     if spec.entrypoint is run_script_path and arguments:
