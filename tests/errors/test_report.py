@@ -180,6 +180,18 @@ def test_ranks_with_the_same_failure_share_a_line_and_only_the_root_cause_has_a_
     assert listed.split() == sorted(failures[rank].error_file for rank in range(1, 17))
 
 
+@pytest.mark.parametrize(
+    ("delays", "span"), [((1, 2), "1.000 to 2.000 ms later"), ((-2, -1), "1.000 to 2.000 ms earlier")]
+)
+def test_a_line_of_several_failures_shows_the_nearest_and_the_farthest(delays, span):
+    failures = {
+        rank: ProcessFailure(rank, rank, 1, "", seen_ns=NOW + delay * MS)
+        for rank, delay in enumerate((0, *delays))
+    }
+    failures[0].is_first = True
+    assert f"ranks 1, 2, {span}" in str(ChildFailedError("train.py", failures))
+
+
 def test_the_report_is_bounded_however_long_texts_are_and_however_many_ranks_fail(tmp_path):
     long = "Traceback (most recent call last):\n  File x\nValueError: " + "y" * 100_000 + "\nz" * 100_000
     path = recorded(tmp_path, "long", long)

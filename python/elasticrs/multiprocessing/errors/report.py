@@ -189,8 +189,13 @@ def _since(group: Sequence[ProcessFailure], root: ProcessFailure) -> str:
     failed = sorted(ns for ns in map(failed_ns, group) if ns is not None)
     if first is None or not failed:
         return f"at {group[0].timestamp_isoformat()}"
-    ends = dict.fromkeys(f"{abs(ns - first) / 1e6:.3f}" for ns in (failed[0], failed[-1]))
-    return f"{' to '.join(ends)} ms {'later' if failed[0] >= first else 'earlier'}"
+    after = [(ns - first) / 1e6 for ns in (failed[0], failed[-1])]
+    how = "later"
+    if after[1] < 0:
+        # All of them failed earlier, so count backwards.
+        after, how = [-after[1], -after[0]], "earlier"
+    ends = dict.fromkeys(f"{span:.3f}" for span in after)
+    return f"{' to '.join(ends)} ms {how}"
 
 
 def _folded(paths: Sequence[str]) -> list[str]:
