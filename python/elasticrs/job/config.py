@@ -160,7 +160,7 @@ class JobConfig(Record, WorkerSettings):
             failure. Each item has a form that :meth:`.policy_options.HealthSource.parse` accepts. ``None``
             for no check.
         node_check_timeout: seconds after which a check is killed.
-        report: file for the JSON report of the job, as ``"file:PATH"``; ``None`` for no report.
+        report: file for the JSON report of the job; ``None`` for no report.
         shutdown_timeout: seconds between the first signal and SIGKILL.
         signals: signals on which the agent stops the job.
         forwarded: signals that the agent passes on to the workers, without any other effect.
