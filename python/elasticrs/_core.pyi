@@ -142,11 +142,13 @@ class StartFailed:
         """One line that says what failed, for which local rank, and why."""
     @property
     def local_rank(self) -> int:
-        """Worker that could not be started; 0 if no worker could, because there is no nursery."""
+        """Local rank of the worker that could not be started; 0 if there is no nursery, so that no worker
+        could be started.
+        """
     @property
     def stage(self) -> str | None:
-        """Step that failed, as a verb phrase: ``"execute"``, ``"open the log file"``, …; ``None`` if it is
-        unknown, or if there is no nursery.
+        """Step that failed, as a verb phrase: ``"execute"``, ``"open the log file"``, …; ``None`` if the step
+        is unknown, or if there is no nursery.
         """
     @property
     def errno(self) -> int | None:
@@ -1185,8 +1187,8 @@ class CoordinationServer:
             data, and its sessions get their full time to live to reconnect.
         grace: with ``state``, the minimum time to live of a session, in seconds.
         supervisor: report lines for the user as :class:`Degraded` events of this supervisor; if ``None``,
-            :meth:`take_notices` returns them. All of these stores of a process share a thread, which is
-            neither the supervisor's thread nor that of the workers' stores.
+            :meth:`take_notices` returns them. All coordination stores of a process share one thread. It is
+            neither the supervisor's thread nor the thread of the workers' stores.
 
     Raises:
         OSError: an address cannot be used (the message contains the address and the port), or there are no
@@ -1230,12 +1232,12 @@ class CoordinationServer:
     def take_notices(self) -> list[str]:
         """Return one line for each unknown or refused client. See also :meth:`WorkerStore.take_notices`."""
     def lead_workers(self, address: tuple[str, int] | None, agent: int | None = None) -> None:
-        """Pass connections of workers on to their store. Workers connect to this store if their script sets
-        ``MASTER_ADDR`` and ``MASTER_PORT`` to its address. Only workers on this machine and on the machines
-        of connected clients are served. Before the first call, workers are refused.
+        """Pass connections of workers on to the workers' store. Workers connect to this coordination store if
+        their script sets ``MASTER_ADDR`` and ``MASTER_PORT`` to its address. Only workers on this machine and
+        on the machines of connected clients are served. Before the first call, workers are refused.
 
         Args:
-            address: host and port of the workers' store; ``None`` while there is none, but one is expected.
+            address: host and port of the workers' store; ``None`` if the workers' store does not exist yet.
             agent: pid of the agent whose workers are the only ones to serve; ``None`` to serve all.
         """
 

@@ -63,7 +63,9 @@ _KEPT = frozenset(
         *("etcd_rendezvous_backend", "etcd_store", "etcd_server", "_etcd_stub"),
     )
 )
-"""Modules of torch that are not redirected, because elasticrs hands them on under its own names."""
+"""Modules of torch that are not redirected to elasticrs, because the elasticrs modules with these names are
+aliases of torch's modules.
+"""
 
 
 def our_name(name: str) -> str | None:

@@ -1,10 +1,11 @@
 """Decides which ranks are to blame for a hang. The launcher's lines, the report, the events, the status page
 and the restart policy all show this decision.
 
-- **BLAME-1** If the flight records are conclusive, they decide.
-- **BLAME-2** If they are not, no rank is blamed, and the candidates are named. A rank that a signal has
-  stopped is an exception, because its state is proof.
-- **BLAME-3** Heartbeats decide only if there are no records, or if the records show no rank that waits.
+- **BLAME-1** The flight records decide if they are conclusive.
+- **BLAME-2** If the flight records are not conclusive, no rank is blamed, and the candidates are named. The
+  exception is a rank that was stopped by a signal (SIGSTOP), because the state of its process is proof.
+- **BLAME-3** Heartbeats decide only if there are no flight records, or if no rank waits according to the
+  records.
 """
 
 from __future__ import annotations
@@ -27,23 +28,29 @@ class Basis(str, Enum):
     RECORDS = "records"
     """Flight records and stacks of the ranks."""
     EXIT = "exit"
-    """Exits with code 0 of ranks for which others still waited."""
+    """Ranks that exited with code 0 while other ranks were still waiting for them."""
     HEARTBEATS = "heartbeats"
     """Times and steps of the last heartbeats."""
 
 
 class Blame(NamedTuple):
-    """Ranks to blame for a hang, or the candidates if the evidence does not decide."""
+    """Ranks to blame for a hang. If the evidence is not conclusive, the ranks that may be to blame
+    (candidates).
+    """
 
     ranks: tuple[int, ...]
     """Ranks in ascending order; at least one."""
     is_decided: bool
-    """True if all of these ranks are to blame; false if at least one of them is."""
+    """True if all of these ranks are to blame; false if the evidence does not show which of them are to
+    blame.
+    """
     basis: Basis
 
     @property
     def text(self) -> str:
-        """The ranks as text, such as ``rank 2``, ``ranks 1, 2`` or ``undecided, candidates: ranks 0, 1``."""
+        """Text that names the ranks, such as ``rank 2``, ``ranks 1, 2`` or ``undecided, candidates: ranks 0,
+        1``.
+        """
         ranks = ranks_text(self.ranks)
         return ranks if self.is_decided else f"undecided, candidates: {ranks}"
 
@@ -61,7 +68,7 @@ def decide(diagnosis: Diagnosis | None, rank: int, ground: str) -> Blame:
         diagnosis: result of comparing the flight records and stacks; ``None`` if there is not enough
             evidence.
         rank: rank that the heartbeats blame.
-        ground: reason for which the heartbeats blame it, as in ``WorkerHung.ground``.
+        ground: reason why the heartbeats blame this rank, as in ``WorkerHung.ground``.
     """
     blame = decided(diagnosis)
     if blame is not None:

@@ -69,13 +69,13 @@ class Matched(NamedTuple):
     no_record: Mapping[int, NoRecord]
     """Ranks without a usable record, including ranks whose records are outdated."""
     usual: Mapping[StuckCollective, Call] = {}
-    """For collectives whose calls do not match, the call that groups of the same kind made, if they made the
-    same calls as this group before.
+    """For each collective whose calls do not match, the call that other groups of the same kind made at the
+    same point. Only groups whose earlier calls equal those of this group are compared.
     """
     progress: Mapping[int, tuple[int, ...]] = {}
-    """For each rank, the number of collectives that it has called in each kind of group. Groups with the same
-    description are of one kind. Only kinds count that contain each rank exactly once, such as the
-    tensor-parallel groups of a mesh. Empty if a rank has no usable record.
+    """Progress of each rank: the number of collectives that the rank has called in each kind of group. Groups
+    with the same backend and description are of the same kind. A kind is ignored unless its groups contain
+    each rank exactly once, as the tensor-parallel groups of a mesh do. Empty if a rank has no usable record.
     """
 
 
@@ -169,7 +169,7 @@ def _track(steps: Mapping[int, Step]) -> Track:
 
 
 def _kinds(groups: Iterable[Group]) -> dict[tuple[str, str], list[Group]]:
-    """Return the groups by kind: those with the same backend and description are of one kind."""
+    """Return the groups by kind. Groups with the same backend and description are of the same kind."""
     kinds: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
         kinds.setdefault((group.backend, group.description), []).append(group)
@@ -180,8 +180,9 @@ def _usual_call(
     group: Group, collective: StuckCollective, kinds: Mapping[tuple[str, str], Sequence[Group]]
 ) -> Call | None:
     """Return the call that other groups of the same kind made in place of a collective whose calls do not
-    match. Return ``None`` if they made different calls, or none of these, or if no group runs the same
-    program as this one.
+    match. Compare only groups whose earlier calls equal those of this group. Return ``None`` if no such group
+    has reached this collective, if these groups made different calls, or if no rank of this group made their
+    call.
     """
     before = {
         seq: step.call

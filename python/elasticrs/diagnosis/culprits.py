@@ -4,14 +4,16 @@ Most ranks of a hung job only wait. A rank that waits in a collective waits for 
 it. An absent rank may itself wait in another collective. If it does not wait for any rank, it is a *root*.
 Only two kinds of ranks are blamed: roots, and ranks whose calls do not match those of a majority.
 
-- **CUL-1** If the ranks disagree, only a minority is blamed. If both sides are equally large, the groups that
-  run the same program decide, such as the other tensor-parallel groups. Without them, no rank is blamed.
+- **CUL-1** If the calls of the ranks differ, only a minority is blamed. If two sides are equally large, other
+  groups that run the same program decide, such as the other tensor-parallel groups. If there are no such
+  groups, no rank is blamed.
 - **CUL-2** A rank whose stack shows that it waits for other ranks is blamed only if there is no better
   explanation, because gloo does not record point-to-point operations.
 - **CUL-3** The result does not depend on the order of the ranks.
-- **CUL-4** If nothing else decides, the numbers of collectives in all groups together may: ranks that run the
-  same program can be sorted by their progress. If all ranks but one can be sorted, that rank has skipped,
-  reordered or added a collective.
+- **CUL-4** If no other rule finds the culprit, compare the numbers of collectives that the ranks have called
+  in each kind of group. Ranks that run the same program can be sorted by these numbers, because a rank that
+  is ahead in one kind of group is not behind in another kind. If only one rank contradicts this order, that
+  rank has skipped, reordered or added a collective.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ if TYPE_CHECKING:
 
 _CONFIDENCES = list(Confidence)
 _MAX_PROGRESSES = 256
-"""Maximum number of different progresses of ranks that are compared with each other."""
+"""Maximum number of distinct values of ``Matched.progress`` to compare, because each pair of values is
+compared.
+"""
 
 
 def blame(
     matched: Matched, stacks: Mapping[int, Sequence[Frame]], ranks: Sequence[int]
 ) -> tuple[tuple[Culprit, ...], tuple[int, ...]]:
     """Return the culprits, sorted by confidence, highest first. Each rank is named at most once. Also return
-    the candidates: the ranks among which the culprit is, if no culprit is more than a possible one.
+    the candidates: the ranks that may be to blame. There are none if a culprit is likely or certain.
 
     Args:
         matched: result of matching the flight records.
@@ -52,8 +56,9 @@ def blame(
 
 
 def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
-    """Return the only rank without which all ranks can be sorted by their progress. Return ``None`` if there
-    is no such rank, if there are several, or if all ranks can be sorted.
+    """Return the rank that contradicts the order of the other ranks (**CUL-4**): without this rank, all ranks
+    can be sorted by their progress. Return ``None`` if there is no such rank, if there are several, or if all
+    ranks can be sorted.
 
     Args:
         progress: for each rank, the number of collectives in each kind of group.
@@ -71,7 +76,7 @@ def out_of_line(progress: Mapping[int, Sequence[int]]) -> int | None:
     if not pairs:
         return None
     everywhere = set(pairs[0]).intersection(*map(set, pairs))
-    # A progress that several ranks share is that of the program.
+    # Ignore values that several ranks share, because several ranks are unlikely to make the same mistake.
     alone = [by_progress[each][0] for each in everywhere if len(by_progress[each]) == 1]
     return alone[0] if len(alone) == 1 else None
 
@@ -255,7 +260,7 @@ class _Search:
             yield Culprit(tuple(breaking), Reason.OTHER_ORDER, Confidence.LIKELY, missed)
 
     def _out_of_line(self) -> Iterator[Culprit]:
-        """Yield the only rank whose progress cannot be compared with that of others (**CUL-4**)."""
+        """Yield the only rank that contradicts the order of the other ranks (**CUL-4**)."""
         waiting = [stuck for stuck in self._matched.stuck if stuck.waiting or stuck.sides]
         rank = out_of_line(self._matched.progress) if waiting else None
         if rank is not None:
@@ -263,7 +268,7 @@ class _Search:
             yield Culprit((rank,), Reason.OTHER_ORDER, Confidence.LIKELY, missed)
 
     def suspects(self, culprits: Iterable[Culprit]) -> tuple[int, ...]:
-        """Return the ranks among which the culprit is, for a hang in which no culprit is known for sure."""
+        """Return the ranks that may be to blame for a hang without a likely or certain culprit."""
         found = {rank for culprit in culprits for rank in culprit.ranks}
         stuck = self._matched.stuck
         missing = {rank for each in stuck if each.waiting for rank in (*each.absent, *each.unknown)}
@@ -290,7 +295,7 @@ class _Search:
             yield Culprit(suspects, Reason.NO_RECORD, self._confidence_without(suspects), stuck)
 
     def _has_waited(self, rank: int) -> bool:
-        """Return true if a rank without a record was waiting for other ranks, according to other evidence."""
+        """Return true if other evidence shows that a rank without a record was waiting for other ranks."""
         return bool(self._shown.get(rank)) or self._matched.no_record.get(rank) is NoRecord.LOST_PEER
 
     def _confidence_without(self, suspects: Sequence[int]) -> Confidence:

@@ -29,7 +29,7 @@ class NoRecord(str, Enum):
     RETURNED = "returned"
     """The worker's program has returned, and its interpreter runs no more Python code."""
     LOST_PEER = "lost_peer"
-    """The worker raised an exception that reports a lost peer, and has written no record. It was waiting."""
+    """The worker has no record, but it raised an exception that reports a lost peer, so it was waiting."""
     LOST = "lost"
     """The rank's node did not answer."""
     DAMAGED = "damaged"
@@ -186,9 +186,7 @@ class Diagnosis(NamedTuple):
     culprits: tuple[Culprit, ...]
     """Ranks to blame, sorted by confidence, highest first. Empty if the evidence points to no rank."""
     candidates: tuple[int, ...]
-    """Ranks among which the culprit is, if no culprit is more than a possible one. Empty if the culprits are
-    known, or if no rank waits.
-    """
+    """Ranks that may be to blame. Empty if a culprit is likely or certain, or if no rank waits."""
     collectives: tuple[StuckCollective, ...]
     """Collectives that have not completed. Those that explain the hang come first."""
     no_record: Mapping[NoRecord, tuple[int, ...]]

@@ -4,18 +4,19 @@ of all nodes.
 The agent of one node and the leader of a job on several nodes both call :func:`decide`, so that a failure is
 judged by one set of rules:
 
-- **POLICY-1** A failure that another attempt would repeat stops the job immediately; see
-  :class:`Permanence`. A start error stops the job only if no earlier attempt has got past the start of the
-  program, and at least two nodes report one in the same round, two nodes report the same one in consecutive
-  rounds, or the round has a single node. If only one of several nodes reports a start error, that node may be
-  broken, so the workers are restarted.
+- **POLICY-1** A failure that another attempt would repeat stops the job immediately; see :class:`Permanence`.
+  A start error stops the job only if no earlier attempt has got past the start of the program and one of
+  these conditions holds: the round has a single node, at least two nodes report a start error in the same
+  round, or two nodes report the same start error in consecutive rounds. If only one of several nodes reports
+  a start error, that node may be broken, so the workers are restarted.
 - **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Two
   failures are equal if the same exception was raised at the same place, or if the workers hung at the same
   place or crashed with the same signal, on the same rank or in the same training step (or before the first
-  step). Connection errors do not count, because they are often transient. Progress is a higher step, if steps
-  are counted across restarts. Otherwise, an attempt has made progress if it ran for :data:`STEADY` seconds
-  before it failed or hung. If its workers made steps in less time, or hung, it takes :data:`UNPROVEN` times
-  as many equal failures, each after the same number of steps.
+  step). Connection errors do not count, because they are often transient. If steps are counted across
+  restarts, a higher step is progress. Otherwise, an attempt has made progress if it ran for :data:`STEADY`
+  seconds before it failed or hung. A shorter attempt whose workers completed steps or hung may also have made
+  progress. The job then stops only after :data:`UNPROVEN` times as many equal failures, each after the same
+  number of steps.
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
 - **POLICY-5** The job stops if its only node was found unfit and cannot be excluded. Otherwise, at most one
@@ -41,16 +42,21 @@ if TYPE_CHECKING:
     from elasticrs.job.failure_cause import Cause
 
 STEADY = 60.0
-"""Number of seconds after which an attempt has made progress, unless steps are counted across restarts."""
+"""Minimum duration, in seconds, of an attempt that has made progress, unless steps are counted across
+restarts.
+"""
 UNPROVEN = 3
-"""Factor for ``max_same_failures`` if workers hung or made steps, and steps are not counted across restarts.
-Such attempts may have made progress: steps may be counted from the start of an epoch, and each attempt may
-finish an epoch.
+"""Factor for ``max_same_failures`` if workers hung or completed steps, and steps are not counted across
+restarts. Allow more failures then, because the attempts may have made progress: if each epoch counts its
+steps from 0, equal steps may belong to different epochs.
 """
 CRASHES = {4: "SIGILL", 5: "SIGTRAP", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV", 31: "SIGSYS"}
-"""Signals with which a program ends itself. Other signals usually come from other processes."""
+"""Names of the signals that errors of a program cause, by number. Other processes usually send the other
+signals.
+"""
 HANG = "hang"
-"""Kind of a failure that was a hang, in place of an exception type."""
+"""Kind of a failure if the workers hung. For other failures, the kind is an exception type or a signal name.
+"""
 MAX_DOUBLINGS = 30
 """Maximum number of times that a delay is doubled. Prevents an overflow after many failures."""
 MAX_SUSPECTS = 8
@@ -122,7 +128,7 @@ class FailureHistory(Value):
         charged_at: times of the charges that are still within the window, in seconds, oldest first. Empty if
             there is no window.
         last: kind (exception type, :data:`HANG` or signal name), place, global rank and training step of the
-            last failure; ``None`` if the last failure may not be counted as equal to another one.
+            last failure; ``None`` if the last failure cannot be compared with others.
         same: number of consecutive failures that equal ``last``.
         reached: highest training step that the job has completed; ``None`` if steps are not counted across
             restarts.
@@ -155,7 +161,7 @@ class StopKind(str, Enum):
     EXHAUSTED = "exhausted"
     """The restart budget is used up."""
     UNFIT = "unfit"
-    """The failures come from nodes that are unfit but cannot be excluded. Other nodes may succeed."""
+    """The failures occur on nodes that are unfit but cannot be excluded. Other nodes may succeed."""
 
     __str__ = str.__str__
 
@@ -324,11 +330,12 @@ def _with_failure(history: FailureHistory, evidence: Evidence) -> FailureHistory
 
 
 def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, int | None, int | None] | None:
-    """Return the kind, place, rank and step of the root cause. Return ``None`` if another failure may not be
-    considered equal, because the cause is unknown, transient, or lacks a place.
+    """Return the kind, place, rank and step of the root cause, for the comparison with other failures. Return
+    ``None`` if the cause cannot be compared, because it is unknown, transient, or lacks a place.
     """
     first, step = evidence.causes[0] if evidence.causes else NO_CAUSE, _reached(evidence)
-    # If an earlier attempt has got past the start, a file system may have failed for a moment.
+    # A start error is transient if an earlier attempt got past the start, for example because a file system
+    # failed for a moment.
     is_late_start = first.permanence == Permanence.START_ERROR and history.has_started
     if first.is_transient or is_late_start:
         return None
@@ -336,7 +343,7 @@ def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, in
         return HANG, first.place or "", first.rank, step
     if first.exception is not None:
         return None if first.place is None else (first.exception, first.place, first.rank, step)
-    # Only the step shows that the program crashed at the same place.
+    # Two crashes are compared by their step, because the place of a crash in the program is unknown.
     crash = None if step is None or first.is_consequence else CRASHES.get(-(first.exitcode or 0))
     return None if crash is None else (crash, "", first.rank, step)
 
@@ -346,19 +353,21 @@ def _reached(evidence: Evidence) -> int | None:
 
 
 def _are_steps_global(evidence: Evidence) -> bool:
-    """Return true if the steps of all nodes that reported one are counted across restarts."""
+    """Return true if all nodes that reported a step count their steps across restarts."""
     counted = [cause.is_global for cause in evidence.causes if cause.reached is not None]
     return bool(counted) and all(counted)
 
 
 def _ran(evidence: Evidence) -> float | None:
-    """Return the number of seconds until the first failure or the start of the hang."""
+    """Return how long the workers ran before the first failure or the start of the hang, in seconds. Return
+    ``None`` if that is unknown.
+    """
     exact = (evidence.causes[0] if evidence.causes else NO_CAUSE).ran
     return evidence.ran if exact is None else exact
 
 
 def _has_started(history: FailureHistory, evidence: Evidence) -> bool:
-    """Return true if this or an earlier attempt has got past the start of the program on all of its nodes."""
+    """Return true if the program got past its start on all nodes, in this attempt or an earlier one."""
     if evidence.causes:
         return history.has_started or not _start_errors(evidence)
     return history.has_started or (evidence.ran is not None and evidence.ran >= STEADY)
@@ -394,7 +403,7 @@ def _are_same(
 ) -> bool:
     if one is None or one[0] != other[0]:
         return False
-    # The place of a hang is unknown if the worker could not tell its stack in time.
+    # The place of a hang is unknown if the worker did not send its stack in time.
     if one[1] != other[1] and not (other[0] == HANG and "" in (one[1], other[1])):
         return False
     # Without heartbeats, the step is unknown (``None``) in every failure. Two unknown steps are considered
@@ -435,8 +444,8 @@ def _start_errors(evidence: Evidence) -> list[Cause]:
 def _why_useless(
     settings: RestartSettings, history: FailureHistory, evidence: Evidence
 ) -> tuple[StopKind, str | None]:
-    """Return the reason not to restart the workers on the same nodes, and its kind. The reason is ``None`` if
-    there is no such reason.
+    """Return the kind of stop and the reason, if another attempt on the same nodes would be useless.
+    Otherwise, the reason is ``None``.
     """
     unfit = dict(evidence.unfit)
     if settings.max_excluded_nodes is not None and unfit and evidence.nodes == 1:

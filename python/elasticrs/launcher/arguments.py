@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _BY_NAME = {option.name: option for option in OPTIONS}
 _ALL = "; --help all lists the options"
 _ALIKE = 4
-"""Minimum number of equal characters at the start of an unknown option and of a suggested one."""
+"""Minimum length of the prefix that an unknown option and the suggested option share."""
 _MANY = 32
 """Number of workers per CPU above which the launcher prints a warning, because so many workers are most
 likely a mistake.
@@ -512,11 +512,11 @@ def _is_from_stdin(args: Namespace) -> bool:
 
 
 def _python_words(args: Namespace, python: str) -> list[str]:
-    """Return the words after ``--`` if they are options of the Python interpreter, a program and its
-    arguments, such as ``-X faulthandler train.py`` or ``-c CODE``.
+    """Return the words after ``--`` as arguments of the Python interpreter. The first word is an option, as
+    in ``-X faulthandler train.py`` or ``-c CODE``.
 
     Raises:
-        UsageError: they are not.
+        UsageError: the words contain an unknown option, or no program that Python can run.
     """
     words = [args.training_script, *args.training_script_args]
     found = parse_python(words)
@@ -537,7 +537,7 @@ def _python_words(args: Namespace, python: str) -> list[str]:
 
 
 def _compared(args: Namespace, command: list[str]) -> Command:
-    """Return the workers' command as it is compared with those of other nodes."""
+    """Return the workers' command in the form that is compared with the commands of other nodes."""
     from elasticrs.rendezvous.elastic import commands
 
     program, *arguments = command

@@ -52,7 +52,7 @@ def main(
         args: command line without the program name; ``sys.argv[1:]`` if ``None``.
         ends_by_sigint: true if SIGINT has its default action until signal handlers are installed; see
             :mod:`elasticrs.launch`.
-        signal_mask: blocked signals from now on; ``None`` to change nothing.
+        signal_mask: signals that are blocked from now on; ``None`` to keep the current signal mask.
     """
     _open_standard_descriptors()
     # Install the signal handlers before the slow imports, because a signal during the imports would otherwise

@@ -52,7 +52,8 @@ def with_scheduler(args: Namespace, environ: Mapping[str, str], notices: list[st
         return args
     if WORKER_VARIABLE in environ:
         # Ignore the scheduler's variables, because they describe the nodes of the outer launcher, which has
-        # started this process as a worker. This launcher would join the outer job, and wait for its end.
+        # started this process as a worker. Otherwise, this launcher would join the outer job and wait for the
+        # end of that job.
         notices.append(f"{place.job} is not used: this launcher runs in a worker of another launcher")
         return Namespace(**{**vars(args), **{name: _DEFAULTS[name] for name in place.owned - {*args.given}}})
     given = _given(args, environ, place)

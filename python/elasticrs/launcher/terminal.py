@@ -1,5 +1,5 @@
-"""The launcher's terminal: standard input of a job in the background, and the settings that a worker may have
-changed.
+"""Functions for the launcher's terminal: keep a background job from reading it, and restore its settings if a
+worker has changed them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _STDIN = 0
 _LOCAL_FLAGS = 3
-"""Index of the flags, such as ECHO, in the settings of a terminal."""
+"""Index of the local flags, such as ECHO, in the list that ``termios.tcgetattr`` returns."""
 
 
 def leave_input_to_foreground() -> None:
@@ -29,7 +29,9 @@ def leave_input_to_foreground() -> None:
 
 
 def settings() -> list[Any] | None:
-    """Return the settings of the terminal on standard input; ``None`` if there is none."""
+    """Return the settings of the terminal on standard input; ``None`` if standard input is not an open
+    terminal.
+    """
     if not os.isatty(_STDIN):
         return None
     import termios
@@ -41,8 +43,9 @@ def settings() -> list[Any] | None:
 
 
 def restore(before: list[Any] | None) -> None:
-    """Restore the settings of the terminal if a worker has changed them, for example because it was killed
-    while it read a password. Do nothing in the background, where another process owns the terminal.
+    """Restore the settings of the terminal if a worker has changed them. For example, a worker that is killed
+    while it reads a password leaves the echo off. Do nothing if this process runs in the background, because
+    another process then uses the terminal.
     """
     if before is None or not os.isatty(_STDIN) or not _is_in_foreground():
         return
@@ -59,4 +62,5 @@ def _is_in_foreground() -> bool:
     try:
         return os.tcgetpgrp(_STDIN) == os.getpgrp()
     except OSError:
-        return True  # It is not the controlling terminal, so the kernel stops nobody who reads it.
+        # The terminal is not the controlling terminal, so the kernel does not stop processes that read it.
+        return True

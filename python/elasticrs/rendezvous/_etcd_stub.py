@@ -1,4 +1,4 @@
-"""Torch's module of this name; see :mod:`elasticrs.rendezvous.torchs`."""
+"""Alias of torch's module with the same name; see :mod:`elasticrs.rendezvous.torchs`."""
 
 from elasticrs.rendezvous.torchs import replace_with_torchs
 

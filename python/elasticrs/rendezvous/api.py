@@ -80,8 +80,8 @@ class RendezvousStoreInfo:
             rank: rank of this node.
             store: shared store, with the methods ``set`` and ``get`` for bytes.
             local_addr: address of this node; its fully qualified name if ``None``.
-            server_port: port of the workers' store; a free port if ``None``, which is reserved on rank 0 as
-                long as the result exists.
+            server_port: port of the workers' store. If ``None``, rank 0 chooses a free port, and reserves it
+                as long as the result exists.
         """
         held = None
         if rank == 0:

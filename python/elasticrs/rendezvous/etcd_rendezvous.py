@@ -22,7 +22,7 @@ class EtcdRendezvous:
     :class:`EtcdRendezvousHandler`.
 
     Args:
-        client: a client of python-etcd, of which only the address and protocol are used.
+        client: a client of python-etcd. Only its address and protocol are used.
         prefix: prefix of all keys in etcd.
         run_id: name of the job.
         num_min_workers: minimum number of nodes.

@@ -106,18 +106,19 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     if not is_in_file(params.config):
         return _create(params)
     if path := params.endpoint.strip():
-        # Open the file first, because torch would try to open it for minutes.
+        # Check that the file can be opened, because torch would retry for minutes.
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
         except OSError as error:
             raise UsageError(
                 f"--rdzv-endpoint: got {path!r}, expected a file that all nodes can open: {error.strerror}"
             ) from error
-    # Nodes that meet in a file use torch's rendezvous, as they do under torchrun.
+    # Use torch's own rendezvous if the nodes meet through a file, as torchrun does.
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    # Torch's classes have the same interface, and are the same classes where the alias is active.
+    # Torch accepts these parameters, because its class has the same interface. If the alias is active, both
+    # names refer to the same class.
     theirs: Any = params
     backend, store = create_backend(theirs)
     handler: Any = create_handler(store, backend, theirs)

@@ -1,7 +1,7 @@
-"""Torch's own rendezvous modules, under the names that they have in elasticrs.
+"""Make torch's own rendezvous modules available under the names of elasticrs.
 
-The rendezvous of elasticrs does not use them. A program that imports such a name gets torch's module, which
-is imported at that moment.
+Elasticrs itself does not use these modules. If a program imports one of them, torch's module is imported and
+takes its place.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if name and address.endswith(f".{name}"):
         return _in_kubeflow(f"TrainJob {name}", name, environ)
     name = _name_in(address, "-master-0")
-    # To recognize a PyTorchJob, also check `RANK` and `MASTER_ADDR`, which its operator sets in each pod. A
-    # worker has other values of its own.
+    # To recognize a PyTorchJob, also check `RANK` and `MASTER_ADDR`, which its operator sets in each pod. In
+    # a worker, both variables have other values, so check only that this process is a worker.
     is_set = environ.get("MASTER_ADDR") == address and environ.get("RANK") == environ["PET_NODE_RANK"]
     if name and (is_set or WORKER_VARIABLE in environ):
         return _in_kubeflow(f"PyTorchJob {name}", name, environ)

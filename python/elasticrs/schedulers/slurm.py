@@ -1,7 +1,7 @@
 """Detect a Slurm job. The nodes are those of the step (``srun``), because it may use fewer nodes than the
-job. A process outside a step, such as a batch script or an ``salloc`` shell, uses only this node. So does a
-launcher in the shell of ``srun --pty``: Slurm starts that shell on each node of the step, but only one of
-them has a user.
+job. A process outside a step, such as a batch script or an ``salloc`` shell, uses only this node. A launcher
+in a shell of ``srun --pty`` also uses only this node, because Slurm starts a shell on each node of the step,
+but the user can type in only one of these shells.
 
 ``SLURM_LAUNCH_NODE_IPADDR`` is not used. It is the address of ``srun``, which may run on a login node.
 """
@@ -45,8 +45,8 @@ def place_of(environ: Mapping[str, str], pid: int) -> Place:
 
 
 def _is_in_a_shell(environ: Mapping[str, str], pid: int) -> bool:
-    """Return true if a user has started this process in a shell of ``srun --pty``. With ``srun --pty
-    elasticrun``, this process is itself the task.
+    """Return true if a user has started this process in a shell of ``srun --pty``. Return false for ``srun
+    --pty elasticrun``, because there Slurm has started this process as the task itself.
     """
     return "SLURM_PTY_PORT" in environ and _number(environ, "SLURM_TASK_PID") != pid
 

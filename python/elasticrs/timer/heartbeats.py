@@ -27,7 +27,7 @@ _NAME = slice(64, 128)  # Offsets in bytes.
 _LAST = 127
 _UNLIMITED = 2**64 - 1
 _GLOBAL = 2**63
-"""Bit in the word of the step that is set if the steps are counted across restarts."""
+"""Bit that is set in the step's word of the heartbeat page if steps are counted across restarts."""
 
 _words: memoryview | None = None
 _automatic: memoryview | None = None
@@ -49,7 +49,7 @@ def _heartbeat(step: int | None = None, across_restarts: bool = False) -> None:
             yet.
         across_restarts: true if ``step`` counts all steps of the training, so that it continues from the
             checkpoint after a restart. The restart policy then uses it to decide whether the training makes
-            progress. False if it may start again from 0 in an attempt or an epoch.
+            progress. False if ``step`` may start again from 0 in a new attempt or epoch.
 
     Raises:
         ValueError: the step is negative or too large.

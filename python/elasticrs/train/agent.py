@@ -82,7 +82,7 @@ def _place_of_restarted_workers() -> MeetingPlace:
 
     store, rank, world = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
     if rank == 0:
-        # Keep the socket, because another process could take a port that is free.
+        # Keep the socket bound, because another process could otherwise take the port.
         held = bind(0)
         _stores.append(held)
         port = held.getsockname()[1]

@@ -514,7 +514,8 @@ class Membership:
         seen: set[str] = set()
         silent_since: float | None = None
         while self._is_in(current) and current.step.done < (current.step.at or AT_ONCE):
-            # A peer that dies now may leave this worker in a collective forever.
+            # Check for dead peers, because a peer that dies now may leave this worker in a collective
+            # forever.
             try:
                 keys = set(current.board.list_keys())
             except DistError:

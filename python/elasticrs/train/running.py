@@ -371,8 +371,8 @@ class _Run:
                 in_checkpoint = self._checkpoints.save_checkpoint(self._state, self._rank)
             self._is_stored = in_checkpoint
             if not in_checkpoint:
-                # All workers raise this, because they have exchanged the result. Another attempt continues
-                # from the last checkpoint.
+                # All workers raise this error, because each of them knows that the save has failed. Another
+                # attempt continues from the last checkpoint.
                 raise CheckpointError(
                     "the final checkpoint could not be written (rank 0 has logged why), so the result of the "
                     "training would be lost"

@@ -124,12 +124,12 @@ def load_from_peer(state: State, stream: IO[bytes], *, is_protected: bool) -> No
     Args:
         state: state to load into.
         stream: stream with what :meth:`State.save` wrote.
-        is_protected: true if only processes that know the job's token could have chosen the content. If not,
-            :meth:`State.load` accepts only tensors and plain containers. A ``load`` of the program is called
-            in any case.
+        is_protected: true if only processes that know the job's token could have chosen the content. If
+            false, :meth:`State.load` accepts only tensors and plain containers. A ``load`` that the program
+            overrides is not restricted.
 
     Raises:
-        UnpicklingError: the content holds other objects, and is not protected.
+        UnpicklingError: the content holds other objects, and ``is_protected`` is false.
     """
     if type(state).load is State.load:
         _load(state, stream, may_run_code=is_protected)

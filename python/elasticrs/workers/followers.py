@@ -1,8 +1,8 @@
 """Debuggers and tracers that follow the child processes of a Python program.
 
 Such a tool replaces the functions with which Python creates processes, and changes the command lines of
-Python children so that they run under the tool. The workers are not created by these functions, so the tool
-has to be asked for the command line with which it would start them.
+Python children so that they run under the tool. Elasticrs does not create the workers with these functions,
+so it asks the tool for the command line with which the tool would start them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Follower(Value):
 
 def follower_of(command: Sequence[str]) -> Follower | None:
     """Return the tool in this process that would follow a child process with this command line; ``None`` if
-    there is none. Starts nothing.
+    there is no such tool. No process is started.
     """
     given = list(command)
     for module, ask in (("_pydev_bundle.pydev_monkey", _of_pydevd), ("subprocess", _of_subprocess)):
-        # Do not import the modules: a tool that has replaced something has imported them.
+        # Do not import the modules, because a tool that has replaced a function of a module has already
+        # imported it.
         loaded = sys.modules.get(module)
         found = None if loaded is None else ask(loaded, given)
         if found is not None and list(found.command) != given:
@@ -47,8 +48,8 @@ def follower_of(command: Sequence[str]) -> Follower | None:
 
 
 def _of_pydevd(monkey: ModuleType, command: list[str]) -> Follower | None:
-    """Ask the debugger of PyCharm, PyDev and VS Code (debugpy). It follows child processes unless the user
-    has turned that off.
+    """Return the debugger of PyCharm, PyDev or VS Code (debugpy) with its command line for a worker. Return
+    ``None`` if the debugger is not attached, or if the user has configured it not to follow child processes.
     """
     holder: Any = getattr(sys.modules.get("pydevd"), "SetupHolder", None)
     setup = getattr(holder, "setup", None) or {}
@@ -59,7 +60,9 @@ def _of_pydevd(monkey: ModuleType, command: list[str]) -> Follower | None:
 
 
 def _of_subprocess(subprocess: ModuleType, command: list[str]) -> Follower | None:
-    """Ask a tool that has replaced ``subprocess.Popen.__init__``, such as VizTracer."""
+    """Return a tool that has replaced ``subprocess.Popen.__init__``, such as VizTracer, with its command line
+    for a worker. Return ``None`` if no tool has replaced it.
+    """
     replaced: Any = subprocess.Popen.__init__
     code = getattr(replaced, "__code__", None)
     if code is not None and code.co_filename == subprocess.Popen._execute_child.__code__.co_filename:
@@ -81,7 +84,7 @@ def _recorded(subprocess: ModuleType, command: list[str]) -> list[str]:
             raise NotStarted
 
     class NotStarted(Exception):  # noqa: N818 -- not an error
-        """Raised in place of the execution."""
+        """Raised instead of executing the command line."""
 
     with suppress(NotStarted):
         Recorder(command)

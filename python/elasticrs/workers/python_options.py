@@ -1,4 +1,4 @@
-"""Parse the command line of a Python interpreter, as far as it determines which program runs."""
+"""Parse the command line of a Python interpreter to find out which program it runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PythonCommand(Value):
         program: path of the script, name of the module, or code. ``None`` if it is missing.
         arguments: arguments of the program.
         options: options of the interpreter, without their values.
-        letters: letters of these options.
+        letters: letters of the short options, joined into one string.
     """
 
     kind: str
@@ -42,7 +42,7 @@ class PythonCommand(Value):
 
 
 def parse_python(words: Sequence[str]) -> PythonCommand:
-    """Parse the arguments of a Python interpreter. Every list of words has a result."""
+    """Parse the arguments of a Python interpreter. Invalid arguments do not raise an error."""
     options: list[str] = []
     letters = ""
     rest = list(words)

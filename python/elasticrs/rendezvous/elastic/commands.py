@@ -1,11 +1,12 @@
-"""Commands of the nodes of a job, which have to be the same, so that independent jobs never merge into one.
+"""Compare the commands of the nodes of a job. All nodes of a job have to run the same command, so that
+independent jobs never merge into one.
 
 - **CMD-1** Two commands are the same if their programs, their arguments and the users who run them are equal.
-  The interpreter and the options of the launcher do not matter here.
-- **CMD-2** What usually differs between the nodes of one job is not compared: the values of options such as
-  ``--node-rank`` (:data:`OF_ONE_NODE`), and words that differ only in the names of the two nodes.
-- **CMD-3** The record of a command has a limited size, however many arguments the command has. What does not
-  fit is compared by its digest.
+  The Python interpreter and the options of the launcher are not compared.
+- **CMD-2** Some differences between the nodes of a job are ignored: the values of options such as
+  ``--node-rank`` (:data:`OF_ONE_NODE`), and words that differ only in the node's name.
+- **CMD-3** The record of a command has a limited size. If a command is longer, the record contains a digest
+  of the rest.
 """
 
 from __future__ import annotations
@@ -25,25 +26,26 @@ OF_ONE_NODE = frozenset({
     *("node-rank", "machine-rank", "node-id", "node-index"),
     *("node-name", "node-addr", "hostname", "host-name", "local-addr"),
 })  # fmt: skip
-"""Names of options of scripts whose values differ between the nodes of one job."""
+"""Names of script options whose values usually differ between the nodes of one job."""
 
 ANY = "*"
-"""Stands for a value that is not compared."""
+"""Placeholder for a value that is not compared."""
 
 MAX_WORD = 200
 MAX_WORDS = 3000
-"""Maximum size of one word, and of all words of a command, in bytes of JSON."""
+"""Maximum size of all words of a command, in bytes of JSON. ``MAX_WORD`` is the maximum size of one word."""
 
 
 class Command(Value):
-    """Command that the workers of a node run, as it is compared with those of other nodes.
+    """Command of a node's workers, in the form in which the commands of different nodes are compared.
 
     Args:
         words: program and arguments, each of limited size.
-        place: where the program is. Agents on the same host must run the same program. On different hosts the
-            same name is enough, because a job may have another folder on each of them.
+        place: absolute path that identifies the program. It has to be the same for all agents on the same
+            host. On different hosts, only the name of the program has to be the same, because each host may
+            keep the job in another folder.
         node: name of the node.
-        user: number of the user who runs the command.
+        user: user id of the user who runs the command.
     """
 
     words: tuple[str, ...]
@@ -53,7 +55,7 @@ class Command(Value):
 
 
 def command_of(words: Sequence[str], place: str) -> Command:
-    """Return the command as this process's user runs it on this node.
+    """Return the command that consists of these words, for this node and the user of this process.
 
     Args:
         words: program and arguments as the user has written them.
@@ -68,7 +70,7 @@ def command_of_file(path: str, arguments: Sequence[str]) -> Command:
 
 
 def command_of_python(words: Sequence[str]) -> Command:
-    """Return the command that a Python interpreter runs. Its own options do not matter.
+    """Return the command that a Python interpreter runs, without the options of the interpreter.
 
     Args:
         words: arguments of the interpreter.
@@ -82,20 +84,24 @@ def command_of_python(words: Sequence[str]) -> Command:
 
 
 def _command_of_name(name: str, arguments: Sequence[str]) -> Command:
-    """Return a command whose program is found by a name. What it runs may depend on the working directory."""
+    """Return a command whose program has a name instead of a path. Its ``place`` contains the working
+    directory, because the name may refer to another program in another directory.
+    """
     return command_of([name, *arguments], os.path.join(_real(os.curdir), name))
 
 
 def command_of_program(program: str, arguments: Sequence[str]) -> Command:
-    """Return the command that runs a program, which is looked up in PATH if its name has no folder."""
+    """Return the command that runs a program. If the name of the program has no folder, PATH is searched for
+    it.
+    """
     if os.sep in program:
         return command_of_file(program, arguments)
     return _command_of_name(program, arguments)
 
 
 def command_of_function(function: Callable[..., object]) -> Command:
-    """Return the command of workers that run a function. Its arguments are not compared, because they are
-    arbitrary objects.
+    """Return the command of workers that run a function. The arguments of the function are not compared,
+    because they are arbitrary objects.
     """
     module = getattr(function, "__module__", "")
     name = f"{module}.{getattr(function, '__qualname__', type(function).__name__)}"
@@ -106,8 +112,8 @@ def command_of_function(function: Callable[..., object]) -> Command:
 
 
 def difference(ours: Command, theirs: Command, *, is_same_host: bool) -> tuple[str, str] | None:
-    """Return how two commands differ: the first difference in words for the user, as it is here and as it is
-    there. Return ``None`` if they are the same.
+    """Return the first difference between two commands as two phrases for the user: one describes this node's
+    command, the other describes the other node's command. Return ``None`` if the commands are the same.
     """
     if ours.user != theirs.user:
         return f"user {ours.user}", f"user {theirs.user}"
@@ -140,7 +146,7 @@ def _is_same(ours: Command, theirs: Command, number: int) -> bool:
 
 
 def _without_name(text: str, node: str) -> str:
-    """Replace the name of a node, in its long and its short form, wherever it is a word of its own."""
+    """Replace a node's full and short host name with a placeholder, wherever they are whole words."""
     for name in filter(None, dict.fromkeys((node, node.partition(".")[0]))):
         start = 0
         while (start := text.find(name, start)) >= 0:
@@ -159,12 +165,12 @@ def _real(path: str) -> str:
     try:
         return os.path.realpath(path)
     except OSError:
-        # The working directory was removed.
+        # The working directory was removed, so a relative path cannot be resolved.
         return path
 
 
 def _hidden(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words without the values of options that differ between nodes."""
+    """Yield the words, with a placeholder for the values of options that differ between nodes."""
     hides_next = False
     for word in words:
         option, equals, _ = word.partition("=")

@@ -7,8 +7,8 @@ The command line and the Python API both use this module, so that they accept th
   with ``c10d`` or ``etcd`` if there is no endpoint, and with ``c10d`` if the endpoint is a loopback address
   with port 0.
 - **NODES-2** Otherwise, a job with a single node that has an endpoint for ``c10d`` or ``etcd`` has a
-  rendezvous. If the port of its own endpoint is taken, it uses a port of its own. A second agent that joins
-  becomes a spare, or is refused if it could never replace the first one.
+  rendezvous. If another program uses the port of an endpoint on this node, the store listens on a free port.
+  A second agent that joins becomes a spare. It is refused if it could never replace the first agent.
 - **NODES-3** With ``static`` the user assigns the node ranks, so the number of nodes is fixed. Torch accepts
   a range MIN:MAX, and silently uses MAX.
 - **NODES-4** With ``static``, the setting ``store_type=file`` of ``c10d`` has no effect, as in torch.

@@ -115,8 +115,8 @@ class Driver:
         return None if self._member is None else self._member.last_head
 
     def node_names(self) -> list[str] | None:
-        """Return the names of the nodes in the current round, by group rank. Only the leader reads them from
-        the store; return ``None`` for every other agent.
+        """Return the names of the nodes in the current round, by group rank. Return ``None`` if this agent is
+        not the leader, because only the leader reads the names from the store.
         """
         leader = None if self._member is None else self._member.leader
         view = None if leader is None else leader.view

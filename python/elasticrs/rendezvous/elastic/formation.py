@@ -44,7 +44,9 @@ start at about the same time, they join before the first message is due.
 
 
 DOUBT = 10.0
-"""Seconds until a message names the mistake that probably keeps the other nodes away."""
+"""Seconds to wait for other machines before a message names the mistake that probably prevents them from
+joining.
+"""
 
 
 def slow_members(view: View) -> set[str]:
@@ -126,9 +128,9 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
 
 
 def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[Node]) -> str | None:
-    """Return a message about the mistake that probably keeps the other nodes away: each of several nodes
-    hosts a store, or the others cannot find this one. Return ``None`` if another machine has joined, or if
-    another agent hosts the store.
+    """Return a message about the mistake that probably prevents the other nodes from joining: several nodes
+    host a store each, or the other nodes cannot find the store on this node. Return ``None`` if another
+    machine has joined, or if another agent hosts the store.
     """
     is_hosted_here = agent.why_hosts is not None and not is_loopback_name(rendezvous.host)
     if not is_hosted_here or any(node.host != agent.host for node in joined):
@@ -146,9 +148,9 @@ def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[No
 
 
 def crowd(view: View) -> tuple[str, str] | None:
-    """Return the node of which several agents take part in the running round, and a node of another machine
-    that waits as a spare because of that; ``None`` if there are none. The reason is usually that each task of
-    a scheduler has started a launcher.
+    """Return the name of a node with several agents in the running round, and the name of a node that waits
+    as a spare although it has no agent in the round. Return ``None`` if there are no such nodes. Usually, the
+    user has started a launcher in each task of a scheduler, instead of one on each node.
     """
     seated = [view.nodes[seat.member] for seat in view.seats if seat.member in view.nodes]
     hosts = Counter(node.host for node in seated)
@@ -158,7 +160,7 @@ def crowd(view: View) -> tuple[str, str] | None:
 
 
 def tell_of_crowd(member: Member, leader: Leader, view: View) -> None:
-    """Tell the user once if a node waits because several agents of another node take part."""
+    """Tell the user once if a node waits as a spare because another node has several agents in the round."""
     if leader.told_crowd or len(view.waiting) == leader.seen_waiting:
         return
     leader.seen_waiting = len(view.waiting)

@@ -6,10 +6,10 @@ The decisions are pure functions of the settings and a :class:`SystemResolver`, 
 - **HOST-1** The setting ``is_host`` decides. Without it, an agent may host the store if the host of the
   endpoint is a loopback name, is this machine's name, or has an address of this machine. If several agents of
   a machine may host, the first takes the port, and the others become clients.
-- **HOST-2** A store at a loopback name listens on loopback only if the job has one node. Otherwise it listens
-  on all interfaces unless ``bind_addr`` is set, because a host's own name may resolve to 127.0.1.1 on that
-  host and to another address elsewhere, and because the other nodes may have been given an address of the
-  host whose own endpoint is a loopback name.
+- **HOST-2** If the host of the endpoint is a loopback name and the job has one node, the store listens on
+  loopback only. Otherwise, it listens on all interfaces unless ``bind_addr`` is set. The other nodes may need
+  another address than loopback for two reasons: a host's own name may resolve to 127.0.1.1 on that host only,
+  and the user may have set a loopback name as the endpoint on the hosting node only.
 - **HOST-3** A name that cannot be resolved is not an error at first. In a container cluster, a name may
   appear only some time after its container has started, and may refer to an earlier container until then. An
   agent that cannot resolve the name acts as a client and retries. Whenever no store answers at an address of
@@ -22,7 +22,8 @@ The decisions are pure functions of the settings and a :class:`SystemResolver`, 
 - **ADDR-2** On the machine that hosts the store, the local address of the connection to the store may be a
   loopback address. In that case the node publishes the endpoint's host, because agents on other machines
   reach this machine under that name or address. If the endpoint is a loopback name, it publishes the address
-  of its own name, or else the address that the kernel would use for connections to other networks.
+  to which its own name resolves, or else the address that the kernel would use for connections to other
+  networks.
 - **ADDR-3** Two agents share a loopback interface if their kernel's boot id and their network namespace are
   the same. A comparison of host names would not be enough, because containers and cloned machines may all
   have the same name.
@@ -54,11 +55,13 @@ if TYPE_CHECKING:
 
 ANY_ADDRESS = ("::", "0.0.0.0")
 ANY_PORT = (("127.0.0.1", 0),)
-"""Where a store listens that only this agent uses."""
+"""Address of a store that only this agent uses: a free port on loopback."""
 
 _LOOPBACK = ("127.0.0.1", "::1")
 _ELSEWHERE = ((_socket.AF_INET, "192.0.2.1"), (_socket.AF_INET6, "2001:db8::1"))
-"""Addresses of no machine: they are reserved for documentation."""
+"""Addresses on other networks, to find the route to them. No machine has these addresses, because they are
+reserved for documentation.
+"""
 
 
 class Hosting(Value):
@@ -153,7 +156,7 @@ def _by_address(rendezvous: Rendezvous, resolver: SystemResolver) -> Hosting:
 
 def _is_own_name(host: str, resolver: SystemResolver) -> bool:
     name = plain(host)
-    # Do not ask for this machine's names if the host is an address, because a name server that does not
+    # Do not look up this machine's names if the host is an address, because a name server that does not
     # answer would delay the start by many seconds.
     return packed(host) is None and any(plain(own) == name for own in resolver.host_names())
 

@@ -4,7 +4,8 @@
 - **JOIN-2** The transaction that registers an agent also deletes its earlier registrations by name.
   Therefore, a delayed request from an earlier connection can never delete a later registration.
 - **JOIN-3** Settings that affect the decisions of a leader are the same on all nodes of a job.
-- **JOIN-4** The commands of all nodes are the same, unless the user allows otherwise with ``same_command=0``.
+- **JOIN-4** The commands of all nodes are the same, unless the user allows different commands with
+  ``same_command=0``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ by now.
 OTHER_JOB = "another job was started with this id"
 
 INDEPENDENT = "give a job of its own another --rdzv-endpoint and --rdzv-id (or --standalone)"
-"""Advice to the user of an agent that reached another job."""
+"""Advice for the user if this agent has reached the rendezvous of another job."""
 
 _NOBODY_LEFT = "; no agent of that job is there: if it is over, use a different id, or fresh=1"
 
@@ -128,7 +129,9 @@ def mismatch(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def other_command(member: Member, job: dict[str, Any]) -> str | None:
-    """Return an error message if this node's command is not that of the job; otherwise ``None``."""
+    """Return an error message if this node's command differs from that in the job's record; otherwise
+    ``None``.
+    """
     ours, theirs = member.rendezvous.command, job.get("command")
     if ours is None or theirs is None:
         return None
@@ -144,8 +147,9 @@ def other_command(member: Member, job: dict[str, Any]) -> str | None:
 
 
 def _is_not_needed(member: Member, job: dict[str, Any]) -> str | None:
-    """Return the reason why this agent could never take part in a job of one node. The agent of that node
-    hosts the store, so the job ends with it.
+    """Return an error message if this agent could never take part in the job; otherwise ``None``. It could
+    never take part if the job has one node and the agent of that node hosts the store, because the job then
+    ends when that agent exits.
     """
     is_taken = member.rendezvous.needs_no_other_node and job.get("is_hosted") is True
     if not is_taken or member.agent.hosts_store:

@@ -68,8 +68,8 @@ _BEFORE_MEETING = ("refused", "unreachable")
 
 
 _ANY_RUN = "another job of one node"
-"""Run id that no agent's store serves, to ask for a store that serves any job. An agent whose store refuses
-it shows it to the user.
+"""Run id for finding a store for all jobs. A store that an agent hosts refuses this run id, because it serves
+only the agent's own job. The agent then shows the run id to the user.
 """
 
 
@@ -225,9 +225,9 @@ class MeetingPoint:
         )
 
     def _host_alone(self) -> None:
-        """Serve the store at a free port, if this agent needs no other node, and the port of the endpoint is
-        taken by another job or another program. Do not if a store of all jobs is there, because it keeps the
-        job's records, and an agent that waits there may replace this one.
+        """Serve the store at a free port if this agent needs no other node. The caller has found the port of
+        the endpoint in use. Do nothing if a store for all jobs listens there, because that store keeps the
+        job's records, and an agent that waits there may replace this agent.
 
         Raises:
             CannotHost: there is no free port.
@@ -245,8 +245,8 @@ class MeetingPoint:
         ))  # fmt: skip
 
     def _is_store_of_all_jobs(self) -> bool:
-        """Return true if a store that serves any job answers at the endpoint. An agent's store serves only
-        the job of that agent.
+        """Return true if a store for all jobs answers at the endpoint. A store that an agent hosts accepts
+        only clients of the agent's own job.
         """
         client = Client(
             self._rendezvous.host,
@@ -264,19 +264,19 @@ class MeetingPoint:
             session.close()
 
     def follow(self, head: Head | None) -> None:
-        """Serve workers that connect to the store hosted here, in the round that ``head`` describes. Their
-        script may have set ``MASTER_ADDR`` and ``MASTER_PORT`` to the endpoint of the rendezvous. Do nothing
-        if this agent does not host the store.
+        """Make the store hosted here pass connections of workers on to the workers' store of the round in
+        ``head``. Workers connect to the store hosted here if their script sets ``MASTER_ADDR`` and
+        ``MASTER_PORT`` to the endpoint of the rendezvous. Do nothing if this agent does not host the store.
         """
         address = workers_store(head)
         if address != self._led_to:
             self._lead_workers(address)
 
     def _lead_workers(self, address: tuple[str, int] | None) -> None:
-        # With the back end `static`, the workers use the port of the endpoint anyway.
+        # Do nothing with the back end `static`, because its workers use the port of the endpoint in any case.
         if self._server is not None and not self._rendezvous.is_static:
             self._led_to = address
-            # In a job of one node, all workers are those of this agent.
+            # In a job of one node, serve only the workers of this agent, because the job has no others.
             agent = os.getpid() if self._rendezvous.max_nodes == 1 else None
             self._server.lead_workers(address, agent)
 
@@ -519,7 +519,7 @@ class MeetingPoint:
 
 
 def workers_store(head: Head | None) -> tuple[str, int] | None:
-    """Return the host and port of the workers' store in the round that is running; ``None`` if none is."""
+    """Return the address of the workers' store in the running round; ``None`` if no round is running."""
     return head.master if head is not None and head.state == "RUNNING" else None
 
 

@@ -138,8 +138,9 @@ class Leader(Record):
         told_more: number of the latest round when the user was told that the leader waits for more nodes.
         told_damaged: number of damaged records that were reported to the user.
         told_doubt: true if the user was told why other nodes are probably missing.
-        told_crowd: true if the user was told that several agents of a node keep another node out.
-        seen_waiting: number of waiting nodes when that was last checked.
+        told_crowd: true if the user was told that a node waits because another node has several agents in the
+            round.
+        seen_waiting: number of waiting nodes at the last check for ``told_crowd``.
     """
 
     view: View | None = None

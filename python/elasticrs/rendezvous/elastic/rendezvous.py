@@ -62,8 +62,8 @@ class Rendezvous(Value):
 
     @property
     def needs_no_other_node(self) -> bool:
-        """True if the job has one node and runs a command that is known, so that its agent can do without the
-        others.
+        """True if the agent can run the job without other nodes: the job has one node, its command is known,
+        and its store is not etcd.
         """
         return self.max_nodes == 1 and self.command is not None and self.etcd is None
 

@@ -119,8 +119,9 @@ def diagnosed(
     """Return the cause of a round's failure and the diagnosis text. The text is ``None`` if there are not
     enough flight records, or if the cause is neither a hang nor a failed collective.
 
-    The flight records may blame another rank than the heartbeats, which are weak evidence if each node has
-    only one rank. Then return the cause of that rank. If the records are undecided, the cause says so.
+    If the flight records blame another rank than the heartbeats, return the cause of the rank that the
+    records blame, because heartbeats are weak evidence if each node has only one rank. If the records are not
+    conclusive, the cause names the candidates.
     """
     if cause is None or not view.has_evidence:
         return cause, None
@@ -263,7 +264,7 @@ def judge(
     elif reason is None and decision.stop is not None:
         reason = decision.reason
         counted = counted.replaced(permanent=decision.stop is StopKind.PERMANENT)
-    # Keep the history even if the job ends, because an implicated node reports that it is unfit.
+    # Keep the history even if the job ends, because an implicated node uses it to report that it is unfit.
     counted = counted.with_failures(decision.history)
     return Verdict(witnesses(view) if charged else [], counted, reason)
 

@@ -115,8 +115,9 @@ def why_lost(member: Member, event: ConnectionLost) -> str:
 def master(member: Member, head: Head) -> tuple[str, int]:
     """Return the address and port at which this node's workers reach their store.
 
-    With ``static`` they are those that the user has given to this node, as under torchrun, because the nodes
-    may reach rank 0 on different routes. The agent itself has reached the rendezvous there.
+    With ``static``, this is the endpoint that the user has given to this node, as under torchrun, because
+    nodes may reach rank 0 over different routes. The endpoint is reachable, because this agent has joined the
+    rendezvous through it.
     """
     rendezvous = member.rendezvous
     return (rendezvous.host, rendezvous.port) if rendezvous.is_static else head.master
