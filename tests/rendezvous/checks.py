@@ -227,6 +227,8 @@ class Checks:
                 require(self.losses > config["max_node_losses"], "closed for losses", head)
             elif "in a row" in head.reason:
                 require(self.lossy >= config["max_short_losses"], "closed for short rounds", head)
+            elif "is unfit, and no other node" in head.reason:
+                require(before.size == 1, "I-15 one unfit node of several ended the job", head)
             else:
                 require(before.end["kind"] == "setup", "closed for what?", head)
         else:

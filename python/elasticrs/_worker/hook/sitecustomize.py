@@ -55,6 +55,21 @@ def _step_aside() -> None:
         os.environ["PYTHONPATH"] = ""
 
 
+def _handles_signals() -> bool:
+    """Return true in the thread that runs signal handlers. Ask ``signal``, which refuses other threads first,
+    because ``threading`` may not have been imported.
+    """
+    from _signal import SIGTERM, signal  # type: ignore[import-not-found]
+
+    try:
+        signal(SIGTERM, None)
+    except TypeError:  # The handler is invalid, so nothing has changed.
+        return True
+    except ValueError:
+        return False
+    return True
+
+
 def undisturbed(write: "Callable[[], None]") -> None:
     """Call ``write`` and delay Python signal handlers until ``write`` has returned.
 
@@ -72,8 +87,7 @@ def undisturbed(write: "Callable[[], None]") -> None:
     """
     from _signal import getsignal, raise_signal, signal, valid_signals  # type: ignore[import-not-found]
 
-    threading = sys.modules.get("threading")
-    if threading is not None and threading.current_thread() is not threading.main_thread():
+    if not _handles_signals():
         write()
         return
     came: set[int] = set()

@@ -6,6 +6,7 @@
 
 use std::convert::Infallible;
 use std::ffi::CString;
+use std::io;
 use std::sync::Arc;
 use std::sync::mpsc::sync_channel;
 use std::thread::Builder;
@@ -15,6 +16,8 @@ use elasticrs_nursery::activity::Activity;
 use elasticrs_nursery::launch::{self, Import as Terms, Interrupt, LaunchError, Launched, NurseryImage};
 use elasticrs_nursery::token::Token;
 use elasticrs_runtime::threads;
+use elasticrs_sys::stage::Stage;
+use nix::errno::Errno;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -219,7 +222,8 @@ impl Launch {
                 let _ = all_ready.recv();
             }
         };
-        threads::start(Builder::new().name("elasticrs-launch".into()).stack_size(STACK), thread)?;
+        threads::start(Builder::new().name("elasticrs-launch".into()).stack_size(STACK), thread)
+            .map_err(without_thread)?;
         let slow = SLOW_LAUNCH.min(self.limit);
         let mut result = timeout(slow, &mut launched).await;
         if result.is_err() && slow < self.limit {
@@ -247,6 +251,15 @@ impl Launch {
             SLOW_LAUNCH.as_secs(),
             self.limit.as_secs_f64(),
         )
+    }
+}
+
+/// Returns the error of a launch for which the kernel has no thread. It is that of a launch without a process, because
+/// both count towards the same limits.
+fn without_thread(error: io::Error) -> LaunchError {
+    match error.raw_os_error() {
+        Some(errno) => LaunchError::Start { stage: Stage::Clone, errno: Errno::from_raw(errno) },
+        None => error.into(),
     }
 }
 
