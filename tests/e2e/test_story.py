@@ -95,7 +95,8 @@ BLAMES_THE_FIRST = """
 def test_the_stop_message_names_the_exception_of_the_first_failed_rank(launch, worker_script, tmp_path):
     os.mkfifo(tmp_path / "fifo")
     job = launch("--nproc-per-node=3", worker_script(BLAMES_THE_FIRST), tmp_path / "fifo").exits(1)
-    (line,) = re.findall(r"^elasticrs: (.*); stopping the other 2 ranks", job.stderr, re.MULTILINE)
+    # Rank 0 may have exited before it could be stopped.
+    (line,) = re.findall(r"^elasticrs: (.*); stopping the other", job.stderr, re.MULTILINE)
     assert re.fullmatch(r"rank 1 \(pid \d+\) raised FileNotFoundError", line)
 
 
