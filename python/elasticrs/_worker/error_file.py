@@ -21,7 +21,7 @@ _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
 
 _MAX_DEPTH = 16
-"""Maximum number of causes of causes that are considered. Prevents endless recursion."""
+"""Maximum depth of the chain of causes that is searched. Prevents endless recursion."""
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen ")
 """Path fragments that identify code outside the user's program."""
@@ -33,12 +33,12 @@ _ELASTICRS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 """Folder of this package, which may be installed in any place."""
 
 _NOT_RETRYABLE = {("elasticrs.errors", "NonRetryable"), ("bdb", "BdbQuit")}
-"""Modules and names of the exceptions after which another attempt makes no sense."""
+"""Exceptions after which another attempt is useless, as pairs of module and name."""
 
 _OF_CHILDREN = {
     *("CalledProcessError", "ChildFailedError", "ProcessRaisedException", "ProcessExitedException"),
 }
-"""Names of exceptions that say that a process failed that this process had started."""
+"""Names of exceptions that report the failure of a child process."""
 
 _TRANSIENT = frozenset(
     (
@@ -49,7 +49,7 @@ _TRANSIENT = frozenset(
         *("torch.distributed.DistStoreError", "torch.distributed.DistQueueEmptyError"),
     )
 )
-"""Types of exceptions that report a lost connection or a timeout. Their subclasses do so as well."""
+"""Types of exceptions that report a lost connection or a timeout. Subclasses of these types count as well."""
 
 _OF_NETWORK = frozenset(
     (
@@ -57,7 +57,7 @@ _OF_NETWORK = frozenset(
         *(errno.ENOTCONN, errno.EADDRNOTAVAIL),
     )
 )
-"""Numbers of network errors for which Python has no type of its own."""
+"""Error numbers of network errors for which Python has no exception type."""
 
 _LOST_PEER = (
     *("connection closed", "connection reset", "connection aborted", "connection was closed", "broken pipe"),
@@ -123,9 +123,9 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         could not be parsed, or lacks a module that it imports at its top level, or if the program has
         rejected its arguments (``SystemExit``; see HOOK-8 in the hook). ``is_retryable``: false if the
         exception, one of its causes, or a member of one of these exception groups is an
-        ``elasticrs.errors.NonRetryable`` or ``bdb.BdbQuit``, with which a user has left the debugger.
-        ``is_transient``: true if the exception reports a lost connection or a timeout. ``python``: path of
-        the interpreter.
+        ``elasticrs.errors.NonRetryable`` or a ``bdb.BdbQuit``. The latter means that the user has quit the
+        debugger. ``is_transient``: true if the exception reports a lost connection or a timeout. ``python``:
+        path of the interpreter.
     """
     import traceback
 
@@ -157,8 +157,8 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
 
 
 def _is_transient(error: BaseException, depth: int = 0) -> bool:
-    """Return true if an exception reports a lost connection or a timeout, or was raised because of such an
-    exception. An exception group does so if all of its members do.
+    """Return true if an exception reports a lost connection or a timeout, or was caused by such an exception.
+    For an exception group, return true if this holds for all members.
     """
     if depth > _MAX_DEPTH:
         return False
@@ -172,8 +172,9 @@ def _is_transient(error: BaseException, depth: int = 0) -> bool:
     if isinstance(error, OSError):
         if isinstance(error.errno, int) and error.errno in _OF_NETWORK:
             return True
-        # `URLError` contains the reason. If an HTTP library defines an `OSError`, the original error is its
-        # context. Other exceptions that have a context are often mistakes in an exception handler.
+        # A `URLError` has the original error as its reason. An `OSError` of an HTTP library often has the
+        # original error as its context. Ignore the context of all other exceptions, because they are often
+        # mistakes in an exception handler.
         causes += [error.__context__, vars(error).get("reason")]
     return any(isinstance(cause, BaseException) and _is_transient(cause, depth + 1) for cause in causes)
 
@@ -241,7 +242,7 @@ def may_be_replaced(path: str) -> bool:
 
 
 def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
-    """Write the error file for an uncaught exception, unless the file already says what happened.
+    """Write the error file for an uncaught exception, unless an existing file must be kept.
 
     Args:
         path: the error file.
@@ -348,18 +349,19 @@ def _send(name: str, at_ns: int, text: str, is_own: bool) -> None:
 def _notice_text(error: BaseException) -> str:
     """Return the innermost frames of the traceback, and the start and the end of the exception's text.
 
-    The agent reads at most 4096 bytes per notice. The end of the text may be the traceback of another
-    process. For an exception group, return the text of its first member.
+    The result is truncated, because the agent reads at most 4096 bytes per notice. The end of the text is
+    included, because it may be the traceback of another process. For an exception group, return the text of
+    its first member.
     """
     import traceback
 
     told, frames = error, error.__traceback__
-    for _ in range(10):  # at most this number of groups inside of each other
+    for _ in range(10):  # maximum nesting depth of exception groups
         members = getattr(told, "exceptions", ())
         if not (isinstance(members, tuple) and members and isinstance(members[0], BaseException)):
             break
         told = members[0]
-        # A member that was never raised has no frames of its own.
+        # Use the frames of the group if the member has none, because it was never raised itself.
         frames = told.__traceback__ or frames
     *stack, message = traceback.format_exception(type(told), told, frames)
     said = message.encode(*_CODEC)
@@ -371,12 +373,14 @@ def _notice_text(error: BaseException) -> str:
 
 
 def _is_kept(path: str, error: BaseException) -> bool:
-    """Return true if an existing error file says more than this exception. It does if this process has
-    written it otherwise than by the hook (``@record``, the program itself), or if the exception only says
-    that another process has failed, which has written the file.
+    """Return true if an existing error file must be kept, because it describes the failure better than this
+    exception.
 
-    An exception of another process that this process has handled, for example of the workers of a launcher
-    that it has started, says nothing about this failure.
+    - A file that this process has written is kept if ``@record`` or the program has written it. A file that
+      the hook has written is replaced.
+    - A file that another process has written is kept only if this exception reports the failure of a child
+      process. Otherwise, this process has handled the failure of the child process, so the file does not
+      describe the failure of this process.
     """
     if not os.path.isfile(path):
         # Do not read a file that is not a regular file, because reading a terminal or a pipe would block.
@@ -398,7 +402,7 @@ def _is_kept(path: str, error: BaseException) -> bool:
 
 
 def _says_that_child_failed(error: "BaseException | None") -> bool:
-    for _ in range(10):  # at most this number of exceptions in a chain
+    for _ in range(10):  # maximum length of a chain of exceptions
         if error is None:
             return False
         if type(error).__name__ in _OF_CHILDREN:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Reason for which a worker counts as failed, whatever its exit code: a time limit that it exceeded, or
-    other workers that waited for it. At most one of ``timer``, ``hung`` and ``raised`` is set.
+    """Reason why a worker counts as failed, whatever its exit code. Either the worker exceeded a time limit,
+    or other workers waited for it. At most one of ``timer``, ``hung`` and ``raised`` is set.
 
     Args:
         seen_ns: time when the agent noticed that the limit was exceeded, in monotonic nanoseconds.
@@ -70,11 +70,11 @@ class Attempt(Record):
             this worker.
         first_failure: local rank of the worker that failed first.
         raised: uncaught exception that each worker reported, by local rank.
-        expired: reasons for which workers count as failed whatever their exit code, by local rank: timers,
-            heartbeat deadlines, ``--exit-timeout``, or other workers that waited for them.
-        blame: decision which ranks are to blame for a hang or a failed collective; see
-            :mod:`elasticrs.diagnosis.blame`. ``None`` without a hang, if the failed collective has no known
-            cause, and in jobs on several nodes, where the leader decides.
+        expired: reasons why workers count as failed whatever their exit code, by local rank. The reasons are
+            timers, heartbeat deadlines, ``--exit-timeout``, and other workers that waited for them.
+        blame: decision about which ranks of this node are to blame for a hang or a failed collective; see
+            :mod:`elasticrs.diagnosis.blame`. ``None`` if there was neither, or if the cause of the failed
+            collective is unknown.
         diagnosis: diagnosis that names the ranks that keep the others waiting. ``None`` unless a worker hung
             or a collective failed, and there is enough evidence.
         ras: query to NCCL's RAS service. ``None`` unless a worker hung and a worker on this node uses NCCL.
@@ -93,7 +93,7 @@ class Attempt(Record):
         phases: milliseconds of each phase of the restart that led to this attempt, in order; see
             :func:`phases`.
         delay: seconds by which the restart policy delayed the next attempt.
-        files: access to the workers' files, with a time limit.
+        files: object that accesses the workers' files with a time limit.
         stamps: monotonic nanoseconds of ``planned``, ``imported``, ``started``, ``failure_seen``,
             ``siblings_signalled``, ``stopped``, ``ended`` and ``memory_free``. ``imported`` is set only if
             the start had to wait for the imports, ``stopped`` only if this agent was asked to stop the
@@ -224,8 +224,8 @@ class Attempt(Record):
         )
 
     def accuse(self, blame: Blame, at_ns: int, event: WorkerHung | None = None) -> None:
-        """Record which workers are to blame for a hang or a failed collective, instead of the worker that the
-        core has killed or whose failure it has seen first.
+        """Record which workers are to blame for a hang or a failed collective. They replace the worker that
+        the core killed, or whose failure the core saw first.
 
         Args:
             blame: the decision. All of its ranks are on this node.
@@ -248,16 +248,16 @@ class Attempt(Record):
             self.first_failure = named[0]
 
     def accused(self, local_rank: int) -> int:
-        """Return the local rank of the worker that is to blame for a failure: the given one, unless a hang is
-        blamed on another worker.
+        """Return the local rank of the worker that is to blame for the failure of a given worker. The result
+        is another worker if a hang is blamed on that worker. Otherwise, the result is the given worker.
         """
         if self.blame is None or local_rank in self.expired:
             return local_rank
         return next((each for each, why in self.expired.items() if why.is_blamed), local_rank)
 
     def who_failed(self, local_rank: int, pid: int | None = None, *, of: str = "") -> str:
-        """Return text that identifies the worker that failed first; after a hang, all workers to blame, or
-        the candidates. ``of`` is appended to the ranks.
+        """Return text that identifies the worker that failed first. After a hang, the text identifies all
+        workers that are to blame, or all candidates. ``of`` is appended to the ranks.
         """
         event = self.expired.get(local_rank)
         if self.blame is None or event is None or not event.is_blamed:
@@ -267,8 +267,8 @@ class Attempt(Record):
         return self.blame.text + of
 
     def is_told_at_once(self, local_rank: int) -> bool:
-        """Return true if the failure of a worker is reported before the worker has exited: it has hung, its
-        exception has stopped the others, or it is slow to exit.
+        """Return true if the failure of a worker is reported before the worker exits. This is the case if the
+        worker has hung, if its exception has stopped the others, or if it is slow to exit.
         """
         if local_rank == self.first_failure and self.was_stopped_by_exception():
             return True
@@ -435,7 +435,7 @@ class JobResult(Record):
         attempts: all attempts, in order.
         read_history: function that returns the history of the job's failures on all nodes. The times in the
             history are seconds of this node's monotonic clock.
-        shared_cause: function that returns the first failure over all nodes; see
+        shared_cause: function that returns the first failure across all nodes; see
             :meth:`.Decisions.shared_cause`.
         node_names: function that returns the names of the nodes; see :meth:`.Decisions.node_names`.
         return_values: return values of the workers, by global rank.

@@ -66,8 +66,9 @@ class Decisions(ABC):
         """Set the process supervisor. Called once, before any event except a signal."""
 
     def shared_cause(self) -> Mapping[str, Any] | None:
-        """Return the first failure of the last failed round over all nodes, as the fields of a
-        :class:`~elasticrs.job.failure_cause.Cause`. Return ``None`` if there was none, or for one node.
+        """Return the first failure of the last failed round across all nodes, as the fields of a
+        :class:`~elasticrs.job.failure_cause.Cause`. Return ``None`` if no round has failed, or if the job
+        runs on one node.
         """
         return None
 

@@ -203,7 +203,8 @@ def _add_history(result: JobResult, failed: dict[int, ProcessFailure]) -> None:
 def print_report(
     job: JobConfig, result: JobResult, say: Callable[[str], None], write: Callable[[str], None]
 ) -> str | None:
-    """Print why a job failed: the report, whose last line says what follows from the failure.
+    """Print the failure report of a job. The last line of the report contains the verdict and advice for the
+    user.
 
     If ``TORCHELASTIC_ERROR_FILE`` is set for the launcher, write the root cause there.
 
@@ -255,7 +256,7 @@ def conclusion(job: JobConfig, result: JobResult) -> str:
 def hand_on(error: ChildFailedError, headline: str) -> bool:
     """Write the launcher's own error file, which the launcher's parent process reads. Copy the error file of
     the worker that failed first. If that file is not on this node, write a one-line summary of the failure
-    instead. Return true.
+    instead. Return true after the file has been written.
     """
     from elasticrs.multiprocessing.errors import get_error_handler
 
@@ -272,7 +273,8 @@ def hand_on(error: ChildFailedError, headline: str) -> bool:
         "node": first.host or os.uname().nodename,
     }
     message = {"message": headline, "errorCode": first.exitcode or 0, "extraInfo": extra}
-    # Name the writer, because a parent process that handles this failure may fail for another reason.
+    # Name the writer, so that the parent process does not take the file for its own. The parent may handle
+    # this failure and then fail for another reason.
     writer = {"pid": os.getpid(), "written_by": "launcher"}
     path = os.environ["TORCHELASTIC_ERROR_FILE"]
     handler._rm(path)

@@ -19,12 +19,12 @@ _SIGTERM = 15
 
 
 def early_leavers(attempt: Attempt) -> tuple[int, ...]:
-    """Return the global ranks of the workers that exited with 0 before the first failure, if that failure
-    only reports a lost peer. The peer is then one of these workers.
+    """Return the global ranks of the workers that exited with code 0 before the first failure, if that
+    failure only reports a lost peer. The lost peer is then one of these workers.
 
-    Return an empty tuple if most workers have exited with 0, because the failed worker may then be the one
-    that is out of step. Also return an empty tuple if the job has workers on other nodes or workers that meet
-    again after a failure.
+    Return an empty tuple if most workers have exited with code 0, because the failed worker may then have
+    run more steps than the others. Also return an empty tuple if the job has workers on other nodes, or if
+    the workers are members of a rendezvous.
     """
     failure = attempt.raised.get(attempt.first_failure if attempt.first_failure is not None else -1)
     ranks = attempt.global_ranks()
@@ -92,14 +92,16 @@ def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
         return ": a rank hangs"
     if attempt.blame is not None and attempt.blame.basis == "records":
         return f" {'keeps' if len(attempt.blame.ranks) == 1 else 'keep'} the other ranks waiting"
-    # Without records, several silent ranks only show which of them stopped first.
+    # If several ranks are silent and there are no flight records, only the order in which the ranks stopped
+    # is known.
     is_alone = sum(seen.is_late for seen in event.ranks) < 2
     return " has hung" if is_alone or event.ground == "stopped" else " stopped first"
 
 
 def how_it_failed(attempt: Attempt, local_rank: int) -> str:
     """Return a phrase that says how a worker failed, to append to its name. Examples are `` raised KeyError``
-    and `` died by SIGKILL``. The text of an exception follows in the line about the restart or in the report.
+    and `` died by SIGKILL``. The phrase omits the text of an exception, because the line about the restart or
+    the report contains it.
     """
     raised, worker = attempt.raised.get(local_rank), attempt.exits.get(local_rank)
     overdue = attempt.expired.get(local_rank)
@@ -109,7 +111,8 @@ def how_it_failed(attempt: Attempt, local_rank: int) -> str:
         return " has hung"
     if overdue is not None and overdue.is_blamed:
         return f" {attempt.why_expired(local_rank)}"
-    # If the worker was killed during its exit, report the signal, which says more than the exception.
+    # If the worker was killed during its exit, report the signal instead of the exception, because the signal
+    # is the cause of its death.
     is_killed = worker is not None and worker.sent_signal is None and (worker.exitcode or 0) < 0
     said = None
     if raised is not None and not is_killed:

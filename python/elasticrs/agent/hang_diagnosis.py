@@ -91,9 +91,9 @@ def accuse_after_failure(attempt: Attempt) -> None:
 
 
 def accuse(attempt: Attempt, event: WorkerHung) -> None:
-    """Decide which workers of this node are to blame for a hang, after :func:`examine`.
+    """Decide which workers of this node are to blame for a hang. Call this after :func:`examine`.
 
-    In a job on several nodes, the leader decides when it has the evidence of all nodes.
+    In a job on several nodes, the leader makes the final decision when it has the evidence of all nodes.
     """
     rank = attempt.global_ranks()[event.local_rank]
     attempt.accuse(decide(attempt.diagnosis, rank, event.ground), event.seen_ns, event)
@@ -207,7 +207,7 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
 
 
 def _why_late(attempt: Attempt, local_rank: int) -> NoRecord:
-    """Return why a worker that could write its record has not written it in time."""
+    """Return the reason why a worker has not written its flight record in time although it could write it."""
     raised = attempt.raised.get(local_rank)
     if raised is not None and reports_lost_peer(raised.text):
         return NoRecord.LOST_PEER

@@ -46,8 +46,8 @@ def hung(
             summary replaces the innermost frames of the ranks.
         was_found_here: true if a worker on this node exceeded a time limit; false if only a worker on another
             node exceeded a limit.
-        local_rank: worker to describe; ``None`` for the worker that the event names.
-        exited: exit of that worker, if it had exited before the hang was found; ``None`` otherwise.
+        local_rank: local rank of the worker to describe; ``None`` for the worker that the event names.
+        exited: exit of the described worker; ``None`` if the worker has not exited.
     """
     if local_rank is None:
         local_rank = event.local_rank
@@ -100,7 +100,7 @@ def _missed(event: WorkerHung, own: RankSeen | None, was_found_here: bool) -> st
             f"hung: its program returned {seconds((event.seen_ns - beat.at_ns) / 1e9)} before the others hung"
         )
     if own is not None and own.local_rank != event.local_rank:
-        # This worker is to blame, although the heartbeats point to another one.
+        # Use this worker's own last heartbeat, because the event describes the heartbeats of another worker.
         what = f"in its section '{section}', no heartbeat" if section else "no heartbeat"
         since_ns = since_ns if beat is None else beat.at_ns
     silent = (event.seen_ns - since_ns) / 1e9

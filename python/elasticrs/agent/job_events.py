@@ -329,7 +329,9 @@ def _milliseconds(at_ns: int | None = None) -> int:
 
 
 def _error_of(failure: ProcessFailure) -> dict[str, object]:
-    """Return the contents of a worker's error file. Without an error file, return what is known instead."""
+    """Return the contents of a worker's error file. If the worker has not written an error file, return the
+    message of the failure report instead.
+    """
     if failure.error_file != NOT_AVAILABLE or failure.cause is not None:
         return failure.error_file_data
     from elasticrs.multiprocessing.errors.report import traceback_text

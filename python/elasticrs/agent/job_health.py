@@ -90,7 +90,8 @@ class HealthObserver(Observer):
             self._no_progress = no_progress(
                 self._supervisor.heartbeats(), attempt.global_ranks(), len(attempt.exits), time.monotonic_ns()
             )
-        # The cause of a failure on another node, and the time since the last progress, change at any time.
+        # Update the status for each request, because the cause of a failure on another node and the time
+        # since the last progress change without an event on this node.
         self._is_stale |= self._job.is_multi_node or self._no_progress is not None
         if attempt is not None and (attempt.shown_ranks(), self._budget()) != (
             self._ranks,
@@ -238,8 +239,8 @@ class HealthObserver(Observer):
             "exitcode": None if worker is None else worker.exitcode,
             "what": attempt.why_expired(local_rank) or ended,
             "exception": headline(raised.text) if raised is not None else None,
-            # Do not look for the file, because a slow file system would delay the supervision of the workers.
-            # A worker sends its exception only after it has written the file.
+            # Do not check whether the file exists, because a slow file system would delay the supervision of
+            # the workers. If a worker has reported an exception, the worker has already written the file.
             "error_file": None if raised is None else attempt.paths.error_files.get(local_rank) or None,
             "time_ms": time.time_ns() // 1_000_000,
             "round": attempt.round,
@@ -292,7 +293,7 @@ class HealthObserver(Observer):
         }
 
     def _cause(self) -> dict[str, Any] | None:
-        """Return the first failure of the last failed attempt over all nodes."""
+        """Return the first failure of the last failed attempt across all nodes."""
         cause = None if self._result is None else self._result.shared_cause()
         if cause is not None:
             from elasticrs.rendezvous.elastic.announcements import failure_of
@@ -347,8 +348,8 @@ class HealthObserver(Observer):
 def no_progress(
     beats: Sequence[_core.Heartbeat], ranks: Mapping[int, int], exited: int, now_ns: int
 ) -> dict[str, Any] | None:
-    """Return for how many seconds no worker of this node has made progress, and which ranks are where. Return
-    ``None`` if a worker has made progress recently, or if it is unknown.
+    """Return the number of seconds since a worker of this node last made progress, and the step that each
+    rank has reached. Return ``None`` if a worker has made progress recently, or if there are no heartbeats.
 
     Args:
         beats: last heartbeat of each worker.

@@ -33,7 +33,7 @@ TIMEOUT = 10.0
 """Timeout in seconds for each blocking operation of a request."""
 
 END_TIMEOUT = 2.0
-"""Maximum number of seconds for which the end of the job waits for the last report."""
+"""Maximum number of seconds to wait for the last report at the end of the job."""
 
 _MAX_ANSWER = 65536
 """Number of bytes of the server's answer that are read."""
@@ -90,13 +90,13 @@ class ProgressReporter(Observer):
         self._attempt = attempt
 
     def ended(self, result: JobResult, error: BaseException | None) -> None:  # noqa: ARG002 -- the base class's signature
-        """Stop the thread. Wait until it has sent the last step, for at most :data:`END_TIMEOUT` seconds."""
+        """Stop the thread. Wait for up to :data:`END_TIMEOUT` seconds until it has sent the last step."""
         self._is_over.set()
         if self._thread is not None:
             self._thread.join(END_TIMEOUT)
 
     def over(self, attempt: Attempt, outcome: str) -> None:  # noqa: ARG002 -- the base class's signature
-        """Remember the last step of the attempt, because the supervisor does not know it for longer."""
+        """Save the last step of the attempt, because the supervisor discards it when the attempt is over."""
         self._last = self._progress()
 
     def _work(self) -> None:

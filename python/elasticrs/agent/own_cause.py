@@ -186,8 +186,8 @@ def evidence(attempt: Attempt, fatal_exit_codes: Collection[int]) -> Evidence:
 
 
 def _reached(attempt: Attempt) -> dict[str, Any]:
-    """Return the highest training step in the workers' last heartbeats, as fields of a cause. The steps are
-    counted across restarts only if all workers say so.
+    """Return the highest training step in the workers' last heartbeats, as fields of a cause. The field
+    ``is_global`` is true if all workers report that they count their steps across restarts.
     """
     found = [(beat.step, beat.is_global) for beat in attempt.heartbeats if beat.step is not None]
     if not found:
@@ -206,8 +206,8 @@ def _place(attempt: Attempt, failure: ProcessFailure) -> str | None:
 
 
 def _ran(attempt: Attempt, failure: ProcessFailure) -> float | None:
-    """Return the number of seconds from the start of the workers until the failure, or until the worker made
-    its last progress before it hung. Return ``None`` if one of the times is unknown.
+    """Return the number of seconds from the start of the workers until the failure. For a hang, return the
+    number of seconds until the worker's last progress. Return ``None`` if one of the times is unknown.
     """
     overdue, started_ns = attempt.expired.get(failure.local_rank), attempt.stamps.get("started")
     hung = None if overdue is None else overdue.hung
@@ -249,8 +249,8 @@ def _failed_at_start(attempt: Attempt, failure: ProcessFailure) -> bool:
     seconds or more after the workers were started.
     """
     started_ns, at_ns = attempt.stamps.get("started"), failed_ns(failure)
-    # If the program has already run for some time, the failure is not a start error. A late import may fail
-    # for a temporary reason, such as a file system error.
+    # If the program has already run for some time, the failure is not a start error, because a late import
+    # may fail for a temporary reason, such as a file system error.
     is_late = started_ns is not None and at_ns is not None and at_ns - started_ns >= STEADY * 1e9
     return failure.is_start_error and not is_late
 

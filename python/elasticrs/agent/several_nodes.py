@@ -375,8 +375,8 @@ class SeveralNodes(Decisions):
             self.first_cause = Cause.decoded(outcome.cause)
         self.phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
         if outcome.kind == "spare" and self._rendezvous.max_nodes == 1:
-            # Two independent jobs look like this if their command lines are equal. The caller must not take
-            # the success of the other one for its own.
+            # Report a failure. This job may have joined the rendezvous of another job with the same command
+            # line. The caller would otherwise assume that this job's own workers have succeeded.
             self.phase = machine.Phase.FAILED
         code = 0 if self.phase is machine.Phase.SUCCEEDED else 1
         if code == 0 and self.signum is None:
@@ -396,7 +396,7 @@ class SeveralNodes(Decisions):
 
 
 def has_failed_alone(cause: Cause | None, history: FailureHistory, node: str) -> bool:
-    """Return true if repeatedly only this node could not start the program.
+    """Return true if this node was repeatedly the only node that could not start the program.
 
     Args:
         cause: cause of this node's last failure; ``None`` if its workers did not fail by themselves.

@@ -100,8 +100,8 @@ class Story(Observer):
         )
 
     def failed(self, attempt: Attempt) -> None:
-        """Print the first failure now if a worker hung, raised an exception, or is slow to exit. Otherwise,
-        :meth:`exited` prints the failure when the worker has exited.
+        """Print the first failure now if the worker has hung, has raised an exception, or is slow to exit.
+        Otherwise, :meth:`exited` prints the failure when the worker has exited.
         """
         if attempt.first_failure is not None and attempt.is_told_at_once(attempt.first_failure):
             self._tell_first(attempt)
@@ -157,7 +157,7 @@ class Story(Observer):
         if result.signum is not None:
             how = f"stopped by {phrases.signal_name(result.signum)}"
         attempts = result.attempts
-        # If the files hang, name the folder anyway.
+        # If the file system does not respond, print the folder without checking that it contains files.
         run: str | None = attempts[-1].paths.run_folder
         folder = attempts[-1].files.run(partial(folder_with_files, attempts), run)
         logs = f"; logs in {folder}" if folder else ""

@@ -73,8 +73,8 @@ _NO_PROGRAM = frozenset((
 """Error numbers that mean that this node cannot execute the program, although other nodes may be able to."""
 
 GENEROUS = 1800.0
-"""Minimum limit of a step in seconds, after a hang that a learned limit has found. The same as for steps
-whose duration is unknown.
+"""Minimum time limit for a step in seconds, after a worker has exceeded a learned limit. Steps whose duration
+is unknown have the same limit.
 """
 
 DRAIN_TIMEOUT = 10.0
@@ -421,11 +421,13 @@ class AttemptTracker:
     def _on_start_failed(self, event: _core.StartFailed) -> None:
         self._workers.ended(self.supervisor)
         if self._warming is not None and self._warming.is_warm and self._workers.may_fork:
-            # The fork may be what failed, for example in a handler of an imported library.
+            # Start the workers without forking, because the fork itself may have failed, for example in a
+            # fork handler of an imported library.
             self._workers.may_fork = False
             self._warming.start_cold(event.message)
             attempt = self.result.attempts[-1]
-            # Use other log files, because workers that had been forked before the failure may have written.
+            # Use other log files, because workers that were forked before the failure may have written to the
+            # previous ones.
             attempt.name += "_cold"
             self._start(attempt)
             return
@@ -475,10 +477,10 @@ class AttemptTracker:
         self.observers.hung(event)
 
     def _learn_from(self, event: _core.WorkerHung) -> None:
-        """After a hang that only a learned limit has found, use a generous limit in the next attempts.
+        """Use a generous time limit in the next attempts if a worker has exceeded a learned limit.
 
-        The silence may have been an evaluation that takes longer than all steps so far. The next attempt
-        comes to the same place, and must not be ended there again.
+        The worker may have run an evaluation that takes longer than all earlier steps. The next attempt runs
+        this evaluation again, and must not be stopped during the evaluation.
         """
         if not isinstance(self._job.hang_timeout, str) or event.missed not in ("step", "line"):
             return
@@ -516,7 +518,7 @@ class AttemptTracker:
         attempt.exits[event.local_rank] = event
         page, is_stopped = attempt.plan.page, "stopped" in attempt.stamps
         is_early = event.exitcode == 0 and page is not None and page.is_training(event.local_rank)
-        # A worker that was ended by a time limit has failed, even if it handles the signal and exits with 0.
+        # A worker that exceeded a time limit has failed, even if it handles the signal and exits with code 0.
         has_failed = event.exitcode != 0 or is_early or event.local_rank in attempt.expired
         if self._replaces and has_failed and not is_stopped and attempt.first_failure is None:
             # Record the first failure here. If the other workers keep running, no other event reports it.

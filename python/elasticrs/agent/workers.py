@@ -137,8 +137,8 @@ class Workers(ABC):
             exited.
         warm_command: part of the command line that all workers have in common; ``None`` if no worker is
             forked from a warm nursery.
-        follower: debugger or tracer that follows the workers, which then start cold; ``None`` if there is
-            none.
+        follower: debugger or tracer that follows the workers. The workers then start cold. ``None`` if no
+            such tool is active in this process.
         may_fork: false if files have changed since the warm nursery imported them. The workers of the next
             attempt then start cold.
     """
@@ -225,13 +225,14 @@ def watch_timers(setup: WorkerSetup, supervisor: _core.Supervisor) -> dict[str, 
 
 
 def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float = 0.0) -> None:
-    """Monitor the heartbeats of the workers if ``--hang-timeout`` is given. Applies from the next attempt on.
+    """Monitor the heartbeats of the workers if ``--hang-timeout`` is given. The next attempt is the first one
+    that is monitored with these limits.
 
     Args:
         setup: settings of the workers.
         supervisor: supervisor of the workers.
-        least: minimum in seconds of a limit that is derived from the heartbeats, if it is above that of the
-            settings.
+        least: minimum in seconds of a limit that is learned from the heartbeats. A larger minimum in the
+            settings takes precedence.
     """
     job = setup.job
     if job.hang_timeout is None:
@@ -425,7 +426,7 @@ class CommandWorkers(Workers):
     """Workers that run a program.
 
     As in torch, ``${local_rank}`` in an argument is replaced with the worker's local rank, and ``$$`` with a
-    dollar sign. A debugger or tracer in this process that follows child processes changes the command line.
+    dollar sign. If a debugger or tracer in this process follows child processes, it changes the command line.
     """
 
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:

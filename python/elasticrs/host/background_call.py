@@ -15,18 +15,19 @@ if TYPE_CHECKING:
     _T = TypeVar("_T")
 
 FILE_LIMIT = 3.0
-"""Maximum number of seconds for which the agent waits for files. They are read before each restart."""
+"""Time limit in seconds for file accesses. The limit is short, because files are read before each restart."""
 
 
 class FileAccess:
     """Runs functions that access files, one at a time, each on a thread and with a time limit.
 
-    A file system that does not respond must not stop the agent. After the limit has passed once, further
-    functions are refused until the one that hangs has returned, so that each object waits for at most one
-    limit and keeps at most one thread.
+    A file system that does not respond must not block the agent. After a function has exceeded the limit,
+    further functions are refused until that function returns. A hanging file system therefore delays the
+    agent only once and occupies only one thread.
 
     Args:
-        hangs: called when :data:`FILE_LIMIT` has passed, once in a row.
+        hangs: called when a function exceeds :data:`FILE_LIMIT`, but not for the functions that are then
+            refused.
     """
 
     def __init__(self, hangs: Callable[[], object] = lambda: None) -> None:
@@ -71,8 +72,8 @@ class FileAccess:
         return found[0]
 
     def begin(self, act: Callable[[], object]) -> None:
-        """Start a function without waiting for it. Its result is ignored, and it may not raise an exception.
-        Do nothing if an earlier function is still running.
+        """Start a function without waiting for it. The function's result is ignored, and the function may not
+        raise an exception. Do nothing if an earlier function is still running.
         """
         if self._free.acquire(blocking=False):
 

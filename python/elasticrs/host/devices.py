@@ -305,7 +305,8 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
         return None
     python = environ.get("PYTHON_EXEC") or sys.executable
     if word not in ("gpu", "xpu", "auto") and python == sys.executable and not _has_extensions():
-        # Only an extension of torch can define this device, so do not import torch for a typing error.
+        # Do not import torch to check a mistyped name. Only an extension of torch could define this device,
+        # and no extension is installed.
         raise UnknownDeviceError(word)
     command = [python, torch_devices.__file__, word]
     pipe = subprocess.PIPE
@@ -326,8 +327,8 @@ def _ask_torch(word: str, environ: Mapping[str, str]) -> Count | None:
 
 
 def _has_extensions() -> bool:
-    """Return true if a package is installed that torch loads while it is imported. Such a package may define
-    kinds of devices.
+    """Return true if an extension of torch is installed. ``import torch`` loads the extensions, and they may
+    define further types of devices.
     """
     from importlib.metadata import entry_points
 

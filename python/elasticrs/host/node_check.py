@@ -38,8 +38,8 @@ _STOPPED = frozenset(
     for signum in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     for code in (-signum, 128 + signum)
 )
-"""Return codes of a check that another process or the kernel's OOM killer has stopped. Such a check has given
-no answer. A shell returns 128 plus the signal number if its last command was killed by the signal.
+"""Return codes of a check that was killed by another process or by the kernel's OOM killer. Such a check has
+produced no result. A shell returns 128 plus the signal number if its last command was killed by the signal.
 """
 
 

@@ -79,7 +79,8 @@ class ForeignPrograms(Record):
 
     def stop(self, death_sig: signal.Signals, timeout: float) -> None:
         """Send a signal to the running programs, wait up to ``timeout`` seconds, and kill the remaining ones
-        with SIGKILL. A program that does not exit :data:`_KILL_LIMIT` seconds later is left behind.
+        with SIGKILL. If a program does not exit within :data:`_KILL_LIMIT` seconds after SIGKILL, stop
+        waiting for it.
         """
         self._send(death_sig)
         deadline = time.monotonic() + timeout

@@ -2,9 +2,9 @@
 
 A console whose reader has stopped (a stopped terminal, a full pipe, a file on a network file system) must not
 delay a restart. The file descriptor cannot be made non-blocking, because the workers share it. A poll before
-a write does not help either, because a worker may fill the pipe in between. So a line is written with
-``RWF_NOWAIT``, which pipes and sockets support. Where that is not possible at once, a thread writes. It
-exists only while lines are waiting.
+a write does not help either, because a worker may fill the pipe in between. The agent therefore writes each
+line with ``RWF_NOWAIT``, which pipes and sockets support. If this write fails because it would block, a
+thread writes the line. The thread exists only while lines are queued.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 # Number of bytes that the kernel writes to a pipe atomically.
 _PIPE_BUF = 4096
 _NO_WAIT = 8
-"""``RWF_NOWAIT``"""
+"""Value of the flag ``RWF_NOWAIT`` of ``pwritev2``."""
 _NOT_AT_ONCE = frozenset((
     *(errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EINTR),
-    # A filter of system calls forbids `pwritev2`.
+    # A system call filter (seccomp) forbids `pwritev2`.
     errno.EPERM,
 ))  # fmt: skip
-"""Error numbers that mean that only a write that may block can succeed."""
+"""Error numbers of a non-blocking write after which a blocking write may still succeed."""
 _KEPT = 1000
 _MOMENT = 0.002
-"""Maximum number of seconds for which a line is waited for. A reader that reads takes less, so the lines of
-the agent stay in order with those of the workers.
+"""Maximum number of seconds to wait until a line is written. The wait keeps the lines of the agent in order
+with the lines of the workers. The wait is shorter if the reader is reading.
 """
 END_PATIENCE = 1.0
-"""Maximum number of seconds for which the end of a job waits for the last lines."""
+"""Maximum number of seconds to wait for the last lines at the end of a job."""
 
 _LOOK = 0.02
-"""Seconds between two looks at the descriptor that may interrupt a wait for the reader."""
+"""Seconds between two polls of the file descriptor that can interrupt a wait for the reader."""
 
 
 def prefix(time_ns: int | None = None, node: str = "", group_rank: int | None = None) -> str:
@@ -79,7 +79,7 @@ def has_time(log_prefix: str | None, fd: int) -> bool:
 
 
 class Console:
-    """Adds a prefix to lines, and writes them to a file descriptor on a thread.
+    """Adds a prefix to lines, and writes them to a file descriptor. If a write would block, a thread writes.
 
     Args:
         fd: file descriptor to write to.
@@ -106,7 +106,7 @@ class Console:
         self._lines: deque[bytes] = deque()
         self._is_gone = self._is_late = self._is_writing = False
         self._lock = _thread.allocate_lock()
-        # Held while the thread exists.
+        # Lock that is held while the thread exists.
         self._writing = _thread.allocate_lock()
 
     @property
@@ -119,8 +119,8 @@ class Console:
         return prefix(time.time_ns() if self._has_time else None, self._node, self.group_rank) + text
 
     def say(self, text: str) -> None:
-        """Write one line with the prefix, or queue it if the reader does not read. Truncate the line if it is
-        too long for a single atomic write to a pipe.
+        """Write one line with the prefix. Queue the line if the reader has stopped reading. Truncate the line
+        if it is too long for a single atomic write to a pipe.
         """
         line = _encode(self.prefixed(" ".join(text[:_PIPE_BUF].splitlines())))
         if self.waiting < _KEPT:
@@ -149,7 +149,7 @@ class Console:
             patience: maximum number of seconds to wait while the reader does not read.
             wake_fd: file descriptor that can interrupt the wait when it is readable.
             is_enough: called when ``wake_fd`` is readable; returns true to interrupt the wait.
-            paint: adds colours to the text, if the console has any.
+            paint: adds colours to the text; called only if the console shows colours.
 
         Returns:
             False if the wait was interrupted or timed out before everything was written.
@@ -189,19 +189,19 @@ class Console:
         try:
             _thread.start_new_thread(self._work, ())
         except RuntimeError:
-            # No thread can be started, so write here. The process has then reached a limit on threads.
+            # Write the lines in the calling thread, because the process has reached its limit on threads.
             self._work()
 
     def _write_at_once(self) -> None:
-        """Write lines as long as that takes no time."""
+        """Write queued lines until all are written or a write would block."""
         while self._lines and not self._is_gone:
             line = self._lines[0]
             try:
-                # The offset -1 stands for the position of the descriptor.
+                # Offset -1 selects the current position of the file descriptor.
                 written = os.pwritev(self._fd, (line,), -1, _NO_WAIT)
             except OSError as error:
                 self._is_gone = error.errno not in _NOT_AT_ONCE
-                # Do not wait for the thread if the pipe is full, because its reader does not read.
+                # If the pipe is full, do not wait for the thread, because the reader has stopped reading.
                 self._is_late = error.errno == errno.EAGAIN
                 return
             except NotImplementedError:
@@ -212,7 +212,7 @@ class Console:
                 self._lines[0] = line[written:]
 
     def _work(self) -> None:
-        """Write all lines on a thread."""
+        """Write all queued lines. Called in the console's thread, where writes may block."""
         # Block all signals in this thread, because other threads handle them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         while True:
@@ -233,7 +233,7 @@ class Console:
         try:
             return os.write(self._fd, line)
         except BlockingIOError:
-            # Another process has made the shared descriptor non-blocking.
+            # Wait for the reader, because another process has made the shared descriptor non-blocking.
             poll = select.poll()
             poll.register(self._fd, select.POLLOUT)
             poll.poll()
@@ -245,12 +245,12 @@ class Console:
 
 
 def _whole(text: bytes, limit: int) -> bytes:
-    """Return the beginning of UTF-8 text, at most ``limit`` bytes, without half of a character."""
+    """Truncate UTF-8 text to at most ``limit`` bytes without cutting a character in half."""
     return text if len(text) <= limit else text[:limit].decode("utf-8", "ignore").encode()
 
 
 def _encode(text: str) -> bytes:
-    """Encode text as UTF-8. Lone surrogates are escaped, because a program that reads the lines may decode
-    them strictly.
+    """Encode text as UTF-8. Escape lone surrogates, because a program that reads the lines may fail on
+    invalid UTF-8.
     """
     return visible(text).encode("utf-8", "backslashreplace")

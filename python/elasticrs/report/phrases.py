@@ -23,13 +23,14 @@ NOT_STARTED = "the workers could not be started"
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _CONTROLS |= {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
-# Bytes that are not UTF-8, for example of a file name in latin-1. In Python, they are lone surrogates.
+# Escape bytes that are not valid UTF-8, for example in a Latin-1 file name. Python decodes such bytes to lone
+# surrogates.
 _CONTROLS |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 
 
 def visible(text: str) -> str:
-    """Return the text with control characters escaped, except newlines and tabs. Bytes that are not UTF-8 are
-    escaped, too.
+    """Return the text with control characters escaped, except newlines and tabs. Bytes that are not valid
+    UTF-8 are escaped, too.
 
     Names of nodes and roles, and the output of workers, may contain sequences that clear the screen, set the
     terminal's title, or change the direction of text.
@@ -93,7 +94,7 @@ def restart_line(cause: str, stopped: int, restart: str, when: str, delay: float
     Args:
         cause: the failed worker and the reason.
         stopped: number of other workers that were stopped for the restart.
-        restart: number of the restart and the limit, as from :func:`restarts_used`.
+        restart: number of the restart and the limit, as returned by :func:`restarts_used`.
         when: time of the failure.
         delay: seconds until the restart.
     """

@@ -1,14 +1,16 @@
-"""Summarize a traceback in one line, for error messages, and name the type and the place of its exception.
+"""Summarize a traceback in one line for error messages. The summary contains the type of the exception and
+the place where it was raised.
 
-The exception that a worker raises is not always the one that tells what happened. In these cases, the summary
-is of the exception behind it:
+The exception that a worker raises may only report another exception. In these cases, the summary describes
+the other exception:
 
-- an exception group: its members,
-- an error of a data loader worker or of a spawned process, whose text contains the traceback of that process,
-- an error of a process pool, whose cause is a ``RemoteTraceback``.
+- For an exception group, the summary describes a member of the group.
+- For an error of a data loader worker or a spawned process, the summary describes the exception of that
+  process. The error's text contains the traceback of the process.
+- For an error of a process pool, the place is taken from the ``RemoteTraceback`` that caused the error.
 
-This module is imported between a failure and the restart, so it uses neither :mod:`re` nor :mod:`typing`,
-whose imports take milliseconds.
+This module does not import :mod:`re` or :mod:`typing`, because their imports take milliseconds and would
+delay the restart after a failure.
 """
 
 from __future__ import annotations
@@ -30,27 +32,27 @@ _OWN_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"
 _LIMIT = 300
 """Maximum number of characters of the exception's text."""
 _HEAD, _TAIL = 1 << 14, 1 << 16
-"""Number of characters that are read at the start and at the end of a text."""
+"""Number of characters that are used from the start and from the end of a long text."""
 _MAX_KINDS = 4
-"""Maximum number of types that are named for an exception group."""
+"""Maximum number of exception types in the summary of an exception group."""
 _MAX_DEPTH = 10
-"""Maximum number of tracebacks inside of each other that are followed."""
+"""Maximum nesting depth of tracebacks inside the texts of other tracebacks."""
 
 _CAUSED = "The above exception was the direct cause of the following exception:"
 _CHAINED = (_CAUSED, "During handling of the above exception, another exception occurred:")
 _BEGINS = ("Traceback (most recent call last)", "Original Traceback (most recent call last)")
 _REMOTE = 'RemoteTraceback: \n"""'
-"""End of the text that a process pool puts above the traceback of its process."""
+"""Text that precedes the traceback of a process in a process pool."""
 
 
 class Summary:
-    """Summary of the exception that tells what happened.
+    """Summary of an exception.
 
     Args:
         said: type and first line of the exception's text.
         place: file name and line in the user's code, such as ``train.py:41``; ``None`` if it is unknown.
-        exception: qualified name of the exception's type; ``None`` if the text is no traceback.
-        more: number of further members, if the exception is in an exception group.
+        exception: qualified name of the exception's type; ``None`` if the text is not a traceback.
+        more: number of further members if the exception is a member of an exception group; 0 otherwise.
     """
 
     __slots__ = ("exception", "more", "place", "said")
@@ -78,8 +80,8 @@ def headline(text: str) -> str | None:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return the end of a text, with at most ``limit`` characters. For a traceback, the result names the same
-    exception and place: if the end does not contain them, return only these.
+    """Return the end of a text, with at most ``limit`` characters. If the end of a traceback does not contain
+    the exception and its place, return only the exception and its place.
     """
     if len(text) <= limit:
         return text
@@ -97,8 +99,8 @@ def summarize(text: str) -> Summary | None:
     """Summarize a traceback, the end of a traceback, or any other message. Return ``None`` if the text is
     empty.
 
-    The summary of an exception group does not depend on the order of its members, because that may differ
-    from one attempt to the next. Its ``exception`` names the types of all members.
+    The summary of an exception group does not depend on the order of its members, because this order may
+    differ from one attempt to the next. Its field ``exception`` names the types of the members.
     """
     if len(text) > _HEAD + _TAIL:
         text = f"{text[:_HEAD]}\n{text[-_TAIL:]}"
@@ -106,8 +108,8 @@ def summarize(text: str) -> Summary | None:
 
 
 def _summarize(text: str, depth: int, *, is_exception: bool = False) -> Summary | None:
-    """Summarize a text. ``depth`` limits how many tracebacks inside of each other are followed. If
-    ``is_exception`` is true, the text is of an exception even if it contains no traceback.
+    """Summarize a text. ``depth`` is the maximum nesting depth of tracebacks. ``is_exception`` is true if the
+    text is known to describe an exception, even if it contains no traceback.
     """
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if not lines:
@@ -127,8 +129,8 @@ def _summarize(text: str, depth: int, *, is_exception: bool = False) -> Summary 
 
 
 def _remote(text: str) -> str:
-    """Return the traceback of another process that is the direct cause of the last exception in the text;
-    empty if there is none.
+    """Return the traceback of another process if its exception directly caused the last exception in the
+    text. Otherwise, return an empty string.
     """
     before, found, own = text.rpartition(f'\n"""\n\n{_CAUSED}\n')
     if not found or any(line in _CHAINED for line in own.splitlines()):
@@ -137,7 +139,7 @@ def _remote(text: str) -> str:
 
 
 def _of_traceback(lines: Sequence[str], is_exception: bool) -> Summary:
-    """Summarize lines that are not empty and contain no exception group."""
+    """Summarize the non-empty lines of a text that contains no exception group."""
     begins = [number for number, line in enumerate(lines) if line.startswith(_BEGINS)]
     block = lines[begins[-1] + 1 if begins else 0 :]
     frames = _frames(block)
@@ -150,22 +152,23 @@ def _of_traceback(lines: Sequence[str], is_exception: bool) -> Summary:
     else:
         said, name = block[at].strip(), _type(block[at])
         if name is not None and said == f"{name}:" and at + 1 < len(block):
-            # The exception's text begins with a newline.
+            # Add the next line, because the exception's text begins with a newline.
             said = f"{said} {block[at + 1].strip()}"
     place = _own_place(frames)
     if place is None and frames:
-        # The text of an exception contains the traceback of another process, in which only libraries ran.
+        # The last traceback contains only library code. It may be part of the exception's text and come from
+        # another process, so search the traceback of the exception itself, too.
         since = max((n for n, line in enumerate(lines) if line in _CHAINED), default=-1) + 1
         place = _own_place(_frames(lines[since:])) or _place(frames[-1])
     return Summary(printable(said, _LIMIT), place, None if name is None else _qualified(name))
 
 
 def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summary:
-    """Summarize an exception group by one of its members, whatever their order is.
+    """Summarize an exception group by one of its members. The choice does not depend on their order.
 
     Args:
         members: summaries of the members.
-        place: place at which the group was raised, for members that were never raised themselves.
+        place: place where the group was raised. It is used if the chosen member was never raised itself.
         more: number of members that are not in ``members``.
     """
     told = min(members, key=lambda each: (each.exception or "", each.place or ""))
@@ -178,8 +181,9 @@ def _of_group(members: Sequence[Summary], place: str | None, more: int) -> Summa
 
 
 def _members(lines: Sequence[str]) -> tuple[list[str], list[list[str]], int]:
-    """Return the lines of an exception group above its members, the lines of each member that is not itself
-    a group, and the number of members that Python has left out. The lines have no frame around them.
+    """Split the traceback of an exception group. Return the lines above its members, the lines of each member
+    that is not itself a group, and the number of members that Python has omitted. Remove the border that
+    Python draws beside the members.
     """
     sections: list[list[str]] = [[]]
     more = 0
@@ -188,7 +192,7 @@ def _members(lines: Sequence[str]) -> tuple[list[str], list[list[str]], int]:
         if bare.startswith("|"):
             sections[-1].append(bare[2:])
         elif bare.startswith("+-+--") and len(sections) > 1:
-            # The section above is the head of an inner group.
+            # Discard the previous section, because it is the header of an inner group and not a member.
             sections[-1] = []
         elif bare.startswith("+-") and not _is_end_of_group(line):
             sections.append([])
@@ -202,14 +206,16 @@ def _members(lines: Sequence[str]) -> tuple[list[str], list[list[str]], int]:
 
 
 def _left_out(section: Sequence[str]) -> int:
-    """Return the number in ``and 3 more exceptions``, which Python writes in place of members."""
+    """Return the number of omitted members if the section is a line such as ``and 3 more exceptions``. Return
+    0 otherwise.
+    """
     words = section[0].split() if len(section) == 1 else []
     is_number = len(words) == 4 and words[0] == "and" and words[2] == "more" and words[1].isdecimal()
     return int(words[1]) if is_number else 0
 
 
 def _is_end_of_group(line: str) -> bool:
-    """Return true for the line below an exception group: a plus sign and at least eight minus signs."""
+    """Return true if the line ends an exception group. Python writes a plus sign and a row of minus signs."""
     bare = line.lstrip(" ")
     return len(bare) > 8 and bare.rstrip("-") == "+"
 
@@ -226,7 +232,9 @@ def _frame(line: str) -> tuple[str, str] | None:
 
 
 def _own_place(frames: Sequence[tuple[str, str]]) -> str | None:
-    """Return the innermost place outside of libraries and of this package; ``None`` if there is none."""
+    """Return the innermost place in the user's code. Return ``None`` if all frames are in libraries or in
+    this package.
+    """
     for frame in reversed(frames):
         path = frame[0]
         if not path.startswith(_OWN_PACKAGE) and not any(part in path for part in LIBRARIES):
@@ -239,7 +247,9 @@ def _place(frame: tuple[str, str]) -> str:
 
 
 def _type(line: str) -> str | None:
-    """Return the name of the type at the start of an exception's text; ``None`` if there is none."""
+    """Return the name of the type at the start of an exception's text. Return ``None`` if the text does not
+    start with a name.
+    """
     name = line.partition(":")[0].strip()
     parts = name.split(".")
     return name if all(part.isidentifier() or part == "<locals>" for part in parts) else None

@@ -16,12 +16,13 @@ has to work in any Python from 3.8 on, even if elasticrs cannot be imported ther
 - **HOOK-6** if the program has a Python handler for SIGUSR1 or SIGUSR2, that signal is ignored while the
   interpreter shuts down, because the interpreter then restores the default action, which would kill a worker
   that is about to exit with 0.
-- **HOOK-7** a program that an uncaught exception has ended leaves without the teardown of its interpreter,
-  after all ``atexit`` callbacks (``fast_exit.py``). ``ELASTICRS_FAST_EXIT=0`` disables this. A program that
-  ends in another way is torn down as usual.
-- **HOOK-8** a program that ``sys.exit`` has ended with another code than 0 counts as failed in the same way.
-  A text is recorded, and so is 2 from a parser of command lines, because no restart can fix that. A
-  ``SystemExit`` that the program catches has no effect, and neither has one that it raises itself.
+- **HOOK-7** a program that an uncaught exception has ended exits without the teardown of its interpreter,
+  after all ``atexit`` callbacks (``fast_exit.py``). ``ELASTICRS_FAST_EXIT=0`` disables this. All other
+  programs are torn down as usual.
+- **HOOK-8** a program that ``sys.exit`` has ended with another code than 0 counts as failed, as after an
+  uncaught exception. An exit with a text is recorded. An exit with code 2 from a command-line parser is also
+  recorded, because a restart cannot fix the arguments. The hook ignores a ``SystemExit`` that the program
+  catches, and a ``SystemExit`` that the program raises without ``sys.exit``.
 """
 
 import os
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 _PARSERS = frozenset(("argparse", "optparse", "click.core", "typer.core"))
-"""Modules that call ``sys.exit(2)`` if they reject the command line of the program."""
+"""Command-line parsers. These modules call ``sys.exit(2)`` if they reject the arguments of the program."""
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _WRITER, _FAST_EXIT = [

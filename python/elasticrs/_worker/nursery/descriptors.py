@@ -21,7 +21,8 @@ class Captured:
         self._kept = {}
         for fd in (1, 2):
             memory = os.memfd_create("imports")
-            # Keep a descriptor of the memory, because an import may close or replace the stream's descriptor.
+            # Keep a descriptor of the memory file, because an import may close or replace the descriptor of
+            # the stream.
             self._kept[fd] = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, lowest) for each in (fd, memory)]
             os.dup2(memory, fd)
             os.close(memory)
@@ -32,7 +33,7 @@ class Captured:
 
         printed = {}
         for fd, (kept, memory) in self._kept.items():
-            # An import may have closed the stream or its descriptor.
+            # Ignore errors, because an import may have closed the stream or its descriptor.
             with suppress(ValueError, OSError):
                 (sys.stdout if fd == 1 else sys.stderr).flush()
             printed[fd] = os.pread(memory, os.fstat(memory).st_size, 0)

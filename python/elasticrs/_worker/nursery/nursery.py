@@ -13,7 +13,7 @@ the nursery. This file does not need elasticrs to be importable. It guarantees:
 - **WARM-3** the output of the imports is recorded. Each worker prints it, as if the worker had run the
   imports.
 - **WARM-4** an unexpected error ends the nursery before it is ready. Workers then start without preloaded
-  modules. After an unexpected error in a forked worker, the worker executes its command line.
+  modules. After an unexpected error in a forked worker, the worker executes its command line instead.
 """
 
 from __future__ import annotations
@@ -192,9 +192,10 @@ def _settings(stream: Any) -> dict[str, object] | None:
 
 
 class _Surroundings:
-    """Process state that imports must not change, because each worker starts with it: umask, signal mask,
-    timers, nice value, working directory, standard streams, the dictionary of the environment, and the first
-    entry of ``sys.path``, which the interpreter moves behind the folder of the script.
+    """Process state that imports must not change, because each worker starts with it. The state consists of
+    the umask, signal mask, timers, nice value, working directory, standard streams, the object
+    ``os.environ``, and the first entry of ``sys.path``. The interpreter later inserts the folder of the
+    script before this entry.
     """
 
     def __init__(self, folders: list[str], variables: Any, children: Any) -> None:
@@ -571,7 +572,7 @@ def _become_worker(
 
 
 def _start_cold(argv: list[bytes], env: list[bytes], error: BaseException) -> NoReturn:
-    """Execute the command line of this worker, because the fork could not be prepared."""
+    """Execute the command line of this worker, because the preparation of the forked process has failed."""
     why = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace")
     os.write(2, b"elasticrs: warm: this worker starts cold, because its fork failed to start: " + why + b"\n")
     _execve(_executable, argv, dict(entry.split(b"=", 1) for entry in env))

@@ -60,7 +60,8 @@ class EventRunner(Record):
         signals = catch_signals((*job.signals, *job.forwarded))
         console = Console(log_prefix=job.log_prefix, is_one_of_several=job.is_multi_node)
         if signals is None:
-            # Print a line instead of a warning, because the program may turn warnings into errors.
+            # Print a line instead of issuing a Python warning, because the program may turn warnings into
+            # errors.
             console.say("signals are not handled, because the job does not run in the main thread")
         decisions = self._decisions(job, console)
         try:

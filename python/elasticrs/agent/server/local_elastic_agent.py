@@ -362,8 +362,8 @@ object.
 
 
 def _name_command(spec: WorkerSpec) -> None:
-    """Tell a rendezvous of this package which command the workers run, because it has to be the same on all
-    nodes.
+    """Pass the command of the workers to the rendezvous, because all nodes have to run the same command. Do
+    nothing if the rendezvous is not from this package.
     """
     handler: Any = spec.rdzv_handler
     if spec.entrypoint is None or not hasattr(handler, "rendezvous"):

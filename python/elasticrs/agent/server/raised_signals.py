@@ -33,8 +33,8 @@ def raised_signals(
     Restore the previous signal handlers afterwards. A repeated signal that is not a new request (see
     :class:`.StopRequests`) raises nothing.
 
-    Outside of the main thread, no handler is installed, and a line in the log says so. Forked children get
-    the previous handlers.
+    Outside of the main thread, log a warning and install no handler. Forked children get the previous
+    handlers.
 
     Args:
         signums: signals to catch. Ignored signals stay ignored.

@@ -23,10 +23,13 @@ _FAULTS = frozenset({4, 6, 7, 8, 11})
 """Signals for which :mod:`faulthandler` writes the stack: SIGILL, SIGABRT, SIGBUS, SIGFPE, SIGSEGV."""
 _STACK_LIMIT = 16384
 _OWN_THREAD = '/elasticrs/_worker/flight.py", line '
-"""Part of a frame of the thread with which elasticrs waits for requests, which tells users nothing."""
+"""Text that identifies the thread in which elasticrs waits for requests. The report omits the stack of this
+thread, because the stack does not help users.
+"""
 _ERROR_FILE_LIMIT = 1 << 20
-"""Maximum number of bytes that are read of an error file, because it is read before a restart. Of a larger
-file, only the first line of the message and the data of elasticrs at the end are used.
+"""Maximum number of bytes that are read from an error file. The limit keeps restarts fast, because error
+files are read before a restart. From a larger file, only the first line of the message and the data of
+elasticrs at the end are used.
 """
 _TEXT_LIMIT = 1 << 16
 """Maximum number of characters of a text in an error file. Longer texts are shortened in the middle."""
@@ -55,7 +58,7 @@ class ProcessFailure:
         log_paths: log files by name of the stream.
         stderr_tail: last lines of the worker's stderr.
         host: host name of the worker's machine; ``None`` for this machine.
-        unread: reason why the files of the worker cannot be read. If it is set, no file is accessed.
+        unread: reason why the files of the worker cannot be read. If a reason is given, no file is accessed.
 
     Attributes:
         error_file: path of the error file, or ``"<N/A>"`` if the worker has not written one.
@@ -80,9 +83,9 @@ class ProcessFailure:
         stack: stacks of all threads after a fault such as SIGSEGV, or the stack of a hung thread; ``None`` if
             there are none.
         more_notes: further lines for the report.
-        named: text for the field ``rank`` of the report, if it names several ranks or no rank for sure;
-            ``None`` if this rank alone is named.
-        is_first: true if this failure is the root cause whatever the times of the failures.
+        named: text for the field ``rank`` of the report if several ranks are to blame, or if it is uncertain
+            which rank is to blame; ``None`` if only this rank is to blame.
+        is_first: true if this failure is the root cause even if another worker failed earlier.
     """
 
     __match_args__ = ("local_rank", "pid", "exitcode", "error_file")
@@ -178,8 +181,9 @@ class ProcessFailure:
                 self._read_mark(each["retryable"])
 
     def _find_exception_behind(self) -> None:
-        """Correct type and place if the recorded exception only carries another one: a member of a group, or
-        an error of another process. Two failures are the same only if these other exceptions are the same.
+        """Replace the recorded type and place with those of the original exception, if the recorded exception
+        is a group or only reports an error of another process. Failures with different original exceptions
+        are then not considered equal.
         """
         extra = self.message.get("extraInfo") if isinstance(self.message, dict) else None
         callstack = extra.get("py_callstack") if isinstance(extra, dict) else None
@@ -307,13 +311,13 @@ def load_object(path: str) -> dict[str, Any]:
 
 
 def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str, Any]:
-    """Return what is known of an error file that is too large, from its first and its last bytes: the first
-    line of its message, and the data of elasticrs.
+    """Parse the first and the last bytes of an error file that is too large. Return the first line of its
+    message, and the data of elasticrs.
 
     Args:
         beginning: first bytes of the file.
         end: last bytes of the file.
-        written: time of its last change, in seconds since 1970.
+        written: time of the file's last change, in seconds since 1970.
         size: size of the file in bytes.
     """
     import json
@@ -325,20 +329,20 @@ def _parts(beginning: bytes, end: bytes, written: float, size: int) -> dict[str,
     text = beginning[found.end() : found.end() + _TEXT_LIMIT].decode("utf-8", "replace")
     message = json.loads(f'"{re.match(_PART_OF_STRING, text)[0]}"', strict=False)  # type: ignore[index]
     line = message.lstrip().split("\n", 1)[0][:_LINE_LIMIT]
-    # The line of the exception comes last, as in a traceback.
+    # Put the line of the exception last, because that is where a traceback has it.
     told = f"[the error file has {size:,} bytes; only the first line of its message is shown]\n{line}"
     data = {"message": {"message": told, "extraInfo": {"timestamp": str(int(written))}}}
     own = end.rpartition(_OWN_DATA)[2].decode("utf-8", "replace")
     try:
         data["elasticrs"], _ = json.JSONDecoder().raw_decode("{" + own)
     except (ValueError, RecursionError):
-        # Another program than elasticrs has written the file.
+        # The file contains no data of elasticrs, because another program has written the file.
         return data
     return data
 
 
 def _shorten(data: dict[str, Any]) -> None:
-    """Shorten the long texts of an error file."""
+    """Shorten the messages and the traceback of an error file if they exceed :data:`_TEXT_LIMIT`."""
     message = data.get("message")
     extra = message.get("extraInfo") if isinstance(message, dict) else None
     for each, name in ((data, "message"), (message, "message"), (extra, "py_callstack")):
@@ -347,7 +351,7 @@ def _shorten(data: dict[str, Any]) -> None:
 
 
 def shortened(text: str) -> str:
-    """Return a text of at most about :data:`_TEXT_LIMIT` characters, without the middle of a longer one."""
+    """Return the text. Omit the middle of a text that is longer than :data:`_TEXT_LIMIT` characters."""
     left_out = len(text) - _TEXT_LIMIT
     if left_out <= 0:
         return text

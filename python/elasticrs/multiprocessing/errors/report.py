@@ -1,9 +1,10 @@
 """Format the failure report.
 
-The report begins with the root cause, because that is what a user has to read. It has torch's title and its
-six lines, because people and tools know them. Facts that torch does not report follow after these six lines.
-Each other failure is most often a side effect and has one line; its traceback is in its error file. Equal
-ones share a line, and so do the workers that the agent stopped.
+The report begins with the root cause, because users need the root cause first. The title and the six lines of
+the root cause have torch's format, because people and tools know this format. Facts that torch does not
+report follow after these six lines. Each of the other failures has only one line, because most of them are
+side effects of the root cause. Their tracebacks are in their error files. Equal failures share a line. The
+workers that the agent stopped also share a line.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ if TYPE_CHECKING:
 _WIDTH = 60
 _SIGKILL = 9
 _MAX_LINES, _MAX_FIRST_LINES = 120, 40
-"""Maximum number of lines of a traceback, and how many of them are from its start."""
+"""Maximum number of lines that are shown of a traceback, and maximum number of these lines from its start."""
 _MAX_LINE = 1000
 """Maximum number of characters of a line of a traceback."""
 _MAX_OTHERS = 12
 """Maximum number of lines about other failures."""
 _MAX_SAID = 160
-"""Maximum number of characters of such a line that come from the exception."""
+"""Maximum number of characters of an exception's text in the line of another failure."""
 _MAX_NOTES = 4
-"""Maximum number of notes about other failures that are alike."""
+"""Maximum number of notes below a line that several equal failures share."""
 
 
 def format_report(
@@ -49,7 +50,7 @@ def format_report(
         failures: failures by global rank, at least one.
         border: character of the outer separator lines.
         section: character of the inner separator lines.
-        conclusion: line about what follows from the failure; ``None`` if nothing is known about that.
+        conclusion: last line of the report, with the verdict and advice for the user; ``None`` to omit it.
     """
     root = root_cause(failures)
     stopped = [rank for rank in victims(failures) if rank != root]
@@ -72,8 +73,8 @@ def format_report(
 
 
 def painted(report: str) -> str:
-    """Return the report with a terminal's escape sequences: the headings of the root cause in bold red, the
-    verdict in bold, and the other failures faint.
+    """Add a terminal's escape sequences to the report. They make the headings of the root cause bold red, the
+    verdict bold, and the other failures faint.
     """
     lines: list[str] = []
     is_other = False
@@ -116,7 +117,7 @@ def _root_entry(index: int, rank: int, failure: ProcessFailure) -> list[str]:
 
 
 def _bounded(text: str) -> list[str]:
-    """Return the lines of a text. Leave out lines in the middle and the ends of lines that are too long."""
+    """Return the lines of a text. Omit lines from the middle of a long text, and truncate long lines."""
     lines = text.split("\n")
     if len(lines) > _MAX_LINES:
         left_out = len(lines) - _MAX_LINES
@@ -144,7 +145,8 @@ def _others(
 
     Args:
         ranks: global ranks of the other failures, in the order in which the workers failed.
-        order: the same with the root cause, which gives each failure its number.
+        order: global ranks of all failures including the root cause, in the same order. The index of a rank
+            is the number of its failure in the report.
         failures: failures by global rank.
         root: global rank of the root cause.
     """
@@ -199,8 +201,8 @@ def _since(group: Sequence[ProcessFailure], root: ProcessFailure) -> str:
 
 
 def _folded(paths: Sequence[str]) -> list[str]:
-    """Return the paths that exist in a form that a shell expands. Paths that differ only in the number of
-    their folder share a text, such as ``logs/attempt_0/{0,2}/error.json``.
+    """Return the paths of the error files in a short form that a shell can expand. Combine paths that differ
+    only in the number of their folder, such as ``logs/attempt_0/{0,2}/error.json``.
     """
     folders: dict[tuple[str, str], list[int]] = {}
     others: list[str] = []
@@ -245,8 +247,8 @@ def how_it_failed(failure: ProcessFailure) -> str:
 
 
 def _ended_by_itself(failure: ProcessFailure) -> bool:
-    """Return true if a signal killed the worker that elasticrs did not send. If elasticrs killed a worker
-    that was already exiting after an exception, the exception counts.
+    """Return true if the worker was killed by a signal that elasticrs did not send. If elasticrs killed a
+    worker that was already exiting after an exception, the exception is reported instead of the signal.
     """
     return failure.sent_signal is None and bool(failure.signal_number())
 
