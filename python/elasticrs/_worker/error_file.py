@@ -75,7 +75,7 @@ def error_document(error: BaseException, written_by: str, at_ns: "int | None" = 
     Args:
         error: the exception, with its traceback.
         written_by: ``"hook"`` or ``"record"``.
-        at_ns: time when it was raised, in monotonic nanoseconds; ``None`` for now.
+        at_ns: time when the exception was raised, in monotonic nanoseconds; ``None`` for the current time.
     """
     import json
     import traceback
@@ -192,8 +192,8 @@ def _is_marked(error: BaseException) -> bool:
 
 
 def _related(error: BaseException, *, with_context: bool = True) -> "Iterator[BaseException]":
-    """Iterate over an exception, its causes, and the members of exception groups. With ``with_context``, also
-    over the exceptions during whose handling these were raised.
+    """Iterate over an exception, its causes, and the members of exception groups. If ``with_context`` is
+    true, include the exceptions that were being handled when these exceptions were raised.
     """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -247,8 +247,8 @@ def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
     Args:
         path: the error file.
         error: the exception.
-        at_ns: see :func:`error_document`. The agent stops the other ranks before the file is written, so the
-            time of the file would be later than their exits.
+        at_ns: time when the exception was raised; see :func:`error_document`. The time of writing may be
+            later than the exits of the other ranks, because the agent stops them before the file is written.
 
     Raises:
         OSError: the file cannot be written.
@@ -264,13 +264,13 @@ def reports_lost_peer(message: str) -> bool:
 
 
 def is_own_failure(error: BaseException) -> bool:
-    """Return true if an uncaught exception cannot be the consequence of another rank's end, so that the agent
-    may stop the other ranks at once.
+    """Return true if an uncaught exception cannot be a consequence of another rank's failure. The agent then
+    stops the other ranks immediately.
 
-    False for errors of connections, for torch's errors of collectives, for a ``RuntimeError`` that native
-    code raised, as torch does for most errors of its backends, and for messages about lost peers. This
-    includes the exceptions from which ``error`` follows. Then the agent waits for the exit of this process,
-    because the rank that failed first may be about to record its own exception.
+    Return false for connection errors, torch's collective errors, and messages about lost peers. Also return
+    false for a ``RuntimeError`` from native code, because torch reports most errors of its backends in this
+    way. The causes and contexts of the exception are checked, too. If the result is false, the agent waits
+    for the exit of this process, because the rank that failed first may be about to record its own exception.
     """
     return not any(_may_follow_from_peer(each) for each in _related(error))
 
@@ -286,7 +286,7 @@ def _may_follow_from_peer(error: BaseException) -> bool:
 
 
 def _is_raised_by_statement(error: BaseException) -> bool:
-    """Return true if a ``raise`` statement of a Python program raised the exception, not native code."""
+    """Return true if a Python ``raise`` statement raised the exception. Return false if native code did."""
     from opcode import opmap
 
     entry = error.__traceback__
@@ -301,9 +301,8 @@ def _is_raised_by_statement(error: BaseException) -> bool:
 def give_notice(name: str, error: BaseException, at_ns: "int | None" = None) -> None:
     """Notify the agent that an uncaught exception ends this process.
 
-    The notice contains the time, whether the exception is a failure of its own (see :func:`is_own_failure`),
-    and the end of the traceback, so that the agent can stop the other ranks and name the exception without
-    reading a file.
+    The notice contains the time, the result of :func:`is_own_failure`, and the end of the traceback. The
+    agent can therefore stop the other ranks and name the exception without reading a file.
 
     Args:
         name: name of the agent's abstract socket, from ``ELASTICRS_NOTICES``. The kernel adds the pid of the
@@ -321,7 +320,8 @@ def give_notice_of_exit(name: str, code: str, is_own: bool, at_ns: int) -> None:
     Args:
         name: as for :func:`give_notice`.
         code: the exit code or text.
-        is_own: whether the exit is a failure of its own, see :func:`is_own_failure`.
+        is_own: true if the exit cannot be a consequence of another rank's failure; see
+            :func:`is_own_failure`.
         at_ns: see :func:`error_document`.
     """
     text = "Traceback (most recent call last):\nSystemExit: %s\n" % code[: _NOTICE_PART // 2]  # noqa: UP031

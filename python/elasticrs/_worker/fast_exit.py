@@ -1,9 +1,9 @@
 """Ends a worker whose program has failed, without tearing down its interpreter.
 
-With torch, the teardown takes about a second of processor time, in which the other ranks wait for the
-restart. Everything that a program can rely on has run before: ``finally`` blocks, non-daemon threads and
-``atexit`` callbacks. Workers that cannot import elasticrs execute this file by path, so it uses only the
-standard library of Python 3.8.
+With torch, the teardown takes about a second of processor time, and the other ranks wait for the restart
+during this time. The worker exits only after ``finally`` blocks, non-daemon threads and ``atexit`` callbacks
+have finished, because programs rely on them. Workers that cannot import elasticrs execute this file by path,
+so it uses only the standard library of Python 3.8.
 """
 
 import atexit
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 VARIABLE = "ELASTICRS_FAST_EXIT"
 
 _INJECTED = ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH")
-"""Variables with which a profiler such as Nsight Systems loads its library. It writes its data in an exit
-handler of the C library, which :func:`leave` does not run.
+"""Environment variables with which a profiler such as Nsight Systems loads its library. The profiler writes
+its data in an exit handler of the C library, and :func:`leave` does not run such handlers.
 """
 
 
 def is_enabled() -> bool:
-    """Return true if a worker that has failed may leave without tearing down its interpreter."""
+    """Return true if a failed worker may exit without tearing down its interpreter."""
     is_interactive = sys.flags.inspect or os.environ.get("PYTHONINSPECT")
     is_profiled = any(os.environ.get(name) for name in _INJECTED)
     return os.environ.get(VARIABLE) != "0" and not is_interactive and not is_profiled
 
 
 def leave(status: int) -> None:
-    """Write out all buffered data and exit at once. Return if the data cannot be written, so that the
-    interpreter reports that while it exits.
+    """Write all buffered data and exit immediately. If the data cannot be written, return, so that the
+    interpreter reports the error during its normal exit.
 
     Args:
         status: exit code with which the interpreter would exit.
@@ -52,7 +52,7 @@ def leave(status: int) -> None:
 def leave_after_callbacks(status: int) -> None:
     """Call :func:`leave` after the ``atexit`` callbacks, and before the interpreter is torn down.
 
-    Call this function when nothing else registers callbacks any more.
+    Call this function after all other callbacks have been registered.
     """
     pid = os.getpid()
 
@@ -66,8 +66,8 @@ def leave_after_callbacks(status: int) -> None:
 
 
 def _has_files() -> bool:
-    """Return true if this process has opened a file or a pipe for writing. Only then can a Python object hold
-    data that is not written yet.
+    """Return true if this process has opened a file or a pipe for writing. Otherwise, no Python object can
+    hold unwritten data.
     """
     import stat
     from fcntl import F_GETFL, fcntl
@@ -86,8 +86,8 @@ def _has_files() -> bool:
 
 
 def _finish_files() -> None:
-    """Flush the open file objects, and close those that write more when they are closed, such as ``gzip``
-    files. The teardown of the interpreter would have closed them.
+    """Flush all open files. Also close files that write more data when they are closed, such as ``gzip``
+    files, because the teardown of the interpreter would have closed them.
     """
     import gc
     from _io import BufferedRandom, BufferedWriter, TextIOWrapper, _IOBase, _RawIOBase
@@ -104,7 +104,7 @@ def _finish_files() -> None:
             ranked[2].append(each)
         elif issubclass(kind, (_IOBase, temporary)) and not issubclass(kind, _RawIOBase):
             ranked[1].append(each)
-    # Text is written to the compressed file below it, and that to its buffered file.
+    # Keep this order, because a text file writes to a compressed file, which writes to a buffered file.
     for action, files in zip(("flush", "close", "flush"), ranked):  # noqa: B905 -- not in Python 3.8
         for each in _open(files):
             try:

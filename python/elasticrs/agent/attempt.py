@@ -276,8 +276,8 @@ class Attempt(Record):
         return event is not None and (event.is_blamed or self.is_slow_to_exit(local_rank))
 
     def was_stopped_by_exception(self) -> bool:
-        """Return true if the other workers were stopped when the first worker raised its exception, before it
-        exited.
+        """Return true if the agent stopped the other workers because of the exception of the worker that
+        failed first, before that worker exited.
         """
         raised = None if self.first_failure is None else self.raised.get(self.first_failure)
         return raised is not None and self.stamps.get("failure_seen") == raised.seen_ns

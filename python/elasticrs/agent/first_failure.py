@@ -92,8 +92,7 @@ def _how_it_hung(attempt: Attempt, event: WorkerHung) -> str:
         return ": a rank hangs"
     if attempt.blame is not None and attempt.blame.basis == "records":
         return f" {'keeps' if len(attempt.blame.ranks) == 1 else 'keep'} the other ranks waiting"
-    # If several ranks are silent and there are no flight records, only the order in which the ranks stopped
-    # is known.
+    # If several ranks are silent and there are no flight records, it is only known which rank stopped first.
     is_alone = sum(seen.is_late for seen in event.ranks) < 2
     return " has hung" if is_alone or event.ground == "stopped" else " stopped first"
 

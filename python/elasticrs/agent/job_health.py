@@ -240,7 +240,7 @@ class HealthObserver(Observer):
             "what": attempt.why_expired(local_rank) or ended,
             "exception": headline(raised.text) if raised is not None else None,
             # Do not check whether the file exists, because a slow file system would delay the supervision of
-            # the workers. If a worker has reported an exception, the worker has already written the file.
+            # the workers. A worker that has reported an exception also writes the file.
             "error_file": None if raised is None else attempt.paths.error_files.get(local_rank) or None,
             "time_ms": time.time_ns() // 1_000_000,
             "round": attempt.round,

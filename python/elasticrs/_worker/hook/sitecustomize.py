@@ -152,8 +152,8 @@ def _is_end(frame: "types.FrameType") -> bool:
 
 
 def _is_of_program(error: BaseException) -> bool:
-    """Return true if the exception has left the main module, so that the interpreter ends because of it.
-    Return false if the interpreter printed it and went on, as it does after an exception in a callback.
+    """Return true if the exception was not caught in the main module and therefore ends the program. Return
+    false if the interpreter printed the exception and continued, as it does for an exception in a callback.
     """
     traceback = error.__traceback__
     if traceback is None:
@@ -164,11 +164,12 @@ def _is_of_program(error: BaseException) -> bool:
 
 
 def _watch_exits(ended: "Callable[[Any], None]") -> None:
-    """Wrap ``sys.exit``, and call ``ended`` when its ``SystemExit`` has ended the program (HOOK-8).
+    """Wrap ``sys.exit``. Call ``ended`` when a ``SystemExit`` of the wrapper has ended the program (HOOK-8).
 
-    The interpreter shows a ``SystemExit`` to no hook. But it drops the exception's code last, when no frame
-    of the program is left. If the program catches the exception, the code is dropped within one of its
-    frames. So the code is replaced by an equal object that notices this.
+    The interpreter calls no hook for a ``SystemExit``. The wrapper therefore replaces the exception's code
+    with an equal object that has a finalizer. If the exception ends the program, the finalizer runs when no
+    frame of the program is left. If the program catches the exception, the finalizer runs within a frame of
+    the program.
     """
     real, is_collecting = sys.exit, False
 
@@ -177,7 +178,8 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
         is_collecting = phase == "start"
 
     def drop(code: object) -> None:
-        # The garbage collector may run without a frame, and may find an exception that was caught.
+        # Ignore the garbage collector, because it may run without a frame and may delete an exception that
+        # the program has caught.
         if sys._getframe(1).f_back is None and not is_collecting:
             ended(code)
 
@@ -212,7 +214,7 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
                 caller = sys._getframe(1).f_globals.get("__name__")
                 code.is_recorded = kind is Text or (code == 2 and caller in _PARSERS)
                 error.code = code
-                del code  # The traceback keeps the variables of this frame.
+                del code  # Otherwise, the traceback would keep the code alive.
             raise
 
     leave.__doc__, leave.__module__ = real.__doc__, real.__module__
@@ -230,7 +232,7 @@ def _exit_status(code: object) -> int:
 
 
 def _load(path: str) -> "dict[str, Any]":
-    """Return the names that a file beside this folder defines, without a module in ``sys.modules``."""
+    """Execute a file, and return the names that it defines. Add no module to ``sys.modules``."""
     from _frozen_importlib_external import SourceFileLoader
 
     name = os.path.basename(path)[:-3]
@@ -252,7 +254,7 @@ def _ignore_requests() -> None:
 
 
 class _Failure:
-    """Records how the program of this process fails, and ends the process after that.
+    """Records the failure of this process's program, and then exits without tearing down the interpreter.
 
     Attributes:
         status: exit status of the interpreter; 0 while the program has not failed.
@@ -290,7 +292,7 @@ class _Failure:
             self._record(error, _is_of_program(error))
 
     def at_end(self) -> None:
-        """Leave at once if the program has failed. All other callbacks have run."""
+        """Exit immediately if the program has failed. Called after all other ``atexit`` callbacks."""
         self._is_over = True
         if self.status and os.getpid() == self._pid:
             ending = _load(_FAST_EXIT)
@@ -315,7 +317,7 @@ class _Failure:
     def _write_error(self, writer: "dict[str, Any]", error: BaseException, is_end: bool) -> None:
         at_ns = writer["time"].monotonic_ns()
         try:
-            # Notify the agent first, because it stops the other ranks at the notice.
+            # Notify the agent first, because it stops the other ranks when it receives the notice.
             if is_end:
                 writer["give_notice"](self._notices, error, at_ns)
         finally:
@@ -335,9 +337,9 @@ def _install(path: str) -> None:
     failure = _Failure(path)
     sys.excepthook = failure.excepthook
     _watch_exits(failure.exited)
-    # Callbacks run in reverse order, so the first one runs last. In a worker that was forked from a warm
-    # nursery, modules have registered callbacks before, so there the nursery has registered one for this
-    # function.
+    # Register `at_end` first, because callbacks run in reverse order and `at_end` must run last. In a worker
+    # that was forked from a warm nursery, imported modules have already registered callbacks. The nursery has
+    # therefore registered a callback before the imports, and that callback calls `at_end`.
     sys.__dict__.pop("_elasticrs_at_end", atexit.register)(failure.at_end)
     atexit.register(failure.at_exit)
     _keep_stacks(path)

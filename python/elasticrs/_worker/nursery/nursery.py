@@ -579,8 +579,8 @@ def _start_cold(argv: list[bytes], env: list[bytes], error: BaseException) -> No
 
 
 def _register_last_callback() -> Callable[[Callable[[], None]], None]:
-    """Register an ``atexit`` callback before any module does, so that it runs last. Return a function that
-    sets what it calls.
+    """Register an ``atexit`` callback before any module registers one, so that this callback runs last.
+    Return a function that sets the function which the callback calls.
     """
     import atexit
 
@@ -636,7 +636,7 @@ def _serve() -> None:
     hooked = os.environ.get("PYTHONPATH", "").split(os.pathsep)[0]
     if hooked == _HOOK:
         sys.path.insert(0, hooked)
-        sys._elasticrs_at_end = at_end  # type: ignore[attr-defined]  # The hook takes it.
+        sys._elasticrs_at_end = at_end  # type: ignore[attr-defined]  # for the hook
     del sys.modules["sitecustomize"]
 
 

@@ -194,7 +194,7 @@ def _since(group: Sequence[ProcessFailure], root: ProcessFailure) -> str:
     after = [(ns - first) / 1e6 for ns in (failed[0], failed[-1])]
     how = "later"
     if after[1] < 0:
-        # All of them failed earlier, so count backwards.
+        # Count backwards, because all of these workers failed before the root cause.
         after, how = [-after[1], -after[0]], "earlier"
     ends = dict.fromkeys(f"{span:.3f}" for span in after)
     return f"{' to '.join(ends)} ms {how}"
