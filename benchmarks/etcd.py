@@ -1,6 +1,7 @@
-"""Rendezvous in etcd. elasticrs uses the v3 API, and torchrun's ``etcd-v2`` the v2 API.
+"""Benchmark of the rendezvous in etcd. elasticrs uses the v3 API, and torchrun's ``etcd-v2`` uses the v2 API.
 
-Torchrun needs python-etcd, which it does not bring along, and an etcd before 3.6, which has v2.
+Torchrun needs python-etcd, which it does not install, and an etcd version before 3.6, because later versions
+lack the v2 API.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""One member of etcd on free ports of loopback, for as long as a benchmark runs."""
+"""Run a single etcd member on free loopback ports during a benchmark."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ READY = 60.0
 
 
 class Member(NamedTuple):
-    """Address of the member's port for clients, and the pid of its process."""
+    """Client address and pid of a running etcd member."""
 
     endpoint: str
     pid: int
@@ -28,8 +28,8 @@ class Member(NamedTuple):
 
 @contextmanager
 def running() -> Iterator[Member]:
-    """Start etcd with an empty folder, and stop it at the end. The v2 API is on, because torch's back end
-    needs it.
+    """Context manager: start etcd with an empty data folder, and stop it at the end. Enable the v2 API,
+    because torch's back end needs it.
     """
     clients, peers = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     with tempfile.TemporaryDirectory() as folder:

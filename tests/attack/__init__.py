@@ -1,4 +1,4 @@
-"""Tests that take minutes: hangs of every kind, programs that misbehave, hostile clients.
+"""Tests that take minutes, for hangs of every kind, misbehaving programs and hostile clients.
 
 ``make attack`` runs them.
 """

@@ -1,5 +1,5 @@
-"""Every way to name the program of the workers gives the same as with torchrun, also through wrappers of the
-launcher.
+"""Compare elasticrun with torchrun for every way to specify the workers' program, also through wrappers of
+the launcher.
 """
 
 import subprocess

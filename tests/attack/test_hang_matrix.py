@@ -1,6 +1,6 @@
-"""Hangs of real gloo groups: kinds of faults, kinds of trainings, 2 to 8 ranks. The launcher names the guilty
-ranks, or says that it is undecided and names candidates, among which they are. It never names an innocent
-rank.
+"""Hangs of real gloo groups with 2 to 8 ranks, for each kind of fault and of training. The launcher names the
+faulty ranks, or says that it is undecided and names candidates, which include the faulty ranks. It never
+blames another rank.
 """
 
 import re
@@ -16,13 +16,15 @@ PROGRAM = (
 )
 
 STOPS = ("sleep", "busy", "stopped", "leaves", "returns")
-"""Faults of a rank that makes no further call."""
+"""Faults after which a rank calls no further collective."""
 SWERVES = ("skip", "extra", "other")
-"""Faults of a rank that makes other calls than the others. In a group of two ranks, either may be wrong."""
+"""Faults after which a rank calls other collectives than the other ranks. In a group of two ranks, the
+evidence cannot show which rank is faulty.
+"""
 
 
 class Case(NamedTuple):
-    """A job of ``nproc`` ranks, of which the ranks ``guilty`` diverge."""
+    """A job of ``nproc`` ranks in which the ranks ``guilty`` have a fault."""
 
     nproc: int
     shape: str
@@ -31,8 +33,8 @@ class Case(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """True if the evidence cannot decide: two ranks differ, and no third one shows which one is right.
-        In a mesh of four ranks, all groups have two.
+        """True if the evidence cannot show the faulty rank, because the calls of two ranks differ and there
+        is no third rank to compare them with. In a mesh of four ranks, every group has two ranks.
         """
         return (self.nproc == 2 and self.kind in SWERVES) or (
             (self.nproc, self.shape) == (4, "mesh") and self.kind in ("skip-dp", "reorder")
@@ -66,9 +68,9 @@ class Named(NamedTuple):
     """The ranks that a launcher has named."""
 
     first: list
-    """In its first line about the failure, if there is one."""
+    """Ranks in each of the launcher's first lines about the failure. Empty if no other rank was running."""
     root: set
-    """In the field ``rank`` of the root cause."""
+    """Ranks in the field ``rank`` of the root cause."""
     is_decided: bool
 
 
@@ -79,7 +81,7 @@ def named(output):
     root = output[output.index("Root Cause") :]
     (field,) = re.findall(r"^  rank      : (.*) \(local_rank", root, re.M)
     decided = "undecided" not in field
-    # Without other ranks that still run, there is no such line.
+    # The launcher prints this line only if it stops other ranks that are still running.
     first = re.findall(
         r"^elasticrs: (undecided, candidates: )?ranks? (\d[-\d, ]*).*; stopping ", output, re.M
     )

@@ -1,4 +1,4 @@
-"""Hostile clients of the stores: an agent keeps its session, and new agents get in."""
+"""Hostile clients of the stores. Meanwhile, an agent keeps its session, and new agents can connect."""
 
 import contextlib
 import resource
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOKEN = b"secret"
 LEASE = {"token": TOKEN, "interval": 0.5, "attempts": 5, "resume": False}
-"""The session of an agent that gives up its store after 2.5 s without an answer."""
+"""Session parameters of an agent that gives up on the store after 2.5 s without an answer."""
 
 SERVE = f"""
 import sys
@@ -37,7 +37,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def stores() -> Iterator[tuple[int, int]]:
-    """Serve both stores in another process, and return their ports."""
+    """Serve the coordination store and a workers' store in another process. Yield their ports."""
     command = [sys.executable, "-c", SERVE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         store, workers = map(int, process.stdout.readline().split())
@@ -54,7 +54,7 @@ def agent(stores: tuple[int, int]) -> Iterator[Client]:
 
 
 def assert_is_served(agent: Client, during: threading.Thread) -> None:
-    """Assert that the store answers this client while a thread runs, and that it keeps its session."""
+    """Assert that the store answers an agent while a thread runs, and that the agent keeps its session."""
     while during.is_alive():
         agent.txn(then=[("get", "k")])
     agent.put("k", b"v")
@@ -77,7 +77,7 @@ def test_a_scoped_client_with_long_searches(stores, agent):
         for first in range(0, len(names), 4000):
             filling.txn(then=[("put", name, b"", False) for name in names[first : first + 4000]])
     filling.close()
-    # The searches of a scoped session. Each of them goes through 50,000 keys.
+    # Each search of these scoped clients visits 50,000 keys.
     crowd = [Client(port, **scoped).connected() for _ in range(20)]
 
     def attack() -> None:
@@ -113,7 +113,7 @@ def test_a_flood_of_requests_to_the_workers_store(stores, agent):
         with contextlib.ExitStack() as stack:
             for _ in range(500):
                 sock = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-                # A list of all keys, which nobody reads.
+                # Request a list of all keys, and never read the reply.
                 sock.sendall(GREETING + b"\x11")
             last = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=procs.HANG))
             last.sendall(GREETING + b"\x07")

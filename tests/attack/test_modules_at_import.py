@@ -1,5 +1,5 @@
 """Modules that misbehave while they are imported. A job that preloads such a module (``--warm``) has the same
-outcome as one that starts cold: exit code, output, traceback, and the state that the script sees.
+exit code, output and traceback as a job that starts cold, and its script sees the same state of the process.
 """
 
 import pytest
@@ -17,7 +17,7 @@ class Tee:
         self.stream.flush()
 """
 MODULES = {
-    # Streams.
+    # Modules that replace or use the standard streams.
     "tee": f"import sys{TEE}sys.stdout = Tee(sys.stdout)",
     "tee_of_errors": f"import sys{TEE}sys.stderr = Tee(sys.stderr)",
     "codec": "import codecs, sys; sys.stdout = codecs.getwriter('utf-8')(sys.stdout.buffer)",
@@ -33,7 +33,7 @@ MODULES = {
     "reconfigured": "import sys; sys.stdout.reconfigure(encoding='utf-16', newline='|')",
     "half_a_line": "import sys; sys.stdout.write('half '); sys.stdout.buffer.write(b'a line')",
     "much_output": "print('x' * 300_000)",
-    # Ends.
+    # Modules that end the process or raise an exception.
     "raises": "raise ValueError('no')",
     "interrupted": "raise KeyboardInterrupt",
     "leaves": "import sys; sys.exit(7)",
@@ -47,7 +47,7 @@ MODULES = {
     "missing_part": "import there_is_no_such_module",
     "bad_syntax": "def f(:",
     "slow": "import select; select.select([], [], [], 1.5)",
-    # Processes and threads.
+    # Modules that start processes or threads.
     "forks": "import os; os.fork() or os._exit(0); os.wait()",
     "forks_and_continues": "import os; pid = os.fork()\nif pid == 0: os._exit(0)\nos.waitpid(pid, 0)",
     "thread": "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
@@ -60,7 +60,7 @@ MODULES = {
     "patched_processes": "import subprocess; subprocess.Popen = subprocess.run = None",
     "patched_exec": "import os; os.execv = os.execve = os.execvp = None",
     "session": "import contextlib, os\nwith contextlib.suppress(OSError): os.setsid()",
-    # The state of the process.
+    # Modules that change the state of the process.
     "handler": "import signal; signal.signal(signal.SIGTERM, lambda *_: None)",
     "ignores_children": "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
     "handles_children": "import signal; signal.signal(signal.SIGCHLD, lambda *_: print('child'))",
@@ -80,7 +80,7 @@ MODULES = {
     "listens": "import socket; kept = socket.create_server(('127.0.0.1', 0))",
     "event_loop": "import asyncio; loop = asyncio.new_event_loop(); asyncio.set_event_loop(loop)",
     "temporary": "import tempfile; kept = tempfile.TemporaryFile()",
-    # The state of the interpreter.
+    # Modules that change the state of the interpreter.
     "hook": "import sys; sys.excepthook = lambda *_: None",
     "unraisable": "import sys; sys.unraisablehook = None",
     "environment": "import os; os.environ['ADDED'] = 'x'; os.environ.pop('HOME', None)",
@@ -124,7 +124,7 @@ MODULES = {
     "arguments": "import sys; sys.argv[:] = ['other', 'arguments']",
     "executable": "import sys; sys.executable = '/no/such/python'",
 }
-"""Contents of each module."""
+"""Source code of each module, by name."""
 
 SCRIPT = """
 import misbehaves
@@ -154,8 +154,8 @@ sys.exit(int(os.environ.get("RANK", 0)) * 5)
 
 
 def told(outcome):
-    """Return what the launcher and the workers of a job have done, without the lines of elasticrs and without
-    what differs between any two runs.
+    """Return the exit code and the workers' output of a job, without the launcher's own lines about
+    preloading, and without details that differ in every run.
     """
     streams = {
         f"{rank.replace('_cold', '')} {name}": "".join(

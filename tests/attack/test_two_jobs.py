@@ -1,5 +1,5 @@
-"""Several jobs are given one endpoint, at every moment of each other's lives. A launcher that exits with 0
-has run its own workers to the end, and no round has workers of two jobs.
+"""Several jobs get the same endpoint and start at different stages of each other. A launcher that exits with
+0 has run its own workers to the end, and no round has workers of two jobs.
 """
 
 import os
@@ -78,7 +78,7 @@ def test_the_tasks_of_a_sweep_do_not_become_one_job(hosts, launch, worker_script
         launch(*where, script, f"--lr={number}", prefix=machine.prefix(tmp_path))
         for number, machine in enumerate(machines)
     ]
-    # The agent that began the job may be any of them.
+    # Any of the agents may have created the job.
     agents = [first, *others]
     waiting = procs.wait_until(
         lambda: [each for each in agents if not each.has_exited], lambda left: len(left) == 1

@@ -57,7 +57,9 @@ def tensor_and_data(rank: int, *, stuck: int) -> list[Step]:
 
 
 def in_pairs(rank: int, *, skips: bool) -> list[Step]:
-    """Return the steps of a rank of a mesh, in the second of which it may skip a tensor-parallel reduce."""
+    """Return two steps of a rank in a mesh. If ``skips`` is true, the rank skips a tensor-parallel reduce in
+    the second step.
+    """
     tensor, data = reduce(group=rank // 2), reduce(8, group=2 + rank % 2)
     return [tensor, tensor, data, *([] if skips else [tensor]), tensor, data, barrier()]
 

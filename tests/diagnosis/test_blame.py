@@ -1,4 +1,4 @@
-"""Which ranks are to blame for a hang, according to flight records and heartbeats together."""
+"""Blame for a hang, based on flight records and heartbeats together."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def test_no_rank_is_blamed_if_the_records_are_undecided():
     blame = decide(diagnosis, 1, "behind")
     assert (blame.ranks, blame.is_decided) == ((0, 1, 2, 3), False)
     assert blame.text == "undecided, candidates: ranks 0-3"
-    # The state of a process is proof.
+    # A stopped rank is blamed anyway, because the state of its process is proof.
     assert decide(diagnosis, 1, "stopped") == Blame((1,), True, Basis.HEARTBEATS)
 
 
@@ -45,10 +45,11 @@ def test_the_faulty_rank_is_blamed_or_a_candidate(seed, data):
 
 
 def test_the_only_rank_that_does_not_fit_into_the_order_of_all_is_out_of_line():
-    # Numbers of collectives in tensor-parallel groups, data-parallel groups and the default group.
+    # For each rank: numbers of collectives in tensor-parallel groups, data-parallel groups and the default
+    # group.
     in_order = {0: (18, 8, 0), 2: (18, 9, 0), 3: (18, 9, 1)}
     assert out_of_line(in_order) is None
     assert out_of_line({**in_order, 1: (17, 9, 1)}) == 1
-    # Two ranks differ, and no other rank shows which is right.
+    # Two ranks contradict each other, and no other rank shows which of them is right.
     assert out_of_line({0: (2, 1), 1: (1, 2)}) is None
     assert out_of_line({0: (2, 1), 1: (1, 2), 2: (1, 2)}) == 0

@@ -54,7 +54,8 @@ def test_a_thousand_ranks_give_a_short_paragraph():
 
 
 def test_ranks_whose_call_is_named_are_not_counted_again():
-    # The others have completed the collective in which rank 1 made another call, and wait in the next one.
+    # The other ranks have completed the collective in which rank 1 made another call, and wait in the next
+    # collective.
     evidence = [rank(number, calls("barrier") if number == 1 else WAITS, WAITING) for number in range(3)]
     summary = diagnose(evidence).summary
     assert "where 2 ranks called" in summary

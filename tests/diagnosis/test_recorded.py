@@ -21,7 +21,7 @@ EXPECTED = {
     "wrong_size": [((2,), Reason.OTHER_SIZE, CERTAIN)],
     "two_against_two": [],
     "groups": [((3,), Reason.DID_NOT_ENTER, CERTAIN)],
-    # Only the numbers of collectives in all groups together show who has skipped one.
+    # The rank that skipped a collective is found by comparing the numbers of collectives in all groups.
     "pairs": [((1,), Reason.OTHER_ORDER, LIKELY)],
     "two_missing": [((1, 2), Reason.DID_NOT_ENTER, CERTAIN)],
     "dead_rank": [((1,), Reason.NO_RECORD, CERTAIN)],

@@ -47,7 +47,7 @@ def test_the_faulty_rank_is_named_in_98_percent_of_simulated_jobs():
 
 
 def test_the_faulty_rank_is_named_or_a_candidate_in_meshes_with_pairs():
-    """In a group of two, the groups of the same kind decide which of two different calls is wrong."""
+    """In a group of two ranks, other groups of the same kind show which of two different calls is wrong."""
     found = list(filter(None, (simulated(seed, [(2, 2), (2, 4), (4, 2)]) for seed in range(300))))
     results = [(diagnose(run.evidence()), rank) for run, rank in found]
     right = sum(blamed(diagnosis) == {rank} for diagnosis, rank in results)

@@ -68,7 +68,7 @@ def test_a_rank_that_raised_but_does_not_exit_fails_after_the_exit_timeout(
 ):
     logs = tmp_path / "logs"
     options = ("--nproc-per-node=2", "--exit-timeout=2", "--max-restarts=1", f"--log-dir={logs}")
-    # Only an interpreter that is torn down calls destructors.
+    # Turn off the fast exit for destructors, because they are called only in the teardown of the interpreter.
     env = {"ELASTICRS_FAST_EXIT": "0" if how == "destructor" else "1"}
     launched = launch(*options, worker_script(failing(how)), env=env).exits(0)
     assert launched.stdout.count("DONE\n") == 2

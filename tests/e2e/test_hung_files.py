@@ -1,4 +1,6 @@
-"""Files that do not respond delay a restart by a limit, and never stop it."""
+"""Files whose access hangs, as on a dead network file system. They delay a restart by a limited time, and
+never prevent it.
+"""
 
 import os
 import sys
@@ -107,7 +109,9 @@ TWO_NODES = (
 
 @pytest.mark.parametrize("options", [(), ("--on-failure", "replace"), TWO_NODES])
 def test_the_main_thread_touches_no_file_while_the_job_runs(options, launch, worker_script, tmp_path):
-    """From the first start to the end of the job, except for counters of the kernel and imports."""
+    """Check the time from the first start of the workers to the end of the job. The kernel's counter files
+    and imports are allowed.
+    """
     options = ("--nproc-per-node", "2", "--max-restarts", "4", "--hang-timeout", "2", *options)
     logs = ("--log-dir", tmp_path / "logs", "--tee", "3")
     launched = launch(*options, *logs, worker_script(FAILS), argv=(sys.executable, "-c", AUDITED))

@@ -10,7 +10,7 @@ SCRIPT = WORKERS / "at_endpoint.py"
 
 
 def seen(output: str) -> list[tuple[int, int, str]]:
-    """Return rank, attempt and values that the workers have printed."""
+    """Return the rank, attempt and values that each worker has printed."""
     found = re.findall(r"SEEN rank=(\d) attempt=(\d) values=(\S+)", output)
     return sorted((int(rank), int(attempt), values) for rank, attempt, values in found)
 

@@ -73,7 +73,7 @@ def broken():
     raise OSError("no luck")
 """
 
-# A store without torch, whose import would take most of the time of these tests.
+# Use a store that does not need torch, because importing torch would take most of the time of these tests.
 FILE_STORE = """
 import fcntl, json, select
 
@@ -274,7 +274,7 @@ def test_run_path_works_with_a_custom_backend(backend, worker_script):
     assert sorted(launched.stdout.splitlines())[:2] == ["0 2 0 0", "1 2 0 0"]
 
 
-# Torch's own rendezvous runs here, and importing it takes most of the time.
+# The nodes use torch's own rendezvous, so these tests are slow: importing torch takes most of the time.
 @pytest.fixture
 def in_file(launch, tmp_path):
     """Return a function that starts two nodes that meet in a file."""

@@ -300,7 +300,7 @@ def test_a_worker_paused_by_sigstop_is_reported_and_can_be_terminated(running):
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_during_the_first_imports_ends_the_launcher_with_1(launch, worker_script, signum):
-    """As early as the launcher's own code can tell: before its first module is imported."""
+    """Send the signal as early as the launcher can handle it: before its first module is imported."""
     program = f"""
         import os, sys
         class Sends:

@@ -70,7 +70,8 @@ def program(body, saves, save, error="ValueError"):
     ("how", "error", "told"),
     [
         *[(how, "ValueError", "raised ValueError; stopping") for how in SAVES],
-        # The others are not stopped at once for an error that one of them may have caused.
+        # A connection error may be caused by the failure of another rank, so the other ranks are not stopped
+        # immediately.
         ("writes", "ConnectionError", "still exiting; stopping"),
     ],
 )

@@ -1,4 +1,6 @@
-"""The other ranks are stopped when a rank raises an exception, and not only when it has exited."""
+"""Stop of the other ranks when a rank raises an exception. The launcher does not wait until that rank has
+exited.
+"""
 
 import json
 import re

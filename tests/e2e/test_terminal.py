@@ -1,4 +1,4 @@
-"""A launcher on a terminal."""
+"""Launchers that are started on a terminal."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""Independent jobs that are given the same endpoint never become one, and none of them succeeds unless it has
-run.
+"""Independent jobs with the same endpoint never merge into one job, and a launcher never reports success for
+workers that have not run.
 """
 
 import os
@@ -25,8 +25,8 @@ WAITS = """
 
 @pytest.fixture
 def job(launch, worker_script):
-    """Return a function that starts an agent. All agents have the same endpoint: ``job.port`` of this
-    machine.
+    """Return a function that starts an agent. All agents have the same endpoint, which is port ``job.port``
+    of this machine.
     """
     script, port = worker_script(WAITS), ports.free()
 
@@ -39,7 +39,9 @@ def job(launch, worker_script):
 
 
 def workers(agents, *names, world=1):
-    """Wait for one worker of each of these agents, which form one round. Return their pids."""
+    """Wait until each of these agents has a worker in a round of ``world`` workers. Return the pids of the
+    workers.
+    """
     found = [
         agent.wait_for_line(rf"READY (\d+) {name} (\d+) {world}$", "stdout")
         for agent, name in zip(agents, names, strict=True)

@@ -209,8 +209,8 @@ def test_a_job_that_finishes_an_epoch_in_each_attempt_is_not_permanent(run):
     ids=["hang", "crash"],
 )
 def test_the_same_hang_or_crash_in_the_same_step_ends_a_job_with_a_window(run, fails, words, across_restarts):
-    # The third failure ends the job in both cases, but for steps whose count starts again it takes three
-    # times the number that is set here.
+    # The third failure ends the job in both cases. If steps are not counted across restarts, the job may have
+    # three times as many equal failures as the option allows, so set the option to 1.
     most = 3 if across_restarts else 1
     script = NO_PROGRESS.format(fails=fails, across_restarts=across_restarts)
     options = ("--hang-timeout=1", "--max-restarts=1/0.1s", "--restart-delay=0.2s")

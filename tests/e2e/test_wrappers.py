@@ -1,4 +1,4 @@
-"""Trainers that are started through a wrapper save on SIGTERM, although the signal ends the wrapper."""
+"""Trainers that a wrapper starts. They save on SIGTERM, although the signal kills the wrapper."""
 
 import os
 import re
@@ -36,12 +36,12 @@ WRAPPERS = {
     "program": ("wrapper.py",),
 }
 NEVER = "--shutdown-timeout=3000"
-"""If anything waited for this time, the test would time out."""
+"""Option with a timeout that is longer than the test's time limit. The launcher never waits for it."""
 
 
 @pytest.fixture
 def go(tmp_path):
-    """Return a function that completes the checkpoints of two ranks."""
+    """Return a function that lets two ranks complete their checkpoints."""
     (tmp_path / "trainer.py").write_text(textwrap.dedent(TRAINER))
     wrapper = "import subprocess, sys\nsubprocess.run([sys.executable, 'trainer.py', *sys.argv[1:]])\n"
     (tmp_path / "wrapper.py").write_text(wrapper)

@@ -196,8 +196,8 @@ def test_error_handler_hooks_are_called_in_the_same_order_as_in_torch(both, how,
 
 
 def test_the_cause_of_an_error_of_a_data_loader_is_its_original_error(tmp_path):
-    """The error file names type and place of the error in the data loader's process, not of the line that
-    waits for it.
+    """The error file names the type and place of the error in the data loader's process, instead of the line
+    in the worker that waits for the data loader.
     """
     from torch._utils import ExceptionWrapper  # type: ignore[attr-defined]
 

@@ -229,11 +229,13 @@ def test_an_invalid_retryable_value_is_reported_and_ignored(tmp_path, value, is_
 
 
 class OwnRefusalError(ConnectionRefusedError):
-    """A subclass, such as that of an HTTP library."""
+    """A subclass of a connection error, as HTTP libraries define one."""
 
 
 class LibraryError(OSError):
-    """An error of a library, such as ``requests.ConnectionError``."""
+    """A library's own connection error that is only a subclass of ``OSError``, such as
+    ``requests.ConnectionError``.
+    """
 
 
 def raised_from(error: BaseException, cause: BaseException) -> BaseException:
@@ -247,7 +249,7 @@ def raised_while_handling(error: BaseException, context: BaseException) -> BaseE
 
 
 class GroupError(Exception):
-    """An exception group, which Python 3.10 lacks."""
+    """Replacement for ``ExceptionGroup``, because Python 3.10 lacks exception groups."""
 
     def __init__(self, *exceptions: BaseException) -> None:
         self.exceptions = exceptions
@@ -278,7 +280,7 @@ PERSISTENT = [
     *(FileNotFoundError(), PermissionError(), ssl.SSLCertVerificationError(1, "x")),
     *(urllib.error.URLError("x"), urllib.error.HTTPError("x", 404, "x", None, None)),
     raised_from(RuntimeError("x"), ValueError("y")),
-    # A mistake in an exception handler.
+    # The handler of a connection error has a bug of its own.
     raised_while_handling(KeyError("x"), REFUSED),
     *(GroupError(REFUSED, ValueError("x")), GroupError(), with_itself_as_cause()),
 ]

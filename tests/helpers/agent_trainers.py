@@ -101,7 +101,7 @@ class UnderAgents(Trainers):
         if nodes == (1, 1) and not meets:
             return [*options, "--standalone"]
         options += meeting(f"{nodes[0]}:{nodes[1]}", self._port)
-        # Each agent gets the names of its own trainers as arguments.
+        # Allow different commands, because each agent gets the names of its own trainers as arguments.
         settings = {"same_command": 0, **self._conf}
         conf = ",".join(f"{name}={value}" for name, value in settings.items())
         return [*options, f"--rdzv-conf={conf}"]

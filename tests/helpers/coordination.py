@@ -147,7 +147,7 @@ class RawClient:
     def greeting(
         *, major: int = MAJOR, run_id: str = RUN, interval_ms: int = 1000, attempts: int = 5
     ) -> bytes:
-        """Return the first bytes of a client."""
+        """Return the first bytes that a client sends to the store."""
         body = struct.pack("<HH", major, 0) + text(run_id) + struct.pack("<IH", interval_ms, attempts)
         # An empty challenge, no session to resume, and no previously known store.
         return MAGIC + frame(0x01, body + bytes(32 + 2))

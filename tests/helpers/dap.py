@@ -1,4 +1,4 @@
-"""A client of debugpy, as an editor has one: it speaks the Debug Adapter Protocol."""
+"""A client of debugpy that acts like the debugger of an editor. It uses the Debug Adapter Protocol."""
 
 import itertools
 import json
@@ -12,8 +12,8 @@ from helpers.procs import HANG
 
 
 class Debugger:
-    """Attaches to the program that listens at ``port`` and to the child processes that debugpy reports. All
-    of them continue after each stop.
+    """A debugger session. It attaches to the program at ``port`` and to the child processes that debugpy
+    reports, and lets them continue after each stop.
 
     Args:
         port: port at which ``python -m debugpy --listen PORT --wait-for-client`` listens.
@@ -32,7 +32,7 @@ class Debugger:
         self._attach(port, {})
 
     def close(self) -> None:
-        """Wait until all sessions have ended, which they do with their programs."""
+        """Wait until all sessions have ended. A session ends when its program exits."""
         for each in self._sockets:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

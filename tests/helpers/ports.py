@@ -55,7 +55,7 @@ def sockets() -> Iterator[TcpSocket]:
 
 
 def is_listening(port: int) -> bool:
-    """Return true if a process of this network namespace listens on this port. Connects to nothing."""
+    """Return true if a process of this network namespace listens on this port. No connection is made."""
     return any(each.port == port and each.state == LISTENS for each in sockets())
 
 

@@ -1,4 +1,4 @@
-"""What other programs and other options can reach at the endpoint."""
+"""Access to the rendezvous endpoint by workers, by strangers, and by nodes that use another address."""
 
 import sys
 
@@ -13,7 +13,7 @@ with socket.create_connection((sys.argv[1], int(sys.argv[2])), 30) as store:
     store.sendall(b"\\0\\xce\\xf7\\x85\\x3c\\r" + struct.pack("<I", os.getpid()))
     sys.stdout.write("served" if store.recv(4) else "refused")
 """
-"""Connects as a worker would."""
+"""Program that connects to the endpoint as a worker, and prints whether it is served."""
 
 
 def test_a_loopback_endpoint_on_the_host_and_its_address_elsewhere_is_the_same_endpoint(hosts, multinode):
@@ -21,7 +21,7 @@ def test_a_loopback_endpoint_on_the_host_and_its_address_elsewhere_is_the_same_e
     job = multinode(first, "2")
     agents = job.start(first, endpoint=f"localhost:{PORT}") + job.start(second)
     workers = job.formed(*agents)
-    # Both nodes reach the workers' store.
+    # The second node can reach the workers' store too.
     assert first.address in second.run("getent", "ahosts", workers[0].master).stdout.split()
     job.finish(agents, workers)
 

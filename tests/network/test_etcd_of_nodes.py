@@ -1,4 +1,6 @@
-"""Jobs that meet in an etcd with a member on each of three nodes, started as in contrib/etcd."""
+"""Jobs whose rendezvous is an etcd cluster with a member on each of three nodes, as described in
+contrib/etcd.
+"""
 
 import os
 import signal
@@ -15,7 +17,9 @@ MEMBER = Path(__file__).resolve().parents[2] / "contrib/etcd/member.sh"
 
 @pytest.fixture
 def members(launch, tmp_path):
-    """Return a function that starts a member on each of the given hosts. Returns the members by host name."""
+    """Yield a function that starts an etcd member on each of the given hosts, and returns the members by host
+    name.
+    """
     if (program := binary()) is None:
         pytest.skip("needs etcd, which `make setup` gets where Debian's packages are at hand")
     started = {}
@@ -47,7 +51,7 @@ def test_a_job_outlives_the_node_of_a_member(hosts, multinode, members):
     agents = job.start(*machines)
     workers = job.formed(*agents)
     by_name = {agent.host.name: agent for agent in agents[:3]}
-    # If rank 0 runs on the node without a member, the first node is lost instead.
+    # Power off the node of rank 0. If this node has no etcd member, power off the first node instead.
     first = by_name.get(workers[0].host, agents[0])
     started.pop(first.host.name).signal(signal.SIGKILL)
     first.host.power_off()

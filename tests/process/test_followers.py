@@ -1,5 +1,5 @@
-"""Debuggers and tracers that are attached to the launcher follow the workers, as they follow all child
-processes of Python.
+"""Debuggers and tracers that are attached to the launcher also follow the workers, as they follow all other
+Python child processes.
 """
 
 import functools
@@ -53,7 +53,7 @@ def test_a_tracer_records_the_workers(launch, worker_script, tmp_path):
 
 @pytest.fixture
 def replaced(monkeypatch):
-    """Return a function that lets a tool rewrite the command lines of ``subprocess``."""
+    """Return a function that installs a tool. The tool rewrites the command lines of ``subprocess.Popen``."""
 
     def replace(rewrite):
         original = subprocess.Popen.__init__

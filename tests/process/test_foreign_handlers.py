@@ -99,8 +99,8 @@ def test_a_failed_start_leaves_no_processes():
 
 
 def test_a_program_that_survives_sigkill_is_left_behind(monkeypatch, caplog):
-    """A program may hang in the kernel. No test can make one without a broken file system, so this one only
-    seems to run.
+    """SIGKILL does not end a program that hangs in the kernel. Only a broken file system causes such a hang,
+    so this test uses a fake program that never exits.
     """
     monkeypatch.setattr(foreign, "_KILL_LIMIT", 0.01)
 

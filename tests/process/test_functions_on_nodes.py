@@ -167,7 +167,7 @@ def work():
     members = nodes(functions, main, 0, 1)
     for each in members:
         each.wait_for_line("TOLD .*runs")
-    # Run the same program as a third node, which is one more than the job allows.
+    # Start the same program on a third node, although the job allows only two nodes.
     third = nodes(functions, main, 2)
     third[0].wait_for_line("spare")
     let_workers_go_on(port)

@@ -1,7 +1,7 @@
 """Polling agents, written for torch's base class, on several nodes of one job with real processes.
 
-Some tests run with each kind of handler: over the store of elasticrs, and torch's own handler over a back end
-that the user has written.
+Some tests run with two kinds of rendezvous handlers: the handler of elasticrs, and torch's own handler with a
+back end that the user has written.
 """
 
 import signal

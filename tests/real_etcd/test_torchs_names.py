@@ -1,4 +1,4 @@
-"""Torch's names for the etcd rendezvous, with a real etcd."""
+"""Use of the etcd rendezvous under torch's names, with a real etcd."""
 
 from types import SimpleNamespace
 

@@ -9,7 +9,7 @@ from elasticrs.rendezvous.elastic.rendezvous import ThisAgent
 
 
 def command(*words, place="/train.py", user=0):
-    """Return the command of a node."""
+    """Return a node's command that consists of these words."""
     return Command(words or ("train.py",), place, "n", user)
 
 

@@ -9,7 +9,7 @@ from . import agents
 KEYS = Keys("job")
 
 COMMAND, OTHER_COMMAND = agents.command("train.py", "--lr=1"), agents.command("train.py", "--lr=2")
-"""Command of most agents, and the command of those that belong to another job."""
+"""Command of most agents, and the command of agents that belong to another job."""
 
 
 class ViolationError(Exception):
@@ -351,8 +351,8 @@ class Checks:
         return outcome.message.startswith(f"node rank {node_rank} was given to two") and node_rank in others
 
     def _is_beyond_the_only_node(self, proc):
-        """Return true if this agent could never take part: the job has one node, whose agent hosts the store
-        and has begun the job.
+        """Return true if this agent can never take part, because the job has one node, and the agent of that
+        node hosts the store and has created the job.
         """
         entry = self.world.store.get(KEYS.job)
         begun_by_host = entry is not None and decode(entry.value)["is_hosted"]

@@ -24,7 +24,9 @@ class Entry:
 
 @pytest.fixture
 def installed(monkeypatch):
-    """Fake entry points of installed packages, by group and name."""
+    """Replace the entry points of installed packages by those in the returned dictionary. Its keys are pairs
+    of a group and a name.
+    """
     offered = {}
 
     def entry_points(*, group, name=None):

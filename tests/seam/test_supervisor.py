@@ -295,7 +295,7 @@ def test_other_threads_run_while_a_dropped_supervisor_waits_for_its_nursery():
     with held(nursery):
         thread.start()
         begins.wait()
-        # A thread that kept the GIL would prevent this one from running until the nursery has been killed.
+        # If the other thread kept the GIL, this thread would not run before the nursery has been killed.
         thread.join(0.3)
         assert thread.is_alive()
     thread.join()

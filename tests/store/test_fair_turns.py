@@ -1,4 +1,6 @@
-"""One client, or one kind of client, does not keep a store from answering the others."""
+"""Fairness of the stores: a single client, or one kind of clients, does not prevent a store from answering
+other clients.
+"""
 
 import contextlib
 import fcntl
@@ -17,7 +19,7 @@ from helpers.torch_clients import GREETING
 
 KEYS = 2000
 SEARCHES = 25
-"""Number of searches in a transaction. Each of them goes through :data:`KEYS` keys."""
+"""Number of searches in a transaction. Each search visits :data:`KEYS` keys."""
 FLOOD = 60
 """Number of transactions that a client sends at once. The store reads all of them with one system call."""
 
@@ -34,7 +36,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def stores() -> Iterator[tuple[int, int, int]]:
-    """Serve both stores in another process, and return its pid and the ports of the stores."""
+    """Serve the coordination store and a workers' store in another process. Yield its pid and both ports."""
     command = [sys.executable, "-c", SERVE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         store, workers = map(int, process.stdout.readline().split())
@@ -44,7 +46,7 @@ def stores() -> Iterator[tuple[int, int, int]]:
 
 
 def predecessor(prefix: str, key: str) -> bytes:
-    """Return an operation of a transaction."""
+    """Return a transaction's operation that searches for the predecessor of a key."""
     return b"\5" + text(prefix) + text(key)
 
 
@@ -52,13 +54,13 @@ LONG_SEARCHES = transaction(*[predecessor("a/", "k")] * SEARCHES)
 
 
 def unread(client: RawClient) -> int:
-    """Return the number of received bytes that were not read yet."""
+    """Return the number of bytes that the client has received but not read yet."""
     return struct.unpack("i", fcntl.ioctl(client.socket.fileno(), termios.FIONREAD, bytes(4)))[0]
 
 
 def fill(client: Client) -> None:
-    """Write the keys of which a search from ``k`` for its predecessor below ``a/`` visits as many as
-    possible.
+    """Write keys that make a search slow. The search for the predecessor of ``k`` below ``a/`` visits
+    :data:`KEYS` keys.
     """
     for names in (
         [f"b/{number}" for number in range(KEYS)],
@@ -79,7 +81,7 @@ def test_a_client_with_long_searches_delays_no_other_client(stores):
         client.inner.txn(99, [], [("get", "k")])
     client.tag = 99
     client.reply()
-    # The greedy client has only some of its answers when the other client has its own.
+    # When the other client has its answer, the greedy client has received less than half of its answers.
     assert unread(greedy) < FLOOD * answer / 2
     for _ in range(FLOOD):
         greedy.until(REPLY)
@@ -120,7 +122,7 @@ def test_the_workers_store_does_not_delay_the_coordination_store(stores):
     with socket.create_connection(("127.0.0.1", workers)) as worker:
         worker.sendall(GREETING + b"\x07")
         assert worker.recv(8, socket.MSG_WAITALL) == bytes(8)
-        # Stop the thread that serves workers, as if it were busy.
+        # Pause the thread that serves workers, to simulate a busy thread.
         with held(thread_of(pid, "elasticrs-ranks")):
             worker.sendall(b"\x11")
             assert client.put("k", b"v") == 1
@@ -136,7 +138,7 @@ def test_strangers_that_only_connect_keep_no_client_out(host):
         for _ in range(200):
             address = (("127.0.0.1", store.port), procs.HANG, (host, 0))
             crowd.enter_context(socket.create_connection(*address)).sendall(MAGIC)
-        # The store is not full, although more peers than its limit are connected.
+        # The store still accepts clients, although more strangers than its connection limit are connected.
         late = [store.client(**token) for _ in range(8)]
         present.put("k", b"v")
         for client in late:

@@ -46,7 +46,7 @@ def is_served(sock: socket.socket) -> bool:
 @pytest.mark.parametrize("token", [None, b"secret"])
 def test_a_worker_at_the_endpoint_uses_the_store_of_the_current_round(token):
     with serving(token=token) as store, workers_store() as first, workers_store() as second:
-        # A worker may come before the agent knows the round.
+        # A worker may connect before the agent knows the address of the workers' store.
         store.inner.lead_workers(None)
         early = worker(store.port, os.getpid())
         store.inner.lead_workers(("127.0.0.1", first.port))
@@ -90,7 +90,7 @@ def test_closing_the_store_closes_the_connections_of_its_workers():
             assert is_served(own)
             closed = server.inner
             closed.close()
-            # The thread of the other store keeps the connection open until it is closed there.
+            # The thread of the workers' store keeps the connection open until the workers' store closes it.
             workers.close()
             assert not own.recv(1)
         server.close()

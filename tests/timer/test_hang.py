@@ -447,7 +447,7 @@ def test_ranks_that_wait_for_a_rank_in_a_section_do_not_hang(run, tmp_path):
 
 
 def test_a_hang_that_the_request_for_stacks_ends_is_told(run):
-    # The signal interrupts the sleep of C code.
+    # The signal that requests the stack interrupts the sleep in C code, so the worker continues.
     source = """
         import ctypes, os, select
         from elasticrs.timer import heartbeat

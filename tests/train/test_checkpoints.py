@@ -312,7 +312,7 @@ def test_a_full_disk_fails_the_training_only_at_its_end(saving, monkeypatch, cap
         monkeypatch.setattr(Saved, "save", save)
     with caplog.at_level(logging.WARNING):
         found = train_sums(2, state=Saved)
-    # The two periodic checkpoints may be lost, but not that of the final state.
+    # The training continues without the two periodic checkpoints, but it fails without the final checkpoint.
     assert [type(each) for each in found] == [CheckpointError] * 2
     assert len(caplog.records) == 3
     assert all(os.strerror(errno.ENOSPC) in record.getMessage() for record in caplog.records)

@@ -1,4 +1,6 @@
-"""The port of the rendezvous that rank 0 of restarted workers hosts stays reserved until it is used."""
+"""Rank 0 of restarted workers hosts a rendezvous. The port of this rendezvous stays reserved until it is
+used.
+"""
 
 import socket
 import sys

@@ -64,7 +64,7 @@ def test_lines_are_queued_while_the_console_is_blocked(pipe):
 
 
 def test_a_line_does_not_wait_for_a_pipe_that_another_writer_fills(pipe, monkeypatch):
-    """The pipe has room when the line is about to be written, and none when it is written."""
+    """The pipe has room just before the line is written, and is full when the line is written."""
     reader, writer = pipe
     filled = []
     is_filled, is_drained = threading.Event(), threading.Event()
@@ -75,7 +75,8 @@ def test_a_line_does_not_wait_for_a_pipe_that_another_writer_fills(pipe, monkeyp
         while left:
             left -= len(os.read(reader, left))
 
-    # Without a thread for the writes, this ends the test; it guards against a hang.
+    # Drain the pipe after a while, so that the test fails instead of hanging if the line is written on this
+    # thread.
     late = threading.Timer(HANG / 4, drain)
 
     def after_filling(write):
@@ -204,7 +205,7 @@ def test_lines_show_the_time_as_configured(pipe, monkeypatch, log_prefix, variab
 @example("caf\udce9 " * 2000)
 @example("€" * 5000)
 def test_a_line_is_always_utf_8(text):
-    """Also if it names a file whose name is not UTF-8, and if it is cut."""
+    """The line is valid UTF-8 even if it contains a file name that is not UTF-8, and if it is shortened."""
     reader, writer = os.pipe()
     console = Console(writer)
     console.say(text)

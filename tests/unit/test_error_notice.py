@@ -64,7 +64,7 @@ def test_a_notice_contains_the_end_of_the_traceback_of_another_process():
 
 
 class Text(str):
-    """Text that is its own representation, as torch uses it for keys."""
+    """A string that ``repr`` does not quote. Torch uses such a type for the message of a ``KeyError``."""
 
     __slots__ = ()
 

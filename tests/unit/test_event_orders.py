@@ -1,5 +1,5 @@
-"""Whatever the order in which the core reports the ends of workers, everything that describes an attempt can
-be asked without an error.
+"""Events of the core in any order. All functions that describe an attempt work without an error, in whatever
+order the core reports that workers have exited.
 """
 
 import time
@@ -42,7 +42,7 @@ ENDED_BY_ITS_TIMER = [("timer", 1, 15), ("exit", 1, 0, 15), ("swept", 1), ("repl
 
 
 class Supervisor:
-    """The calls of the tracker that these events lead to, without processes."""
+    """A supervisor without processes. It has the methods that the tracker calls for these events."""
 
     def heartbeats(self):
         return []
@@ -65,7 +65,7 @@ class Owner:
 
 
 class Said(list):
-    """Lines for the user. Observers that fail are told in one of them."""
+    """Lines for the user. Fails if a line reports that an observer has raised an exception."""
 
     def say(self, text):
         assert "Error" not in text
@@ -73,7 +73,7 @@ class Said(list):
 
 
 class Played:
-    """A tracker that gets events. Leaves out those that the core cannot report."""
+    """A tracker that receives events. Ignores events that the core could not report in the current state."""
 
     def __init__(self, *, replaces):
         self.job = JobConfig(N, "job", on_failure="replace" if replaces else "restart")
@@ -134,7 +134,7 @@ class Played:
 
 
 def ask(played):
-    """Ask everything that describes the attempt and its end."""
+    """Call all functions that describe the attempt and its end."""
     job, result, attempt = played.job, played.tracker.result, played.attempt
     place = Place("n", "n", 0, Clock())
     evidence(attempt, ())

@@ -1,4 +1,6 @@
-"""Access to files that may hang: each object waits for one limit, and keeps one thread."""
+"""Access to files that may hang. Each ``FileAccess`` waits for at most one time limit, and keeps at most one
+thread.
+"""
 
 import os
 import threading
@@ -12,7 +14,7 @@ from elasticrs.host.background_call import FileAccess
 
 @pytest.fixture
 def fifo(tmp_path):
-    """A path whose reader hangs until ``release`` is called."""
+    """Return the path of a FIFO. Reading it hangs until ``release`` is called."""
     path = tmp_path / "fifo"
     os.mkfifo(path)
     return path

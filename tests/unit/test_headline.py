@@ -152,7 +152,9 @@ SAID = {
 
 @pytest.fixture(scope="module")
 def carriers(tmp_path_factory):
-    """Return the headline and the type of exceptions that carry others, by the name of the function."""
+    """Return the headline and type of exceptions that wrap other exceptions, by the name of the function that
+    raises them.
+    """
     script = tmp_path_factory.mktemp("carriers") / "carriers.py"
     script.write_text(CARRIERS)
     done = run_program([sys.executable, script, *SAID], timeout=60)

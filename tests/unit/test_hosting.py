@@ -32,7 +32,7 @@ from elasticrs.rendezvous.elastic.hosting import (
 
 ALL = ("::",)
 ONE = (1, 1)
-"""Numbers of nodes of a job with one node."""
+"""Minimum and maximum number of nodes of a job with one node."""
 
 
 class Machine:
@@ -127,7 +127,7 @@ def test_other_nodes_reach_a_store_whose_host_has_a_loopback_endpoint(host):
     machine = Machine("node1", own=["10.0.0.1"], known={"node1": ["127.0.1.1", "10.0.0.1"]})
     found = decide(rendezvous(host, nodes=(2, 2)), machine)
     assert (found.listen, found.fallback) == ((("::", 29400),), "10.0.0.1")
-    # The machine's own name may resolve to a loopback address only.
+    # A machine's own name may resolve only to a loopback address.
     assert (
         decide(rendezvous(host, nodes=(2, 2)), Machine("node1", outgoing="10.0.0.7")).fallback == "10.0.0.7"
     )

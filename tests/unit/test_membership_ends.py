@@ -11,7 +11,9 @@ from elasticrs.train.membership import Membership
 
 
 class Board:
-    """The messages of a round in which a worker has finished after step 5. ``keys`` are answers in turn."""
+    """Message board of a round in which a worker has finished after step 5. Each call of ``list_keys``
+    returns the next item of ``keys``.
+    """
 
     def __init__(self, *keys):
         self._keys = list(keys)
@@ -32,7 +34,7 @@ class Board:
     "keys",
     [
         [["done", "here/0", "here/1"], ["done", "here/0"]],
-        # The store is lost.
+        # The store is lost after the first call.
         [["done", "here/0", "here/1"]],
     ],
 )

@@ -211,7 +211,7 @@ def test_a_torch_folder_in_the_working_directory_is_not_imported(ask, tmp_path, 
 
 
 def test_an_unknown_device_is_rejected_without_importing_torch(ask):
-    # Importing torch would fail, because the number of CUDA devices in the variable is no number.
+    # Importing torch would fail here, because the variable CUDA is not a number of devices.
     with pytest.raises(UnknownDeviceError):
         ask("four", CUDA="x")
 

@@ -177,7 +177,7 @@ def test_rank_0_publishes_the_master_address():
     chosen = RendezvousStoreInfo.build(0, store, "10.0.0.1")
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("", chosen.master_port))
-    # The store of the workers sets SO_REUSEADDR, as torch's does.
+    # The workers' store can listen on the reserved port, because it sets SO_REUSEADDR, as torch's store does.
     with socket.create_server(("", chosen.master_port)):
         pass
     published = RendezvousStoreInfo.build(0, store, "10.0.0.1", 7)

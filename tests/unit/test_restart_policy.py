@@ -84,7 +84,7 @@ class TestFailures:
         ids=["optimizer steps or steps of an epoch", "with a frame"],
     )
     def test_steps_that_restart_with_each_attempt_prove_nothing_about_the_place(self, steps):
-        # The attempts ran for a minute each, or the steps differ.
+        # First, each attempt runs for a minute. Then, the attempts fail in different steps.
         assert stops(decisions(PLENTY, [failure(ran=STEADY, **steps)] * 30)) == (30, None)
         others = [failure(**{**steps, "reached": 62 - number % 3}) for number in range(30)]
         assert stops(decisions(PLENTY, others)) == (30, None)

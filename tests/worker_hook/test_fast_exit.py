@@ -1,4 +1,4 @@
-"""Tests of workers that leave without the teardown of their interpreter after an uncaught exception."""
+"""Workers that exit without the teardown of their interpreter after an uncaught exception."""
 
 import gzip
 import multiprocessing
@@ -77,7 +77,7 @@ EXITS = [
     ("    import argparse; argparse.ArgumentParser().error('x')\n", 2, False),
     ("    try: 1 / 0\n    except ZeroDivisionError: sys.exit(4)\n", 4, False),
     ("    atexit.register(print, 'callback')\n    sys.exit(3)\n", 3, False),
-    # These end successfully, or in a way that the hook cannot see.
+    # These programs succeed, or exit in a way that the hook cannot detect.
     ("    sys.exit()\n", 0, True),
     ("    sys.exit(0)\n", 0, True),
     ("    sys.exit(256)\n", 0, True),
@@ -99,7 +99,7 @@ def test_an_exit_with_a_code_is_not_torn_down(worker, python):
         assert (done.returncode, plain.returncode) == (exitcode, exitcode), source
         assert ("torn down" in done.stdout) == is_torn_down, source
         assert done.stdout.replace("torn down\n", "") == plain.stdout.replace("torn down\n", ""), source
-        # A traceback of the exit shows the wrapper's frame.
+        # Compare only the last line, because the traceback also contains the wrapper's frame.
         assert done.stderr.splitlines()[-1:] == plain.stderr.splitlines()[-1:], source
         assert worker.error_file.exists() == ("bad lr" in source or "argparse" in source), source
         worker.error_file.unlink(missing_ok=True)

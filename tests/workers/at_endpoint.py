@@ -1,6 +1,6 @@
-"""A worker that finds the others as a client of torch's TCPStore at HOST PORT (arguments, or the variable
-ENDPOINT), instead of at MASTER_ADDR and MASTER_PORT, and prints who was there. With the argument RESTART,
-rank 0 fails in the first attempt.
+"""A worker that connects as a client of torch's TCPStore to HOST PORT instead of MASTER_ADDR and MASTER_PORT.
+HOST PORT are its arguments, or the value of the variable ENDPOINT. The worker waits for all ranks, and prints
+the attempt that each rank has published. With the argument RESTART, rank 0 fails in the first attempt.
 """
 
 import os
@@ -32,7 +32,7 @@ with socket.create_connection((host, int(port)), timeout=60) as store:
         store.sendall(b"\x03" + name)
         (length,) = struct.unpack("<Q", replies.read(8))
         values.append(replies.read(length).decode())
-    # One more counter for each worker that has seen all: nobody closes the store's connection before.
+    # Count the workers that have read all values. Read the reply before closing the connection.
     store.sendall(b"\x04" + field(b"/seen") + struct.pack("<q", 1))
     replies.read(8)
 os.write(1, f"SEEN rank={rank} attempt={attempt} values={','.join(values)}\n".encode())

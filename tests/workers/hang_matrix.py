@@ -1,9 +1,9 @@
-"""A training of gloo ranks, in which some ranks do something different from the others in step 5.
+"""A training with gloo in which some ranks have a fault in step 5.
 
 Usage: ``hang_matrix.py SHAPE KIND RANKS`` as the program of a job, or ``hang_matrix.py SHAPE KIND RANKS NPROC
-LOGS`` to launch it in forks of this process. ``RANKS`` are the ranks that diverge, separated by commas.
-Shapes: ``plain`` (an all-reduce in each step), ``mesh`` (tensor-parallel groups of two ranks, data-parallel
-groups across them, and an all-reduce of all ranks), ``ddp`` and ``fsdp``.
+LOGS`` to launch it in forks of this process. ``RANKS`` are the faulty ranks, separated by commas. Shapes:
+``plain`` (an all-reduce in each step), ``mesh`` (tensor-parallel groups of two ranks, data-parallel groups
+across them, and an all-reduce of all ranks), ``ddp`` and ``fsdp``.
 """
 
 import os
@@ -50,7 +50,7 @@ class Plain:
         all_reduce()
 
     def step(self, kind=""):
-        """Carry out a step. ``kind`` says how this rank diverges; empty if it does not."""
+        """Run a training step. ``kind`` is the fault of this rank; empty if this rank has none."""
         self.loss().backward()
         if kind == "extra":
             all_reduce(1)
@@ -133,7 +133,8 @@ def train(shape, kind, guilty):
     diverges = rank in map(int, guilty.split(","))
     training = SHAPES[shape]()
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
-    # The ranks are watched from their first heartbeat, and some may start much later than others.
+    # Wait for all ranks before the first heartbeat, because the hang timeout starts then, and some ranks may
+    # start much later than others.
     distributed.barrier()
     for step in range(STEPS):
         heartbeat(step)
@@ -151,7 +152,7 @@ def train(shape, kind, guilty):
             os._exit(0)
         elif own == "section":
             with heartbeat.section("checkpoint", limit=600):
-                # Longer than the hang timeout of the other ranks, which wait for this one.
+                # Wait longer than the hang timeout. The other ranks wait for this rank in a collective.
                 threading.Event().wait(4)
         training.step(own)
         optimizer.step()
@@ -164,7 +165,7 @@ def launch(shape, kind, guilty, nproc, logs):
     from elasticrs.multiprocessing import DefaultLogsSpecs
     from elasticrs.multiprocessing.errors import ChildFailedError
 
-    # Import what torch imports for the first optimizer here, and not in each rank.
+    # Create an optimizer before the forks, so that torch's modules for it are imported only once.
     torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     limits = {"hang_timeout": 3, "shutdown_timeout": 5, "max_restarts": 0}
     logs_specs = DefaultLogsSpecs(log_dir=logs)

@@ -10,13 +10,13 @@ judged by one set of rules:
   round, or two nodes report the same start error in consecutive rounds. If only one of several nodes reports
   a start error, that node may be broken, so the workers are restarted.
 - **POLICY-2** The job stops after ``max_same_failures`` equal failures in a row without progress. Two
-  failures are equal if the same exception was raised at the same place, or if the workers hung at the same
-  place or crashed with the same signal, on the same rank or in the same training step (or before the first
-  step). Connection errors do not count, because they are often transient. If steps are counted across
-  restarts, a higher step is progress. Otherwise, an attempt has made progress if it ran for :data:`STEADY`
-  seconds before it failed or hung. A shorter attempt whose workers completed steps or hung may also have made
-  progress. The job then stops only after :data:`UNPROVEN` times as many equal failures, each after the same
-  number of steps.
+  failures are equal if they have the same kind and place, and occurred on the same rank or in the same
+  training step (or before the first step). The kind is an exception type, a hang, or the signal of a crash.
+  Connection errors do not count, because they are often transient. If steps are counted across restarts, a
+  higher step is progress. Otherwise, an attempt has made progress if it ran for :data:`STEADY` seconds before
+  it failed or hung. A shorter attempt whose workers completed steps or hung may also have made progress. The
+  job then stops only after :data:`UNPROVEN` times as many equal failures, each after the same number of
+  steps.
 - **POLICY-3** At most ``max_restarts`` restarts are charged, in total or within ``window`` seconds.
 - **POLICY-4** The decision does not depend on the order in which the nodes report.
 - **POLICY-5** The job stops if its only node was found unfit and cannot be excluded. Otherwise, at most one
