@@ -1,4 +1,4 @@
-//! Tests for nurseries whose program is on a file system that does not respond: executing it blocks.
+//! Tests for nurseries whose program blocks when it is executed, because its file system does not respond.
 #![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
 
 mod common;
@@ -23,7 +23,7 @@ use elasticrs_testkit::slow_file::SlowFile;
 use elasticrs_testkit::{is_running, wait_for_end};
 use tempfile::TempDir;
 
-/// A supervisor whose nurseries execute a program that the test can make slow.
+/// A supervisor, and a nursery program that the test can make slow to execute.
 struct Job {
     supervisor: Supervisor,
     program: PathBuf,
@@ -40,17 +40,17 @@ impl Job {
         Self { supervisor: Supervisor::new(config).unwrap(), program, _folder: folder }
     }
 
-    /// Nurseries that import modules execute the program.
+    /// Creates a job in which only nurseries that import modules execute `program`.
     fn warm() -> Self {
         Self::new(|program| vec![warm_image_of(program, "", HANG), image()])
     }
 
-    /// All nurseries execute the program.
+    /// Creates a job in which all nurseries execute `program`.
     fn cold() -> Self {
         Self::new(|program| vec![elasticrs_testkit::nursery::image(program.to_owned())])
     }
 
-    /// Makes the program slow while no nursery exists.
+    /// Kills the nursery, and then makes `program` slow to execute for the next nursery.
     fn without_nursery(&self) -> SlowFile {
         run(&self.supervisor, &[&["sleep"]]);
         kill(self.supervisor.nursery_pid().unwrap());
@@ -114,7 +114,7 @@ fn the_fence_is_renewed_while_another_nursery_is_slow_to_execute() {
     let slow = SlowFile::new(&job.program);
     job.supervisor.import_beside(HANG).unwrap();
     slow.wait_until_opened();
-    // Renew the deadline until the first one has passed several times over.
+    // Renew the deadline for three seconds, because a missed renewal would fence the workers after one second.
     for _ in 0..30 {
         assert!(renewals.recv_timeout(HANG).unwrap(), "the deadline has passed");
     }
@@ -203,7 +203,7 @@ fn a_start_that_waits_for_a_slow_nursery_ends_at_the_fence() {
 
 #[test]
 fn a_start_waits_for_a_new_sentinel_and_can_be_stopped() {
-    // Only sentinels execute the program.
+    // Only sentinels execute the slow program.
     let job = Job::new(|program| vec![warm_image("", HANG), elasticrs_testkit::nursery::image(program.to_owned())]);
     let nursery = job.supervisor.nursery_pid().unwrap();
     let others = children_of_self().into_iter().filter(|&pid| pid != nursery);
@@ -222,7 +222,7 @@ fn a_start_waits_for_a_new_sentinel_and_can_be_stopped() {
 
 #[test]
 fn a_start_that_goes_on_cold_with_a_slow_nursery_can_be_stopped() {
-    // Only nurseries that import nothing execute the program.
+    // Only nurseries that import no modules execute the slow program.
     let job =
         Job::new(|program| vec![warm_image("hangs", HANG), elasticrs_testkit::nursery::image(program.to_owned())]);
     job.supervisor.start(warm(group(vec![worker(&["sleep"])]))).unwrap();

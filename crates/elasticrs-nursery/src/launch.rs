@@ -116,7 +116,7 @@ pub struct Launched {
 }
 
 impl Launched {
-    /// Kills the nursery and its sentinel, because nobody needs them. Blocks until both have exited.
+    /// Kills the nursery and its sentinel, because they are not needed. Blocks until both processes have exited.
     pub fn discard(self) {
         for Self { pid, pidfd, .. } in [Some(&self), self.sentinel.as_deref()].into_iter().flatten() {
             end(*pid, pidfd);
@@ -174,20 +174,21 @@ impl From<Errno> for LaunchError {
 /// Starts a nursery from the first of these images that can be executed.
 ///
 /// Safe to call in a multithreaded process. The nursery does not depend on the calling thread, because it watches the
-/// whole process. But until a warm nursery is ready, the kernel kills it when the calling thread exits. The nursery and its workers inherit descriptors 0 to 2, the working directory, the resource limits
-/// and the umask of this process. If [`raise`](super::descriptors::raise) has raised the soft limit on file
-/// descriptors, they get the previous limit. The images are tried in order, because some systems do not allow the
-/// embedded image to be executed (`vm.memfd_noexec`, security modules).
+/// whole process. However, the kernel kills a warm nursery if the calling thread exits before the nursery is ready. The
+/// nursery and its workers inherit descriptors 0 to 2, the working directory, the resource limits and the umask of this
+/// process. If [`raise`](super::descriptors::raise) has raised the soft limit on file descriptors, they get the
+/// previous limit. The images are tried in order, because some systems do not allow the embedded image to be executed
+/// (`vm.memfd_noexec`, security modules).
 ///
-/// Blocks until a program was executed, so it can block forever on a dead network file system. `interrupt` ends it, and
-/// then no process is left.
+/// Blocks until a program has been executed, so it can block forever on a dead network file system. [`Interrupt::set`]
+/// makes the call fail and kills the new processes.
 pub fn launch(images: &[NurseryImage], import: &Import, interrupt: &Interrupt) -> Result<Launched, LaunchError> {
     check_floor()?;
     let start = Start { token: Token::random()?, descriptors: descriptors::given(), is_sentinel: false };
     launch_as(images, import, start, interrupt)
 }
 
-/// Starts the process that guards a nursery. `token` identifies the descendants of the nursery. Can block like
+/// Starts the process that guards a nursery. `token` identifies the descendants of the nursery. Can block forever, see
 /// [`launch`].
 pub fn launch_sentinel(images: &[NurseryImage], token: Token, interrupt: &Interrupt) -> Result<Launched, LaunchError> {
     launch_as(images, &Import::default(), Start { token, descriptors: None, is_sentinel: true }, interrupt)
@@ -271,7 +272,7 @@ fn launch_as(
     Err(LaunchError::Start { stage: failure.stage, errno: failure.errno })
 }
 
-/// Same as [`spawn::spawn`], but also fails with `ECANCELED` if the child was killed by the interrupt.
+/// Same as [`spawn::spawn`], but kills the child and fails with `ECANCELED` if `interrupt` is set.
 fn spawn_unless(interrupt: &Interrupt, command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure> {
     let Child { pid, pidfd } = spawn::spawn(command, stack)?;
     if interrupt.is_set() {

@@ -166,12 +166,12 @@ fn invalid(error: postcard::Error) -> io::Error {
 /// Received bytes and descriptors that have not been returned as messages yet.
 #[derive(Debug, Default)]
 struct Received {
-    /// Buffer for received bytes. It is kept between calls, because zeroing a new one would take longer than the rest of
-    /// a call.
+    /// Buffer for received bytes. It is kept between calls, because zeroing a new buffer would take longer than the
+    /// rest of a call.
     buffer: Vec<u8>,
-    /// Number of bytes in the buffer that were received.
+    /// Number of received bytes in `buffer`.
     filled: usize,
-    /// Number of these bytes that were already returned as messages.
+    /// Number of received bytes that were already returned as messages.
     used: usize,
     batches: VecDeque<Vec<OwnedFd>>,
 }

@@ -78,14 +78,14 @@ impl SweepLimits {
     }
 }
 
-/// Processes that a sweep spares, because they have got a stop signal and may be saving. The worker was only a wrapper
-/// that the signal has ended.
+/// Selects the processes that a sweep does not kill, because they received a stop signal and may be saving. Their
+/// worker was only a wrapper that the signal killed.
 ///
-/// Such a process is in the session of one of the workers and has a handler for the signal, or descends from such a
-/// process.
+/// A process is selected if it is in the session of one of the workers and handles the signal. Descendants of selected
+/// processes are selected as well.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Savers {
-    /// Pids of the workers, which have exited.
+    /// Pids of the workers. The workers have already exited.
     pub workers: Vec<i32>,
     pub signal: i32,
 }
@@ -125,9 +125,9 @@ pub enum Request {
         /// [subreaper](ProcessSpec::keeps_orphans). `None` to stop all descendants.
         left_by: Option<i32>,
         limits: SweepLimits,
-        /// Processes that may still be saving what their worker needs after a stop, and that are spared.
+        /// Processes that are not killed, because they may still be saving after a stop signal.
         ///
-        /// `None` to spare none. A second request before the answer replaces the processes that are spared.
+        /// `None` to kill all processes. A second request before the answer replaces this value.
         savers: Option<Savers>,
     },
     /// Keep the connection whose descriptor is sent with this request open until the nursery process exits.

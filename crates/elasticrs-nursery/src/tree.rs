@@ -264,7 +264,7 @@ impl Target {
         self.has(BLOCKED, signal) || self.has(IGNORED, signal)
     }
 
-    /// True if the process has a handler for this signal.
+    /// Returns true if the process has a handler for this signal.
     pub fn handles(&self, signal: Signal) -> bool {
         self.has(CAUGHT, signal)
     }

@@ -1,7 +1,7 @@
 //! Chooses the thread on which a store client runs, and the destination of its messages to the user.
 //!
-//! An agent's client runs on the supervisor's thread. Other clients run on the same thread as the agents'
-//! stores of this process. The supervisor has its own thread, because a busy store could delay its signals and keep-alives.
+//! An agent's client runs on the supervisor's thread. Other clients share a thread with the agents' stores of this
+//! process. The supervisor has its own thread, because a busy store could delay its signals and keep-alives.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ pub enum Home {
 }
 
 impl Home {
-    /// Chooses the supervisor's thread. Without a supervisor, chooses the thread of the agents' stores.
+    /// Chooses the supervisor's thread, or the thread of the agents' stores if there is no supervisor.
     pub fn new(supervisor: Option<Py<Supervisor>>) -> PyResult<Self> {
         supervisor.map_or_else(|| Entered::new(Of::Agents).map(Self::Stores), |supervisor| Ok(Self::Agent(supervisor)))
     }

@@ -1,9 +1,11 @@
-//! The threads on which the stores of a process run: one for the stores of agents, and one for the stores of workers.
+//! The two threads on which the stores of a process run. One runs the agents' stores, and the other runs the workers'
+//! stores.
 //!
-//! Everyone who reaches the port of a workers' store can keep its thread busy, so agents do not share it.
+//! The agents' stores have a separate thread, because any program that can connect to a workers' store can keep its
+//! thread busy.
 //!
-//! A thread exits when its last store is closed. The workers' stores of an agent keep their thread running until the
-//! supervisor is closed, so that the next attempt can use the same thread. A forked child does not have these threads,
+//! A thread exits when its last store is closed. An agent keeps the thread of its workers' stores running until its
+//! supervisor is closed, so that the next attempt can use the same thread. A forked child does not have these threads
 //! and never waits for them.
 
 use std::io;
@@ -16,11 +18,11 @@ use pyo3::prelude::*;
 
 use crate::error::{SupervisorError, os_error};
 
-/// A thread that stores share, and the pid of the process that started it. The pid is needed because a forked child may
-/// not use its parent's thread.
+/// A thread shared by several stores, and the pid of the process that started the thread. The pid is needed because a
+/// forked child may not use its parent's thread.
 type Shared = Mutex<Option<(u32, Weak<Runtime>)>>;
 
-/// The clients whose stores share a thread.
+/// Kind of clients that a store serves. Stores for the same kind of clients share a thread.
 #[derive(Debug, Clone, Copy)]
 pub enum Of {
     Agents,
@@ -38,7 +40,7 @@ impl Of {
     }
 }
 
-/// An optional reference to a thread of stores. The thread keeps running while any reference exists.
+/// An optional reference to a thread that runs stores. The thread keeps running while any reference exists.
 pub struct Stores {
     of: Of,
     runtime: Mutex<Option<Arc<Runtime>>>,
@@ -109,11 +111,12 @@ impl Drop for Stores {
     }
 }
 
-/// A reference to a thread of stores that belongs to a Python object. Dropping it releases the GIL while it waits.
+/// A Python object's reference to a thread that runs stores. Dropping the reference releases the GIL while it waits for
+/// the thread to exit.
 pub struct Entered(Stores);
 
 impl Entered {
-    /// Creates a reference to the thread that runs these stores of this process. Starts the thread if necessary.
+    /// Creates a reference to the thread that runs this kind of store in this process. Starts the thread if necessary.
     pub fn new(of: Of) -> PyResult<Self> {
         let stores = Stores::new(of);
         stores.enter().map_err(|error| os_error(&error, "start the thread of the stores"))?;
@@ -135,12 +138,12 @@ impl Drop for Entered {
     }
 }
 
-/// Runs the end of a Python object that is deallocated, without the GIL, because the end may wait for a thread. Call
-/// this only from `Drop` of a Python class.
+/// Calls `end` without holding the GIL, because `end` may wait for a thread. Call this function only when a Python
+/// object is dropped.
 pub fn end_detached(end: impl FnOnce() + Send) {
     let mut end = Some(end);
     Python::try_attach(|py| py.detach(|| run(&mut end)));
-    // Not yet run if the interpreter is shutting down.
+    // Call `end` here if the interpreter is shutting down, because `try_attach` does not call it in that case.
     run(&mut end);
 }
 

@@ -30,7 +30,7 @@ pub(crate) const LOOK: Duration = Duration::from_secs(5);
 #[pyclass(frozen, module = "elasticrs._core")]
 pub struct Supervisor {
     pub(crate) inner: core::Supervisor,
-    /// Reference to the thread of the workers' stores. Acquired when the first one is used.
+    /// Reference to the thread of the workers' stores. Acquired when the first store is used.
     pub(crate) stores: Arc<Stores>,
 }
 
@@ -239,7 +239,7 @@ impl Supervisor {
 impl Drop for Supervisor {
     fn drop(&mut self) {
         end_detached(|| {
-            // Ignore the error of a forked child, in which nothing is closed.
+            // Ignore the error in a forked child, because a forked child cannot close the supervisor.
             let _ = self.inner.close(false);
             self.stores.leave();
         });

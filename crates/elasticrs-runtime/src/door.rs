@@ -29,8 +29,8 @@ pub enum Purpose {
     Health,
     /// The store of the agents.
     Store,
-    /// The store of the workers. Everyone who reaches its port can connect, so it also leaves descriptors for the
-    /// agents.
+    /// The store of the workers. It leaves file descriptors free for the agents, because any program that can reach its
+    /// port can connect.
     Workers,
 }
 
@@ -83,7 +83,7 @@ impl Door {
     }
 }
 
-/// Returns how many file descriptors the process has when a server of this kind accepts no further connections.
+/// Returns the number of open file descriptors at which a server of this kind stops accepting connections.
 pub fn share(purpose: Purpose) -> usize {
     let soft = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
     usize::try_from(soft.saturating_sub(kept(soft, purpose))).unwrap_or(usize::MAX)

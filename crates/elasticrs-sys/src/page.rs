@@ -66,8 +66,8 @@ impl Page {
         }
     }
 
-    /// Maps a shared memory page into this process. `file` is a descriptor of the page that another process has sent,
-    /// which may be untrusted.
+    /// Maps a shared memory page into this process. `file` is a descriptor of the page that another process has sent.
+    /// That process may be untrusted.
     ///
     /// # Errors
     ///
@@ -76,7 +76,7 @@ impl Page {
         if sealed_by(&file).is_some_and(|seals| seals.contains(SEALS)) { Self::map_any(file) } else { Err(invalid()) }
     }
 
-    /// Maps a shared memory page that a trusted process has sent.
+    /// Maps a shared memory page into this process. `file` is a descriptor of the page that a trusted process has sent.
     ///
     /// # Errors
     ///
@@ -85,7 +85,8 @@ impl Page {
     pub fn map_our_own(file: OwnedFd) -> io::Result<Self> {
         let facts = nix::sys::stat::fstat(&file)?;
         let is_nameless = facts.st_mode & libc::S_IFMT == libc::S_IFREG && facts.st_nlink == 0;
-        // Only seals that keep the file's size count. On tmpfs, every file has the seal that forbids further seals.
+        // Check only the seals that prevent a change of the file's size, because every file on tmpfs has the seal
+        // `F_SEAL_SEAL`.
         let size = SEALS.difference(SealFlag::F_SEAL_SEAL);
         match sealed_by(&file) {
             Some(seals) if seals.intersects(size) => Self::map(file),
@@ -145,7 +146,7 @@ fn nameless_file() -> io::Result<OwnedFd> {
     nameless_file_in(Path::new("/dev/shm")).or_else(|_| nameless_file_in(&std::env::temp_dir()))
 }
 
-/// Creates an unnamed file. `O_EXCL` prevents it from getting a name later, so no other program can open it.
+/// Creates an unnamed file. `O_EXCL` prevents the file from getting a name later, so no other program can open it.
 fn nameless_file_in(folder: &Path) -> io::Result<OwnedFd> {
     let flags = OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_EXCL | OFlag::O_CLOEXEC;
     Ok(open(folder, flags, Mode::S_IRUSR | Mode::S_IWUSR)?)
@@ -181,7 +182,7 @@ mod tests {
 
     #[test]
     fn unnamed_files_of_any_file_system_are_shared_only_between_trusted_processes() {
-        // `/dev/shm` is a tmpfs. The other file systems have no seals.
+        // Test a tmpfs, and a file system that does not support seals.
         for folder in ["/dev/shm", env!("CARGO_MANIFEST_DIR")] {
             let file = nameless_file_in(Path::new(folder)).unwrap();
             nix::unistd::ftruncate(&file, 4096).unwrap();

@@ -81,17 +81,17 @@ pub struct Command<'fd> {
     /// Pipe for progress reports. Before each stage that can block forever, the number of the [`Stage`] is written to
     /// the pipe as one byte.
     pub stages: Option<BorrowedFd<'fd>>,
-    /// Handle with which another thread can end a [`spawn`] that blocks.
+    /// Handle with which another thread can abort a blocked call of [`spawn`].
     pub interrupt: Option<&'fd Interrupt>,
 }
 
-/// Ends calls of [`spawn`] that block, from another thread: kills the child whose program has not been executed yet.
+/// Aborts blocked calls of [`spawn`] from another thread, by killing a child that has not executed its program yet.
 #[derive(Debug)]
 pub struct Interrupt {
     is_set: AtomicBool,
-    /// Number of the pidfd of the child that is about to execute its program, or -1.
+    /// Pidfd of the child that has not executed its program yet, or -1 if there is no such child.
     child: AtomicI32,
-    /// Held while the descriptor `child` is used, and while [`spawn`] takes it away.
+    /// Locked while [`Interrupt::set`] uses the descriptor `child`, and while [`spawn`] resets `child` to -1.
     using: Mutex<()>,
 }
 
@@ -102,8 +102,8 @@ impl Default for Interrupt {
 }
 
 impl Interrupt {
-    /// Kills the child that is about to execute its program, if there is one, and makes all later calls of [`spawn`]
-    /// with this handle fail with `ECANCELED`. A child that has already executed its program keeps running.
+    /// Kills the child that has not executed its program yet, if there is one. All later calls of [`spawn`] with this
+    /// handle fail with `ECANCELED`. A child that has already executed its program keeps running.
     pub fn set(&self) {
         let _using = self.using.lock().unwrap_or_else(PoisonError::into_inner);
         self.is_set.store(true, Ordering::SeqCst);
@@ -116,13 +116,14 @@ impl Interrupt {
         }
     }
 
-    /// Returns true once [`Self::set`] was called.
+    /// Returns true if [`Self::set`] has been called.
     pub fn is_set(&self) -> bool {
         self.is_set.load(Ordering::SeqCst)
     }
 
-    /// Called by a child before it begins. Returns false if the child must not begin. Because the child stores its
-    /// descriptor first, either the child sees that the handle is set, or [`Self::set`] sees the child.
+    /// Registers a child that is about to execute its program. Returns false if the child has to exit instead, because
+    /// the handle is set. The descriptor is stored before `is_set` is checked, because [`Self::set`] could otherwise
+    /// miss the child.
     fn begin(&self, child: c_int) -> bool {
         self.child.store(child, Ordering::SeqCst);
         !self.is_set()
@@ -199,7 +200,7 @@ struct Shared<'a> {
     moved: Vec<RawFd>,
     stages: RawFd,
     file: RawFd,
-    /// pidfd of the child, which the kernel stores here before the child runs.
+    /// Pidfd of the child. The kernel stores it here before the child runs.
     pidfd: c_int,
     failure: Option<Failure>,
 }
@@ -224,7 +225,7 @@ impl<'a> Shared<'a> {
 /// Starts a child in its own session. Returns when the child has executed its program or has failed.
 ///
 /// This function can block forever on a dead network file system, because the child opens log files, changes its
-/// directory and executes a program. [`Command::interrupt`] ends it. The blocked thread can also be killed.
+/// directory and executes a program. [`Interrupt::set`] aborts a blocked call. The blocked thread can also be killed.
 pub fn spawn(command: &Command<'_>, stack: &mut Stack) -> Result<Child, Failure> {
     let mut shared = Shared::new(command, nix::unistd::getpid().as_raw());
     let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::CLONE_PIDFD | libc::SIGCHLD;

@@ -1,14 +1,15 @@
-//! A file whose opening blocks, as on a network file system whose server is slow or down.
+//! A file that blocks every process that opens it, like a file on a network file system whose server is down.
 //!
-//! The test holds a lease on the file. Any other process that opens or executes the file then waits, until the lease is
-//! given back or the process is killed. The kernel waits for at most 45 s (`/proc/sys/fs/lease-break-time`).
+//! The test holds a lease on the file, see fcntl(2). Any other process that opens or executes the file waits until the
+//! test releases the lease, or until the process is killed. The wait lasts for at most 45 s, because the kernel then
+//! revokes the lease (`/proc/sys/fs/lease-break-time`).
 
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
 use std::path::Path;
 
-/// Number of the `fcntl` operation that chooses the signal for a lease that is to be given back.
+/// Number of the `fcntl` operation that sets the signal with which the kernel requests the release of a lease.
 const F_SETSIG: i32 = 10;
 
 /// A file that cannot be opened while this value exists.
@@ -16,11 +17,12 @@ const F_SETSIG: i32 = 10;
 pub struct SlowFile(File);
 
 impl SlowFile {
-    /// Makes every later opening of the file block. First waits until no process has the file open.
+    /// Blocks every process that opens the file later. First waits until no process has the file open.
     #[must_use]
     pub fn new(path: &Path) -> Self {
         let file = OpenOptions::new().read(true).write(true).open(path).expect("a file");
-        // Replace SIGIO, which would end this process, by a signal that is ignored.
+        // Replace the default signal SIGIO with SIGURG, because SIGIO would kill this process and SIGURG is ignored by
+        // default.
         control(&file, F_SETSIG, libc::SIGURG).expect("a valid signal");
         super::wait_until("the end of all users of the file", || {
             control(&file, libc::F_SETLEASE, libc::F_WRLCK).is_ok()

@@ -105,8 +105,8 @@ pub enum Event {
 }
 
 impl Event {
-    /// Returns true if the event only informs the agent or the user. Such an event may be dropped if the agent does not
-    /// take its events, because workers and their descendants can cause any number of them.
+    /// Returns true if the event only informs the agent or the user. The queue may drop such events if the agent does
+    /// not read its events, because workers can cause an unlimited number of them.
     pub(super) fn is_notice(&self) -> bool {
         match self {
             Self::WorkerRaised(raised) => raised.exit == ExitStage::Begun,
@@ -191,7 +191,7 @@ pub struct WorkerRaised {
     pub seen: Stamp,
     /// Time limit for the exit, starting at `seen`. `None` if there is no limit.
     pub limit: Option<Duration>,
-    /// True if the exception cannot be the consequence of another worker's end, according to the process.
+    /// True if the worker's process reported that another worker's exit cannot have caused the exception.
     pub is_own: bool,
     pub exit: ExitStage,
 }
@@ -317,12 +317,13 @@ pub enum StartFailure {
         /// Time limit for the start, see [`crate::spec::GroupPolicy::start_deadline`].
         deadline: std::time::Duration,
     },
-    /// There is no nursery that could start the workers, because none could be launched.
+    /// No worker was started, because the nursery could not be launched.
     #[error("{message}")]
     Nursery {
         /// Text of the [`elasticrs_nursery::launch::LaunchError`].
         message: String,
-        /// Error number of the failed system call. `None` if the launch exceeded its time limit.
+        /// Error number of the failed system call. `None` if no system call failed, for example because the launch
+        /// exceeded its time limit.
         errno: Option<i32>,
     },
 }
@@ -333,7 +334,7 @@ impl StartFailure {
         Self::Worker { local_rank, stage: Stage::Receive, errno: libc::EMFILE, subject: format!("/proc/{pid}") }
     }
 
-    /// Returns the failure of a group whose nursery could not be launched.
+    /// Converts the launch error of a nursery to a start failure.
     pub(super) fn no_nursery(error: &LaunchError) -> Self {
         let errno = match error {
             LaunchError::Unsupported(_) | LaunchError::Hung { .. } => None,
@@ -343,7 +344,7 @@ impl StartFailure {
         Self::Nursery { message: error.to_string(), errno }
     }
 
-    /// Returns the local rank of the worker that could not be started. This is the first one if none could.
+    /// Returns the local rank of the worker that could not be started. Returns 0 if the nursery could not be launched.
     pub fn local_rank(&self) -> u32 {
         match self {
             Self::Worker { local_rank, .. } | Self::Hung { local_rank, .. } => *local_rank,

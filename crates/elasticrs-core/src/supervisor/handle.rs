@@ -391,7 +391,8 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Fails in a child made by `fork`.
+    /// Returns [`SupervisorError::Forked`] in a forked child, because only the process that created the supervisor may
+    /// use it.
     pub fn check_owner(&self) -> Result<(), SupervisorError> {
         if std::process::id() == self.owner { Ok(()) } else { Err(SupervisorError::Forked { owner: self.owner }) }
     }

@@ -77,12 +77,12 @@ pub(super) struct Import {
     pub(super) failure: Option<ImportFailure>,
     /// True if the import was stopped because the guard process, which cleans up if the agent is killed, was lost.
     pub(super) is_unguarded: bool,
-    /// Keeps the thread alive that has launched the nursery. See [`Parent`].
+    /// Keeps the thread that launched the nursery running. See [`Parent`].
     _parent: Parent,
 }
 
-/// Keeps the thread alive that has launched a nursery, until this value is dropped. The kernel kills a nursery that
-/// imports modules when that thread exits, because such a nursery does not watch its agent.
+/// Keeps the thread that launched a nursery running until this value is dropped. If the thread exited during the
+/// nursery's imports, the kernel would kill the nursery.
 pub(super) type Parent = std::sync::mpsc::SyncSender<std::convert::Infallible>;
 
 /// The sentinel (a process that cleans up if the nursery cannot), and the memory page that it shares with the
@@ -104,14 +104,15 @@ impl Guard {
 }
 
 impl Nursery {
-    /// Takes over a nursery that was launched. Must be called on the runtime thread. If that fails, the nursery and its
-    /// sentinel are killed.
+    /// Creates a `Nursery` for a launched process. Must be called on the runtime thread. On failure, kills the process
+    /// and its sentinel.
     pub(super) fn of(launched: Launched, parent: &Parent) -> Result<Self, LaunchError> {
         let pids = [Some(launched.pid), launched.sentinel.as_ref().map(|sentinel| sentinel.pid)];
         Self::assembled(launched, parent).inspect_err(|_| {
             #[allow(clippy::disallowed_methods, reason = "`reap` runs on a thread of its own")]
             for pid in pids.into_iter().flatten() {
-                // Use the pids, because the pidfds are closed by now. The processes are not reaped yet.
+                // Use the pids, because the pidfds are already closed. The pids are still valid, because the processes
+                // have not been reaped.
                 let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
                 tokio::task::spawn_blocking(move || wait::reap(pid));
             }
@@ -151,7 +152,8 @@ impl Nursery {
         Ok(nursery)
     }
 
-    /// If the sentinel was lost, reaps it and returns the memory page that it shared with the nursery.
+    /// Reaps the sentinel if it has exited, and returns the memory page that it shared with the nursery. Returns `None`
+    /// if the sentinel is running, or if the nursery is importing modules.
     pub(super) fn take_lost_sentinel(&mut self) -> Option<Activity> {
         let ended = |guard: &mut Guard| watch::ended(&[guard.sentinel.pidfd.get_ref().as_fd()]) == [true];
         let Guard { sentinel, activity } = self.sentinel.take_if(|guard| self.import.is_none() && ended(guard))?;
@@ -159,7 +161,7 @@ impl Nursery {
         Some(activity)
     }
 
-    /// Lets a new sentinel guard the nursery. Returns the sentinel.
+    /// Assigns a new sentinel to the nursery. Returns a reference to the sentinel.
     pub(super) fn guard_by(&mut self, sentinel: Self, activity: Activity) -> io::Result<&mut Self> {
         let guard = self.sentinel.insert(Guard { sentinel: Box::new(sentinel), activity });
         guard.introduce(&self.pidfd)?;
@@ -334,8 +336,8 @@ impl Nursery {
         // Close the connection even if requests are still unsent. A nursery that has not read its requests is dead or
         // hangs, so it could not handle them.
         drop(link);
-        // Resume a nursery that a user has stopped with a signal, because it could not exit otherwise. Ignore the only
-        // possible error, ESRCH.
+        // Send SIGCONT, because a nursery that a user has paused with SIGSTOP cannot exit. Ignore the only possible
+        // error, ESRCH. It means that the nursery has already exited.
         let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGCONT);
         if tokio::time::timeout(limit, pidfd.readable()).await.is_err() {
             let _ = pidfd::send_signal(pidfd.get_ref(), libc::SIGKILL);
@@ -411,7 +413,7 @@ mod tests {
         let launched = || launch(&images, &Terms::default(), &Interrupt::default()).unwrap();
         let (mut nursery, sentinel) = (launched(), launched());
         nursery.sentinel = Some(Box::new(sentinel));
-        // No descriptor is free for the page that the two share.
+        // Use up all file descriptors, so that the page shared by nursery and sentinel cannot be created.
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
         let lowest = open_fds().into_iter().max().unwrap() + 1;
         setrlimit(Resource::RLIMIT_NOFILE, libc::rlim_t::try_from(lowest).unwrap(), hard).unwrap();

@@ -13,14 +13,14 @@ use elasticrs_sys::poll::{Polled, poll_readable};
 
 use super::event::Event;
 
-/// Maximum number of [notices](Event::is_notice) that wait for the agent. Further ones are dropped and counted.
+/// Maximum number of [notices](Event::is_notice) in the queue. Further notices are dropped and counted.
 const MAX_NOTICES: usize = 1024;
 
 /// Queue of events from the runtime thread. The agent can wait for an event and for watched descriptors at the same
 /// time.
 ///
-/// An agent that takes no events keeps at most [`MAX_NOTICES`] notices waiting, because workers and their descendants
-/// can cause any number of them. The number of all other events depends on the requests of the agent.
+/// The queue holds at most [`MAX_NOTICES`] notices, because workers can cause an unlimited number of them while the
+/// agent does not read its events. Other events have no limit, because their number depends on the agent's requests.
 #[derive(Debug)]
 pub struct Queue {
     events: Mutex<Events>,
@@ -32,7 +32,7 @@ pub struct Queue {
 struct Events {
     waiting: VecDeque<Event>,
     notices: usize,
-    /// Number of notices that were dropped and not reported yet.
+    /// Number of dropped notices that have not been reported yet.
     dropped: u64,
 }
 
@@ -80,7 +80,8 @@ impl Queue {
         Ok(Self { events: Mutex::default(), watched: Mutex::default(), wake: Wake::new()? })
     }
 
-    /// Adds an event and wakes the waiter. Called by the runtime thread. Drops a notice if too many are waiting.
+    /// Adds an event and wakes the waiter. Called by the runtime thread. Drops the event if it is a notice and the
+    /// queue already holds the maximum number of notices.
     pub fn push(&self, event: Event) {
         lock(&self.events).push(event);
         self.wake.set();

@@ -39,7 +39,7 @@ pub(super) struct Starting {
     failure: Option<StartFailure>,
     nursery: Option<NurseryExit>,
     stop: Option<StopPolicy>,
-    /// The group, while it waits for a nursery that is ready. `None` once the workers are being started.
+    /// Specification of the group while the group waits for a nursery. `None` once the workers are being started.
     waiting: Option<GroupSpec>,
     /// Events of workers that are already running, stored until all workers have been started.
     early: Vec<Input>,
@@ -58,7 +58,7 @@ impl Starting {
         }
     }
 
-    /// Delays the start of the workers until there is a nursery that has finished its imports.
+    /// Delays the start of the workers until a nursery is running and has finished its imports.
     pub(super) fn wait_for_nursery(&mut self, spec: GroupSpec) {
         self.waiting = Some(spec);
     }

@@ -70,8 +70,8 @@ pub enum Input {
     Snapshot(Snapshot),
     /// Result of [`Effect::TakeEvidence`].
     Evidence(Vec<WorkerEvidence>),
-    /// Members, or their descendants, have recorded uncaught exceptions. `dying` are the pids of the members that the
-    /// kernel is ending: one of these ends may have caused the exceptions.
+    /// Members, or their descendants, have recorded uncaught exceptions. `dying` contains the pids of the members that
+    /// are already exiting in the kernel, because the exit of such a member may have caused the exceptions.
     Raised { workers: Vec<WorkerRaised>, dying: Vec<i32> },
     /// Result of a progress check of a member that is exiting after an exception. `progressed` is true if the member
     /// has made progress since the previous check. It is `None` if progress cannot be determined, for example at the
@@ -114,7 +114,7 @@ pub enum Effect {
     /// Stop all remaining processes of the group. Answered by [`Input::Swept`]. Replaces an earlier request that is
     /// still pending.
     Sweep(SweepLimits),
-    /// Like [`Self::Sweep`], but let processes run that may be saving.
+    /// Same as [`Self::Sweep`], but do not kill processes that may be saving.
     SweepOthers(SweepLimits, Savers),
     /// Kill the processes that this worker left behind when it exited. At most one [`Self::SweepWorker`] is pending at
     /// a time.
@@ -157,8 +157,8 @@ enum Phase {
     /// All workers have exited, or did not exit after SIGKILL. Their descendants are being cleaned up. `lingering` is
     /// true while the descendants are still allowed to run.
     Sweeping { lingering: bool },
-    /// All workers have exited after a stop signal, but processes that they left behind may still be saving. These keep
-    /// the rest of the grace period, until [`Timer::Kill`].
+    /// All workers have exited after a stop signal, but processes that they left behind may still be saving. These
+    /// processes may run until the end of the grace period ([`Timer::Kill`]).
     Saving,
     /// The end of the group was reported.
     Finished,
@@ -386,8 +386,8 @@ impl Group {
                 self.begin_stop(policy, None);
                 self.sweep_when_all_have_ended();
             }
-            // Send the new stop signal. The deadline for SIGKILL may become earlier, but never later. A request is for
-            // all members, also for those that are exiting after an exception.
+            // Send the new stop signal. The deadline for SIGKILL may become earlier, but never later. The new signal is
+            // sent to all members, including members that are exiting after an exception.
             Phase::Stopping => {
                 for member in self.members.iter_mut().filter(|m| m.is_excused()) {
                     member.stop_role = StopRole::Usual;
@@ -522,7 +522,7 @@ impl Group {
         }
     }
 
-    /// Kills all members except those that are excused. These keep their own limits.
+    /// Kills all members except the excused members, because these have their own time limits.
     fn kill_unless_excused(&mut self) {
         if !self.is_anyone_excused() {
             return self.kill();
@@ -534,7 +534,7 @@ impl Group {
         self.effects.push(Effect::Disarm(Timer::Kill));
     }
 
-    /// Kills the remaining processes after the last excused member has exited, if the others were killed before.
+    /// Kills the remaining processes if no excused member is running and the other members have already been killed.
     fn kill_when_nobody_is_excused(&mut self) {
         if self.phase == Phase::Stopping && self.is_overdue && !self.is_anyone_excused() {
             self.kill();

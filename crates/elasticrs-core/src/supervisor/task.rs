@@ -370,7 +370,7 @@ impl Task {
             return;
         }
         let Current::Running(running) = &self.current else { return };
-        // Decide about all notices together, so that workers that have raised at the same time all end by themselves.
+        // Handle all notices together, so that no worker is stopped whose exception was reported at the same time.
         let notices = self.raised.take();
         let workers: Vec<_> = notices.into_iter().filter_map(|notice| self.raised.add(notice, running)).collect();
         if !workers.is_empty() {
@@ -510,7 +510,7 @@ impl Task {
         self.sweep_others(limits, None);
     }
 
-    /// Like [`Self::sweep`], but the nursery lets processes run that may be saving.
+    /// Same as [`Self::sweep`], but the nursery does not kill processes that may be saving.
     fn sweep_others(&mut self, limits: SweepLimits, savers: Option<Savers>) {
         if let Some(nursery) = self.nursery.get() {
             self.sweeps.request(nursery, limits, savers);
@@ -519,7 +519,7 @@ impl Task {
             let mut spared = running.map(Running::adopted).unwrap_or_default();
             let sessions = running.map(Running::started).unwrap_or_default();
             spared.extend(self.second.pids());
-            // Without a nursery so far, there is nothing to clean up.
+            // If no nursery has been launched yet, there are no leftover processes.
             let Some(token) = self.nursery.token() else { return self.on_swept(SweepOutcome::default()) };
             let owns_process = self.owns_process;
             self.sweeps.start_own(limits.give_up, move |limit| {

@@ -23,8 +23,8 @@
 //! - **HANG-9** once the program of a rank has returned, the limit for the exit applies to the rank instead of the
 //!   limit for steps. If another heartbeat follows, the limit for steps applies again, because a background thread is
 //!   still training;
-//! - **HANG-10** a rank that waits for other ranks is not hung while another rank is in a section whose limit has not
-//!   passed, see [`Watch::excuse`]. Its limit starts anew when that section ends.
+//! - **HANG-10** a rank that waits for other ranks is not hung while another rank is in a section whose time limit has
+//!   not passed, see [`Watch::excuse`]. The time limit of the waiting rank restarts when that section ends.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -210,11 +210,11 @@ pub struct Watch {
     excuse: Option<Excuse>,
 }
 
-/// Ranks that wait for a rank in a section.
+/// Ranks that are not considered hung, because they wait for a rank in a section.
 #[derive(Debug)]
 struct Excuse {
     ranks: BTreeSet<usize>,
-    /// The rank in the section, and the time of its last heartbeat. A later heartbeat ends the excuse.
+    /// Rank in the section and time of its last heartbeat. The excuse ends with the next heartbeat of this rank.
     section_of: (usize, u64),
 }
 
@@ -291,8 +291,8 @@ impl Watch {
         Verdict::Hung(late)
     }
 
-    /// Records that `ranks` wait for other ranks while the rank `busy` is in a section. Until the next heartbeat of `busy`,
-    /// or until the limit of its section has passed, the time of `ranks` does not count (**HANG-10**).
+    /// Records that `ranks` wait for other ranks while the rank `busy` is in a section. The inactive time of `ranks`
+    /// does not count until the next heartbeat of `busy`, or until the time limit of its section passes (**HANG-10**).
     ///
     /// Returns false if `busy` is not in a section.
     pub fn excuse(&mut self, ranks: BTreeSet<usize>, busy: usize, seen: &[RankState]) -> bool {
@@ -301,7 +301,8 @@ impl Watch {
         true
     }
 
-    /// Forgives the inactive time of ranks that wait for a rank in a section. `terms` are the limits of all ranks.
+    /// Resets the inactive time of the excused ranks. Then removes the excuse if the section has ended or exceeded its
+    /// time limit. `terms` contains the time limits of all ranks.
     fn forgive_excused(&mut self, now: u64, seen: &[RankState], terms: &[Overdue]) {
         let Some(Excuse { ranks, section_of: (busy, last) }) = self.excuse.take() else { return };
         let limit = terms.iter().find(|term| term.rank == busy).map(|term| term.limit);
@@ -463,7 +464,7 @@ impl Watch {
     }
 }
 
-/// Returns the time of the last heartbeat of a rank that is in a section. `None` if it is in none.
+/// Returns the time of the rank's last heartbeat if the rank is in a section. Otherwise returns `None`.
 pub fn in_section(seen: &RankState) -> Option<u64> {
     match seen {
         RankState::Heartbeat(Beat { last, section: Some(_), is_exiting: false, .. }) => Some(*last),

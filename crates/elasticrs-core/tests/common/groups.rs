@@ -38,7 +38,7 @@ pub fn warm_image(what: &str, limit: Duration) -> NurseryImage {
     warm_image_of(super::nursery_program(), what, limit)
 }
 
-/// Same as [`warm_image`], but executes `program`, which must execute the program of the nurseries.
+/// Same as [`warm_image`], but runs `program`, which must be a wrapper that executes the nursery program.
 pub fn warm_image_of(program: &Path, what: &str, limit: Duration) -> NurseryImage {
     let program = process(vec![program.into()]);
     let process = ProcessSpec { env: vec![c_string(format!("WARM_NURSERY={what}"))], ..program };

@@ -134,7 +134,7 @@ impl Sweep {
         self.pause = Duration::ZERO;
     }
 
-    /// Sets which processes are spared. They are waited for like all others.
+    /// Sets the processes that the sweep does not kill. The sweep still waits until they exit.
     pub(super) fn spare(&mut self, savers: Option<Savers>) {
         self.savers = savers;
         self.pause = Duration::ZERO;
@@ -258,7 +258,7 @@ impl Sweep {
         look
     }
 
-    /// True if the process may be saving, according to [`Savers`].
+    /// Returns true if the process may be saving, see [`Savers`].
     fn saves(&self, target: &Target) -> bool {
         self.savers.as_ref().is_some_and(|savers| {
             let signal = Signal::try_from(savers.signal).ok();

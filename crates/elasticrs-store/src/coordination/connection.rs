@@ -89,7 +89,8 @@ pub(super) async fn serve(hub: Rc<Hub>, stream: TcpStream, outbox: Rc<Outbox>, m
     let met = timeout(HANDSHAKE, Box::pin(connection.handshake())).await;
     let session = match met {
         Ok(Ok(session)) => session,
-        // Box what few connections need, because every connection has room for its unboxed futures.
+        // Box this future, because few connections need it. The task of every connection would reserve memory for an
+        // unboxed future.
         Ok(Err(Disconnect::Foreign)) => return Box::pin(connection.lead_on()).await,
         Ok(Err(end)) => return connection.part(end).await,
         Err(_) => {
@@ -249,10 +250,10 @@ impl Connection {
         }
     }
 
-    /// Waits until it is this connection's turn to do more work. First sends the answers that the client is waiting
-    /// for.
+    /// Waits for this connection's next turn to execute requests. First sends the queued answers, because the client
+    /// may be waiting for them.
     async fn wait_for_turn<'a>(&self, turn: &mut Turn<'a>, turns: &'a Turns) {
-        // Ignore an error. The next read reports it, after the requests that have arrived were executed.
+        // Ignore an error, because the next read reports it. The requests that have already arrived are executed first.
         let _ = self.flush().await;
         self.hub.hold(&self.outbox, self.frames.capacity());
         self.outbox.waits.set(true);
@@ -260,7 +261,7 @@ impl Connection {
         self.outbox.waits.set(false);
     }
 
-    /// Sends the queued messages as far as the client accepts them. Returns true if all of them were sent.
+    /// Sends queued messages until the socket would block. Returns true if all queued messages were sent.
     async fn flush(&self) -> Result<bool, Disconnect> {
         // Send only the messages queued before the call of `settled`, because `settled` does not wait until later
         // changes are on disk.
@@ -342,7 +343,7 @@ impl Connection {
         }
     }
 
-    /// Passes the connection of a worker on to the workers' store. Closes the connection of any other foreign peer.
+    /// Forwards the connection to the workers' store if the peer is a worker. Otherwise closes the connection.
     async fn lead_on(mut self) {
         let led = timeout(HANDSHAKE, Box::pin(self.find_workers_store())).await;
         let why = match led {
@@ -360,8 +361,8 @@ impl Connection {
         tell_of_worker(&self.hub, &self.outbox, why);
     }
 
-    /// Returns the host and port of the workers' store for a worker, as soon as a round is running. Otherwise returns
-    /// the reason why the peer is not served, or `None` if it is no worker.
+    /// Waits until a round is running, and returns the host and port of its workers' store. If the peer is not served,
+    /// returns the reason as an error, or `None` if the peer is not a worker.
     async fn find_workers_store(&mut self) -> Result<(String, u16), Option<&'static str>> {
         let hub = Rc::clone(&self.hub);
         let mut target = hub.relay.target.clone();
@@ -421,7 +422,7 @@ impl Connection {
     }
 }
 
-/// Tells the user about a worker that is not served. Tells it only once, because the worker tries again and again.
+/// Notifies the user of a worker that is not served. Sends only one notice, because the worker retries repeatedly.
 fn tell_of_worker(hub: &Hub, outbox: &Outbox, why: &str) {
     if !hub.has_told_of_worker.replace(true) {
         hub.notices.say(format!(

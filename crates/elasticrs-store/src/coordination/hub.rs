@@ -133,13 +133,13 @@ pub(super) struct Hub {
     pub(super) turns: Turns,
     /// Connections that have not completed the handshake.
     pub(super) unproven: RefCell<Unproven<AbortHandle>>,
-    /// Number of connections that have completed it.
+    /// Number of connections that have completed the handshake.
     pub(super) proven: Cell<usize>,
-    /// Wakes the task that waits until a connection has completed the handshake or was closed.
+    /// Notified when a connection is removed from `unproven`.
     pub(super) left: Notify,
     closed: RefCell<Rate>,
     pub(super) relay: Relay,
-    /// True if the user was told about a worker that could not be served.
+    /// True if the user was notified of a worker that is not served.
     pub(super) has_told_of_worker: Cell<bool>,
     /// Buffer into which all connections read, one at a time.
     pub(super) scratch: RefCell<Vec<u8>>,
@@ -317,7 +317,7 @@ impl Hub {
         shared.absent < self.config.max_connections && self.has_room_in(shared)
     }
 
-    /// Returns true if a client at this address has a session and a connection.
+    /// Returns true if a client with a session is connected from this address.
     pub(super) fn has_client_at(&self, address: IpAddr) -> bool {
         let shared = self.shared.borrow();
         shared.sessions.values().any(|known| known.outbox.as_ref().is_some_and(|outbox| outbox.peer.ip() == address))
@@ -386,7 +386,7 @@ impl Hub {
         }
     }
 
-    /// Returns the maximum number of steps that a request takes, for [`super::turns`].
+    /// Returns the maximum number of steps that a request takes. [`super::turns`] defines a step.
     pub(super) fn steps(&self, request: &Request) -> usize {
         let state = &self.shared.borrow().state;
         let more = match request {
@@ -401,8 +401,8 @@ impl Hub {
         more.saturating_add(REQUEST)
     }
 
-    /// Waits until one more connection may be accepted. If too many have not completed the handshake, closes one of
-    /// them.
+    /// Waits until another connection may be accepted. If too many connections have not completed the handshake, closes
+    /// one of those connections.
     pub(super) async fn make_room(&self, descriptors: usize) {
         loop {
             let most = limit(self.config.max_connections, descriptors);
@@ -424,7 +424,7 @@ impl Hub {
                     return;
                 }
                 Room::After(rest) => {
-                    // Ignore which of the two has happened, because the loop looks again.
+                    // Ignore the result, because the next iteration checks the limit again.
                     let _ = timeout(rest, self.left.notified()).await;
                 }
             }
@@ -599,7 +599,7 @@ impl Hub {
         let shared = &mut *self.shared.borrow_mut();
         for session in shared.leases.expired() {
             match shared.sessions.get(&session).and_then(|known| known.outbox.as_ref()) {
-                // Keep a session whose requests wait for a turn, because a keep-alive may be among them.
+                // Keep a session whose requests are waiting for a turn, because one of them may be a keep-alive.
                 Some(outbox) if outbox.waits.get() => {
                     self.renew(&mut shared.leases, session);
                     continue;
@@ -614,20 +614,20 @@ impl Hub {
     }
 }
 
-/// Counts a connection, until it is dropped.
+/// Counts a connection until this value is dropped.
 pub(super) struct Slot {
     hub: Rc<Hub>,
-    /// Number of the connection while it has not completed the handshake.
+    /// Number of the connection in [`Hub::unproven`]. `None` once the handshake is complete.
     unproven: Option<u64>,
 }
 
 impl Slot {
-    /// Counts a connection that has not completed the handshake. `number` is its number among those.
+    /// Counts a connection that has not completed the handshake. `number` is its number in [`Hub::unproven`].
     pub(super) fn new(hub: &Rc<Hub>, number: u64) -> Self {
         Self { hub: Rc::clone(hub), unproven: Some(number) }
     }
 
-    /// Counts the connection among those that have completed the handshake.
+    /// Records that the connection has completed the handshake.
     pub(super) fn prove(&mut self) {
         if let Some(number) = self.unproven.take() {
             self.hub.unproven.borrow_mut().remove(number);

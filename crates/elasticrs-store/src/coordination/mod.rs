@@ -4,16 +4,16 @@
 //! lease. When a session ends, the store deletes the keys that are attached to its lease. The pure functions of
 //! `state`, `watches` and [`leases`] make the decisions; [`server`] and [`client`] do the I/O. [`protocol`] and
 //! [`wire`] define the messages between them. On the server, `connection`, `hub` and `outbox` serve the clients,
-//! `memory` limits what they may hold, `turns` divides the thread among them, `unproven` limits the connections of
-//! strangers, and `journal` and [`durable`] keep the state on disk. On the client, `connect`,
+//! `memory` limits what they may hold, `turns` shares the thread among them, `unproven` limits connections that have
+//! not completed the handshake, and `journal` and [`durable`] keep the state on disk. On the client, `connect`,
 //! `session` and `unanswered` implement [`crate::session`] for this store. `auth` checks tokens, [`scope`] restricts a
-//! session to a key prefix, `probe` recognises a port of torch's `TCPStore`, and `relay` serves workers that connect to
-//! this store.
+//! session to a key prefix, `probe` recognises a port of torch's `TCPStore`, and `relay` forwards the connections of
+//! workers to the workers' store.
 //!
 //! A server's hub owns the keys, watches and leases. A connection's task owns its socket and shares only its unsent
 //! messages with the hub. A client's task owns its socket and its deadline, and the client's user owns the list of
-//! events. Each module states its invariants: `STATE`, `WATCH`, `LEASE`, `MEM`, `HUB`, `TURN`, `DOOR` and `RELAY` for the server, `CLIENT` and
-//! `ASKED` for the client, `WIRE` and `PROTO` for the messages.
+//! events. Each module lists its invariants: `STATE`, `WATCH`, `LEASE`, `MEM`, `HUB`, `TURN`, `DOOR` and `RELAY` for
+//! the server, `CLIENT` and `ASKED` for the client, `WIRE` and `PROTO` for the messages.
 
 #![cfg_attr(not(test), deny(clippy::disallowed_methods))]
 

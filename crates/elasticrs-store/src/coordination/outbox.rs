@@ -40,7 +40,7 @@ pub(super) struct Outbox {
     /// True if at least one byte was sent on this connection.
     has_begun: Cell<bool>,
     is_closing: Cell<bool>,
-    /// True while the store has not executed the requests that it has read from the client.
+    /// True while requests that were read from the client are waiting to be executed.
     pub(super) waits: Cell<bool>,
     pub(super) wake: Notify,
     all: Rc<Held>,

@@ -1,16 +1,17 @@
-//! Connects workers that look for their store at the port of the agents' store.
+//! Forwards connections of workers from the port of the agents' store to the workers' store.
 //!
-//! Scripts may set `MASTER_ADDR` and `MASTER_PORT` to the endpoint of the rendezvous, because one store serves agents and
-//! workers there with torch's launcher. The store recognises the clients of torch's `TCPStore` by their first bytes, and
-//! passes on what they exchange with the workers' store of the current round.
+//! Scripts may set `MASTER_ADDR` and `MASTER_PORT` to the rendezvous endpoint, because torch's launcher serves agents
+//! and workers from a single store at this endpoint. The agents' store recognises clients of torch's `TCPStore` by
+//! their first bytes, and forwards their connections to the workers' store of the current round.
 //!
-//! - **RELAY-1** a connection is passed on only to the store of the current round, so no worker sees the keys of another
-//!   round;
-//! - **RELAY-2** a connection is passed on only if it comes from this machine or from the address of a client that has a
-//!   session, so a store with a token serves no machine that does not know the token;
-//! - **RELAY-4** in a job of one node, only descendants of its agent are served, because the worker of another job on
-//!   this machine may have been given the same endpoint;
-//! - **RELAY-3** the bytes are copied on the thread of the workers' stores, so they do not delay the agents.
+//! - **RELAY-1** a connection is forwarded only to the store of the current round, so no worker sees the keys of
+//!   another round;
+//! - **RELAY-2** a connection is forwarded only if it comes from this machine or from the address of a client that has
+//!   a session. Therefore, a store with a token does not serve machines that do not know the token;
+//! - **RELAY-3** the bytes are copied on the thread of the workers' stores, so that the copying does not delay the
+//!   agents;
+//! - **RELAY-4** in a job with only one node, only descendants of its agent are served, because a worker of another job
+//!   on this machine may use the same endpoint.
 
 use std::io;
 use std::net::SocketAddr;
@@ -29,30 +30,31 @@ use tokio::sync::watch;
 use super::probe::QUESTION;
 use crate::session::network::{connect, resolve};
 
-/// Time limit for the connection to the workers' store.
+/// Time limit for connecting to the workers' store.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Maximum number of generations between an agent and a worker.
 const MOST_GENERATIONS: usize = 64;
-/// Number of the field of a process's parent in proc(5).
+/// Number of the field that contains the parent's pid in `/proc/PID/stat`, see proc(5).
 const PARENT: usize = 4;
-/// Opcodes of the request with which [`super::probe`] goes on after the greeting, and of the one with which torch does.
+/// Opcode of the first request that [`super::probe`] sends after the greeting.
 const NUM_KEYS: u8 = 7;
+/// Opcode of the first request that torch 2.5 and later versions send after the greeting.
 const PING: u8 = 13;
-/// First bytes of a client of torch's `TCPStore`.
+/// First bytes that a client of torch's `TCPStore` sends.
 const GREETING: &[u8] = QUESTION.split_at(5).0;
 
-/// The workers' store of the current round.
+/// Location of the workers' store of the current round.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Target {
-    /// This store has no workers.
+    /// Connections of workers are not forwarded.
     #[default]
     Nowhere,
-    /// No round is running, but one may start.
+    /// No round is running. Connections of workers wait until a round starts.
     Later,
     At {
         host: String,
         port: u16,
-        /// Pid of the agent whose workers are the only ones of the job. `None` if other agents have workers, too.
+        /// Pid of the agent if it is the only agent of the job. `None` if the job has several agents.
         agent: Option<u32>,
     },
 }
@@ -60,11 +62,11 @@ pub enum Target {
 /// Function that runs a task on the thread of the workers' stores. Returns `false` if the thread cannot be started.
 pub type OnWorkersThread = Box<dyn Fn(Task) -> bool + Send>;
 
-/// Passes connections on to the workers' store.
+/// Forwards connections to the workers' store.
 pub struct Relay {
     pub(super) target: watch::Receiver<Target>,
     run: OnWorkersThread,
-    /// Number of connections that are passed on at present.
+    /// Number of connections that are currently forwarded.
     count: Arc<AtomicUsize>,
 }
 
@@ -79,25 +81,27 @@ impl Relay {
         Self { target, run, count: Arc::default() }
     }
 
-    /// Starts to pass a connection on. `begun` contains the bytes that were already read from it. Fails if too many
-    /// connections are passed on, or if the thread cannot be started.
+    /// Starts forwarding a connection. `begun` contains the bytes that were already read from the connection. Fails if
+    /// too many connections are forwarded, or if the thread of the workers' stores cannot be started.
     pub(super) fn pass_on(&self, near: TcpStream, begun: Vec<u8>, host: String, port: u16) -> io::Result<()> {
         let near = near.into_std()?;
         let count = Counted::new(&self.count);
-        // Each connection that is passed on takes a second descriptor, which the listener does not know of.
+        // Check the number of forwarded connections here, because each needs a second file descriptor that the listener
+        // does not count.
         if self.count.load(Ordering::Relaxed) > share(Purpose::Workers) / 3 {
             return Err(io::Error::from_raw_os_error(nix::libc::EMFILE));
         }
         let copy = move || async move {
             let _count = count;
-            // An error means that one side has closed the connection. Dropping both tells the other side.
+            // Ignore an error, because it means that one side has closed its connection. Dropping both sockets closes
+            // the other connection as well.
             let _ = copy(near, &begun, &host, port).await;
         };
         if (self.run)(Box::new(move || Box::pin(copy()))) { Ok(()) } else { Err(io::ErrorKind::NotConnected.into()) }
     }
 }
 
-/// Counts a connection until it is dropped.
+/// Counts a forwarded connection until this value is dropped.
 struct Counted(Arc<AtomicUsize>);
 
 impl Counted {
@@ -126,17 +130,18 @@ async fn copy(near: std::net::TcpStream, begun: &[u8], host: &str, port: u16) ->
     copy_bidirectional(&mut near, &mut far).await.map(drop)
 }
 
-/// What the first bytes of a connection say about a peer that is no client of this store.
+/// Kind of a peer that is not a client of this store, recognised by its first bytes.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Caller {
-    /// More bytes are needed.
+    /// The kind is not known yet, because more bytes are needed.
     Unknown,
-    /// A worker. Its pid is known since torch 2.5.
+    /// A worker and its pid. The pid is `None` before torch 2.5, because older versions do not send it.
     Worker(Option<u32>),
     Stranger,
 }
 
-/// Recognises a client of torch's `TCPStore`. The probe of [`super::probe`] is none, although it begins in the same way.
+/// Determines the kind of a peer from its first bytes. A connection of [`super::probe`] counts as a stranger, although
+/// it starts with torch's greeting.
 pub(super) fn recognise(bytes: &[u8]) -> Caller {
     let known = bytes.len().min(GREETING.len());
     match bytes[known..] {
@@ -148,7 +153,7 @@ pub(super) fn recognise(bytes: &[u8]) -> Caller {
     }
 }
 
-/// Returns true if the process is `ancestor` or a descendant of it.
+/// Returns true if the process `pid` is `ancestor` or a descendant of `ancestor`.
 pub(super) fn descends(pid: u32, ancestor: u32) -> bool {
     let mut at = Some(pid.cast_signed());
     for _ in 0..MOST_GENERATIONS {
@@ -172,7 +177,7 @@ mod tests {
             assert_eq!(recognise(&worker[..length]), Caller::Unknown);
         }
         assert_eq!(recognise(&worker), Caller::Worker(Some(0x0403_0201)));
-        // A client of torch 2.4 begins with another request.
+        // A client of torch 2.4 starts with a different request.
         assert_eq!(recognise(&[0, 0xce, 0xf7, 0x85, 0x3c, 4]), Caller::Worker(None));
         assert_eq!(recognise(&QUESTION), Caller::Stranger);
         assert_eq!(recognise(b"GET / HTTP/1.1"), Caller::Stranger);

@@ -60,8 +60,8 @@ pub struct Server {
 
 impl Server {
     /// Listens on the named addresses and starts the server. The server calls `tell` with a message for the user when
-    /// it refuses a client, or when a program with another protocol connects. It uses `on_workers_thread` to serve
-    /// workers ([`Self::lead_workers`]).
+    /// it refuses a client, or when a program with another protocol connects. The server calls `on_workers_thread` to
+    /// forward the connections of workers on another thread, see [`Self::lead_workers`].
     pub fn start(
         runtime: &dyn Spawn,
         named: &[(String, u16)],
@@ -107,7 +107,7 @@ impl Server {
         self.sessions.load(Ordering::Relaxed)
     }
 
-    /// Sets the workers' store to which the server passes on connections of workers.
+    /// Sets the workers' store to which the server forwards the connections of workers.
     pub fn lead_workers(&self, target: Target) {
         self.target.send_replace(target);
     }
@@ -239,7 +239,7 @@ async fn accept(hub: Rc<Hub>, mut door: Door) {
 fn admit(hub: &Rc<Hub>, stream: TcpStream, peer: SocketAddr) {
     let mut tasks = hub.tasks.borrow_mut();
     while let Some(ended) = tasks.try_join_next() {
-        // A connection is cancelled if it has to make room for others.
+        // Do not report a cancelled task, because the server cancels connections to make room for others.
         if let Err(error) = ended
             && !error.is_cancelled()
         {

@@ -21,9 +21,9 @@ pub(super) type SessionId = u64;
 /// Estimated memory overhead of a key, in bytes, in addition to its name and value. It covers the key's entries
 /// in two trees.
 const ENTRY_COST: usize = 256;
-/// Maximum number of steps for all searches of one transaction. This many steps take about 25 ms, and the store
-/// serves no other client during that time. A single search takes at most half as many steps as the store has
-/// keys, so this is enough for any search in a store of the default size.
+/// Maximum number of steps for all searches of one transaction. This many steps take about 25 ms, and the store serves
+/// no other client during that time. The limit is sufficient for any single search in a store of the default size,
+/// because a search takes at most half as many steps as the store has keys.
 const MAX_SEARCHED: usize = 1 << 18;
 
 /// A revision with all its changes.
@@ -153,7 +153,7 @@ impl State {
         self.commit(changes)
     }
 
-    /// Returns the maximum number of steps that a transaction takes, for [`super::turns`].
+    /// Returns the maximum number of steps that a transaction takes. [`super::turns`] defines a step.
     pub(super) fn steps(&self, txn: &Txn) -> usize {
         let all = self.entries.len();
         let ops = txn.then.iter().chain(&txn.otherwise).map(|op| match op {
@@ -165,7 +165,7 @@ impl State {
         ops.fold(OPERATION * txn.compares.len(), usize::saturating_add)
     }
 
-    /// Returns the maximum number of steps for a [`Self::snapshot`].
+    /// Returns the maximum number of steps that [`Self::snapshot`] takes.
     pub(super) fn steps_of_snapshot(&self, covers: &Watch) -> usize {
         if covers.exact { OPERATION } else { OPERATION + self.entries.len() }
     }

@@ -1,33 +1,35 @@
-//! Divides the server's thread among the connections.
+//! Shares the server's thread fairly among the connections.
 //!
-//! A connection takes a *short turn* whenever it has complete requests. A short turn is long enough for the usual
-//! requests of a client, such as a keep-alive. For more work than that, the connection needs a *long turn*. One
-//! connection at a time has a long turn, and the others that want one wait in order.
+//! A connection gets a *short turn* whenever it has complete requests. A short turn is long enough for the usual
+//! requests of a client, such as a keep-alive. For more work, the connection needs a *long turn*. Only one connection
+//! has a long turn at a time. Other connections that need a long turn wait in a queue.
 //!
-//! - **TURN-1** between two long turns, every connection that has requests gets a short turn, and the bytes that have
-//!   arrived in the meantime are read;
-//! - **TURN-2** a turn ends after [`SHORT`] steps or [`LONG`], or after one request that takes longer.
+//! - **TURN-1** between two long turns, every connection that has requests gets a short turn, and the server reads the
+//!   bytes that have arrived in the meantime;
+//! - **TURN-2** a short turn ends after [`SHORT`] steps. A long turn ends after the duration [`LONG`] or, if a single
+//!   request takes longer, after that request.
 
 use std::time::{Duration, Instant};
 
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::task::yield_now;
 
-/// Maximum number of steps of a short turn. They take up to half a millisecond.
+/// Maximum number of steps in a short turn. This number of steps takes up to half a millisecond.
 pub(super) const SHORT: usize = 4096;
-/// Duration after which a long turn ends. A request that was started in time is completed.
+/// Duration of a long turn. A request that was started before the end of the turn is completed.
 const LONG: Duration = Duration::from_millis(2);
 
-/// Number of steps in a long turn between two looks at the clock, which takes as long as a step.
+/// Number of steps in a long turn between two readings of the clock. The clock is not read at every step, because
+/// reading it takes as long as a step.
 const UNWATCHED: usize = 512;
 
-/// Steps for a request, in addition to those of its operations. A step is the work for one key in a search, about 0.1
-/// microseconds.
+/// Number of steps for a request, in addition to the steps for its operations. A step is the work for one key in a
+/// search, which takes about 0.1 microseconds.
 pub(super) const REQUEST: usize = 16;
-/// Steps for an operation on one key.
+/// Number of steps for an operation on one key.
 pub(super) const OPERATION: usize = 8;
 
-/// The one long turn of a server.
+/// Semaphore that grants a long turn to one connection at a time.
 #[derive(Debug)]
 pub(super) struct Turns(Semaphore);
 
@@ -40,7 +42,7 @@ impl Turns {
 /// A connection's current turn.
 #[derive(Debug)]
 pub(super) enum Turn<'a> {
-    /// A short turn, with the number of steps that are left.
+    /// A short turn, with its number of remaining steps.
     Short(usize),
     /// A long turn, which ends at `until`. The clock is read again after `unwatched` steps.
     Long { until: Instant, unwatched: usize, _permit: SemaphorePermit<'a> },
@@ -51,7 +53,8 @@ impl<'a> Turn<'a> {
         Self::Short(SHORT)
     }
 
-    /// Returns true if the turn has time for a request that takes up to `steps` steps. Subtracts the steps.
+    /// Returns true if a request of at most `steps` steps may be executed in this turn. Subtracts these steps from the
+    /// turn.
     pub(super) fn takes(&mut self, steps: usize) -> bool {
         match self {
             Self::Short(left) => left.checked_sub(steps).map(|rest| *left = rest).is_some(),
@@ -66,17 +69,17 @@ impl<'a> Turn<'a> {
         }
     }
 
-    /// Ends this turn and waits for a long one.
+    /// Ends this turn and waits for a long turn.
     pub(super) async fn renew(&mut self, turns: &'a Turns) {
         std::mem::replace(self, Self::Short(0)).end().await;
         let permit = turns.0.acquire().await.expect("the semaphore is never closed");
         *self = Self::Long { until: Instant::now() + LONG, unwatched: UNWATCHED, _permit: permit };
     }
 
-    /// Ends the turn. After a long turn, first lets the other connections take theirs.
+    /// Ends the turn. At the end of a long turn, first yields, so that the other connections get their short turns.
     pub(super) async fn end(self) {
         if let Self::Long { .. } = self {
-            // Keep the permit while yielding, because the next long turn would otherwise begin before newly arrived
+            // Keep the permit while yielding, because the next long turn would otherwise start before newly arrived
             // bytes are read.
             yield_now().await;
         }
@@ -99,7 +102,7 @@ mod tests {
         assert!(turn.takes(SHORT - 1) && turn.takes(1) && !turn.takes(1));
     }
 
-    /// TURN-1
+    /// Checks invariant TURN-1.
     #[tokio::test(flavor = "current_thread")]
     async fn between_two_long_turns_every_other_task_gets_a_turn() {
         let turns = Rc::new(Turns::new());
@@ -126,7 +129,7 @@ mod tests {
         tasks.await;
         let log = log.take();
         let between: Vec<_> = log.split(|name| *name == "-").collect();
-        // Each long turn is alone between two turns of the third task, and the two connections alternate.
+        // The third task runs between any two long turns, and the two connections alternate.
         assert!(between.iter().all(|turns| turns.len() <= 1), "{log:?}");
         assert_eq!(between.concat(), ["a", "b", "a", "b"]);
     }

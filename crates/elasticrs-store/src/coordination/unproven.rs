@@ -1,51 +1,52 @@
-//! Connections that have not completed the handshake. Pure: the time is an argument.
+//! Limits the number of connections that have not completed the handshake. The functions do no I/O, and the caller
+//! passes the current time.
 //!
-//! A stranger can open such connections without knowing the token, so they have a limit of their own, and the
-//! connections of clients do not count.
+//! These connections have their own limit, because any program can open them without knowing the token. Connections
+//! that have completed the handshake do not count towards this limit.
 //!
-//! - **DOOR-2** while the limit is reached, the connection that makes room is the oldest one of the address with the
-//!   most connections. Clients at other addresses are not affected;
-//! - **DOOR-3** a connection is not closed before it has had [`LEAST`] for its handshake. Until then, further
-//!   connections wait in the kernel's queue.
+//! - **DOOR-2** if the limit is reached, the store closes the oldest connection of the address with the most
+//!   connections. Clients at other addresses are not affected;
+//! - **DOOR-3** a connection has at least the duration [`LEAST`] for its handshake before it is closed to make room.
+//!   Until then, new connections wait in the kernel's queue.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::{IpAddr, Ipv6Addr};
 use std::time::{Duration, Instant};
 
-/// Maximum number of connections, even in a store for more clients.
+/// Upper bound of [`limit`], for stores with many clients.
 const MOST: usize = 4096;
-/// Number of connections that are possible in a store for few clients, because many may start at the same time.
+/// Lower bound of [`limit`] for stores with few clients, because many clients may connect at the same time.
 const FEWEST: usize = 64;
-/// Number of connections that are possible if the process may have few file descriptors.
+/// Lower bound of [`limit`] if the process may open only a few file descriptors.
 const LEAST_OF_ALL: usize = 16;
-/// Time that each connection gets for its handshake, however many wait. A handshake takes two round trips.
+/// Minimum time that each connection has for its handshake. A handshake takes two round trips.
 pub(super) const LEAST: Duration = Duration::from_millis(100);
 
-/// Returns the maximum number of connections without a handshake: a quarter of the connections that the store may have,
-/// and at most a quarter of the file descriptors.
+/// Returns the maximum number of connections that have not completed the handshake. This is a quarter of the store's
+/// maximum number of connections, but at most a quarter of its file descriptors.
 pub(super) fn limit(connections: usize, descriptors: usize) -> usize {
     (connections / 4).clamp(FEWEST, MOST).min(descriptors / 4).max(LEAST_OF_ALL)
 }
 
-/// What to do before the next connection is accepted.
+/// Action to take before the next connection is accepted.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Room<T> {
-    /// Accept it.
+    /// Accept the connection immediately.
     Free,
-    /// Wait this long, or until a handshake is complete.
+    /// Wait for this duration, or until a connection completes its handshake or is closed.
     After(Duration),
-    /// Close this connection, which is no longer counted. It comes from the address `IpAddr`.
+    /// Close this connection from this address. The connection is no longer counted.
     Close(T, IpAddr),
 }
 
-/// The connections without a handshake. `T` identifies a connection for the caller.
+/// Connections that have not completed the handshake. `T` is the caller's handle of a connection.
 #[derive(Debug)]
 pub(super) struct Unproven<T> {
     next: u64,
-    /// Connections by number, which is the order in which they were accepted.
+    /// Connections by number. Connections are numbered in the order in which they were accepted.
     all: BTreeMap<u64, (T, IpAddr, Instant)>,
     by_address: HashMap<IpAddr, BTreeSet<u64>>,
-    /// Number of connections of each address.
+    /// Addresses, sorted by their number of connections.
     counts: BTreeSet<(usize, IpAddr)>,
 }
 
@@ -56,7 +57,7 @@ impl<T> Default for Unproven<T> {
 }
 
 impl<T> Unproven<T> {
-    /// Returns the number for the next connection, which [`Self::add`] then adds.
+    /// Returns the number for the next connection. Pass this number to [`Self::add`].
     pub(super) fn number(&mut self) -> u64 {
         self.next += 1;
         self.next
@@ -68,7 +69,8 @@ impl<T> Unproven<T> {
         self.change(address, |numbers| numbers.insert(number));
     }
 
-    /// Removes a connection that has completed its handshake or was closed. Does nothing if it is not there.
+    /// Removes a connection that has completed its handshake or was closed. Returns `None` if the connection was
+    /// already removed.
     pub(super) fn remove(&mut self, number: u64) -> Option<(T, IpAddr, Instant)> {
         let removed = self.all.remove(&number)?;
         self.change(removed.1, |numbers| numbers.remove(&number));
@@ -86,7 +88,7 @@ impl<T> Unproven<T> {
         }
     }
 
-    /// Makes room for one more connection.
+    /// Decides how to make room for one more connection. `most` is the maximum number of connections.
     pub(super) fn make_room(&mut self, most: usize, now: Instant) -> Room<T> {
         if self.all.len() < most {
             return Room::Free;
@@ -104,8 +106,8 @@ impl<T> Unproven<T> {
     }
 }
 
-/// Returns the address under which a connection is counted. For IPv6, that is its network, because a machine usually
-/// has all addresses of its network.
+/// Returns the address under which a connection is counted. For IPv6, this is the /64 network, because a machine can
+/// usually use all addresses of its network.
 fn network(address: IpAddr) -> IpAddr {
     match address {
         IpAddr::V4(_) => address,
@@ -139,7 +141,7 @@ mod tests {
     }
 
     proptest! {
-        /// DOOR-2, DOOR-3
+        /// Checks invariants DOOR-2 and DOOR-3.
         #[test]
         fn only_an_old_connection_of_the_busiest_address_makes_room(steps in prop::collection::vec(step(), 0..200)) {
             const MOST: usize = 6;

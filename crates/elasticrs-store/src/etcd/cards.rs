@@ -85,21 +85,21 @@ pub(super) struct Hello {
 }
 
 impl Hello {
-    /// Encodes the message to the session whose nonce is `peer`. It ends with a proof that the sender has read the
-    /// nonce, without revealing it.
+    /// Encodes the message for the session with the nonce `peer`. The message ends with a proof that the sender knows
+    /// this nonce. The proof does not reveal the nonce.
     pub(super) fn encode(&self, peer: &Nonce) -> Vec<u8> {
         let proof = self.mac(peer).finalize().into_bytes();
         [&MAGIC[..], &self.lease.to_be_bytes(), &self.nonce, &proof].concat()
     }
 
-    /// Decodes a message to the session whose nonce is `own`. Returns `None` if the bytes are not a hello or the sender
-    /// does not know the nonce, because any program can connect.
+    /// Decodes a message for the session with the nonce `own`. Returns `None` if the bytes are not a hello, or if the
+    /// sender does not know the nonce. Both can happen, because any program can connect.
     pub(super) fn decode(bytes: &[u8; HELLO], own: &Nonce) -> Option<Self> {
         let rest = bytes.strip_prefix(&MAGIC)?;
         let (lease, rest) = rest.split_first_chunk()?;
         let (nonce, proof) = rest.split_first_chunk()?;
         let hello = Self { lease: i64::from_be_bytes(*lease), nonce: *nonce };
-        // The comparison takes the same time for every proof.
+        // `verify_slice` compares in constant time, so its duration does not reveal the expected proof.
         hello.mac(own).verify_slice(proof).is_ok().then_some(hello)
     }
 

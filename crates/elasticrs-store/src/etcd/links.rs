@@ -15,8 +15,8 @@
 //!   refused or broken connection proves nothing, because a firewall or the network may be the cause;
 //! - **LINK-2** a link that cannot be opened, or that the network breaks, does no harm, because the lease still
 //!   expires;
-//! - **LINK-3** a peer is trusted only if it sends the nonce from its card in etcd. A caller is asked for in etcd only
-//!   after it has proved that it has read this session's card.
+//! - **LINK-3** a peer is trusted only if it sends the nonce from its card in etcd. A session looks up a caller's card
+//!   in etcd only after the caller has proved that it has read the session's own card.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
@@ -141,7 +141,8 @@ impl Links {
     async fn answer(self: Rc<Self>, mut stream: TcpStream) {
         let mut bytes = [0; HELLO];
         let Ok(Ok(_)) = timeout(LIMIT, stream.read_exact(&mut bytes)).await else { return };
-        // Check the proof before asking etcd, so that strangers cannot make this session send requests.
+        // `decode` checks the proof before the request to etcd, because any program could otherwise make this session
+        // send requests.
         let Some(hello) = Hello::decode(&bytes, &self.own.nonce) else { return };
         let caller = self.card(hello.lease).await.filter(|card| is_same(&card.nonce, &hello.nonce));
         let Some(caller) = caller else { return };
@@ -365,14 +366,14 @@ mod tests {
         });
     }
 
-    /// LINK-3
+    /// Checks invariant LINK-3.
     #[test]
     fn a_stranger_is_disconnected_without_a_request_to_etcd() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         tokio::task::LocalSet::new().block_on(&runtime, async {
             let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
             let address = listener.local_addr().unwrap();
-            // A request to etcd would wait for a connection to etcd, and the stranger would stay connected.
+            // There is no connection to etcd, so a request to etcd would wait, and the stranger would stay connected.
             let (_connections, channel) = watch::channel(None);
             let answering = tokio::task::spawn_local(links(channel).run(listener));
             let call = tokio::task::spawn_blocking(move || {

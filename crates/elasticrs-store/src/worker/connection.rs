@@ -20,7 +20,7 @@ use super::wire::{Parser, Request};
 pub(super) const CHUNK: usize = 128 * 1024;
 /// Maximum number of unsent reply bytes. If there are more, no further requests of the connection are executed.
 const MAX_UNSENT: usize = 64 * 1024;
-/// Duration after which a connection lets the others take their turn. A request that was started in time is completed.
+/// Duration after which a connection yields to the other connections. A request that was started earlier is completed.
 const TURN: Duration = Duration::from_millis(2);
 /// Maximum capacity that each buffer of an idle connection may keep, in bytes.
 const MAX_IDLE: usize = 16 * 1024;

@@ -92,7 +92,7 @@ type Waiters = HashMap<Key, BTreeMap<u64, Id>>;
 #[derive(Debug, Default)]
 pub struct Map {
     values: HashMap<Key, Vec<u8>>,
-    /// Length of the reply that lists the keys of `values`, without the count at its start.
+    /// Length of the reply that lists all keys of `values` in bytes, without the count at its start.
     listed: usize,
     queues: HashMap<Key, VecDeque<Vec<u8>>>,
     waiting: HashMap<Id, Waiting>,

@@ -14,9 +14,9 @@ fn between_samples(limit: Duration) -> Duration {
 }
 
 impl Group {
-    /// Records uncaught exceptions of workers, starts to watch the exits of these workers, and stops the others if one
-    /// of the exceptions is a failure of its own. If a rank records several exceptions, only the last one counts,
-    /// because a worker that is a shell may run its program again.
+    /// Records uncaught exceptions of workers, and starts to watch the exits of these workers. Stops the other workers
+    /// if one of the exceptions was not caused by another worker's exit. If a rank records several exceptions, only the
+    /// last one counts, because a worker that is a shell may run its program again.
     ///
     /// If a worker is already being stopped, its exception is not reported, because such an exception is usually a
     /// consequence of the first failure. The exit of the worker is still watched.
@@ -37,12 +37,13 @@ impl Group {
         self.stop_after_raise(dying);
     }
 
-    /// Stops the other workers if an uncaught exception is ending a worker. Does not wait for the worker's exit, because
-    /// an interpreter may need seconds to exit, in which the others compute for nothing or fail because of it.
+    /// Stops the other workers if an uncaught exception is ending a worker. Does not wait for the worker's exit,
+    /// because the interpreter may need seconds to exit. During that time, the other workers would waste their
+    /// computation or fail as a consequence.
     ///
-    /// Waits for the exit in three cases. The group may replace the worker. Another worker is dead or dying, and the
-    /// exception may be a consequence of that end, which is reported next. Evidence of a hang is being gathered, so the
-    /// hang came first.
+    /// Does nothing in three cases. First, if the group replaces failed workers. Second, if another worker is dead or
+    /// dying, because its exit may have caused the exception and is reported next. Third, if evidence of a hang is
+    /// being gathered, because the hang came first.
     pub(super) fn stop_after_raise(&mut self, dying: &[i32]) {
         if self.phase != Phase::Running || self.policy.replaces || self.waiting.is_some() {
             return;
@@ -61,7 +62,7 @@ impl Group {
     }
 
     /// Returns true if the exception of the worker with this local rank has stopped the group, and the worker is still
-    /// exiting within its own limits.
+    /// exiting within its own time limits.
     pub(super) fn is_excused(&self, local_rank: u32) -> bool {
         self.phase == Phase::Stopping && self.members.iter().any(|m| m.local_rank == local_rank && m.is_excused())
     }
@@ -93,8 +94,8 @@ impl Group {
         self.effects.push(Effect::Arm(Timer::Exit(local_rank), between_samples(limit)));
     }
 
-    /// Reports an excused worker that has exceeded the time limit for its exit, but makes progress. It gets the grace
-    /// period for the rest.
+    /// Reports an excused worker that has exceeded the time limit for its exit but makes progress. Gives the worker
+    /// another grace period to exit.
     fn on_excused_slow(&mut self, local_rank: u32) {
         let grace = self.policy.on_failure.grace;
         let Some(raised) = self.excused(local_rank).and_then(|member| member.raised.as_mut()) else { return };
@@ -113,7 +114,7 @@ impl Group {
         });
     }
 
-    /// Kills an excused worker, and reports why. From then on, it is waited for like the others.
+    /// Kills an excused worker and reports the reason. The worker is no longer excused.
     fn kill_excused(&mut self, local_rank: u32, why: impl FnOnce(&Member) -> Event) {
         let Some(member) = self.excused(local_rank) else { return };
         let (kill, why) = (member.send(Signal::KILL, StopScope::Group), why(member));

@@ -188,8 +188,8 @@ impl Group {
         }
     }
 
-    /// Returns true if the action ends a worker whose exception has stopped the group, so that nobody has asked for the
-    /// evidence yet.
+    /// Returns true if the action handles the stalled exit of a worker whose exception has stopped the group. No
+    /// evidence has been gathered for such a worker yet.
     fn is_excused_exit(&self, action: &PendingAction) -> bool {
         matches!(action, PendingAction::Exit(local_rank)
             if self.is_excused(*local_rank))
@@ -323,7 +323,8 @@ impl Group {
         }
     }
 
-    /// Judges the ranks that exceeded their limits, once their stacks are known. If no rank hangs after all, reports why.
+    /// Decides whether the ranks that exceeded their time limits are hung, based on their stacks. If no rank is hung,
+    /// reports the reason.
     fn judge_and_tell(&mut self, check: HangCheck, evidence: &[WorkerEvidence]) -> Option<WorkerHung> {
         let check = self.without_excused(check, evidence);
         let due: Vec<usize> = check.late.iter().filter(|late| late.is_due).map(|late| late.rank).collect();
@@ -337,8 +338,8 @@ impl Group {
         hung
     }
 
-    /// Returns `check` without the ranks that wait for other ranks, if another rank is in a section whose limit has not
-    /// passed (**HANG-10**).
+    /// Returns `check` without the ranks that are waiting for other ranks in torch, if another rank is in a section
+    /// whose time limit has not passed (**HANG-10**).
     fn without_excused(&mut self, mut check: HangCheck, evidence: &[WorkerEvidence]) -> HangCheck {
         let is_due = |rank: usize| check.late.iter().any(|late| late.rank == rank && late.is_due);
         let mut working = (0..check.seen.len()).filter(|rank| self.members[*rank].runs() && !is_due(*rank));
@@ -465,13 +466,13 @@ fn ranks_are(local_ranks: &[u32]) -> String {
     if local_ranks.len() == 1 { format!("local rank {names} is") } else { format!("local ranks {names} are") }
 }
 
-/// Returns the message about ranks that wait for the rank `busy`, which is in a section.
+/// Returns the notice that these ranks are not hung, because they wait for the rank `busy`, which is in a section.
 fn waits_for_section(local_ranks: &[u32], busy: u32) -> String {
     let ranks_are = ranks_are(local_ranks);
     format!("{ranks_are} waiting in torch while local rank {busy} is in a section: this does not count as a hang")
 }
 
-/// Returns the message about ranks that exceeded their limits, but have been active again since.
+/// Returns the notice that these ranks exceeded their time limits but have become active again.
 fn recovered(local_ranks: &[u32]) -> String {
     let ranks_are = ranks_are(local_ranks);
     format!(

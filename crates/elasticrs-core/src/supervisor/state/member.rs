@@ -27,15 +27,15 @@ pub(super) enum Place {
     Promised,
 }
 
-/// Part of a worker in the stop of its group.
+/// Role of a worker when its group is stopped.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum StopRole {
     #[default]
     Usual,
-    /// The worker's own exception stopped the group. The worker gets no signal to stop, because it ends by itself, and it
-    /// keeps the time limit for its exit, whatever the grace period of the others is.
+    /// The worker's own exception stopped the group. The worker gets no stop signal, because it exits by itself. Its
+    /// own time limit for the exit applies instead of the grace period.
     Excused,
-    /// The worker had no handler for the stop signal, so the signal has ended it.
+    /// The worker had no handler for the stop signal, so the signal killed the worker.
     EndedBySignal,
 }
 
@@ -113,13 +113,13 @@ impl Member {
         matches!(exit, WorkerExit::Signaled { signal } if sent == Some(signal))
     }
 
-    /// Returns true if an uncaught exception of its own is ending the worker, and not that of a descendant, which the
-    /// worker may survive.
+    /// Returns true if the worker is exiting because of its own uncaught exception. An exception in a descendant does
+    /// not count, because the worker may survive it.
     pub(super) fn ends_by_its_exception(&self) -> bool {
         self.runs() && self.raised.as_ref().is_some_and(|raised| raised.is_own && raised.pid == self.pid)
     }
 
-    /// Returns true if the worker's exit after an exception has exceeded its time limit, although it makes progress.
+    /// Returns true if the worker's exit after an exception has exceeded its time limit but still makes progress.
     pub(super) fn is_slow(&self) -> bool {
         self.raised.as_ref().is_some_and(|raised| raised.exit == ExitStage::Slow)
     }

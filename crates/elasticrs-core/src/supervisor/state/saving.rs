@@ -1,7 +1,7 @@
-//! Handles processes that are still saving after a stop signal has ended their worker.
+//! Handles processes that are still saving after a stop signal has killed their worker.
 //!
-//! A worker may be a wrapper, such as a shell, that starts the trainer and does not pass signals on. The stop signal ends
-//! the wrapper, but the trainer handles the signal and saves a checkpoint.
+//! A worker may be a wrapper, such as a shell, that starts the trainer and does not forward signals. The stop signal
+//! kills the wrapper, but the trainer handles the signal and saves a checkpoint.
 
 use elasticrs_nursery::protocol::{Savers, SweepLimits};
 use elasticrs_sys::signal::Signal;
@@ -11,10 +11,11 @@ use super::{AT_ONCE, Effect, Event, GIVE_UP_AFTER, Group, Phase, StopScope, Time
 use crate::supervisor::event::{KillReason, WorkersKilled};
 
 impl Group {
-    /// Cleans up after the last exit, but lets processes run that may be saving. Returns false if there cannot be any.
+    /// Cleans up after the last exit, but does not kill processes that may be saving. Returns false if no process can
+    /// be saving.
     ///
-    /// A worker that handled the signal has decided itself what becomes of its helpers, so these are not spared. So are
-    /// helpers that do not handle the signal.
+    /// If a worker handled the stop signal, its helpers are killed, because the worker could have waited for them.
+    /// Helpers that do not handle the signal are killed as well.
     pub(super) fn sweep_others(&mut self) -> bool {
         let Some(signal) = self.stop_signal.filter(|signal| *signal != Signal::KILL) else { return false };
         let mut workers = Vec::new();
@@ -49,8 +50,8 @@ impl Group {
     }
 }
 
-/// Returns true if the worker may have been a wrapper around a process that is still saving. The nursery is not the
-/// parent of adopted workers, so it cannot clean up after these.
+/// Returns true if the worker may have been a wrapper around a process that is still saving. Returns false for adopted
+/// workers, because the nursery is not their parent and cannot clean up after them.
 fn is_wrapper(member: &Member) -> bool {
     member.stop_role == StopRole::EndedBySignal && !member.adopted && !member.is_gone()
 }

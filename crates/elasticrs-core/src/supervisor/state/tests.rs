@@ -19,7 +19,7 @@ const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZER
 const FAILED: WorkerExit = WorkerExit::Exited { code: 1 };
 const DONE: WorkerExit = WorkerExit::Exited { code: 0 };
 const KILLED: WorkerExit = WorkerExit::Signaled { signal: 9 };
-/// The exit of a worker that SIGTERM has ended.
+/// Exit of a worker that was killed by SIGTERM.
 const ENDED: WorkerExit = WorkerExit::Signaled { signal: 15 };
 
 const LINGER: Descendants = Descendants::Linger(Duration::from_secs(5));
@@ -486,7 +486,7 @@ impl Seen {
                     self.owed_sweeps += 1;
                     let told = savers.workers.iter().all(|pid| self.stopped_groups.contains(pid));
                     prop_assert!(told, "SUP-8: they save because they have got the signal");
-                    // The sweep kills what the others have left.
+                    // The sweep kills the processes that the other workers left behind.
                     self.stopped_groups.extend(PIDS);
                 }
                 Effect::SweepWorker { .. } => panic!("nobody is replaced: {effect:?}"),

@@ -19,7 +19,8 @@ const SLOW_IMPORT: Duration = Duration::from_secs(5);
 #[derive(Debug)]
 pub(super) struct CurrentNursery {
     nursery: Option<Nursery>,
-    /// Token of the last nursery, used to find the processes that the nursery left behind. `None` before the first one.
+    /// Token of the last nursery, used to find the processes that the nursery left behind. `None` until the first
+    /// nursery has been launched.
     token: Option<Token>,
     /// Pid of the nursery, for readers on other threads. Zero if there is no nursery.
     pid: Arc<AtomicI32>,

@@ -26,8 +26,8 @@ impl Images {
         self.0.retain(|image| !is_warm(image));
     }
 
-    /// Returns the programs of a nursery that starts this group. If no worker needs modules that the nursery has
-    /// imported in advance, the nursery imports nothing, so that the group starts without delay.
+    /// Returns the programs that can be run as the nursery of this group. Omits programs that import modules in advance
+    /// if no worker needs these modules, because the imports would delay the start of the group.
     pub(super) fn fitting(&self, spec: &GroupSpec) -> Vec<NurseryImage> {
         let has_warm_workers = spec.processes.iter().any(|process| process.warm);
         self.0.iter().filter(|image| has_warm_workers || !is_warm(image)).cloned().collect()

@@ -7,8 +7,8 @@ use super::retired::Retired;
 use crate::supervisor::event::NurseryExit;
 use crate::supervisor::nursery_io::{Guard, Import, Nursery};
 
-/// Cleans up the processes of a nursery that died during its imports. If a module killed the nursery, returns the terms
-/// of another nursery, which imports the remaining modules.
+/// Cleans up after a nursery that died during its imports. If a module killed the nursery, returns the import settings
+/// for another nursery, which imports the remaining modules. Otherwise returns `None`.
 pub(super) fn rest(
     import: Import,
     sentinel: Option<Guard>,

@@ -1,6 +1,6 @@
-//! Launches nurseries, each on a thread of its own, because executing a program can block forever on a dead network
-//! file system. A thread exits when its launch is over. If the nursery imports modules, the thread first waits for the
-//! end of the imports, because the kernel kills such a nursery together with its thread.
+//! Launches each nursery on its own thread, because executing a program can block forever on a dead network file
+//! system. The thread exits after the launch. If the nursery imports modules, the thread exits after the imports,
+//! because the kernel would otherwise kill the nursery when the thread exits.
 
 #![allow(clippy::disallowed_methods, reason = "the launches run on threads of their own")]
 
@@ -27,21 +27,21 @@ use crate::supervisor::event::NurseryExit;
 use crate::supervisor::nursery_io::{DEATH_LIMIT, Nursery};
 use crate::supervisor::queue::Queue;
 
-/// Time limit of a launch that no group waits for.
+/// Time limit for a launch. A launch for the start of a group uses the group's start deadline instead.
 pub(super) const LAUNCH_LIMIT: Duration = Duration::from_secs(30);
 /// Time after which the user is notified that a launch is still running.
 pub(super) const SLOW_LAUNCH: Duration = Duration::from_secs(5);
-/// Maximum number of threads. It is reached only if earlier launches hang in a way that even SIGKILL does not end.
-/// Further launches then fail.
+/// Maximum number of launch threads. At the maximum, further launches fail. The maximum is reached only if earlier
+/// launches hang in system calls that even SIGKILL does not interrupt.
 const MAX_THREADS: usize = 8;
 const STACK: usize = 256 * 1024;
 
-/// Purpose of a launch. At most one launch of each kind is running.
+/// Purpose of a launch. At most one launch of each kind runs at a time.
 #[derive(Debug)]
 pub(super) enum Purpose {
-    /// Launches the nursery that starts the workers.
+    /// The nursery that starts the workers.
     Current(Reason),
-    /// Launches a new guard for the nursery with this token, and the page that the two share.
+    /// A new sentinel for the nursery with this token. The nursery and the sentinel share the [`Activity`] page.
     Sentinel(Token, Activity),
     Second(SecondTerms),
 }
@@ -49,22 +49,22 @@ pub(super) enum Purpose {
 /// Reason for launching the nursery that starts the workers.
 #[derive(Debug)]
 pub(super) enum Reason {
-    /// There is no nursery.
+    /// No nursery is running.
     Needed,
-    /// The last nursery has exited during its imports, in this way. The new one imports the remaining modules.
+    /// The previous nursery exited during its imports. The new nursery imports the remaining modules.
     ImportRest(NurseryExit),
-    /// The same, but the new nursery imports nothing.
+    /// The previous nursery exited during its imports. The new nursery imports no modules.
     GoOnCold(NurseryExit),
 }
 
-/// Terms of a second nursery.
+/// Launch settings of a second nursery.
 #[derive(Debug)]
 pub(super) struct SecondTerms {
     /// Deadline for the second nursery's module imports.
     pub(super) until: Instant,
     /// Nice value to restore when the nursery takes over. `None` if the nursery runs at normal priority.
     pub(super) nice: Option<i32>,
-    /// Exit of the last second nursery, if that has exited during its imports.
+    /// Exit of the previous second nursery, if that nursery exited during its imports. Otherwise `None`.
     pub(super) lost: Option<NurseryExit>,
 }
 
@@ -82,21 +82,21 @@ impl Purpose {
     }
 }
 
-/// A nursery that was launched, or the error if that failed.
+/// Result of a launch.
 #[derive(Debug)]
 pub(super) struct Finished {
-    /// `None` if the launch was cancelled, so that nobody needs the nursery.
+    /// `None` if the launch was cancelled, because the nursery is no longer needed.
     pub(super) purpose: Option<Purpose>,
     pub(super) result: Result<Nursery, LaunchError>,
 }
 
-/// Launches that are running.
+/// All running launches.
 #[derive(Debug)]
 pub(super) struct Launches {
     running: Vec<Running>,
     tasks: JoinSet<(u64, Result<Nursery, LaunchError>)>,
     newest: u64,
-    /// Cloned for each thread, so that the number of threads is known.
+    /// Shared with each launch thread, so that the reference count shows how many threads are still launching.
     threads: Arc<()>,
     queue: Arc<Queue>,
 }
@@ -108,7 +108,7 @@ struct Running {
     _cancel: Cancel,
 }
 
-/// Kills the process of a launch that is no longer needed. Does nothing if the launch is over.
+/// Kills the process of a launch when this value is dropped. Has no effect after the launch has finished.
 #[derive(Debug)]
 struct Cancel(Arc<Interrupt>);
 
@@ -123,14 +123,14 @@ impl Launches {
         Self { running: Vec::new(), tasks: JoinSet::new(), newest: 0, threads: Arc::default(), queue }
     }
 
-    /// Starts to launch a nursery: the first of these images that can be executed. A launch that takes longer than
-    /// `limit` fails. Must be called on the runtime thread.
+    /// Starts the launch of a nursery. The nursery runs the first of these images that can be executed. The launch
+    /// fails if it takes longer than `limit`. Must be called on the runtime thread.
     pub(super) fn nursery(&mut self, purpose: Purpose, images: Vec<NurseryImage>, import: Terms, limit: Duration) {
         let launch = Launch { program: program(&images), limit };
         self.start(purpose, launch, move |interrupt| launch::launch(&images, &import, interrupt));
     }
 
-    /// Starts to launch a process that guards a nursery.
+    /// Starts the launch of a sentinel for the nursery with this token.
     pub(super) fn sentinel(&mut self, images: Vec<NurseryImage>, token: Token, activity: Activity) {
         let launch = Launch { program: program(&images), limit: LAUNCH_LIMIT };
         let purpose = Purpose::Sentinel(token, activity);
@@ -154,12 +154,12 @@ impl Launches {
         });
     }
 
-    /// Returns true while a launch for such a purpose is running.
+    /// Returns true if a launch is running whose purpose satisfies `is_purpose`.
     pub(super) fn are_running(&self, is_purpose: impl Fn(&Purpose) -> bool) -> bool {
         self.running.iter().any(|running| is_purpose(&running.purpose))
     }
 
-    /// Cancels the launches for such purposes, and returns the purposes.
+    /// Cancels all launches whose purpose satisfies `is_purpose`. Returns their purposes.
     pub(super) fn cancel(&mut self, is_purpose: impl Fn(&Purpose) -> bool) -> Vec<Purpose> {
         self.running.extract_if(.., |running| is_purpose(&running.purpose)).map(|running| running.purpose).collect()
     }
@@ -172,7 +172,8 @@ impl Launches {
         Finished { purpose: index.map(|index| self.running.swap_remove(index).purpose), result }
     }
 
-    /// Waits until all cancelled launches are over. Returns the nurseries that were launched nevertheless.
+    /// Waits until all cancelled launches have finished, for at most [`DEATH_LIMIT`]. Returns the nurseries that were
+    /// launched before the cancellation took effect.
     pub(super) async fn finish(&mut self) -> Vec<Nursery> {
         let mut launched = Vec::new();
         let everything = async {
@@ -188,7 +189,7 @@ impl Launches {
     }
 }
 
-/// A launch: the program that its messages name, and its time limit.
+/// Program name for messages and time limit of a launch.
 #[derive(Debug)]
 struct Launch {
     program: CString,
@@ -200,8 +201,8 @@ impl Launch {
         LaunchError::Hung { program: self.program, limit: self.limit }
     }
 
-    /// Runs `call` on a new thread. If that takes too long, interrupts it and waits a short time for the thread to exit.
-    /// A thread that still hangs exits later by itself.
+    /// Runs `call` on a new thread. If `call` exceeds the time limit, interrupts it and waits a few seconds for its
+    /// result. If the thread still hangs then, leaves it running, because it exits when its system call returns.
     async fn run(
         self,
         interrupt: Arc<Interrupt>,
@@ -263,7 +264,7 @@ fn without_thread(error: io::Error) -> LaunchError {
     }
 }
 
-/// Returns the program that the messages about a slow launch name: the first one that is not run from memory.
+/// Returns the program name for messages about a slow launch. This is the first program that is not run from memory.
 fn program(images: &[NurseryImage]) -> CString {
     images.iter().find_map(NurseryImage::path).unwrap_or(c"the nursery's program in memory").to_owned()
 }

@@ -46,8 +46,8 @@ impl Task {
 
     // --- launches ---------------------------------------------------------------------------------------------
 
-    /// Launches the first nursery. If its program is slow to execute, continues without it after a short time, so that
-    /// the agent can handle signals in the meantime.
+    /// Launches the first nursery. If the launch takes longer than [`SLOW_LAUNCH`], returns while it is still running,
+    /// so that the agent can handle signals in the meantime.
     pub(super) async fn launch_first(&mut self) -> Result<(), LaunchError> {
         self.launch(Reason::Needed, Terms::default());
         if let Ok(Finished { result, .. }) = tokio::time::timeout(SLOW_LAUNCH, self.launches.finished()).await {
@@ -86,8 +86,8 @@ impl Task {
                 self.start_waiting();
             }
             (reason, Err(error)) => {
-                // Ignore the error if no group waits, because the next start of a group launches a nursery again and
-                // reports any error.
+                // Ignore the error if no group is waiting, because the next start of a group launches a nursery again
+                // and reports any error.
                 let waiting = self.current.starting_mut().and_then(Starting::take_waiting);
                 match reason {
                     _ if waiting.is_none() => {}
@@ -213,7 +213,7 @@ impl Task {
         self.end_without_nursery(exit);
     }
 
-    /// Ends the group, because its nursery has exited and is not replaced.
+    /// Stops the group, because its nursery has exited and is not replaced.
     fn end_without_nursery(&mut self, exit: NurseryExit) {
         match &mut self.current {
             Current::Idle => {}
@@ -254,7 +254,7 @@ impl Task {
         }
     }
 
-    /// Replaces the nursery with one that imports no modules, for the rest of the job.
+    /// Launches a replacement nursery that imports no modules. Nurseries import no modules for the rest of the job.
     fn go_on_cold(&mut self, exit: NurseryExit) {
         current_nursery::disarm_import(&mut self.deadlines);
         self.images.forget_warm();

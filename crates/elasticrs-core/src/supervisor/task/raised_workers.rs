@@ -248,14 +248,14 @@ pub(super) struct Notice {
     /// Time at which the exception was recorded, in nanoseconds of the monotonic clock. `None` if the sender did not
     /// send a time. Failures are ordered by this time, because notices may be received much later than they are sent.
     recorded: Option<u64>,
-    /// True if the sender says that its exception cannot be the consequence of another worker's end.
+    /// True if the sender reports that another worker's exit cannot have caused the exception.
     is_own: bool,
     text: String,
 }
 
 impl Notice {
-    /// Parses a datagram of the form `NANOSECONDS\nTEXT` or `NANOSECONDS own\nTEXT`. If it does not start with a number,
-    /// the whole datagram is the text.
+    /// Parses a datagram of the form `NANOSECONDS\nTEXT` or `NANOSECONDS own\nTEXT`. If the datagram does not start
+    /// with a number, the whole datagram is the text.
     fn new(pid: i32, uid: u32, said: &[u8]) -> Self {
         let said = String::from_utf8_lossy(said);
         let parts = said.split_once('\n').and_then(|(first, text)| {

@@ -112,8 +112,8 @@ impl Running {
         pids.into_iter().zip(ended).filter_map(|(pid, ended)| ended.then_some(pid)).collect()
     }
 
-    /// Returns the pids of the members that the kernel is ending. Such a process closes its connections before its exit
-    /// can be seen, which may take seconds if it has much memory or uses a GPU.
+    /// Returns the pids of the members that are exiting in the kernel. The kernel closes the connections of such a
+    /// process before it reports the exit. This may take seconds if the process uses much memory or a GPU.
     pub(super) fn dying(&self) -> Vec<i32> {
         self.group.living().filter(|pid| Stat::of(*pid).is_some_and(|stat| stat.is_ending())).collect()
     }

@@ -74,7 +74,7 @@ impl SecondNursery {
         }
     }
 
-    /// Handles the end of a launch of the second nursery.
+    /// Handles the result of launching the second nursery.
     pub(super) fn launched(
         &mut self,
         terms: SecondTerms,

@@ -73,13 +73,15 @@ impl Task {
         Ok(())
     }
 
-    /// Returns true if there is a nursery that can start workers now, and its guard process exists.
+    /// Returns true if a nursery is running, has finished its imports, and no launch of a nursery or sentinel is
+    /// pending.
     fn has_ready_nursery(&self) -> bool {
         let is_launching = self.launches.are_running(|purpose| purpose.is_current() || purpose.is_sentinel());
         self.nursery.exists() && !self.nursery.is_warming() && !is_launching
     }
 
-    /// Starts the group that was waiting for the nursery, if there is one and the nursery is ready.
+    /// Starts the group that is waiting for a nursery. Does nothing if no group is waiting, or if the nursery is not
+    /// ready.
     pub(super) fn start_waiting(&mut self) {
         if !self.has_ready_nursery() {
             return;
@@ -164,7 +166,7 @@ impl Task {
         }
     }
 
-    /// Ends a start that still waits for a nursery, because a stop was requested. Returns false if there is none.
+    /// Cancels the start of a group that is still waiting for a nursery. Returns false if no group is waiting.
     pub(super) fn end_waiting(&mut self) -> bool {
         if self.current.starting_mut().and_then(Starting::take_waiting).is_none() {
             return false;

@@ -68,7 +68,7 @@ fn ranks_that_wait_for_a_rank_in_a_section_are_not_hung_until_it_ends() {
     assert_eq!(watch(&mut ranks, 1, 11, &busy, None), Some((11, vec![1])));
     assert!(ranks.excuse(excused(), 0, &busy));
     assert_eq!(watch(&mut ranks, 12, 40, &busy, None), None);
-    // The section has ended. The limit of the rank that waited starts anew.
+    // The section has ended, so the time limit of the waiting rank restarts.
     let after = [beat(41), beat(1)];
     assert_eq!(watch(&mut ranks, 41, 100, &after, None), Some((51, vec![1, 0])));
     assert!(!ranks.excuse(excused(), 0, &after), "no rank is in a section");

@@ -14,12 +14,12 @@ fn all_raised(workers: Vec<WorkerRaised>) -> Input {
     Input::Raised { workers, dying: Vec::new() }
 }
 
-/// Creates the input for an exception that may be the consequence of another worker's end.
+/// Creates the input for an exception that another worker's exit may have caused.
 pub(super) fn raised(local_rank: u32) -> Input {
     all_raised(vec![exception(local_rank, false)])
 }
 
-/// Creates the input for an exception that is a failure of its own.
+/// Creates the input for an exception that another worker's exit cannot have caused.
 pub(super) fn failed_by_itself(local_rank: u32) -> Input {
     all_raised(vec![exception(local_rank, true)])
 }

@@ -279,7 +279,8 @@ fn frame(local_rank: u32, frame: &str) -> WorkerEvidence {
 const REDUCE: &str = "File \"/lib/torch/distributed/distributed_c10d.py\", line 4181 in all_reduce";
 const LOADS: &str = "File \"/job/train.py\", line 7 in load";
 
-/// Returns a group whose rank 0 is in a section without a limit, while the others have been silent for four seconds.
+/// Returns a group in which rank 0 is in a section without a time limit, and the other ranks have sent no heartbeat for
+/// four seconds.
 fn beside_a_section() -> Group {
     let mut group = silent();
     let section = Some(crate::timer::hang::Section { name: "checkpoint".to_owned(), limit: None });

@@ -1,9 +1,9 @@
-//! Tests of processes that are still saving after a stop signal has ended their worker.
+//! Tests for processes that are still saving after a stop signal has killed their worker.
 
 use super::exits::killed;
 use super::*;
 
-/// Stops the group, and makes all workers exit in this way. Returns the effects of the last exit.
+/// Stops the group, and makes the workers exit with `exits`. Returns the effects of the last exit.
 fn stopped_with(group: &mut Group, exits: [WorkerExit; 4]) -> Vec<Effect> {
     let _ = group.on_input(Input::Stop(TERM_30));
     PIDS.into_iter().zip(exits).map(|(pid, exit)| group.on_input(exited(pid, exit))).last().unwrap_or_default()
