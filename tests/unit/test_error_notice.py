@@ -36,7 +36,8 @@ def received(error):
         give_notice(agent.getsockname()[1:].decode(), error)
         notice = agent.recv(1 << 16)
     assert len(notice) <= READ_BY_AGENT
-    recorded, text = notice.decode().split("\n", 1)
+    head, text = notice.decode().split("\n", 1)
+    recorded, *_ = head.split()
     assert int(recorded) > 0
     return text
 

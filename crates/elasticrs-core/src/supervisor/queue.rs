@@ -19,7 +19,7 @@ const MAX_NOTICES: usize = 1024;
 /// Queue of events from the runtime thread. The agent can wait for an event and for watched descriptors at the same
 /// time.
 ///
-/// The queue holds at most [`MAX_NOTICES`] notices, because workers can cause an unlimited number of them while the
+/// The queue holds at most `MAX_NOTICES` notices, because workers can cause an unlimited number of them while the
 /// agent does not read its events. Other events have no limit, because their number depends on the agent's requests.
 #[derive(Debug)]
 pub struct Queue {

@@ -86,7 +86,7 @@ def undisturbed(write: "Callable[[], None]") -> None:
     Raises:
         BaseException: an exception that ``write`` or a handler raised.
     """
-    from _signal import getsignal, raise_signal, signal, valid_signals  # type: ignore[import-not-found]
+    from _signal import getsignal, raise_signal, signal, valid_signals
 
     if not _handles_signals():
         write()

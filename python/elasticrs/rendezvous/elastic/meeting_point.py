@@ -355,7 +355,10 @@ class MeetingPoint:
             return self._rendezvous.host, self._rendezvous.port
         address = self._hosting.listen[0][0]
         if is_unspecified(address):
-            address = "127.0.0.1" if packed(address) == bytes(4) else "::1"
+            # The workers of a job on this machine get this address. Programs expect IPv4, unless the endpoint
+            # is an IPv6 address.
+            is_v4 = packed(address) == bytes(4) or self._rendezvous.host in ("localhost", "127.0.0.1")
+            address = "127.0.0.1" if is_v4 else "::1"
         return address, self._server.port
 
     def disconnect(self) -> None:
