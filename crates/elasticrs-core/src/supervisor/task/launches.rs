@@ -255,8 +255,8 @@ impl Launch {
     }
 }
 
-/// Returns the error of a launch for which the kernel has no thread. It is that of a launch without a process, because
-/// both count towards the same limits.
+/// Returns the error of a launch whose thread could not be created. The error is the same as for a process that could
+/// not be created, because threads and processes count towards the same limits.
 fn without_thread(error: io::Error) -> LaunchError {
     match error.raw_os_error() {
         Some(errno) => LaunchError::Start { stage: Stage::Clone, errno: Errno::from_raw(errno) },
