@@ -69,9 +69,10 @@ def test_every_agent_reports_the_error_of_the_worker_that_failed_first(
             assert text in root, job.story(f"{text!r} is not in the report of {agent}")
         assert "ValueError: no such sample: 17" in root, job.story("no traceback")
         for number in (1, 2):
-            error = "ValueError: no such sample: 17 (worker.py:"
-            line_with(said, "rank 1 ", "node2", error, "stopping", f"round {number}")
+            line_with(said, "rank 1 ", "node2", "stopping", f"round {number}")
         line_with(said, "round 2 starts", "1 of 1")
+        # The stop does not wait for the text of the error. If the text comes later, the next line has it.
+        assert "ValueError: no such sample: 17 (worker.py:" in said.partition("attempt 1 is running")[0]
     job.assert_empty()
 
 
