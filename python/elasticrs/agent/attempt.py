@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 
 class Overdue(Value):
-    """Reason why a worker counts as failed, whatever its exit code. Either the worker exceeded a time limit,
-    or other workers waited for it. At most one of ``timer``, ``hung`` and ``raised`` is set.
+    """Reason why a worker counts as failed, whatever its exit code: it exceeded a time limit, or the other
+    workers of the job hung because they waited for it. At most one of ``timer``, ``hung`` and ``raised`` is
+    set.
 
     Args:
         seen_ns: time when the agent noticed that the limit was exceeded, in monotonic nanoseconds.
@@ -257,7 +258,7 @@ class Attempt(Record):
 
     def who_failed(self, local_rank: int, pid: int | None = None, *, of: str = "") -> str:
         """Return text that identifies the worker that failed first. After a hang, the text identifies all
-        workers that are to blame, or all candidates. ``of`` is appended to the ranks.
+        workers that are to blame, or all candidates. ``of`` is text that follows the ranks.
         """
         event = self.expired.get(local_rank)
         if self.blame is None or event is None or not event.is_blamed:

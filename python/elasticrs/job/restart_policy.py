@@ -343,7 +343,7 @@ def _identity(evidence: Evidence, history: FailureHistory) -> tuple[str, str, in
         return HANG, first.place or "", first.rank, step
     if first.exception is not None:
         return None if first.place is None else (first.exception, first.place, first.rank, step)
-    # Two crashes are compared by their step, because the place of a crash in the program is unknown.
+    # Two crashes are equal if they happened in the same training step. The line of the program is unknown.
     crash = None if step is None or first.is_consequence else CRASHES.get(-(first.exitcode or 0))
     return None if crash is None else (crash, "", first.rank, step)
 

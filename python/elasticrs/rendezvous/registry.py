@@ -117,8 +117,7 @@ def _create_c10d(params: RendezvousParameters) -> RendezvousHandler:
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-    # Torch accepts these parameters, because its class has the same interface. If the alias is active, both
-    # names refer to the same class.
+    # Torch's functions accept an instance of our class, because both classes have the same interface.
     theirs: Any = params
     backend, store = create_backend(theirs)
     handler: Any = create_handler(store, backend, theirs)

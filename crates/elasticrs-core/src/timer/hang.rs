@@ -214,7 +214,7 @@ pub struct Watch {
 #[derive(Debug)]
 struct Excuse {
     ranks: BTreeSet<usize>,
-    /// Rank in the section and time of its last heartbeat. The excuse ends with the next heartbeat of this rank.
+    /// Rank that is in the section, and the time of its last heartbeat. Its next heartbeat ends the section.
     section_of: (usize, u64),
 }
 
@@ -301,8 +301,8 @@ impl Watch {
         true
     }
 
-    /// Resets the inactive time of the excused ranks. Then removes the excuse if the section has ended or exceeded its
-    /// time limit. `terms` contains the time limits of all ranks.
+    /// Does not count the time for which ranks waited for a rank in a section. Stops excusing them when the section has
+    /// ended or exceeded its time limit. `terms` contains the time limits of all ranks.
     fn forgive_excused(&mut self, now: u64, seen: &[RankState], terms: &[Overdue]) {
         let Some(Excuse { ranks, section_of: (busy, last) }) = self.excuse.take() else { return };
         let limit = terms.iter().find(|term| term.rank == busy).map(|term| term.limit);

@@ -258,7 +258,7 @@ impl Sweep {
         look
     }
 
-    /// Returns true if the process may be saving, see [`Savers`].
+    /// Returns true if the process may still be writing a checkpoint, see [`Savers`].
     fn saves(&self, target: &Target) -> bool {
         self.savers.as_ref().is_some_and(|savers| {
             let signal = Signal::try_from(savers.signal).ok();

@@ -139,7 +139,7 @@ pub(super) struct Hub {
     pub(super) left: Notify,
     closed: RefCell<Rate>,
     pub(super) relay: Relay,
-    /// True if the user was notified of a worker that is not served.
+    /// True if the user was notified that this endpoint refuses a connection of a worker.
     pub(super) has_told_of_worker: Cell<bool>,
     /// Buffer into which all connections read, one at a time.
     pub(super) scratch: RefCell<Vec<u8>>,

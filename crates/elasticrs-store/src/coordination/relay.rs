@@ -177,7 +177,7 @@ mod tests {
             assert_eq!(recognise(&worker[..length]), Caller::Unknown);
         }
         assert_eq!(recognise(&worker), Caller::Worker(Some(0x0403_0201)));
-        // A client of torch 2.4 starts with a different request.
+        // The first request of a client of torch 2.4 contains no process id.
         assert_eq!(recognise(&[0, 0xce, 0xf7, 0x85, 0x3c, 4]), Caller::Worker(None));
         assert_eq!(recognise(&QUESTION), Caller::Stranger);
         assert_eq!(recognise(b"GET / HTTP/1.1"), Caller::Stranger);

@@ -580,7 +580,7 @@ def _start_cold(argv: list[bytes], env: list[bytes], error: BaseException) -> No
 
 def _register_last_callback() -> Callable[[Callable[[], None]], None]:
     """Register an ``atexit`` callback before any module registers one, so that this callback runs last.
-    Return a function that sets the function which the callback calls.
+    Return a function that takes the callback's body.
     """
     import atexit
 

@@ -37,7 +37,7 @@ MAX_WORDS = 3000
 
 
 class Command(Value):
-    """Command of a node's workers, in the form in which the commands of different nodes are compared.
+    """Command of a node's workers. Nodes compare their commands, because all nodes have to run the same one.
 
     Args:
         words: program and arguments, each of limited size.

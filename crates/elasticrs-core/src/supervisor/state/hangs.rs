@@ -188,8 +188,7 @@ impl Group {
         }
     }
 
-    /// Returns true if the action handles the stalled exit of a worker whose exception has stopped the group. No
-    /// evidence has been gathered for such a worker yet.
+    /// Returns true if the action handles the stalled exit of a worker whose exception has stopped the group.
     fn is_excused_exit(&self, action: &PendingAction) -> bool {
         matches!(action, PendingAction::Exit(local_rank)
             if self.is_excused(*local_rank))

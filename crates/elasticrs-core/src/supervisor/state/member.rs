@@ -27,7 +27,7 @@ pub(super) enum Place {
     Promised,
 }
 
-/// Role of a worker when its group is stopped.
+/// Whether a worker gets the stop signal when its group is stopped, and how it reacts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum StopRole {
     #[default]
