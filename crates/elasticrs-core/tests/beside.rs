@@ -8,14 +8,13 @@ use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use common::groups::{HANG, TERM, close, event, group, run, warm_image};
+use common::groups::{HANG, TERM, close, event, group, kill, run, warm, warm_image};
 use common::image;
-use elasticrs_core::spec::GroupSpec;
 use elasticrs_core::supervisor::{Config, Event, NurseryExit, Outcome, Supervisor};
 use elasticrs_nursery::tree::children_of_self;
 use elasticrs_sys::clock::boot_now;
 use elasticrs_sys::exit::WorkerExit;
-use elasticrs_sys::{pidfd, priority};
+use elasticrs_sys::priority;
 use elasticrs_testkit::nursery::{hold, worker};
 use elasticrs_testkit::{wait_for_end, wait_until};
 use nix::sys::ptrace;
@@ -68,17 +67,6 @@ impl Job {
     fn nursery(&self) -> i32 {
         self.supervisor.nursery_pid().unwrap()
     }
-}
-
-fn warm(mut group: GroupSpec) -> GroupSpec {
-    for process in &mut group.processes {
-        process.warm = true;
-    }
-    group
-}
-
-fn kill(pid: i32) {
-    pidfd::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGKILL).unwrap();
 }
 
 /// Returns the nurseries that are children of this process, but not their sentinels (the processes that guard

@@ -8,7 +8,7 @@ use std::fs;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
-use common::groups::{KILL, KILLED, TERM, close, event, hanging_worker, is_warm, supervisor, telling_group};
+use common::groups::{KILL, KILLED, TERM, close, event, hanging_worker, is_warm, kill, supervisor, telling_group};
 use elasticrs_core::spec::GroupSpec;
 use elasticrs_core::supervisor::{Event, Outcome, Supervisor, SupervisorError, SweepOutcome};
 use elasticrs_nursery::spec::{PassedFd, ProcessSpec};
@@ -68,11 +68,6 @@ fn hang_in_place(supervisor: &Supervisor) -> TempDir {
     let hangs = ProcessSpec { warm: is_warm(), ..hanging_worker(folder.path()) };
     supervisor.replace(hangs, Vec::new()).unwrap();
     folder
-}
-
-fn kill(pid: i32) {
-    let pidfd = elasticrs_testkit::pidfd(pid).expect("it lives");
-    elasticrs_sys::pidfd::send_signal(pidfd, libc::SIGKILL).unwrap();
 }
 
 /// Checks that the next two events are a worker's exit and the cleanup of its leftover processes.

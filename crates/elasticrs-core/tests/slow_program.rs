@@ -9,15 +9,13 @@ use std::path::{Path, PathBuf};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use common::groups::{HANG, TERM, close, event, group, run, warm_image, warm_image_of};
+use common::groups::{HANG, TERM, close, event, group, kill, run, warm, warm_image, warm_image_of};
 use common::{image, nursery_program};
-use elasticrs_core::spec::GroupSpec;
 use elasticrs_core::supervisor::queue::Next;
 use elasticrs_core::supervisor::{Config, Event, Outcome, StartFailure, Supervisor};
 use elasticrs_nursery::launch::NurseryImage;
 use elasticrs_nursery::tree::children_of_self;
 use elasticrs_sys::clock::boot_now;
-use elasticrs_sys::pidfd;
 use elasticrs_testkit::nursery::worker;
 use elasticrs_testkit::slow_file::SlowFile;
 use elasticrs_testkit::{is_running, wait_for_end};
@@ -71,17 +69,6 @@ impl Job {
             }
         }
     }
-}
-
-fn warm(mut group: GroupSpec) -> GroupSpec {
-    for process in &mut group.processes {
-        process.warm = true;
-    }
-    group
-}
-
-fn kill(pid: i32) {
-    pidfd::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGKILL).unwrap();
 }
 
 #[test]

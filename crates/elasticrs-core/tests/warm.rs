@@ -6,9 +6,8 @@ mod common;
 use std::fs::read_to_string;
 use std::time::{Duration, Instant};
 
-use common::groups::{HANG, KILL, TERM, close, event, group, telling_group, warm_image};
+use common::groups::{HANG, KILL, TERM, close, event, group, telling_group, warm, warm_image};
 use common::image;
-use elasticrs_core::spec::GroupSpec;
 use elasticrs_core::supervisor::{Config, Event, NurseryExit, Outcome, StartFailure, Supervisor};
 use elasticrs_nursery::spec::PassedFd;
 use elasticrs_sys::exit::WorkerExit;
@@ -18,13 +17,6 @@ use elasticrs_testkit::{wait_for_end, wait_until};
 
 fn supervisor(what: &str, limit: Duration) -> Supervisor {
     Supervisor::new(Config { nursery: vec![warm_image(what, limit), image()], owns_process: true }).unwrap()
-}
-
-fn warm(mut group: GroupSpec) -> GroupSpec {
-    for process in &mut group.processes {
-        process.warm = true;
-    }
-    group
 }
 
 fn started(supervisor: &Supervisor) -> Vec<i32> {

@@ -23,6 +23,19 @@ pub const TERM: StopPolicy = StopPolicy { signal: Signal::TERM, grace: HANG };
 pub const KILL: StopPolicy = StopPolicy { signal: Signal::KILL, grace: Duration::ZERO };
 pub const KILLED: WorkerExit = WorkerExit::Signaled { signal: libc::SIGKILL };
 
+/// Returns the group with workers that the warm nursery forks.
+pub fn warm(mut group: GroupSpec) -> GroupSpec {
+    for process in &mut group.processes {
+        process.warm = true;
+    }
+    group
+}
+
+/// Kills a running process.
+pub fn kill(pid: i32) {
+    elasticrs_sys::pidfd::send_signal(elasticrs_testkit::pidfd(pid).unwrap(), libc::SIGKILL).unwrap();
+}
+
 pub fn supervisor() -> Supervisor {
     let nursery = if is_warm() { vec![warm_image("", HANG), image()] } else { vec![image()] };
     Supervisor::new(Config { nursery, owns_process: true }).unwrap()
