@@ -146,9 +146,29 @@ fn a_client_that_stops_reading_is_disconnected_and_holds_little_memory() {
     // If all requests were answered at once, the replies would exceed the limit many times over.
     stopped.write_all(&request(3, &[b"large"]).repeat(100)).unwrap();
     assert_eq!(get(&mut other, b"large"), value);
-    assert!(served.line().contains("it did not take its replies for 2 s"));
+    let line = served.line();
+    assert!(line.contains("it did not take its replies for 2 s"), "{line}");
     read_to_the_end(&mut stopped);
     assert_eq!(get(&mut other, b"large"), value);
+}
+
+/// WS-3
+#[test]
+fn replies_that_the_client_has_do_not_count_toward_the_memory_limit() {
+    let served = served(Limits { bytes: 20 << 20, ..Limits::default() });
+    let mut client = served.greeted();
+    let value = vec![7; 4 << 20];
+    client.write_all(&request(1, &[b"key", &value])).unwrap();
+    assert_eq!(get(&mut client, b"key"), value);
+    client.write_all(&request(3, &[b"key"]).repeat(100)).unwrap();
+    let mut left = 100 * (8 + value.len());
+    let mut piece = vec![0; 16 << 10];
+    while left > 0 {
+        match client.read(&mut piece) {
+            Ok(length) if length > 0 => left -= length,
+            end => panic!("{left} bytes are missing: {end:?}, {}", served.line()),
+        }
+    }
 }
 
 /// WS-3

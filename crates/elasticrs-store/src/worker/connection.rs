@@ -177,6 +177,12 @@ impl Connection {
         let mut hub = self.hub.borrow_mut();
         let mut out = self.peer.out.borrow_mut();
         let mut used = 0;
+        // A client that pipelines requests and reads more slowly than it is sent to may never have all its replies. The
+        // part that it has must not be kept until then.
+        if self.sent > 0 && out.len() - self.sent <= MAX_UNSENT {
+            *out = out.split_off(self.sent);
+            self.sent = 0;
+        }
         while out.len() - self.sent <= MAX_UNSENT {
             let Some((request, length)) = self.parser.next(&bytes[used..])? else { break };
             if let Request::Ping(nonce) = request {
