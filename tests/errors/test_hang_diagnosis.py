@@ -48,7 +48,7 @@ class Evidence:
 
     @property
     def diagnosis(self):
-        return examine(self.attempt)[0]
+        return examine(self.attempt)
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from elasticrs._core import Heartbeat, TimerExpired, WorkerExited, WorkerHung, WorkerRaised
-    from elasticrs.agent.ras import RasQuery
     from elasticrs.diagnosis.blame import Blame
     from elasticrs.diagnosis.values import Diagnosis
     from elasticrs.host.xids import Xid
@@ -78,7 +77,6 @@ class Attempt(Record):
             collective is unknown.
         diagnosis: diagnosis that names the ranks that keep the others waiting. ``None`` unless a worker hung
             or a collective failed, and there is enough evidence.
-        ras: query to NCCL's RAS service. ``None`` unless a worker hung and a worker on this node uses NCCL.
         has_requested_records: true if the agent has requested flight records because a collective failed.
         heartbeats: last heartbeat of each worker that sent any. Set when the attempt has ended.
         xids: Xid errors that NVIDIA's driver has reported since the start of the attempt, by GPU and code.
@@ -117,7 +115,6 @@ class Attempt(Record):
     blame: Blame | None = None
     diagnosis: Diagnosis | None = None
     has_requested_records: bool = False
-    ras: RasQuery | None = None
     heartbeats: list[Heartbeat] = fresh(factory=list)
     xids: dict[tuple[int, int], Xid] = fresh(factory=dict)
     oom_kills: dict[str, int] = fresh(factory=dict)

@@ -331,8 +331,6 @@ def _add_hang(
         local_ranks = phrases.ranges_text(sorted(places[each] for each in blame.ranks))
         ranks = blame.text.removeprefix("ranks ").removeprefix("rank ")
         failure.named = f"{ranks} (local_rank: {local_ranks})"
-    if attempt.ras is not None and rank in attempt.expired:
-        failure.more_notes = [*failure.more_notes, *attempt.ras.notes()]
 
 
 def _last_heartbeats(attempt: Attempt, end_ns: int | None, where: str = "") -> list[str]:

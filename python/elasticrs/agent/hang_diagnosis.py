@@ -59,21 +59,18 @@ time needed to compare them.
 """
 
 
-def examine(attempt: Attempt) -> tuple[Diagnosis | None, bool]:
+def examine(attempt: Attempt) -> Diagnosis | None:
     """Diagnose a hang by naming the ranks that keep the others waiting, if all of the job's workers run on
     this node.
 
     Call this before the exits of killed workers are recorded.
 
     Returns:
-        The diagnosis, and true if a worker on this node uses NCCL. The diagnosis is ``None`` if no worker has
-        a flight record, if the records show neither an incomplete collective nor a rank to blame, or if the
-        job has workers on other nodes, because their evidence arrives later.
+        The diagnosis. ``None`` if no worker has a flight record, if the records show neither an incomplete
+        collective nor a rank to blame, or if the job has workers on other nodes, because their evidence
+        arrives later.
     """
-    facts = _facts(attempt)
-    records = [found.record for found in facts if not isinstance(found.record, NoRecord)]
-    uses_nccl = any(backend == "nccl" for record in records for backend, _ in record.groups)
-    return _telling(attempt, facts), uses_nccl
+    return _telling(attempt, _facts(attempt))
 
 
 def diagnosis_of_failure(attempt: Attempt) -> Diagnosis | None:

@@ -41,10 +41,8 @@ if TYPE_CHECKING:
 
     from elasticrs.agent.gpu_watcher import GpuWatcher
     from elasticrs.agent.observer import Observer
-    from elasticrs.agent.ras import RasAddress
     from elasticrs.agent.warming import Warming
     from elasticrs.agent.workers import Leftovers, Workers
-    from elasticrs.diagnosis.values import Diagnosis
     from elasticrs.job.config import JobConfig
     from elasticrs.report.console import Console
     from elasticrs.workers.logs import LogPaths
@@ -141,7 +139,6 @@ class AttemptTracker:
         self._supervisor: _core.Supervisor | None = None
         self._warming: Warming | None = None
         self._extra: dict[str, str] = {}
-        self._ras: RasAddress | None = None
         self._begun: _core.GroupStarted | None = None
         self._over: _core.GroupEnded | None = None
 
@@ -180,11 +177,6 @@ class AttemptTracker:
         if fd is not None:
             supervisor.watch_fd(fd)
         self._extra = watch_timers(self._workers.setup, supervisor)
-        if self._job.hang_timeout is not None:
-            from elasticrs.agent.ras import RasAddress
-
-            self._ras = RasAddress(self._workers.setup.environ)
-            self._extra |= self._ras.variables
         self.observers.opened(supervisor)
 
     def close(self) -> None:
@@ -201,11 +193,6 @@ class AttemptTracker:
             self._workers.close()
             if self._warming is not None:
                 self._warming.close()
-            for attempt in self.result.attempts:
-                if attempt.ras is not None:
-                    attempt.ras.close()
-            if self._ras is not None:
-                self._ras.close()
 
     # --- actions ---
 
@@ -465,10 +452,7 @@ class AttemptTracker:
         if attempt.diagnosis is None:
             from elasticrs.agent.hang_diagnosis import accuse, examine
 
-            unknown: tuple[Diagnosis | None, bool] = (None, False)
-            attempt.diagnosis, uses_nccl = attempt.files.run(partial(examine, attempt), unknown)
-            if uses_nccl and attempt.ras is None and self._ras is not None:
-                attempt.ras = self._ras.query(attempt.paths)
+            attempt.diagnosis = attempt.files.run(partial(examine, attempt), None)
             if not self._replaces:
                 accuse(attempt, event)
         if self._job.is_multi_node and not self._replaces:

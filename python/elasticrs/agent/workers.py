@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from functools import partial
 
 from elasticrs import _core
-from elasticrs.host import nvidia
 from elasticrs.job.config import UsageError, hang_limits
 from elasticrs.job.value import Value
 from elasticrs.workers.environment import virtual_local_rank, warm_environment, worker_env
@@ -40,8 +39,8 @@ if TYPE_CHECKING:
 
 
 _STOP_DELAY = 1.0
-"""Seconds to wait after a hang is reported before the workers are stopped. Meanwhile, other nodes gather
-evidence, and the agent queries NCCL's RAS service.
+"""Seconds to wait in a job on several nodes after a hang is reported and before the workers are stopped.
+Meanwhile, the other nodes gather evidence.
 """
 
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -245,16 +244,8 @@ def watch_hangs(setup: WorkerSetup, supervisor: _core.Supervisor, least: float =
         startup=_enough(job.hang_startup_timeout),
         exit_limit=_enough(job.hang_exit_timeout or None),
         least=_enough(shortest),
-        stop_delay=_STOP_DELAY if _is_observed_elsewhere(job, setup.environ) else 0.0,
+        stop_delay=_STOP_DELAY if job.is_multi_node and not job.replaces_workers else 0.0,
     )
-
-
-def _is_observed_elsewhere(job: JobConfig, environ: Mapping[str, str]) -> bool:
-    """Return true if other nodes or NCCL's RAS service may help to diagnose a hang. They can help only while
-    the hung workers are running.
-    """
-    may_use_nccl = os.path.exists(nvidia.DEVICE) and environ.get("NCCL_RAS_ENABLE") != "0"
-    return not job.replaces_workers and (job.is_multi_node or may_use_nccl)
 
 
 def prepare_group(
