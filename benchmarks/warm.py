@@ -2,10 +2,11 @@
 benchmarks.warm``.
 
 ``launch``: launcher started → torch has computed in all ranks. ``restart``: SIGKILL of one rank → the same in
-all of the next attempt. ``step``: … → first step of DDP over gloo done in all. ``plain``: SIGKILL of a worker
-that imports little → first lines of the next. ``idle``: what the nursery does while all wait. ``memory``: per
-worker and of the nursery, after a step. ``opens``: calls that open a file, of the whole launch, counted by
-strace.
+all of the next attempt. ``raise``: an exception or ``sys.exit(3)`` in one rank → all siblings signalled, all
+workers gone, torch has computed in all of the next attempt. ``step``: SIGKILL of one rank → first step of DDP
+over gloo done in all. ``plain``: SIGKILL of a worker that imports little → first lines of the next. ``idle``:
+what the nursery does while all wait. ``memory``: per worker and of the nursery, after a step. ``opens``:
+calls that open a file, of the whole launch, counted by strace.
 ``slow-opens``: launch with each of them delayed by a millisecond, as on a network file system.
 """
 
@@ -22,7 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks import idle, report, restart
+from benchmarks import idle, raised, report, restart
 from benchmarks.harness import (
     LAUNCHERS,
     Launcher,
@@ -227,6 +228,7 @@ def measure_slow_opens(options: Options, ranks: int) -> list[Row]:
 MEASURES: dict[str, Callable[[Options, int], list[Row]]] = {
     "launch": measure_launch,
     "restart": measure_restart,
+    "raise": raised.measure_torch,
     "step": measure_step,
     "plain": measure_plain,
     "idle": measure_idle,

@@ -6,9 +6,12 @@ import sys
 import traceback
 
 import pytest
+from worker_hook.test_hook import interpreters, worker
 
 from elasticrs._worker.error_file import give_notice
 from elasticrs.report.traceback_summary import headline
+
+__all__ = ["worker"]
 
 READ_BY_AGENT = 4096  # bytes
 
@@ -50,6 +53,14 @@ def raised(error):
         return caught
 
 
+def raised_by(fail):
+    """Return the exception that a function raises."""
+    try:
+        fail()
+    except Exception as caught:
+        return caught
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups need Python 3.11")
 def test_a_notice_of_a_group_is_of_a_member():
     group = builtins.ExceptionGroup
@@ -71,3 +82,80 @@ class Text(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def chained():
+    try:
+        raise KeyError("first")
+    except KeyError:
+        raise ValueError("second") from OSError(2, "No such file", "data.bin")
+
+
+def chained_by_accident():
+    try:
+        raise KeyError("first")
+    except KeyError:
+        len(3)
+
+
+def broken():
+    compile("def f(:\n", "model.py", "exec")
+
+
+def nested(depth=300):
+    return nested(depth - 1) if depth else {}["x"]
+
+
+class OddError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def odd():
+    raise OddError
+
+
+def in_a_pool():
+    error = KeyError("label")
+    frames = '  File "worker.py", line 3, in f\n    return {}["label"]\n'
+    error.__cause__ = RemoteTraceback(
+        f'\n"""\nTraceback (most recent call last):\n{frames}KeyError: \'label\'\n"""'
+    )
+    raise error
+
+
+class RemoteTraceback(Exception):  # noqa: N818 -- the name is that of multiprocessing
+    def __str__(self):
+        return str(self.args[0])
+
+
+RemoteTraceback.__module__ = "multiprocessing.pool"
+
+
+@pytest.mark.parametrize("fail", [chained, chained_by_accident, broken, nested, odd, in_a_pool])
+def test_a_notice_names_the_exception_and_the_place_that_the_traceback_names(fail):
+    error = raised_by(fail)
+    assert headline(received(error)) == headline("".join(traceback.format_exception(error)))
+
+
+@pytest.mark.parametrize("python", interpreters())
+def test_a_notice_is_sent_before_modules_are_imported_and_source_files_are_read(worker, python):
+    source = """
+    import _socket, os, sys
+    seen, loaded = [], set(sys.modules)
+    def watch(event, arguments):
+        if event == "open":
+            seen.append(str(arguments[0]))
+        if event == "socket.sendto":
+            own = [path for path in seen if path.endswith(".py") and "/_worker/" not in path]
+            os.write(1, repr((own, sorted(set(sys.modules) - loaded - {*sys.builtin_module_names}))).encode())
+    sys.addaudithook(watch)
+    raise ValueError("no such batch")
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        agent.bind("")
+        name = agent.getsockname()[1:].decode()
+        done = worker.run(source, python=python, ELASTICRS_NOTICES=name)
+        assert agent.recv(1 << 16).endswith(b"ValueError: no such batch\n")
+    assert done.stdout == "([], [])", done.stderr
+    assert "traceback" in worker.error()["message"]["extraInfo"]["py_callstack"].lower()

@@ -12,6 +12,7 @@ import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import types
     from collections.abc import Iterator
 
 _NOTICE_PART = 2000
@@ -19,6 +20,9 @@ _NOTICE_PART = 2000
 
 _CODEC = ("utf-8", "backslashreplace")
 """Text encoding, and the error handler for lone surrogates, which UTF-8 cannot encode."""
+
+_MAX_CAUSES, _MAX_FRAMES = 4, 20
+"""Maximum number of causes in a notice, and of the innermost frames of each exception."""
 
 _MAX_DEPTH = 16
 """Maximum depth of the chain of causes that is searched. Prevents endless recursion."""
@@ -353,8 +357,6 @@ def _notice_text(error: BaseException) -> str:
     included, because it may be the traceback of another process. For an exception group, return the text of
     its first member.
     """
-    import traceback
-
     told, frames = error, error.__traceback__
     for _ in range(10):  # maximum nesting depth of exception groups
         members = getattr(told, "exceptions", ())
@@ -363,13 +365,67 @@ def _notice_text(error: BaseException) -> str:
         told = members[0]
         # Use the frames of the group if the member has none, because it was never raised itself.
         frames = told.__traceback__ or frames
-    *stack, message = traceback.format_exception(type(told), told, frames)
-    said = message.encode(*_CODEC)
-    parts = ["".join(stack).encode(*_CODEC)[-_NOTICE_PART:], said]
+    said = _said(told).encode(*_CODEC)
+    stacks = "".join(_stacks(told, frames)).encode(*_CODEC)
+    if len(stacks) > _NOTICE_PART:
+        stacks = stacks[-_NOTICE_PART:].partition(b"\n")[2]  # Keep only whole lines.
+    parts = [stacks, said]
     if len(said) > _NOTICE_PART:
         parts[1:] = [said[: _NOTICE_PART // 2], b"\n", said[-_NOTICE_PART // 2 :]]
     # Drop characters that were cut in half when the parts were truncated.
     return "".join([part.decode("utf-8", "ignore") for part in parts])
+
+
+def _stacks(error: BaseException, frames: "types.TracebackType | None") -> "list[str]":
+    """Return the traceback without the source lines and without the text of the exception itself. Include
+    exceptions that caused it.
+
+    :mod:`traceback` is not used, because its import takes longer than the agent needs to stop the other
+    ranks, and because it reads the source files, which may be on a file system that does not answer.
+    """
+    stacks = [_stack(error, frames)]
+    for _ in range(_MAX_CAUSES):
+        cause = error.__cause__
+        link = "The above exception was the direct cause of the following exception:"
+        if cause is None and not error.__suppress_context__:
+            cause = error.__context__
+            link = "During handling of the above exception, another exception occurred:"
+        if cause is None:
+            break
+        stacks.append("%s%s\n%s\n\n" % (_stack(cause, cause.__traceback__), _said(cause), link))  # noqa: UP031
+        error = cause
+    return stacks[::-1]
+
+
+def _stack(error: BaseException, entry: "types.TracebackType | None") -> str:
+    lines: list[str] = []
+    while entry is not None:
+        code = entry.tb_frame.f_code
+        lines.append('  File "%s", line %s, in %s\n' % (code.co_filename, entry.tb_lineno, code.co_name))  # noqa: UP031
+        if len(lines) > 2 * _MAX_FRAMES:
+            del lines[:-_MAX_FRAMES]
+        entry = entry.tb_next
+    if lines:
+        lines.insert(0, "Traceback (most recent call last):\n")
+    if isinstance(error, SyntaxError) and error.filename:
+        lines.append('  File "%s", line %s\n' % (error.filename, error.lineno))  # noqa: UP031
+    return "".join(lines)
+
+
+def _said(error: BaseException) -> str:
+    """Return the type and the text of an exception, and its notes, as in a traceback."""
+    kind = type(error)
+    name = kind.__qualname__
+    if kind.__module__ not in ("__main__", "builtins"):
+        name = "%s.%s" % (kind.__module__, name)  # noqa: UP031
+    try:  # A program's `__str__` may fail.
+        text = str(error.msg if isinstance(error, SyntaxError) else error)
+    except Exception:
+        text = "<exception str() failed>"
+    notes = getattr(error, "__notes__", ())
+    said = [name + ": " + text if text else name]
+    said += [note for note in notes if isinstance(note, str)] if isinstance(notes, (list, tuple)) else []
+    return "\n".join(said) + "\n"
 
 
 def _is_kept(path: str, error: BaseException) -> bool:

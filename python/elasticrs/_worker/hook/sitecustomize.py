@@ -231,6 +231,12 @@ def _exit_status(code: object) -> int:
     return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
 
 
+def _now_ns() -> int:
+    from time import monotonic_ns
+
+    return monotonic_ns()
+
+
 def _load(path: str) -> "dict[str, Any]":
     """Execute a file, and return the names that it defines. Add no module to ``sys.modules``."""
     from _frozen_importlib_external import SourceFileLoader
@@ -280,7 +286,8 @@ class _Failure:
         """Record that ``sys.exit`` has ended the program."""
         if os.getpid() == self._pid and self._is_main() and not self._is_over:
             self.status = _exit_status(code)
-            undisturbed(lambda: self._write(lambda writer: self._write_exit(writer, code)))
+            at_ns = _now_ns()
+            undisturbed(lambda: self._write(lambda writer: self._write_exit(writer, code, at_ns)))
 
     def at_exit(self) -> None:
         if os.getpid() == self._pid:
@@ -305,7 +312,8 @@ class _Failure:
     def _record(self, error: BaseException, is_end: bool) -> None:
         if os.getpid() == self._pid and not isinstance(error, KeyboardInterrupt):
             self._recorded, self.status = error, int(is_end)
-            undisturbed(lambda: self._write(lambda writer: self._write_error(writer, error, is_end)))
+            at_ns = _now_ns()
+            undisturbed(lambda: self._write(lambda writer: self._write_error(writer, error, is_end, at_ns)))
 
     def _write(self, action: "Callable[[dict[str, Any]], None]") -> None:
         try:
@@ -314,8 +322,7 @@ class _Failure:
             if sys.stderr is not None:
                 sys.stderr.write("elasticrs: cannot write %s: %r\n" % (self._path, problem))  # noqa: UP031
 
-    def _write_error(self, writer: "dict[str, Any]", error: BaseException, is_end: bool) -> None:
-        at_ns = writer["time"].monotonic_ns()
+    def _write_error(self, writer: "dict[str, Any]", error: BaseException, is_end: bool, at_ns: int) -> None:
         try:
             # Notify the agent first, because it stops the other ranks when it receives the notice.
             if is_end:
@@ -323,8 +330,7 @@ class _Failure:
         finally:
             writer["write_uncaught"](self._path, error, at_ns)
 
-    def _write_exit(self, writer: "dict[str, Any]", code: "Any") -> None:
-        at_ns = writer["time"].monotonic_ns()
+    def _write_exit(self, writer: "dict[str, Any]", code: "Any", at_ns: int) -> None:
         writer["give_notice_of_exit"](self._notices, str(code), code.is_own, at_ns)
         if code.is_recorded:
             error = SystemExit(str(code) if isinstance(code, str) else int(code))
