@@ -113,21 +113,27 @@ def test_the_report_of_a_hang_has_the_stack_and_the_last_heartbeats(run):
     assert "rank      : 1 (local_rank: 1)" in launched.stderr
 
 
-LEAVES = {"done": "sys.exit(0)", "fails": "sys.exit(3)", "crashes": "os.kill(os.getpid(), signal.SIGSEGV)"}
+LEAVES = {"fails": "sys.exit(3)", "crashes": "os.kill(os.getpid(), signal.SIGSEGV)"}
+UNTIL_EXAMINED = """
+    import os, signal, sys
+    from elasticrs.timer import heartbeat
+    question = [signal.SIGRTMIN + 12]
+    signal.pthread_sigmask(signal.SIG_BLOCK, question)
+    heartbeat(7)
+    signal.sigwait(question)
+    {leaves}
+"""
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_worker_that_succeeds_while_its_hang_is_examined_has_not_hung(run, nproc):
+    launched = run(UNTIL_EXAMINED.format(leaves="sys.exit(0)"), 1, nproc=nproc).exits(0)
+    line_with(launched.stderr, "local rank ", "code 0", "succeeded")
 
 
 @pytest.mark.parametrize("how", LEAVES)
-def test_a_worker_that_exits_when_asked_for_its_stacks_counts_as_hung(run, tmp_path, how):
-    source = f"""
-        import os, signal, sys
-        from elasticrs.timer import heartbeat
-        question = [signal.SIGRTMIN + 12]
-        signal.pthread_sigmask(signal.SIG_BLOCK, question)
-        heartbeat(7)
-        signal.sigwait(question)
-        {LEAVES[how]}
-    """
-    launched = run(source, 1, nproc=2).exits(1)
+def test_a_worker_that_fails_when_asked_for_its_stacks_counts_as_hung(run, tmp_path, how):
+    launched = run(UNTIL_EXAMINED.format(leaves=LEAVES[how]), 1, nproc=2).exits(1)
     says(launched.stderr, "hung", "limit 1 s", "step 7")
     # The stacks of a crash are not mistaken for the requested ones, and stay where the report looks for them.
     faults = [path.read_text() for path in tmp_path.glob("logs/*/attempt_0/*/error.json.fault")]

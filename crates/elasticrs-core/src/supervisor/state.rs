@@ -184,6 +184,9 @@ pub struct Group {
     /// Actions that wait for diagnostics about the workers, or for the end of a delay. `None` if there is nothing to
     /// wait for.
     waiting: Option<Vec<PendingAction>>,
+    /// Diagnostics for the actions in `waiting`. `None` until they are complete, and unless an action also waits for
+    /// the report of an exit.
+    gathered: Option<Vec<WorkerEvidence>>,
     /// Indices of failed members that still have leftover processes, in exit order. The first one is being cleaned up.
     left: VecDeque<usize>,
     /// True if [`Timer::Kill`] has expired while an excused member was still exiting. See [`Member::is_excused`].
@@ -207,6 +210,7 @@ impl Group {
             snapshot: Snapshot::default(),
             effects: Vec::new(),
             waiting: None,
+            gathered: None,
             left: VecDeque::new(),
             is_overdue: false,
         }
@@ -303,7 +307,7 @@ impl Group {
             Input::TimerExpired(timer) => self.on_timer_due(timer),
             Input::Watch(limits) => self.on_watch(limits),
             Input::Snapshot(snapshot) => self.snapshot = snapshot,
-            Input::Evidence(found) => self.on_evidence(&found),
+            Input::Evidence(found) => self.on_evidence(found),
             Input::Raised { workers, dying } => self.on_raised(workers, &dying),
             Input::ExitSampled { local_rank, progressed } => {
                 self.on_exit_sampled(local_rank, progressed);
@@ -356,12 +360,9 @@ impl Group {
     }
 
     /// Records members that have died but whose exits have not been reported.
-    ///
-    /// Skips a member with a pending action, such as the handling of a missed heartbeat. If the member were recorded as
-    /// dead, the pending action would have no effect.
     fn on_dead(&mut self, pids: &[i32]) {
-        for index in 0..self.members.len() {
-            self.members[index].dead |= pids.contains(&self.members[index].pid) && !self.is_to_be_judged(index);
+        for member in &mut self.members {
+            member.dead |= pids.contains(&member.pid);
         }
     }
 

@@ -24,7 +24,9 @@
 //!   limit for steps. If another heartbeat follows, the limit for steps applies again, because a background thread is
 //!   still training;
 //! - **HANG-10** a rank that waits for other ranks is not hung while another rank is in a section whose time limit has
-//!   not passed, see [`Watch::excuse`]. The time limit of the waiting rank restarts when that section ends.
+//!   not passed, see [`Watch::excuse`]. The time limit of the waiting rank restarts when that section ends;
+//! - **HANG-11** a rank that exits with code 0 before it was signalled is not hung. If it exits while its hang is being
+//!   examined, the time limits of the other ranks restart, because they may have been waiting for it.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -450,6 +452,11 @@ impl Watch {
             terms.extend(limit.map(|limit| Overdue { rank, missed, since, limit, is_due: false }));
         }
         terms
+    }
+
+    /// Restarts the time limits of all ranks at the time `now`.
+    pub fn forgive_all(&mut self, now: u64, seen: &[RankState], line: Option<u64>) {
+        self.forgive(u64::MAX, now, seen, line);
     }
 
     fn forgive(&mut self, gap: u64, now: u64, seen: &[RankState], line: Option<u64>) {

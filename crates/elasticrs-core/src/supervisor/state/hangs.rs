@@ -1,14 +1,16 @@
 //! Handles workers that hang: decides when to check heartbeats, when to gather evidence, and which worker to blame.
 //!
 //! The rules for the time limits are in [`crate::timer::hang`]. Workers may recover or exit while evidence is gathered.
-//! Once the evidence is complete, each decision is therefore made with the latest heartbeats. If a worker exits
-//! earlier, the decisions about this worker are made before its exit is reported.
+//! Once the evidence is complete, each decision is therefore made with the latest heartbeats. If a worker fails
+//! earlier, the decisions about this worker are made before its exit is reported. If a worker exits with code 0 before
+//! it was signalled, the decisions about it are dropped, because it has finished its work (**HANG-11**).
 
 use std::time::Duration;
 
 use elasticrs_sys::clock::{Stamp, nanoseconds};
 use elasticrs_sys::exit::WorkerExit;
 
+use super::member::Member;
 use super::{Effect, Event, Group, Input, Phase, Timer};
 use crate::spec::StopPolicy;
 use crate::supervisor::event::{RankSeen, TimerExpired, WorkerHung};
@@ -67,7 +69,7 @@ impl PendingAction {
 
     /// Returns true if the action was caused by this member, for example by its missed heartbeat.
     ///
-    /// If the member exits, take the action before the exit is handled, because actions have no effect on exited
+    /// If the member fails, take the action before the exit is handled, because actions have no effect on exited
     /// members.
     fn concerns(&self, member: usize, local_rank: u32) -> bool {
         match self {
@@ -76,6 +78,12 @@ impl PendingAction {
             Self::Exit(_) | Self::StopLater { .. } => false,
             Self::Hung(check) | Self::Stop(_, _, check) => check.late.iter().any(|overdue| overdue.rank == member),
         }
+    }
+
+    /// Returns true if the action is dropped when this member exits with code 0. Such an action was caused by the
+    /// member, but neither the member nor another node has been notified of it.
+    fn is_cancelled_by(&self, member: usize, local_rank: u32) -> bool {
+        matches!(self, Self::Timer(_) | Self::Hung(_)) && self.concerns(member, local_rank)
     }
 
     fn title(&self) -> String {
@@ -194,8 +202,15 @@ impl Group {
             if self.is_excused(*local_rank))
     }
 
-    pub(super) fn on_evidence(&mut self, evidence: &[WorkerEvidence]) {
+    /// Carries out the pending actions. If one of them depends on how a dead worker exited, waits for the report of
+    /// that exit first.
+    pub(super) fn on_evidence(&mut self, evidence: Vec<WorkerEvidence>) {
+        if self.awaits_an_exit() {
+            self.gathered = Some(evidence);
+            return;
+        }
         let Some(waiting) = self.waiting.take() else { return };
+        let evidence = &evidence[..];
         for message in evidence.iter().filter_map(|worker| worker.problem.as_ref()) {
             let message = format!("the evidence of a hang could not be written: {message}");
             self.report(Event::Degraded { message });
@@ -249,26 +264,61 @@ impl Group {
     /// Carries out all pending actions immediately, without diagnostics. The worker that caused a hang is therefore
     /// determined from the heartbeats alone.
     pub(super) fn settle(&mut self) {
+        self.gathered = None;
         let waiting = self.waiting.take().unwrap_or_default();
         self.carry_out_all(waiting, &[]);
     }
 
-    /// Handles the exit of a worker while evidence is being gathered. Takes the actions that concern the worker first.
-    /// They are still justified, because the worker may have exited only because of the signal that requests the
-    /// stacks: `pause`, for example, returns on any signal. After a successful exit, the other actions keep waiting for
-    /// evidence.
+    /// Handles the exit of a worker while evidence is being gathered. If the worker failed, takes the actions that
+    /// concern the worker first. They are still justified, because the worker may have failed only because of the
+    /// signal that requests the stacks: `pause`, for example, returns on any signal. If the worker succeeded, drops
+    /// these actions instead. The other actions keep waiting for evidence.
     pub(super) fn settle_before_exit(&mut self, index: usize, exit: WorkerExit) {
-        let fails_group = !exit.is_success() && !self.survives(index);
-        let Some(waiting) = &mut self.waiting else { return };
-        let ends_group = fails_group || self.members.iter().enumerate().all(|(other, m)| m.ended || other == index);
+        let has_succeeded = exit.is_success() && self.members[index].condemned.is_none();
+        if has_succeeded {
+            self.cancel_before_success(index);
+        }
+        self.take_before_exit(index, has_succeeded);
+        if !self.awaits_an_exit()
+            && let Some(evidence) = self.gathered.take()
+        {
+            self.on_evidence(evidence);
+        }
+    }
+
+    /// Drops the pending actions that this worker caused, because it has exited with code 0 before it was signalled
+    /// (**HANG-11**). Restarts the time limits of the other workers, because they may have been waiting for this one.
+    fn cancel_before_success(&mut self, index: usize) {
         let local_rank = self.members[index].local_rank;
-        let is_due = |action: &PendingAction| {
-            let is_certain =
-                matches!(action, PendingAction::Timer(_) | PendingAction::Exit(_) | PendingAction::KillHung { .. });
-            ends_group && is_certain || action.concerns(index, local_rank)
+        let Some(waiting) = self.waiting.as_mut().filter(|_| self.phase == Phase::Running) else { return };
+        let count = waiting.len();
+        waiting.retain(|action| !action.is_cancelled_by(index, local_rank));
+        if waiting.len() == count {
+            return;
+        }
+        if let Some(watch) = &mut self.watch {
+            let Snapshot { at, seen, line } = &self.snapshot;
+            watch.forgive_all(at.0, seen, *line);
+        }
+        self.report(Event::Degraded { message: finished(local_rank) });
+    }
+
+    fn take_before_exit(&mut self, index: usize, has_succeeded: bool) {
+        let ends_group = !has_succeeded && !self.survives(index)
+            || self.members.iter().enumerate().all(|(other, m)| m.ended || other == index);
+        let local_rank = self.members[index].local_rank;
+        let is_due = |action: &PendingAction| match action {
+            PendingAction::Stop(..) if has_succeeded => false,
+            PendingAction::Timer(_) | PendingAction::Exit(_) | PendingAction::KillHung { .. } if ends_group => true,
+            action => action.concerns(index, local_rank),
         };
+        let Some(waiting) = &mut self.waiting else { return };
         let (due, others): (Vec<_>, _) = std::mem::take(waiting).into_iter().partition(is_due);
         *waiting = others;
+        if due.iter().any(|action| action.concerns(index, local_rank)) {
+            // Treat the worker as running, because actions have no effect on dead workers.
+            self.members[index].dead = false;
+        }
         if !self.survives(index) {
             return self.carry_out_all(due, &[]);
         }
@@ -285,9 +335,13 @@ impl Group {
         }
     }
 
-    /// Returns true if a pending action concerns this member and must be taken before the member's exit is handled.
-    pub(super) fn is_to_be_judged(&self, index: usize) -> bool {
-        self.waiting.iter().flatten().any(|action| action.concerns(index, self.members[index].local_rank))
+    /// Returns true if a pending action was caused by a member that is dead but whose exit has not been reported. The
+    /// exit decides whether the action is taken or dropped.
+    fn awaits_an_exit(&self) -> bool {
+        let is_dead = |(_, member): &(usize, &Member)| member.dead && !member.ended;
+        self.members.iter().enumerate().filter(is_dead).any(|(index, member)| {
+            self.waiting.iter().flatten().any(|action| action.is_cancelled_by(index, member.local_rank))
+        })
     }
 
     fn carry_out_all(&mut self, mut actions: Vec<PendingAction>, evidence: &[WorkerEvidence]) {
@@ -477,6 +531,15 @@ fn recovered(local_ranks: &[u32]) -> String {
     format!(
         "{ranks_are} active again after a silence that exceeded the limit. The signal that requests stacks interrupts \
          calls of C code such as sleep(), so it may have ended a hang"
+    )
+}
+
+/// Returns the notice that this rank exited with code 0 while its hang or its expired timer was being examined.
+fn finished(local_rank: u32) -> String {
+    format!(
+        "local rank {local_rank} exited with code 0 after its time limit had passed, and before it was killed: it counts \
+         as succeeded. The signal that requests stacks interrupts calls of C code such as sleep(), so it may have ended \
+         a hang"
     )
 }
 

@@ -85,13 +85,13 @@ fn no_worker_is_reported_as_hung_while_the_group_is_suspended() {
 }
 
 #[test]
-fn a_hang_is_reported_before_the_exit_of_the_hung_worker() {
+fn a_hang_is_reported_before_the_failure_of_the_hung_worker() {
     let mut group = silent();
     let _ = group.on_input(LOOK);
     let effects = group.on_input(exited(100, DONE));
     assert!(matches!(effects[..], [Effect::Report(Event::WorkerExited { .. })]), "it leaves the others their time");
     let _ = group.on_input(Input::Dead(vec![102]));
-    let effects = group.on_input(exited(102, DONE));
+    let effects = group.on_input(exited(102, FAILED));
     let [
         Effect::Report(Event::WorkerHung(_)),
         Effect::ReportFailure { local_rank: 2, siblings: 2, .. },
@@ -118,8 +118,145 @@ fn an_expired_timer_is_reported_before_the_exit_that_ends_the_group() {
     let mut group = lingering();
     let _ = all_exit(&mut group, &[100, 102, 103], DONE);
     let _ = group.on_input(timer());
-    let effects = group.on_input(exited(101, DONE));
+    let effects = group.on_input(exited(101, FAILED));
     assert!(matches!(reports(&effects)[0], Effect::Report(Event::TimerExpired(_))), "{effects:?}");
+}
+
+/// Returns true if the effects report a failure, or signal a worker.
+fn fails(effects: &[Effect]) -> bool {
+    !signals(effects).is_empty() || effects.iter().any(|effect| matches!(effect, Effect::ReportFailure { .. }))
+}
+
+#[test]
+fn an_exit_with_code_0_before_a_signal_cancels_a_hang_or_an_expired_timer() {
+    let cancelled = [LOOK, expired(2, 102, Some(Signal::KILL)), expired(2, 555, Some(Signal::KILL))];
+    for cause in cancelled {
+        let mut group = silent();
+        assert!(matches!(group.on_input(cause)[..], [Effect::TakeEvidence { .. }]));
+        let effects = group.on_input(exited(102, DONE));
+        assert!(!fails(&effects), "HANG-11: {effects:?}");
+        assert!(matches!(effects[0], Effect::Report(Event::Degraded { .. })), "{effects:?}");
+        assert!(!fails(&group.on_input(Input::Evidence(Vec::new()))), "the others continue");
+        let _ = all_exit(&mut group, &[100, 101, 103], DONE);
+        assert_eq!(end(&group.on_input(swept())).map(|end| end.outcome), Some(Outcome::Succeeded));
+    }
+}
+
+#[test]
+fn an_exit_with_code_0_after_the_signal_does_not_cancel_a_hang() {
+    let mut group = silent();
+    let _ = after_evidence(&mut group, LOOK);
+    let effects = group.on_input(exited(102, DONE));
+    assert!(matches!(
+        effects[..],
+        [Effect::Report(Event::WorkerExited { exit: DONE, sent: Some(Signal::KILL), .. }), ..]
+    ));
+    let _ = all_exit(&mut group, &[100, 101, 103], DONE);
+    assert_eq!(end(&group.on_input(swept())).map(|end| end.outcome), Some(Outcome::Failed));
+}
+
+#[test]
+fn a_dead_worker_is_judged_only_when_its_exit_code_is_known() {
+    for (exit, is_hung) in [(DONE, false), (FAILED, true), (KILLED, true)] {
+        let mut group = silent();
+        let _ = group.on_input(LOOK);
+        let _ = group.on_input(Input::Dead(vec![102]));
+        assert_eq!(group.on_input(Input::Evidence(Vec::new())), [], "nobody knows how it exited");
+        let effects = group.on_input(exited(102, exit));
+        assert_eq!(hung(&effects), if is_hung { vec![2] } else { vec![] }, "{effects:?}");
+        assert_eq!(fails(&effects), is_hung);
+        assert_eq!(effects.iter().any(|effect| matches!(effect, Effect::Arm(Timer::Hang, _))), !is_hung);
+    }
+}
+
+#[test]
+fn the_time_limits_of_waiting_workers_restart_when_the_hung_worker_succeeds() {
+    let mut group = lingering();
+    let _ = group.on_input(snapshot(0, [Some(0); 4]));
+    let _ = group.on_input(Input::Watch(FOUR_SECONDS));
+    let _ = group.on_input(snapshot(4, [Some(0); 4]));
+    let _ = group.on_input(LOOK);
+    let _ = group.on_input(exited(102, DONE));
+    let effects = group.on_input(Input::Evidence(Vec::new()));
+    assert_eq!(effects, [Effect::Arm(Timer::Hang, Duration::from_secs(4))], "HANG-11");
+    let _ = group.on_input(snapshot(8, [Some(0); 4]));
+    assert!(matches!(group.on_input(LOOK)[..], [Effect::TakeEvidence { .. }]), "they have hung after all");
+}
+
+#[test]
+fn an_exit_with_code_0_does_not_cancel_a_hang_that_other_nodes_know_of() {
+    let mut group = silent_beside_others();
+    let _ = group.on_input(Input::Evidence(Vec::new()));
+    let effects = group.on_input(exited(102, DONE));
+    assert!(effects.iter().any(|effect| matches!(effect, Effect::ReportFailure { local_rank: 2, .. })));
+}
+
+/// Returns an input that may end, hang or examine the workers of a group that runs on one node.
+fn any_input_about_hangs() -> impl Strategy<Value = Input> {
+    let pid = || prop::sample::select(PIDS.to_vec());
+    prop_oneof![
+        4 => (pid(), any_exit()).prop_map(|(pid, exit)| exited(pid, exit)),
+        4 => Just(LOOK),
+        3 => Just(Input::Evidence(Vec::new())),
+        2 => prop::collection::vec(pid(), 0..3).prop_map(Input::Dead),
+        2 => (0..4_u32, prop::sample::select(vec![100, 101, 555]))
+            .prop_map(|(rank, pid)| expired(rank, pid, Some(Signal::KILL))),
+        1 => Just(Input::StopForHang(TERM_30, remote_hang())),
+        1 => Just(Input::Stop(TERM_30)),
+        1 => Just(Input::Suspend),
+        1 => Just(Input::Resume),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1000))]
+
+    /// Checks **HANG-11**: a worker that exits with code 0 before it was signalled is blamed for nothing.
+    #[test]
+    fn a_worker_that_succeeds_without_a_signal_is_never_blamed(
+        history in prop::collection::vec((any_input_about_hangs(), 0..5_u64), 0..30),
+        replaces in any::<bool>(),
+    ) {
+        let mut group = group_of(&PIDS, LINGER, StopScope::Group, replaces);
+        let _ = group.on_input(snapshot(0, [Some(0); 4]));
+        let _ = group.on_input(Input::Watch(FOUR_SECONDS));
+        let (mut now, mut takes_evidence) = (0, false);
+        let (mut gone, mut signalled) = (BTreeSet::new(), BTreeSet::new());
+        let (mut blamed, mut innocent) = (BTreeSet::new(), BTreeSet::new());
+        for (input, passed) in history {
+            now += passed;
+            if matches!(input, Input::Evidence(_)) && !std::mem::take(&mut takes_evidence) {
+                continue;
+            }
+            match &input {
+                Input::Dead(pids) => gone.extend(pids.iter().copied()),
+                Input::Exited { pid, exit, .. } => {
+                    gone.insert(*pid);
+                    let local_rank = PIDS.iter().position(|known| known == pid);
+                    innocent.extend(local_rank.filter(|_| *exit == DONE && !signalled.contains(pid)));
+                }
+                _ => {}
+            }
+            if group.may_signal(&input) {
+                let _ = group.on_input(Input::Dead(gone.iter().copied().collect()));
+            }
+            let _ = group.on_input(snapshot(now, [Some(0); 4]));
+            for effect in group.on_input(input) {
+                blamed.extend(match &effect {
+                    Effect::Report(Event::WorkerHung(hung)) => Some(hung.local_rank as usize),
+                    Effect::Report(Event::TimerExpired(timer)) => Some(timer.local_rank as usize),
+                    Effect::ReportFailure { local_rank, .. } => Some(*local_rank as usize),
+                    _ => None,
+                });
+                match effect {
+                    Effect::TakeEvidence { .. } => takes_evidence = true,
+                    Effect::Signal { pid, .. } | Effect::SignalProcess { pid, .. } => signalled.extend(Some(pid)),
+                    _ => {}
+                }
+            }
+        }
+        prop_assert!(blamed.is_disjoint(&innocent), "HANG-11: {:?} of {:?}", innocent, blamed);
+    }
 }
 
 #[test]
