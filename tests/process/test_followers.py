@@ -23,11 +23,12 @@ SCRIPT = """
 """
 
 
-def test_breakpoints_stop_the_workers_even_if_they_could_be_warm(launch, worker_script):
+@pytest.mark.parametrize("how", ["--warm=auto", "--run-path"])
+def test_breakpoints_stop_the_workers(launch, worker_script, how):
     script, port = worker_script(SCRIPT), ports.free()
     debugpy = ("-Xfrozen_modules=off", "-m", "debugpy", "--listen", str(port), "--wait-for-client")
     argv = (sys.executable, *debugpy, *LAUNCHER)
-    launched = launch("--nproc-per-node=2", "--warm=auto", script, argv=argv)
+    launched = launch("--nproc-per-node=2", how, script, argv=argv)
     procs.wait_until(lambda: ports.is_listening(port))
     debugger = Debugger(port, script, 4)
     try:
@@ -40,15 +41,72 @@ def test_breakpoints_stop_the_workers_even_if_they_could_be_warm(launch, worker_
         procs.reap_adopted()
 
 
-def test_a_tracer_records_the_workers(launch, worker_script, tmp_path):
+@pytest.mark.parametrize("how", [(), ("--run-path", "--warm=auto")], ids=str)
+def test_a_tracer_records_the_workers(launch, worker_script, tmp_path, how):
     traced = tmp_path / "trace.json"
     argv = (sys.executable, "-m", "viztracer", "--quiet", "-o", str(traced), *LAUNCHER)
-    launched = launch("--nproc-per-node=2", worker_script(SCRIPT), "--lr=1", argv=argv).exits(0)
+    launched = launch("--nproc-per-node=2", *how, worker_script(SCRIPT), "--lr=1", argv=argv).exits(0)
     launched.wait_for_lines("RAN", 2, "stdout")
     launched.wait_for_line("viztracer", "stderr")
+    assert len(_processes_with(traced, "worker.py")) == 2
+
+
+def _processes_with(traced, name):
     events = json.loads(traced.read_text())["traceEvents"]
-    ran = {event["pid"] for event in events if "worker.py" in event["name"]}
-    assert len(ran) == 2
+    return {event["pid"] for event in events if name in event["name"]}
+
+
+FUNCTIONS = """
+    import os
+    from elasticrs.multiprocessing import DefaultLogsSpecs, start_processes
+
+    def work(rank):
+        return rank, os.getpid()
+
+    if __name__ == "__main__":
+        arguments = {rank: (rank,) for rank in range(2)}
+        logs = DefaultLogsSpecs()
+        context = start_processes("", work, arguments, {0: {}, 1: {}}, logs, start_method="spawn")
+        print("RAN", sorted(context.wait().return_values.values()), flush=True)
+"""
+
+
+def test_a_tracer_records_functions_of_a_program(worker_script, tmp_path):
+    traced, program = tmp_path / "trace.json", worker_script(FUNCTIONS)
+    argv = (sys.executable, "-m", "viztracer", "--quiet", "-o", str(traced), str(program))
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=procs.HANG)
+    assert "RAN [(0, " in done.stdout, done.stderr
+    assert len(_processes_with(traced, "work ")) == 2
+    procs.reap_adopted()  # multiprocessing's resource tracker
+
+
+PROFILED = """
+    import os, sys
+    from multiprocessing import spawn  # It remembers `sys.executable`.
+    from elasticrs.launcher.api import LaunchConfig, elastic_launch
+
+    def work():
+        return os.environ["RANK"]
+
+    if __name__ == "__main__":
+        # Scalene does the same.
+        os._exit, sys.executable = sys.exit, sys.argv[1]
+        config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, start_method=sys.argv[2])
+        print("RAN", elastic_launch(config, work)(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_functions_run_without_a_profiler_that_replaces_the_interpreter(worker_script, tmp_path, method):
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\nexit 1\n")
+    interpreter.chmod(0o755)
+    argv = (sys.executable, worker_script(PROFILED), interpreter, method)
+    done = subprocess.run(argv, check=False, capture_output=True, text=True, timeout=procs.HANG)
+    assert done.stdout == "RAN {0: '0', 1: '1'}\n", done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if str(interpreter) in line]
+    assert "profiler" in line
+    procs.reap_adopted()  # multiprocessing's resource tracker
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ workers start.
 
 import re
 import venv
+import zipapp
 
 import pytest
 from helpers.broken_logs import namespace, why_not
@@ -32,6 +33,19 @@ def test_a_module_beside_the_script_is_imported_by_each_worker(launch, worker_sc
     (remark,) = remarks(launched)
     says(remark, "mine ", "worker.py")
     assert sorted(launched.stdout.split("\n")) == ["", "READ", "READ", "RUNS True", "RUNS True"]
+
+
+@pytest.mark.parametrize(("warm", "how"), [("auto", ()), ("csv,colorsys", ("--run-path",))], ids=str)
+def test_modules_in_a_zip_app_come_before_those_of_the_library(launch, tmp_path, warm, how):
+    app = tmp_path / "app"
+    app.mkdir()
+    (app / "csv.py").write_text("MINE = True\n")
+    (app / "__main__.py").write_text(f"import csv\nassert csv.MINE\n{RUNS}")
+    zipapp.create_archive(app, tmp_path / "app.pyz")
+    launched = launch(f"--warm={warm}", *how, tmp_path / "app.pyz").exits(0)
+    (remark,) = remarks(launched)
+    says(remark, "csv " if warm != "auto" else "app.pyz")
+    assert launched.stdout == f"RUNS {warm != 'auto'}\n"
 
 
 def test_a_module_missing_in_another_interpreter_is_left_out(launch, worker_script, tmp_path):

@@ -145,6 +145,11 @@ def test_imports_after_an_unknown_statement_are_not_preloaded(compare, how):
     assert re.search(r"\.py, line \d+ \(.+\) .*a_library", remark)
 
 
+def test_nothing_is_said_about_modules_that_every_interpreter_has_imported(compare):
+    _, _, remarks = compare("import csv, sys\nsys.setrecursionlimit(5000)\nimport os.path, time\nseen = 1\n")
+    assert remarks == []
+
+
 def test_imports_before_an_unknown_statement_are_preloaded(compare):
     text = (
         "import a_library, os\nos.environ.setdefault('LIBRARY_MODE', 'fast')\nimport b_library\n"

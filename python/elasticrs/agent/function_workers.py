@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import pickle
 import select
+import sys
 from enum import IntEnum, auto
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, spawn
 from typing import TYPE_CHECKING, Any
 
 from elasticrs._worker.run_path import run_script_path
@@ -19,6 +20,7 @@ from elasticrs.multiprocessing import keeper
 from elasticrs.multiprocessing.function_process import command_line
 from elasticrs.multiprocessing.start_methods import BY_METHOD, PATIENCE, Functions, Kept
 from elasticrs.workers.arguments import macros
+from elasticrs.workers.followers import follower_of, is_script_file
 from elasticrs.workers.process import adopt, end_at_once, heartbeat_page
 
 if TYPE_CHECKING:
@@ -80,8 +82,14 @@ class FunctionWorkers(Workers):
         self._arguments = list(arguments)
         self._start_method = start_method
         self._is_script = is_script
-        if setup.preload is not None and not BY_METHOD[start_method].has_keeper:
-            self.warm_command = command_line(0, 0)
+        # Multiprocessing keeps the interpreter that it has found first.
+        if sys.executable != os.fsdecode(spawn.get_executable()) and is_script_file(sys.executable):
+            self.unfollowed = sys.executable
+        if not BY_METHOD[start_method].has_keeper:
+            command = command_line(0, 0)
+            self.follower = follower_of(command)
+            if setup.preload is not None and self.follower is None:
+                self.warm_command = command
         self._start: FunctionStart | None = None
         # Objects that start the replacement workers, by local rank.
         self._late: dict[int, FunctionStart] = {}

@@ -135,6 +135,11 @@ class AttemptTracker:
         if workers.follower is not None:
             cold = " without preloaded modules" if job.preload is not None else ""
             console.say(f"{workers.follower.name} follows the workers: each starts under it{cold}")
+        elif workers.unfollowed is not None:
+            console.say(
+                f"a profiler has replaced sys.executable with {workers.unfollowed}; it does not follow these"
+                " workers, because they call a function; start a script instead, without --run-path"
+            )
         self.why_unfit: str | None = None
         self._supervisor: _core.Supervisor | None = None
         self._warming: Warming | None = None

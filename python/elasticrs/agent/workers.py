@@ -138,6 +138,8 @@ class Workers(ABC):
             forked from a warm nursery.
         follower: debugger or tracer that follows the workers. The workers then start cold. ``None`` if no
             such tool is active in this process.
+        unfollowed: script with which a profiler has replaced the Python interpreter of this process
+            (``sys.executable``), although it does not follow the workers; ``None`` if there is none.
         may_fork: false if files have changed since the warm nursery imported them. The workers of the next
             attempt then start cold.
     """
@@ -146,6 +148,7 @@ class Workers(ABC):
     leftovers: Leftovers | None = Leftovers()
     warm_command: Sequence[str] | None = None
     follower: Follower | None = None
+    unfollowed: str | None = None
     may_fork: bool = True
 
     def __init__(self, setup: WorkerSetup) -> None:
@@ -417,21 +420,18 @@ class CommandWorkers(Workers):
     """Workers that run a program.
 
     As in torch, ``${local_rank}`` in an argument is replaced with the worker's local rank, and ``$$`` with a
-    dollar sign. If a debugger or tracer in this process follows child processes, it changes the command line.
+    dollar sign.
     """
 
     def __init__(self, setup: WorkerSetup, command: Sequence[str]) -> None:
         super().__init__(setup)
+        self._command = command
         self.follower = follower_of(command)
-        self._command = command if self.follower is None else self.follower.command
         if setup.preload is not None and self.follower is None:
             self.warm_command = command
 
     def specs(self, paths: LogPaths, environments: Mapping[int, dict[str, str]]) -> list[_core.ProcessSpec]:
         cpus = self.setup.job.cpus
-        if self.follower is not None:
-            for _ in environments:
-                self.follower.started()
         return [
             process_spec(
                 local_rank,

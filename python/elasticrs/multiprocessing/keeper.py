@@ -24,6 +24,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import posix
 import select
 import signal
 import struct
@@ -63,9 +64,15 @@ _LOOK_AT_TRACED = 0.1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-IMPORT_NO_MORE = int(signal.SIGRTMIN) + 13
+exit_at_once = posix._exit
+"""Original ``os._exit``. A profiler may have replaced it in ``os`` with a function that raises an exception,
+and the forked copy of the program would then continue.
+"""
+
+IMPORT_NO_MORE = signal.SIGRTMAX
 """Signal that kills a keeper during its imports, together with the processes that the imports have started.
-After the imports, the keeper ignores this signal and waits for messages from the program.
+After the imports, the keeper ignores this signal and waits for messages from the program. Unlike most
+real-time signals, it has a name in ``signal.Signals``, which a profiler's own ``signal.signal`` may require.
 """
 
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, IMPORT_NO_MORE)
@@ -182,7 +189,7 @@ def _be_worker(worker: WorkerPlan, unused: set[int], handlers: dict[int, Any], g
     except BaseException as error:
         os.write(2, f"a worker could not start: {error!r}\n".encode(errors="replace"))
     finally:
-        os._exit(code)
+        exit_at_once(code)
 
 
 def _serve(statuses: dict[int, int], control: int, parent_pidfd: int) -> float:

@@ -452,7 +452,7 @@ class Fork(Kept):
             except BaseException as error:
                 os.write(2, f"the functions could not be started: {error!r}\n".encode(errors="replace"))
             finally:
-                os._exit(0)
+                keeper.exit_at_once(0)
         return pid
 
     def _close_programs_ends(self) -> None:

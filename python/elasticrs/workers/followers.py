@@ -47,6 +47,17 @@ def follower_of(command: Sequence[str]) -> Follower | None:
     return None
 
 
+def is_script_file(program: str) -> bool:
+    """Return true if a program is a script and not a binary. False if it cannot be read."""
+    import shutil
+
+    try:
+        with open(shutil.which(program) or program, "rb") as file:
+            return file.read(4) != b"\x7fELF"
+    except OSError:
+        return False  # Ignore the error, because a script that cannot be read cannot be started either.
+
+
 def _of_pydevd(monkey: ModuleType, command: list[str]) -> Follower | None:
     """Return the debugger of PyCharm, PyDev or VS Code (debugpy) with its command line for a worker. Return
     ``None`` if the debugger is not attached, or if the user has configured it not to follow child processes.

@@ -6,6 +6,7 @@ import os
 import signal
 
 from elasticrs import _core
+from elasticrs.workers.followers import follower_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,6 +64,9 @@ def process_spec(
         pass_fds: file descriptors that the process inherits under the same numbers.
         warm: true to fork the process from a warm nursery.
     """
+    if not warm and (follower := follower_of(argv)) is not None:
+        follower.started()
+        argv = follower.command
     files = {"stdout": stdout or None, "stderr": stderr or None}
     return _core.ProcessSpec(local_rank, argv, env=env, cpus=cpus, pass_fds=pass_fds, warm=warm, **files)
 

@@ -7,6 +7,7 @@ import sys
 from importlib.machinery import PathFinder
 
 from elasticrs.job.value import Value
+from elasticrs.workers.followers import is_script_file
 from elasticrs.workers.python_options import parse_python
 
 TYPE_CHECKING = False
@@ -26,7 +27,7 @@ class Entry(Value):
     Args:
         name: name of the script, module or function, as the user wrote it.
         path: path of the file with the code; ``None`` if there is none or it was not found.
-        folders: folders with the user's own modules, which each worker imports itself.
+        folders: folders or zip archives with the user's own modules, which each worker imports itself.
         interpreter: Python interpreter of the workers; ``None`` for the interpreter of this process.
         why_cold: reason why nothing can be preloaded; ``None`` if modules can be preloaded.
         package: package of the file, for its relative imports; empty for a script.
@@ -54,7 +55,9 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     if program not in (sys.executable, os.environ.get("PYTHON_EXEC")) and not name.startswith("python"):
         return Entry(name, why_cold=f"{name} is not a Python interpreter")
     interpreter = None if program == sys.executable else program
-    if _is_script(program):
+    # A script could remove `PYTHONPATH` before it starts Python, and then the nursery would run the user's
+    # program instead of its own code.
+    if is_script_file(program):
         return Entry(name, why_cold=f"{name} is a script, which may start Python in another way")
     found = parse_python(arguments)
     isolating = next((letter for letter in found.letters if letter in _ISOLATED), None)
@@ -65,19 +68,6 @@ def entry_of_command(command: Sequence[str]) -> Entry:
     if found.kind == "script":
         return entry_of_script(found.program or "", interpreter)
     return Entry("-c" if found.kind == "c" else "-", None, (os.getcwd(),), interpreter)
-
-
-def _is_script(program: str) -> bool:
-    """Return true if a program is a script and not a binary. A script could remove ``PYTHONPATH`` before
-    starting Python, and then the nursery would run the user's program instead of its own code.
-    """
-    import shutil
-
-    try:
-        with open(shutil.which(program) or program, "rb") as file:
-            return file.read(4) != b"\x7fELF"
-    except OSError:
-        return False  # Ignore the error, because a script that cannot be read cannot be started either.
 
 
 def entry_of_function(function: Callable[..., Any], arguments: Sequence[Any], start_method: str) -> Entry:
@@ -109,7 +99,7 @@ def entry_of_script(path: str, interpreter: str | None = None, *, start_method: 
     """Find the source file that workers load first in order to run a script.
 
     Args:
-        path: path of the script, or of a folder with a ``__main__.py``.
+        path: path of the script, or of a folder or zip archive with a ``__main__.py``.
         interpreter: see :class:`Entry`.
         start_method: start method of the function that runs the script; ``spawn`` if no function does.
     """
@@ -117,8 +107,23 @@ def entry_of_script(path: str, interpreter: str | None = None, *, start_method: 
         return Entry(path, why_cold=_KEPT)
     if os.path.isdir(path):
         return Entry(path, os.path.join(path, "__main__.py"), (path,), interpreter)
+    if _is_archive(path):
+        return Entry(path, None, (path,), interpreter)
     # Resolve symbolic links, because Python does so before it determines the script's folder.
     return Entry(path, path, (os.path.dirname(os.path.realpath(path)),), interpreter)
+
+
+def _is_archive(path: str) -> bool:
+    from zipimport import ZipImportError, zipimporter
+
+    # Do not open a pipe, because it can be read only once and the worker must read it.
+    if not os.path.isfile(path):
+        return False
+    try:
+        zipimporter(path)
+    except ZipImportError:
+        return False
+    return True
 
 
 def _entry_of_module(name: str, interpreter: str | None) -> Entry:

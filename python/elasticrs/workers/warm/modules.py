@@ -61,6 +61,14 @@ _SETS_ANY = (b"environ.update", b"putenv", b"load_dotenv")
 
 _CANNOT_PARSE = (SyntaxError, ValueError, RecursionError, MemoryError)
 _NEVER = ("__future__", "__main__")
+_AT_START = frozenset(
+    (
+        *sys.builtin_module_names,
+        *("_collections_abc", "_sitebuiltins", "abc", "codecs", "encodings", "genericpath", "io", "os"),
+        *("posixpath", "site", "stat", "zipimport"),
+    )
+)
+"""Modules that each interpreter has imported before it runs a script."""
 _WIDTH, _SHOWN = 60, 4
 _ENOUGH = 1 << 19
 """Maximum number of bytes of source files to parse. The limit exists because the launch waits for the parser,
@@ -114,7 +122,9 @@ def _of_list(names: Sequence[str], entry: Entry) -> Preload:
 
 def _of_source(entry: Entry) -> Preload:
     if entry.path is None:
-        return _cold(f"there is no file of {entry.name} that could be read")
+        return _cold(
+            f"{entry.name} has no source file that could be read; name the modules, for example --warm torch"
+        )
     plan = _Plan(entry)
     try:
         plan.read_entry()
@@ -227,7 +237,7 @@ class _Plan:
         if self._is_own[top]:
             self._import_own(step)
         elif self.unknown is not None:
-            if name not in self.modules:
+            if name not in self.modules and top not in _AT_START:
                 self.left_out[name] = None
         elif name not in self.modules:
             self.modules[name] = None
