@@ -16,9 +16,10 @@ from benchmarks.etcd_member import running
 from benchmarks.scale.children import Lines, write_line
 from elasticrs import _core
 
-# Two fields of struct tcp_info (linux/tcp.h, since 4.1): bytes acknowledged by the peer, and bytes received.
-BYTES = struct.Struct("=QQ")
-BYTES_OFFSET = 120
+# Fields of struct tcp_info (linux/tcp.h, since 4.19): bytes received, bytes sent, and bytes sent again. The bytes
+# that the peer has acknowledged are no measure, because an acknowledgment may come 40 ms later, in the next phase.
+BYTES = struct.Struct("=Q64xQQ")
+BYTES_OFFSET = 128
 
 
 def raise_descriptors() -> None:
@@ -42,8 +43,8 @@ def traffic() -> dict[str, int]:
         except OSError:
             # The server has closed the connection in the meantime.
             continue
-        acked, got = BYTES.unpack_from(info, BYTES_OFFSET)
-        sent += acked
+        got, out, again = BYTES.unpack_from(info, BYTES_OFFSET)
+        sent += out - again
         received += got
         count += 1
     return {"connections": count, "sent": sent, "received": received}

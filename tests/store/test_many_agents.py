@@ -35,9 +35,8 @@ def test_messages_per_agent_do_not_grow_from_10_to_50_agents():
         assert many[f"form: {way}"] <= few[f"form: {way}"] + 1.5
         assert many[f"restart: {way}"] <= few[f"restart: {way}"] + 1.5
     for way in ("sent", "received"):
-        # Allow for a difference, because the leader's own traffic is spread over more agents and keys have
-        # more digits.
-        assert many[f"restart: {way}"] <= few[f"restart: {way}"] * 1.5
+        # Allow for a difference, because keys have more digits and messages are batched differently.
+        assert many[f"restart: {way}"] <= few[f"restart: {way}"] * 1.1
 
     texts = {each.text for each in ElementTree.fromstring(measured["picture"]).iter()}
     assert {"last join", "all have it", "leader", "store", "all others", "restart, sent"} <= texts
