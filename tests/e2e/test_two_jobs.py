@@ -82,6 +82,28 @@ def test_an_agent_whose_command_differs_is_refused_at_once(job):
     assert "READY" not in other.stdout
 
 
+def test_an_agent_that_waits_learns_at_once_that_another_one_was_refused(job):
+    first = job("A", nnodes="2")
+    other = job("B", nnodes="2").exits(1)
+    says(first.wait_for_line("refused.*").string, "'B'", "'A'", "--rdzv-id", "same_command")
+    agents = [first, job("A", nnodes="2")]
+    finish(agents, workers(agents, "A", "A", world=2))
+    says(other.stderr, "'B'")
+
+
+def test_a_second_run_of_several_nodes_does_not_succeed_without_having_run(job):
+    first = [job("A", nnodes="2") for _ in range(2)]
+    pids = workers(first, "A", "A", world=2)
+    second = [job("A", nnodes="2") for _ in range(2)]
+    for agent in second:
+        says(agent.wait_for_line("already runs.*").string, "another launch on this machine", "--rdzv-id")
+        agent.wait_for_line("spare")
+    finish(first, pids)
+    for agent in second:
+        says(agent.exits(1).stderr, "without this node")
+        assert "READY" not in agent.stdout
+
+
 def test_commands_may_differ_on_purpose(job):
     agents = [job(name, nnodes="2", same_command=0) for name in "AB"]
     finish(agents, workers(agents, "A", "B", world=2))

@@ -133,12 +133,17 @@ def test_a_finished_node_exits_after_the_exit_barrier_timeout(formed):
     job.finish(agents[:1], on(agents[0], workers))
 
 
-def test_a_spare_node_reports_that_it_waits_until_the_job_ends(formed):
-    job, agents, workers = formed(2)
-    (spare,) = job.start(agents[1].host)
-    job.line(spare, r"spare.* round 1 .* 2 nodes")
+def test_a_spare_node_reports_that_it_waits_until_the_job_ends(hosts, multinode):
+    first, second, third = hosts(3)
+    job = multinode(first, "2")
+    workers = job.formed(*job.start(first, second))
+    # The last agent is on the machine of another agent, from another session, so it is probably no spare.
+    waiting = [spare] = job.start(third)
+    waiting += job.start(second)
+    for each in waiting:
+        job.line(each, r"spare.* round 1 .* 2 nodes")
     job.tell(workers, SUCCEED)
-    assert job.ended() == [0, 0, 0]
+    assert job.ended() == [0, 0, 0, 1]
     says(spare.launched.stderr, "succeeded without")
     job.assert_empty()
 

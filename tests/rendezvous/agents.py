@@ -26,5 +26,6 @@ def member(agent, node, *, port=29400, host="head", backend="c10d", **given):
     known = {"role": "default", "nproc": 1, "policy": policy, "hosts_store": False, "fallback_addr": None}
     known["why_hosts"] = None
     known.update((name, given.pop(name)) for name in list(given) if name in known)
+    known["launch"] = given.pop("launch", "")
     place = rendezvous(host, port, backend, nodes=nodes, **given)
     return Member(place, ThisAgent("job", agent, node, node, **known))

@@ -82,6 +82,116 @@ def test_a_second_agent_of_a_job_of_one_node_waits_if_the_store_outlives_the_fir
     assert b.starts
 
 
+def test_a_node_that_waits_learns_at_once_that_another_one_was_refused():
+    cluster = Cluster(min_nodes=3, max_nodes=3, command=FIRST)
+    a = cluster.add("a")
+    cluster.add("b", command=OTHER)
+    (text,) = a.texts
+    says(text, "refused", "node b (10.0.0.2)", "'--lr=2'", "'--lr=1'", "--rdzv-id", "same_command=0")
+    cluster.add("c", command=OTHER)
+    assert a.texts == [text]
+    for name in "de":
+        cluster.add(name)
+    assert a.starts
+    assert cluster.store.get(cluster.keys.refusal) is None
+
+
+def test_a_new_leader_does_not_tell_of_nodes_that_were_refused_before_the_round():
+    cluster, (a, b, c) = running(3, command=FIRST)
+    a.kill()
+    end_all([b, c])
+    assert not any("refused" in text for text in b.texts)
+    cluster.add("d", command=OTHER)
+    assert [text for text in b.texts if "refused" in text]
+
+
+@pytest.mark.parametrize("end", ["timer", "loss", "signal"])
+def test_a_refused_node_exits_if_the_store_does_not_take_its_reason(end):
+    cluster = Cluster(min_nodes=2, max_nodes=2, command=FIRST)
+    cluster.add("a")
+    cluster._running = True
+    b = cluster.add("b", command=OTHER)
+    while "refused" not in b.timers:
+        assert cluster._turn()
+    assert b.outcome is None
+    if end == "timer":
+        b.fire("refused")
+    elif end == "loss":
+        b.lose()
+    else:
+        b.send(m.Leave("SIGTERM"))
+    assert b.outcome.kind == ("left" if end == "signal" else "refused")
+
+
+def launched(cluster, name, machine, launch):
+    return cluster.add(name, machine=machine, launch=launch)
+
+
+def started_twice(cluster):
+    """Start the same command twice on the same two machines. Return the four agents."""
+    return [launched(cluster, node, node, launch) for launch in ("one", "two") for node in "ab"]
+
+
+def test_a_second_run_of_the_same_command_does_not_succeed_without_having_run():
+    cluster = Cluster(min_nodes=2, max_nodes=2)
+    first, second = (agents := started_twice(cluster))[:2], agents[2:]
+    for agent in second:
+        says(agent.texts[0], "already runs", "round 1", "another launch on this machine", "--rdzv-endpoint")
+    for agent in first:
+        agent.send(m.WorkersDone())
+    for agent in second:
+        ends(agent.outcome, "spare", "without this node", "another launch", "--rdzv-id")
+        assert agent.outcome.has_failed
+
+
+@pytest.mark.parametrize(("machine", "launch", "most"), [("c", "two", 2), ("a", "one", 2), ("a", "two", 3)])
+def test_a_spare_succeeds(machine, launch, most):
+    """A spare is on another machine, or was started together with the others, or the job may grow."""
+    cluster = Cluster(min_nodes=2, max_nodes=most, scale_up=False)
+    first = [launched(cluster, node, node, "one") for node in "ab"]
+    if most == 3:
+        first[0].fire("last_call/0")
+    spare = launched(cluster, "c", machine, launch)
+    for agent in first:
+        agent.send(m.WorkersDone())
+    assert not spare.outcome.has_failed
+    ends(spare.outcome, "spare", "without this node")
+
+
+def test_a_run_that_joins_another_run_of_its_machine_is_told_so():
+    cluster = Cluster(min_nodes=1, max_nodes=2)
+    first = launched(cluster, "a", "a", "one")
+    first.fire("last_call/0")
+    second = launched(cluster, "a", "a", "two")
+    says(second.texts[0], "job job", "already runs", "another launch")
+    lone = launched(cluster, "b", "b", "two")
+    assert not any("another launch" in text for text in lone.texts)
+
+
+def test_the_nodes_of_a_job_may_be_started_in_several_sessions_of_one_machine():
+    cluster = Cluster(min_nodes=2, max_nodes=2)
+    agents = [launched(cluster, "a", "a", launch) for launch in ("one", "two")]
+    assert [agent.texts for agent in agents] == [[], []]
+    third = launched(cluster, "a", "a", "three")
+    says(third.texts[0], "another launch")
+    agents[0].lose()
+    agents[0].send(m.GroupEnded())
+    assert agents[0].member.registered is not None
+    assert not agents[0].member.joining.has_twin
+
+
+@pytest.mark.parametrize("value", [b"", b"{}", b"7", b"[", b'"' + b"x" * 2000 + b'"'])
+def test_a_damaged_record_of_a_launch_or_a_refusal_is_ignored(value):
+    cluster = Cluster(min_nodes=3, max_nodes=3)
+    a = launched(cluster, "a", "a", "one")
+    cluster.store.apply([Put(cluster.keys.host("b") + "x", value, False)], None)
+    cluster.store.apply([Put(cluster.keys.refusal, value, False)], None)
+    b = launched(cluster, "b", "b", "two")
+    assert b.outcome is None
+    assert not b.member.joining.has_twin
+    assert not any("was refused" in text for text in a.texts)
+
+
 HOSTS = {"why_hosts": "told to host the store", "hosts_store": True}
 
 

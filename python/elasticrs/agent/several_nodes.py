@@ -374,7 +374,7 @@ class SeveralNodes(Decisions):
 
             self.first_cause = Cause.decoded(outcome.cause)
         self.phase = _PHASES.get(outcome.kind, machine.Phase.FAILED)
-        if outcome.kind == "spare" and self._rendezvous.max_nodes == 1:
+        if outcome.kind == "spare" and (outcome.has_failed or self._rendezvous.max_nodes == 1):
             # Report a failure. This job may have joined the rendezvous of another job with the same command
             # line. The caller would otherwise assume that this job's own workers have succeeded.
             self.phase = machine.Phase.FAILED

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 MAX_NAMED = 8
 
+INDEPENDENT = "give a job of its own another --rdzv-endpoint and --rdzv-id (or --standalone)"
+"""Advice for the user if this agent has reached the rendezvous of another job."""
+
+TWIN = f"beside another launch on this machine; if this is a run of its own, stop it and {INDEPENDENT}"
+"""What the user is told if this machine takes part in the job by two launches."""
+
 
 def named(names: Sequence[str]) -> str:
     """List the first :data:`MAX_NAMED` names, and add the number of further names."""

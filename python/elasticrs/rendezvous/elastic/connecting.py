@@ -71,6 +71,9 @@ def connection_lost(member: Member, event: ConnectionLost) -> None:
     """Handle a failed connection attempt or a lost connection."""
     if member.phase in (Phase.NEW, Phase.FENCED):
         return
+    if member.joining.refusal is not None:
+        member.exit(Outcome("refused", member.joining.refusal))
+        return
     is_final = event.kind in FINAL and not static_ranks.may_be_lent(member, event.kind)
     if is_final and not member.joining.was_registered:
         member.link = None

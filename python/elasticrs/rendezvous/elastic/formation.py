@@ -84,6 +84,7 @@ def decide(member: Member, leader: Leader, view: View) -> None:
     if _is_time(member, leader, view):
         _form(member, leader, view, head, alive)
         return
+    _tell_of_refusal(member, leader, view)
     is_short = len(view.candidates) < member.rendezvous.min_nodes
     if is_short and has_passed(member, leader, "join", settings.join_timeout):
         last = view.head or Head("ENDED", 0)
@@ -125,6 +126,13 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
         least, limit = member.rendezvous.min_nodes, member.settings.join_timeout
         text = f"waiting for nodes: {count} of at least {least} have joined{who}"
         member.do(Announce(f"{text} (for at most {limit:g} s, join_timeout)"))
+
+
+def _tell_of_refusal(member: Member, leader: Leader, view: View) -> None:
+    """Tell the user, once before each round, that a node was refused. The job may be waiting for that node."""
+    if view.refusal is not None and leader.told_refusal != view.round:
+        leader.told_refusal = view.round
+        member.do(Announce(f"a node that would have joined was refused: {view.refusal}"))
 
 
 def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[Node]) -> str | None:
@@ -281,7 +289,8 @@ def _form(member: Member, leader: Leader, view: View, ended: Head | None, alive:
         world_size=ranks[0].world_size,
         master=(master_addr(shares), shares[0].port),
     )
-    ops: list[Operation] = [member.put_head(head), DeletePrefix(keys.dones), DeletePrefix(keys.evidences)]
+    ops: list[Operation] = [member.put_head(head), Delete(keys.refusal)]
+    ops += [DeletePrefix(keys.dones), DeletePrefix(keys.evidences)]
     ops += [DeletePrefix(keys.table(each)) for each in view.forms if each != form][:10]
     stale = [each for each in view.slots if each not in view.nodes]
     ops += [Delete(keys.slot(each)) for each in stale[: 100 - len(ops)]]

@@ -10,15 +10,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from elasticrs.rendezvous.elastic import static_ranks
-from elasticrs.rendezvous.elastic.announcements import closed_line
+from elasticrs.rendezvous.elastic.announcements import INDEPENDENT, TWIN, closed_line
 from elasticrs.rendezvous.elastic.commands import difference
 from elasticrs.rendezvous.elastic.connecting import fence, retry
 from elasticrs.rendezvous.elastic.leaving import outcome_of
 from elasticrs.rendezvous.elastic.member import Purpose, Registration
-from elasticrs.rendezvous.elastic.messages import Outcome
-from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, damage, encode, job_of
-from elasticrs.rendezvous.elastic.validation import DamagedError
+from elasticrs.rendezvous.elastic.messages import Announce, Outcome
+from elasticrs.rendezvous.elastic.records import PROTOCOL, Head, cut, damage, encode, job_of, text_of
+from elasticrs.rendezvous.elastic.validation import MAX_NAME, DamagedError
 from elasticrs.store.coordination import (
     CreatedAt,
     Delete,
@@ -45,10 +47,16 @@ deleted before. Only a delayed request could create one of them again, and such 
 by now.
 """
 
-OTHER_JOB = "another job was started with this id"
+MAX_REFUSAL = MAX_NAME - 8
+"""Maximum length of the reason that a refused agent tells the other nodes, in bytes."""
 
-INDEPENDENT = "give a job of its own another --rdzv-endpoint and --rdzv-id (or --standalone)"
-"""Advice for the user if this agent has reached the rendezvous of another job."""
+REFUSAL_TIMEOUT = 2.0
+"""Seconds that a refused agent waits until the store has taken that reason."""
+
+MAX_NEIGHBORS = 16
+"""Maximum number of other agents of this host that an agent looks at when it registers."""
+
+OTHER_JOB = "another job was started with this id"
 
 _NOBODY_LEFT = "; no agent of that job is there: if it is over, use a different id, or fresh=1"
 
@@ -192,9 +200,29 @@ def job_found(member: Member, link: Link, reply: Reply) -> None:
     member.joining.job, link.job_revision = value, job.create_revision
     member.joining.job_revision = link.job_revision
     if difference is not None:
-        member.exit(Outcome("refused", difference))
+        _refuse(member, link, difference, is_alone=not reply.results[2])
     elif not _is_closed(member, head):
+        member.joining.found_round = 0 if head is None else Head.read(head).round
         register(member, link)
+
+
+def _refuse(member: Member, link: Link, why: str, *, is_alone: bool) -> None:
+    """Exit, because this agent may not take part in the job. First tell the nodes of the job, which may be
+    waiting for this node.
+    """
+    member.joining.refusal = why
+    if is_alone:
+        leave_refused(member)
+        return
+    put = Put(member.keys.refusal, encode(cut(why, MAX_REFUSAL)), False)
+    member.txn(Purpose.TELL_REFUSAL, [CreatedAt(member.keys.job, link.job_revision)], [put])
+    member.arm("refused", REFUSAL_TIMEOUT)
+
+
+def leave_refused(member: Member) -> None:
+    """Exit, because the nodes of the job know that this agent was refused, or the store takes too long."""
+    if member.joining.refusal is not None:
+        member.exit(Outcome("refused", member.joining.refusal))
 
 
 def _difference(member: Member, key: str, value: bytes, *, is_alone: bool) -> str | None:
@@ -248,7 +276,9 @@ def register(member: Member, link: Link) -> None:
     link.registration = registration = Registration(f"{member.agent.agent}/{incarnation}")
     own = keys.node(registration.member)
     ops = earlier_registrations(member, incarnation)
-    ops += [Put(own, member.node().encode(), True), Get(own), Predecessor(keys.nodes, own)]
+    neighbors = keys.host(member.agent.host)
+    launch = Put(neighbors + member.agent.agent, encode(cut(member.agent.launch, MAX_NAME)), True)
+    ops += [launch, Put(own, member.node().encode(), True), Get(own), Predecessor(keys.nodes, own)]
     compares: list[Compare] = [CreatedAt(keys.job, link.job_revision)]
     otherwise: list[Operation] = []
     node_rank = member.rendezvous.node_rank
@@ -259,6 +289,7 @@ def register(member: Member, link: Link) -> None:
         # `Predecessor` at the end.
         ops.insert(0, claim)
         otherwise = [Get(keys.job), Get(claim.key), Get(own)]
+    ops.insert(0, Range(neighbors, MAX_NEIGHBORS))
     member.txn(Purpose.REGISTER, compares, ops, otherwise)
     member.watch(Purpose.SEE_SLOT, keys.slot(registration.member))
     member.watch(Purpose.SEE_HEAD, keys.head)
@@ -275,6 +306,31 @@ def earlier_registrations(member: Member, incarnation: int) -> list[Operation]:
     replaces = member.rendezvous.replaces
     gone = [] if replaces is None else member.keys.forget_process(replaces)
     return [*gone, *(Delete(key(name)) for name in names for key in kinds)]
+
+
+def look_for_twin(member: Member, reply: Reply) -> None:
+    """Find out from the reply to the first registration whether this host already takes part in the job by
+    another launch. Both may be runs of the same command that the user takes for independent jobs.
+
+    Tell the user if the job already runs. Otherwise, the user may be starting the nodes of one job in several
+    sessions of this host.
+    """
+    neighbors = reply.results[0]
+    if member.joining.was_registered or not isinstance(neighbors, Sequence):
+        return
+    launches = [_launch_of(entry) for entry in neighbors]
+    member.joining.has_twin = any(each not in (None, member.agent.launch) for each in launches)
+    number = member.joining.found_round
+    if member.joining.has_twin and number:
+        text = f"this node joins job {member.agent.job}, which already runs (round {number}), {TWIN}"
+        member.do(Announce(text))
+
+
+def _launch_of(entry: Entry) -> str | None:
+    try:
+        return text_of(entry.value)
+    except DamagedError:
+        return None  # The record does not show to which launch the agent belongs.
 
 
 def registered(member: Member, registration: Registration, own: Entry | None) -> None:

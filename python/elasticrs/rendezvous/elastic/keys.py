@@ -62,8 +62,7 @@ class Keys:
     """
 
     def __init__(self, run_id: str) -> None:
-        escaped = run_id.replace("%", "%25").replace("/", "%2F")
-        self.prefix = f"/elasticrs/{escaped}/"
+        self.prefix = f"/elasticrs/{_escaped(run_id)}/"
         self.job = self.prefix + "job"
         self.head = self.prefix + "head"
         self.nodes = self.prefix + "nodes/"
@@ -73,6 +72,8 @@ class Keys:
         self.evidences = self.prefix + "evidence/"
         self.farewells = self.prefix + "left/"
         self.ranks = self.prefix + "rank/"
+        self.hosts = self.prefix + "host/"
+        self.refusal = self.prefix + "refused"
 
     def node(self, member: str) -> str:
         """Return the key of a member's registration, which is attached to the member's lease."""
@@ -104,6 +105,12 @@ class Keys:
         """
         return self.farewells + member
 
+    def host(self, host: str) -> str:
+        """Return the prefix of the keys with which the agents of one host name their launches. Each key is
+        attached to its agent's lease.
+        """
+        return f"{self.hosts}{_escaped(host)}/"
+
     def rank(self, node_rank: int) -> str:
         """Return the key of a node rank that was assigned by the user. Its value names the agent that holds
         the rank. The key is attached to that agent's lease.
@@ -114,7 +121,7 @@ class Keys:
         """Return operations that delete the keys that a closed job no longer needs, because the store may
         outlive the job.
         """
-        folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells)
+        folders = (self.slots, self.tables, self.dones, self.evidences, self.farewells, self.refusal)
         return [DeletePrefix(each) for each in folders]
 
     def store(self, round: int) -> str:  # noqa: A002 -- the field's own word
@@ -141,6 +148,10 @@ class Keys:
     def evidence(self, round: int, group_rank: int) -> str:  # noqa: A002 -- the field's own word
         """Return the key for the flight records and stacks of a member's workers in one round."""
         return f"{self.evidences}{round}/{group_rank}"
+
+
+def _escaped(name: str) -> str:
+    return name.replace("%", "%25").replace("/", "%2F")
 
 
 def agent_of(member: str) -> str:

@@ -11,7 +11,7 @@ number of agents.
 from __future__ import annotations
 
 from elasticrs.rendezvous.elastic.keys import agent_of, incarnation_of, is_member, number_of
-from elasticrs.rendezvous.elastic.records import Head, Node, Slot, check_done, damage, table_of
+from elasticrs.rendezvous.elastic.records import Head, Node, Slot, check_done, damage, table_of, text_of
 from elasticrs.rendezvous.elastic.validation import DamagedError
 
 TYPE_CHECKING = False
@@ -53,6 +53,7 @@ class View:
         waiting: candidates that are not members of the current round.
         causes: members whose registration reports that their own node has had a failure or is unfit.
         farewells: members that have announced their departure.
+        refusal: reason why another node was last refused since the current round started; ``None`` if none was.
         damaged: messages to the user about records that could not be read, by key.
     """
 
@@ -78,6 +79,7 @@ class View:
         self.waiting: set[str] = set()
         self.farewells: set[str] = set()
         self.causes: set[str] = set()
+        self.refusal: str | None = None
         self.damaged: dict[str, str] = {}
         for entry in entries:
             self._take(entry)
@@ -160,6 +162,8 @@ class View:
             self._take_table(name, entry)
         elif kind == "done":
             self._take_done(name, entry)
+        elif kind == "refused":
+            self._take_refusal(entry)
         elif kind == "left":
             (self.farewells.discard if entry.value is None else self.farewells.add)(name)
             return (name,)
@@ -168,6 +172,12 @@ class View:
     def _note(self, entry: Entry, error: DamagedError) -> None:
         if len(self.damaged) < MAX_DAMAGED:
             self.damaged.setdefault(entry.key, damage(entry.key, error))
+
+    def _take_refusal(self, entry: Entry) -> None:
+        try:
+            self.refusal = None if entry.value is None else text_of(entry.value)
+        except DamagedError as error:
+            self._note(entry, error)
 
     def _take_slot(self, member: str, entry: Entry) -> None:
         if entry.value is None:

@@ -9,6 +9,7 @@ ends.
 
 from __future__ import annotations
 
+from elasticrs.rendezvous.elastic.announcements import INDEPENDENT
 from elasticrs.rendezvous.elastic.member import Leaving, Phase, Purpose
 from elasticrs.rendezvous.elastic.messages import Outcome
 from elasticrs.rendezvous.elastic.records import Head, cut, encode
@@ -154,6 +155,18 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 # --- a closed job ---
 
 
+def _unused(member: Member) -> Outcome:
+    """Return the outcome for a node that the job did not need. If this machine takes part in the job by
+    another launch, and the job never has more nodes, this agent is probably not a spare, but a run of its own.
+    The caller of that run may not take the success of the other one for its own.
+    """
+    text = "the job has succeeded without this node"
+    is_fixed = member.rendezvous.min_nodes == member.rendezvous.max_nodes
+    if not (member.joining.has_twin and is_fixed):
+        return Outcome("spare", text)
+    return Outcome("spare", f"{text}, by another launch on this machine: {INDEPENDENT}", has_failed=True)
+
+
 def outcome_of(member: Member, head: Head) -> Outcome:
     """Return the outcome of a closed job for this agent, such as success or failure."""
     own = None if member.leaving is None else member.leaving.outcome
@@ -162,7 +175,7 @@ def outcome_of(member: Member, head: Head) -> Outcome:
     if head.outcome == "succeeded":
         if member.finished_round == head.round:
             return Outcome("succeeded")
-        return Outcome("spare", "the job has succeeded without this node")
+        return _unused(member)
     if head.outcome == "aborted":
         return Outcome("aborted", f"the job was ended: {head.reason}")
     if head.outcome == "timeout":

@@ -139,6 +139,8 @@ def _reply(member: Member, reply: Reply) -> None:  # noqa: PLR0912 -- a table of
             joining.job_found_again(member, link, reply)
         case Purpose.FORGET_JOB:
             joining.check_job(member)
+        case Purpose.TELL_REFUSAL:
+            joining.leave_refused(member)
         case Purpose.SEE_HEAD:
             for entry in reply.entries():
                 rounds.take_head(member, link, entry)
@@ -165,6 +167,7 @@ def _registration_reply(  # noqa: PLR0912 -- a table of cases
     match purpose:
         case Purpose.REGISTER:
             if reply.ok:
+                joining.look_for_twin(member, reply)
                 joining.registered(member, registration, reply.entry(-2))
                 succession.follow(member, registration, reply.entry(-1))
                 rounds.look(member)
@@ -232,6 +235,7 @@ _TIMERS: dict[str, Callable[[Member], None]] = {
     "connect": connecting.connect_timeout,
     "connect_news": connecting.connect_news,
     "store_lost": connecting.store_lost,
+    "refused": joining.leave_refused,
     "give_up": rounds.give_up,
     "barrier": rounds.barrier,
     "round_age": rounds.age_reached,

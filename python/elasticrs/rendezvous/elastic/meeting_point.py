@@ -21,7 +21,7 @@ from elasticrs.store.session import Client, NativeSession, Server
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     from elasticrs import _core
@@ -407,6 +407,7 @@ class MeetingPoint:
             self.hosts,
             self.fallback_addr,
             why_hosts=self.why_hosts,
+            launch=launch_of(os.environ),
         )
 
     @property
@@ -524,6 +525,14 @@ class MeetingPoint:
 def workers_store(head: Head | None) -> tuple[str, int] | None:
     """Return the address of the workers' store in the running round; ``None`` if no round is running."""
     return head.master if head is not None and head.state == "RUNNING" else None
+
+
+def launch_of(environ: Mapping[str, str]) -> str:
+    """Return what the user has started this process with: the step of Slurm, or else the session, such as a
+    login or a batch job.
+    """
+    step = environ.get("SLURM_STEP_ID")
+    return f"session {os.getsid(0)}" if step is None else f"step {environ.get('SLURM_JOB_ID')}.{step}"
 
 
 def node_name() -> str:

@@ -59,6 +59,7 @@ class Purpose(Enum):
     FIND_JOB = "find the job, or begin it"
     FIND_JOB_AGAIN = "find the job that this agent took part in"
     FORGET_JOB = "forget an earlier job of this name"
+    TELL_REFUSAL = "tell the nodes that wait that this node was refused"
     REGISTER = "T1"
     SEE_SLOT = "watch the own slot"
     FIND_SLOT = "read the own slot, which may come later than the head"
@@ -141,6 +142,7 @@ class Leader(Record):
         told_crowd: true if the user was told that a node waits because another node has several agents in the
             round.
         seen_waiting: number of waiting nodes at the last check for ``told_crowd``.
+        told_refusal: number of the latest round when the user was told that another node was refused.
     """
 
     view: View | None = None
@@ -159,6 +161,7 @@ class Leader(Record):
     told_doubt: bool = False
     told_crowd: bool = False
     seen_waiting: int = 0
+    told_refusal: int = -1
 
     def is_free(self) -> bool:
         """Return true if the leader may make a decision, because all of its writes were answered and are
@@ -206,6 +209,11 @@ class Joining(Record):
             otherwise ``None``.
         rank_holder: another node that has this node's rank; ``None`` if there is none.
         told_of_port: true if the user was told that another program responds at the port of the store.
+        refusal: reason why this agent may not take part, which it tells the other nodes before it exits;
+            ``None`` if it may.
+        found_round: number of the job's round when this agent found the job; 0 if no round had started.
+        has_twin: true if an agent of this host that belongs to another launch took part in the job when this
+            agent joined it. The two launches may be independent runs of the same command.
     """
 
     begun: int | None = None
@@ -222,6 +230,9 @@ class Joining(Record):
     claim: bytes | None = None
     rank_holder: str | None = None
     told_of_port: bool = False
+    refusal: str | None = None
+    found_round: int = 0
+    has_twin: bool = False
 
     def seen(self, revision: int) -> None:
         """Record that the store has reached at least this revision."""

@@ -228,7 +228,8 @@ class Outcome(Value):
             ``excluded`` (the leader has excluded this node because it appears to be unfit).
         message: message of one line for the user.
         cause: cause of the job's first failure.
-        has_failed: for ``closed``, true if the job had neither succeeded nor been closed by an agent.
+        has_failed: for ``closed``, true if the job had neither succeeded nor been closed by an agent; for
+            ``spare``, true if this agent is probably a run of its own and not a spare.
         is_permanent: for ``failed``, true if another attempt would fail in the same way.
     """
 

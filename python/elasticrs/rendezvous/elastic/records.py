@@ -455,6 +455,18 @@ def job_of(value: bytes) -> dict[str, Any]:
     return {**job, "command": command}
 
 
+def text_of(value: bytes | None) -> str:
+    """Decode a record that is one text.
+
+    Raises:
+        DamagedError: the bytes are not a text, or it is too long.
+    """
+    text = decode(value or b"")
+    if not validation.NAME(text):
+        raise DamagedError("not a text of the expected length")
+    return str(text)
+
+
 def check_done(value: bytes) -> None:
     """Validate the record that a member writes when its workers have finished.
 

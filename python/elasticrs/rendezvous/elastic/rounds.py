@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from elasticrs.job.ranks import NodeRanks
 from elasticrs.rendezvous.elastic import leaving, static_ranks
-from elasticrs.rendezvous.elastic.announcements import diagnosis_line, end_of, failure_of, round_line
+from elasticrs.rendezvous.elastic.announcements import TWIN, diagnosis_line, end_of, failure_of, round_line
 from elasticrs.rendezvous.elastic.connecting import fence, fresh_listener, without_workers
 from elasticrs.rendezvous.elastic.member import Done, Findings, Phase, Purpose, Workers
 from elasticrs.rendezvous.elastic.messages import Announce, Outcome, Start
@@ -222,6 +222,8 @@ def slot_found(member: Member, link: Link, registration: Registration, reply: Re
             text = f"waiting for the end of round {head.round}, where this node was a member before its loss"
         else:
             text = f"waiting as a spare: round {head.round} already runs with all of its {head.size} nodes"
+            if member.joining.has_twin and not member.joining.found_round:
+                text += f", {TWIN}"
         member.do(Announce(text))
 
 
