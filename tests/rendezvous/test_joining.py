@@ -197,7 +197,7 @@ HOSTS = {"why_hosts": "told to host the store", "hosts_store": True}
 
 @pytest.mark.parametrize(
     ("given", "word"),
-    [({"is_host": True}, "is_host=1"), ({"port": 0}, "port"), ({"host": "node1"}, "/etc/hosts")],
+    [({"is_host": True}, "is_host=1"), ({"port": 0}, "port"), ({"host": "node1"}, "on all nodes")],
 )
 def test_a_host_of_the_store_that_waits_alone_names_the_likely_mistake(given, word):
     cluster = Cluster(min_nodes=2, max_nodes=2)

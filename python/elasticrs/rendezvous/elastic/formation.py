@@ -129,7 +129,7 @@ def _tell_of_waiting(member: Member, leader: Leader, view: View) -> None:
 
 
 def _tell_of_refusal(member: Member, leader: Leader, view: View) -> None:
-    """Tell the user, once before each round, that a node was refused. The job may be waiting for that node."""
+    """Tell the user, once before each round, that a node was refused. The job may be waiting for it."""
     if view.refusal is not None and leader.told_refusal != view.round:
         leader.told_refusal = view.round
         member.do(Announce(f"a node that would have joined was refused: {view.refusal}"))
@@ -148,7 +148,10 @@ def likely_mistake(rendezvous: Rendezvous, agent: ThisAgent, joined: Sequence[No
     elif rendezvous.port == 0:
         todo = "the others cannot know the port; give one: --rdzv-endpoint HOST:PORT"
     else:
-        todo = f"if {rendezvous.host} is another node, the names in /etc/hosts or DNS are wrong here"
+        todo = (
+            "start the same command on all nodes; if that is done, and "
+            f"{rendezvous.host} is another node, the names in /etc/hosts or DNS are wrong here"
+        )
     return (
         f"no other machine has reached the rendezvous store {rendezvous.endpoint}. This node hosts it"
         f" ({agent.why_hosts}): {todo}"

@@ -157,8 +157,8 @@ def aborted(member: Member, reply: Reply) -> Entry | None:
 
 def _unused(member: Member) -> Outcome:
     """Return the outcome for a node that the job did not need. If this machine takes part in the job by
-    another launch, and the job never has more nodes, this agent is probably not a spare, but a run of its own.
-    The caller of that run may not take the success of the other one for its own.
+    another launch, and the job never has more nodes, this agent is probably not a spare, but a run of its
+    own. The caller of that run may not take the success of the other one for its own.
     """
     text = "the job has succeeded without this node"
     is_fixed = member.rendezvous.min_nodes == member.rendezvous.max_nodes
