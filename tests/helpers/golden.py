@@ -15,7 +15,7 @@ import pytest
 FOLDER = Path(__file__).parent.parent / "golden"
 
 VARIABLE = {
-    re.escape(os.uname().nodename): "HOST",
+    rf"\b{re.escape(os.uname().nodename)}\b": "HOST",
     r"\d{4}-\d\d-\d\d[_ ]\d\d:\d\d:\d\d(\.\d+)?": "TIME",
     r"(?m)^([=-])\1{30,}$": r"\1\1\1",
 }

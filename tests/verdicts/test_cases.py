@@ -33,8 +33,6 @@ ELSEWHERE = {
     "dead workers still hold": "e2e/test_gpu_watch.py",
     "fails before a node joins": "e2e/test_verdicts.py",
     "`nvml`": "unit/test_nvml_check.py",
-    "`gpud`": "unit/test_health_sources.py",
-    "`nvhcd:PATH`": "unit/test_health_sources.py",
 }
 """Rows that need a real process or a service, with the tests that cover them."""
 # ROOT-5 covers failures without exact times, which only code written for torch creates; see

@@ -17,7 +17,7 @@ sys.exit(main(*sys.argv[1:]))
 """
 
 
-def command(module: str, *arguments: str, has_site_packages: bool = False) -> list[str]:
+def command(module: str, *arguments: str) -> list[str]:
     """Return a command line that calls the ``main`` function of ``module``, a module of this package.
 
     The program ignores environment variables such as ``PYTHONPATH`` and the working directory, because
@@ -26,10 +26,8 @@ def command(module: str, *arguments: str, has_site_packages: bool = False) -> li
     Args:
         module: full name of the module.
         arguments: arguments of ``main``.
-        has_site_packages: true if the program may import installed packages, which slows down its start.
     """
     import elasticrs
 
     root = os.path.dirname(elasticrs.__path__[0])
-    options = ("-I",) if has_site_packages else ("-I", "-S")
-    return [sys.executable, *options, "-c", _PROGRAM.format(module=module), root, *arguments]
+    return [sys.executable, "-I", "-S", "-c", _PROGRAM.format(module=module), root, *arguments]

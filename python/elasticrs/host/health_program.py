@@ -22,29 +22,15 @@ NO_ANSWER = 75
 """Exit code if the health source gave no answer (``EX_TEMPFAIL`` in sysexits.h)."""
 
 MODULES = {
-    "gpud": "elasticrs.host.gpud_check",
-    "nvhcd": "elasticrs.host.nvhcd_check",
     "nvml": "elasticrs.host.nvml_check",
 }
 """Module of each health source, keyed by the name in
 :data:`elasticrs.job.policy_options.BUILT_IN_SOURCES`.
 """
 
-_PACKAGES = {"nvhcd": ("grpc", "the package grpcio is missing: pip install 'elasticrs[nvhcd]'")}
-
 
 class NoAnswerError(Exception):
     """Raised if a health source cannot be reached, or if its reply cannot be interpreted."""
-
-
-def why_unavailable(name: str) -> str | None:
-    """Return the reason why a built-in node check cannot run in this installation; ``None`` if it can."""
-    from importlib.util import find_spec
-
-    if find_spec(MODULES[name]) is None:
-        return "this build of elasticrs does not include this source"
-    package, why = _PACKAGES.get(name, (None, None))
-    return why if package is not None and find_spec(package) is None else None
 
 
 def say(line: str) -> None:
@@ -54,18 +40,13 @@ def say(line: str) -> None:
     sys.stdout.buffer.write(line.encode("utf-8", "replace") + b"\n")
 
 
-def main(name: str, *arguments: str) -> int:
-    """Query a health source and return the exit code.
-
-    Args:
-        name: name of the health source.
-        arguments: arguments for the health source, for example its address.
-    """
+def main(name: str) -> int:
+    """Query the health source with this name and return the exit code."""
     from importlib import import_module
 
     try:
-        ask: Callable[..., int] = import_module(MODULES[name]).main
-        return UNFIT if ask(*arguments) else 0
+        ask: Callable[[], int] = import_module(MODULES[name]).main
+        return UNFIT if ask() else 0
     except NoAnswerError as error:
         say(str(error))
     except Exception as error:

@@ -190,7 +190,7 @@ class _Guard:
 def _command(source: HealthSource) -> list[str]:
     if source.built_in is None:
         return list(source.words)
-    return program("elasticrs.host.health_program", source.built_in, *source.words, has_site_packages=True)
+    return program("elasticrs.host.health_program", source.built_in)
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -285,7 +285,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
                  "another attempt would fail alike, 193 if this node is unfit, otherwise 1) or worker (that "
                  "of the worker that failed first)", EXIT_CODES, group=OURS),
         _setting("node-check", "health check of this node, before it joins the job and after each failure: a "
-                 "command (exit code 0: fit), nvml, gpud[:URL] or nvhcd:PATH; may be repeated",
+                 "command (exit code 0: fit) or nvml; may be repeated",
                  NODE_CHECK, group=OURS, repeats=True),
         _setting("node-check-timeout", "seconds after which a check is killed (default {default})",
                  INTERVAL, group=OURS),

@@ -148,8 +148,8 @@ class ExitCodes(Value):
         return ExitCodes(kind, permanent, unfit)
 
 
-BUILT_IN_SOURCES = {"nvml": "nvml", "gpud": "gpud, or gpud:URL with http or https", "nvhcd": "nvhcd:PATH"}
-"""Accepted forms of each built-in health source, keyed by the source's name."""
+BUILT_IN_SOURCES = ("nvml",)
+"""Names of the built-in health sources."""
 
 
 class HealthSource(Value):
@@ -157,7 +157,7 @@ class HealthSource(Value):
 
     Args:
         title: name of the health source in messages.
-        words: the user's program and its arguments. For a built-in source, only its arguments.
+        words: the user's program and its arguments. Empty for a built-in source.
         built_in: name of the built-in source; ``None`` for a command of the user.
     """
 
@@ -167,34 +167,22 @@ class HealthSource(Value):
 
     @staticmethod
     def parse(text: str) -> HealthSource:
-        """Parse ``nvml``, ``gpud``, ``gpud:URL``, ``nvhcd:PATH``, or the command line of a program.
+        """Parse the name of a built-in source, or the command line of a program.
 
         Raises:
-            ValueError: the text has none of these forms.
+            ValueError: the text is neither of them.
         """
-        name, colon, rest = text.strip().partition(":")
+        name, colon, _ = text.strip().partition(":")
+        if name in ("gpud", "nvhcd"):
+            raise ValueError(
+                f"a command, because the source {name} is gone: copy contrib/node-checks/{name}.sh from the"
+                f" project, and pass 'bash /PATH/{name}.sh'"
+            )
         if name not in BUILT_IN_SOURCES:
-            words = command(text)
-            return HealthSource("the node check", tuple(words))
-        if name == "nvml":
-            is_right = not colon
-        elif name == "nvhcd":
-            is_right = bool(rest)
-        else:
-            is_right = not colon or _is_web_address(rest)
-        if not is_right:
-            raise ValueError(BUILT_IN_SOURCES[name])
-        return HealthSource(name, (rest,) if colon else (), name)
-
-
-def _is_web_address(text: str) -> bool:
-    from urllib.parse import urlsplit
-
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        return False
+            return HealthSource("the node check", tuple(command(text)))
+        if colon:
+            raise ValueError(name)
+        return HealthSource(name, (), name)
 
 
 def similar_source(word: str) -> str | None:

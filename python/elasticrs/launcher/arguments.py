@@ -549,10 +549,10 @@ def _compared(args: Namespace, command: list[str]) -> Command:
 
 
 def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:
-    """Verify that the program or the package for a node check (``--node-check``) is available.
+    """Verify that the program for a node check (``--node-check``) is available.
 
     Raises:
-        UsageError: the program or a required package is missing.
+        UsageError: the program is missing.
     """
     if source.built_in is None:
         try:
@@ -560,11 +560,6 @@ def _check_source(source: HealthSource, environ: Mapping[str, str]) -> None:
         except UsageError as error:
             near = similar_source(source.words[0])
             raise UsageError(f"{error} (did you mean {near}?)" if near else str(error)) from None
-        return
-    from elasticrs.host.health_program import why_unavailable
-
-    if (why := why_unavailable(source.built_in)) is not None:
-        raise UsageError(f"--node-check: got {source.built_in!r}, but {why}")
 
 
 def _check_script(script: str) -> None:
