@@ -350,3 +350,12 @@ def test_hang_timeouts_can_be_fixed_or_automatic(script):
     assert (job.hang_timeout, job.hang_startup_timeout, job.hang_exit_timeout) == ("auto", 600.0, 1800.0)
     assert launch("--hang-timeout", "9", "--hang-exit-timeout", "0", script).job.hang_exit_timeout == 0
     assert launch("--hang-timeout", "auto:20", script).job.hang_timeout == "auto:20"
+
+
+@pytest.mark.parametrize(("name", "instead"), [("ELASTICRS_KUBEFLOW_PROGRESS", "--health-check-port")])
+def test_a_variable_that_is_gone_is_an_error_that_says_what_to_use(name, instead):
+    args = parse(["-m", "this"], {})
+    with pytest.raises(UsageError, match=f"{name} .*{instead}"):
+        resolve(args, {name: "1"})
+    for off in ("", "0"):
+        assert resolve(args, {"PATH": "/bin", name: off}).observe.is_off

@@ -47,7 +47,7 @@ DERIVED = {
         *("cpus", "uninterruptible_state_timeout", "preload"),
     },
     LogSettings: set(),
-    ObserveSettings: {"entry_point", "has_metrics", "reports_progress"},
+    ObserveSettings: {"entry_point", "has_metrics"},
     HandlerSettings: set(),
 }
 """Fields that are no options: the launcher derives their values from options and from the environment."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from elasticrs.job.config import UsageError
@@ -48,10 +47,6 @@ def make_observers(
         from elasticrs.agent.job_metrics import MetricRecorder
 
         observers.append(MetricRecorder(job))
-    if settings.reports_progress:
-        from elasticrs.agent.job_progress import ProgressReporter
-
-        observers.append(ProgressReporter(os.environ, say))
     # Put the health observer last, because it closes the health check server when the job ends. The metrics
     # observer must record the final metrics before the server is closed.
     return [*observers, *_health(job, server, say, is_asked=True)]

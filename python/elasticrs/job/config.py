@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     Type checkers find misspelt values anyway.
     """
 
-PROGRESS_VARIABLE = "ELASTICRS_KUBEFLOW_PROGRESS"
 DEFAULT_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 DEFAULT_SHUTDOWN_TIMEOUT = 30.0
 DEFAULT_EXIT_BARRIER_TIMEOUT = 300.0
@@ -264,7 +263,6 @@ class ObserveSettings(Value):
         health_check_port: port of the health check server; ``None`` for no server, 0 for any free port.
         health_check_host: address on which the health check server listens.
         health_check_timeout: seconds without progress after which the agent counts as dead.
-        reports_progress: true if the training step is reported to Kubeflow Trainer.
     """
 
     event_log_handler: str = "null"
@@ -274,13 +272,11 @@ class ObserveSettings(Value):
     health_check_port: int | None = None
     health_check_host: str = LOOPBACK
     health_check_timeout: float = DEFAULT_HEALTH_TIMEOUT
-    reports_progress: bool = False
 
     @property
     def is_off(self) -> bool:
-        """True if events, metrics, health checks and progress reports are all disabled."""
-        has_receiver = self.has_metrics or self.reports_progress
-        return self.event_log_handler == "null" and not has_receiver and self.health_check_port is None
+        """True if events, metrics and health checks are all disabled."""
+        return self.event_log_handler == "null" and not self.has_metrics and self.health_check_port is None
 
 
 class HandlerSettings(Value):

@@ -61,6 +61,13 @@ class TextRequested(Exception):  # noqa: N818 -- not an error
         self.words = words
 
 
+_GONE = {
+    "ELASTICRS_KUBEFLOW_PROGRESS": "let the script report its progress to Kubeflow; /status shows the"
+    " training step (--health-check-port)",
+}
+"""Variables that earlier versions read, and what to use instead."""
+
+
 class Launch(Value):
     """A job that is ready to run, with the command that its workers execute.
 
@@ -129,6 +136,9 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> Launch:
     Raises:
         UsageError: the command line has a mistake. The message is one line for the user.
     """
+    for name, instead in _GONE.items():
+        if environ.get(name, "") not in ("", "0"):
+            raise UsageError(f"{name} is set, but this variable is gone: {instead}")
     notices: list[str] = []
     command = _command(args, environ)
     if not args.no_scheduler and any(map(environ.get, _SCHEDULERS)):
@@ -228,22 +238,7 @@ def _observe(
         has_metrics=os.path.exists(os.path.join(metrics, "static_init.py")),
         health_check_port=_health_port(args, environ, notices),
         health_check_host=host,
-        reports_progress=_reports_progress(args, environ, notices),
     )
-
-
-def _reports_progress(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> bool:
-    name = config.PROGRESS_VARIABLE
-    if environ.get(name, "0") == "0":
-        return False
-    if "KUBEFLOW_TRAINER_SERVER_URL" not in environ:
-        why = "KUBEFLOW_TRAINER_SERVER_URL is not set (see Kubeflow Trainer's feature gate TrainJobStatus)"
-    elif args.hang_timeout is None:
-        why = "the training step is known only with --hang-timeout"
-    else:
-        return True
-    notices.append(f"{name} has no effect: {why}")
-    return False
 
 
 def _health_port(args: Namespace, environ: Mapping[str, str], notices: list[str]) -> int | None:
