@@ -5,7 +5,6 @@ carried. A report is one line, ``<event> <rank> <attempt> <pid> <nanoseconds>``,
 than PIPE_BUF).
 """
 
-import json
 import math
 import os
 import select
@@ -42,6 +41,13 @@ LAUNCHERS = (
     Launcher("torchrun", (str(Path(sys.executable).parent / "torchrun"),)),
     Launcher("elasticrs", (sys.executable, "-m", "elasticrs.launch")),
 )
+
+
+def stamped(launcher: Launcher) -> Launcher:
+    """Return a launcher that writes the timestamps that :meth:`Run.signalled` reads. torchrun has none."""
+    if launcher.name == "torchrun":
+        return launcher
+    return launcher._replace(command=(sys.executable, worker("stamped_launcher.py")))
 
 
 class Options(NamedTuple):
@@ -159,8 +165,8 @@ class Run:
         environ: Mapping[str, str],
     ) -> None:
         self.reports = Reports(folder / "reports")
-        self._timeline = folder / "timeline"
-        own = {"BENCH_REPORTS": str(folder / "reports"), "ELASTICRS_TIMELINE": str(self._timeline)}
+        self._signalled = folder / "signalled"
+        own = {"BENCH_REPORTS": str(folder / "reports"), "BENCH_SIGNALLED": str(self._signalled)}
         self.started_ns = time.monotonic_ns()
         self.process = subprocess.Popen(
             (*launcher.command, *arguments),
@@ -192,14 +198,14 @@ class Run:
             signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
             self.wait()
 
-    def timeline(self, event: str) -> dict[int, int]:
-        """Return the launcher's timestamps of this event by attempt, after it has exited. torchrun writes no
-        timestamps.
+    def signalled(self) -> dict[int, int]:
+        """Return when the launcher had signalled all siblings of a failed worker, by attempt, after the
+        launcher has exited. Only the launcher from :func:`stamped` writes these timestamps.
         """
-        if not self._timeline.exists():
+        if not self._signalled.exists():
             return {}
-        records = map(json.loads, self._timeline.read_text(encoding="utf-8").splitlines())
-        return {record["restart_count"]: record["ns"] for record in records if record["event"] == event}
+        lines = self._signalled.read_text(encoding="ascii").splitlines()
+        return {int(attempt): int(at_ns) for attempt, at_ns in map(str.split, lines)}
 
     def close(self) -> None:
         self.reports.close()

@@ -19,6 +19,7 @@ from benchmarks.harness import (
     Samples,
     percentile,
     run,
+    stamped,
     take_turns,
     worker,
 )
@@ -49,7 +50,7 @@ class Measured:
         options = ("--nproc-per-node", str(self._ranks), "--max-restarts", str(failures), worker("raises.py"))
         # Otherwise, elasticrs would end the job, because a restart does not prevent the same failure.
         environ = {"PET_MAX_SAME_FAILURES": "0"}
-        with run(launcher, *options, *arguments, environ=environ) as running:
+        with run(stamped(launcher), *options, *arguments, environ=environ) as running:
             failed = {}
             for attempt in range(failures):
                 running.reports.peek(ready, self._ranks, attempt)
@@ -63,7 +64,7 @@ class Measured:
                 self._ended.add(launcher, (ended_ns - failed[attempt]) / 1e6)
                 self._restarted.add(launcher, (max(usable) - failed[attempt]) / 1e6)
             running.stop()
-            signalled = running.timeline("siblings_signalled")
+            signalled = running.signalled()
             # The last attempt is stopped by this program, and not by a failure.
             sent = [signalled[attempt] - at_ns for attempt, at_ns in failed.items() if attempt in signalled]
             self._sent.add(launcher, *(each / 1e6 for each in sent))

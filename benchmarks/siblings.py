@@ -6,7 +6,18 @@ import signal
 import time
 from collections.abc import Sequence
 
-from benchmarks.harness import Launcher, Options, Row, Run, Samples, percentile, run, take_turns, worker
+from benchmarks.harness import (
+    Launcher,
+    Options,
+    Row,
+    Run,
+    Samples,
+    percentile,
+    run,
+    stamped,
+    take_turns,
+    worker,
+)
 
 N = 8
 KILLS_PER_LAUNCH = 25
@@ -30,7 +41,7 @@ def measure(options: Options) -> list[Row]:
 
     def one(launcher: Launcher) -> None:
         arguments = ("--nproc-per-node", str(N), "--max-restarts", str(kills), worker("first_line.py"))
-        with run(launcher, *arguments) as running:
+        with run(stamped(launcher), *arguments) as running:
             killed = {}
             for attempt in range(kills):
                 killed[attempt] = killed_ns = kill_one(running, rng, attempt, N)
@@ -38,7 +49,7 @@ def measure(options: Options) -> list[Row]:
                 first.add(launcher, (min(stamps) - killed_ns) / 1e6)
                 last.add(launcher, (max(stamps) - killed_ns) / 1e6)
             running.stop()
-            signalled = running.timeline("siblings_signalled")
+            signalled = running.signalled()
             sent.add(launcher, *((signalled[attempt] - killed[attempt]) / 1e6 for attempt in signalled))
 
     take_turns(options, options.repeats(8, 2), one)

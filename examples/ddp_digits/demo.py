@@ -8,10 +8,12 @@ import argparse
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +32,7 @@ FINAL = re.compile(r"final accuracy on held-out data: ([\d.]+)%")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--keep", type=Path, help="directory for checkpoint and timeline, kept afterwards")
+    parser.add_argument("--keep", type=Path, help="directory for checkpoint and events, kept afterwards")
     arguments = parser.parse_args()
     if arguments.keep:
         arguments.keep.mkdir(parents=True, exist_ok=True)
@@ -40,8 +42,8 @@ def main() -> int:
 
 
 def run(directory: Path) -> int:
-    timeline = directory / "timeline.jsonl"
-    for old in (timeline, directory / "digits.pt"):
+    events = directory / "events.jsonl"
+    for old in (events, directory / "digits.pt"):
         old.unlink(missing_ok=True)
     command = [
         sys.executable,
@@ -52,13 +54,16 @@ def run(directory: Path) -> int:
         "2",
         "--warm",
         "auto",
+        "--event-log-handler",
+        f"file:{events}",
     ]
     command += ["--nproc-per-node", str(WORKERS), str(Path(__file__).with_name("train.py"))]
     command += ["--checkpoint", str(directory / "digits.pt"), "--epochs", str(EPOCHS), "--stamps"]
     command += ["--kill-rank", str(VICTIM), "--kill-epoch", str(KILL_EPOCH)]
     print("$", " ".join(["python", *command[1:]]), flush=True)
 
-    env = {"OMP_NUM_THREADS": "1", **os.environ, "ELASTICRS_TIMELINE": str(timeline)}
+    env = {"OMP_NUM_THREADS": "1", **os.environ}
+    clock = time.time() * 1000 - time.monotonic_ns() / 1e6
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None
         lines = []
@@ -67,8 +72,8 @@ def run(directory: Path) -> int:
             if not STAMP.search(line):
                 sys.stdout.write(line)
                 sys.stdout.flush()
-    records = [json.loads(line) for line in timeline.read_text().splitlines()] if timeline.exists() else []
-    story = tell(job.returncode, lines, records)
+    records = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+    story = tell(job.returncode, lines, records, clock)
     print("\n".join(["", *story.account, *(f"NOT AS PROMISED: {each}" for each in story.broken)]), flush=True)
     return 1 if story.broken else 0
 
@@ -83,32 +88,32 @@ class Story(NamedTuple):
     broken: list[str]
 
 
-def tell(exitcode: int, lines: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Story:
+def tell(exitcode: int, lines: Sequence[str], events: Sequence[Mapping[str, Any]], clock: float) -> Story:
     """Describe a run, and check what was promised.
 
     Args:
         exitcode: of the launcher.
         lines: what it printed, the stamps of the workers included.
-        records: the agent's timeline.
+        events: the agent's events.
+        clock: milliseconds by which the clock of the events is ahead of that of the stamps.
     """
     text = "".join(lines)
     stamps = [match.groupdict() for match in STAMP.finditer(text)]
-    death = next((int(each["ns"]) for each in stamps if each["what"] == "dies"), None)
-    failures = [record for record in records if record["event"] == "failure_seen"]
+    death = next((int(each["ns"]) / 1e6 for each in stamps if each["what"] == "dies"), None)
+    killed = [rank for rank, code in _ends(events) if code == -signal.SIGKILL]
+    restart = next((each for each in events if each["name"] == "attempt running" and _count(each) == 1), None)
     account: list[str] = []
     broken = [] if exitcode == 0 else [f"the launcher ended with exit code {exitcode}"]
 
-    if death is None or not failures:
-        broken.append("no worker died" if death is None else "the agent's timeline shows no failure")
+    if death is None:
+        broken.append("no worker died")
+    elif killed != [VICTIM]:
+        broken.append(f"the agent saw no SIGKILL of rank {VICTIM} alone, but of ranks {killed}")
+    elif restart is None:
+        broken.append("no restart")
     else:
-        failure = failures[0]
-        rank = failure["local_rank"]
-        account.append(f"rank {rank} was killed by SIGKILL in the middle of epoch {KILL_EPOCH}")
-        if (rank, failure["exitcode"]) != (VICTIM, -9):
-            broken.append(f"the first failure is not the SIGKILL of rank {VICTIM}: {dict(failure)}")
-        account += _times(death, records, stamps)
-        if not any(record["event"] == "started" and record["restart_count"] == 1 for record in records):
-            broken.append("no restart")
+        account.append(f"rank {VICTIM} was killed by SIGKILL in the middle of epoch {KILL_EPOCH}")
+        account += _times(death, restart, clock, stamps)
 
     resumed = [int(epoch) for epoch in RESUMED.findall(text)]
     account += [f"training resumed after epoch {epoch}, from its checkpoint" for epoch in resumed]
@@ -125,31 +130,39 @@ def tell(exitcode: int, lines: Sequence[str], records: Sequence[Mapping[str, Any
     return Story(["What happened", *(f"  {line}" for line in account)], broken)
 
 
+def _count(event: Mapping[str, Any]) -> int:
+    """Return the number of restarts before an event."""
+    count: int = event["metadata"]["agent_restarts"]
+    return count
+
+
+def _ends(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int]]:
+    """Yield the local rank and the exit code of each worker of the first attempt that has failed."""
+    for event in events:
+        if event["name"] == "torchelastic.worker.status.FAILED" and _count(event) == 0:
+            about = json.loads(event["metadata"]["metadata"])
+            yield about["local_rank"][0], about["exit_code"][0]
+
+
 def _times(
-    death: int, records: Sequence[Mapping[str, Any]], stamps: Sequence[Mapping[str, str]]
+    death: float, restart: Mapping[str, Any], clock: float, stamps: Sequence[Mapping[str, str]]
 ) -> list[str]:
     """Return a line for each step of the recovery, with its time in milliseconds after the worker's death."""
-    steps = [
-        ("seen by the agent", "failure_seen", None),
-        (f"the other {WORKERS - 1} workers signalled", "siblings_signalled", None),
-        ("nothing of the first attempt left", "group_ended", None),
-        (f"{WORKERS} new workers started", "started", 1),
-    ]
-    found = []
-    for text, event, restarts in steps:
-        of_step = [
-            record["ns"]
-            for record in records
-            if record["event"] == event
-            and record["ns"] >= death
-            and restarts in {None, record["restart_count"]}
-        ]
-        found += [(text, of_step[0])] if of_step else []
+    phases = json.loads(restart["metadata"]["metadata"])["phases_ms"]
+    at = restart["timestamp"] - clock - restart["metadata"]["duration_ms"]
+    found = [("seen by the agent", at)]
+    for name, text in (
+        ("signalling", f"the other {WORKERS - 1} workers signalled"),
+        ("stopping", "nothing of the first attempt left"),
+    ):
+        at += phases[name]
+        found.append((text, at))
+    found.append((f"{WORKERS} new workers started", restart["timestamp"] - clock))
     for what, text in (("up", "all of them past their imports"), ("trains", "their first step done")):
-        told = [int(each["ns"]) for each in stamps if each["what"] == what and each["attempt"] == "1"]
+        told = [int(each["ns"]) / 1e6 for each in stamps if each["what"] == what and each["attempt"] == "1"]
         if len(told) == WORKERS:
             found.append((text, max(told)))
-    return [f"{(ns - death) / 1e6:8.1f} ms: {text}" for text, ns in found]
+    return [f"{max(0.0, at - death):8.0f} ms: {text}" for text, at in found]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """The failure report that the launcher prints for workers without `@record` and without redirected output."""
 
-import json
 import os
 import re
-
-from helpers.procs import HANG
 
 
 def test_an_exit_without_an_error_record_is_the_cause_of_a_lost_peer_error(launch, worker_script, tmp_path):
@@ -29,27 +26,6 @@ def test_an_exit_without_an_error_record_is_the_cause_of_a_lost_peer_error(launc
     assert re.search(r"rank 1 \(pid \d+\) .*\b7; 1 other .*; restarting", job.stderr)
     root = job.stderr[job.stderr.index("Root Cause") :]
     assert "  rank      : 1 (local_rank: 1)\n" in root
-
-
-def test_the_timeline_file_is_written(launch, worker_script, tmp_path):
-    timeline = tmp_path / "timeline.jsonl"
-    script = worker_script('import os; os._exit(3) if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0')
-    env = {"ELASTICRS_TIMELINE": str(timeline)}
-    job = launch("--standalone", "--nproc-per-node", "1", "--max-restarts", "1", script, env=env)
-    assert job.wait(HANG) == 0
-    events = [json.loads(line) for line in timeline.read_text().splitlines()]
-    assert [event["event"] for event in events] == [
-        "planned",
-        "started",
-        "failure_seen",
-        "siblings_signalled",
-        "group_ended",
-        "planned",
-        "started",
-        "group_ended",
-    ]
-    assert events[2]["exitcode"] == 3
-    assert events[6]["restart_count"] == 1
 
 
 def test_an_error_file_that_could_not_be_written_is_reported_as_empty(launch, worker_script, tmp_path):

@@ -1,5 +1,6 @@
 """The example, and the summary that its demo prints about a run."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 EXAMPLE = "ddp_digits"
 MS = 1_000_000
+WALL = 1_700_000_000_000
 
 
 def good_lines() -> list[str]:
@@ -22,56 +24,59 @@ def good_lines() -> list[str]:
     ]
 
 
-def good_records() -> list[dict[str, Any]]:
+def event(
+    name: str, at_ms: int, restarts: int, duration_ms: float | None = None, **about: Any
+) -> dict[str, Any]:
+    metadata = {"agent_restarts": restarts, "duration_ms": duration_ms, "metadata": json.dumps(about)}
+    return {"name": name, "timestamp": WALL + at_ms, "metadata": metadata}
+
+
+def good_events() -> list[dict[str, Any]]:
     return [
-        {"event": "started", "ns": 1, "restart_count": 0, "pids": [1, 2, 3, 4]},
-        {
-            "event": "failure_seen",
-            "ns": 100 * MS + 200_000,
-            "restart_count": 0,
-            "local_rank": 2,
-            "exitcode": -9,
-        },
-        {"event": "siblings_signalled", "ns": 100 * MS + 400_000, "restart_count": 0, "siblings": 3},
-        {"event": "group_ended", "ns": 110 * MS, "restart_count": 0},
-        {"event": "started", "ns": 115 * MS, "restart_count": 1, "pids": [5, 6, 7, 8]},
-        {"event": "group_ended", "ns": 900 * MS, "restart_count": 1},
+        event("torchelastic.worker.status.START", 1, 0, local_rank=[2], exit_code=[None]),
+        *(
+            event("torchelastic.worker.status.FAILED", 110, 0, local_rank=[rank], exit_code=[code])
+            for rank, code in ((0, -15), (1, -15), (2, -9), (3, -15))
+        ),
+        event("torchelastic.worker.status.START", 115, 1, local_rank=[2], exit_code=[None]),
+        event(
+            "attempt running", 120, 1, 18.9, phases_ms={"signalling": 1.0, "stopping": 8.4, "starting": 9.5}
+        ),
+        event("torchelastic.worker.status.SUCCEEDED", 900, 1, local_rank=[2], exit_code=[0]),
     ]
 
 
 def test_the_summary_of_a_good_run_matches_the_golden_file(demo, golden):
-    story = demo.tell(0, good_lines(), good_records())
+    story = demo.tell(0, good_lines(), good_events(), WALL)
     assert story.broken == []
     golden("demo", {"account of a good run": "\n".join(story.account)})
 
 
 Change = Callable[[list[str], list[dict[str, Any]]], tuple[int, list[str], list[dict[str, Any]]]]
 BROKEN: list[tuple[str, Change]] = [
-    ("exit code 1", lambda lines, records: (1, lines, records)),
-    ("no worker died", lambda lines, records: (0, [each for each in lines if "dies" not in each], records)),
-    ("shows no failure", lambda lines, _: (0, lines, [])),
-    ("no restart", lambda lines, records: (0, lines, records[:4])),
-    (
-        "not the SIGKILL of rank 2",
-        lambda lines, records: (0, lines, [{**records[1], "exitcode": 1}, *records]),
-    ),
+    ("exit code 1", lambda lines, events: (1, lines, events)),
+    ("no worker died", lambda lines, events: (0, [each for each in lines if "dies" not in each], events)),
+    ("of ranks []", lambda lines, _: (0, lines, [])),
+    ("no restart", lambda lines, events: (0, lines, events[:-2])),
+    ("no SIGKILL of rank 2 alone", lambda lines, events: (0, lines, [*events[:3], *events[4:]])),
+    ("of ranks [2, 2]", lambda lines, events: (0, lines, [events[3], *events])),
     (
         "resumed after epochs [1]",
-        lambda lines, records: (0, [*lines[:-2], "resumed after epoch 1\n", lines[-1]], records),
+        lambda lines, events: (0, [*lines[:-2], "resumed after epoch 1\n", lines[-1]], events),
     ),
-    ("resumed after epochs []", lambda lines, records: (0, [*lines[:-2], lines[-1]], records)),
-    ("resumed after epochs [2, 2]", lambda lines, records: (0, [*lines, lines[-2]], records)),
-    ("no final accuracy", lambda lines, records: (0, lines[:-1], records)),
+    ("resumed after epochs []", lambda lines, events: (0, [*lines[:-2], lines[-1]], events)),
+    ("resumed after epochs [2, 2]", lambda lines, events: (0, [*lines, lines[-2]], events)),
+    ("no final accuracy", lambda lines, events: (0, lines[:-1], events)),
     (
         "not above 95.0 %",
-        lambda lines, records: (0, [*lines[:-1], lines[-1].replace("97.50", "95.00")], records),
+        lambda lines, events: (0, [*lines[:-1], lines[-1].replace("97.50", "95.00")], events),
     ),
 ]
 
 
 @pytest.mark.parametrize(("complaint", "change"), BROKEN, ids=[complaint for complaint, _ in BROKEN])
 def test_the_summary_names_every_unexpected_result(demo, complaint, change):
-    story = demo.tell(*change(good_lines(), good_records()))
+    story = demo.tell(*change(good_lines(), good_events()), WALL)
     assert [each for each in story.broken if complaint in each]
 
 

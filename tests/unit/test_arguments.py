@@ -352,7 +352,10 @@ def test_hang_timeouts_can_be_fixed_or_automatic(script):
     assert launch("--hang-timeout", "auto:20", script).job.hang_timeout == "auto:20"
 
 
-@pytest.mark.parametrize(("name", "instead"), [("ELASTICRS_KUBEFLOW_PROGRESS", "--health-check-port")])
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("ELASTICRS_KUBEFLOW_PROGRESS", "--health-check-port"), ("ELASTICRS_TIMELINE", "--event-log-handler")],
+)
 def test_a_variable_that_is_gone_is_an_error_that_says_what_to_use(name, instead):
     args = parse(["-m", "this"], {})
     with pytest.raises(UsageError, match=f"{name} .*{instead}"):

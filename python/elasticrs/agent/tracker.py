@@ -323,16 +323,9 @@ class AttemptTracker:
                 self.supervisor.unwatch_fd(event.fd)
 
     def tidy_up(self) -> None:
-        """Remove empty crash files and unused FIFOs. Write a timeline if ``ELASTICRS_TIMELINE`` is set."""
+        """Remove empty crash files and unused FIFOs."""
         for attempt in self.result.attempts:
             attempt.files.run(partial(_discard_unused_files, attempt.paths), None)
-        if os.environ.get("ELASTICRS_TIMELINE"):
-            from elasticrs.agent.timeline import write
-
-            try:
-                write(os.environ["ELASTICRS_TIMELINE"], self.result.attempts)
-            except OSError as error:
-                self._console.say(f"the timeline could not be written: {error}")
 
     # --- events of the core ---
 

@@ -64,6 +64,8 @@ class TextRequested(Exception):  # noqa: N818 -- not an error
 _GONE = {
     "ELASTICRS_KUBEFLOW_PROGRESS": "let the script report its progress to Kubeflow; /status shows the"
     " training step (--health-check-port)",
+    "ELASTICRS_TIMELINE": "the event 'attempt running' has the times of a restart"
+    " (--event-log-handler file:PATH)",
 }
 """Variables that earlier versions read, and what to use instead."""
 
