@@ -47,7 +47,9 @@ def stamped(launcher: Launcher) -> Launcher:
     """Return a launcher that writes the timestamps that :meth:`Run.signalled` reads. torchrun has none."""
     if launcher.name == "torchrun":
         return launcher
-    return launcher._replace(command=(sys.executable, worker("stamped_launcher.py")))
+    _, ours = LAUNCHERS
+    options = launcher.command[len(ours.command) :]
+    return launcher._replace(command=(sys.executable, worker("stamped_launcher.py"), *options))
 
 
 class Options(NamedTuple):

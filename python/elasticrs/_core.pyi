@@ -373,6 +373,11 @@ class WorkerRaised:
     def limit(self) -> float | None:
         """Time limit for the exit, in seconds after ``seen_ns``. ``None`` if there is no limit."""
     @property
+    def origin(self) -> Literal["own", "peer", "unknown"]:
+        """``"own"``: another worker's exit cannot have caused the exception. ``"peer"``: the exception only
+        reports that another worker is lost or does not answer.
+        """
+    @property
     def exit(self) -> Literal["begun", "slow", "stalled"]:
         """``"begun"``: the exception has just been recorded. ``"slow"``: the time limit has passed, but the
         exit makes progress. The group is stopped, and the worker may finish its exit within the grace period.

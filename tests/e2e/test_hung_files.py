@@ -96,7 +96,7 @@ FAILS = """
             print("wrong option", file=sys.stderr)
             sys.exit(3)
         if attempt == "3":
-            raise RuntimeError("Connection reset by peer")
+            raise ConnectionResetError(104, "Connection reset by peer")
     signal.pause()
 """
 

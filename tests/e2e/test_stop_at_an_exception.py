@@ -2,7 +2,9 @@
 exited.
 """
 
+import json
 import re
+import sys
 import textwrap
 
 import pytest
@@ -80,6 +82,26 @@ def test_ranks_that_raise_at_the_same_time_fail_with_an_exception(launch, worker
     launched = launch("--nproc-per-node=2", script).exits(1)
     report = launched.stderr.partition("Root Cause")[2]
     assert re.search("ValueError: rank [01]", report)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups need Python 3.11")
+def test_the_same_member_of_a_group_is_named_everywhere(launch, worker_script, tmp_path):
+    script = worker_script("""
+        import os, signal
+        from elasticrs.errors import NonRetryable
+        class BadConfig(NonRetryable): pass
+        if os.environ["RANK"] == "1":
+            members = [ValueError("b"), KeyError("a"), BadConfig("lr"), ConnectionResetError()]
+            raise ExceptionGroup("several", members)
+        signal.pause()
+    """)
+    report = tmp_path / "report.json"
+    launched = launch("--nproc-per-node=2", f"--report={report}", "--max-restarts=2", script).exits(1)
+    assert re.search("rank 1 .* raised BadConfig", launched.stderr)
+    document = json.loads(report.read_text())
+    assert document["verdict"] == "permanent"
+    assert re.search(r"BadConfig: lr \(\S+:\d+\), and 3 more", document["headline"])
+    assert re.search("BadConfig: lr", launched.stderr.splitlines()[-1])
 
 
 def test_a_rank_that_raised_and_exits_with_0_has_failed(launch, worker_script):

@@ -179,9 +179,9 @@ def test_an_outdated_nccl_dump_is_not_used(aborted):
 
 def test_only_failures_of_collectives_are_diagnosed(aborted):
     attempt = aborted.attempt
-    attempt.raised[3] = SimpleNamespace(text="ValueError: no", seen_ns=1, pid=1)
+    attempt.raised[3] = SimpleNamespace(text="ValueError: no", seen_ns=1, pid=1, origin="own")
     assert not is_collective_failure(attempt)
-    attempt.raised[3] = SimpleNamespace(text="RuntimeError: Timed out waiting 3000ms", seen_ns=1, pid=1)
+    attempt.raised[3] = SimpleNamespace(text="RuntimeError: x", seen_ns=1, pid=1, origin="peer")
     assert is_collective_failure(attempt)
     del attempt.raised[3]
     attempt.exits[3].exitcode = -11

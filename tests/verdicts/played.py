@@ -118,7 +118,10 @@ class Node:
             # elasticrs's hook in the worker notifies the agent when it records an exception.
             if "own" not in end["error"] and end["error"].get("notice", True):
                 text = str(end["error"].get("message", "x"))
-                attempt.raised[rank] = SimpleNamespace(pid=attempt.pids[rank], seen_ns=recorded_ns, text=text)
+                origin = "peer" if end["error"].get("is_lost_peer") else "unknown"
+                attempt.raised[rank] = SimpleNamespace(
+                    pid=attempt.pids[rank], seen_ns=recorded_ns, text=text, origin=origin
+                )
         if "hung" in end:
             attempt.expired[rank] = Overdue(seen_ns, hung=hang_of(attempt, rank, seen_ns, end["hung"]))
 
@@ -178,7 +181,9 @@ def error_file(error, pid, recorded_ns):
         return error["own"] if isinstance(error["own"], str) else json.dumps(error["own"])
     exception, place = error["exception"], error.get("place", "train.py:88")
     facts = {
-        name: error[name] for name in ("is_retryable", "is_start_error", "is_transient") if name in error
+        name: error[name]
+        for name in ("is_retryable", "is_start_error", "is_transient", "is_lost_peer")
+        if name in error
     }
     text = f"{exception.rpartition('.')[2]}: {error.get('message', 'x')}"
     file, _, line = place.partition(":")

@@ -13,7 +13,6 @@ from helpers.schema import DOCS
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elasticrs._worker import error_file
 from elasticrs.job import restart_policy
 from elasticrs.job.config import UsageError
 from elasticrs.launcher.arguments import parse, resolve
@@ -22,7 +21,7 @@ from elasticrs.rendezvous.elastic import round_outcome
 from verdicts.played import NODES, Played, expected, orders
 
 RECORDED = json.loads((Path(__file__).parent / "cases.json").read_text(encoding="utf-8"))
-ENDS, CASES, CONSEQUENCES = (RECORDED[name] for name in ("ends", "cases", "consequences"))
+ENDS, CASES = RECORDED["ends"], RECORDED["cases"]
 
 USAGE = "the script does not exist"
 COVERED_BELOW = {USAGE, "POLICY-4"}
@@ -75,16 +74,6 @@ def test_every_row_of_the_tables_and_every_rule_has_a_case():
     assert [row for row in rows() if not any(name in row for name in named)] == []
     assert [name for name in named - rules if not any(name in row for row in rows())] == []
     assert rules - named == {WITHOUT_TIMES}
-
-
-@pytest.mark.parametrize(("message", "is_consequence"), CONSEQUENCES)
-def test_errors_that_only_report_a_lost_peer_are_recognised(message, is_consequence):
-    assert error_file.reports_lost_peer(message) is is_consequence
-
-
-def test_every_phrase_about_a_lost_peer_has_an_example_message():
-    messages = [message.lower() for message, is_consequence in CONSEQUENCES if is_consequence]
-    assert [words for words in error_file._LOST_PEER if not any(words in text for text in messages)] == []
 
 
 @st.composite

@@ -137,6 +137,7 @@ records! {
         text: String,
         seen_ns: u64,
         limit: Option<f64>,
+        origin: &'static str,
         exit: &'static str,
     }
 
@@ -250,9 +251,20 @@ pub fn to_python(py: Python<'_>, event: Event) -> PyResult<Py<PyAny>> {
         Event::TimerExpired(timer) => object(py, timer_expired(timer)),
         Event::WorkerHung(hung) => object(py, worker_hung(*hung)),
         Event::WorkerRaised(raised) => {
-            let supervisor::WorkerRaised { local_rank, pid, text, seen, limit, is_own: _, exit } = raised;
+            let supervisor::WorkerRaised { local_rank, pid, text, seen, limit, origin, exit } = raised;
             let limit = limit.map(|limit| limit.as_secs_f64());
-            object(py, WorkerRaised { local_rank, pid, text, seen_ns: seen.0, limit, exit: exit.name() })
+            object(
+                py,
+                WorkerRaised {
+                    local_rank,
+                    pid,
+                    text,
+                    seen_ns: seen.0,
+                    limit,
+                    origin: origin.name(),
+                    exit: exit.name(),
+                },
+            )
         }
         Event::WorkersKilled(supervisor::WorkersKilled { workers, reason, limit }) => {
             let (local_ranks, pids) = workers.into_iter().unzip();

@@ -24,6 +24,9 @@ _CODEC = ("utf-8", "backslashreplace")
 _MAX_CAUSES, _MAX_FRAMES = 4, 20
 """Maximum number of causes in a notice, and of the innermost frames of each exception."""
 
+_MAX_MEMBERS = 100
+"""Maximum number of members of an exception group that are compared with each other."""
+
 _MAX_DEPTH = 16
 """Maximum depth of the chain of causes that is searched. Prevents endless recursion."""
 
@@ -63,13 +66,28 @@ _OF_NETWORK = frozenset(
 )
 """Error numbers of network errors for which Python has no exception type."""
 
-_LOST_PEER = (
-    *("connection closed", "connection reset", "connection aborted", "connection was closed", "broken pipe"),
-    *("socket closed", "failed to recv, got 0 bytes", "remote process exited", "connectionreseterror"),
-    *("ncclremoteerror", "collective operation timeout", "timed out waiting", "application timeout"),
+_LOST_PEER = frozenset(
+    (
+        *("builtins.BrokenPipeError", "builtins.ConnectionAbortedError", "builtins.ConnectionResetError"),
+        *("torch.distributed.DistBackendError", "torch.distributed.DistNetworkError"),
+        "torch.distributed.DistStoreError",
+    )
 )
-"""Phrases with which gloo, NCCL, torch's stores and Python report that a peer has closed a connection or does
-not answer.
+"""Types of exceptions that report that a peer has closed a connection or does not answer. Subclasses of these
+types count as well.
+"""
+
+_GLOO_LOST_PEER = (
+    *("connection closed", "connection reset", "broken pipe", "socket closed"),
+    *("timed out waiting", "application timeout"),
+)
+"""Phrases with which gloo reports that a peer has closed a connection or does not answer. The exception is a
+plain ``RuntimeError``, so only its text tells it from other errors of native code.
+"""
+
+_LOCAL_CALLERS = ("torch.nn.modules.", "torch.nn.functional")
+"""Prefixes of the names of modules whose calls of native code never wait for another rank. Modules that
+communicate, such as ``SyncBatchNorm``, do so by functions of ``torch.distributed``.
 """
 
 
@@ -128,16 +146,13 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         rejected its arguments (``SystemExit``; see HOOK-8 in the hook). ``is_retryable``: false if the
         exception, one of its causes, or a member of one of these exception groups is an
         ``elasticrs.errors.NonRetryable`` or a ``bdb.BdbQuit``. The latter means that the user has quit the
-        debugger. ``is_transient``: true if the exception reports a lost connection or a timeout. ``python``:
-        path of the interpreter.
+        debugger. ``is_transient``: true if the exception reports a lost connection or a timeout.
+        ``is_lost_peer``: true if :func:`origin` returns ``"peer"``. ``python``: path of the interpreter.
+        ``member`` and ``more``, for an exception group only: the text of the member that represents it (see
+        :func:`representative`), and the number of other members.
     """
-    import traceback
-
     kind = type(error)
-    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    frames = [(code, line) for code, line in frames if not code.co_filename.startswith(_ELASTICRS)] or frames
-    own = [(code, line) for code, line in frames if not any(part in code.co_filename for part in _LIBRARIES)]
-    shown = [(code.co_filename, line) for code, line in own or frames]
+    frames, shown = _frames(error.__traceback__)
     # Exclude subclasses of SyntaxError that libraries define, because they report invalid data, not invalid
     # code. An example is the `ParseError` of Python's XML parser.
     is_code = not isinstance(error, SyntaxError) or kind.__module__ == "builtins"
@@ -149,15 +164,89 @@ def failure_facts(error: BaseException) -> "dict[str, object]":
         code.co_name == "<module>" or any(part in code.co_filename for part in _STARTERS)
         for code, _ in frames
     )
+    told, _, more = representative(error)
+    of_group = {} if told is error else {"member": _notice_text(error), "more": more}
     return {
-        "exception": "%s.%s" % (kind.__module__, kind.__qualname__),  # noqa: UP031
+        "exception": _qualified(kind),
         "place": "%s:%d" % (os.path.basename(shown[-1][0]), shown[-1][1]) if shown else None,  # noqa: UP031
         "is_start_error": (isinstance(error, SystemExit) and error.code == 2)
         or (isinstance(error, (SyntaxError, ImportError)) and is_code and is_importing),
         "is_retryable": not _is_marked(error),
         "is_transient": _is_transient(error),
+        "is_lost_peer": origin(error) == "peer",
         "python": sys.executable,
+        **of_group,
     }
+
+
+def _frames(
+    entry: "types.TracebackType | None",
+) -> "tuple[list[tuple[types.CodeType, int]], list[tuple[str, int]]]":
+    """Return the code and line of each frame of a traceback, except those of this package. Also return the
+    file and line of each frame in the user's program, or of all frames if none is in the user's program.
+    """
+    frames = []
+    while entry is not None:
+        frames.append((entry.tb_frame.f_code, entry.tb_lineno))
+        entry = entry.tb_next
+    frames = [(code, line) for code, line in frames if not code.co_filename.startswith(_ELASTICRS)] or frames
+    own = [(code, line) for code, line in frames if not any(part in code.co_filename for part in _LIBRARIES)]
+    return frames, [(code.co_filename, line) for code, line in own or frames]
+
+
+def representative(error: BaseException) -> "tuple[BaseException, types.TracebackType | None, int]":
+    """Return the exception that stands for ``error`` wherever only one exception is named.
+
+    For an exception group, this is one of its innermost members: a member that makes another attempt useless,
+    otherwise a member that is no side effect of a lost connection, otherwise any member. If several members
+    qualify, the names of their types and their places decide, because the order of the members may differ
+    from one attempt to the next.
+
+    Returns:
+        The exception, its traceback, and the number of other innermost members. A member that was never
+        raised itself has the traceback of its group.
+    """
+    found = _innermost(error)
+
+    def rank(pair: "tuple[BaseException, types.TracebackType | None]") -> "tuple[bool, bool, str, str, int]":
+        each, entry = pair
+        is_side_effect = _is_transient(each) or origin(each) == "peer"
+        path, line = (_frames(entry)[1] or [("", 0)])[-1]
+        return not _is_marked(each), is_side_effect, _qualified(type(each)), os.path.basename(path), line
+
+    # Do not rank a single exception, because this runs before the agent is notified.
+    told, entry = found[0] if len(found) == 1 else min(found[:_MAX_MEMBERS], key=rank)
+    return told, entry, len(found) - 1
+
+
+def _innermost(error: BaseException) -> "list[tuple[BaseException, types.TracebackType | None]]":
+    """Return the innermost members of an exception group with their tracebacks; the exception itself if it is
+    no group.
+    """
+    found: list[tuple[BaseException, types.TracebackType | None]] = []
+    pending: list[tuple[BaseException, types.TracebackType | None]] = [(error, error.__traceback__)]
+    seen: set[int] = set()
+    while pending:
+        each, entry = pending.pop()
+        members = [] if id(each) in seen else _members(each)
+        seen.add(id(each))
+        found += [] if members else [(each, entry)]
+        pending += [(member, member.__traceback__ or entry) for member in members]
+    return found
+
+
+def _members(error: BaseException) -> "list[BaseException]":
+    """Return the members of an exception group; an empty list for any other exception."""
+    members = getattr(error, "exceptions", ())
+    return [each for each in members if isinstance(each, BaseException)] if isinstance(members, tuple) else []
+
+
+def _qualified(kind: type) -> str:
+    return "%s.%s" % (kind.__module__, kind.__qualname__)  # noqa: UP031
+
+
+def _is_one_of(error: BaseException, names: "frozenset[str]") -> bool:
+    return any(_qualified(base) in names for base in type(error).__mro__)
 
 
 def _is_transient(error: BaseException, depth: int = 0) -> bool:
@@ -166,11 +255,10 @@ def _is_transient(error: BaseException, depth: int = 0) -> bool:
     """
     if depth > _MAX_DEPTH:
         return False
-    members = getattr(error, "exceptions", None)
-    if isinstance(members, tuple) and members:
-        return all(isinstance(each, BaseException) and _is_transient(each, depth + 1) for each in members)
-    names = {"%s.%s" % (base.__module__, base.__qualname__) for base in type(error).__mro__}  # noqa: UP031
-    if names & _TRANSIENT:
+    members = _members(error)
+    if members:
+        return all(_is_transient(each, depth + 1) for each in members)
+    if _is_one_of(error, _TRANSIENT):
         return True
     causes: list[object] = [error.__cause__]
     if isinstance(error, OSError):
@@ -195,9 +283,16 @@ def _is_marked(error: BaseException) -> bool:
     )
 
 
-def _related(error: BaseException, *, with_context: bool = True) -> "Iterator[BaseException]":
-    """Iterate over an exception, its causes, and the members of exception groups. If ``with_context`` is
-    true, include the exceptions that were being handled when these exceptions were raised.
+def _related(
+    error: BaseException, *, with_context: bool = True, with_suppressed: bool = False
+) -> "Iterator[BaseException]":
+    """Iterate over an exception, its causes, and the members of exception groups.
+
+    Args:
+        error: the exception.
+        with_context: if true, include the exceptions that were being handled when these exceptions were
+            raised.
+        with_suppressed: if true, include them also after ``raise … from``.
     """
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -208,11 +303,9 @@ def _related(error: BaseException, *, with_context: bool = True) -> "Iterator[Ba
         seen.add(id(each))
         yield each
         pending.append(each.__cause__)
-        if with_context and not each.__suppress_context__:
+        if with_suppressed or (with_context and not each.__suppress_context__):
             pending.append(each.__context__)
-        members = getattr(each, "exceptions", ())
-        if isinstance(members, tuple):
-            pending += [member for member in members if isinstance(member, BaseException)]
+        pending += _members(each)
 
 
 def write_whole(path: str, text: str) -> None:
@@ -261,43 +354,62 @@ def write_uncaught(path: str, error: BaseException, at_ns: int) -> None:
         write_whole(path, error_document(error, "hook", at_ns))
 
 
-def reports_lost_peer(message: str) -> bool:
-    """Return true if a failure's message only reports a lost or unresponsive peer."""
-    text = message.lower()
-    return any(words in text for words in _LOST_PEER)
+def origin(error: BaseException) -> str:
+    """Say whether the end of another rank may have caused an uncaught exception. Only types of exceptions and
+    the code that raised them decide, except for errors of gloo, which have no type of their own.
 
-
-def is_own_failure(error: BaseException) -> bool:
-    """Return true if an uncaught exception cannot be a consequence of another rank's failure. The agent then
-    stops the other ranks immediately.
-
-    Return false for connection errors, torch's collective errors, and messages about lost peers. Also return
-    false for a ``RuntimeError`` from native code, because torch reports most errors of its backends in this
-    way. The causes and contexts of the exception are checked, too. If the result is false, the agent waits
-    for the exit of this process, because the rank that failed first may be about to record its own exception.
+    Returns:
+        ``"own"``: it cannot be a consequence. The agent then stops the other ranks immediately. ``"peer"``:
+        it only reports that a peer is lost or does not answer (for an exception group: all members do).
+        ``"unknown"``: otherwise. The agent then waits for the exit of this process, because the rank that
+        failed first may be about to record its own exception.
     """
-    return not any(_may_follow_from_peer(each) for each in _related(error))
+    if all(any(map(_is_lost_peer, _related(each))) for each, _ in _innermost(error)):
+        return "peer"
+    may_follow = any(_may_follow_from_peer(each) for each in _related(error, with_suppressed=True))
+    return "unknown" if may_follow else "own"
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    if _is_one_of(error, _LOST_PEER):
+        return True
+    text = _message(error).lower() if _may_be_of_collective(error) else ""
+    return any(words in text for words in _GLOO_LOST_PEER)
 
 
 def _may_follow_from_peer(error: BaseException) -> bool:
+    """Return true for errors of connections and child processes, and for errors of collectives."""
     if isinstance(error, (ConnectionError, TimeoutError, EOFError)):
         return True
     if any(base.__module__.startswith("torch.distributed") for base in type(error).__mro__):
         return True
-    if isinstance(error, RuntimeError) and not _is_raised_by_statement(error):
-        return True
-    return reports_lost_peer(_message(error))
+    return type(error).__name__ in _OF_CHILDREN or _may_be_of_collective(error)
 
 
-def _is_raised_by_statement(error: BaseException) -> bool:
-    """Return true if a Python ``raise`` statement raised the exception. Return false if native code did."""
-    from opcode import opmap
+def _may_be_of_collective(error: BaseException) -> bool:
+    """Return true for a ``RuntimeError`` of native code that may have waited for another rank.
 
+    Torch reports most errors of its backends in this way, also out of ``backward`` and out of a call that the
+    program itself makes, such as ``work.wait()``. Python's own subclasses, such as ``RecursionError``, and
+    torch's error for exhausted memory are no errors of a backend.
+    """
+    kind = type(error)
+    if not isinstance(error, RuntimeError) or (kind.__module__ == "builtins" and kind is not RuntimeError):
+        return False
     entry = error.__traceback__
     while entry is not None and entry.tb_next is not None:
         entry = entry.tb_next
     if entry is None:
-        return False
+        return True
+    caller = entry.tb_frame.f_globals.get("__name__")
+    is_local = isinstance(caller, str) and caller.startswith(_LOCAL_CALLERS)
+    return not (is_local or kind.__name__ == "OutOfMemoryError" or _is_raise_statement(entry))
+
+
+def _is_raise_statement(entry: "types.TracebackType") -> bool:
+    """Return true if a Python ``raise`` statement raised the exception, and false if native code did."""
+    from opcode import opmap
+
     code = entry.tb_frame.f_code.co_code
     return entry.tb_lasti < len(code) and code[entry.tb_lasti] == opmap["RAISE_VARARGS"]
 
@@ -305,8 +417,8 @@ def _is_raised_by_statement(error: BaseException) -> bool:
 def give_notice(name: str, error: BaseException, at_ns: "int | None" = None) -> None:
     """Notify the agent that an uncaught exception ends this process.
 
-    The notice contains the time, the result of :func:`is_own_failure`, and the end of the traceback. The
-    agent can therefore stop the other ranks and name the exception without reading a file.
+    The notice contains the time, the result of :func:`origin`, and the end of the traceback. The agent can
+    therefore stop the other ranks and name the exception without reading a file.
 
     Args:
         name: name of the agent's abstract socket, from ``ELASTICRS_NOTICES``. The kernel adds the pid of the
@@ -315,24 +427,24 @@ def give_notice(name: str, error: BaseException, at_ns: "int | None" = None) -> 
         at_ns: see :func:`error_document`.
     """
     at_ns = time.monotonic_ns() if at_ns is None else at_ns
-    _send(name, at_ns, _notice_text(error), is_own_failure(error))
+    _send(name, at_ns, _notice_text(error), origin(error))
 
 
-def give_notice_of_exit(name: str, code: str, is_own: bool, at_ns: int) -> None:
+def give_notice_of_exit(name: str, code: str, of: str, at_ns: int) -> None:
     """Notify the agent that ``sys.exit`` has ended the program of this process.
 
     Args:
         name: as for :func:`give_notice`.
         code: the exit code or text.
-        is_own: true if the exit cannot be a consequence of another rank's failure; see
-            :func:`is_own_failure`.
+        of: what :func:`origin` returns for the exception that the program was handling; ``"own"`` if there
+            was none.
         at_ns: see :func:`error_document`.
     """
     text = "Traceback (most recent call last):\nSystemExit: %s\n" % code[: _NOTICE_PART // 2]  # noqa: UP031
-    _send(name, at_ns, text, is_own)
+    _send(name, at_ns, text, of)
 
 
-def _send(name: str, at_ns: int, text: str, is_own: bool) -> None:
+def _send(name: str, at_ns: int, text: str, of: str) -> None:
     if not name:
         return
     from _socket import AF_UNIX, SOCK_DGRAM, socket
@@ -342,8 +454,7 @@ def _send(name: str, at_ns: int, text: str, is_own: bool) -> None:
         # If the agent's receive queue is full, wait for at most one second, because a stopped agent must not
         # delay this worker's exit any longer.
         notices.settimeout(1)
-        own = " own" if is_own else ""
-        notices.sendto(f"{at_ns}{own}\n{text}".encode(*_CODEC), "\0" + name)
+        notices.sendto(f"{at_ns} {of}\n{text}".encode(*_CODEC), "\0" + name)
     except OSError:
         return  # A lost notice is harmless, because the agent reads the error file after the worker's exit.
     finally:
@@ -355,16 +466,9 @@ def _notice_text(error: BaseException) -> str:
 
     The result is truncated, because the agent reads at most 4096 bytes per notice. The end of the text is
     included, because it may be the traceback of another process. For an exception group, return the text of
-    its first member.
+    the member that represents it.
     """
-    told, frames = error, error.__traceback__
-    for _ in range(10):  # maximum nesting depth of exception groups
-        members = getattr(told, "exceptions", ())
-        if not (isinstance(members, tuple) and members and isinstance(members[0], BaseException)):
-            break
-        told = members[0]
-        # Use the frames of the group if the member has none, because it was never raised itself.
-        frames = told.__traceback__ or frames
+    told, frames, _ = representative(error)
     said = _said(told).encode(*_CODEC)
     stacks = "".join(_stacks(told, frames)).encode(*_CODEC)
     if len(stacks) > _NOTICE_PART:
@@ -453,18 +557,8 @@ def _is_kept(path: str, error: BaseException) -> bool:
     own = data.get("elasticrs") if isinstance(data, dict) else None
     writer = own.get("pid") if isinstance(own, dict) else None
     if writer not in (None, os.getpid()):
-        return _says_that_child_failed(error)
+        return any(type(each).__name__ in _OF_CHILDREN for each in _related(error))
     return not isinstance(own, dict) or own.get("written_by") != "hook"
-
-
-def _says_that_child_failed(error: "BaseException | None") -> bool:
-    for _ in range(10):  # maximum length of a chain of exceptions
-        if error is None:
-            return False
-        if type(error).__name__ in _OF_CHILDREN:
-            return True
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
 
 
 def _write(path: str, text: str) -> None:

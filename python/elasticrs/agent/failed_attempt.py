@@ -300,6 +300,10 @@ def _failure(attempt: Attempt, worker: _core.WorkerExited, unread: str = "") -> 
     )
     if unread:
         failure.more_notes = [unread]
+    raised = attempt.raised.get(rank)
+    # Also use the notice, because the file may be unreadable, or written by torch, without such facts.
+    if raised is not None and raised.origin == "peer" and raised.pid in (worker.pid, failure.recorded_pid):
+        failure.is_lost_peer = True
     if timer is not None and failure.error_file != NOT_AVAILABLE:
         # The message in the error file mentions only the signal that the worker received. Add the expired
         # time limit, because it is the reason for the signal.

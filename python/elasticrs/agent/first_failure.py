@@ -30,15 +30,13 @@ def early_leavers(attempt: Attempt) -> tuple[int, ...]:
     ranks = attempt.global_ranks()
     if failure is None or attempt.plan.page is not None or len(ranks) != attempt.world_size:
         return ()
-    from elasticrs._worker.error_file import reports_lost_peer
-
     left = [
         ranks[local_rank]
         for local_rank, exited in attempt.exits.items()
         if exited.exitcode == 0 and exited.sent_signal is None
     ]
     is_minority = 2 * len(left) <= len(ranks)
-    return tuple(sorted(left)) if is_minority and reports_lost_peer(failure.text) else ()
+    return tuple(sorted(left)) if is_minority and failure.origin == "peer" else ()
 
 
 class _Seen(Value):
@@ -49,7 +47,7 @@ class _Seen(Value):
     sent_signal: int | None
     recorded_ns: int | None
     recorded_pid: int | None
-    message: str
+    is_lost_peer: bool
     cause: str | None = None
     timestamp: int = 0
     is_first: bool = False
@@ -82,7 +80,7 @@ def first_seen(attempt: Attempt) -> int:
             None if local_rank == first else _SIGTERM,
             None if raised is None else raised.seen_ns,
             None if raised is None else raised.pid,
-            "" if raised is None else raised.text,
+            raised is not None and raised.origin == "peer",
         )
     return root_cause(seen)  # type: ignore[arg-type]  # `_Seen` has all fields that `root_cause` reads
 

@@ -10,7 +10,6 @@ import os
 import stat
 import time
 
-from elasticrs._worker.error_file import reports_lost_peer
 from elasticrs._worker.flight import MAX_ENTRIES
 from elasticrs.agent.record_requests import record_files, request_records
 from elasticrs.diagnosis.blame import decide, decided
@@ -206,7 +205,7 @@ def _facts_of_failure(attempt: Attempt) -> list[RankFacts]:
 def _why_late(attempt: Attempt, local_rank: int) -> NoRecord:
     """Return the reason why a worker has not written its flight record in time although it could write it."""
     raised = attempt.raised.get(local_rank)
-    if raised is not None and reports_lost_peer(raised.text):
+    if raised is not None and raised.origin == "peer":
         return NoRecord.LOST_PEER
     hung = next((each.hung for each in attempt.expired.values() if each.hung is not None), None)
     beats = attempt.heartbeats if hung is None else [seen.heartbeat for seen in hung.ranks]

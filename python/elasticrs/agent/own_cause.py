@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 
-from elasticrs._worker.error_file import reports_lost_peer
 from elasticrs.agent.failed_attempt import failures
 from elasticrs.host.clock import Clock
 from elasticrs.job.failure_cause import Cause, Permanence
@@ -17,7 +16,7 @@ from elasticrs.job.value import Value
 from elasticrs.multiprocessing.errors.report import traceback_text
 from elasticrs.multiprocessing.errors.root_cause import failed_ns, root_cause, victims
 from elasticrs.report.phrases import how_the_nursery_ended
-from elasticrs.report.traceback_summary import shortened
+from elasticrs.report.traceback_summary import shortened, summarize
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -70,7 +69,8 @@ def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
         place: place of this node.
     """
     worker, raised = attempt.exits.get(local_rank), attempt.raised.get(local_rank)
-    message = attempt.why_expired(local_rank) or (raised.text if raised is not None else "")
+    why = attempt.why_expired(local_rank)
+    message = why or (raised.text if raised is not None else "")
     seen = attempt.expired.get(local_rank) or raised or worker
     return place.cause(
         place.clock.from_monotonic(0 if seen is None else seen.seen_ns),
@@ -80,7 +80,7 @@ def first_word(attempt: Attempt, local_rank: int, place: Place) -> Cause:
         pid=attempt.pids[local_rank] if worker is None else worker.pid,
         exitcode=None if worker is None else worker.exitcode,
         message=shortened(message, MAX_MESSAGE) or None,
-        is_consequence=reports_lost_peer(message) or None,
+        is_consequence=(why is None and raised is not None and raised.origin == "peer") or None,
         **_hang(attempt, local_rank),
     )
 
@@ -120,7 +120,7 @@ def own_cause(
     # the nursery, which is its parent process, exited.
     if rank in stopped and not is_nursery_lost and not permanent:
         return None
-    is_consequence = reports_lost_peer(str(first.message))
+    is_consequence = first.is_lost_peer
     at = failed_ns(first)
     time_ns = place.clock.from_monotonic(at if at is not None else time.monotonic_ns())
     if told is not None and told.time_ns is not None:
@@ -280,11 +280,19 @@ def _hang(attempt: Attempt, local_rank: int) -> dict[str, Any]:
 def _message(attempt: Attempt, first: ProcessFailure) -> str:
     """Return the text of a failure, with the most informative line last."""
     text = traceback_text(first)
+    if first.member is not None and not _is_same(text, first.member):
+        text = first.member
     why = attempt.why_expired(first.local_rank)
     if why is None:
         # Append the note about the OOM killer. Without an exceeded time limit, there is no other note.
         return f"{text}\n{first.note}" if first.note else text
     return f"{text.removeprefix(why).strip()}\n{why}".strip()
+
+
+def _is_same(text: str, member: str) -> bool:
+    """Return true if the text of an exception group is summarized by this member of the group."""
+    found, told = summarize(text), summarize(member)
+    return (found and (found.said, found.place)) == (told and (told.said, told.place))
 
 
 def not_started(message: str, place: Place) -> Cause:

@@ -28,17 +28,14 @@ def request_records(attempt: Attempt) -> list[str]:
     return [flight_record_file(path) for path in paths if path and _is_requested(path)]
 
 
-def request_after_lost_peer(attempt: Attempt, text: str) -> None:
-    """Request flight records if a worker's exception only reports a lost or silent peer. Do nothing if
+def request_after_lost_peer(attempt: Attempt) -> None:
+    """Request flight records after a worker's exception has reported a lost or silent peer. Do nothing if
     records have already been requested for this reason in this attempt.
 
     Args:
         attempt: running attempt.
-        text: text of the exception.
     """
-    from elasticrs._worker.error_file import reports_lost_peer
-
-    if not attempt.has_requested_records and reports_lost_peer(text):
+    if not attempt.has_requested_records:
         attempt.has_requested_records = True
         request_records(attempt)
 
@@ -93,7 +90,6 @@ def is_collective_failure(attempt: Attempt) -> bool:
     An exception counts if it reports a lost or silent peer. Without an exception, a death by SIGABRT counts,
     because NCCL's watchdog kills its process with SIGABRT.
     """
-    from elasticrs._worker.error_file import reports_lost_peer
     from elasticrs.agent.first_failure import first_seen
 
     if attempt.blame is not None and attempt.blame.basis == "exit":
@@ -103,5 +99,5 @@ def is_collective_failure(attempt: Attempt) -> bool:
     first = first_seen(attempt)
     raised, exited = attempt.raised.get(first), attempt.exits.get(first)
     if raised is not None:
-        return reports_lost_peer(raised.text)
+        return raised.origin == "peer"
     return exited is not None and exited.exitcode == -_SIGABRT

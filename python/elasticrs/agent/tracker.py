@@ -481,10 +481,10 @@ class AttemptTracker:
     def _on_raised(self, event: _core.WorkerRaised) -> None:
         attempt = self.result.attempts[-1]
         attempt.raised[event.local_rank] = event
-        if self._job.hang_timeout is not None:
+        if self._job.hang_timeout is not None and event.origin == "peer":
             from elasticrs.agent.record_requests import request_after_lost_peer
 
-            attempt.files.begin(partial(request_after_lost_peer, attempt, event.text))
+            attempt.files.begin(partial(request_after_lost_peer, attempt))
         if event.exit != "begun":
             self._is_overdue(event.local_rank, Overdue(event.seen_ns, raised=event))
 

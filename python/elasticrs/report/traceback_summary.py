@@ -64,19 +64,24 @@ class Summary:
         self.more = more
 
 
-def headline(text: str) -> str | None:
+def headline(text: str, more: int = 0) -> str | None:
     """Return the exception and its location in the user's code, such as ``FileNotFoundError: data.bin
     (train.py:41)``.
 
     The location is the innermost frame outside of installed packages and the standard library, or the
     innermost frame if there is no such frame. The text may be a traceback as Python prints it, the end of a
     traceback, or any other message. Return ``None`` if the text is empty.
+
+    Args:
+        text: the text.
+        more: number of other members of an exception group, if the text is that of one member.
     """
     found = summarize(text)
     if found is None:
         return None
     place = f" ({found.place})" if found.place else ""
-    return f"{found.said}{place}{f', and {found.more} more' if found.more else ''}"
+    more = more or found.more
+    return f"{found.said}{place}{f', and {more} more' if more else ''}"
 
 
 def shortened(text: str, limit: int) -> str:

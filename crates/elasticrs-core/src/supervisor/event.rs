@@ -191,9 +191,19 @@ pub struct WorkerRaised {
     pub seen: Stamp,
     /// Time limit for the exit, starting at `seen`. `None` if there is no limit.
     pub limit: Option<Duration>,
-    /// True if the worker's process reported that another worker's exit cannot have caused the exception.
-    pub is_own: bool,
+    pub origin: Origin,
     pub exit: ExitStage,
+}
+
+named_enum! {
+    /// Origin of an exception, as the process that raised it reported it.
+    pub enum Origin {
+        /// Another worker's exit cannot have caused the exception.
+        Own = "own",
+        /// The exception only reports that another worker is lost or does not answer.
+        Peer = "peer",
+        Unknown = "unknown",
+    }
 }
 
 named_enum! {

@@ -210,7 +210,7 @@ def _watch_exits(ended: "Callable[[Any], None]") -> None:
                     gc.callbacks.append(note)
                 context = error.__context__
                 code = kind(error.code)
-                code.is_own = context is None or _load(_WRITER)["is_own_failure"](context)
+                code.origin = "own" if context is None else _load(_WRITER)["origin"](context)
                 caller = sys._getframe(1).f_globals.get("__name__")
                 code.is_recorded = kind is Text or (code == 2 and caller in _PARSERS)
                 error.code = code
@@ -331,7 +331,7 @@ class _Failure:
             writer["write_uncaught"](self._path, error, at_ns)
 
     def _write_exit(self, writer: "dict[str, Any]", code: "Any", at_ns: int) -> None:
-        writer["give_notice_of_exit"](self._notices, str(code), code.is_own, at_ns)
+        writer["give_notice_of_exit"](self._notices, str(code), code.origin, at_ns)
         if code.is_recorded:
             error = SystemExit(str(code) if isinstance(code, str) else int(code))
             writer["write_uncaught"](self._path, error, at_ns)

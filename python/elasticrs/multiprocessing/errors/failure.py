@@ -77,6 +77,9 @@ class ProcessFailure:
         is_start_error: true if the program could not be parsed, or lacks a module that it imports at its
             top level.
         is_transient: true if the exception only reports a lost connection or a timeout.
+        is_lost_peer: true if the exception only reports that another worker is lost or does not answer.
+        member: text of the exception that represents an exception group; ``None`` for other exceptions.
+        more_members: number of the group's other exceptions.
         is_retryable: false if the worker has marked its error as not worth another attempt. A worker does so
             with :class:`elasticrs.errors.NonRetryable`, or with ``"retryable": false`` in its error file. The
             string ``"false"`` has the same effect.
@@ -127,6 +130,9 @@ class ProcessFailure:
         self.python: str | None = None
         self.is_start_error = False
         self.is_transient = False
+        self.is_lost_peer = False
+        self.member: str | None = None
+        self.more_members = 0
         self.is_retryable = True
         has_stack = self.signal_number() in _FAULTS and error_file and not unread
         self.stack = _read_stack(error_file) if has_stack else None
@@ -173,6 +179,10 @@ class ProcessFailure:
                 self.python = python if isinstance(python, str) else None
                 self.is_start_error = facts.get("is_start_error") is True
                 self.is_transient = facts.get("is_transient") is True
+                self.is_lost_peer = facts.get("is_lost_peer") is True
+                member, more = facts.get("member"), facts.get("more")
+                if isinstance(member, str) and isinstance(more, int):
+                    self.member, self.more_members = member, more
                 self.is_retryable = facts.get("is_retryable") is not False
         message = data.get("message")
         extra = message.get("extraInfo") if isinstance(message, dict) else None
@@ -194,7 +204,8 @@ class ProcessFailure:
         found = summarize(callstack)
         if found is None or found.exception is None:
             return
-        self.place = found.place or self.place
+        told = found if self.member is None else summarize(self.member)
+        self.place = (told and told.place) or self.place
         if found.exception.rpartition(".")[2] != self.exception.rpartition(".")[2]:
             self.exception = found.exception
 

@@ -258,6 +258,8 @@ def _headline(failure: ProcessFailure) -> str | None:
         return None
     from elasticrs.report.traceback_summary import headline
 
+    if failure.member is not None:
+        return headline(failure.member, failure.more_members)
     return headline(traceback_text(failure))
 
 

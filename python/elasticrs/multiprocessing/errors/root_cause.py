@@ -22,8 +22,6 @@
 
 from __future__ import annotations
 
-from elasticrs._worker.error_file import reports_lost_peer
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,7 +57,7 @@ def _times(failures: Mapping[int, ProcessFailure]) -> dict[int, int | None]:
         if recorded is None or recorded != failure.recorded_ns:
             continue
         later = [end for end in silent if end is not None and recorded < end <= recorded + WAVE_NS]
-        if later and reports_lost_peer(str(failure.message)):
+        if later and failure.is_lost_peer:
             found[rank] = min(later) + 1
     return found
 
@@ -104,9 +102,9 @@ def root_cause(failures: Mapping[int, ProcessFailure]) -> int:
         raise ValueError("no failures")
     own = [rank for rank in order if rank not in spared]
     first = own[0] if own else order[0]
-    if reports_lost_peer(str(failures[first].message)):
+    if failures[first].is_lost_peer:
         known = _times(failures)
         latest = (known[first] or 0) + WAVE_NS
-        causes = (rank for rank in own if not reports_lost_peer(str(failures[rank].message)))
+        causes = (rank for rank in own if not failures[rank].is_lost_peer)
         return next((rank for rank in causes if (known[rank] or 0) <= latest), first)
     return first

@@ -6,7 +6,7 @@ use elasticrs_sys::signal::Signal;
 
 use super::Effect;
 use crate::spec::StopScope;
-use crate::supervisor::event::{ExitStage, KillReason, WorkerRaised};
+use crate::supervisor::event::{ExitStage, KillReason, Origin, WorkerRaised};
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Pause {
@@ -116,7 +116,7 @@ impl Member {
     /// Returns true if the worker is exiting because of its own uncaught exception. An exception in a descendant does
     /// not count, because the worker may survive it.
     pub(super) fn ends_by_its_exception(&self) -> bool {
-        self.runs() && self.raised.as_ref().is_some_and(|raised| raised.is_own && raised.pid == self.pid)
+        self.runs() && self.raised.as_ref().is_some_and(|raised| raised.origin == Origin::Own && raised.pid == self.pid)
     }
 
     /// Returns true if the worker's exit after an exception has exceeded its time limit but still makes progress.

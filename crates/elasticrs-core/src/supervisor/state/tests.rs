@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use self::exits::{failed_by_itself, raised, sampled};
 use self::hangs::{DELAYED, FOUR_SECONDS, after_evidence, remote_hang, snapshot};
 use super::*;
-use crate::supervisor::event::{ExitStage, KillReason, WorkersKilled};
+use crate::supervisor::event::{ExitStage, KillReason, Origin, WorkersKilled};
 use crate::supervisor::start::tests::policy;
 
 mod exits;

@@ -23,7 +23,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::task::JoinSet;
 
 use super::running::Running;
-use crate::supervisor::event::{ExitStage, WorkerRaised};
+use crate::supervisor::event::{ExitStage, Origin, WorkerRaised};
 use crate::supervisor::exit_progress::{self, Sample, progressed, ticks_per_second};
 use crate::supervisor::watch;
 
@@ -175,7 +175,7 @@ impl RaisedWorkers {
     /// Returns `None` if the sender does not belong to a worker, or if another process of the same worker is already
     /// being watched.
     pub(super) fn add(&mut self, notice: Notice, running: &Running) -> Option<WorkerRaised> {
-        let Notice { pid, recorded, is_own, text, .. } = notice;
+        let Notice { pid, recorded, origin, text, .. } = notice;
         let local_rank = self.strangers.worker_of(pid, Instant::now(), |pid| running.worker_of(pid))?;
         let process = pidfd::open(pid).ok().filter(|process| watch::ended(&[process.as_fd()]) != [true]);
         // Watch the sender's exit, unless the sender has already exited. Ignore the notice if another process of the
@@ -191,7 +191,7 @@ impl RaisedWorkers {
         };
         let now = Stamp::now();
         let seen = recorded.map_or(now, |recorded| Stamp(recorded).min(now));
-        Some(WorkerRaised { local_rank, pid, text, seen, limit, is_own, exit: ExitStage::Begun })
+        Some(WorkerRaised { local_rank, pid, text, seen, limit, origin, exit: ExitStage::Begun })
     }
 
     /// Measures the progress of an exiting worker, on another thread. Includes the worker's descendants, because the
@@ -248,25 +248,24 @@ pub(super) struct Notice {
     /// Time at which the exception was recorded, in nanoseconds of the monotonic clock. `None` if the sender did not
     /// send a time. Failures are ordered by this time, because notices may be received much later than they are sent.
     recorded: Option<u64>,
-    /// True if the sender reports that another worker's exit cannot have caused the exception.
-    is_own: bool,
+    origin: Origin,
     text: String,
 }
 
 impl Notice {
-    /// Parses a datagram of the form `NANOSECONDS\nTEXT` or `NANOSECONDS own\nTEXT`. If the datagram does not start
-    /// with a number, the whole datagram is the text.
+    /// Parses a datagram of the form `NANOSECONDS ORIGIN\nTEXT`. The origin may be missing. If the datagram does not
+    /// start with a number, the whole datagram is the text.
     fn new(pid: i32, uid: u32, said: &[u8]) -> Self {
         let said = String::from_utf8_lossy(said);
         let parts = said.split_once('\n').and_then(|(first, text)| {
-            let (number, is_own) = first.strip_suffix(" own").map_or((first, false), |number| (number, true));
-            Some((number.parse().ok()?, is_own, text))
+            let (number, origin) = first.split_once(' ').unwrap_or((first, Origin::Unknown.name()));
+            Some((number.parse().ok()?, Origin::of_name(origin)?, text))
         });
         match parts {
-            Some((recorded, is_own, text)) => {
-                Self { pid, uid, recorded: Some(recorded), is_own, text: text.to_owned() }
+            Some((recorded, origin, text)) => {
+                Self { pid, uid, recorded: Some(recorded), origin, text: text.to_owned() }
             }
-            None => Self { pid, uid, recorded: None, is_own: false, text: said.into_owned() },
+            None => Self { pid, uid, recorded: None, origin: Origin::Unknown, text: said.into_owned() },
         }
     }
 
@@ -307,18 +306,20 @@ mod tests {
         let address = SocketAddr::from_abstract_name(name).expect("an address");
         let long = "x".repeat(2 * MAX_TEXT);
         let cases = [
-            ("", None, false, ""),
-            ("4711 is what I say", None, false, "4711 is what I say"),
-            ("12\nE: x\nmore", Some(12), false, "E: x\nmore"),
-            ("12 own\nE: x\nmore", Some(12), true, "E: x\nmore"),
-            ("12 other\nE: x", None, false, "12 other\nE: x"),
-            ("x\ny", None, false, "x\ny"),
-            (&long, None, false, &long[..MAX_TEXT]),
+            ("", None, Origin::Unknown, ""),
+            ("4711 is what I say", None, Origin::Unknown, "4711 is what I say"),
+            ("12\nE: x\nmore", Some(12), Origin::Unknown, "E: x\nmore"),
+            ("12 own\nE: x\nmore", Some(12), Origin::Own, "E: x\nmore"),
+            ("12 peer\nE: x\nmore", Some(12), Origin::Peer, "E: x\nmore"),
+            ("12 unknown\nE: x", Some(12), Origin::Unknown, "E: x"),
+            ("12 other\nE: x", None, Origin::Unknown, "12 other\nE: x"),
+            ("x\ny", None, Origin::Unknown, "x\ny"),
+            (&long, None, Origin::Unknown, &long[..MAX_TEXT]),
         ];
-        for (said, recorded, is_own, text) in cases {
+        for (said, recorded, origin, text) in cases {
             UnixDatagram::unbound().expect("a socket").send_to_addr(said.as_bytes(), &address).expect("sent");
             let (pid, uid) = (std::process::id().cast_signed(), getuid().as_raw());
-            let expected = Notice { pid, uid, recorded, is_own, text: text.to_owned() };
+            let expected = Notice { pid, uid, recorded, origin, text: text.to_owned() };
             assert_eq!(receive(&notices), Ok(Some(expected)));
         }
     }

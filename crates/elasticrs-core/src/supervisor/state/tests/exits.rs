@@ -6,8 +6,9 @@ const AFTER_TERM: KillReason = KillReason::AfterSignal(Signal::TERM);
 
 /// Returns the record of an exception of a worker's own process.
 fn exception(local_rank: u32, is_own: bool) -> WorkerRaised {
+    let origin = if is_own { Origin::Own } else { Origin::Unknown };
     let (pid, limit) = (PIDS[local_rank as usize], Some(Duration::from_secs(10)));
-    WorkerRaised { local_rank, pid, text: String::new(), seen: Stamp(5), limit, is_own, exit: ExitStage::Begun }
+    WorkerRaised { local_rank, pid, text: String::new(), seen: Stamp(5), limit, origin, exit: ExitStage::Begun }
 }
 
 fn all_raised(workers: Vec<WorkerRaised>) -> Input {
